@@ -1,0 +1,53 @@
+"""Every exception daskdl raises on purpose.
+
+DaskDLError
+├── OptionError           an argument is outside what is allowed
+│   ├── DataError         the data cannot be trained on as it was given
+│   └── ModelError        the model, loss or optimizer cannot be used
+├── CodecError            bytes that are not a valid update message
+├── WaitTimeoutError      something awaited did not come in time
+└── RunError              a run ended before it was finished
+    ├── ReplicaError      user code raised on a worker
+    ├── DivergedError     the loss became NaN or infinite
+    └── ChannelError      the channel between the replicas failed
+"""
+
+
+class DaskDLError(Exception):
+    """Base class; catch it to catch any failure daskdl itself reports."""
+
+
+class OptionError(DaskDLError, ValueError):
+    """An argument is outside what is allowed."""
+
+
+class DataError(OptionError):
+    """The data cannot be trained on as it was given."""
+
+
+class ModelError(OptionError):
+    """The model, the loss or the optimizer cannot be used as it was given."""
+
+
+class CodecError(DaskDLError, ValueError):
+    """The bytes are not an update message this version can read."""
+
+
+class WaitTimeoutError(DaskDLError, TimeoutError):
+    """Something awaited did not come in time; the message says from whom."""
+
+
+class RunError(DaskDLError, RuntimeError):
+    """A run ended before it was finished."""
+
+
+class ReplicaError(RunError):
+    """User code raised on a worker; the original traceback is in the message."""
+
+
+class DivergedError(RunError):
+    """The loss became NaN or infinite."""
+
+
+class ChannelError(RunError):
+    """The channel between the replicas failed."""

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""The channel between the replicas of a run."""

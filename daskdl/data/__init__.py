@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""From what the user has to batches: arrays, checks, pieces, batches."""

@@ -1,1 +1,200 @@
-"""Placeholder."""
+"""Numbers of one flat vector: torch in, torch out, no state, no bytes.
+
+Every vector is a pair: ``local_N`` (floating, parameter units) and ``shared_N``
+(int32, steps of ``grid``). The residual is ``local - shared * grid`` and is never
+stored. As ``shared`` counts whole steps, sums of quanta are exact and do not depend
+on their order. Each function picks :mod:`daskdl.kernels.cpu` (numba) or
+:mod:`daskdl.kernels.generic` (torch) by the vector it gets; both give the same bits.
+
+Shape suffixes: N = parameters of one flat vector, K = entries of one update.
+"""
+
+import math
+from types import ModuleType
+
+from torch import Tensor
+
+from daskdl.kernels import cpu, generic
+
+__all__ = ["apply_", "apply_counts_", "check", "find", "fold_", "take_"]
+
+
+def _pick(local_N: Tensor) -> ModuleType:
+    return cpu if cpu.supports(local_N) else generic
+
+
+def check(entries_K: Tensor, base: int, size: int) -> None:
+    """Refuse entries that are not strictly ascending positions of a vector.
+
+    Args:
+        entries_K: Entries, int32, any device.
+        base: Position of the vector's first parameter.
+        size: Parameters of the vector.
+
+    Raises:
+        CodecError: If an entry is zero, outside the vector, or not beyond the one
+            before it.
+
+    Example:
+        >>> import torch
+        >>> check(torch.tensor([1, -4], dtype=torch.int32), base=0, size=4)
+        >>> check(torch.tensor([1, -5], dtype=torch.int32), base=0, size=4)
+        Traceback (most recent call last):
+        ...
+        daskdl.errors.CodecError: entry 1 is -5; need ascending positions in [1, 4]
+    """
+    (cpu if entries_K.device.type == "cpu" else generic).check(entries_K, base, size)
+
+
+def find(
+    local_N: Tensor, shared_N: Tensor, count: int, grid: float, base: int = 0
+) -> Tensor:
+    """List where the residual has reached one quantum. Reads only.
+
+    An entry is emitted where ``|local - shared * grid| >= count * grid``, one per
+    position, unless ``|shared| > 2**30``: those wait, so that int32 never wraps. NaN
+    is never an entry.
+
+    Args:
+        local_N: A replica's own parameters, floating.
+        shared_N: What has been shared, int32, steps of ``grid``.
+        count: Quantum in steps of ``grid``, in [1, 2**22].
+        grid: Size of one step, parameter units, a power of two.
+        base: Position of the vector's first parameter.
+
+    Returns:
+        Entries, int32, shape (K,), on the vector's device: ``+(i + 1)`` means one
+        quantum up at position ``i``, ``-(i + 1)`` one down. Ascending in ``i``.
+
+    Example:
+        >>> import torch
+        >>> local, shared = torch.tensor([1.5, 0.25, -3.5]), torch.zeros(3).int()
+        >>> find(local, shared, count=2, grid=0.25)
+        tensor([ 1, -3], dtype=torch.int32)
+
+    Source:
+        Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
+        Computing", Interspeech 2015; here the residual is a difference.
+    """
+    entries_K: Tensor = _pick(local_N).find(local_N, shared_N, count, grid, base)
+    return entries_K
+
+
+def take_(
+    local_N: Tensor,
+    shared_N: Tensor,
+    entries_K: Tensor,
+    count: int,
+    grid: float,
+    bound: float = math.inf,
+    base: int = 0,
+) -> float:
+    """Move shared by a replica's own entries, then limit what those leave over.
+
+    With ``bound >= count * grid`` no other position can exceed the bound (it would
+    have been an entry), so that this equals clipping the whole residual.
+
+    Args:
+        local_N: A replica's own parameters. Changed in place where clipped.
+        shared_N: What has been shared, int32. Changed in place.
+        entries_K: What :func:`find` returned, int32, any device.
+        count: Quantum in steps of ``grid``, in [1, 2**22].
+        grid: Size of one step, parameter units, a power of two.
+        bound: Largest residual carried over, parameter units; infinity: no limit.
+        base: Position of the vector's first parameter.
+
+    Returns:
+        Clipped mass: sum of the lengths by which local was moved, parameter units.
+
+    Raises:
+        CodecError: If an entry is refused by :func:`check`; nothing is written.
+
+    Example:
+        >>> import torch
+        >>> local, shared = torch.tensor([1.5, 0.0]), torch.zeros(2).int()
+        >>> entries = torch.tensor([1], dtype=torch.int32)
+        >>> take_(local, shared, entries, count=2, grid=0.25, bound=0.75)
+        0.25
+        >>> local, shared
+        (tensor([1.2500, 0.0000]), tensor([2, 0], dtype=torch.int32))
+    """
+    kernels, entries_K = _pick(local_N), entries_K.to(local_N.device)
+    return float(kernels.take_(local_N, shared_N, entries_K, count, grid, bound, base))
+
+
+def apply_(
+    local_N: Tensor,
+    shared_N: Tensor,
+    entries_K: Tensor,
+    count: int,
+    grid: float,
+    base: int = 0,
+) -> None:
+    """Move local and shared by another replica's entries; the residual stays.
+
+    Args:
+        local_N: A replica's own parameters. Changed in place.
+        shared_N: What has been shared, int32. Changed in place.
+        entries_K: Entries as :func:`find` returns them, int32, any device.
+        count: Quantum in steps of ``grid``, in [1, 2**22].
+        grid: Size of one step, parameter units, a power of two.
+        base: Position of the vector's first parameter.
+
+    Raises:
+        CodecError: If an entry is refused by :func:`check`; nothing is written.
+
+    Example:
+        >>> import torch
+        >>> local, shared = torch.zeros(2), torch.zeros(2).int()
+        >>> apply_(local, shared, torch.tensor([-2]).int(), count=2, grid=0.25)
+        >>> local, shared
+        (tensor([ 0.0000, -0.5000]), tensor([ 0, -2], dtype=torch.int32))
+    """
+    kernels, entries_K = _pick(local_N), entries_K.to(local_N.device)
+    kernels.apply_(local_N, shared_N, entries_K, count, grid, base)
+
+
+def apply_counts_(
+    local_N: Tensor, shared_N: Tensor, counts_N: Tensor, grid: float
+) -> None:
+    """Move local and shared by a dense update; the residual stays.
+
+    Args:
+        local_N: A replica's own parameters. Changed in place.
+        shared_N: What has been shared, int32. Changed in place.
+        counts_N: The update, int32, steps of ``grid``, any device.
+        grid: Size of one step, parameter units, a power of two.
+
+    Example:
+        >>> import torch
+        >>> local, shared = torch.zeros(2), torch.zeros(2).int()
+        >>> apply_counts_(local, shared, torch.tensor([3, -1]).int(), grid=0.25)
+        >>> local, shared
+        (tensor([ 0.7500, -0.2500]), tensor([ 3, -1], dtype=torch.int32))
+    """
+    counts_N = counts_N.to(local_N.device)
+    _pick(local_N).apply_counts_(local_N, shared_N, counts_N, grid)
+
+
+def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
+    """Add entries to a dense vector of steps, as a full inbox does.
+
+    Args:
+        total_N: Sum so far, int32, steps of the grid. Changed in place. Share a numpy
+            array's memory with ``torch.from_numpy``.
+        entries_K: Entries as :func:`find` returns them, int32, any device.
+        count: Quantum in steps of the grid, in [1, 2**22].
+
+    Raises:
+        CodecError: If an entry is refused by :func:`check`; nothing is written.
+
+    Example:
+        >>> import torch
+        >>> total = torch.zeros(3, dtype=torch.int32)
+        >>> fold_(total, torch.tensor([1, -3]).int(), count=5)
+        >>> total
+        tensor([ 5,  0, -5], dtype=torch.int32)
+    """
+    entries_K = entries_K.to(total_N.device)
+    on_cpu = total_N.device.type == "cpu" and total_N.is_contiguous()
+    (cpu if on_cpu else generic).fold_(total_N, entries_K, count)

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Ways of training: masters, the replica, and the run around them."""

@@ -1,0 +1,318 @@
+"""One replica's vectors and the outcome of its last exchange.
+
+Decides what to send and applies what comes; bytes, routes and time are elsewhere. How
+the vectors of one group follow each other is in :mod:`daskdl.progress`. Everything
+here belongs to the thread that trains: no method may overlap another one or a step of
+the optimizer.
+
+Shape suffixes: N = parameters over all groups, K = entries of one update.
+"""
+
+import contextlib
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from daskdl.codec import DenseUpdate, Update
+from daskdl.errors import CodecError, OptionError, RunError
+from daskdl.progress import (
+    Progress,
+    Residuals,
+    join_counts,
+    split_counts,
+    split_entries,
+)
+from daskdl.residuals import ResidualPostProcessor
+from daskdl.thresholds import Sent, ThresholdAlgorithm
+from daskdl.vectors import FlatParameters, grid_for
+
+Counts = npt.NDArray[np.int32]
+
+# 22 of float32's 24 bits: a quantum times a small multiple stays exact.
+MAX_COUNT = 2**22
+REGRID_ABOVE = 2**28  # a quarter of where the kernels stop sending
+REGRID_BELOW = 2**25
+
+
+def count_of(threshold: float, grid: float) -> int:
+    """Return how many steps of the grid a received quantum is.
+
+    Args:
+        threshold: As the header carries it, parameter units.
+        grid: Of the run, parameter units.
+
+    Raises:
+        CodecError: If it is not a whole number of steps in [1, 2**22].
+
+    Example:
+        >>> count_of(0.75, grid=0.25)
+        3
+    """
+    count = threshold / grid
+    if not (1 <= count <= MAX_COUNT and count == int(count)):
+        raise CodecError(
+            f"threshold must be 1 to {MAX_COUNT} whole steps of {grid}, got {threshold}"
+        )
+    return int(count)
+
+
+class Proposal(NamedTuple):
+    """What a replica would send now."""
+
+    threshold: float  # the quantum: on the grid, exact in float32, parameter units
+    rule: float  # what the rule said, within what the grid can express
+    count: int  # the quantum in steps of the grid, in [1, 2**22]
+    entries_K: Counts  # +(i + 1) or -(i + 1), ascending in i
+
+
+class Accumulator:
+    """One replica's progress: propose what to send, take it out, apply what comes.
+
+    Building it rounds the parameters to the grid once, so that all replicas that start
+    from the same module share the same counts. Extra memory: 4 bytes per parameter;
+    strict or half types 8; strict float64 12.
+
+    Args:
+        parameters: The module's flat parameters, changed in place from now on.
+        threshold: Chooses the threshold of each exchange.
+        residual: Limits what is carried over.
+        apply: "eager" (the module computes with local) or "strict" (with shared).
+        last: Outcome to carry on from, of an earlier run or the other replicas.
+
+    Raises:
+        OptionError: If ``apply`` is neither.
+
+    Example:
+        >>> from daskdl.residuals import KeepResidual
+        >>> from daskdl.thresholds import FixedThreshold
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(layer.weight)
+        >>> accumulator = Accumulator(
+        ...     FlatParameters(layer), FixedThreshold(0.5), KeepResidual()
+        ... )
+        >>> _ = layer.weight.data.copy_(torch.tensor([[0.75, -0.25]]))  # a step
+        >>> proposal = accumulator.propose()
+        >>> proposal.threshold, proposal.entries_K
+        (0.5, array([1], dtype=int32))
+        >>> accumulator.take_(proposal)
+        >>> accumulator.residual_norm() ** 2  # 0.25**2 + 0.25**2
+        0.125...
+    """
+
+    size: int  # N
+    grid: float  # one step of shared, parameter units, a power of two
+    sent: Sent | None  # outcome of the last exchange
+    exchanges: int  # of this accumulator
+    clipped: float  # mass removed so far, parameter units
+
+    def __init__(
+        self,
+        parameters: FlatParameters,
+        threshold: ThresholdAlgorithm,
+        residual: ResidualPostProcessor,
+        apply: Literal["eager", "strict"] = "eager",
+        last: Sent | None = None,
+    ) -> None:
+        if apply not in {"eager", "strict"}:
+            raise OptionError(f"apply must be 'eager' or 'strict', got {apply!r}")
+        self.size = parameters.size
+        self.grid = grid_for(parameters)
+        self.sent = last
+        self.exchanges = 0
+        self.clipped = 0.0
+        self._threshold = threshold
+        self._residual = residual
+        self._showing = False
+        self._groups = [
+            Progress(group, self.grid, apply == "strict") for group in parameters.groups
+        ]
+
+    def absorb_(self) -> None:
+        """Take notice of a step of the optimizer; needed where no exchange follows.
+
+        Strict: the next forward pass uses shared again. Eager float32 and float64:
+        nothing to do. A second call finds nothing.
+        """
+        for group in self._free():
+            group.absorb_()
+
+    def propose(self) -> Proposal:
+        """List what would be sent now; nothing is taken out before :meth:`take_`.
+
+        Raises:
+            OptionError: If the rule returns a threshold that is not finite and > 0.
+        """
+        self.absorb_()
+        rule = self._threshold.next_threshold(Residuals(self._groups), self.sent)
+        if not 0 < rule < math.inf:
+            raise OptionError(
+                f"a threshold must be finite and > 0, got {rule!r} "
+                f"from {self._threshold!r}"
+            )
+        # Or a rule with nothing to send would sink to 0, and take as long to return.
+        rule = min(max(rule, self.grid), MAX_COUNT * self.grid)
+        count = round(rule / self.grid)
+        entries_K = torch.cat([group.find(count) for group in self._groups])
+        return Proposal(count * self.grid, rule, count, entries_K.numpy())
+
+    def take_(self, proposal: Proposal) -> None:
+        """Take a proposal out of the residual, once the channel has accepted it.
+
+        Shared moves by the entries; then the residual is limited, and what that
+        removes is added to ``clipped``. A refused proposal is just forgotten.
+
+        Args:
+            proposal: The last one made, taken once; empty ones count as exchanges too.
+
+        Raises:
+            OptionError: If the grid has changed since, or the residual rule returns a
+                bound below the threshold; nothing is changed.
+        """
+        threshold, count = proposal.threshold, proposal.count
+        if threshold != count * self.grid:
+            raise OptionError(
+                f"threshold must be {count} steps of {self.grid}, got {threshold}; "
+                "propose again after a change of grid"
+            )
+        bound = self._residual.bound(self.exchanges, threshold)
+        if not bound >= threshold:
+            raise OptionError(
+                f"a bound must be >= the threshold {threshold}, got {bound!r} "
+                f"from {self._residual!r}"
+            )
+        for group, entries_K in split_entries(self._free(), proposal.entries_K):
+            self.clipped += group.take_(entries_K, count, bound)
+        self.sent = Sent(proposal.rule, len(proposal.entries_K) / self.size)
+        self.exchanges += 1
+
+    def apply_(self, update: Update) -> None:
+        """Move local and shared by another replica's update; the residual stays.
+
+        Args:
+            update: Sparse, or dense counts of steps of this grid.
+
+        Raises:
+            CodecError: If it is for another size or grid, or its entries are not
+                ascending positions of this model; nothing is changed.
+        """
+        if isinstance(update, DenseUpdate):
+            if update.grid != self.grid:
+                raise CodecError(f"grid must be {self.grid}, got {update.grid}")
+            self.apply_counts_(update.counts_N)
+            return
+        if update.size != self.size:
+            raise CodecError(f"model has {self.size} parameters, got {update.size}")
+        count = count_of(update.threshold, self.grid)
+        for group, entries_K in split_entries(self._free(), update.entries_K):
+            group.apply_(entries_K, count)
+
+    def apply_counts_(self, counts_N: Counts) -> None:
+        """Move local and shared by many updates at once, as a full inbox folds them.
+
+        Args:
+            counts_N: Their sum, int32, shape (N,), steps of the grid.
+
+        Raises:
+            CodecError: If it has another size; nothing is changed.
+        """
+        for group, part_N in split_counts(self._free(), counts_N):
+            group.apply_counts_(part_N)
+
+    def residual_counts(self) -> Counts:
+        """Return the residual in whole steps of the grid, int32, shape (N,).
+
+        Rounded, and limited so that shared plus it stays within int32; NaN counts as 0.
+        """
+        self.absorb_()
+        return join_counts([group.residual_counts() for group in self._groups])
+
+    def hand_over_(self) -> Counts:
+        """Move shared by :meth:`residual_counts` and return it, to be sent dense.
+
+        What is left in the residual is below half a step.
+        """
+        self.absorb_()
+        return join_counts([group.hand_over_() for group in self._groups])
+
+    def shared_counts(self) -> Counts:
+        """Return a copy of shared in steps of the grid, int32, shape (N,)."""
+        return join_counts([group.shared_N.cpu() for group in self._groups])
+
+    def replace_shared_(self, counts_N: Counts, grid: float) -> None:
+        """Start from a snapshot, or repair: shared is replaced, the residual stays.
+
+        Args:
+            counts_N: Another replica's :meth:`shared_counts`.
+            grid: The other replica's grid.
+
+        Raises:
+            CodecError: If the counts have another size or the grid is not a power of
+                two; nothing is changed.
+        """
+        if not (0 < grid < math.inf and math.frexp(grid)[0] == 0.5):
+            raise CodecError(f"grid must be a power of two, got {grid!r}")
+        for group, part_N in split_counts(self._free(), counts_N):
+            group.replace_shared_(part_N, grid)
+        self.grid = grid
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean length of the residual, parameter units."""
+        self.absorb_()
+        return math.sqrt(sum(group.squares() for group in self._groups))
+
+    def digest(self) -> int:
+        """Return a CRC-32 of grid and shared: equal on replicas that agree."""
+        checksum = zlib.crc32(struct.pack("<d", self.grid))
+        for group in self._groups:
+            checksum = group.checksum(checksum)
+        return checksum
+
+    def regrid_(self) -> float:
+        """Coarsen the grid if shared has grown far beyond the start; at a barrier.
+
+        Above ``2**28`` steps the grid is multiplied by the smallest power of two that
+        brings shared below ``2**25``. It depends on shared alone, so that replicas that
+        agree go on agreeing. Local is unchanged: the residual keeps what is rounded.
+
+        Returns:
+            The grid from now on, parameter units.
+        """
+        self.absorb_()
+        largest = max(group.largest_count() for group in self._groups)
+        if largest > REGRID_ABOVE:
+            shift = 1
+            while (largest + (1 << shift >> 1)) >> shift >= REGRID_BELOW:
+                shift += 1
+            for group in self._groups:
+                group.regrid_(shift)
+            self.grid *= 2**shift
+        return self.grid
+
+    @contextlib.contextmanager
+    def showing_shared(self) -> Iterator[None]:
+        """Let the module show shared, as in validation, and then what it showed before.
+
+        What it showed comes back bit for bit. Inside, nothing else of this object that
+        reads local may be used (RunError). Eager float32 and float64 keep a copy of
+        local meanwhile.
+        """
+        self.absorb_()
+        self._showing = True
+        try:
+            with contextlib.ExitStack() as stack:
+                for group in self._groups:
+                    stack.enter_context(group.showing_shared())
+                yield
+        finally:
+            self._showing = False
+
+    def _free(self) -> list[Progress]:
+        if self._showing:
+            raise RunError("the module shows shared; leave showing_shared() first")
+        return self._groups

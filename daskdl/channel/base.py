@@ -1,0 +1,161 @@
+"""What a replica sees of the channel, whatever carries it.
+
+Guarantee: every update that `publish` accepted reaches every other member of
+the run exactly once, in the order of its origin, or the run fails and says
+why. Between origins there is no order; none is needed, because updates are
+whole steps of one grid.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from daskdl.channel.inbox import Arrived
+from daskdl.codec import Stamp
+
+
+class Stopped(BaseException):  # noqa: N818  # not an error: the way out of a wait
+    """The run was stopped; leave now. Not an `Exception`, as `KeyboardInterrupt`."""
+
+
+class Gathered(NamedTuple):
+    """What all members said at a barrier."""
+
+    notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
+    lost: Mapping[int, int]  # last update of each lost replica that all will get
+
+
+@dataclass
+class Traffic:
+    """What a channel has carried since the epoch began.
+
+    Attributes:
+        sent_bytes: Of frames published; each is counted once.
+        received_bytes: Of frames received.
+        frames: Published.
+        withheld: Exchanges skipped because the outbox was full.
+        refused: Frames that could not be read.
+        folds: How often the inbox was folded.
+        waits_s: Seconds waited, by cause.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    frames: int = 0
+    withheld: int = 0
+    refused: int = 0
+    folds: int = 0
+    waits_s: dict[str, float] = field(default_factory=dict)
+
+
+class Channel(ABC):
+    """One replica's end of a run. All methods belong to its training thread.
+
+    Each may raise :class:`Stopped` where it waits, and
+    :class:`~daskdl.errors.ChannelError` or
+    :class:`~daskdl.errors.WaitTimeoutError` where it cannot go on.
+    """
+
+    @abstractmethod
+    def join(self) -> Sequence[int]:
+        """Wait for all replicas of the run; return them, ascending."""
+
+    @abstractmethod
+    def next_stamp(self, step: int) -> Stamp:
+        """The stamp that the next published update must carry."""
+
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether an update could be published now. If not, keep it."""
+
+    @abstractmethod
+    def publish(self, stamp: Stamp, frame: NDArray[np.uint8]) -> bool:
+        """Send an encoded update to all others; False if the outbox is full.
+
+        Args:
+            stamp: From :meth:`next_stamp`, as encoded in the frame.
+            frame: Bytes that the caller will not touch again.
+        """
+
+    @abstractmethod
+    def publish_last(self, stamp: Stamp, frame: NDArray[np.uint8]) -> None:
+        """Send an update whatever the bounds, and wait until it is on its way.
+
+        For a replica that has to leave: it works after the run was stopped here.
+        """
+
+    @abstractmethod
+    def published(self) -> int:
+        """Sequence number of the last published update, 0 if there is none."""
+
+    @abstractmethod
+    def complete(self, step: int, done: int = -1) -> None:
+        """Tell the others how far this replica is.
+
+        Args:
+            step: Steps completed.
+            done: The last epoch it is done with.
+        """
+
+    @abstractmethod
+    def receive(self, up_to_step: int | None = None) -> Arrived:
+        """What has arrived and is not applied yet; see :meth:`Inbox.take`."""
+
+    @abstractmethod
+    def lead(self, step: int, epoch: int) -> int:
+        """Steps ahead of the slowest other replica, 0 if behind it."""
+
+    @abstractmethod
+    def align(self, step: int, grid: float) -> None:
+        """All replicas have met at a barrier.
+
+        Args:
+            step: Steps completed, from now on the same for all.
+            grid: Of the run, from now on.
+        """
+
+    @abstractmethod
+    def wait_for_others(self, step: int, epoch: int, max_staleness: int) -> None:
+        """Block while more than `max_staleness` steps ahead of the slowest."""
+
+    @abstractmethod
+    def wait_for_room(self) -> None:
+        """Block until an update can be published."""
+
+    @abstractmethod
+    def wait_for_updates(self, target: Mapping[int, int]) -> None:
+        """Block until all updates up to the target have been received."""
+
+    @abstractmethod
+    def lease(
+        self, phase: str, epoch: int, finished: Mapping[str, Any] | None
+    ) -> int | None:
+        """Give the finished piece back and take the next; None: no more.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            epoch: Counted from 0.
+            finished: ``{"piece": ..., "examples": ..., "loss": ...}`` or None.
+        """
+
+    @abstractmethod
+    def gather(self, key: str, note: Any, *, announce: bool = False) -> Gathered:
+        """Wait at a barrier for all members, and read what each has to say.
+
+        Args:
+            key: Name of the barrier, unique within the run.
+            note: Plain values, or arrays, which nobody between unpacks.
+            announce: Also tell the client.
+        """
+
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """Counters since the last call."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise :class:`Stopped` if the run was stopped. Cheap."""

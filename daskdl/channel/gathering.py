@@ -1,0 +1,27 @@
+"""A barrier at which every member leaves a note and reads all of them. No I/O."""
+
+from collections.abc import Collection
+from typing import Any
+
+
+class Gathering:
+    """Complete once every present member has arrived.
+
+    A member lost after it arrived keeps its note: what it had sent, all
+    survivors have. A member lost before is not waited for.
+    """
+
+    notes: dict[int, Any]
+    announced: bool  # the client has been told
+
+    def __init__(self) -> None:
+        self.notes = {}
+        self.announced = False
+
+    def arrive(self, replica: int, note: Any) -> None:
+        """A member is here; arriving again (a retried request) changes nothing."""
+        self.notes.setdefault(replica, note)
+
+    def awaited(self, members: Collection[int]) -> list[int]:
+        """Present members that have not arrived yet, ascending."""
+        return sorted(set(members) - set(self.notes))

@@ -1,0 +1,191 @@
+"""Updates that have arrived and are not applied yet: bounded, deduplicated.
+
+Filled on the event loop, emptied by the training thread. Beyond its bound the
+waiting updates are folded into one dense vector of counts, which is exact,
+because sums of whole grid steps do not depend on their order.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from daskdl import kernels
+from daskdl.accumulator import count_of
+from daskdl.channel.messages import Item, ItemKind
+from daskdl.channel.positions import Positions
+from daskdl.codec import DenseUpdate, SparseUpdate, Update
+
+
+class Arrived(NamedTuple):
+    """What there is to apply, in an order that does not depend on arrival."""
+
+    updates: list[Update]
+    folded_N: NDArray[np.int32] | None  # counts of the grid; None if nothing folded
+
+
+class Inbox:
+    """What one replica has received.
+
+    Args:
+        size: Parameters of the model.
+        grid: Of the run, parameter units.
+        limit_bytes: Bytes of waiting updates beyond which they are folded.
+    """
+
+    received_bytes: int  # of frames, since the start
+    folds: int  # how often the bound was reached
+    refused: int  # frames that could not be read
+    stopped: str | None  # why the replica has to leave
+
+    def __init__(self, size: int, grid: float, limit_bytes: int) -> None:
+        self.received_bytes = 0
+        self.folds = 0
+        self.refused = 0
+        self.stopped = None
+        self.grid = grid
+        self._size = size
+        self._limit_bytes = limit_bytes
+        self._positions = Positions()
+        self._waiting: list[Update] = []
+        self._waiting_bytes = 0
+        self._folded_N: NDArray[np.int32] | None = None
+        self._steps: dict[int, tuple[int, int]] = {}
+        self._changed = threading.Condition()
+
+    # ---- event loop
+
+    def put(self, item: Item, update: Update) -> bool:
+        """Keep an update to be applied; False if it was received before."""
+        with self._changed:
+            if not self._positions.accept(item.origin, item.sequence):
+                return False
+            self._waiting.append(update)
+            self._waiting_bytes += _bytes_of(update)
+            self.received_bytes += item.nbytes
+            self._hear(item.origin, item.step)
+            if self._waiting_bytes > self._limit_bytes:
+                self._fold()
+            self._changed.notify_all()
+            return True
+
+    def note(self, item: Item) -> None:
+        """Keep what a control item says."""
+        with self._changed:
+            if item.kind == ItemKind.STOP:
+                self.stopped = self.stopped or str(item.payload)
+            elif item.kind == ItemKind.LOST:
+                self._steps.pop(item.origin, None)
+            else:
+                self._hear(item.origin, item.step, int(item.payload))
+            self._changed.notify_all()
+
+    def refuse(self) -> None:
+        """Count a frame that could not be read."""
+        with self._changed:
+            self.refused += 1
+
+    def stop(self, reason: str) -> None:
+        """Make every wait here end."""
+        with self._changed:
+            self.stopped = self.stopped or reason
+            self._changed.notify_all()
+
+    def _hear(self, origin: int, step: int, done: int = -1) -> None:
+        known_step, known_done = self._steps.get(origin, (0, -1))
+        self._steps[origin] = (max(known_step, step), max(known_done, done))
+
+    def _fold(self) -> None:
+        if self._folded_N is None:
+            self._folded_N = np.zeros(self._size, np.int32)
+        for update in self._waiting:
+            if isinstance(update, DenseUpdate):
+                self._folded_N += update.counts_N
+            else:
+                count = count_of(update.threshold, self.grid)
+                entries_K = torch.from_numpy(np.require(update.entries_K, None, "W"))
+                kernels.fold_(torch.from_numpy(self._folded_N), entries_K, count)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self.folds += 1
+
+    # ---- training thread
+
+    def align(self, replicas: Iterable[int], step: int, grid: float) -> None:
+        """All replicas have met.
+
+        Args:
+            replicas: The others.
+            step: Steps each has made.
+            grid: Of the run, from now on.
+        """
+        with self._changed:
+            self.grid = grid
+            for replica in replicas:
+                self._hear(replica, step)
+
+    def take(self, up_to_step: int | None = None) -> Arrived:
+        """Take what waits, all of it or only what was sent up to a step.
+
+        Args:
+            up_to_step: For synchronous runs, in which an update from a replica's
+                next step must not be applied before one's own. The bound is
+                then never reached: nobody is more than one step ahead.
+        """
+        with self._changed:
+            if up_to_step is None:
+                now, later = self._waiting, []
+            else:
+                now = [u for u in self._waiting if u.stamp.step <= up_to_step]
+                later = [u for u in self._waiting if u.stamp.step > up_to_step]
+            folded_N, self._folded_N = self._folded_N, None
+            self._waiting = later
+            self._waiting_bytes = sum(_bytes_of(update) for update in later)
+        return Arrived(sorted(now, key=lambda u: u.stamp), folded_N)
+
+    def slowest(self, epoch: int) -> int | None:
+        """Steps completed by the slowest other replica not done with an epoch."""
+        with self._changed:
+            active = [step for step, done in self._steps.values() if done < epoch]
+            return min(active, default=None)
+
+    def steps(self) -> dict[int, int]:
+        """Steps completed by each other replica, as far as known."""
+        with self._changed:
+            return {origin: step for origin, (step, _) in self._steps.items()}
+
+    def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
+        """What has not been received of what others have sent."""
+        with self._changed:
+            return self._positions.behind(target)
+
+    def vector(self) -> dict[int, int]:
+        """The last update received from each origin."""
+        with self._changed:
+            return self._positions.vector()
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Block until ready or stopped; False on time-out.
+
+        Args:
+            ready: Checked after each change; may call the methods above.
+            timeout_s: Seconds; None: no bound.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self.stopped is not None or ready(), timeout_s
+            )
+
+    def wake(self) -> None:
+        """Let whoever waits look again, because something else changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _bytes_of(update: Update) -> int:
+    if isinstance(update, SparseUpdate):
+        return update.entries_K.nbytes
+    return update.counts_N.nbytes

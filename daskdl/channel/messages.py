@@ -1,0 +1,52 @@
+"""Operation names and the one thing that travels between replicas.
+
+Requests are answered; everything here is a request, because a Dask stream has
+neither a bound nor an answer. What goes to a replica goes through one queue in
+one order: updates, progress and the word to stop.
+"""
+
+import enum
+from typing import Any, NamedTuple
+
+# requests to the scheduler, from a client
+OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
+# requests to the scheduler, from a replica
+JOIN, PUBLISH, LEASE = "daskdl_join", "daskdl_publish", "daskdl_lease"
+GATHER, FAIL, LEAVE = "daskdl_gather", "daskdl_fail", "daskdl_leave"
+# request to a worker, from the scheduler
+DELIVER = "daskdl_deliver"
+
+ITEM_OVERHEAD_BYTES = 64  # of msgpack and Dask around one item, measured: 40 to 70
+
+
+class ItemKind(enum.StrEnum):
+    """What an item says; plain strings on the wire, as the scheduler demands."""
+
+    UPDATE = "update"  # payload: an encoded frame
+    PROGRESS = "progress"  # origin has completed `step`; payload: last epoch done
+    LOST = "lost"  # origin is gone; nothing more comes from it
+    STOP = "stop"  # payload: why
+
+
+class Item(NamedTuple):
+    """One entry of a queue between replicas, in order for each origin."""
+
+    kind: str  # an ItemKind
+    origin: int  # replica it speaks of
+    sequence: int  # of an update, from 1 for each origin; else 0
+    step: int  # steps the origin had completed
+    nbytes: int  # of the payload
+    payload: Any = None  # a frame, never unpacked by the scheduler; or text
+
+    def weight(self) -> int:
+        """Bytes this item counts in a queue."""
+        return self.nbytes + ITEM_OVERHEAD_BYTES
+
+
+class Answer(enum.StrEnum):
+    """The `status` of every answer."""
+
+    OK = "ok"
+    STOPPED = "stopped"  # the run was stopped; `reason` says why
+    UNKNOWN = "unknown"  # no such run or replica here
+    REFUSED = "refused"  # the message was not understood; `reason` says why

@@ -1,0 +1,83 @@
+"""The channel's end on a worker: a plugin that hands items to their replica."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from distributed import Worker
+from distributed.diagnostics.plugin import WorkerPlugin
+from typing_extensions import override
+
+from daskdl.channel import messages
+from daskdl.channel.link import Endpoint, WorkerChannel
+from daskdl.channel.messages import Answer, Item
+from daskdl.errors import ChannelError
+
+logger = logging.getLogger(__name__)
+
+NAME = "daskdl-channel"
+LEAVE_S = 2.0  # batch systems kill soon after they ask a worker to close
+
+
+class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untyped
+    """Hand arriving items to the channels of the replicas on this worker."""
+
+    name = NAME
+    idempotent = True
+    channels: dict[tuple[int, int], WorkerChannel]
+    refused: int  # items for no replica of this worker, or not understood
+
+    def __init__(self) -> None:
+        self.channels = {}
+        self.refused = 0
+
+    @override
+    def setup(self, worker: Worker) -> None:
+        # Dask may set a plugin up twice; live channels then go on.
+        former = worker.extensions.get(NAME)
+        if former is not None:
+            self.channels = former.channels
+        worker.extensions[NAME] = self
+        worker.handlers[messages.DELIVER] = self.handle_deliver
+        self._worker = worker
+
+    @override
+    async def teardown(self, worker: Worker) -> None:
+        """The worker closes: its replicas leave, what they had done is delivered."""
+        if worker.extensions.get(NAME) is not self:
+            return
+        channels = list(self.channels.values())
+        for channel in channels:
+            channel.close_soon()
+        await asyncio.gather(*(channel.left(LEAVE_S) for channel in channels))
+
+    async def handle_deliver(
+        self, run: Any = None, replica: Any = None, items: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        """The relay has items for a replica here."""
+        channel = self.channels.get((run, replica))
+        if channel is None:
+            self.refused += 1
+            return {"status": Answer.UNKNOWN.value}
+        try:
+            unpacked = [Item(*item) for item in items]
+        except TypeError as error:
+            channel.inbox.refuse()
+            logger.warning("replica %s refused a message: %s", replica, error)
+            return {"status": Answer.REFUSED.value, "reason": str(error)}
+        for item in unpacked:
+            await channel.deliver(item)
+        return {"status": Answer.OK.value, "accepted": len(unpacked)}
+
+    def open(self, endpoint: Endpoint) -> WorkerChannel:
+        """Make the channel of a replica; items for it are kept from now on."""
+        key = (endpoint.run, endpoint.replica)
+        if key in self.channels:
+            raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
+        channels = self.channels
+        channel = WorkerChannel(
+            self._worker, endpoint, lambda: channels.pop(key, None)
+        )
+        channels[key] = channel
+        return channel

@@ -1,0 +1,240 @@
+"""One array at a time: which kinds are accepted, what may be wrong, rows as numpy.
+
+Accepted are numpy arrays, torch tensors and ``dask.array``. No Dask import: a
+``dask.array`` can only exist if somebody else has imported it. Pairs of arrays,
+models and losses are checked in :mod:`daskdl.data.validate`.
+"""
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from daskdl.errors import DataError, OptionError
+
+# What torch.from_numpy can take over as it is; longdouble is the one it cannot.
+_NUMBER_KINDS = "biuf"
+_LARGEST_ITEM_BYTES = 8
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
+
+
+def is_dask_array(value: Any) -> bool:
+    """Whether ``value`` is a ``dask.array``, without importing Dask.
+
+    Example:
+        >>> is_dask_array([1, 2])
+        False
+    """
+    module = sys.modules.get("dask.array")
+    return module is not None and isinstance(value, module.Array)
+
+
+def check_array(value: Any, argument: str) -> int:
+    """Refuse what cannot be cut into examples; return their number.
+
+    Args:
+        value: What the user gave, of any type.
+        argument: Its name in the user's call, for the message.
+
+    Returns:
+        Number of examples: the length of the first axis, > 0.
+
+    Raises:
+        DataError: If the kind, the number of dimensions, the dtype or the chunks
+            cannot be used, or if there is nothing in it.
+
+    Example:
+        >>> check_array(np.zeros((3, 2)), "X")
+        3
+        >>> check_array([1.0, 2.0], "X")
+        Traceback (most recent call last):
+        daskdl.errors.DataError: X must be a numpy array, a torch tensor or a \
+dask.array, got a list; convert it with numpy.asarray(X)
+    """
+    _check_kind(value, argument)
+    if value.ndim == 0:
+        raise DataError(
+            f"{argument} must have examples along its first axis, got 0 dimensions"
+        )
+    _check_dtype(value, argument)
+    if is_dask_array(value):
+        _check_chunks(value, argument)
+    if 0 in value.shape:
+        raise DataError(
+            f"{argument} must not be empty, got the shape {tuple(value.shape)}"
+        )
+    return int(value.shape[0])
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Refuse a batch size that is not a whole number of at least 1.
+
+    Raises:
+        OptionError: If it is anything else; the message has the value.
+
+    Example:
+        >>> check_batch_size(0)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: batch_size must be a whole number >= 1, got 0
+    """
+    whole = isinstance(batch_size, int | np.integer) and not isinstance(
+        batch_size, bool
+    )
+    if not whole or batch_size < 1:
+        raise OptionError(f"batch_size must be a whole number >= 1, got {batch_size!r}")
+
+
+def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:
+    """Return the same numbers as a plain numpy array in native byte order.
+
+    Numpy has no bfloat16 (nor float8): such tensors become float32, which holds
+    every one of their values exactly.
+
+    Args:
+        value: An array or a tensor on any device; read only.
+
+    Returns:
+        A view of ``value`` where its memory can be used as it is, else a copy.
+
+    Example:
+        >>> as_numpy(torch.tensor([0.1], dtype=torch.bfloat16)).dtype
+        dtype('float32')
+    """
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.dtype not in _NUMPY_FLOATS:
+            value = value.float()
+        return value.numpy(force=True)
+    plain = np.asarray(value)
+    return plain.astype(plain.dtype.newbyteorder("="), copy=False)
+
+
+def first_rows(value: Any, count: int) -> np.ndarray:
+    """Return ``count`` rows of the right shape and dtype without computing anything.
+
+    In memory these are the first rows, repeated if there are fewer. Of a
+    ``dask.array`` they are zeros: its first block may take hours to load.
+
+    Example:
+        >>> first_rows(np.array([7, 8, 9]), 2)
+        array([7, 8])
+        >>> first_rows(np.array([7]), 2)
+        array([7, 7])
+    """
+    if is_dask_array(value):
+        return np.zeros((count, *value.shape[1:]), value.dtype)
+    rows = as_numpy(value[:count])
+    return rows[np.arange(count) % len(rows)]
+
+
+def check_labels(
+    y: np.ndarray | Tensor,
+    classes: int | None,
+    where: str,
+    ignore_index: int | None = None,
+) -> None:
+    """Refuse labels that no loss can use: NaN, or a class the model does not have.
+
+    Args:
+        y: Labels of a data set or of one piece of it.
+        classes: Integer labels must be in [0, classes); None if they need not.
+        where: What ``y`` is, for the message: an argument or a piece.
+        ignore_index: A label that is accepted although it is outside.
+
+    Raises:
+        DataError: With the first such label and its index.
+
+    Example:
+        >>> check_labels(np.array([0, 1, 2]), 2, "y")
+        Traceback (most recent call last):
+        daskdl.errors.DataError: y[2] is 2, but the model gives 2 outputs: labels \
+must be in [0, 2)
+    """
+    labels = as_numpy(y)
+    if labels.dtype.kind == "f":
+        wrong = np.isnan(labels)
+        remedy = "; remove such examples, or fill them in"
+    elif labels.dtype.kind in "iu" and classes is not None:
+        wrong = (labels < 0) | (labels >= classes)
+        if ignore_index is not None:
+            wrong &= labels != ignore_index
+        remedy = f", but the model gives {classes} outputs: labels must be in "
+        remedy += f"[0, {classes})"
+    else:
+        return
+    if wrong.any():
+        index = np.unravel_index(np.argmax(wrong), wrong.shape)
+        shown = ", ".join(str(i) for i in index)
+        raise DataError(f"{where}[{shown}] is {labels[index]}{remedy}")
+
+
+def _check_kind(value: Any, argument: str) -> None:
+    if isinstance(value, np.ma.MaskedArray):
+        raise DataError(
+            f"{argument} is a masked array, whose mask would be ignored; "
+            f"fill it with {argument}.filled(...)"
+        )
+    if isinstance(value, np.ndarray | Tensor) or is_dask_array(value):
+        return
+    raise DataError(
+        f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
+        f"a {_type_name(value)}; convert it with {_conversion(value, argument)}"
+    )
+
+
+def _conversion(value: Any, argument: str) -> str:
+    if hasattr(value, "to_dask_array"):
+        return f"{argument}.to_dask_array(lengths=True)"
+    if hasattr(value, "to_numpy"):
+        return f"{argument}.to_numpy()"
+    return f"numpy.asarray({argument})"
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__.split('.')[0]}.{kind.__qualname__}"
+
+
+def _check_dtype(value: Any, argument: str) -> None:
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise DataError(
+                f"{argument} must be a dense tensor, got layout {value.layout} and "
+                f"dtype {value.dtype}; convert it with to_dense() or dequantize()"
+            )
+        usable = not value.dtype.is_complex
+    else:
+        usable = (
+            value.dtype.kind in _NUMBER_KINDS
+            and value.dtype.itemsize <= _LARGEST_ITEM_BYTES
+        )
+    if not usable:
+        raise DataError(
+            f"{argument} must hold real numbers of at most 64 bits, got dtype "
+            f"{value.dtype}; convert it, for example with "
+            f"{argument}.{'to(torch' if isinstance(value, Tensor) else 'astype(numpy'}"
+            ".float32)"
+        )
+
+
+def _check_chunks(value: Any, argument: str) -> None:
+    if any(math.isnan(size) for sizes in value.chunks for size in sizes):
+        raise DataError(
+            f"{argument} has chunks of unknown size; "
+            f"call {argument}.compute_chunk_sizes() first"
+        )
+    split = {axis: -1 for axis, n in enumerate(value.numblocks) if axis and n > 1}
+    if split:
+        raise DataError(
+            f"{argument} must be chunked along its first axis only, got the blocks "
+            f"{value.numblocks}; use {argument}.rechunk({split})"
+        )
+    if not isinstance(value._meta, np.ndarray):
+        raise DataError(
+            f"{argument} must be made of numpy blocks, got {_type_name(value._meta)}; "
+            f"convert them with {argument}.map_blocks"
+        )

@@ -1,0 +1,233 @@
+"""The pieces of a run: put on the workers, kept there, fetched inside a task.
+
+A piece is one Dask future whose value is a pair of numpy arrays, so tensors never
+cross Dask. How data are cut is the business of :mod:`daskdl.data.sources`.
+"""
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from distributed import Client, Future, get_client, get_worker
+
+from daskdl.data.sources import Rows, Source, source_of
+from daskdl.errors import OptionError, WaitTimeoutError
+
+_GONE = ("cancelled", "lost")  # what Dask calls a future whose data died with a worker
+
+
+class Piece(NamedTuple):
+    """A part of the data that one replica trains on at a time."""
+
+    # mypy: a tuple has a method of that name, which no piece needs.
+    index: int  # type: ignore[assignment]  # position in the order of the data, from 0
+    examples: int  # rows in it, >= 1
+    key: str  # of the Dask future whose value is (x, y), two numpy arrays
+
+
+class Pieces:
+    """The pieces of one run; owns their futures until :meth:`release`.
+
+    Iterates over :class:`Piece` in the order of the data. Use it as a context
+    manager, or release it, so that the workers can forget the data.
+
+    Args:
+        source: What the pieces are cut from; kept, to start lost pieces again.
+        client: A synchronous client.
+        workers: Addresses to spread the pieces over.
+    """
+
+    examples: int  # rows in all pieces together
+    _futures: dict[int, Any]  # Dask futures, by piece number
+
+    def __init__(self, source: Source, client: Client, workers: Sequence[str]) -> None:
+        self.examples = sum(source.lengths)
+        self._source: Source | None = source
+        self._client = client
+        self._futures = {}
+        try:
+            self._start(range(len(source.lengths)), workers)
+        except BaseException:  # also Ctrl-C: what is there already must not stay
+            self.release()
+            raise
+
+    @property
+    def futures(self) -> list[Any]:
+        """The Dask futures in the order of the data; empty once released."""
+        return [self._futures[index] for index in sorted(self._futures)]
+
+    def restore(self, workers: Sequence[str]) -> list[Piece]:
+        """Start again what was lost with its worker.
+
+        Dask recomputes what it has a recipe for, but scattered data die with the
+        only worker that held them.
+
+        Args:
+            workers: Addresses to spread the lost pieces over.
+
+        Returns:
+            The pieces started again: same index and rows, but a new key.
+        """
+        lost = [i for i, future in self._futures.items() if future.status in _GONE]
+        self._start(lost, workers)
+        return [self._piece(index) for index in lost]
+
+    def release(self) -> None:
+        """Let go of the futures and of the user's data; may be called again."""
+        self._source = None
+        for future in self._futures.values():
+            future.release()
+        self._futures.clear()
+
+    def _start(self, indices: Sequence[int], workers: Sequence[str]) -> None:
+        if self._source is None:
+            raise OptionError("the pieces have been released")
+        if not workers:
+            raise OptionError("workers must name at least one worker, got none")
+        homes = _spread(indices, workers, self._source.homes(self._client))
+        for worker in workers:
+            keys = {
+                # A new name each time: the scheduler may still be forgetting the old.
+                index: f"daskdl-piece-{uuid.uuid4().hex}-{index}"
+                for index in indices
+                if homes[index] == worker
+            }
+            if keys:
+                self._futures |= self._source.start(self._client, worker, keys)
+
+    def _piece(self, index: int) -> Piece:
+        if self._source is None:
+            raise OptionError("the pieces have been released")
+        return Piece(index, self._source.lengths[index], str(self._futures[index].key))
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter([self._piece(index) for index in sorted(self._futures)])
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def place(
+    X: Any,
+    y: Any,
+    client: Client,
+    workers: Sequence[str],
+    *,
+    batch_size: int,
+    replicas: int,
+    shuffle_seed: int | None,
+) -> Pieces:
+    """Cut data into pieces and put them on the workers, spread evenly.
+
+    In memory, a piece is a whole number of batches, about eight pieces per replica;
+    with a seed the rows are dealt out in a random order first, so that data sorted
+    by label do no harm. A ``dask.array`` keeps its blocks: a piece is a block row,
+    computed on the worker that will hold it; what is persisted stays where it is.
+
+    Args:
+        X: Examples: a numpy array, a torch tensor or a ``dask.array``.
+        y: Their labels; a ``dask.array`` exactly if X is one. It is rechunked to
+            the rows of X.
+        client: A synchronous client.
+        workers: Addresses of the workers to put pieces on, >= 1.
+        batch_size: Rows per batch, >= 1.
+        replicas: How many will share the pieces, >= 1.
+        shuffle_seed: Seed of the order of rows in memory; None keeps the order.
+
+    Raises:
+        DataError: If X and y cannot be trained on, see `check_data`.
+        OptionError: If an option is outside what is allowed.
+    """
+    source = source_of(X, y, batch_size, replicas, shuffle_seed)
+    return Pieces(source, client, workers)
+
+
+def load(key: str, timeout_s: float) -> Rows:
+    """Get a piece inside a task: from this worker's store, else from another's.
+
+    Dask moves it, so it counts and spills like any other result. The task must have
+    seceded, or its worker needs a second thread.
+
+    Args:
+        key: Of the piece, see :class:`Piece`.
+        timeout_s: How long to wait for it to be computed and moved, seconds.
+
+    Returns:
+        The arrays (x, y), to be read only: they may be the store's own.
+
+    Raises:
+        WaitTimeoutError: If it did not come in time.
+        distributed.client.FutureCancelledError: If it was lost with its worker; the
+            client then has to `restore` it.
+        DataError: If the block cannot be trained on, see `as_piece`; what the user's
+            own loading raised comes out as it is.
+    """
+    worker = get_worker()
+    held: Any = worker.data.get(key)
+    if held is not None:
+        x, y = held
+        return x, y
+    client = get_client()
+    moved = client.submit(
+        _itself, Future(key, client), workers=[worker.address], pure=False
+    )
+    try:
+        rows: Rows = moved.result(timeout=timeout_s)
+    except TimeoutError as error:
+        raise WaitTimeoutError(
+            f"piece {key} did not come within {timeout_s} s; waited for Dask to "
+            f"compute it or to move it to {worker.address}"
+        ) from error
+    finally:
+        moved.release()
+    return rows
+
+
+def workers_of(client: Client) -> list[str]:
+    """Addresses of the workers of a synchronous client, in a fixed order, >= 1.
+
+    Raises:
+        OptionError: If it has none, or if it is asynchronous.
+    """
+    if client.asynchronous:
+        raise OptionError(
+            f"client must be synchronous, got {client}; use Client(...) instead of "
+            "await Client(..., asynchronous=True)"
+        )
+    addresses = sorted(client.nthreads())
+    if not addresses:
+        raise OptionError(
+            f"{client} has no workers; wait for some with client.wait_for_workers(1)"
+        )
+    return addresses
+
+
+def _spread(
+    indices: Sequence[int], workers: Sequence[str], homes: Mapping[int, str]
+) -> dict[int, str]:
+    """A worker per piece: where it is already, else the one with the fewest so far."""
+    chosen = {i: homes[i] for i in indices if homes.get(i) in workers}
+    pieces = dict.fromkeys(workers, 0)
+    for worker in chosen.values():
+        pieces[worker] += 1
+    for index in indices:
+        if index not in chosen:
+            chosen[index] = min(workers, key=pieces.__getitem__)
+            pieces[chosen[index]] += 1
+    return chosen
+
+
+def _itself(rows: Rows) -> Rows:
+    return rows

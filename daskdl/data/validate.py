@@ -1,0 +1,199 @@
+"""Whether data, model, loss and optimizer go together, before a worker is touched.
+
+No Dask. One array by itself is checked in :mod:`daskdl.data.arrays`; what model and
+loss make of two rows of it, in :mod:`daskdl.data.rehearsal`.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from daskdl.data.arrays import check_array, check_labels, is_dask_array
+from daskdl.data.rehearsal import (
+    MISFITS,
+    ClassRange,
+    random_state_left_alone,
+    rehearse,
+)
+from daskdl.errors import DataError, ModelError
+from daskdl.packed import PackedModel
+
+__all__ = [
+    "ClassRange",
+    "check_data",
+    "check_labels",
+    "check_loss",
+    "check_model",
+    "check_module",
+    "check_step",
+]
+
+
+def check_data(X: Any, y: Any) -> int:
+    """Refuse examples and labels that do not make a data set.
+
+    Args:
+        X: Examples along the first axis.
+        y: Their labels, in the same order.
+
+    Returns:
+        Number of examples, > 0.
+
+    Raises:
+        DataError: If either cannot be used (see `check_array`), if they differ in
+            length or in where they are kept, or if labels in memory have a NaN.
+
+    Example:
+        >>> check_data(torch.zeros(3, 2), torch.zeros(4))
+        Traceback (most recent call last):
+        daskdl.errors.DataError: X and y must have the same length, got 3 and 4
+    """
+    examples = check_array(X, "X")
+    labels = check_array(y, "y")
+    if examples != labels:
+        raise DataError(
+            f"X and y must have the same length, got {examples} and {labels}"
+        )
+    if is_dask_array(X) and not is_dask_array(y):
+        raise DataError(
+            "X is a dask.array and y is in memory; "
+            "use dask.array.from_array(y, chunks=X.chunks[:1] + y.shape[1:])"
+        )
+    if is_dask_array(y):
+        if not is_dask_array(X):
+            raise DataError("y is a dask.array and X is in memory; use y.compute()")
+    else:
+        check_labels(y, None, "y")
+    return examples
+
+
+def check_model(model: Any, loss: Any, optimizer: Any) -> None:
+    """Refuse a model, a loss or an optimizer of the wrong kind; nothing is run.
+
+    Raises:
+        ModelError: Naming the argument, what was given and what is expected.
+
+    Example:
+        >>> check_model(nn.ReLU(), nn.MSELoss(), torch.optim.SGD)
+        Traceback (most recent call last):
+        daskdl.errors.ModelError: model has no trainable parameters: ReLU has none \
+with requires_grad=True
+    """
+    check_module(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"model has no trainable parameters: {type(model).__name__} has none "
+            "with requires_grad=True"
+        )
+    check_loss(loss)
+    _check_callable(
+        optimizer,
+        "optimizer",
+        "a function that makes one from parameters, such as "
+        "lambda params: torch.optim.SGD(params, lr=0.1)",
+    )
+
+
+def check_module(model: Any) -> None:
+    """Refuse what is not a module with its shapes known.
+
+    Raises:
+        ModelError: If it is not an ``nn.Module``, or a lazy one that never ran.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "model must be a torch.nn.Module or a function that returns one, got "
+            f"{model!r}"
+        )
+    lazy = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if nn.parameter.is_lazy(tensor)
+    ]
+    if lazy:
+        raise ModelError(
+            f"the shape of model.{lazy[0]} is not known yet; run the model on one "
+            "batch before handing it over"
+        )
+
+
+def check_step(
+    model: nn.Module, loss: Callable[..., Any], optimizer: Any, X: Any, y: Any
+) -> ClassRange | None:
+    """Rehearse one step on two rows, so that what does not fit is found here.
+
+    It runs on a copy that has been through the same packing as on the way to the
+    workers, in evaluation mode, without gradients; the random state of Python, numpy
+    and torch is left as it was. Of a ``dask.array`` the rows are zeros.
+
+    Args:
+        model: The module to train; not changed.
+        loss: ``loss(output, labels)``, a mean over the examples.
+        optimizer: Makes a ``torch.optim.Optimizer`` from a list of parameters.
+        X: Examples; `check_data` has accepted them.
+        y: Labels, likewise.
+
+    Returns:
+        The labels the loss accepts, if it takes class indices: what
+        `check_labels` should hold pieces to that are loaded later. Else None.
+
+    Raises:
+        ModelError: If model, loss and optimizer cannot do a step on these data.
+        DataError: If a label in memory is a class that the model does not have.
+    """
+    check_model(model, loss, optimizer)
+    with random_state_left_alone():
+        copy = PackedModel(model).unpack().eval()
+        _check_optimizer(optimizer, copy)
+        return rehearse(copy, loss, X, y)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that cannot be called; it is not run.
+
+    Raises:
+        ModelError: If it is no function of outputs and labels.
+
+    Example:
+        >>> check_loss(nn.MSELoss)
+        Traceback (most recent call last):
+        daskdl.errors.ModelError: loss is the class MSELoss; create one, MSELoss()
+    """
+    if isinstance(loss, type):
+        name = loss.__name__
+        raise ModelError(f"loss is the class {name}; create one, {name}()")
+    _check_callable(loss, "loss", "a function of (output, labels), such as MSELoss()")
+
+
+def _check_callable(value: Any, argument: str, expected: str) -> None:
+    if not callable(value):
+        raise ModelError(f"{argument} must be {expected}; got {value!r}")
+
+
+def _check_optimizer(optimizer: Callable[..., Any], module: nn.Module) -> None:
+    """Make one for the trainable parameters of a copy, and look at what comes."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    try:
+        made = optimizer(list(parameters))
+    except MISFITS as error:
+        raise ModelError(
+            f"optimizer failed on a list of {len(parameters)} parameters: {error}"
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ModelError(f"optimizer must return a torch.optim.Optimizer, got {made!r}")
+    known = {id(parameter) for parameter in parameters}
+    if any(id(p) not in known for group in made.param_groups for p in group["params"]):
+        raise ModelError(
+            "optimizer works on parameters it was not given, so the replicas would "
+            "not be trained; make it from its argument, as in "
+            "lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ModelError(
+            f"optimizer {type(made).__name__} needs a closure that evaluates the "
+            "model several times per step; choose one that does without"
+        )

@@ -1,0 +1,259 @@
+"""The kernels on the CPU: numba, one pass over memory, no interpreter lock held.
+
+No state, no bytes, no choice of device. :mod:`daskdl.kernels.generic` says the same
+in torch operations; both give the same bits.
+
+Shape suffixes: N = parameters of one flat vector, K = entries of one update.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from daskdl.errors import CodecError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Function = TypeVar("Function", bound=Callable[..., object])
+
+# Flags of one block stay in the first-level cache (8 KiB) while they are scanned.
+BLOCK = 8192
+# Times a word with one flag of 1 in byte i (little-endian): i in the highest byte.
+BYTE_OF_FLAG = np.uint64(0x0001020304050607)
+# An entry beyond it waits in the residual: 2**30 steps are left before int32 wraps.
+GUARD = 2**30
+
+
+def compiled(function: Function) -> Function:
+    """Compile on the first call, once per machine, and release the lock inside."""
+    return cast(Function, numba.njit(cache=True, nogil=True)(function))
+
+
+def supports(local_N: Tensor) -> bool:
+    """Tell whether these kernels can work on a vector: CPU, contiguous, 32 or 64 bit.
+
+    Args:
+        local_N: The vector, any device and dtype.
+
+    Returns:
+        True if this module can be used, False if it takes the generic one.
+    """
+    return (
+        local_N.device.type == "cpu"
+        and local_N.dtype in {torch.float32, torch.float64}
+        and local_N.is_contiguous()
+    )
+
+
+@compiled
+def _mark(
+    local_B: Array, shared_B: Array, flags_B: Array, quantum: float, grid: float
+) -> None:
+    # Slices from 0, so that no index can be negative: only then LLVM vectorises.
+    for i in range(flags_B.size):
+        sent = local_B.dtype.type(shared_B[i]) * grid
+        flags_B[i] = abs(local_B[i] - sent) >= quantum
+
+
+@compiled
+def _emit(
+    local_B: Array,
+    shared_B: Array,
+    words: Array,
+    entries_K: Array,
+    first: int,
+    grid: float,
+) -> int:
+    filled = 0
+    for w in range(words.size):
+        word = words[w]
+        # A branch per flag is mispredicted at every entry; this loop only at its end.
+        while word != 0:
+            lowest = word & (~word + np.uint64(1))
+            i = 8 * w + np.int64((lowest * BYTE_OF_FLAG) >> np.uint64(56))
+            word ^= lowest
+            if -GUARD <= shared_B[i] <= GUARD:
+                ahead = local_B[i] > local_B.dtype.type(shared_B[i]) * grid
+                entries_K[filled] = first + i if ahead else -(first + i)
+                filled += 1
+    return filled
+
+
+@compiled
+def _scan(
+    local_N: Array,
+    shared_N: Array,
+    entries_K: Array,
+    place: tuple[int, int],
+    base: int,
+    step: tuple[float, float],
+) -> tuple[int, int]:
+    first, filled = place
+    quantum, grid = step
+    flags_B = np.zeros(BLOCK, np.uint8)
+    words = flags_B.view(np.uint64)
+    for start in range(first, local_N.size, BLOCK):
+        length = min(BLOCK, local_N.size - start)
+        if filled + length > entries_K.size:
+            return start, filled
+        if length < BLOCK:
+            flags_B[length:] = 0
+        local_B = local_N[start : start + length]
+        shared_B = shared_N[start : start + length]
+        _mark(local_B, shared_B, flags_B[:length], quantum, grid)
+        # Not inlined by hand: next to this loop, _mark is no longer vectorised.
+        filled += _emit(
+            local_B, shared_B, words, entries_K[filled:], base + start + 1, grid
+        )
+    return local_N.size, filled
+
+
+@compiled
+def _first_bad(entries_K: Array, base: int, size: int) -> int:
+    before = base
+    for k in range(entries_K.size):
+        position = abs(np.int64(entries_K[k]))  # int32's minimum has no int32 abs
+        if position <= before or position > base + size:
+            return k
+        before = int(position)
+    return -1
+
+
+@compiled
+def _take(
+    local_N: Array,
+    shared_N: Array,
+    entries_K: Array,
+    place: tuple[int, int],
+    limits: tuple[float, float],
+) -> float:
+    base, count = place
+    grid, bound = limits
+    removed = 0.0
+    for k in range(entries_K.size):
+        entry = np.int64(entries_K[k])
+        i = abs(entry) - 1 - base
+        shared_N[i] += count if entry > 0 else -count
+        if bound == math.inf:  # most exchanges; local is not even read
+            continue
+        sent = local_N.dtype.type(shared_N[i]) * grid
+        before = local_N[i]
+        residual = before - sent
+        if abs(residual) > bound:
+            local_N[i] = sent + (bound if residual > 0 else -bound)
+            removed += abs(np.float64(before) - np.float64(local_N[i]))
+    return removed
+
+
+@compiled
+def _apply(
+    local_N: Array,
+    shared_N: Array,
+    entries_K: Array,
+    base: int,
+    count: int,
+    quantum: float,
+) -> None:
+    for k in range(entries_K.size):
+        entry = np.int64(entries_K[k])
+        i = abs(entry) - 1 - base
+        if entry > 0:
+            shared_N[i] += count
+            local_N[i] += quantum
+        else:
+            shared_N[i] -= count
+            local_N[i] -= quantum
+
+
+@compiled
+def _apply_counts(
+    local_N: Array, shared_N: Array, counts_N: Array, grid: float
+) -> None:
+    for i in range(local_N.size):
+        shared_N[i] += counts_N[i]
+        local_N[i] += local_N.dtype.type(counts_N[i]) * grid
+
+
+@compiled
+def _fold(total_N: Array, entries_K: Array, count: int) -> None:
+    for k in range(entries_K.size):
+        entry = np.int64(entries_K[k])
+        total_N[abs(entry) - 1] += count if entry > 0 else -count
+
+
+def check(entries_K: Tensor, base: int, size: int) -> None:
+    """See :func:`daskdl.kernels.check`; entries on the CPU."""
+    entries = entries_K.numpy()
+    k = _first_bad(entries, base, size)
+    if k >= 0:
+        raise CodecError(
+            f"entry {k} is {entries[k]}; need ascending positions in "
+            f"[{base + 1}, {base + size}]"
+        )
+
+
+def find(
+    local_N: Tensor, shared_N: Tensor, count: int, grid: float, base: int = 0
+) -> Tensor:
+    """See :func:`daskdl.kernels.find`."""
+    local, shared = local_N.numpy(), shared_N.numpy()
+    step = (local.dtype.type(count * grid), local.dtype.type(grid))
+    # Density 1/64 before the first growth: above what thresholds are steered to.
+    entries = np.empty(min(local.size, local.size // 64 + BLOCK), np.int32)
+    place = (0, 0)
+    while True:
+        place = _scan(local, shared, entries, place, base, step)
+        if place[0] == local.size:
+            return torch.from_numpy(entries[: place[1]].copy())
+        grown = np.empty(min(local.size, 4 * entries.size), np.int32)
+        grown[: place[1]] = entries[: place[1]]
+        entries = grown
+
+
+def take_(
+    local_N: Tensor,
+    shared_N: Tensor,
+    entries_K: Tensor,
+    count: int,
+    grid: float,
+    bound: float = math.inf,
+    base: int = 0,
+) -> float:
+    """See :func:`daskdl.kernels.take_`."""
+    check(entries_K, base, local_N.numel())
+    local, shared, entries = local_N.numpy(), shared_N.numpy(), entries_K.numpy()
+    limits = (local.dtype.type(grid), local.dtype.type(bound))
+    return float(_take(local, shared, entries, (base, count), limits))
+
+
+def apply_(
+    local_N: Tensor,
+    shared_N: Tensor,
+    entries_K: Tensor,
+    count: int,
+    grid: float,
+    base: int = 0,
+) -> None:
+    """See :func:`daskdl.kernels.apply_`."""
+    check(entries_K, base, local_N.numel())
+    local = local_N.numpy()
+    quantum = local.dtype.type(count * grid)
+    _apply(local, shared_N.numpy(), entries_K.numpy(), base, count, quantum)
+
+
+def apply_counts_(
+    local_N: Tensor, shared_N: Tensor, counts_N: Tensor, grid: float
+) -> None:
+    """See :func:`daskdl.kernels.apply_counts_`."""
+    local = local_N.numpy()
+    _apply_counts(local, shared_N.numpy(), counts_N.numpy(), local.dtype.type(grid))
+
+
+def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
+    """See :func:`daskdl.kernels.fold_`."""
+    check(entries_K, 0, total_N.numel())
+    _fold(total_N.numpy(), entries_K.numpy(), count)

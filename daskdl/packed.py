@@ -1,0 +1,181 @@
+"""Models, losses and optimizers as bytes, for the way through Dask.
+
+Dask serialises a module attribute by attribute, which unties tied weights, and it
+cannot serialise every tensor. So they travel as the bytes of ``torch.save`` with
+cloudpickle: a storage is written once however many tensors look at it, lambdas and
+classes of a notebook are included, and what was on an accelerator arrives on the CPU.
+"""
+
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import nn
+from typing_extensions import override
+
+from daskdl.errors import ModelError
+
+T = TypeVar("T")
+
+# What pickling something unpicklable raises, depending on who notices first.
+_PICKLING_ERRORS = (
+    pickle.PicklingError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    RuntimeError,
+    NotImplementedError,
+)
+
+
+class Packed(Generic[T]):
+    """A value as bytes; pickles and travels as these bytes only.
+
+    Args:
+        content: What to pack; read only, may be anything that cloudpickle can write.
+        argument: Its name in the user's call, for messages.
+
+    Raises:
+        ModelError: If it cannot be pickled; the message names the attribute.
+
+    Example:
+        >>> packed = Packed(lambda x: x + 1, "loss")
+        >>> packed.unpack()(1)
+        2
+    """
+
+    argument: str
+    payload: np.ndarray  # uint8: an array crosses Dask without being copied
+    _content: T | None
+    _lock: threading.Lock
+
+    def __init__(self, content: T, argument: str) -> None:
+        self.argument = argument
+        self.payload = np.frombuffer(_packed(content, argument), np.uint8)
+        self._forget()
+
+    def unpack(self) -> T:
+        """Return a new copy at each call, the caller's own, on the CPU.
+
+        Raises:
+            ModelError: If a module it needs is missing in this process.
+        """
+        try:
+            content: T = torch.load(
+                io.BytesIO(self.payload.data), map_location="cpu", weights_only=False
+            )
+        except (ImportError, AttributeError) as error:
+            raise ModelError(
+                f"{self.argument} cannot be unpacked here: {error}; every worker "
+                "needs the modules it was written in: install them there, use "
+                "client.upload_file, or cloudpickle.register_pickle_by_value"
+            ) from error
+        return content
+
+    def shared(self, prepare: Callable[[T], T] | None = None) -> T:
+        """Return the one copy of this process; unpacked at the first call.
+
+        Threads share it, so nobody may change it. What should be trained is had
+        from :meth:`unpack`.
+
+        Args:
+            prepare: What to do with the copy before anybody sees it. Only the first
+                call's is used.
+        """
+        with self._lock:
+            if self._content is None:
+                content = self.unpack()
+                self._content = content if prepare is None else prepare(content)
+            return self._content
+
+    def _forget(self) -> None:
+        self._content = None
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"argument": self.argument, "payload": self.payload}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    @override
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.argument}, {self.payload.nbytes} bytes)"
+
+
+class PackedModel(Packed[nn.Module]):
+    """A module as bytes.
+
+    Example:
+        >>> packed = PackedModel(nn.Linear(2, 1))
+        >>> packed.module()
+        Linear(in_features=2, out_features=1, bias=True)
+        >>> packed.module() is packed.module()
+        True
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "model")
+
+    def module(
+        self, prepare: Callable[[nn.Module], nn.Module] | None = None
+    ) -> nn.Module:
+        """Return the module that all threads of this process share, see `shared`."""
+        return self.shared(prepare)
+
+
+def _packed(content: Any, argument: str) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        # Protocol 5: cloudpickle writes nested classes only from protocol 4 on.
+        torch.save(content, buffer, pickle_module=cloudpickle, pickle_protocol=5)
+    except _PICKLING_ERRORS as error:
+        found = next(_unpicklable(content, argument), None)
+        blamed = argument if found is None else found
+        raise ModelError(
+            f"{argument} cannot be sent to the workers, because {blamed} cannot be "
+            f"pickled: {error}; create it when it is first used, or leave it out in "
+            "__getstate__"
+        ) from error
+    return buffer.getvalue()
+
+
+def _unpicklable(
+    value: Any, path: str, seen: frozenset[int] = frozenset()
+) -> Iterator[str]:
+    """The innermost attributes that cannot be pickled, as paths with their types."""
+    seen |= {id(value)}  # two objects that know each other would go round for ever
+    for step, part in _parts(value):
+        if id(part) not in seen and not _can_be_pickled(part):
+            kind = type(part)
+            inner = next(_unpicklable(part, path + step, seen), None)
+            yield inner or f"{path}{step} (a {kind.__module__}.{kind.__qualname__})"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        # As the user writes them: submodules are attributes, not dictionary items.
+        for name, child in value.named_children():
+            yield f".{name}", child
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{i}]", part) for i, part in enumerate(value))
+    elif not isinstance(value, type):
+        for name, part in getattr(value, "__dict__", {}).items():
+            if name != "_modules":
+                yield f".{name}", part
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except _PICKLING_ERRORS:
+        return False
+    return True

@@ -1,0 +1,292 @@
+"""The three vectors of a group of parameters, and how they follow each other.
+
+``flat`` is what the module computes with, ``local`` the replica's own progress,
+``shared`` (int32, steps of the grid) what all replicas have in common. Between steps
+of the optimizer flat shows local (eager) or shared (strict). Eager float32 and
+float64: local *is* flat. Otherwise local is a vector of its own (float32 for half
+types, so that quanta below their resolution add up), and what the optimizer changed
+in flat is absorbed into local before anything else looks at it.
+
+No choice of thresholds, no counting, no updates: :mod:`daskdl.accumulator` has those.
+
+Shape suffixes: N = parameters, of the group or of all; K = entries of one update.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from daskdl import kernels
+from daskdl.errors import CodecError
+from daskdl.vectors import Group, working_dtype
+
+Counts = npt.NDArray[np.int32]
+Where = slice | Tensor  # positions within the group
+
+INT32_MAX = 2**31 - 1
+# Passes over whole vectors go piece by piece: 8 MiB of float64 at a time.
+PIECE = 2**20
+
+
+class Progress:
+    """Flat, local and shared of one group; shared starts as flat, on the grid.
+
+    Args:
+        group: Its flat vector is rounded to the grid.
+        grid: Size of one step of shared, parameter units, a power of two.
+        strict: Flat shows shared instead of local.
+
+    Example:
+        >>> from daskdl.vectors import FlatParameters
+        >>> layer = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.constant_(layer.weight, 0.75)
+        >>> group = FlatParameters(layer).groups[0]
+        >>> progress = Progress(group, grid=0.5, strict=False)
+        >>> progress.shared_N, layer.weight.item()
+        (tensor([2], dtype=torch.int32), 1.0)
+    """
+
+    flat: Tensor  # shape (N,), the parameters' dtype
+    local_N: Tensor  # float32, or float64 for float64 parameters
+    shared_N: Tensor  # int32, steps of the grid
+    start: int  # position of the first parameter in the model
+    grid: float  # parameter units
+
+    def __init__(self, group: Group, grid: float, strict: bool) -> None:
+        self.flat = group.flat
+        self.start = group.start
+        self.grid = grid
+        self._strict = strict
+        dtype = working_dtype(group.flat.dtype)
+        self._aliased = not strict and dtype == group.flat.dtype
+        self.shared_N = torch.empty_like(self.flat, dtype=torch.int32)
+        self.local_N = (
+            self.flat if self._aliased else torch.empty_like(self.flat, dtype=dtype)
+        )
+        for piece in self._pieces():
+            # On the CPU, as not every device has float64.
+            counts = torch.round(self.flat[piece].cpu().double() / grid)
+            self.shared_N[piece] = counts.to(torch.int32)
+            self.local_N[piece] = self.sent(piece)
+            self._show_(piece)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last parameter in the model."""
+        return self.start + self.flat.numel()
+
+    def sent(self, where: Where) -> Tensor:
+        """Return shared in parameter units, in local's dtype; a fresh tensor."""
+        return self.shared_N[where].to(self.local_N.dtype) * self.grid
+
+    def residual(self, where: Where) -> Tensor:
+        """Return the progress not sent yet, parameter units; a fresh tensor."""
+        return self.local_N[where] - self.sent(where)
+
+    def absorb_(self) -> None:
+        """Move what the optimizer changed in flat to local; show what is to be shown.
+
+        Without a step in between, a second call finds nothing.
+        """
+        if not self._aliased:
+            for piece in self._pieces():
+                self._absorb_(piece)
+
+    def find(self, count: int) -> Tensor:
+        """List entries, on the CPU; see :func:`daskdl.kernels.find`."""
+        return kernels.find(
+            self.local_N, self.shared_N, count, self.grid, self.start
+        ).cpu()
+
+    def take_(self, entries_K: Tensor, count: int, bound: float) -> float:
+        """Take own entries out of the residual; see :func:`daskdl.kernels.take_`."""
+        with self._showing_(entries_K):
+            return kernels.take_(
+                self.local_N,
+                self.shared_N,
+                entries_K,
+                count,
+                self.grid,
+                bound,
+                self.start,
+            )
+
+    def apply_(self, entries_K: Tensor, count: int) -> None:
+        """Apply another replica's entries; see :func:`daskdl.kernels.apply_`."""
+        with self._showing_(entries_K):
+            kernels.apply_(
+                self.local_N, self.shared_N, entries_K, count, self.grid, self.start
+            )
+
+    def apply_counts_(self, counts_N: Tensor) -> None:
+        """Apply a dense update; see :func:`daskdl.kernels.apply_counts_`."""
+        self.absorb_()
+        kernels.apply_counts_(self.local_N, self.shared_N, counts_N, self.grid)
+        self._show_all_()
+
+    def residual_counts(self) -> Tensor:
+        """Return the residual in whole steps, int32, on the CPU.
+
+        Rounded to even; limited so that neither it nor shared plus it leaves int32.
+        NaN counts as 0: a replica that diverged keeps that to itself.
+        """
+        counts_N = torch.empty_like(self.shared_N, device="cpu")
+        for piece in self._pieces():
+            local = self.local_N[piece].cpu().double()
+            target = torch.round(local / self.grid).clamp(-INT32_MAX, INT32_MAX)
+            counts = (target - self.shared_N[piece].cpu().double()).nan_to_num(0.0)
+            counts_N[piece] = counts.clamp(-INT32_MAX, INT32_MAX).to(torch.int32)
+        return counts_N
+
+    def hand_over_(self) -> Tensor:
+        """Return :meth:`residual_counts` and move shared by it; local stays."""
+        counts_N = self.residual_counts()
+        self.shared_N += counts_N.to(self.shared_N.device)
+        self._show_all_()
+        return counts_N
+
+    def replace_shared_(self, shared_N: Tensor, grid: float) -> None:
+        """Take another replica's shared, and keep the own residual."""
+        self.absorb_()
+        for piece in self._pieces():
+            residual = self.residual(piece)
+            counts = shared_N[piece].to(self.flat.device)
+            self.shared_N[piece] = counts
+            self.local_N[piece] = counts.to(residual.dtype) * grid + residual
+        self.grid = grid
+        self._show_all_()
+
+    def regrid_(self, shift: int) -> None:
+        """Coarsen the grid to ``2**shift`` of its steps; local stays.
+
+        Halves are rounded up, in integers, so that all replicas get the same.
+        """
+        half = 1 << shift >> 1
+        for piece in self._pieces():
+            self.shared_N[piece] = ((self.shared_N[piece].long() + half) >> shift).int()
+        self.grid *= 2**shift
+        self._show_all_()
+
+    def largest_count(self) -> int:
+        """Return the largest ``|shared|``, in steps."""
+        if self.shared_N.numel() == 0:
+            return 0
+        return max(-int(self.shared_N.min()), int(self.shared_N.max()))
+
+    def squares(self) -> float:
+        """Return the sum of the squares of the residual, summed in float64."""
+        norms = (self.residual(piece).cpu().double() for piece in self._pieces())
+        return sum(float(residual.square().sum()) for residual in norms)
+
+    def checksum(self, before: int) -> int:
+        """Continue a CRC-32 over shared."""
+        for piece in self._pieces():
+            before = zlib.crc32(self.shared_N[piece].cpu().numpy().data, before)
+        return before
+
+    @contextlib.contextmanager
+    def showing_shared(self) -> Iterator[None]:
+        """Let flat show shared; local comes back bit for bit.
+
+        Eager float32 and float64 keep a copy of local meanwhile.
+        """
+        kept = self.flat.clone() if self._aliased else None
+        for piece in self._pieces():
+            self.flat[piece] = self.sent(piece).to(self.flat.dtype)
+        try:
+            yield
+        finally:
+            if kept is not None:
+                self.flat.copy_(kept)
+            self._show_all_()
+
+    def _pieces(self) -> Iterator[slice]:
+        for start in range(0, self.flat.numel(), PIECE):
+            yield slice(start, min(start + PIECE, self.flat.numel()))
+
+    def _shown(self, where: Where) -> Tensor:
+        source = self.sent(where) if self._strict else self.local_N[where]
+        return source.to(self.flat.dtype)
+
+    def _show_(self, where: Where) -> None:
+        if not self._aliased:
+            self.flat[where] = self._shown(where)
+
+    def _show_all_(self) -> None:
+        for piece in self._pieces():
+            self._show_(piece)
+
+    def _absorb_(self, where: Where) -> None:
+        dtype = self.local_N.dtype
+        changed = self.flat[where].to(dtype) - self._shown(where).to(dtype)
+        self.local_N[where] += changed
+        self._show_(where)
+
+    @contextlib.contextmanager
+    def _showing_(self, entries_K: Tensor) -> Iterator[None]:
+        """Absorb and show around a change at a few positions, and only there."""
+        if self._aliased:
+            yield
+            return
+        where = entries_K.to(self.flat.device).long().abs() - 1 - self.start
+        self._absorb_(where)
+        yield
+        self._show_(where)
+
+
+class Residuals:
+    """The residual of all groups, for rules that look at it."""
+
+    def __init__(self, groups: Sequence[Progress]) -> None:
+        self._groups = groups
+
+    def tensor(self) -> Tensor:
+        """See :class:`daskdl.thresholds.Residual`."""
+        device = self._groups[0].flat.device
+        whole = slice(None)
+        return torch.cat([g.residual(whole).to(device) for g in self._groups])
+
+
+def split_entries(
+    groups: Sequence[Progress], entries_K: Counts
+) -> list[tuple[Progress, Tensor]]:
+    """Cut the entries of a model by group; groups without entries are left out.
+
+    Raises:
+        CodecError: If an entry is not an ascending position of the model.
+    """
+    # Copied only if read-only, as decoded ones are: torch does not take those.
+    entries_K = np.require(entries_K, np.int32, ["C", "W"])
+    entries = torch.from_numpy(entries_K)
+    kernels.check(entries, 0, groups[-1].stop)
+    ends = np.searchsorted(np.abs(entries_K), [g.stop for g in groups], "right")
+    parts = zip(groups, [0, *ends[:-1]], ends, strict=True)
+    return [(group, entries[a:b]) for group, a, b in parts if a < b]
+
+
+def split_counts(
+    groups: Sequence[Progress], counts_N: Counts
+) -> list[tuple[Progress, Tensor]]:
+    """Cut a dense vector of a model by group.
+
+    Raises:
+        CodecError: If it is not int32 with one number per parameter.
+    """
+    size = groups[-1].stop
+    if counts_N.shape != (size,) or counts_N.dtype != np.int32:
+        raise CodecError(
+            f"need {size} counts of int32, got {counts_N.dtype} of {counts_N.shape}"
+        )
+    counts = torch.from_numpy(np.require(counts_N, np.int32, ["C", "W"]))
+    return [(group, counts[group.start : group.stop]) for group in groups]
+
+
+def join_counts(parts: Sequence[Tensor]) -> Counts:
+    """Put the counts of all groups behind each other; a fresh array."""
+    counts_N: Counts = torch.cat(list(parts)).numpy()
+    return counts_N

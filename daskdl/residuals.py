@@ -1,0 +1,93 @@
+"""How much progress may be carried over unsent. One small class per rule.
+
+No tensors: a rule names a bound, the kernels clip.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from daskdl.errors import OptionError
+
+
+class ResidualPostProcessor(ABC):
+    """Choose how large a residual may be after an exchange.
+
+    Implementations are frozen and keep no state: the accumulator counts exchanges.
+    """
+
+    @abstractmethod
+    def bound(self, exchange: int, threshold: float) -> float:
+        """Return the largest ``|residual|`` that is carried over.
+
+        As it is at least ``threshold``, only positions that were just sent can exceed
+        it (any other is below the threshold), so that the accumulator clips exactly
+        the entries it emitted.
+
+        Args:
+            exchange: Exchanges of this replica before this one, from 0.
+            threshold: Quantum of this exchange, parameter units.
+
+        Returns:
+            A number >= ``threshold``, parameter units; infinity: no limit.
+        """
+
+
+@dataclass(frozen=True)
+class ResidualClipping(ResidualPostProcessor):
+    """Cut the residual to a multiple of the threshold every few exchanges.
+
+    A residual of many quanta takes many exchanges to drain, and what arrives then is
+    stale. What is cut is lost: the accumulator counts it.
+
+    Args:
+        multiple: Bound in thresholds, finite, >= 1.
+        frequency: Exchanges between cuts, >= 1; the first exchange never cuts.
+
+    Raises:
+        OptionError: If an argument is outside its range.
+
+    Example:
+        >>> rule = ResidualClipping(multiple=5.0, frequency=2)
+        >>> [rule.bound(exchange, threshold=0.5) for exchange in range(4)]
+        [inf, inf, 2.5, inf]
+
+    Source:
+        Deeplearning4j, ResidualClippingPostProcessor.java (2021); there an exchange
+        that sends nothing skips it, here it has nothing to clip.
+    """
+
+    multiple: float = 5.0
+    frequency: int = 5
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.multiple < math.inf:
+            raise OptionError(
+                f"multiple must be finite and >= 1, got {self.multiple!r}"
+            )
+        if not (isinstance(self.frequency, int) and self.frequency >= 1):
+            raise OptionError(
+                f"frequency must be an integer >= 1, got {self.frequency!r}"
+            )
+
+    @override
+    def bound(self, exchange: int, threshold: float) -> float:
+        if exchange > 0 and exchange % self.frequency == 0:
+            return self.multiple * threshold
+        return math.inf
+
+
+@dataclass(frozen=True)
+class KeepResidual(ResidualPostProcessor):
+    """Carry everything over.
+
+    Example:
+        >>> KeepResidual().bound(exchange=5, threshold=0.5)
+        inf
+    """
+
+    @override
+    def bound(self, exchange: int, threshold: float) -> float:
+        return math.inf

@@ -1,0 +1,58 @@
+"""How long daskdl waits, in one place.
+
+Defaults come from Dask's configuration, namespace ``daskdl``, read where a run
+is started (on the client) and sent along with it, because batch jobs do not
+see the client's configuration::
+
+    dask.config.set({"daskdl.timeouts.silence": "30s"})
+    DASK_DASKDL__TIMEOUTS__SILENCE=30s
+"""
+
+from dataclasses import dataclass, fields
+
+import dask.config
+from dask.utils import parse_timedelta
+
+from daskdl.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Bounds on waiting, seconds.
+
+    Attributes:
+        join: For every replica of a run to start on its worker.
+        request: For one request to be answered.
+        silence: How long a replica or its worker may say nothing at all.
+        stop: For replicas to leave once they were told to stop.
+        data: For a piece of data to be computed and moved to where it is used.
+    """
+
+    join: float = 60.0
+    request: float = 30.0
+    silence: float = 60.0
+    stop: float = 10.0
+    data: float = 600.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise OptionError(
+                    f"daskdl.timeouts.{field.name} must be > 0 s, got {value!r}"
+                )
+
+    @classmethod
+    def from_config(cls) -> "Timeouts":
+        """The configured time-outs; a number is seconds, text as ``"30s"``."""
+        return cls(
+            **{
+                field.name: float(
+                    parse_timedelta(
+                        dask.config.get(f"daskdl.timeouts.{field.name}", field.default),
+                        default="s",
+                    )
+                )
+                for field in fields(cls)
+            }
+        )

@@ -1,0 +1,305 @@
+"""The user's object: fit, evaluate, predict."""
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+from distributed import Client
+from torch import nn
+from torch.optim import Optimizer
+
+from daskdl import evaluation, inference
+from daskdl.callbacks import Callback
+from daskdl.cluster import client_of
+from daskdl.data.arrays import check_batch_size
+from daskdl.data.pieces import Pieces, place
+from daskdl.data.rehearsal import ClassRange, random_state_left_alone
+from daskdl.data.validate import check_data, check_step
+from daskdl.errors import OptionError, RunError
+from daskdl.history import History
+from daskdl.packed import Packed
+from daskdl.thresholds import Sent
+from daskdl.timeouts import Timeouts
+from daskdl.training.base import TrainingMaster
+from daskdl.training.driver import Driver
+from daskdl.training.follow import Follower
+from daskdl.training.merge import Final
+from daskdl.training.optimizer_state import restore_
+from daskdl.training.seats import seats_of
+from daskdl.training.sharing import GradientSharing
+from daskdl.training.task import Loss, Recipe, TaskOptions
+from daskdl.vectors import FlatParameters, grid_for, load_buffers_, load_counts_
+
+logger = logging.getLogger(__name__)
+
+OUTBOX_BYTES = 2**20  # more would only grow old; the residual is the better queue
+INBOX_BYTES = 64 * 2**20  # of decoded entries; beyond it they are folded
+RELAY_BYTES = 8 * 2**20  # for each replica
+
+
+@dataclass(eq=False)
+class Trainer:
+    """Train a PyTorch model on a Dask cluster.
+
+    Args:
+        model: An `nn.Module`, which is copied, or a function that returns one.
+        loss: ``loss(model(x), y)``, a scalar tensor.
+        optimizer: Makes a `torch.optim.Optimizer` from an iterable of parameters.
+        master: The way of training.
+        client: A synchronous `distributed.Client`; None: the default client if
+            there is one, else a `LocalCluster` that is closed again.
+        device: Where replicas compute: ``"auto"`` is CUDA where a worker has it,
+            else the CPU; or a torch device.
+        seed: Of the model's start (if it is a function), of shuffling and of
+            dropout: replica i seeds torch with ``seed + i``.
+        callbacks: See :class:`daskdl.Callback`.
+        progress: Show a bar while fitting; None: if standard error is a terminal.
+
+    Attributes:
+        model_: The trained model, an ordinary module on the CPU.
+        optimizer_: Its optimizer, with the replicas' averaged state.
+        history_: The rows of the last fit.
+
+    Raises:
+        OptionError: If an option is outside what is allowed.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    loss: Loss
+    optimizer: Callable[[Any], Optimizer]
+    _: KW_ONLY
+    master: TrainingMaster = field(default_factory=GradientSharing)
+    client: Client | None = None
+    device: str | torch.device = "auto"
+    seed: int = 0
+    callbacks: Sequence[Callback] = ()
+    progress: bool | None = None
+
+    model_: nn.Module = field(init=False, repr=False)
+    optimizer_: Optimizer = field(init=False, repr=False)
+    history_: History = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.master, TrainingMaster):
+            raise OptionError(
+                f"master must be a daskdl.TrainingMaster, got {self.master!r}"
+            )
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise OptionError(f"seed must be a whole number >= 0, got {self.seed!r}")
+        wrong = [c for c in self.callbacks if not isinstance(c, Callback)]
+        if wrong:
+            raise OptionError(f"callbacks must be daskdl.Callback, got {wrong[0]!r}")
+        self._check_device()
+        self._sent: Sent | None = None
+
+    def _check_device(self) -> None:
+        try:
+            if self.device != "auto":
+                torch.device(self.device)
+        except RuntimeError as error:
+            raise OptionError(
+                f"device must be 'auto' or a torch device, got {self.device!r}"
+            ) from error
+
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        epochs: int = 1,
+        batch_size: int = 32,
+        validation: tuple[Any, Any] | None = None,
+        shuffle: bool = True,
+    ) -> History:
+        """Train on the cluster; calling it again goes on from `model_`.
+
+        Args:
+            X: Inputs: numpy array, torch tensor or `dask.array`, rows first.
+            y: Labels of the same length, of the same kinds.
+            epochs: How many times to go through the data, >= 1.
+            batch_size: Rows per step of each replica, >= 1.
+            validation: (X, y) on which the agreed model is scored after each epoch.
+            shuffle: New random order in each epoch, from the seed.
+
+        Returns:
+            One row for each epoch, also kept in `history_`.
+
+        Raises:
+            DataError: If the data cannot be trained on; no worker was touched.
+            ModelError: If model, loss or optimizer cannot be used, likewise.
+            ReplicaError: If the user's code raised on a worker.
+            DivergedError: If the loss became NaN or infinite.
+            RunError: If the run ended early for another reason. In these three
+                cases `model_` is what all replicas agreed on last.
+        """
+        _check_counts(epochs, batch_size)
+        check_data(X, y)
+        if validation is not None:
+            _check_validation(validation)
+        model = self._starting_model()
+        labels = check_step(model, self.loss, self.optimizer, X, y)
+        recipe = Packed(self._recipe(model), "model, loss, optimizer or callbacks")
+        options = self._options(model, epochs, batch_size, shuffle, labels)
+        with client_of(self.client) as client, contextlib.ExitStack() as stack:
+            seats = seats_of(self.master, client, len(X), batch_size)
+            phases = {"train": (X, y)}
+            if validation is not None:
+                phases["validation"] = validation
+            pieces = {
+                phase: stack.enter_context(
+                    self._place(client, seats, data, batch_size, shuffle)
+                )
+                for phase, data in phases.items()
+            }
+            keys = {phase: [p.key for p in of] for phase, of in pieces.items()}
+            options = dataclasses.replace(options, pieces=keys)
+            return self._run(client, seats, options, recipe, model, len(X))
+
+    def evaluate(self, X: Any, y: Any, *, batch_size: int = 64) -> dict[str, float]:
+        """Score `model_` on the cluster.
+
+        Args:
+            X: Inputs, of the kinds that :meth:`fit` takes.
+            y: Labels.
+            batch_size: Rows per forward pass.
+
+        Returns:
+            ``"loss"``, and for class indices ``"accuracy"``, means over all rows.
+        """
+        with client_of(self.client) as client:
+            return evaluation.evaluate(
+                self._fitted(), self.loss, X, y, client, batch_size=batch_size
+            )
+
+    def predict(self, X: Any, *, batch_size: int = 64) -> Any:
+        """Apply `model_` to every row, on the cluster.
+
+        Args:
+            X: Inputs, of the kinds that :meth:`fit` takes.
+            batch_size: Rows per forward pass.
+
+        Returns:
+            The outputs, of the kind that came in; of a `dask.array`, a lazy one.
+        """
+        with client_of(self.client) as client:
+            return inference.predict(self._fitted(), X, client, batch_size=batch_size)
+
+    def _fitted(self) -> nn.Module:
+        if not hasattr(self, "model_"):
+            raise OptionError("the trainer has no model_ yet; call fit first")
+        return self.model_
+
+    def _starting_model(self) -> nn.Module:
+        if hasattr(self, "model_"):
+            return self.model_
+        if isinstance(self.model, nn.Module):
+            return copy.deepcopy(self.model)
+        with random_state_left_alone():
+            torch.manual_seed(self.seed)
+            return self.model()
+
+    def _recipe(self, model: nn.Module) -> Recipe:
+        state = self.optimizer_.state_dict() if hasattr(self, "optimizer_") else None
+        return Recipe(model, self.loss, self.optimizer, state, list(self.callbacks))
+
+    def _place(
+        self,
+        client: Client,
+        seats: Mapping[int, str],
+        data: tuple[Any, Any],
+        batch_size: int,
+        shuffle: bool,
+    ) -> Pieces:
+        return place(
+            *data,
+            client,
+            sorted(set(seats.values())),
+            batch_size=batch_size,
+            replicas=len(seats),
+            shuffle_seed=self.seed if shuffle else None,
+        )
+
+    def _options(
+        self,
+        model: nn.Module,
+        epochs: int,
+        batch_size: int,
+        shuffle: bool,
+        labels: ClassRange | None,
+    ) -> TaskOptions:
+        flat = FlatParameters(copy.deepcopy(model))
+        return TaskOptions(
+            run=secrets.randbits(63),
+            master=self.master,
+            epochs=epochs,
+            batch_size=batch_size,
+            seed=self.seed,
+            shuffle=shuffle,
+            device=str(self.device),
+            pieces={},
+            labels=labels,
+            size=flat.size,
+            grid=grid_for(flat),
+            last=self._sent,
+            outbox_bytes=OUTBOX_BYTES,
+            inbox_bytes=INBOX_BYTES,
+            timeouts=Timeouts.from_config(),
+        )
+
+    def _run(
+        self,
+        client: Client,
+        seats: Mapping[int, str],
+        options: TaskOptions,
+        recipe: Packed[Recipe],
+        model: nn.Module,
+        examples: int,
+    ) -> History:
+        self.history_ = History()
+        driver = Driver(client, options, seats, RELAY_BYTES)
+        with Follower(
+            self.history_,
+            self.callbacks,
+            options.size,
+            examples * options.epochs,
+            self.progress,
+        ) as follower:
+            final, reason = driver.run(recipe, follower.follow)
+        if final is not None:
+            self._adopt(model, final)
+        if reason is not None:
+            raise reason
+        if final is None:
+            raise RunError("the run ended without a result")
+        return self.history_
+
+    def _adopt(self, model: nn.Module, final: Final) -> None:
+        parameters = final.parameters
+        if parameters.exact is not None:
+            model.load_state_dict(parameters.exact)
+        elif parameters.shared_N is not None and parameters.buffers is not None:
+            load_counts_(model, parameters.shared_N, parameters.grid)
+            load_buffers_(model, parameters.buffers)
+        self.model_ = model
+        self.optimizer_ = self.optimizer(model.parameters())
+        if final.optimizer is not None:
+            restore_(self.optimizer_, final.optimizer)
+        self._sent = final.outcome
+
+
+def _check_counts(epochs: object, batch_size: object) -> None:
+    if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
+        raise OptionError(f"epochs must be a whole number >= 1, got {epochs!r}")
+    check_batch_size(batch_size)
+
+
+def _check_validation(validation: object) -> None:
+    if not isinstance(validation, tuple) or len(validation) != 2:
+        raise OptionError(f"validation must be a tuple (X, y), got {validation!r}")
+    check_data(*validation)

@@ -1,0 +1,75 @@
+"""The exchange of a replica that is the only one: plain PyTorch.
+
+Nothing is flattened, rounded, encoded or scaled, so that the result equals a
+plain loop over the same batches bit for bit.
+"""
+
+import contextlib
+import copy
+import math
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from daskdl.thresholds import Sent
+from daskdl.training.base import Exchange, Parameters, Seat, Statistics
+
+
+class Alone(Exchange):
+    """One replica; there is nobody to share with."""
+
+    learning_rate_scale = 1.0
+
+    def __init__(self, seat: Seat) -> None:
+        self._module = seat.module
+        self._last = seat.last
+        self._agreed = _state(seat.module)
+        self._steps = 0
+
+    @override
+    def before_step(self, epoch: int) -> None:
+        pass
+
+    @override
+    def after_step(self, epoch: int) -> None:
+        self._steps += 1
+
+    @override
+    def end_epoch(self, epoch: int, examples: int) -> None:
+        self._agreed = _state(self._module)
+
+    @override
+    def showing_agreed(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @override
+    def digest(self) -> int:
+        return 0
+
+    @override
+    def statistics(self) -> Statistics:
+        steps, self._steps = self._steps, 0
+        return Statistics(0, 0.0, math.nan, 0.0, 0, steps)
+
+    @override
+    def hand_over(self) -> None:
+        pass
+
+    @override
+    def final(self) -> Parameters:
+        return Parameters(exact=_state(self._module))
+
+    @override
+    def agreed(self) -> Parameters:
+        return Parameters(exact=self._agreed)
+
+    @override
+    def outcome(self) -> Sent | None:
+        return self._last
+
+
+def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, copied to the CPU; tied ones stay tied on loading."""
+    return copy.deepcopy({k: v.cpu() for k, v in module.state_dict().items()})

@@ -1,0 +1,134 @@
+"""What a way of training must provide: a frozen plan, and its live end.
+
+A :class:`TrainingMaster` is chosen by the user and travels; the
+:class:`Exchange` it makes lives in one replica and moves its parameters.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from daskdl.channel.base import Channel
+from daskdl.thresholds import Sent
+from daskdl.vectors import Buffers
+
+
+class Statistics(NamedTuple):
+    """What an exchange did in one epoch."""
+
+    exchanges: int
+    density_sum: float  # entries sent / parameters, summed over exchanges
+    threshold: float  # the last one, parameter units; NaN if there was none
+    clipped: float  # mass removed by clipping
+    lead_sum: int  # steps ahead of the slowest, summed over steps
+    steps: int
+
+
+@dataclass
+class Parameters:
+    """A replica's parameters and buffers as they leave it; one of the two forms.
+
+    Attributes:
+        exact: State dict of one replica's own module, on the CPU; else None.
+        shared_N: Steps of `grid` that all replicas agree on, int32, else None.
+        residual_N: Steps of `grid` that only this replica has, int32, else None.
+        grid: Parameter units per step.
+        buffers: Averaged buffers, where the parameters are not `exact`.
+    """
+
+    exact: Mapping[str, Any] | None = None
+    shared_N: NDArray[np.int32] | None = None
+    residual_N: NDArray[np.int32] | None = None
+    grid: float = 0.0
+    buffers: Buffers | None = None
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where an exchange is to work.
+
+    Attributes:
+        module: The replica's model, on its device; its parameters are the start.
+        channel: The replica's end of the run.
+        replica: Its number.
+        members: All replicas of the run, ascending.
+        last: The threshold's state from an earlier fit, or None.
+    """
+
+    module: nn.Module
+    channel: Channel
+    replica: int
+    members: Sequence[int] = field(default_factory=list)
+    last: Sent | None = None
+
+
+class Exchange(ABC):
+    """One replica's part in training together. One thread uses it."""
+
+    learning_rate_scale: float  # factor on the optimizer's learning rate, this step
+
+    @abstractmethod
+    def before_step(self, epoch: int) -> None:
+        """Wait if too far ahead, and take in what others have sent."""
+
+    @abstractmethod
+    def after_step(self, epoch: int) -> None:
+        """The optimizer has moved the parameters; share what is due."""
+
+    @abstractmethod
+    def end_epoch(self, epoch: int, examples: int) -> None:
+        """Agree with all others; returns when every replica has the same state.
+
+        Args:
+            epoch: Counted from 0.
+            examples: This replica trained on in this epoch.
+        """
+
+    @abstractmethod
+    def showing_agreed(self) -> AbstractContextManager[None]:
+        """Context manager: the module shows the agreed parameters meanwhile."""
+
+    @abstractmethod
+    def digest(self) -> int:
+        """Checksum of what must be equal on all replicas after `end_epoch`."""
+
+    @abstractmethod
+    def statistics(self) -> Statistics:
+        """What was done since the last call."""
+
+    @abstractmethod
+    def hand_over(self) -> None:
+        """This replica leaves before the end: deliver what only it has."""
+
+    @abstractmethod
+    def final(self) -> Parameters:
+        """This replica's contribution to the final parameters."""
+
+    @abstractmethod
+    def agreed(self) -> Parameters:
+        """The parameters at the last `end_epoch`, or at the start."""
+
+    @abstractmethod
+    def outcome(self) -> Sent | None:
+        """State of the threshold, for the next fit."""
+
+
+class TrainingMaster(ABC):
+    """A way of training: frozen, picklable, without state."""
+
+    replicas_per_worker: int | str
+
+    @property
+    @abstractmethod
+    def synchronous(self) -> bool:
+        """Whether replicas go in step, so that a run is repeatable from its seed."""
+
+    @abstractmethod
+    def attach(self, seat: Seat) -> Exchange:
+        """Make the exchange of one replica."""

@@ -1,0 +1,224 @@
+"""The client's side of a run: open it, place its replicas, watch, clean up."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+from distributed import Client, Future, wait
+
+from daskdl import errors
+from daskdl.channel import messages
+from daskdl.channel.messages import Answer
+from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.channel.worker import ChannelWorkerPlugin
+from daskdl.errors import ChannelError, DaskDLError, ReplicaError, RunError
+from daskdl.packed import Packed
+from daskdl.training.launch import train_replica
+from daskdl.training.merge import Final, merge
+from daskdl.training.task import Recipe, TaskOptions
+from daskdl.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.5  # how long the scheduler may keep a question without news
+
+Event = Mapping[str, Any]
+
+
+class Driver:
+    """One run, as its client sees it.
+
+    Args:
+        client: Synchronous client of the cluster.
+        options: Of the run.
+        seats: Worker address of each replica.
+        relay_bytes: Bound of the relay's queue for each replica.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        options: TaskOptions,
+        seats: Mapping[int, str],
+        relay_bytes: int,
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._seats = seats
+        self._relay_bytes = relay_bytes
+        self._futures: dict[int, Future] = {}
+        self._lost: list[str] = []
+        self._failure: Exception | None = None
+        self._stopped: str | None = None
+
+    def run(
+        self, recipe: Packed[Recipe], on_event: Callable[[Event], None]
+    ) -> tuple[Final | None, BaseException | None]:
+        """Train, and leave nothing of the run on the cluster.
+
+        Args:
+            recipe: The user's objects.
+            on_event: Called with each event, in order, as it comes.
+
+        Returns:
+            What the run ended with, the last agreed state if it did not come to
+            its end, None if there was none; and why it ended early, or None.
+        """
+        self._open()
+        interruption: BaseException | None = None
+        try:
+            try:
+                self._submit(recipe)
+                self._follow(on_event)
+            except BaseException as error:  # also Ctrl-C: the cluster is left clean
+                interruption = error
+                self._stop(f"the client stopped it: {type(error).__name__}")
+            final = self._collect()
+        finally:
+            self._close()
+        return final, interruption or self._reason()
+
+    def _open(self) -> None:
+        self._client.register_plugin(ChannelSchedulerPlugin())
+        self._client.register_plugin(ChannelWorkerPlugin())
+        options = self._options
+        plan = {
+            "run": options.run,
+            "replicas": dict(self._seats),
+            "pieces": {phase: list(keys) for phase, keys in options.pieces.items()},
+            "seed": options.seed if options.shuffle else None,
+            "synchronous": options.master.synchronous,
+            "relay_bytes": self._relay_bytes,
+            "timeouts": vars(options.timeouts),
+        }
+        answer = self._ask(messages.OPEN, plan=plan, client=self._client.id)
+        if answer.get("version") != VERSION:
+            raise ChannelError(
+                f"the scheduler has daskdl {answer.get('version')}, this client "
+                f"{VERSION}; install the same version on all"
+            )
+
+    def _submit(self, recipe: Packed[Recipe]) -> None:
+        workers = sorted(set(self._seats.values()))
+        shared = self._client.scatter(
+            recipe, workers=workers, broadcast=True, hash=False
+        )
+        per_worker = {w: list(self._seats.values()).count(w) for w in workers}
+        for replica, worker in self._seats.items():
+            self._futures[replica] = self._client.submit(
+                train_replica,
+                shared,
+                self._options,
+                replica,
+                per_worker[worker],
+                key=f"daskdl-train-{self._options.run:x}-{replica}",
+                workers=[worker],
+                allow_other_workers=False,
+                pure=False,
+                retries=0,
+            )
+
+    def _follow(self, on_event: Callable[[Event], None]) -> None:
+        for event in self._events():
+            if event["kind"] == "failed" and self._failure is None:
+                self._failure = self._exception(event)
+            elif event["kind"] == "lost":
+                self._lost.append(event["summary"])
+                self._cancel(event["replica"])
+            elif event["kind"] == "stopped":
+                self._stopped = event["summary"]
+            on_event(event)
+            if self._stopped is not None:
+                return
+
+    def _events(self) -> Iterator[Event]:
+        """News until every replica's task has ended."""
+        seen = 0
+        while True:
+            ended = all(future.done() for future in self._futures.values())
+            answer = self._ask(messages.WATCH, seen=seen, timeout_s=0 if ended else WATCH_S)
+            news = answer["events"]
+            seen += len(news)
+            yield from news
+            self._raise_task_errors()
+            if ended and not news:
+                return
+
+    def _raise_task_errors(self) -> None:
+        for replica, future in self._futures.items():
+            if future.status == "error":
+                error = future.exception()
+                if isinstance(error, DaskDLError):
+                    raise error
+                raise ReplicaError(
+                    f"replica {replica} on {self._seats[replica]} failed: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+    def _exception(self, event: Event) -> Exception:
+        kind: type[DaskDLError] = getattr(errors, event["type"])
+        if "worker" not in event:
+            return kind(event["summary"])
+        message = (
+            f"replica {event['replica']} on {event['worker']}: {event['summary']}"
+        )
+        if kind is ReplicaError:
+            message += f"\n\nTraceback of the worker:\n{event['traceback']}"
+        error = kind(message)
+        if event.get("pickled"):
+            error.__cause__ = cloudpickle.loads(event["pickled"])
+        return error
+
+    def _reason(self) -> Exception | None:
+        if self._failure is not None:
+            return self._failure
+        if self._stopped is not None:
+            return RunError(f"the run was stopped: {self._stopped}")
+        return None
+
+    def _stop(self, reason: str) -> None:
+        self._ask(messages.STOP, reason=reason)
+
+    def _collect(self) -> Final | None:
+        """Wait for the tasks to end, and join what they left on their workers."""
+        live = list(self._futures.values())
+        deadline = time.monotonic() + self._options.timeouts.stop
+        while not all(f.done() for f in live) and time.monotonic() < deadline:
+            remaining = max(deadline - time.monotonic(), 0.01)
+            try:
+                wait(live, timeout=remaining)
+            except TimeoutError:
+                logger.warning("some replicas have not left in time")
+        results = [f for f in live if f.status == "finished"]
+        if not results:
+            return None
+        merged = self._client.submit(merge, results, pure=False)
+        packed: Packed[Final] = merged.result()
+        return packed.unpack()
+
+    def _cancel(self, replica: int) -> None:
+        future = self._futures.pop(replica, None)
+        if future is not None:
+            future.cancel()
+
+    def _close(self) -> None:
+        for replica in list(self._futures):
+            self._cancel(replica)
+        self._ask(messages.CLOSE)
+
+    def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
+        async def ask() -> Any:
+            request = getattr(self._client.scheduler, operation)
+            if operation != messages.OPEN:
+                fields["run"] = self._options.run
+            return await asyncio.wait_for(
+                request(**fields), self._options.timeouts.request
+            )
+
+        answer = self._client.sync(ask)
+        if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:
+            raise ChannelError(f"the scheduler answered {answer!r} to {operation}")
+        return answer

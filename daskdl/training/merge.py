@@ -1,0 +1,63 @@
+"""From the replicas' results to one; runs on a worker, not on the client."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from daskdl.packed import Packed
+from daskdl.thresholds import Sent, average_sent
+from daskdl.training.base import Parameters
+from daskdl.training.optimizer_state import OptimizerState, add
+from daskdl.training.task import Result
+
+INT32 = np.iinfo(np.int32)
+
+
+@dataclass
+class Final:
+    """What a fit ends with.
+
+    Attributes:
+        parameters: Of all replicas together; residuals are already added.
+        optimizer: Averaged state; None if the run did not come to its end.
+        outcome: Averaged state of the threshold.
+    """
+
+    parameters: Parameters
+    optimizer: OptimizerState | None
+    outcome: Sent | None
+
+
+def merge(results: Sequence[Result]) -> Packed[Final]:
+    """Join what the replicas left behind.
+
+    All that came to the end contribute what they had not sent yet: whole steps
+    of the grid, so that the sum does not depend on its order. If none did, the
+    last state on which they agreed is what is left.
+
+    Args:
+        results: In order of replica, at least one.
+    """
+    ended = [result for result in results if result.finished] or list(results[:1])
+    parts = [result.parameters.unpack() for result in ended]
+    states = [r.optimizer.unpack() for r in ended if r.optimizer is not None]
+    final = Final(
+        _sum(parts),
+        add(states) if states else None,
+        average_sent([result.outcome for result in results]),
+    )
+    return Packed(final, "result")
+
+
+def _sum(parts: Sequence[Parameters]) -> Parameters:
+    first = parts[0]
+    if first.shared_N is None:
+        return first
+    total_N: NDArray[np.int64] = first.shared_N.astype(np.int64)
+    for part in parts:
+        if part.residual_N is not None:
+            total_N += part.residual_N
+    clipped_N = np.clip(total_N, INT32.min, INT32.max).astype(np.int32)
+    return Parameters(None, clipped_N, None, first.grid, first.buffers)

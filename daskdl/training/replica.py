@@ -1,0 +1,253 @@
+"""One replica: the loop inside a worker.
+
+A replica leases pieces, makes the optimizer's steps on their batches, and lets
+its exchange do the rest. It leaves for one of four reasons: all epochs are done,
+the run was stopped, its worker closes, or it failed.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from daskdl.callbacks import Step
+from daskdl.channel.base import Stopped
+from daskdl.channel.worker import WorkerChannel
+from daskdl.data.arrays import check_labels
+from daskdl.data.batches import batches, floating_dtype, to_device
+from daskdl.data.pieces import load
+from daskdl.data.sources import Rows
+from daskdl.errors import ChannelError, DaskDLError, DivergedError, ModelError
+from daskdl.evaluation import Score, score_batches
+from daskdl.packed import Packed
+from daskdl.training.base import Exchange, Parameters, Seat
+from daskdl.training.optimizer_state import weigh
+from daskdl.training.task import Recipe, Result, Tally, TaskOptions
+
+
+class Replica:
+    """A live model, its optimizer, and its exchange with the others.
+
+    Args:
+        number: Of this replica in the run.
+        options: The same for all replicas.
+        recipe: The user's objects, this replica's own copies.
+        channel: This replica's end of the run.
+        device: Where to compute.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        options: TaskOptions,
+        recipe: Recipe,
+        channel: WorkerChannel,
+        device: torch.device,
+    ) -> None:
+        self._number = number
+        self._options = options
+        self._recipe = recipe
+        self._channel = channel
+        self._device = device
+        self._module = recipe.model.to(device).train()
+        self._dtype = floating_dtype(self._module)
+        self._steps = 0
+        self._seen = 0  # examples, over all epochs
+        self._weight = 0.0  # share of the examples all replicas saw
+        self._tally = Tally()
+        self._exchange: Exchange | None = None
+
+    def run(self) -> Result:
+        """Train for all epochs, or until told to leave."""
+        try:
+            self._start()
+            for epoch in range(self._options.epochs):
+                self._train(epoch)
+                self._end(epoch)
+        except Stopped:
+            if self._channel.closing and self._exchange is not None:
+                self._exchange.hand_over()
+            return self._result(finished=False)
+        except Exception as error:  # noqa: BLE001  # user code: whatever it raises is reported
+            self._channel.fail(self._failure(error))
+            return self._result(finished=False)
+        return self._result(finished=True)
+
+    def _start(self) -> None:
+        members = self._channel.join()
+        seat = Seat(
+            self._module, self._channel, self._number, members, self._options.last
+        )
+        self._exchange = self._options.master.attach(seat)
+        self._optimizer: Optimizer = self._recipe.optimizer(self._module.parameters())
+        if self._recipe.optimizer_state is not None:
+            self._optimizer.load_state_dict(self._recipe.optimizer_state)
+        torch.manual_seed(self._options.seed + self._number)
+
+    def _train(self, epoch: int) -> None:
+        started = time.perf_counter()
+        self._tally = Tally()
+        pieces = self._pieces("train", epoch)
+        for x, y in batches(pieces, self._options.batch_size):
+            self._step(epoch, *to_device(x, y, self._device, self._dtype))
+        self._tally.seconds = time.perf_counter() - started
+
+    def _step(self, epoch: int, x: Tensor, y: Tensor) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        self._channel.check()
+        exchange.before_step(epoch)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._recipe.loss(self._module(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise self._diverged(epoch, value)
+        with scaled(self._optimizer, exchange.learning_rate_scale):
+            self._optimizer.step()
+        exchange.after_step(epoch)
+        self._steps += 1
+        self._tally.loss_sum += value * len(x)
+        self._tally.examples += len(x)
+        step = Step(self._number, epoch, self._steps, value, len(x))
+        for callback in self._recipe.callbacks:
+            callback.on_step(step)
+
+    def _end(self, epoch: int) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        started = time.perf_counter()
+        exchange.end_epoch(epoch, self._tally.examples)
+        self._tally.seconds += time.perf_counter() - started
+        self._seen += self._tally.examples
+        note = {
+            "digest": exchange.digest(),
+            "seen": self._seen,
+            "step": self._steps,
+            "tally": [self._tally.loss_sum, self._tally.examples, self._tally.seconds],
+            "statistics": list(exchange.statistics()),
+            "traffic": vars(self._channel.traffic()),
+            "score": self._validate(epoch),
+        }
+        gathered = self._channel.gather(f"report {epoch}", note, announce=True)
+        digests = {r: other["digest"] for r, other in gathered.notes.items()}
+        if len(set(digests.values())) > 1:
+            raise ChannelError(
+                f"replicas differ at the end of epoch {epoch}: checksums by replica "
+                f"{digests}"
+            )
+        seen = sum(other["seen"] for other in gathered.notes.values())
+        self._weight = self._seen / seen if seen else 0.0
+
+    def _validate(self, epoch: int) -> list[float] | None:
+        if not self._options.pieces.get("validation"):
+            return None
+        exchange = self._exchange
+        assert exchange is not None
+        with exchange.showing_agreed():
+            score: Score = score_batches(
+                self._module,
+                self._recipe.loss,
+                batches(self._pieces("validation", epoch), self._options.batch_size),
+                self._device,
+            )
+        return list(dataclasses.astuple(score))
+
+    def _pieces(self, phase: str, epoch: int) -> Iterator[Rows]:
+        finished: dict[str, Any] | None = None
+        while True:
+            piece = self._channel.lease(phase, epoch, finished)
+            if piece is None:
+                return
+            x, y = self._load(phase, piece)
+            if phase == "train" and self._options.shuffle:
+                # The same rows in the same order, whoever trains on the piece.
+                seed = [self._options.seed, epoch, piece]
+                order = np.random.default_rng(seed).permutation(len(x))
+                x, y = x[order], y[order]
+            yield x, y
+            loss = self._tally.loss_sum / max(self._tally.examples, 1)
+            finished = {"piece": piece, "examples": len(x), "loss": loss}
+
+    def _load(self, phase: str, piece: int) -> Rows:
+        options = self._options
+        rows = load(options.pieces[phase][piece], options.timeouts.data)
+        if options.labels is not None:
+            where = f"y of piece {piece} of the {phase} data"
+            check_labels(rows[1], options.labels.classes, where, options.labels.ignore_index)
+        return rows
+
+    def _result(self, *, finished: bool) -> Result:
+        exchange = self._exchange
+        if exchange is None:
+            nothing: Packed[Parameters] = Packed(Parameters(), "result")
+            return Result(self._number, finished, nothing)
+        if not finished:
+            agreed = Packed(exchange.agreed(), "result")
+            return Result(self._number, finished, agreed, None, exchange.outcome())
+        return Result(
+            self._number,
+            finished,
+            Packed(exchange.final(), "result"),
+            Packed(weigh(self._optimizer, self._weight), "optimizer state"),
+            exchange.outcome(),
+        )
+
+    def _diverged(self, epoch: int, value: float) -> DivergedError:
+        good = f"epoch {epoch - 1}" if epoch else "the start"
+        return DivergedError(
+            f"the loss became {value} at step {self._steps + 1} of replica "
+            f"{self._number}, in epoch {epoch}; the last agreed state is that of "
+            f"{good}; lower the learning rate, clip gradients, or look for NaN in X"
+        )
+
+    def _failure(self, error: Exception) -> dict[str, Any]:
+        summary = f"{type(error).__name__}: {error}"
+        own = isinstance(error, DaskDLError)
+        try:
+            pickled = cloudpickle.dumps(error)
+        except (TypeError, ValueError, AttributeError, cloudpickle.pickle.PickleError):
+            pickled = b""  # its traceback, as text, says enough
+        return {
+            "type": type(error).__name__ if own else "ReplicaError",
+            "summary": str(error) if own else summary,
+            "traceback": "".join(traceback.format_exception(error)),
+            "step": self._steps,
+            "pickled": pickled,
+        }
+
+
+@contextlib.contextmanager
+def scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply the learning rate of every parameter group meanwhile.
+
+    Raises:
+        ModelError: If a group has no learning rate to scale.
+    """
+    if factor == 1.0:
+        yield
+        return
+    groups = optimizer.param_groups
+    missing = [i for i, group in enumerate(groups) if "lr" not in group]
+    if missing:
+        raise ModelError(
+            f"parameter groups {missing} of the optimizer have no 'lr' to scale by "
+            f"{factor:g}; use GradientSharing(update_scale='sum')"
+        )
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate

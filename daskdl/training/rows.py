@@ -1,0 +1,69 @@
+"""From what the replicas report at the end of an epoch to a row of the history."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskdl.evaluation import Score
+from daskdl.training.base import Statistics
+
+Note = Mapping[str, Any]
+
+
+def row_of(
+    epoch: int, event: Mapping[str, Any], size: int, seconds: float
+) -> dict[str, Any]:
+    """Sum up an epoch.
+
+    Args:
+        epoch: Counted from 0.
+        event: As the scheduler announced it: notes by replica, and its counters.
+        size: Parameters of the model.
+        seconds: Since the end of the epoch before.
+    """
+    notes: Sequence[Note] = [note for _, note in event["notes"]]
+    statistics = [Statistics(*note["statistics"]) for note in notes]
+    traffic = [note["traffic"] for note in notes]
+    examples = sum(note["tally"][1] for note in notes)
+    steps = sum(s.steps for s in statistics)
+    exchanges = sum(s.exchanges for s in statistics)
+    thresholds = [s.threshold for s in statistics if not math.isnan(s.threshold)]
+    row = {
+        "epoch": epoch,
+        "loss": sum(note["tally"][0] for note in notes) / examples,
+        "examples": examples,
+        "seconds": seconds,
+        "examples_per_s": examples / seconds,
+        "density": sum(s.density_sum for s in statistics) / max(exchanges, 1),
+        "threshold": sum(thresholds) / len(thresholds) if thresholds else math.nan,
+        "sent_bytes": sum(t["sent_bytes"] for t in traffic),
+        "received_bytes": sum(t["received_bytes"] for t in traffic),
+        "dense_bytes": 4 * size * exchanges,
+        "staleness": sum(s.lead_sum for s in statistics) / max(steps, 1),
+        "waits": _waits(traffic),
+        "clipped": sum(s.clipped for s in statistics),
+        "replicas": len(notes),
+        "repeated_pieces": event["repeated"],
+        "refused_messages": event["refused"] + sum(t["refused"] for t in traffic),
+        "withheld": sum(t["withheld"] for t in traffic),
+        "folds": sum(t["folds"] for t in traffic),
+    }
+    return {**row, **_validation(notes)}
+
+
+def _waits(traffic: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for counters in traffic:
+        for cause, seconds in counters["waits_s"].items():
+            total[cause] = total.get(cause, 0.0) + seconds
+    return total
+
+
+def _validation(notes: Sequence[Note]) -> dict[str, float]:
+    scores = [Score(*note["score"]) for note in notes if note["score"] is not None]
+    if not scores:
+        return {}
+    total = scores[0]
+    for score in scores[1:]:
+        total = total + score
+    return {f"val_{name}": value for name, value in total.metrics().items()}

@@ -1,0 +1,42 @@
+"""How many replicas, and on which workers."""
+
+import logging
+import math
+
+import torch
+from distributed import Client
+
+from daskdl.data.pieces import workers_of
+from daskdl.training.base import TrainingMaster
+
+logger = logging.getLogger(__name__)
+
+
+def seats_of(
+    master: TrainingMaster, client: Client, examples: int, batch_size: int
+) -> dict[int, str]:
+    """Choose a worker address for each replica, by number from 0.
+
+    There are at most as many replicas as there are batches in an epoch: more would
+    have nothing to do.
+
+    Raises:
+        OptionError: If the cluster has no workers.
+    """
+    workers = workers_of(client)
+    each = _replicas_per_worker(master, client, workers)
+    # Round robin, so that leaving some out leaves the workers evenly used.
+    seats = [w for i in range(max(each.values())) for w in workers if i < each[w]]
+    useful = math.ceil(examples / batch_size)
+    if len(seats) > useful:
+        logger.info("%s batches only: %s of %s replicas", useful, useful, len(seats))
+    return dict(enumerate(seats[:useful]))
+
+
+def _replicas_per_worker(
+    master: TrainingMaster, client: Client, workers: list[str]
+) -> dict[str, int]:
+    if master.replicas_per_worker != "auto":
+        return dict.fromkeys(workers, int(master.replicas_per_worker))
+    devices = client.run(torch.cuda.device_count, workers=workers)
+    return {worker: max(1, devices[worker]) for worker in workers}

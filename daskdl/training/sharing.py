@@ -1,0 +1,305 @@
+"""Asynchronous training with threshold-compressed updates.
+
+After each step a replica looks how far it has moved from what all know, and
+sends one quantum for every coordinate that is at least a threshold away. The
+rest stays where it is, in the replica, and is sent later.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from daskdl import codec
+from daskdl.accumulator import Accumulator
+from daskdl.channel.base import Gathered
+from daskdl.errors import OptionError
+from daskdl.residuals import ResidualClipping, ResidualPostProcessor
+from daskdl.thresholds import AdaptiveThreshold, Sent, ThresholdAlgorithm
+from daskdl.training.alone import Alone
+from daskdl.training.base import Exchange, Parameters, Seat, Statistics, TrainingMaster
+from daskdl.vectors import (
+    Buffers,
+    FlatParameters,
+    average_buffers,
+    load_buffers_,
+    pack_buffers,
+)
+
+
+@dataclass(frozen=True)
+class GradientSharing(TrainingMaster):
+    """Share updates as they happen, compressed by a threshold.
+
+    Args:
+        threshold: Chooses the size of a quantum before each exchange.
+        residual: Limits what is carried over.
+        apply: ``"eager"``: a replica uses its own progress at once.
+            ``"strict"``: only once it has been sent, as Strom and
+            Deeplearning4j have it.
+        update_scale: Factor on each replica's learning rate: ``"mean"`` is 1 /
+            replicas, so that the group moves like data-parallel training at the
+            same learning rate; ``"sum"`` is 1; or a number > 0.
+        max_staleness: Steps a replica may be ahead of the slowest when it starts
+            an exchange interval. 0 goes in step and makes a run repeatable bit
+            for bit; None is unbounded.
+        exchange_every: Steps between exchanges.
+        routing: ``"plain"`` relays through the scheduler; ``"auto"`` chooses
+            what suits the number of replicas, at present always plain.
+        replicas_per_worker: Replicas in each worker process; ``"auto"`` is one
+            for each of its CUDA devices, else one.
+
+    Example:
+        >>> GradientSharing(max_staleness=0).synchronous
+        True
+
+    Source:
+        Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
+        Computing", Interspeech 2015; Deeplearning4j, SharedTrainingMaster.java.
+        There updates are summed and the residual is dropped at each epoch's end.
+    """
+
+    threshold: ThresholdAlgorithm = field(default_factory=AdaptiveThreshold)
+    residual: ResidualPostProcessor = field(default_factory=ResidualClipping)
+    apply: Literal["eager", "strict"] = "eager"
+    update_scale: Literal["mean", "sum"] | float = "mean"
+    max_staleness: int | None = 8
+    exchange_every: int = 1
+    routing: Literal["auto", "plain", "mesh"] = "auto"
+    replicas_per_worker: int | Literal["auto"] = 1
+
+    def __post_init__(self) -> None:
+        _check_type("threshold", self.threshold, ThresholdAlgorithm)
+        _check_type("residual", self.residual, ResidualPostProcessor)
+        if self.apply not in {"eager", "strict"}:
+            raise OptionError(f"apply must be 'eager' or 'strict', got {self.apply!r}")
+        self._check_scale()
+        if self.max_staleness is not None:
+            _check_whole("max_staleness", self.max_staleness, 0, "or None")
+        _check_whole("exchange_every", self.exchange_every, 1)
+        if self.routing not in {"auto", "plain", "mesh"}:
+            raise OptionError(
+                f"routing must be 'auto', 'plain' or 'mesh', got {self.routing!r}"
+            )
+        if self.routing == "mesh":
+            raise NotImplementedError(
+                "routing='mesh' is not available in this version; use 'auto' or "
+                "'plain', which relay through the scheduler"
+            )
+        if self.replicas_per_worker != "auto":
+            _check_whole("replicas_per_worker", self.replicas_per_worker, 1, "or 'auto'")
+
+    def _check_scale(self) -> None:
+        scale = self.update_scale
+        if scale in {"mean", "sum"}:
+            return
+        number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if not number or not 0 < float(scale) < math.inf:
+            raise OptionError(
+                f"update_scale must be 'mean', 'sum' or a number > 0, got {scale!r}"
+            )
+
+    @property
+    @override
+    def synchronous(self) -> bool:
+        return self.max_staleness == 0
+
+    @override
+    def attach(self, seat: Seat) -> Exchange:
+        if len(seat.members) == 1:
+            return Alone(seat)
+        return Sharing(self, seat)
+
+    def scale(self, replicas: int) -> float:
+        """Factor on the learning rate of each of so many replicas.
+
+        Example:
+            >>> GradientSharing().scale(4), GradientSharing(update_scale=2).scale(4)
+            (0.25, 2.0)
+        """
+        if self.update_scale == "mean":
+            return 1.0 / replicas
+        return 1.0 if self.update_scale == "sum" else float(self.update_scale)
+
+
+class Sharing(Exchange):
+    """One replica's part in sharing updates.
+
+    Args:
+        master: The options.
+        seat: Where to work; the module's parameters become views of flat vectors.
+    """
+
+    learning_rate_scale: float
+
+    def __init__(self, master: GradientSharing, seat: Seat) -> None:
+        self._master = master
+        self._module = seat.module
+        self._channel = seat.channel
+        self._replica = seat.replica
+        self._members = len(seat.members)
+        self._accumulator = Accumulator(
+            FlatParameters(seat.module),
+            master.threshold,
+            master.residual,
+            master.apply,
+            seat.last,
+        )
+        self.learning_rate_scale = master.scale(self._members)
+        self._step = 0
+        self._agreed: tuple[NDArray[np.int32], float, Buffers]
+        self._keep_agreed()
+        self._clear_statistics()
+
+    @override
+    def before_step(self, epoch: int) -> None:
+        master = self._master
+        if master.max_staleness is not None and self._step % master.exchange_every == 0:
+            self._channel.wait_for_others(self._step, epoch, master.max_staleness)
+        self._lead_sum += self._channel.lead(self._step, epoch)
+        self._take_in(self._step if master.synchronous else None)
+
+    @override
+    def after_step(self, epoch: int) -> None:
+        self._step += 1
+        self._steps += 1
+        self._accumulator.absorb_()
+        if self._step % self._master.exchange_every == 0:
+            self._share()
+        self._channel.complete(self._step)
+
+    def _share(self) -> None:
+        if self._master.synchronous:
+            self._channel.wait_for_room()
+        elif not self._channel.has_room():
+            return
+        proposal = self._accumulator.propose()
+        if proposal.entries_K.size and not self._send(proposal):
+            return
+        # Only what is on its way leaves the residual.
+        self._accumulator.take_(proposal)
+        self._exchanges += 1
+        self._density_sum += proposal.entries_K.size / self._accumulator.size
+
+    def _send(self, proposal: Any) -> bool:
+        stamp = self._channel.next_stamp(self._step)
+        frame = codec.encode(
+            stamp, self._accumulator.size, proposal.threshold, proposal.entries_K
+        )
+        return self._channel.publish(stamp, frame)
+
+    def _take_in(self, up_to_step: int | None = None) -> None:
+        updates, folded_N = self._channel.receive(up_to_step)
+        if folded_N is not None:
+            self._accumulator.apply_counts_(folded_N)
+        for update in updates:
+            self._accumulator.apply_(update)
+
+    @override
+    def end_epoch(self, epoch: int, examples: int) -> None:
+        if self._step % self._master.exchange_every:
+            self._share()
+        self._channel.complete(self._step, done=epoch)
+        buffers = pack_buffers(self._module)
+        gathered = self._channel.gather(
+            f"end of epoch {epoch}",
+            {
+                "sequence": self._channel.published(),
+                "step": self._step,
+                "examples": examples,
+                "floating": buffers.floating_F,
+                "integer": buffers.integer_I,
+            },
+        )
+        self._agree(gathered)
+
+    def _agree(self, gathered: Gathered) -> None:
+        notes = gathered.notes
+        target = {r: note["sequence"] for r, note in notes.items()}
+        self._channel.wait_for_updates({**gathered.lost, **target})
+        self._take_in()
+        self._step = max(note["step"] for note in notes.values())
+        self._channel.align(self._step, self._accumulator.regrid_())
+        parts = [
+            (Buffers(note["floating"], note["integer"]), note["examples"])
+            for _, note in sorted(notes.items())
+        ]
+        load_buffers_(self._module, average_buffers(parts))
+        self._members = len(notes.keys() - gathered.lost.keys())
+        self.learning_rate_scale = self._master.scale(self._members)
+        self._keep_agreed()
+
+    def _keep_agreed(self) -> None:
+        accumulator = self._accumulator
+        self._agreed = (
+            accumulator.shared_counts(),
+            accumulator.grid,
+            pack_buffers(self._module),
+        )
+
+    @override
+    def showing_agreed(self) -> AbstractContextManager[None]:
+        return self._accumulator.showing_shared()
+
+    @override
+    def digest(self) -> int:
+        return self._accumulator.digest()
+
+    @override
+    def statistics(self) -> Statistics:
+        accumulator = self._accumulator
+        now = Statistics(
+            self._exchanges,
+            self._density_sum,
+            accumulator.sent.threshold if accumulator.sent else math.nan,
+            accumulator.clipped - self._clipped_before,
+            self._lead_sum,
+            self._steps,
+        )
+        self._clear_statistics()
+        return now
+
+    def _clear_statistics(self) -> None:
+        self._exchanges = self._steps = self._lead_sum = 0
+        self._density_sum = 0.0
+        self._clipped_before = self._accumulator.clipped
+
+    @override
+    def hand_over(self) -> None:
+        self._take_in()
+        grid = self._accumulator.grid
+        stamp = self._channel.next_stamp(self._step)
+        frame = codec.encode_dense(stamp, grid, self._accumulator.hand_over_())
+        self._channel.publish_last(stamp, frame)
+
+    @override
+    def final(self) -> Parameters:
+        shared_N, grid, buffers = self._agreed
+        residual_N = self._accumulator.residual_counts()
+        return Parameters(None, shared_N, residual_N, grid, buffers)
+
+    @override
+    def agreed(self) -> Parameters:
+        shared_N, grid, buffers = self._agreed
+        return Parameters(None, shared_N, None, grid, buffers)
+
+    @override
+    def outcome(self) -> Sent | None:
+        return self._accumulator.sent
+
+
+def _check_type(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        hint = f"{wanted.__module__}.{wanted.__qualname__}"
+        raise OptionError(f"{name} must be a {hint}, got {value!r}")
+
+
+def _check_whole(name: str, value: object, least: int, other: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        allowed = f"a whole number >= {least} {other}".rstrip()
+        raise OptionError(f"{name} must be {allowed}, got {value!r}")

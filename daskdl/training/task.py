@@ -1,0 +1,106 @@
+"""What is sent to a worker to make a replica there, and what comes back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from daskdl.callbacks import Callback
+from daskdl.data.rehearsal import ClassRange
+from daskdl.packed import Packed
+from daskdl.thresholds import Sent
+from daskdl.timeouts import Timeouts
+from daskdl.training.base import Parameters, TrainingMaster
+from daskdl.training.optimizer_state import OptimizerState
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass
+class Recipe:
+    """The user's own objects; packed once, unpacked by each replica.
+
+    Attributes:
+        model: At its start, on the CPU.
+        loss: Called with the model's output and the labels.
+        optimizer: Makes an optimizer from an iterable of parameters.
+        optimizer_state: A state dict to begin with, or None.
+        callbacks: Run after each step.
+    """
+
+    model: nn.Module
+    loss: Loss
+    optimizer: Callable[[Any], Optimizer]
+    optimizer_state: dict[str, Any] | None
+    callbacks: Sequence[Callback]
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Plain options of a run, the same for all its replicas.
+
+    Attributes:
+        run: Identity of the run.
+        master: The way of training.
+        epochs: How many times to go through the data.
+        batch_size: Rows per step.
+        seed: Of shuffling and of torch's generator.
+        shuffle: Whether rows are shuffled within their pieces.
+        device: ``"auto"`` or a torch device.
+        pieces: Dask keys of the pieces of each phase.
+        labels: What integer labels of pieces are held to, or None.
+        size: Trainable parameters of the model.
+        grid: Of the run at its start, parameter units.
+        last: State of the threshold from an earlier fit.
+        outbox_bytes: Bound of what waits to be sent.
+        inbox_bytes: Bound of what waits to be applied.
+        timeouts: Bounds on waiting.
+    """
+
+    run: int
+    master: TrainingMaster
+    epochs: int
+    batch_size: int
+    seed: int
+    shuffle: bool
+    device: str
+    pieces: Mapping[str, Sequence[str]]
+    labels: ClassRange | None
+    size: int
+    grid: float
+    last: Sent | None
+    outbox_bytes: int
+    inbox_bytes: int
+    timeouts: Timeouts
+
+
+@dataclass
+class Result:
+    """What a replica leaves behind; stays on its worker until it is merged.
+
+    Attributes:
+        replica: Its number.
+        finished: Whether it came to the end; else the rest is of the last epoch
+            on which all agreed.
+        parameters: As a pack, so that Dask never serialises a tensor.
+        optimizer: The replica's weighted share, or None.
+        outcome: State of the threshold, or None.
+    """
+
+    replica: int
+    finished: bool
+    parameters: Packed[Parameters]
+    optimizer: Packed[OptimizerState] | None = None
+    outcome: Sent | None = None
+
+
+@dataclass
+class Tally:
+    """Sums over the steps of one epoch."""
+
+    loss_sum: float = 0.0
+    examples: int = 0
+    seconds: float = 0.0

@@ -1,0 +1,74 @@
+"""What the frames in ``v1/`` hold, and how they were made.
+
+Run ``python tests/golden/make_v1.py`` for a frame that is new; it writes none
+over an old one. Frames that exist are never made again: they are what later
+releases must read.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from daskdl.codec import DenseUpdate, Kind, SparseUpdate, Stamp, encode, encode_dense
+
+FOLDER = Path(__file__).parent / "v1"
+STAMP = Stamp(run=0x0123456789ABCDEF, origin=3, sequence=2**40, step=41)
+
+
+def scattered(size, one_in):
+    """About one position in so many, signed, by an integer hash of its own.
+
+    Not a random generator: those may change what they draw from a seed.
+    """
+    mixed = np.arange(size, dtype=np.uint32)
+    for shift, factor in [(15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)]:
+        mixed ^= mixed >> np.uint32(shift)
+        mixed *= np.uint32(factor)
+    positions = np.flatnonzero(mixed % np.uint32(one_in) == 0)
+    signs = np.where(mixed[positions] // np.uint32(one_in) % 2, -1, 1)
+    return ((positions + 1) * signs).astype(np.int32)
+
+
+def sparse(kind, size, threshold, entries):
+    return SparseUpdate(STAMP, kind, size, threshold, np.asarray(entries, np.int32))
+
+
+FAR = scattered(30_000, 300)
+UNEVEN = np.concatenate([scattered(4_000, 5), FAR + 10_000 * np.sign(FAR)])
+ROWS = np.concatenate([scattered(500, 2), 12_001 + np.arange(900)]).astype(np.int32)
+
+UPDATES = {
+    "raw32": sparse(Kind.RAW32, 3, 0.5, [1, 2, -3]),
+    "raw32_ends": sparse(Kind.RAW32, 2**31 - 1, 2.0**-24, [-1, 2**31 - 1]),
+    "raw32_empty": sparse(Kind.RAW32, 7, 2.0**-10, []),
+    "gaps_one": sparse(Kind.GAPS, 20_000, 2.0**-10, scattered(20_000, 100)),
+    "gaps_blocks": sparse(Kind.GAPS, 40_000, 2.0**-10, UNEVEN),
+    "gaps_lz4": sparse(Kind.GAPS, 40_000, 2.0**-10, ROWS),
+    "bitmap": sparse(Kind.BITMAP, 203, 2.0**-3, scattered(203, 3)),
+    "bitmap_lz4": sparse(Kind.BITMAP, 20_001, 2.0**-3, scattered(5_000, 100)),
+    "dense32": DenseUpdate(
+        STAMP, 5, 2.0**-24, np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int32)
+    ),
+    "dense32_lz4": DenseUpdate(
+        STAMP, 4_000, 2.0**-24, (np.arange(4_000) // 100 - 20).astype(np.int32)
+    ),
+}
+
+
+def frame_of(update):
+    if isinstance(update, DenseUpdate):
+        return encode_dense(update.stamp, update.grid, update.counts_N)
+    return encode(
+        update.stamp, update.size, update.threshold, update.entries_K, update.kind
+    )
+
+
+def main():
+    for name, update in UPDATES.items():
+        path = FOLDER / f"{name}.bin"
+        if not path.exists():
+            path.write_bytes(frame_of(update).tobytes())
+
+
+if __name__ == "__main__":
+    main()

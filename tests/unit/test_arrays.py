@@ -1,0 +1,195 @@
+import re
+import subprocess
+import sys
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from daskdl.data.arrays import (
+    as_numpy,
+    check_array,
+    check_batch_size,
+    check_labels,
+    first_rows,
+    is_dask_array,
+)
+from daskdl.errors import DataError, OptionError
+
+UNKNOWN = da.from_array(np.arange(6.0), chunks=2)[da.from_array(np.arange(6), 2) > 2]
+SPLIT = da.zeros((4, 6), chunks=(2, 3))
+
+
+class TestCheckArray:
+    @pytest.mark.parametrize(
+        "value",
+        [
+            np.zeros((5, 2)),
+            np.zeros(5, np.uint8),
+            np.zeros(5, bool),
+            np.zeros(5, ">i4"),
+            torch.zeros(5, 2),
+            torch.zeros(5, dtype=torch.bfloat16),
+            da.zeros((5, 2), chunks=(2, 2)),
+        ],
+        ids=lambda value: f"{type(value).__name__}-{value.dtype}",
+    )
+    def test_counts_the_examples_of_every_kind(self, value):
+        assert check_array(value, "X") == 5
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ([1.0], "X must be a numpy array, a torch tensor or a dask.array, got a "
+             "list; convert it with numpy.asarray(X)"),
+            (pd.DataFrame({"a": [1.0]}), "pandas.DataFrame; convert it with "
+             "X.to_numpy()"),
+            (np.array(1.0), "X must have examples along its first axis, got 0 dim"),
+            (torch.tensor(1.0), "got 0 dimensions"),
+            (np.array([None]), "got dtype object; convert it, for example with "
+             "X.astype(numpy.float32)"),
+            (np.array(["a"]), "got dtype <U1"),
+            (np.array([1j]), "got dtype complex128"),
+            (np.zeros(2, np.longdouble), "at most 64 bits, got dtype float128"),
+            (torch.tensor([1j]), "got dtype torch.complex64; convert it, for example "
+             "with X.to(torch.float32)"),
+            (da.zeros(4, chunks=2, dtype=complex), "got dtype complex128"),
+            (torch.eye(2).to_sparse(), "must be a dense tensor, got layout "
+             "torch.sparse_coo"),
+            (np.ma.masked_array([1.0], mask=[True]), "fill it with X.filled(...)"),
+            (np.zeros((0, 3)), "X must not be empty, got the shape (0, 3)"),
+            (np.zeros((3, 0)), "X must not be empty, got the shape (3, 0)"),
+            (da.zeros((0, 3), chunks=2), "X must not be empty"),
+            (UNKNOWN, "unknown size; call X.compute_chunk_sizes() first"),
+            (SPLIT, "got the blocks (2, 2); use X.rechunk({1: -1})"),
+        ],
+        ids=[
+            "list", "pandas", "0-d", "0-d tensor", "object", "text", "complex",
+            "longdouble", "complex tensor", "complex dask", "sparse", "masked",
+            "no rows", "no columns", "no dask rows", "unknown chunks", "split columns",
+        ],
+    )  # fmt: skip
+    def test_says_what_is_wrong_and_what_to_do(self, value, message):
+        with pytest.raises(DataError, match=re.escape(message)):
+            check_array(value, "X")
+
+    def test_a_dask_array_of_other_blocks_is_refused(self):
+        tensors = da.map_blocks(
+            lambda: None, chunks=((2,),), dtype=float, meta=pd.Series(dtype=float)
+        )
+
+        with pytest.raises(DataError, match="made of numpy blocks, got pandas.Series"):
+            check_array(tensors, "X")
+
+    def test_a_dask_dataframe_is_told_how_to_become_an_array(self):
+        class Frame:
+            to_dask_array = to_numpy = None
+
+        with pytest.raises(DataError, match=r"X\.to_dask_array\(lengths=True\)"):
+            check_array(Frame(), "X")
+
+
+def test_a_dask_array_is_known_only_where_dask_was_imported():
+    code = (
+        "import sys, daskdl.data.arrays as a;"
+        "print(a.is_dask_array(1), 'dask.array' in sys.modules)"
+    )
+
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert seen.stdout.split() == ["False", "False"]
+    assert is_dask_array(SPLIT)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "8", None], ids=repr)
+def test_a_batch_size_that_is_no_count_is_refused(wrong):
+    with pytest.raises(OptionError, match=re.escape(f">= 1, got {wrong!r}")):
+        check_batch_size(wrong)
+
+
+@pytest.mark.parametrize("right", [1, np.int64(8)], ids=repr)
+def test_a_batch_size_may_be_any_whole_number(right):
+    assert check_batch_size(right) is None
+
+
+class TestAsNumpy:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+    def test_floats_that_numpy_lacks_keep_their_values(self, dtype):
+        tensor = torch.tensor([0.1, -3.3, 240.0]).to(dtype)
+
+        array = as_numpy(tensor)
+
+        assert array.dtype == np.float32
+        assert torch.equal(torch.from_numpy(array).to(dtype).float(), tensor.float())
+
+    @pytest.mark.parametrize(
+        "dtype", [torch.float16, torch.float64, torch.int8, torch.bool], ids=str
+    )
+    def test_other_dtypes_are_kept_without_a_copy(self, dtype):
+        tensor = torch.ones(3, dtype=dtype)
+
+        assert as_numpy(tensor).ctypes.data == tensor.data_ptr()
+        assert str(as_numpy(tensor).dtype) == str(dtype).removeprefix("torch.")
+
+    def test_a_tensor_in_a_graph_is_taken_out_of_it(self):
+        tensor = torch.tensor([1.0, 2.0], requires_grad=True)
+
+        assert as_numpy(tensor * 2).tolist() == [2.0, 4.0]
+
+    def test_foreign_byte_order_is_swapped(self):
+        array = as_numpy(np.array([1, 258], ">i4"))
+
+        assert array.dtype.isnative
+        assert torch.from_numpy(array).tolist() == [1, 258]
+
+
+class TestFirstRows:
+    def test_of_a_dask_array_nothing_is_computed(self):
+        def explode(block):
+            raise AssertionError("computed")
+
+        lazy = da.map_blocks(
+            explode, da.ones((4, 3), chunks=2, dtype="f4"), meta=np.zeros((0, 0), "f4")
+        )
+
+        rows = first_rows(lazy, 2)
+
+        assert rows.dtype == np.float32
+        assert rows.tolist() == [[0.0] * 3] * 2
+
+    def test_of_a_single_row_two_are_made(self):
+        assert first_rows(torch.tensor([[5, 6]]), 2).tolist() == [[5, 6], [5, 6]]
+
+
+class TestCheckLabels:
+    @pytest.mark.parametrize(
+        ("y", "classes", "message"),
+        [
+            (np.array([0.0, np.nan]), None, "y[1] is nan; remove such examples"),
+            (torch.tensor([[0.0, 1.0], [0.0, float("nan")]]), None, "y[1, 1] is nan"),
+            (np.array([0, 3, 9]), 3, "y[1] is 3, but the model gives 3 outputs: "
+             "labels must be in [0, 3)"),
+            (np.array([0, -1]), 3, "y[1] is -1"),
+            (np.array([0, 255], np.uint8), 3, "y[1] is 255"),
+        ],
+        ids=["nan", "nan in a tensor", "too large", "negative", "unsigned"],
+    )  # fmt: skip
+    def test_the_first_wrong_label_is_shown(self, y, classes, message):
+        with pytest.raises(DataError, match=re.escape(message)):
+            check_labels(y, classes, "y", ignore_index=-100)
+
+    @pytest.mark.parametrize(
+        ("y", "classes"),
+        [
+            (np.array([0, 2, 7]), 3),
+            (np.array([5, -3, 7]), None),
+            (np.array([0.5, 8.0, np.inf]), 3),
+            (np.array([True, False]), 1),
+            (np.array([], np.int64), 3),
+        ],
+        ids=["ignored", "no classes", "floats", "bool", "none"],
+    )
+    def test_labels_that_a_loss_accepts_pass(self, y, classes):
+        assert check_labels(y, classes, "y", ignore_index=7) is None

@@ -1,0 +1,339 @@
+"""Frames as bytes: literally, there and back, the smallest kind, fresh memory."""
+
+import re
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daskdl.codec import (
+    DenseUpdate,
+    Kind,
+    Stamp,
+    decode,
+    encode,
+    encode_dense,
+    payload_sizes,
+    read_stamp,
+)
+from daskdl.errors import CodecError
+
+SPARSE = [Kind.RAW32, Kind.GAPS, Kind.BITMAP]
+MOST = 2**31 - 1
+STAMP = Stamp(run=0x1122334455667788, origin=0xAABBCCDD, sequence=3, step=4)
+STAMP_HEX = "88 77 66 55 44 33 22 11  03 00 00 00 00 00 00 00  04 00 00 00 00 00 00 00"
+ORIGIN_HEX = "dd cc bb aa"
+ENTRIES = np.array([1, -4, 10], np.int32)
+LITERAL = {
+    Kind.RAW32: "44 4b 44 4c 01 01 00 00" + STAMP_HEX + ORIGIN_HEX + "0a 00 00 00"
+    "03 00 00 00  00 00 00 3f  0c 00 00 00 00 00 00 00  00 00 00 00  2e 43 45 7d"
+    "01 00 00 00  fc ff ff ff  0a 00 00 00",
+    Kind.GAPS: "44 4b 44 4c 01 02 00 00" + STAMP_HEX + ORIGIN_HEX + "0a 00 00 00"
+    "03 00 00 00  00 00 00 3f  04 00 00 00 00 00 00 00  00 00 00 00  0b 5d b4 ad"
+    "01 89 01 02",
+    Kind.BITMAP: "44 4b 44 4c 01 03 00 00" + STAMP_HEX + ORIGIN_HEX + "0a 00 00 00"
+    "03 00 00 00  00 00 00 3f  03 00 00 00 00 00 00 00  00 00 00 00  f7 17 f7 6f"
+    "09 02 02",
+}
+DENSE = np.array([1, -1, MOST, -(2**31)], np.int32)
+DENSE_LITERAL = bytes.fromhex(
+    "44 4b 44 4c 01 05 00 00" + STAMP_HEX + ORIGIN_HEX + "04 00 00 00"
+    "00 00 00 00  00 00 80 33  10 00 00 00 00 00 00 00  00 00 00 00  ed e0 de 45"
+    "01 00 00 00  ff ff ff ff  ff ff ff 7f  00 00 00 80"
+)
+
+
+@pytest.mark.parametrize("kind", SPARSE, ids=lambda kind: kind.name)
+class TestLiteralBytes:
+    def test_a_frame_is_exactly_the_documented_layout(self, kind):
+        frame = encode(STAMP, 10, 0.5, ENTRIES, kind)
+
+        assert frame.tobytes().hex() == bytes.fromhex(LITERAL[kind]).hex()
+
+    def test_a_frame_is_read_back(self, kind):
+        update = decode(bytes.fromhex(LITERAL[kind]))
+
+        assert update[:4] == (STAMP, kind, 10, 0.5)
+        np.testing.assert_array_equal(update.entries_K, ENTRIES)
+
+
+def test_a_dense_frame_is_exactly_the_documented_layout():
+    assert encode_dense(STAMP, 2.0**-24, DENSE).tobytes() == DENSE_LITERAL
+
+
+def test_a_dense_frame_is_read_back():
+    update = decode(DENSE_LITERAL)
+
+    assert update[:3] == (STAMP, 4, 2.0**-24)
+    np.testing.assert_array_equal(update.counts_N, DENSE)
+
+
+def test_deeplearning4js_vector_has_its_entries_as_they_are():
+    """``[1.5, 2.5, -3.5]``, t = 0.5: threshold bits 1056964608, then 1, 2, -3."""
+    frame = encode(STAMP, 3, 0.5, np.array([1, 2, -3], np.int32), Kind.RAW32)
+
+    assert frame[64:].view("<i4").tolist() == [1, 2, -3]
+    assert frame[44:48].view("<i4").item() == 1056964608
+
+
+def test_the_stamp_is_read_from_the_header_alone():
+    assert read_stamp(bytes.fromhex(LITERAL[Kind.GAPS])[:64]) == STAMP
+
+
+def test_the_stamp_reaches_the_ends_of_its_fields():
+    stamp = Stamp(2**64 - 1, 2**32 - 1, 2**64 - 1, 2**64 - 1)
+
+    assert decode(encode(stamp, 3, 0.5, ENTRIES[:1])).stamp == stamp
+
+
+@st.composite
+def updates(draw):
+    """(N, entries): any density, the first and last position often among them."""
+    size = draw(st.sampled_from([1, 2, 7, 8, 9, 64, 4095, 4096, 4097, 12_289]))
+    density = draw(st.sampled_from([0.0, 1e-3, 0.05, 0.3, 0.9, 1.0]))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    present = generator.random(size) < density
+    # Part of the vector silent: clustered positions take other ways.
+    if draw(st.booleans()):
+        present[draw(st.integers(0, size - 1)) :] = False
+    present[0] |= draw(st.booleans())
+    present[-1] |= draw(st.booleans())
+    positions = np.flatnonzero(present)
+    signs = generator.choice([-1, 1], len(positions))
+    return size, ((positions + 1) * signs).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", [None, *SPARSE], ids=str)
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(update=updates())
+def test_entries_come_back(kind, update):
+    size, entries = update
+
+    decoded = decode(encode(STAMP, size, 2.0**-10, entries, kind))
+
+    assert decoded.size == size
+    assert kind is None or decoded.kind == kind
+    np.testing.assert_array_equal(decoded.entries_K, entries)
+
+
+@pytest.mark.parametrize("kind", [None, Kind.RAW32, Kind.GAPS], ids=str)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_entries_come_back_from_anywhere_in_the_largest_model(kind, data):
+    size = data.draw(st.integers(2**24 + 1, MOST))
+    ends = st.sampled_from([0, 2**24, size - 1])
+    positions = data.draw(st.sets(ends | st.integers(0, size - 1), max_size=9))
+    signs = data.draw(st.lists(st.sampled_from([-1, 1]), min_size=9, max_size=9))
+    entries = np.array(
+        [(i + 1) * sign for i, sign in zip(sorted(positions), signs, strict=False)],
+        np.int32,
+    )
+
+    decoded = decode(encode(STAMP, size, 2.0**-24, entries, kind))
+
+    np.testing.assert_array_equal(decoded.entries_K, entries)
+
+
+def test_a_bitmap_reaches_beyond_float32_integers():
+    entries = np.array([-1, 2**24, -(2**24 + 1)], np.int32)
+
+    decoded = decode(encode(STAMP, 2**24 + 1, 2.0**-24, entries, Kind.BITMAP))
+
+    np.testing.assert_array_equal(decoded.entries_K, entries)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    counts=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40),
+    repeat=st.sampled_from([1, 100]),
+)
+def test_counts_come_back(counts, repeat):
+    counts = np.repeat(np.array(counts, np.int32), repeat)
+
+    decoded = decode(encode_dense(STAMP, 2.0**-24, counts))
+
+    assert isinstance(decoded, DenseUpdate)
+    np.testing.assert_array_equal(decoded.counts_N, counts)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(update=updates())
+def test_the_counted_sizes_are_exact(update):
+    size, entries = update
+
+    counted = payload_sizes(size, entries)
+
+    lengths = {
+        kind: encode(STAMP, size, 0.5, entries, kind)[48:56].view("<u8").item()
+        for kind in SPARSE
+    }
+    assert counted == lengths
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(update=updates())
+def test_the_kind_chosen_is_the_smallest(update):
+    size, entries = update
+    sizes = payload_sizes(size, entries)
+
+    chosen = decode(encode(STAMP, size, 0.5, entries)).kind
+
+    assert sizes[chosen] == min(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("size", "entries", "kind"),
+    [
+        (1_000_000, np.array([500_000], np.int32), Kind.RAW32),
+        (100_000, np.arange(1, 100_000, 977, dtype=np.int32), Kind.GAPS),
+        (1_000, np.setdiff1d(np.arange(1, 1_001), [3, 500]), Kind.BITMAP),
+    ],
+    ids=["one entry", "sparse", "dense"],
+)
+def test_every_kind_is_the_smallest_somewhere(size, entries, kind):
+    assert decode(encode(STAMP, size, 0.5, entries.astype(np.int32))).kind is kind
+
+
+@pytest.mark.parametrize("kind", [None, *SPARSE], ids=str)
+def test_an_update_without_entries_is_a_header(kind):
+    frame = encode(STAMP, 1000, 0.5, np.empty(0, np.int32), kind)
+
+    assert len(frame) == 64
+    assert decode(frame).entries_K.tolist() == []
+
+
+@pytest.mark.parametrize("kind", [Kind.GAPS, Kind.BITMAP], ids=lambda kind: kind.name)
+def test_lz4_is_kept_where_it_is_smaller(kind):
+    row = np.arange(1, 3_001, dtype=np.int32)
+
+    frame = encode(STAMP, 100_000, 0.5, row, kind)
+
+    assert frame[6] == 1
+    assert len(frame) < 64 + payload_sizes(100_000, row)[kind] / 3
+    np.testing.assert_array_equal(decode(frame).entries_K, row)
+
+
+def test_raw32_is_never_compressed():
+    frame = encode(STAMP, MOST, 0.5, np.arange(1, 3_001, dtype=np.int32), Kind.RAW32)
+
+    assert (frame[6], len(frame)) == (0, 64 + 12_000)
+
+
+def buffers():
+    frame = encode(STAMP, 10, 0.5, ENTRIES, Kind.RAW32)
+    read_only = frame.copy()
+    read_only.flags.writeable = False
+    odd = np.concatenate([[np.uint8(0)], frame])[1:]
+    yield from (frame, read_only, odd, frame.tobytes(), bytearray(frame.tobytes()))
+    yield memoryview(frame.tobytes())
+
+
+@pytest.mark.parametrize(
+    "frame",
+    list(buffers()),
+    ids=["array", "read-only", "odd", "bytes", "bytearray", "view"],
+)
+def test_any_buffer_is_read_into_memory_of_its_own(frame):
+    before = bytes(frame)
+
+    entries = decode(frame).entries_K
+    entries += 1
+
+    assert bytes(frame) == before
+    assert (entries.flags.aligned, entries.flags.writeable) == (True, True)
+
+
+def test_dense_counts_have_memory_of_their_own():
+    frame = encode_dense(STAMP, 0.5, DENSE)
+    before = frame.copy()
+
+    decode(frame).counts_N[:] = 0
+
+    np.testing.assert_array_equal(frame, before)
+
+
+@pytest.mark.parametrize("kind", SPARSE, ids=lambda kind: kind.name)
+def test_a_frame_is_not_a_view_of_the_entries(kind):
+    entries = ENTRIES.copy()
+    entries.flags.writeable = False
+
+    frame = encode(STAMP, 10, 0.5, entries, kind)
+    frame[:] = 0
+
+    np.testing.assert_array_equal(entries, ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stamp": STAMP._replace(run=2**64)}, "run must be in 0 .. 2**64 - 1"),
+        ({"stamp": STAMP._replace(origin=2**32)}, "origin must be in 0 .. 2**32 - 1"),
+        ({"stamp": STAMP._replace(sequence=-1)}, "2**64 - 1, got -1"),
+        ({"stamp": STAMP._replace(step=2**64)}, "step must be in 0 .. 2**64 - 1"),
+        ({"size": 0}, "parameters must be in 1 .. 2**31 - 1, got 0"),
+        ({"size": 2**31}, "parameters must be in 1 .. 2**31 - 1, got 2147483648"),
+        ({"threshold": 0.0}, "threshold must be finite and > 0, got 0.0"),
+        ({"threshold": -0.5}, "threshold must be finite and > 0, got -0.5"),
+        ({"threshold": float("nan")}, "threshold must be finite and > 0, got nan"),
+        ({"threshold": float("inf")}, "threshold must be finite and > 0, got inf"),
+        ({"threshold": 1e-3}, "exact in float32, got 0.001, the nearest is 0.00100000"),
+        ({"threshold": 1e39}, "exact in float32, got 1e+39, the nearest is inf"),
+        ({"size": 9}, "entries of 9 parameters must be in 1 .. 9 or negative, got 10"),
+        (
+            {"entries_K": ENTRIES[::-1]},
+            "ascending in position, got 10 and then -4 at 1",
+        ),
+        ({"entries_K": np.array([4, -4], np.int32)}, "got 4 and then -4 at 1"),
+        ({"entries_K": np.array([0], np.int32)}, "or negative, got 0 at 0"),
+        ({"entries_K": np.array([1, -(2**31)], np.int32)}, "got -2147483648 at 1"),
+        ({"entries_K": ENTRIES.astype(np.int64)}, "int32, got int64 of shape (3,)"),
+        ({"entries_K": ENTRIES[None]}, "int32, got int32 of shape (1, 3)"),
+        ({"kind": Kind.DENSE32}, "got <Kind.DENSE32: 5>"),
+    ],
+    ids=str,
+)
+def test_what_could_not_be_read_back_is_not_written(changes, message):
+    arguments = {"stamp": STAMP, "size": 10, "threshold": 0.5, "entries_K": ENTRIES}
+
+    with pytest.raises(CodecError, match=re.escape(message)):
+        encode(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("grid", "counts", "message"),
+    [
+        (0.1, DENSE, "threshold must be exact in float32, got 0.1"),
+        (0.5, DENSE[:0], "parameters must be in 1 .. 2**31 - 1, got 0"),
+        (0.5, DENSE.astype(np.int64), "got int64 of shape (4,)"),
+        (0.5, DENSE[None], "got int32 of shape (1, 4)"),
+    ],
+    ids=["grid", "empty", "dtype", "shape"],
+)
+def test_dense_counts_that_could_not_be_read_back_are_not_written(
+    grid, counts, message
+):
+    with pytest.raises(CodecError, match=re.escape(message)):
+        encode_dense(STAMP, grid, counts)
+
+
+@pytest.mark.parametrize("size", [0, 2**31], ids=str)
+def test_sizes_are_counted_for_possible_models_only(size):
+    with pytest.raises(CodecError, match=f"got {size}"):
+        payload_sizes(size, np.empty(0, np.int32))
+
+
+def test_a_usual_update_takes_milliseconds():
+    """58,000 entries took 1.5 ms; ten times that is a compilation in every call."""
+    positions = np.random.default_rng(0).choice(5_800_000, 58_000, replace=False)
+    entries = (np.sort(positions) + 1).astype(np.int32)
+    decode(encode(STAMP, 5_800_000, 0.5, entries))
+
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        decode(encode(STAMP, 5_800_000, 0.5, entries))
+        times.append(time.perf_counter() - start)
+
+    assert min(times) < 0.015

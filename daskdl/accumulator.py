@@ -1,9 +1,8 @@
 """One replica's vectors and the outcome of its last exchange.
 
-Decides what to send and applies what comes; bytes, routes and time are elsewhere. How
-the vectors of one group follow each other is in :mod:`daskdl.progress`. Everything
-here belongs to the thread that trains: no method may overlap another one or a step of
-the optimizer.
+Decides what to send and applies what comes; bytes, routes and time are elsewhere, the
+vectors themselves in :mod:`daskdl.progress`. Everything here belongs to the thread
+that trains: no method may overlap another one or a step of the optimizer.
 
 Shape suffixes: N = parameters over all groups, K = entries of one update.
 """
@@ -13,15 +12,15 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from daskdl.codec import DenseUpdate, Update
 from daskdl.errors import CodecError, OptionError, RunError
 from daskdl.progress import (
+    Counts,
     Progress,
     Residuals,
     join_counts,
@@ -32,8 +31,6 @@ from daskdl.residuals import ResidualPostProcessor
 from daskdl.thresholds import Sent, ThresholdAlgorithm
 from daskdl.vectors import FlatParameters, grid_for
 
-Counts = npt.NDArray[np.int32]
-
 # 22 of float32's 24 bits: a quantum times a small multiple stays exact.
 MAX_COUNT = 2**22
 REGRID_ABOVE = 2**28  # a quarter of where the kernels stop sending
@@ -42,10 +39,6 @@ REGRID_BELOW = 2**25
 
 def count_of(threshold: float, grid: float) -> int:
     """Return how many steps of the grid a received quantum is.
-
-    Args:
-        threshold: As the header carries it, parameter units.
-        grid: Of the run, parameter units.
 
     Raises:
         CodecError: If it is not a whole number of steps in [1, 2**22].
@@ -62,7 +55,8 @@ def count_of(threshold: float, grid: float) -> int:
     return int(count)
 
 
-class Proposal(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Proposal:
     """What a replica would send now."""
 
     threshold: float  # the quantum: on the grid, exact in float32, parameter units
@@ -76,7 +70,8 @@ class Accumulator:
 
     Building it rounds the parameters to the grid once, so that all replicas that start
     from the same module share the same counts. Extra memory: 4 bytes per parameter;
-    strict or half types 8; strict float64 12.
+    strict or half types 8; strict float64 12. A quantum is 1 to 2**22 steps of the grid
+    (2**-2 at most while no parameter starts above 1): thresholds beyond are limited.
 
     Args:
         parameters: The module's flat parameters, changed in place from now on.
@@ -89,20 +84,15 @@ class Accumulator:
         OptionError: If ``apply`` is neither.
 
     Example:
-        >>> from daskdl.residuals import KeepResidual
-        >>> from daskdl.thresholds import FixedThreshold
+        >>> from daskdl import FixedThreshold, KeepResidual
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(layer.weight)
-        >>> accumulator = Accumulator(
-        ...     FlatParameters(layer), FixedThreshold(0.5), KeepResidual()
-        ... )
-        >>> _ = layer.weight.data.copy_(torch.tensor([[0.75, -0.25]]))  # a step
-        >>> proposal = accumulator.propose()
-        >>> proposal.threshold, proposal.entries_K
-        (0.5, array([1], dtype=int32))
-        >>> accumulator.take_(proposal)
-        >>> accumulator.residual_norm() ** 2  # 0.25**2 + 0.25**2
-        0.125...
+        >>> parameters = FlatParameters(layer)
+        >>> accumulator = Accumulator(parameters, FixedThreshold(0.25), KeepResidual())
+        >>> _ = layer.weight.data.copy_(torch.tensor([[0.75, 0.0]]))  # a step
+        >>> accumulator.take_(accumulator.propose())
+        >>> accumulator.residual_norm()
+        0.5
     """
 
     size: int  # N
@@ -136,8 +126,7 @@ class Accumulator:
     def absorb_(self) -> None:
         """Take notice of a step of the optimizer; needed where no exchange follows.
 
-        Strict: the next forward pass uses shared again. Eager float32 and float64:
-        nothing to do. A second call finds nothing.
+        Nothing to do for eager float32 and float64; a second call finds nothing.
         """
         for group in self._free():
             group.absorb_()
@@ -194,9 +183,6 @@ class Accumulator:
     def apply_(self, update: Update) -> None:
         """Move local and shared by another replica's update; the residual stays.
 
-        Args:
-            update: Sparse, or dense counts of steps of this grid.
-
         Raises:
             CodecError: If it is for another size or grid, or its entries are not
                 ascending positions of this model; nothing is changed.
@@ -252,11 +238,8 @@ class Accumulator:
             grid: The other replica's grid.
 
         Raises:
-            CodecError: If the counts have another size or the grid is not a power of
-                two; nothing is changed.
+            CodecError: If the counts have another size; nothing is changed.
         """
-        if not (0 < grid < math.inf and math.frexp(grid)[0] == 0.5):
-            raise CodecError(f"grid must be a power of two, got {grid!r}")
         for group, part_N in split_counts(self._free(), counts_N):
             group.replace_shared_(part_N, grid)
         self.grid = grid
@@ -298,9 +281,8 @@ class Accumulator:
     def showing_shared(self) -> Iterator[None]:
         """Let the module show shared, as in validation, and then what it showed before.
 
-        What it showed comes back bit for bit. Inside, nothing else of this object that
-        reads local may be used (RunError). Eager float32 and float64 keep a copy of
-        local meanwhile.
+        What it showed comes back bit for bit; eager float32 and float64 keep a copy.
+        What needs or moves local raises RunError inside.
         """
         self.absorb_()
         self._showing = True

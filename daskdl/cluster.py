@@ -35,8 +35,9 @@ def client_of(client: Client | None) -> Iterator[Client]:
         raise OptionError(f"client must be a distributed.Client or None, got {found!r}")
     if found.asynchronous or found.status != "running":
         raise OptionError(
-            f"client must be synchronous and running, got one that is {found.status!r}, "
-            f"asynchronous={found.asynchronous}; use Client(...) without asynchronous=True"
+            "client must be synchronous and running, got one with status "
+            f"{found.status!r} and asynchronous={found.asynchronous}; use "
+            "Client(...) without asynchronous=True"
         )
     yield found
 

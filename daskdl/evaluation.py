@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from daskdl.data.arrays import check_batch_size, check_labels, is_dask_array
 from daskdl.data.batches import auto_device, batches, floating_dtype, to_device
-from daskdl.data.pieces import place, workers_of
+from daskdl.data.pieces import place, release, workers_of
 from daskdl.data.rehearsal import (
     ClassRange,
     ignored_label,
@@ -121,12 +121,12 @@ def evaluate(
     with random_state_left_alone():
         accepted = rehearse(packed[0].unpack().eval(), loss, X, y)
     # Once to each worker, instead of once with each task.
-    sent = client.scatter(packed, broadcast=True, hash=False)
+    sent = sent_model, sent_loss = client.scatter(packed, broadcast=True, hash=False)
     try:
         if is_dask_array(X):
             source = DaskBlocks(X, y)
             rows = [source.delayed(i) for i in range(len(source.lengths))]
-            task = _Task(*sent, batch_size, accepted)
+            task = _Task(sent_model, sent_loss, batch_size, accepted)
             return _score_on_workers(rows, task, client)
         with place(
             X,
@@ -137,10 +137,12 @@ def evaluate(
             replicas=len(workers),
             shuffle_seed=None,
         ) as pieces:
-            task = _Task(*sent, batch_size, None)  # all labels have been looked at
+            task = _Task(
+                sent_model, sent_loss, batch_size, None
+            )  # all labels have been looked at
             return _score_on_workers(pieces.futures, task, client)
     finally:
-        client.cancel(sent)
+        release(sent)
 
 
 def score_batches(
@@ -224,7 +226,7 @@ def _score_on_workers(rows: list[Any], task: _Task, client: Client) -> dict[str,
     try:
         return sum(client.gather(tasks), Score()).metrics()
     finally:
-        client.cancel(tasks)
+        release(tasks)
 
 
 def score_rows(

@@ -3,12 +3,14 @@
 Numpy in, numpy out; torch in, torch out; a ``dask.array`` in, a lazy one out.
 """
 
+import uuid
 from typing import Any, NamedTuple
 
 import dask.array
 import numpy as np
 import torch
 from dask.delayed import delayed
+from dask.highlevelgraph import HighLevelGraph
 from distributed import Client
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ from daskdl.data.arrays import (
     is_dask_array,
 )
 from daskdl.data.batches import auto_device, floating_dtype, inputs_to_device
-from daskdl.data.pieces import workers_of
+from daskdl.data.pieces import release, workers_of
 from daskdl.data.rehearsal import forward, prepared_rows, random_state_left_alone
 from daskdl.data.sources import PIECES_PER_REPLICA, cut
 from daskdl.data.validate import check_module
@@ -73,7 +75,7 @@ def predict(model: nn.Module, X: Any, client: Client, *, batch_size: int = 64) -
     try:
         outputs = _in_memory(as_numpy(X), sent, form, batch_size, client, workers)
     finally:
-        client.cancel([sent])
+        release([sent])
     return (
         torch.from_numpy(outputs).to(form.dtype) if isinstance(X, Tensor) else outputs
     )
@@ -141,20 +143,23 @@ def _in_memory(
             del rows  # the task keeps it, and drops it when it is done
         return np.concatenate(client.gather(futures))
     finally:
-        client.cancel(futures)
+        release(futures)
 
 
 def _lazy(X: Any, model: Any, form: _Form, batch_size: int) -> Any:
+    """One delayed task per block; an empty block stays one, which concatenate drops."""
     task = delayed(predict_rows, pure=False)
-    meta = form.empty(0)
-    return dask.array.concatenate(
-        [
-            dask.array.from_delayed(
-                task(model, block, form, batch_size),
-                shape=(rows, *form.shape),
-                dtype=meta.dtype,
-                meta=meta,
-            )
-            for block, rows in zip(X.to_delayed().reshape(-1), X.chunks[0], strict=True)
-        ]
+    parts = [
+        task(model, block, form, batch_size) for block in X.to_delayed().reshape(-1)
+    ]
+    name = f"daskdl-predict-{uuid.uuid4().hex}"
+    inner = (0,) * len(form.shape)
+    layer: dict[Any, Any] = {
+        (name, i, *inner): part.key for i, part in enumerate(parts)
+    }
+    return dask.array.Array(
+        HighLevelGraph.from_collections(name, layer, dependencies=parts),
+        name,
+        chunks=(X.chunks[0], *((size,) for size in form.shape)),
+        meta=form.empty(0),
     )

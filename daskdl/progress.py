@@ -260,9 +260,7 @@ def split_entries(
     Raises:
         CodecError: If an entry is not an ascending position of the model.
     """
-    # Copied only if read-only, as decoded ones are: torch does not take those.
-    entries_K = np.require(entries_K, np.int32, ["C", "W"])
-    entries = torch.from_numpy(entries_K)
+    entries = kernels.from_counts(entries_K)
     kernels.check(entries, 0, groups[-1].stop)
     ends = np.searchsorted(np.abs(entries_K), [g.stop for g in groups], "right")
     parts = zip(groups, [0, *ends[:-1]], ends, strict=True)
@@ -282,7 +280,7 @@ def split_counts(
         raise CodecError(
             f"need {size} counts of int32, got {counts_N.dtype} of {counts_N.shape}"
         )
-    counts = torch.from_numpy(np.require(counts_N, np.int32, ["C", "W"]))
+    counts = kernels.from_counts(counts_N)
     return [(group, counts[group.start : group.stop]) for group in groups]
 
 

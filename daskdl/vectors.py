@@ -13,7 +13,7 @@ elements.
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,13 +61,9 @@ class FlatParameters:
             finite, or overlaps another parameter's memory.
 
     Example:
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> parameters = FlatParameters(layer)
+        >>> parameters = FlatParameters(torch.nn.Linear(2, 1))
         >>> parameters.size, parameters.slices
         (3, {'weight': slice(0, 2, None), 'bias': slice(2, 3, None)})
-        >>> _ = parameters.groups[0].flat.fill_(0.5)
-        >>> layer.bias.item()
-        0.5
     """
 
     groups: tuple[Group, ...]
@@ -76,18 +72,16 @@ class FlatParameters:
 
     def __init__(self, module: nn.Module) -> None:
         layout = _layout(module)
-        for named in layout:
-            for name, parameter in named:
-                _check_start(name, parameter)
-        self.groups = ()
         self.size = 0
         self.slices = {}
-        for named in layout:
-            group = _flatten_(named, start=self.size)
-            self.groups += (group,)
-            for name, numel in zip(group.names, group.numels, strict=True):
-                self.slices[name] = slice(self.size, self.size + numel)
-                self.size += numel
+        for name, parameter in (pair for named in layout for pair in named):
+            if not parameter.isfinite().all():
+                raise ModelError(f"parameter {name!r} has values that are not finite")
+            self.slices[name] = slice(self.size, self.size + parameter.numel())
+            self.size = self.slices[name].stop
+        self.groups = tuple(
+            _flatten_(named, self.slices[named[0][0]].start) for named in layout
+        )
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -101,12 +95,10 @@ def _layout(module: nn.Module) -> list[Named]:
             key = (parameter.dtype, parameter.device)
             groups.setdefault(key, []).append((name, parameter))
     size = sum(p.numel() for named in groups.values() for _, p in named)
-    if not 0 < size <= MAX_SIZE:
-        raise ModelError(
-            "model has no trainable parameters; set requires_grad on those to train"
-            if size == 0
-            else f"model has {size} trainable parameters, the limit is {MAX_SIZE}"
-        )
+    if size == 0:
+        raise ModelError("model has no trainable parameters; set requires_grad on some")
+    if size > MAX_SIZE:
+        raise ModelError(f"model has {size} trainable parameters, limit is {MAX_SIZE}")
     _check_overlap(dict(module.named_parameters()))
     return list(groups.values())
 
@@ -124,13 +116,8 @@ def _check_kind(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _check_start(name: str, parameter: nn.Parameter) -> None:
-    if not parameter.isfinite().all():
-        raise ModelError(f"parameter {name!r} has values that are not finite")
-
-
+# Views would untie two Parameter objects that share memory.
 def _check_overlap(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse memory shared by two Parameter objects: views would untie them."""
     spans = []
     for name, parameter in parameters.items():
         if parameter.layout == torch.strided and parameter.numel() > 0:
@@ -139,8 +126,7 @@ def _check_overlap(parameters: dict[str, nn.Parameter]) -> None:
             start = parameter.data_ptr()
             stop = start + (last + 1) * parameter.element_size()
             spans.append((str(parameter.device), start, stop, name))
-    spans.sort()
-    for before, after in pairwise(spans):
+    for before, after in pairwise(sorted(spans)):
         trained = any(parameters[span[-1]].requires_grad for span in (before, after))
         if trained and before[0] == after[0] and after[1] < before[2]:
             raise ModelError(
@@ -151,26 +137,16 @@ def _check_overlap(parameters: dict[str, nn.Parameter]) -> None:
 
 def _flatten_(named: Named, start: int) -> Group:
     flat = torch.cat([parameter.detach().reshape(-1) for _, parameter in named])
-    offset = 0
-    for _, parameter in named:
-        stop = offset + parameter.numel()
-        parameter.data = flat[offset:stop].view(parameter.shape)
-        offset = stop
-    return Group(
-        flat,
-        start,
-        tuple(name for name, _ in named),
-        tuple(parameter.shape for _, parameter in named),
-        tuple(parameter.numel() for _, parameter in named),
-    )
+    names, parameters = zip(*named, strict=True)
+    numels = [parameter.numel() for parameter in parameters]
+    for parameter, part in zip(parameters, torch.split(flat, numels), strict=True):
+        parameter.data = part.view(parameter.shape)
+    shapes = tuple(parameter.shape for parameter in parameters)
+    return Group(flat, start, names, shapes, tuple(numels))
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what a replica computes in: float64 for float64, else float32.
-
-    Args:
-        dtype: Of a trainable parameter.
-    """
+    """Return what a replica computes in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -184,8 +160,8 @@ def grid_for(parameters: FlatParameters) -> float:
         ``2**(ceil(log2(max(1, max |parameter|))) - 24)``, parameter units.
 
     Example:
-        >>> grid_for(FlatParameters(torch.nn.Linear(2, 1))) == 2.0**-24
-        True
+        >>> math.log2(grid_for(FlatParameters(torch.nn.Linear(2, 1))))
+        -24.0
     """
     largest = max(
         float(group.flat.abs().max()) for group in parameters.groups if len(group.flat)
@@ -217,17 +193,15 @@ def load_counts_(
         ([[0.5, 1.0]], [-1.5])
     """
     parameters = [p for named in _layout(module) for _, p in named]
-    size = sum(parameter.numel() for parameter in parameters)
-    if len(counts_N) != size:
-        raise ModelError(f"got {len(counts_N)} values for {size} trainable parameters")
-    offset = 0
+    numels = [parameter.numel() for parameter in parameters]
+    if len(counts_N) != sum(numels):
+        raise ModelError(f"need {sum(numels)} parameters, got {len(counts_N)} values")
     with torch.no_grad():
-        for parameter in parameters:
-            stop = offset + parameter.numel()
-            counts = torch.from_numpy(np.array(counts_N[offset:stop]))
-            values = counts.to(working_dtype(parameter.dtype)) * grid  # as replicas do
+        # Copied: they may be read-only, and torch does not take those.
+        parts = torch.split(torch.from_numpy(np.array(counts_N)), numels)
+        for parameter, part in zip(parameters, parts, strict=True):
+            values = part.to(working_dtype(parameter.dtype)) * grid  # as replicas do
             parameter.copy_(values.view(parameter.shape))
-            offset = stop
 
 
 def pack_buffers(module: nn.Module) -> Buffers:
@@ -237,13 +211,11 @@ def pack_buffers(module: nn.Module) -> Buffers:
         module: Read only. A buffer that is registered twice is taken once.
 
     Returns:
-        Floating (and complex) ones and integer (and bool) ones, in the order of
-        ``named_buffers``.
+        Floating (and complex) and integer (and bool) ones, as in ``named_buffers``.
 
     Example:
-        >>> buffers = pack_buffers(torch.nn.BatchNorm1d(2))
-        >>> buffers.floating_F, buffers.integer_I
-        (array([0., 0., 1., 1.]), array([0]))
+        >>> pack_buffers(torch.nn.BatchNorm1d(2))
+        Buffers(floating_F=array([0., 0., 1., 1.]), integer_I=array([0]))
     """
     floating = [np.empty(0, np.float64)]
     integer = [np.empty(0, np.int64)]
@@ -307,23 +279,19 @@ def load_buffers_(module: nn.Module, buffers: Buffers) -> None:
         >>> layer.running_mean.item(), layer.num_batches_tracked.item()
         (0.5, 7)
     """
-    own = pack_buffers(module)
-    got = (buffers.floating_F.size, buffers.integer_I.size)
-    want = (own.floating_F.size, own.integer_I.size)
+    got = [part.size for part in buffers]
+    want = [part.size for part in pack_buffers(module)]
     if got != want:
-        raise ModelError(f"got (floating, integer) buffers {got}, model has {want}")
-    offsets = {True: 0, False: 0}
+        raise ModelError(f"got [floating, integer] buffers {got}, model has {want}")
+    # Copied: they may be read-only, and torch does not take those.
+    floating, integer = (torch.from_numpy(part.copy()) for part in buffers)
     with torch.no_grad():
-        for buffer in module.buffers():
-            target = _real(buffer)
-            floating = target.is_floating_point()
-            values: npt.NDArray[Any] = (
-                buffers.floating_F if floating else buffers.integer_I
-            )
-            stop = offsets[floating] + target.numel()
-            part = torch.from_numpy(values[offsets[floating] : stop].copy())
+        for target in (_real(buffer) for buffer in module.buffers()):
+            if target.is_floating_point():
+                part, floating = floating.tensor_split([target.numel()])
+            else:
+                part, integer = integer.tensor_split([target.numel()])
             target.copy_(part.view(target.shape))
-            offsets[floating] = stop
 
 
 def _real(buffer: Tensor) -> Tensor:

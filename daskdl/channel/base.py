@@ -18,7 +18,7 @@ from daskdl.channel.inbox import Arrived
 from daskdl.codec import Stamp
 
 
-class Stopped(BaseException):  # noqa: N818  # not an error: the way out of a wait
+class Stopped(BaseException):  # not an error: the way out of a wait
     """The run was stopped; leave now. Not an `Exception`, as `KeyboardInterrupt`."""
 
 
@@ -59,6 +59,11 @@ class Channel(ABC):
     :class:`~daskdl.errors.ChannelError` or
     :class:`~daskdl.errors.WaitTimeoutError` where it cannot go on.
     """
+
+    @property
+    @abstractmethod
+    def closing(self) -> bool:
+        """Whether the replica has to hand over and leave, and the run goes on."""
 
     @abstractmethod
     def join(self) -> Sequence[int]:
@@ -151,6 +156,18 @@ class Channel(ABC):
             note: Plain values, or arrays, which nobody between unpacks.
             announce: Also tell the client.
         """
+
+    @abstractmethod
+    def fail(self, failure: Mapping[str, Any]) -> None:
+        """Tell everybody that this replica cannot go on: the run ends.
+
+        Args:
+            failure: Plain values; "type" and "summary" at least.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Be a member no more; nothing of this replica stays in the channel."""
 
     @abstractmethod
     def traffic(self) -> Traffic:

@@ -36,9 +36,10 @@ class Inbox:
         limit_bytes: Bytes of waiting updates beyond which they are folded.
     """
 
-    received_bytes: int  # of frames, since the start
-    folds: int  # how often the bound was reached
-    refused: int  # frames that could not be read
+    received_bytes: int  # of frames, since they were counted off
+    folds: int  # how often the bound was reached, likewise
+    refused: int  # frames that could not be read, likewise
+    grid: float  # of the run, parameter units
     stopped: str | None  # why the replica has to leave
 
     def __init__(self, size: int, grid: float, limit_bytes: int) -> None:
@@ -156,6 +157,13 @@ class Inbox:
         """Steps completed by each other replica, as far as known."""
         with self._changed:
             return {origin: step for origin, (step, _) in self._steps.items()}
+
+    def count_off(self) -> tuple[int, int, int]:
+        """Bytes received, frames refused and folds since the last call."""
+        with self._changed:
+            counted = (self.received_bytes, self.refused, self.folds)
+            self.received_bytes = self.refused = self.folds = 0
+        return counted
 
     def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
         """What has not been received of what others have sent."""

@@ -6,6 +6,7 @@ one order: updates, progress and the word to stop.
 """
 
 import enum
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # requests to the scheduler, from a client
@@ -37,6 +38,19 @@ class Item(NamedTuple):
     step: int  # steps the origin had completed
     nbytes: int  # of the payload
     payload: Any = None  # a frame, never unpacked by the scheduler; or text
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> "Item":
+        """Read an item as it came over the wire.
+
+        Raises:
+            ValueError: If its fields are not those of an item.
+        """
+        item = cls(*fields)
+        numbers = item[1:5]
+        if not all(isinstance(n, int) and n >= 0 for n in numbers):
+            raise ValueError(f"an item needs whole numbers >= 0, got {numbers!r}")
+        return item._replace(kind=ItemKind(item.kind).value)
 
     def weight(self) -> int:
         """Bytes this item counts in a queue."""

@@ -92,6 +92,11 @@ class RunRecord:
             r for r in self.plan.replicas if r not in self._lost and r not in self._left
         ]
 
+    @property
+    def absent(self) -> list[int]:
+        """Replicas that are still to come, ascending."""
+        return sorted(set(self.expected) - set(self.outboxes))
+
     def join(self, replica: int, now: float) -> Outbox:
         """A replica takes part from now on; returns the queue of what it is sent."""
         self.generation += 1
@@ -99,9 +104,7 @@ class RunRecord:
         self.outboxes[replica] = Outbox(self.plan.relay_bytes)
         return self.outboxes[replica]
 
-    def publish(
-        self, origin: int, items: Iterable[Item], step: int, done: int
-    ) -> int:
+    def publish(self, origin: int, items: Iterable[Item], step: int, done: int) -> int:
         """Queue a replica's items for all others, in order, while they have room.
 
         Args:
@@ -132,7 +135,7 @@ class RunRecord:
         if step > progress.step or done > progress.done:
             progress.step = max(progress.step, step)
             progress.done = max(progress.done, done)
-            item = Item(ItemKind.PROGRESS, origin, 0, step, 0, progress.done)
+            item = Item(ItemKind.PROGRESS.value, origin, 0, step, 0, progress.done)
             self._tell(item, but=origin)
 
     def _tell(self, item: Item, but: int | None = None) -> None:
@@ -166,10 +169,6 @@ class RunRecord:
         gathering.arrive(replica, note)
         return gathering
 
-    def awaited(self, key: str) -> list[int]:
-        """Who is not at a barrier yet, of those present or still to come."""
-        return self._gatherings[key].awaited(self.expected)
-
     def forget_gathering(self, key: str) -> None:
         """A barrier is behind everybody."""
         self._gatherings.pop(key, None)
@@ -200,13 +199,13 @@ class RunRecord:
         for _, leases in self._leases.values():
             leases.lose(replica)
         step = self.progress.get(replica, Progress()).step
-        self._tell(Item(ItemKind.LOST, replica, 0, step, 0))
+        self._tell(Item(ItemKind.LOST.value, replica, 0, step, 0))
 
     def stop(self, reason: str) -> None:
         """Tell every replica to leave; the first reason stays."""
         if self.stopped is None:
             self.stopped = reason
-            self._tell(Item(ItemKind.STOP, -1, 0, 0, len(reason), reason))
+            self._tell(Item(ItemKind.STOP.value, 0, 0, 0, len(reason), reason))
 
     def silent(self, now: float) -> list[int]:
         """Members nothing was heard of for longer than the time-out."""

@@ -10,8 +10,10 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
 from daskdl.channel import messages
-from daskdl.channel.link import Endpoint, WorkerChannel
+from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Item
+from daskdl.channel.relayed import RelayedChannel
 from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
@@ -25,11 +27,11 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
 
     name = NAME
     idempotent = True
-    channels: dict[tuple[int, int], WorkerChannel]
+    links: dict[tuple[int, int], Link]
     refused: int  # items for no replica of this worker, or not understood
 
     def __init__(self) -> None:
-        self.channels = {}
+        self.links = {}
         self.refused = 0
 
     @override
@@ -37,7 +39,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         # Dask may set a plugin up twice; live channels then go on.
         former = worker.extensions.get(NAME)
         if former is not None:
-            self.channels = former.channels
+            self.links = former.links
         worker.extensions[NAME] = self
         worker.handlers[messages.DELIVER] = self.handle_deliver
         self._worker = worker
@@ -47,37 +49,38 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         """The worker closes: its replicas leave, what they had done is delivered."""
         if worker.extensions.get(NAME) is not self:
             return
-        channels = list(self.channels.values())
-        for channel in channels:
-            channel.close_soon()
-        await asyncio.gather(*(channel.left(LEAVE_S) for channel in channels))
+        links = list(self.links.values())
+        for link in links:
+            link.close_soon()
+        await asyncio.gather(*(link.left(LEAVE_S) for link in links))
 
     async def handle_deliver(
         self, run: Any = None, replica: Any = None, items: Sequence[Any] = ()
     ) -> dict[str, Any]:
         """The relay has items for a replica here."""
-        channel = self.channels.get((run, replica))
-        if channel is None:
+        link = self.links.get((run, replica))
+        if link is None:
             self.refused += 1
             return {"status": Answer.UNKNOWN.value}
         try:
-            unpacked = [Item(*item) for item in items]
-        except TypeError as error:
-            channel.inbox.refuse()
+            unpacked = [Item.of(fields) for fields in items]
+        except (TypeError, ValueError) as error:
+            link.inbox.refuse()
             logger.warning("replica %s refused a message: %s", replica, error)
             return {"status": Answer.REFUSED.value, "reason": str(error)}
         for item in unpacked:
-            await channel.deliver(item)
+            await link.deliver(item)
         return {"status": Answer.OK.value, "accepted": len(unpacked)}
 
-    def open(self, endpoint: Endpoint) -> WorkerChannel:
-        """Make the channel of a replica; items for it are kept from now on."""
+    def open(self, endpoint: Endpoint) -> RelayedChannel:
+        """Make the channel of a replica; items for it are kept from now on.
+
+        Raises:
+            ChannelError: If the replica is on this worker already.
+        """
         key = (endpoint.run, endpoint.replica)
-        if key in self.channels:
+        links = self.links
+        if key in links:
             raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
-        channels = self.channels
-        channel = WorkerChannel(
-            self._worker, endpoint, lambda: channels.pop(key, None)
-        )
-        channels[key] = channel
-        return channel
+        links[key] = Link(self._worker, endpoint)
+        return RelayedChannel(links[key], endpoint, lambda: links.pop(key, None))

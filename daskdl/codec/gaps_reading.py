@@ -113,12 +113,10 @@ def read_blocks(
             return -(8 * start + PAST_END)
         last = first + read_bits(words, at, COUNT_BITS) + 1
         rice = read_bits(words, at + COUNT_BITS, HEADER_BITS - COUNT_BITS)
-        if last > len(positions_K):
-            return -(8 * last + BAD_COUNT)
         if rice > MAX_BLOCK_RICE:
             return -(8 * rice + BAD_RICE)
         stop = min(start + BLOCK, size)
-        block_K = positions_K[first:last]
+        block_K = positions_K[first:last]  # no longer than there is room for
         at = read_block(words, bits, at + HEADER_BITS, rice, block_K, (start, stop))
         if at < 0:
             return at

@@ -64,16 +64,12 @@ def pack_frame(header: Header, payload: npt.NDArray[np.uint8]) -> npt.NDArray[np
     """Join a header and its payload and seal them with a checksum.
 
     Args:
-        header: What the payload is.
+        header: What the payload is; :func:`check_fields` has seen it.
         payload: Bytes as they travel, after lz4 where ``compressed``.
 
     Returns:
         The frame, ``64 + len(payload)`` bytes.
-
-    Raises:
-        CodecError: If a number of the header does not fit its field.
     """
-    check_fields(header)
     stamp = header.stamp
     frame = np.empty(LAYOUT.size + len(payload), np.uint8)
     flags = FLAG_LZ4 if header.compressed else 0

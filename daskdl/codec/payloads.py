@@ -18,9 +18,9 @@ LZ4_RATIO = 255  # a byte of an lz4 block stands for at most as many
 def seal(header: Header, body: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Make the frame, with lz4 where that is smaller.
 
-    RAW32 is never tried: it is the exchange format, kept as it is, and chosen
-    for a handful of entries only. On GAPS of independent positions the try is
-    in vain but takes a hundredth of the packing; of clustered ones it takes
+    RAW32 is not tried: ascending positions hold no four bytes twice in a way
+    that pays, not even when built to. On GAPS of independent positions the try
+    is in vain but takes a hundredth of the packing; of clustered ones it takes
     another 4 to 60 % off (``benchmarks/wire_size.py``).
     """
     payload, compressed = body, False

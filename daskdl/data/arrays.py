@@ -233,8 +233,8 @@ def _check_chunks(value: Any, argument: str) -> None:
             f"{argument} must be chunked along its first axis only, got the blocks "
             f"{value.numblocks}; use {argument}.rechunk({split})"
         )
-    if not isinstance(value._meta, np.ndarray):
+    if type(value._meta) is not np.ndarray:  # a masked array is an ndarray too
         raise DataError(
             f"{argument} must be made of numpy blocks, got {_type_name(value._meta)}; "
-            f"convert them with {argument}.map_blocks"
+            f"convert them with {argument}.map_blocks(...)"
         )

@@ -5,7 +5,7 @@ cross Dask. How data are cut is the business of :mod:`daskdl.data.sources`.
 """
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -76,8 +76,7 @@ class Pieces:
     def release(self) -> None:
         """Let go of the futures and of the user's data; may be called again."""
         self._source = None
-        for future in self._futures.values():
-            future.release()
+        release(self._futures.values())
         self._futures.clear()
 
     def _start(self, indices: Sequence[int], workers: Sequence[str]) -> None:
@@ -193,6 +192,15 @@ def load(key: str, timeout_s: float) -> Rows:
     finally:
         moved.release()
     return rows
+
+
+def release(futures: Iterable[Any]) -> None:
+    """Let go of Dask futures, so that what is not computed yet never is.
+
+    Not by cancelling them, which the scheduler logs key by key.
+    """
+    for future in futures:
+        future.release()
 
 
 def workers_of(client: Client) -> list[str]:

@@ -12,11 +12,28 @@ Shape suffixes: N = parameters of one flat vector, K = entries of one update.
 import math
 from types import ModuleType
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from daskdl.kernels import cpu, generic
 
-__all__ = ["apply_", "apply_counts_", "check", "find", "fold_", "take_"]
+__all__ = ["apply_", "apply_counts_", "check", "find", "fold_", "from_counts", "take_"]
+
+Counts = npt.NDArray[np.int32]
+
+
+def from_counts(counts: Counts) -> Tensor:
+    """Return an int32 array as a tensor; the memory is shared if it is writable.
+
+    Decoded arrays are read-only, and torch has no tensors that are.
+
+    Example:
+        >>> from_counts(np.array([1, -4], np.int32))
+        tensor([ 1, -4], dtype=torch.int32)
+    """
+    return torch.from_numpy(np.require(counts, np.int32, ["C", "W"]))
 
 
 def _pick(local_N: Tensor) -> ModuleType:
@@ -176,12 +193,11 @@ def apply_counts_(
     _pick(local_N).apply_counts_(local_N, shared_N, counts_N, grid)
 
 
-def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
+def fold_(total_N: Tensor | Counts, entries_K: Tensor | Counts, count: int) -> None:
     """Add entries to a dense vector of steps, as a full inbox does.
 
     Args:
-        total_N: Sum so far, int32, steps of the grid. Changed in place. Share a numpy
-            array's memory with ``torch.from_numpy``.
+        total_N: Sum so far, int32, steps of the grid. Changed in place.
         entries_K: Entries as :func:`find` returns them, int32, any device.
         count: Quantum in steps of the grid, in [1, 2**22].
 
@@ -195,6 +211,10 @@ def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
         >>> total
         tensor([ 5,  0, -5], dtype=torch.int32)
     """
+    if isinstance(total_N, np.ndarray):
+        total_N = torch.from_numpy(total_N)
+    if isinstance(entries_K, np.ndarray):
+        entries_K = from_counts(entries_K)
     entries_K = entries_K.to(total_N.device)
     on_cpu = total_N.device.type == "cpu" and total_N.is_contiguous()
     (cpu if on_cpu else generic).fold_(total_N, entries_K, count)

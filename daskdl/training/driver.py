@@ -139,7 +139,9 @@ class Driver:
         seen = 0
         while True:
             ended = all(future.done() for future in self._futures.values())
-            answer = self._ask(messages.WATCH, seen=seen, timeout_s=0 if ended else WATCH_S)
+            answer = self._ask(
+                messages.WATCH, seen=seen, timeout_s=0 if ended else WATCH_S
+            )
             news = answer["events"]
             seen += len(news)
             yield from news
@@ -162,9 +164,7 @@ class Driver:
         kind: type[DaskDLError] = getattr(errors, event["type"])
         if "worker" not in event:
             return kind(event["summary"])
-        message = (
-            f"replica {event['replica']} on {event['worker']}: {event['summary']}"
-        )
+        message = f"replica {event['replica']} on {event['worker']}: {event['summary']}"
         if kind is ReplicaError:
             message += f"\n\nTraceback of the worker:\n{event['traceback']}"
         error = kind(message)

@@ -3,7 +3,8 @@
 import torch
 from distributed import Worker, get_worker, secede
 
-from daskdl.channel.link import Endpoint, WorkerChannel
+from daskdl.channel.base import Channel
+from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.worker import NAME, ChannelWorkerPlugin
 from daskdl.errors import ChannelError
 from daskdl.packed import Packed
@@ -38,9 +39,7 @@ def train_replica(
         channel.leave()
 
 
-def _open_channel(
-    worker: Worker, options: TaskOptions, number: int
-) -> WorkerChannel:
+def _open_channel(worker: Worker, options: TaskOptions, number: int) -> Channel:
     plugin = worker.extensions.get(NAME)
     if not isinstance(plugin, ChannelWorkerPlugin):
         raise ChannelError(

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from daskdl.callbacks import Step
-from daskdl.channel.base import Stopped
-from daskdl.channel.worker import WorkerChannel
+from daskdl.channel.base import Channel, Stopped
 from daskdl.data.arrays import check_labels
 from daskdl.data.batches import batches, floating_dtype, to_device
 from daskdl.data.pieces import load
@@ -50,7 +49,7 @@ class Replica:
         number: int,
         options: TaskOptions,
         recipe: Recipe,
-        channel: WorkerChannel,
+        channel: Channel,
         device: torch.device,
     ) -> None:
         self._number = number
@@ -77,7 +76,7 @@ class Replica:
             if self._channel.closing and self._exchange is not None:
                 self._exchange.hand_over()
             return self._result(finished=False)
-        except Exception as error:  # noqa: BLE001  # user code: whatever it raises is reported
+        except Exception as error:  # user code: whatever it raises is reported
             self._channel.fail(self._failure(error))
             return self._result(finished=False)
         return self._result(finished=True)
@@ -183,7 +182,9 @@ class Replica:
         rows = load(options.pieces[phase][piece], options.timeouts.data)
         if options.labels is not None:
             where = f"y of piece {piece} of the {phase} data"
-            check_labels(rows[1], options.labels.classes, where, options.labels.ignore_index)
+            check_labels(
+                rows[1], options.labels.classes, where, options.labels.ignore_index
+            )
         return rows
 
     def _result(self, *, finished: bool) -> Result:

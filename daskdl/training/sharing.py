@@ -6,7 +6,6 @@ rest stays where it is, in the replica, and is sent later.
 """
 
 import math
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -92,7 +91,9 @@ class GradientSharing(TrainingMaster):
                 "'plain', which relay through the scheduler"
             )
         if self.replicas_per_worker != "auto":
-            _check_whole("replicas_per_worker", self.replicas_per_worker, 1, "or 'auto'")
+            _check_whole(
+                "replicas_per_worker", self.replicas_per_worker, 1, "or 'auto'"
+            )
 
     def _check_scale(self) -> None:
         scale = self.update_scale

@@ -102,9 +102,9 @@ def test_read_only_arrays_are_taken_without_a_warning(size):
     x, y = np.arange(4.0), np.arange(4)
     x.flags.writeable = y.flags.writeable = False
 
-    got = [x.tolist() for x, _ in batches([(x, y)], size)]
+    got = [v for x, _ in batches([(x, y)], size) for v in x.tolist()]
 
-    assert sum(got, []) == [0.0, 1.0, 2.0, 3.0]
+    assert got == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_reversed_and_fortran_arrays_are_taken():

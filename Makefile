@@ -1,0 +1,45 @@
+# One environment, .venv, for everything. Use another interpreter with
+# `make PYTHON=... test`.
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo   train a small network on handwritten digits, on two workers"
+	@echo "make test   run the whole suite"
+	@echo "make lint   formatting, lint, types, documentation"
+	@echo "make bench  run the benchmarks"
+	@echo "make clean  remove the environment and everything that was built"
+
+# Written last, so that an installation that broke off is done again.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e ".[test,docs,examples]"
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python examples/digits.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/encode.py
+	$(BIN)/python benchmarks/wire_size.py
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/latency.py
+
+clean:
+	rm -rf .venv build dist site *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

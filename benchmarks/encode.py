@@ -1,0 +1,136 @@
+"""Cost of finding and taking one update, and of applying one.
+
+Question: what does an exchange add to a step, in passes over memory?
+Counted:  ``kernels.find`` and ``kernels.take_`` on residuals of a normal
+          distribution; ``kernels.apply_`` of 25,000 entries. Not packing, not sending.
+Baseline: ``np.add(r, u, out=r)`` over as many float32, what Strom's update of the
+          residual costs before anything is searched.
+Run:      python benchmarks/encode.py --size 25_000_000
+"""
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+import numba
+import numpy as np
+import torch
+
+from daskdl import kernels
+from daskdl.kernels import generic
+
+GRID = 2.0**-24
+DENSITIES = (1e-4, 1e-3, 7e-3, 2.5e-2)
+ROUNDS = 11  # the median of so many, cases taken in turn
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    density: float  # entries / parameters
+    ms: float  # median, milliseconds
+    ratio: float  # to the baseline of the same run
+
+
+class Case:
+    """A replica whose residual has so many entries above the threshold."""
+
+    def __init__(self, size, density):
+        self.density = density
+        self.local = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        self.local *= 1e-2
+        self.shared = torch.ones(size, dtype=torch.int32)
+        sample = self.local[:1_000_000].abs()
+        threshold = sample.kthvalue(int(sample.numel() * (1 - density))).values.item()
+        self.count = round(threshold / GRID)
+
+    def find(self, module=kernels):
+        return module.find(self.local, self.shared, self.count, GRID)
+
+    def take(self, entries, module=kernels, multiple=math.inf):
+        bound = multiple * self.count * GRID
+        module.take_(self.local, self.shared, entries, self.count, GRID, bound)
+
+
+def timed(work) -> float:
+    start = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def encode_ms(case, **options) -> float:
+    """Find and take once; shared is put back outside of the time."""
+    module = options.get("module", kernels)
+    ms = timed(lambda: case.take(case.find(module), **options))
+    case.shared.fill_(1)
+    return ms
+
+
+def cases(size):
+    """(name, density, work); work returns milliseconds."""
+    residual, update = (np.ones(size, np.float32) for _ in range(2))
+    yield (
+        "np.add(r, u, out=r) (baseline)",
+        1.0,
+        lambda: timed(lambda: np.add(residual, update, out=residual)),
+    )
+    for density in DENSITIES:
+        case = Case(size, density)
+        yield "find", density, lambda case=case: timed(case.find)
+        yield "find + take_", density, lambda case=case: encode_ms(case)
+        yield (
+            "find + take_, clipped at 5",
+            density,
+            lambda case=case: encode_ms(case, multiple=5.0),
+        )
+    case = Case(size, 1e-3)
+    yield (
+        "find + take_, torch operations",
+        1e-3,
+        lambda: encode_ms(case, module=generic),
+    )
+    chosen = np.random.default_rng(0).choice(size, 25_000, replace=False)
+    entries = torch.from_numpy(np.sort(chosen).astype(np.int32) + 1)
+    yield (
+        "apply_ of 25,000 entries",
+        25_000 / size,
+        lambda: timed(
+            lambda: kernels.apply_(case.local, case.shared, entries, 1, GRID)
+        ),
+    )
+
+
+def rows(size):
+    table = list(cases(size))
+    taken = [[work() for _, _, work in table] for _ in range(ROUNDS + 1)][1:]
+    medians = [statistics.median(column) for column in zip(*taken, strict=True)]
+    for (name, density, _), ms in zip(table, medians, strict=True):
+        yield Row(name, density, ms, ms / medians[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=25_000_000, help="parameters")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(
+        f"# torch {torch.__version__}, numpy {np.__version__}, numba "
+        f"{numba.__version__}, {platform.machine()}, 1 thread, "
+        f"{arguments.size:,} float32, median of {ROUNDS}"
+    )
+    print(f"{'case':34}{'density':>10}{'ms':>10}{'ratio':>8}")
+    table = list(rows(arguments.size))
+    for row in table:
+        print(f"{row.case:34}{row.density:>10.1e}{row.ms:>10.2f}{row.ratio:>8.2f}")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump([asdict(row) for row in table], file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Which replica of which run a channel belongs to, and its bounds."""
+
+from dataclasses import dataclass
+
+from daskdl.timeouts import Timeouts
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One replica's end of a run.
+
+    Attributes:
+        run: Identity of the run.
+        replica: Number of the replica.
+        size: Parameters of the model.
+        grid: Of the run at its start, parameter units.
+        outbox_bytes: Bound of what waits to be sent.
+        inbox_bytes: Bound of what waits to be applied.
+        timeouts: Bounds on waiting.
+    """
+
+    run: int
+    replica: int
+    size: int
+    grid: float
+    outbox_bytes: int
+    inbox_bytes: int
+    timeouts: Timeouts

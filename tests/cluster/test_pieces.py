@@ -1,0 +1,283 @@
+import itertools
+import os
+import signal
+import time
+from concurrent.futures import CancelledError
+
+import dask.array as da
+import numpy as np
+import pytest
+import torch
+from dask import delayed
+from distributed import Client, Event, LocalCluster, get_worker, secede, wait
+
+from daskdl.data.pieces import load, place, workers_of
+from daskdl.errors import DataError, OptionError, WaitTimeoutError
+
+X = np.arange(200.0, dtype=np.float32).reshape(100, 2)
+Y = np.arange(100)
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def workers(client):
+    return workers_of(client)
+
+
+def put(client, workers, X=X, y=Y, seed=None):
+    return place(
+        X, y, client, workers, batch_size=4, replicas=len(workers), shuffle_seed=seed
+    )
+
+
+def until(condition, timeout_s=20):
+    """Ask again until it is true; each question is a round trip to the scheduler."""
+    end = time.monotonic() + timeout_s
+    for _ in itertools.count():
+        if condition():
+            return
+        assert time.monotonic() < end, "did not become true"
+
+
+def piece_keys(client):
+    """The pieces the scheduler knows of."""
+    keys = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks))
+    return [key for key in keys if str(key).startswith("daskdl-piece")]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("seed", [None, 1], ids=["in order", "shuffled"])
+def test_pieces_in_memory_hold_every_row_once(client, workers, kind, seed):
+    with put(client, workers, kind(X), kind(Y), seed) as pieces:
+        got = client.gather(pieces.futures)
+
+        assert [len(y) for _, y in got] == [piece.examples for piece in pieces]
+        assert [piece.index for piece in pieces] == list(range(16))
+        assert [piece.key for piece in pieces] == [f.key for f in pieces.futures]
+        assert pieces.examples == 100
+        labels = np.concatenate([y for _, y in got])
+        assert sorted(labels) == list(range(100))
+        assert (labels.tolist() == list(range(100))) == (seed is None)
+        np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X[labels])
+
+
+def test_pieces_are_spread_evenly_over_the_workers_named(client, workers):
+    with put(client, workers) as both, put(client, workers[1:]) as one:
+        holders = client.who_has(both.futures + one.futures)
+
+        where = [holders[piece.key] for piece in both]
+        assert where == [(workers[i % 2],) for i in range(16)]
+        assert {holders[piece.key] for piece in one} == {(workers[1],)}
+
+
+def test_the_same_data_placed_twice_have_keys_of_their_own(client, workers):
+    with put(client, workers) as one, put(client, workers) as two:
+        one.release()
+
+        assert len(client.gather(two.futures)) == len(two)
+
+
+def test_released_pieces_leave_nothing_behind(client, workers):
+    pieces = put(client, workers)
+    lazy = put(client, workers, da.from_array(X, (30, 2)), da.from_array(Y, 30))
+
+    for placed in (pieces, lazy):
+        placed.release()
+        placed.release()
+
+    until(lambda: not piece_keys(client))
+    assert len(pieces) == 0
+    with pytest.raises(OptionError, match="the pieces have been released"):
+        pieces.restore(workers)
+
+
+def test_an_error_while_placing_leaves_nothing_behind(client, workers):
+    with pytest.raises((TimeoutError, ValueError, KeyError)):
+        place(
+            X,
+            Y,
+            _FailingAtTheThird(client),
+            workers,
+            batch_size=4,
+            replicas=2,
+            shuffle_seed=None,
+        )
+
+    until(lambda: not piece_keys(client))
+
+
+class _FailingAtTheThird:
+    """A client whose third scatter fails."""
+
+    def __init__(self, client):
+        self._client, self._left = client, 2
+
+    def scatter(self, *args, **kwargs):
+        if self._left == 0:
+            raise TimeoutError
+        self._left -= 1
+        return self._client.scatter(*args, **kwargs)
+
+
+class TestDaskArrays:
+    def test_a_piece_is_a_block_row(self, client, workers):
+        x, y = da.from_array(X, chunks=(30, 2)), da.from_array(Y, chunks=45)
+
+        with put(client, workers, x, y) as pieces:
+            got = client.gather(pieces.futures)
+
+            assert [piece.examples for piece in pieces] == [30, 30, 30, 10]
+            np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
+            np.testing.assert_array_equal(np.concatenate([y for _, y in got]), Y)
+            wait(pieces.futures)
+            held = [len(keys) for keys in client.has_what().values()]
+            assert min(held) >= 2
+
+    def test_persisted_blocks_stay_where_they_are(self, client, workers):
+        x = da.from_array(X, chunks=(30, 2)).persist(workers=[workers[1]])
+        wait(x)
+
+        with put(client, workers, x, da.from_array(Y, chunks=30)) as pieces:
+            wait(pieces.futures)
+
+            assert set(client.who_has(pieces.futures).values()) == {(workers[1],)}
+
+    def test_blocks_persisted_elsewhere_are_spread(self, client, workers):
+        x = da.from_array(X, chunks=(30, 2)).persist(workers=[workers[1]])
+        wait(x)
+
+        with put(client, workers[:1], x, da.from_array(Y, chunks=30)) as pieces:
+            wait(pieces.futures)
+
+            assert set(client.who_has(pieces.futures).values()) == {(workers[0],)}
+
+    def test_a_block_shorter_than_promised_is_named(self, client, workers):
+        blocks = [delayed(np.zeros)((n, 2)) for n in (4, 3)]
+        x = da.concatenate([da.from_delayed(b, (4, 2), float) for b in blocks])
+
+        pieces = put(client, workers, x, da.zeros(8, chunks=4))
+
+        message = "piece 1 has 3 rows of X and 4 of y"
+        with pieces, pytest.raises(DataError, match=message):
+            client.gather(pieces.futures)
+
+
+class TestLoad:
+    def fetch(self, client, worker, key, timeout_s=30):
+        def task():
+            secede()
+            rows = load(key, timeout_s)
+            return rows, rows[0] is get_worker().data.get(key, [None])[0]
+
+        return client.submit(task, workers=[worker], pure=False)
+
+    def test_a_piece_is_taken_from_the_own_store_or_from_anothers(
+        self, client, workers
+    ):
+        with put(client, workers) as pieces:
+            [piece, *_] = pieces
+            near, far = (self.fetch(client, w, piece.key).result(30) for w in workers)
+
+            assert (near[1], far[1]) == (True, False)
+            np.testing.assert_array_equal(far[0][0], X[:4])
+            np.testing.assert_array_equal(far[0][1], Y[:4])
+
+    def test_a_piece_that_is_computed_meanwhile_is_awaited(self, client, workers):
+        gate = Event("load-gate")
+
+        def late(block):
+            Event("load-gate").wait(30)
+            return block
+
+        x = da.from_array(X, chunks=(50, 2)).map_blocks(late, meta=X)
+        with put(client, workers[:1], x, da.from_array(Y, chunks=50)) as pieces:
+            fetched = self.fetch(client, workers[1], next(iter(pieces)).key)
+            too_soon = self.fetch(client, workers[1], next(iter(pieces)).key, 0.2)
+            with pytest.raises(WaitTimeoutError, match=r"piece daskdl-.* within 0.2 s"):
+                too_soon.result(30)
+            gate.set()
+
+            assert fetched.result(30)[0][1].tolist() == list(range(50))
+
+    def test_an_error_of_the_users_own_comes_out_as_it_is(self, client, workers):
+        def broken(block):
+            raise OSError("no such file")
+
+        x = da.from_array(X, chunks=50).map_blocks(broken, meta=X)
+        pieces = put(client, workers, x, da.from_array(Y, chunks=50))
+
+        with pieces, pytest.raises(OSError, match="no such file"):
+            self.fetch(client, workers[1], next(iter(pieces)).key).result(30)
+
+    def test_a_piece_that_is_gone_is_said_to_be(self, client, workers):
+        with pytest.raises(CancelledError):
+            self.fetch(client, workers[0], "daskdl-piece-gone").result(30)
+
+
+def test_pieces_lost_with_their_worker_can_be_restored(client):
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, set_as_default=False) as own,
+    ):
+        first, second = workers_of(own)
+        pids = own.run(os.getpid)
+        with put(own, [first, second]) as pieces:
+            keys = [piece.key for piece in pieces]
+            os.kill(pids[first], signal.SIGKILL)
+            until(lambda: own.who_has() is not None and _lost(pieces) == 8)
+
+            restored = pieces.restore([second])
+
+            assert [piece.index for piece in restored] == list(range(0, 16, 2))
+            assert not {piece.key for piece in restored} & set(keys)
+            got = own.gather(pieces.futures)
+            np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
+            assert pieces.restore([second]) == []
+
+
+def _lost(pieces):
+    return sum(future.status == "cancelled" for future in pieces.futures)
+
+
+def test_threads_of_one_process_do_as_well():
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, set_as_default=False) as own,
+        put(own, workers_of(own)) as pieces,
+    ):
+        got = own.gather(pieces.futures)
+
+        np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
+
+
+def test_no_workers_are_refused(client):
+    with pytest.raises(OptionError, match="workers must name at least one worker"):
+        place(X, Y, client, [], batch_size=4, replicas=1, shuffle_seed=None)
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster, set_as_default=False) as own,
+        pytest.raises(OptionError, match="has no workers; wait for some with"),
+    ):
+        workers_of(own)
+
+
+def test_an_asynchronous_client_is_refused():
+    class Asynchronous:
+        asynchronous = True
+
+    with pytest.raises(OptionError, match="client must be synchronous"):
+        workers_of(Asynchronous())

@@ -1,0 +1,43 @@
+"""What the accumulator tests share: a small module, an accumulator, an update."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from daskdl.accumulator import Accumulator
+from daskdl.codec import Kind, SparseUpdate, Stamp
+from daskdl.residuals import KeepResidual
+from daskdl.thresholds import FixedThreshold
+from daskdl.vectors import FlatParameters
+
+GRID = 2.0**-24
+STAMP = Stamp(run=1, origin=2, sequence=3, step=4)
+
+
+class Vector(nn.Module):
+    """Parameters of the values given, in two groups if asked."""
+
+    def __init__(self, values, dtype=torch.float32, second=()):
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor(values, dtype=dtype))
+        if second:
+            self.second = nn.Parameter(torch.tensor(second, dtype=torch.float64))
+
+    def step(self, *values):
+        with torch.no_grad():
+            self.first += torch.tensor(values, dtype=self.first.dtype)
+
+
+def make(module, threshold=None, residual=None, **options):
+    return Accumulator(
+        FlatParameters(module),
+        threshold or FixedThreshold(2.0**-4),
+        residual or KeepResidual(),
+        **options,
+    )
+
+
+def sparse(size, entries, threshold=2.0**-4):
+    entries = np.array(entries, np.int32)
+    entries.flags.writeable = False  # as decode may return them
+    return SparseUpdate(STAMP, Kind.RAW32, size, threshold, entries)

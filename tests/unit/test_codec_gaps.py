@@ -1,0 +1,213 @@
+"""Golomb-Rice codes: the same bits as a plain rendering, and the fewest."""
+
+import math
+
+import numpy as np
+import pytest
+
+from daskdl.codec import gaps, gaps_reading
+
+SIZE = 40_000
+
+
+def gaps_of(positions, start=0):
+    return np.diff(np.asarray(positions, np.int64), prepend=start - 1) - 1
+
+
+def number(value, width):
+    return "".join(str(value >> i & 1) for i in range(width))
+
+
+def codes(values, rice):
+    return "".join("0" * (g >> rice) + "1" + number(g, rice) for g in values.tolist())
+
+
+def fewest(values):
+    """(bits, Rice parameter): all of them tried."""
+    return min((len(values) * (1 + r) + int((values >> r).sum()), r) for r in range(31))
+
+
+def plain_blocks(positions, rices):
+    """The text of bits as the page on the wire format has it."""
+    text = ""
+    for start, rice in zip(range(0, SIZE, 4096), rices, strict=True):
+        block = positions[(positions >= start) & (positions < start + 4096)]
+        if len(block):
+            text += "1" + number(len(block) - 1, 12) + number(int(rice), 4)
+            text += codes(gaps_of(block, start), int(rice))
+        else:
+            text += "0"
+    return text
+
+
+def fewest_by_blocks(positions):
+    """Bits, with headers, all Rice parameters tried in each block."""
+    blocks = [
+        positions[(positions >= start) & (positions < start + 4096)]
+        for start in range(0, SIZE, 4096)
+    ]
+    starts = range(0, SIZE, 4096)
+    found = [
+        fewest(gaps_of(block, start)) if len(block) else (-16, 0)
+        for block, start in zip(blocks, starts, strict=True)
+    ]
+    return sum(17 + bits for bits, _ in found)
+
+
+def packed(text):
+    bits = np.array([int(bit) for bit in text], np.uint8)
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def random_positions(size, density, seed=0):
+    return np.flatnonzero(np.random.default_rng(seed).random(size) < density)
+
+
+def rows(seed=0):
+    """Some stretches full, some half, most silent."""
+    generator = np.random.default_rng(seed)
+    density = np.repeat(generator.choice([0, 0, 0, 0.02, 0.5, 1], SIZE // 500), 500)
+    return np.flatnonzero(generator.random(SIZE) < density)
+
+
+POSITIONS = {
+    "first": np.array([0]),
+    "last": np.array([SIZE - 1]),
+    "all": np.arange(SIZE),
+    "one per block": np.arange(0, SIZE, 4096),
+    "block ends": np.arange(4095, SIZE, 4096),
+    "long runs of zeros": np.array([*range(3_000), 9_000, 9_001, 30_000]),
+    **{f"random {p}": random_positions(SIZE, p) for p in (1e-3, 0.03, 0.4, 0.95)},
+    **{f"rows {seed}": rows(seed) for seed in range(3)},
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+class TestBits:
+    def test_one_parameter_makes_the_documented_bits(self, positions):
+        plan = gaps.plan_with(gaps.WHOLE, SIZE, positions.astype(np.int32))
+        rice = int(plan.rices_B[0])
+
+        body = gaps.pack(plan, (positions + 1).astype(np.int32)).tobytes()
+
+        signs = bytes((len(positions) + 7) // 8)
+        assert body == bytes([rice]) + packed(codes(gaps_of(positions), rice)) + signs
+
+    def test_one_per_block_makes_the_documented_bits(self, positions):
+        plan = gaps.plan_with(gaps.BLOCK, SIZE, positions.astype(np.int32))
+
+        body = gaps.pack(plan, -(positions + 1).astype(np.int32)).tobytes()
+
+        signs = packed("1" * len(positions))
+        assert body == b"\xff" + packed(plain_blocks(positions, plan.rices_B)) + signs
+
+    def test_no_rice_parameters_make_fewer_bits(self, positions):
+        one, blocks = (
+            gaps.plan_with(block, SIZE, positions.astype(np.int32)).stream_length
+            for block in (gaps.WHOLE, gaps.BLOCK)
+        )
+
+        assert one == math.ceil(fewest(gaps_of(positions))[0] / 8)
+        assert blocks == math.ceil(fewest_by_blocks(positions) / 8)
+
+    @pytest.mark.parametrize("block", [gaps.WHOLE, gaps.BLOCK], ids=["one", "blocks"])
+    def test_both_ways_are_read_back(self, positions, block):
+        entries = (positions + 1).astype(np.int32)
+        entries[::3] *= -1
+        plan = gaps.plan_with(block, SIZE, positions.astype(np.int32))
+
+        body = gaps.pack(plan, entries)
+
+        assert len(body) == plan.length
+        np.testing.assert_array_equal(
+            gaps_reading.unpack(body, SIZE, len(entries)), entries
+        )
+
+    def test_the_shorter_way_is_taken(self, positions):
+        lengths = [
+            gaps.plan_with(block, SIZE, positions.astype(np.int32)).length
+            for block in (gaps.WHOLE, gaps.BLOCK)
+        ]
+
+        found = gaps.plan(SIZE, positions.astype(np.int32))
+
+        assert found.length == min(lengths)
+
+    def test_the_length_is_in_the_range_that_readers_allow(self, positions):
+        least, most = gaps_reading.length_range(SIZE, len(positions))
+
+        found = gaps.plan(SIZE, positions.astype(np.int32))
+
+        assert least <= found.length <= most
+
+
+def test_blocks_of_4097_parameters_literally():
+    positions = np.array([0, 4096], np.int32)
+    plan = gaps.plan_with(gaps.BLOCK, 4097, positions)
+
+    body = gaps.pack(plan, np.array([1, -4097], np.int32))
+
+    # Twice: 1, twelve 0 (count - 1), four 0 (Rice), 1; then the signs 0 1.
+    assert body.tobytes().hex(" ") == "ff 01 00 06 00 08 02"
+
+
+@pytest.mark.parametrize("size", [2**30 + 7, 2**31 - 1], ids=str)
+@pytest.mark.parametrize("block", [gaps.WHOLE, gaps.BLOCK], ids=["one", "blocks"])
+def test_the_longest_gap_comes_back(size, block):
+    entries = np.array([-size], np.int32)
+    plan = gaps.plan_with(block, size, -entries - 1)
+
+    read = gaps_reading.unpack(gaps.pack(plan, entries), size, 1)
+
+    assert read.tolist() == [-size]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rice_parameter_makes_fewer_bits_at_any_density(seed):
+    generator = np.random.default_rng(seed)
+    values = generator.geometric(10.0 ** generator.uniform(-6, 0), 50) - 1
+    values[:3] = generator.integers(0, 2**20, 3)
+    positions = (np.cumsum(values + 1) - 1).astype(np.int32)
+
+    found = gaps.plan_with(gaps.WHOLE, int(positions[-1]) + 1, positions)
+
+    rice = int(found.rices_B[0])
+    assert len(codes(values, rice)) == fewest(values)[0]
+
+
+@pytest.mark.parametrize("density", [1e-4, 1e-3, 1e-2, 1e-1], ids=str)
+def test_random_positions_cost_within_two_percent_of_their_entropy(density):
+    count = 20_000
+    size = round(count / density)
+    generator = np.random.default_rng(0)
+    positions = np.sort(generator.choice(size, count, replace=False, shuffle=False))
+    entropy = -sum(p * math.log2(p) for p in (density, 1 - density))
+
+    found = gaps.plan(size, positions.astype(np.int32))
+
+    assert 8 * found.length <= 1.02 * (size * entropy + count)
+
+
+def test_a_parameter_per_block_pays_on_clustered_positions():
+    """Every tenth row of 2,048 half full: under two thirds of the other way."""
+    generator = np.random.default_rng(0)
+    present = generator.random((400, 2_048)) < 0.5
+    present[np.arange(400) % 10 != 0] = False
+    positions = np.flatnonzero(present).astype(np.int32)
+
+    one = gaps.plan_with(gaps.WHOLE, present.size, positions)
+    blocks = gaps.plan_with(gaps.BLOCK, present.size, positions)
+
+    assert blocks.length < one.length * 2 / 3
+    assert gaps.plan(present.size, positions).block == gaps.BLOCK
+
+
+def test_a_stream_too_short_for_its_plan_is_not_written_past():
+    positions = random_positions(SIZE, 0.03).astype(np.int32)
+    plan = gaps.plan_with(gaps.WHOLE, SIZE, positions)
+    words = np.zeros(10, np.uint32)
+
+    with pytest.raises(IndexError):
+        gaps.write_stream(words[:8], plan.gaps_K, plan.counts_B, plan.rices_B, False)
+
+    assert words[8:].tolist() == [0, 0]

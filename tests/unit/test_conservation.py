@@ -1,0 +1,243 @@
+"""Several replicas, any order of events: nothing is lost, and shared agrees.
+
+Replicas step, propose, are refused, take, and receive each other's updates late, one
+by one, folded, or dense, each replica in an order of its own. A float64 ledger keeps
+what every optimizer step added.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from daskdl import codec, kernels
+from daskdl.accumulator import Accumulator
+from daskdl.residuals import KeepResidual, ResidualClipping
+from daskdl.thresholds import AdaptiveThreshold
+from daskdl.vectors import FlatParameters
+
+SIZES = {"a": (5, 3), "b": (8,), "c": (2, 2, 2)}
+# Roundings of hundreds of events in the working type, at values below 8.
+TOLERANCE = {torch.float64: 1e-12}
+FLOAT32 = 4e-5  # half types too: their local is float32
+
+
+class Net(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        for name, shape in SIZES.items():
+            start = torch.randn(shape, generator=generator).to(dtype)
+            self.register_parameter(name, nn.Parameter(start))
+        self.c.data = self.c.data.double()  # a group of its own
+
+
+class Replica:
+    """An accumulator, what it has not received yet, and the ledger of its steps."""
+
+    def __init__(self, dtype, apply, clipping, seed):
+        self.module = Net(dtype)
+        parameters = FlatParameters(self.module)
+        residual = ResidualClipping(1.5, 2) if clipping else KeepResidual()
+        rule = AdaptiveThreshold(initial=0.02, max_density=0.3, decay=0.7)
+        self.accumulator = Accumulator(parameters, rule, residual, apply)
+        self.start = self.accumulator.shared_counts().astype(np.float64)
+        self.made = np.zeros(parameters.size)
+        self.waiting = []
+        self.random = np.random.default_rng(seed)
+
+    def step(self, amount=0):
+        """Add noise to the parameters; book what they really moved by."""
+        moved = []
+        for parameter in self.parameters():
+            before = parameter.detach().double().clone()
+            noise = torch.from_numpy(self.random.normal(0, 0.05, parameter.shape))
+            with torch.no_grad():
+                parameter += noise.to(parameter.dtype)
+            moved.append((parameter.detach().double() - before).flatten())
+        self.made += torch.cat(moved).numpy()
+
+    def local(self):
+        """Whichever vector it is kept in: no public method shows it."""
+        groups = self.accumulator._groups
+        return torch.cat([group.local_N.double() for group in groups]).numpy().copy()
+
+    def parameters(self):
+        named = dict(self.module.named_parameters())
+        return [named[name] for name in ("a", "b", "c")]
+
+    def share(self, amount=0):
+        """Propose and take; the update as counts and as it travels."""
+        proposal = self.accumulator.propose()
+        self.accumulator.take_(proposal)
+        stamp = codec.Stamp(1, 0, 0, 0)
+        size = self.accumulator.size
+        frame = codec.encode(stamp, size, proposal.threshold, proposal.entries_K)
+        return codec.decode(frame, run=1, size=size)
+
+    def be_refused(self, amount):
+        self.accumulator.propose()
+
+    def absorb(self, amount):
+        self.accumulator.absorb_()
+
+    def hand_over(self, amount=0):
+        counts = self.accumulator.hand_over_()
+        stamp = codec.Stamp(1, 0, 0, 0)
+        return codec.decode(codec.encode_dense(stamp, self.accumulator.grid, counts))
+
+    def receive(self, amount):
+        """Apply some of what waits, in an order of its own."""
+        self.random.shuffle(self.waiting)
+        now, self.waiting = self.waiting[:amount], self.waiting[amount:]
+        for update in now:
+            self.accumulator.apply_(update)
+
+    def receive_folded(self, amount):
+        total = np.zeros(self.accumulator.size, np.int32)
+        for update in self.waiting:
+            if isinstance(update, codec.DenseUpdate):
+                total += update.counts_N
+            else:
+                count = round(update.threshold / self.accumulator.grid)
+                kernels.fold_(total, update.entries_K, count)
+        self.waiting = []
+        self.accumulator.apply_counts_(total)
+
+
+class Case(NamedTuple):
+    dtype: torch.dtype
+    apply: str
+    clipping: bool
+
+
+EVENTS = [
+    *("step", "step", "share", "be_refused", "receive", "receive_folded"),
+    *("hand_over", "absorb"),
+]
+
+
+def run(case, replicas, events):
+    group = [
+        Replica(case.dtype, case.apply, case.clipping, seed) for seed in range(replicas)
+    ]
+    sent = np.zeros(group[0].accumulator.size)
+    for which, event, amount in events:
+        replica = group[which % replicas]
+        update = getattr(replica, event)(amount)
+        if update is not None:
+            sent += counts_of(update, replica.accumulator.grid)
+            for other in group:
+                if other is not replica:
+                    other.waiting.append(update)
+        check(group, sent, case)
+    return group, sent
+
+
+def counts_of(update, grid):
+    if isinstance(update, codec.DenseUpdate):
+        return update.counts_N.astype(np.float64)
+    dense = np.zeros(update.size)
+    entries = update.entries_K.astype(np.int64)
+    dense[np.abs(entries) - 1] = np.sign(entries) * (update.threshold / grid)
+    return dense
+
+
+def check(group, sent, case):
+    """Start + all updates = what was sent + all residuals."""
+    grid = group[0].accumulator.grid
+    residuals = np.zeros_like(sent)
+    for replica in group:
+        replica.accumulator.absorb_()
+        residuals += replica.local() - replica.accumulator.shared_counts() * grid
+    start = group[0].start
+    lost = start * grid + sum(r.made for r in group) - (start + sent) * grid - residuals
+    clipped = sum(replica.accumulator.clipped for replica in group)
+    allowed = TOLERANCE.get(case.dtype, FLOAT32)
+    if case.clipping:
+        assert np.abs(lost).sum() <= clipped + allowed * lost.size
+    else:
+        assert clipped == 0.0
+        np.testing.assert_allclose(lost, 0.0, atol=allowed)
+
+
+events = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from(EVENTS), st.integers(1, 4)),
+    min_size=1,
+    max_size=40,
+)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("apply", ["eager", "strict"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestReplicas:
+    @pytest.mark.parametrize("clipping", [False, True], ids=["kept", "clipped"])
+    @given(replicas=st.integers(1, 4), events=events)
+    @settings(
+        max_examples=20,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    def test_nothing_is_lost_and_shared_agrees(
+        self, dtype, apply, clipping, replicas, events
+    ):
+        group, sent = run(Case(dtype, apply, clipping), replicas, events)
+
+        for replica in group:
+            replica.receive(len(replica.waiting))
+        digests = {replica.accumulator.digest() for replica in group}
+        assert len(digests) == 1
+        np.testing.assert_array_equal(
+            group[0].accumulator.shared_counts(), group[0].start + sent
+        )
+
+    def test_a_long_run_in_different_orders_ends_bit_identical(self, dtype, apply):
+        random = np.random.default_rng(5)
+        choices = [
+            (int(random.integers(4)), str(random.choice(EVENTS)), 3) for _ in range(300)
+        ]
+        group, sent = run(Case(dtype, apply, clipping=False), 4, choices)
+
+        for replica in group:
+            replica.receive(len(replica.waiting))
+        assert np.count_nonzero(sent) == sent.size
+        assert len({replica.accumulator.digest() for replica in group}) == 1
+        for replica in group[1:]:
+            for one, other in zip(
+                group[0].parameters(), replica.parameters(), strict=True
+            ):
+                assert apply == "eager" or torch.equal(one, other)
+
+    def test_a_new_grid_loses_nothing_and_agrees(self, dtype, apply):
+        group = [Replica(dtype, apply, clipping=False, seed=seed) for seed in range(3)]
+        growth = np.full(group[0].accumulator.size, 2**29 + 3, np.int32)
+        for replica in group:
+            replica.step()
+            replica.accumulator.apply_counts_(growth)
+            replica.accumulator.absorb_()
+        before = [replica.local() for replica in group]
+
+        grids = {replica.accumulator.regrid_() for replica in group}
+
+        assert len(grids) == 1
+        assert len({replica.accumulator.digest() for replica in group}) == 1
+        for replica, local in zip(group, before, strict=True):
+            np.testing.assert_array_equal(replica.local(), local)
+
+
+def test_the_mass_that_clipping_removes_is_what_is_missing():
+    replica = Replica(torch.float64, "eager", clipping=True, seed=0)
+    missing = []
+    for _ in range(9):
+        replica.step()
+        before = replica.local()
+        replica.share()
+        missing.append(np.abs(before - replica.local()).sum())
+
+    assert replica.accumulator.clipped == pytest.approx(sum(missing), rel=1e-12)
+    assert replica.accumulator.clipped > 0.05

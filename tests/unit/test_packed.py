@@ -1,0 +1,180 @@
+import io
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl.errors import ModelError
+from daskdl.packed import Packed, PackedModel
+
+
+class Holder:
+    """Something a user might hang on a module."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+def tied_model():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_a_packed_model_travels_as_bytes_and_keeps_its_values_and_ties():
+    model = tied_model()
+    packed = PackedModel(model)
+    packed.module()  # what was unpacked here must not travel
+
+    arrived = pickle.loads(pickle.dumps(packed))
+
+    copy = arrived.module()
+    assert copy[0].weight is copy[1].weight
+    assert torch.equal(copy[0].weight, model[0].weight)
+    assert copy[0].weight.data_ptr() != model[0].weight.data_ptr()
+    assert len(pickle.dumps(packed)) < packed.payload.nbytes + 500
+
+
+def test_the_bytes_are_an_array_that_dask_need_not_copy():
+    payload = PackedModel(nn.Linear(2, 2)).payload
+
+    assert isinstance(payload, np.ndarray)
+    assert payload.dtype == np.uint8
+    buffers = []
+    pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)
+    assert sum(buffer.raw().nbytes for buffer in buffers) == payload.nbytes
+
+
+def test_views_of_one_flat_vector_are_written_once():
+    model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(8)])
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    start = 0
+    for parameter in model.parameters():
+        stop = start + parameter.numel()
+        parameter.data = flat[start:stop].view_as(parameter)
+        start = stop
+
+    payload = PackedModel(model).payload
+
+    assert payload.nbytes < 1.5 * flat.nbytes
+
+
+def test_the_mode_and_frozen_parameters_arrive_as_they_were():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    model[0].weight.requires_grad_(False)
+    model[1].eval()
+
+    copy = PackedModel(model).module()
+
+    assert [part.training for part in copy] == [True, False]
+    assert [p.requires_grad for p in copy.parameters()] == [False, True]
+
+
+def test_lambdas_and_local_classes_can_be_packed():
+    class Local(nn.Module):
+        def forward(self, x):
+            return self.act(x)
+
+    model = Local()
+    model.act = lambda x: 2 * x
+
+    assert PackedModel(model).unpack()(torch.ones(1)).item() == 2
+
+
+def test_unpacking_gives_a_new_copy_each_time():
+    packed = PackedModel(nn.Linear(1, 1))
+
+    one, two = packed.unpack(), packed.unpack()
+
+    assert one is not two
+    assert one.weight.data_ptr() != two.weight.data_ptr()
+    one.weight.data.fill_(7)
+    assert packed.unpack().weight.item() != 7
+
+
+def test_threads_share_one_copy_that_was_prepared_once():
+    packed = pickle.loads(pickle.dumps(PackedModel(nn.Linear(1, 1))))
+    together, prepared = threading.Barrier(8), []
+
+    def prepare(module):
+        prepared.append(module)
+        return module.eval()
+
+    def ask(_):
+        together.wait(10)
+        return packed.module(prepare)
+
+    with ThreadPoolExecutor(8) as threads:
+        modules = list(threads.map(ask, range(8)))
+
+    assert len(prepared) == 1
+    assert all(module is prepared[0] for module in modules)
+    assert not prepared[0].training
+
+
+@pytest.mark.parametrize(
+    ("put", "path"),
+    [
+        (lambda m, x: setattr(m[0], "handle", x), "model.0.handle (a _thread.lock)"),
+        (lambda m, x: setattr(m, "kept", {"a": [1, x]}), "model.kept['a'][1] (a _thr"),
+        (lambda m, x: setattr(m, "at", Holder(x)), "model.at.held (a _thread.lock)"),
+    ],
+    ids=["submodule", "containers", "object"],
+)
+def test_what_cannot_be_pickled_is_named(put, path):
+    model = tied_model()
+    put(model, threading.Lock())
+
+    with pytest.raises(ModelError) as caught:
+        PackedModel(model)
+
+    assert f"because {path}" in str(caught.value)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_things_that_know_each_other_do_not_send_the_search_in_circles():
+    model, lock = nn.Linear(1, 1), threading.Lock()
+    model.one, model.two = Holder(None), Holder(None)
+    model.one.other, model.two.other, model.two.lock = model.two, model.one, lock
+
+    with pytest.raises(ModelError, match=r"lock \(a _thread\.lock\)"):
+        PackedModel(model)
+
+
+def test_a_loss_that_cannot_be_pickled_is_called_loss():
+    lock = threading.Lock()
+
+    def loss(output, labels):
+        with lock:
+            return output.mean()
+
+    with pytest.raises(ModelError, match="loss cannot be sent to the workers"):
+        Packed(loss, "loss")
+
+
+def test_a_module_missing_on_the_worker_is_named_with_the_remedy():
+    packed = Packed(Holder(1), "model")
+    buffer = io.BytesIO()
+    # A class of a module that this process does not have.
+    torch.save(Holder(1), buffer, pickle_module=_Renaming)
+    packed.payload = np.frombuffer(buffer.getvalue(), np.uint8)
+
+    with pytest.raises(ModelError, match=r"model cannot.*No module named 'gone'.*upl"):
+        packed.unpack()
+
+
+class _Renaming:
+    """A pickle module that writes a reference to a class of a missing module."""
+
+    dumps = staticmethod(pickle.dumps)
+
+    class Pickler(pickle._Pickler):
+        def save(self, obj, save_persistent_id=True):
+            if isinstance(obj, Holder):
+                self.write(b"cgone\nGone\n")
+            else:
+                super().save(obj, save_persistent_id)

@@ -1,0 +1,178 @@
+import math
+import pickle
+
+import pytest
+import torch
+
+from daskdl.errors import OptionError
+from daskdl.thresholds import (
+    DENSE_DENSITY,
+    AdaptiveThreshold,
+    FixedThreshold,
+    Sent,
+    TargetSparsityThreshold,
+    ThresholdAlgorithm,
+    average_sent,
+)
+
+ALGORITHMS = [AdaptiveThreshold(), FixedThreshold(), TargetSparsityThreshold()]
+
+
+class Untouched:
+    """A residual that must not be asked for."""
+
+    def tensor(self):
+        raise AssertionError("a built-in rule made the residual")
+
+
+RESIDUAL = Untouched()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
+class TestEveryThreshold:
+    @pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
+    def test_is_a_positive_number_and_makes_no_residual(self, algorithm, last):
+        assert 0 < algorithm.next_threshold(RESIDUAL, last) < math.inf
+
+    def test_travels_to_a_worker(self, algorithm):
+        assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+
+    def test_is_frozen(self, algorithm):
+        name = next(iter(vars(algorithm)))
+
+        with pytest.raises(AttributeError, match=name):
+            setattr(algorithm, name, 1.0)
+
+
+class TestAdaptiveThreshold:
+    def test_has_the_defaults_of_deeplearning4j(self):
+        expected = AdaptiveThreshold(1e-4, 1e-4, 1e-2, 0.5**0.05)
+
+        assert AdaptiveThreshold() == expected
+
+    def test_starts_at_the_initial_threshold(self):
+        assert AdaptiveThreshold(initial=0.25).next_threshold(RESIDUAL, None) == 0.25
+
+    @pytest.mark.parametrize(
+        ("density", "expected"),
+        [(0.0, 0.5), (0.05, 0.5), (0.1, 1.0), (0.2, 1.0), (0.3, 1.0), (0.4, 2.0)],
+    )
+    def test_steers_towards_the_band(self, density, expected):
+        algorithm = AdaptiveThreshold(min_density=0.1, max_density=0.3, decay=0.5)
+
+        assert algorithm.next_threshold(RESIDUAL, Sent(1.0, density)) == expected
+
+    def test_follows_the_sequence_of_deeplearning4js_own_test(self):
+        rule = AdaptiveThreshold(1e-3, 1e-3, 1e-2, 0.95)
+
+        first = rule.next_threshold(RESIDUAL, None)
+        second = rule.next_threshold(RESIDUAL, Sent(first, DENSE_DENSITY))
+        third = rule.next_threshold(RESIDUAL, Sent(second, 0.1))
+        fourth = rule.next_threshold(RESIDUAL, Sent(third, 1e-4))
+        reduced = average_sent([Sent(fourth, 1e-4), None, Sent(fourth, 1e-4)])
+        fifth = rule.next_threshold(RESIDUAL, reduced)
+
+        assert first == 1e-3
+        assert second == 1e-3 / 0.95
+        assert third == second / 0.95
+        assert fourth == third * 0.95
+        assert fifth == pytest.approx(fourth * 0.95, rel=1e-15)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"initial": 0}, "initial must be finite and > 0, got 0"),
+            ({"initial": -1.0}, "initial must be finite and > 0, got -1.0"),
+            ({"initial": math.nan}, "initial must be finite and > 0, got nan"),
+            ({"initial": math.inf}, "initial must be finite and > 0, got inf"),
+            ({"min_density": 0.0}, "need 0 < min_density .* got 0.0 and 0.01"),
+            ({"min_density": 0.02}, "min_density <= max_density .* 0.02 and 0.01"),
+            ({"max_density": 1.5}, "max_density <= 1, got 0.0001 and 1.5"),
+            ({"max_density": math.nan}, "got 0.0001 and nan"),
+            ({"decay": 0.49}, r"decay must be in \[0.5, 1\), got 0.49"),
+            ({"decay": 1.0}, r"decay must be in \[0.5, 1\), got 1.0"),
+        ],
+        ids=str,
+    )
+    def test_wrong_values_are_refused(self, options, message):
+        with pytest.raises(OptionError, match=message):
+            AdaptiveThreshold(**options)
+
+
+class TestFixedThreshold:
+    def test_stays_whatever_happens(self):
+        assert FixedThreshold(0.3).next_threshold(RESIDUAL, Sent(9.0, 1.0)) == 0.3
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf], ids=str)
+    def test_wrong_values_are_refused(self, value):
+        with pytest.raises(OptionError, match=f"value must be .* > 0, got {value}"):
+            FixedThreshold(value)
+
+
+class TestTargetSparsityThreshold:
+    def test_has_the_defaults_of_deeplearning4j(self):
+        assert TargetSparsityThreshold() == TargetSparsityThreshold(
+            1e-4, 1e-3, 0.5**0.05
+        )
+
+    @pytest.mark.parametrize(
+        ("last", "expected"),
+        [
+            (None, 0.25),
+            (Sent(1.0, 0.0), 0.5),
+            (Sent(1.0, 0.01), 1.0),
+            (Sent(1.0, 0.011), 2.0),
+            (Sent(1.0, DENSE_DENSITY), 2.0),
+        ],
+        ids=["first", "nothing", "on target", "above", "dense"],
+    )
+    def test_steers_towards_the_target(self, last, expected):
+        rule = TargetSparsityThreshold(initial=0.25, target=0.01, decay=0.5)
+
+        assert rule.next_threshold(RESIDUAL, last) == expected
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"initial": 0.0}, "initial must be"),
+            ({"target": 0.0}, r"target must be in \(0, 1/16\), got 0.0"),
+            ({"target": 1 / 16}, r"target must be in \(0, 1/16\), got 0.0625"),
+            ({"decay": 0.4}, "decay must be"),
+        ],
+        ids=str,
+    )
+    def test_wrong_values_are_refused(self, options, message):
+        with pytest.raises(OptionError, match=message):
+            TargetSparsityThreshold(**options)
+
+
+class TestAverageSent:
+    def test_two_states_meet_in_the_middle(self):
+        merged = average_sent([Sent(1e-4, 0.25), Sent(5e-4, 0.75)])
+
+        assert merged == Sent(pytest.approx(3e-4, rel=1e-15), 0.5)
+
+    def test_equal_states_stay(self):
+        assert average_sent([Sent(0.5, 0.25), Sent(0.5, 0.25)]) == Sent(0.5, 0.25)
+
+    def test_unused_ones_change_nothing(self):
+        assert average_sent([None, Sent(0.5, 0.25), None]) == Sent(0.5, 0.25)
+
+    @pytest.mark.parametrize("outcomes", [[], [None, None]], ids=["none", "unused"])
+    def test_nothing_sent_is_nothing_to_carry_on(self, outcomes):
+        assert average_sent(outcomes) is None
+
+
+class LargestHalf(ThresholdAlgorithm):
+    """A rule of a user's own, which looks at the residual."""
+
+    def next_threshold(self, residual, last):
+        return float(residual.tensor().abs().max()) / 2
+
+
+def test_a_rule_of_ones_own_may_look_at_the_residual():
+    class Residual:
+        def tensor(self):
+            return torch.tensor([0.25, -4.0])
+
+    assert LargestHalf().next_threshold(Residual(), None) == 2.0

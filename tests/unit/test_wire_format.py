@@ -1,0 +1,60 @@
+"""``docs/wire-format.md`` says what the code does: its examples and its tables."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from daskdl.codec import Kind, Stamp, decode, encode
+from daskdl.codec.header import LAYOUT, MAGIC, VERSION
+
+PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
+STAMP = Stamp(run=1, origin=2, sequence=3, step=4)
+EXAMPLES = [
+    (Kind.RAW32, 3, [1, 2, -3]),
+    (Kind.GAPS, 10, [1, -4, 10]),
+]
+
+
+def examples():
+    """The bytes of each hex block, comments apart."""
+    for block in re.findall(r"```hex\n(.*?)```", PAGE, re.DOTALL):
+        yield bytes.fromhex(re.sub(r"#.*", "", block))
+
+
+def test_the_worked_examples_are_what_is_written():
+    written = [
+        encode(STAMP, size, 0.5, np.array(entries, np.int32), kind).tobytes()
+        for kind, size, entries in EXAMPLES
+    ]
+
+    assert [frame.hex(" ") for frame in examples()] == [f.hex(" ") for f in written]
+
+
+def test_the_worked_examples_are_read():
+    read = [decode(frame) for frame in examples()]
+
+    assert [(u.stamp, u.kind, u.size, u.entries_K.tolist()) for u in read] == [
+        (STAMP, *example) for example in EXAMPLES
+    ]
+
+
+def test_the_header_table_has_every_byte_once():
+    table = PAGE.split("## Header")[1].split("## Payload")[0]
+    rows = [(int(a), int(b)) for a, b in re.findall(r"\| (\d+) \| (\d+) \|", table)]
+
+    ends = [0, *(offset + size for offset, size in rows)]
+
+    assert [offset for offset, _ in rows] == ends[:-1]
+    assert ends[-1] == LAYOUT.size
+    assert f"`{MAGIC.decode()}`" in table
+    assert f"version {VERSION}" in PAGE.splitlines()[0]
+
+
+def test_every_kind_is_in_the_table():
+    table = PAGE.split("## Payload")[1].split("### GAPS")[0]
+    rows = re.findall(r"^\| (\d) \| (\w+) \|", table, re.MULTILINE)
+
+    documented = {int(number): name for number, name in rows}
+
+    assert documented == {**{kind.value: kind.name for kind in Kind}, 4: "DENSE8"}

@@ -77,7 +77,9 @@ def main():
 
     sent, dense = sum(history.column("sent_bytes")), sum(history.column("dense_bytes"))
     print(f"{len(X_train)} digits, {history[-1]['replicas']} replicas, {seconds:.1f} s")
-    print(f"sent {sent / 1e6:.2f} MB; dense updates would have been {dense / 1e6:.1f} MB")
+    print(
+        f"sent {sent / 1e6:.2f} MB; dense updates would have been {dense / 1e6:.1f} MB"
+    )
     print(f"test accuracy {score['accuracy']:.4f}")
 
 

@@ -231,12 +231,11 @@ class TestScoreBatches:
         assert seen == [False, False]
 
     def test_ignored_labels_count_neither_as_right_nor_as_wrong(self):
-        loss = functools.partial(functional.cross_entropy, ignore_index=7)
-        x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        loss = functools.partial(functional.cross_entropy, ignore_index=1)
+        x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+        y = torch.tensor([0, 1, 0])  # right, right but ignored, wrong
 
-        score = score_batches(
-            nn.Identity(), loss, [(x, torch.tensor([0, 7, 0]))], "cpu"
-        )
+        score = score_batches(nn.Identity(), loss, [(x, y)], "cpu")
 
         assert (score.correct, score.labels, score.examples) == (1, 2, 3)
 
@@ -257,8 +256,9 @@ class TestScoreBatches:
             (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64)),
             (torch.ones(2, 3, 5), torch.ones(2, 4, dtype=torch.int64)),
             (torch.ones(2, 3), torch.ones(2)),
+            (torch.ones(2), torch.ones(2, dtype=torch.int64)),
         ],
-        ids=["floats", "one output each", "other positions", "one float each"],
+        ids=["floats", "one output each", "positions", "one float each", "no scores"],
     )
     def test_without_one_score_per_class_there_is_no_accuracy(self, x, y):
         score = score_batches(nn.Identity(), lambda out, y: out.mean(), [(x, y)], "cpu")

@@ -54,6 +54,14 @@ class TestResidual:
         assert handed_over.tolist() == counts.tolist()
         assert accumulator.shared_counts().tolist() == [limit, -limit, 0, -limit]
 
+    def test_counts_across_all_of_int32_saturate(self):
+        module = Vector([0.0])
+        accumulator = make(module)
+        accumulator.apply_counts_(np.array([1 - 2**31], np.int32))
+        module.step(1e9)
+
+        assert accumulator.residual_counts().tolist() == [2**31 - 1]
+
     def test_norm_is_over_all_groups(self):
         module = Vector([0.0], second=[0.0])
         accumulator = make(module)

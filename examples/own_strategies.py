@@ -1,0 +1,98 @@
+"""A threshold, a residual rule and a callback of your own.
+
+Run:  python examples/own_strategies.py
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from dask.distributed import Client, LocalCluster
+from sklearn.datasets import load_digits
+
+import daskdl
+
+
+# --8<-- [start:threshold]
+@dataclass(frozen=True)
+class LargestShare(daskdl.ThresholdAlgorithm):
+    """Send at most the given share of the positions, those that moved furthest."""
+
+    share: float = 0.01
+
+    def next_threshold(self, residual, last):
+        moved = residual.tensor().abs()
+        kept = max(1, round(self.share * len(moved)))
+        threshold = moved.topk(kept).values[-1].item()
+        return threshold or 1e-6  # 0 is no threshold: nothing has moved yet
+
+
+# --8<-- [end:threshold]
+# --8<-- [start:residual]
+@dataclass(frozen=True)
+class ClipAfterWarmUp(daskdl.ResidualPostProcessor):
+    """Carry everything over at first, later no more than a few quanta."""
+
+    exchanges: int = 50
+    multiple: float = 3.0
+
+    def bound(self, exchange, threshold):
+        if exchange < self.exchanges:
+            return math.inf
+        return self.multiple * threshold
+
+
+# --8<-- [end:residual]
+# --8<-- [start:callback]
+class Patience(daskdl.Callback):
+    """Stop when the validation loss has not fallen for a number of epochs."""
+
+    class Over(Exception):
+        """What `fit` raises then; `trainer.model_` is what was agreed on last."""
+
+    def __init__(self, epochs):
+        self.epochs = epochs
+        self.best = math.inf
+        self.waited = 0
+
+    def on_epoch(self, row):
+        self.waited = 0 if row["val_loss"] < self.best else self.waited + 1
+        self.best = min(self.best, row["val_loss"])
+        if self.waited >= self.epochs:
+            raise self.Over(f"no better than {self.best:.4f} for {self.waited} epochs")
+
+
+# --8<-- [end:callback]
+def main():
+    X, y = load_digits(return_X_y=True)
+    X = (X / 16).astype("float32")
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1) as cluster,
+        Client(cluster) as client,
+    ):
+        trainer = daskdl.Trainer(
+            model=lambda: torch.nn.Sequential(
+                torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+            ),
+            loss=torch.nn.CrossEntropyLoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+            master=daskdl.GradientSharing(
+                threshold=LargestShare(0.02), residual=ClipAfterWarmUp()
+            ),
+            client=client,
+            callbacks=[Patience(3)],
+        )
+        try:
+            trainer.fit(X[:1400], y[:1400], epochs=30, validation=(X[1400:], y[1400:]))
+        except Patience.Over as over:
+            print(f"stopped: {over}")
+        score = trainer.evaluate(X[1400:], y[1400:])
+
+    densities = trainer.history_.column("density")
+    mean = sum(densities) / len(densities)
+    print(f"{len(densities)} epochs, mean density {mean:.4f}")
+    print(f"test accuracy {score['accuracy']:.4f}")
+
+
+if __name__ == "__main__":
+    main()

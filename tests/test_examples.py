@@ -1,0 +1,176 @@
+"""Every example runs as a user would run it, and does what it says."""
+
+import importlib.util
+import math
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from daskdl.thresholds import Sent
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# A machine that is busy with other things may take many times as long.
+LIMIT_S = 240
+pytestmark = pytest.mark.timeout(LIMIT_S + 30)
+
+
+def run(script: Path, *arguments: str) -> list[str]:
+    """Run a script with warnings as errors; return the lines it printed."""
+    done = subprocess.run(
+        # Other clusters on this machine only take the port of the dashboard.
+        [sys.executable, "-W", "error", "-W", "ignore:Port", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def python_blocks(page: Path) -> list[str]:
+    """Code blocks of a page that are Python and written there, not included."""
+    blocks = re.findall(r"^```python[^\n]*\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return [block for block in blocks if "--8<--" not in block]
+
+
+def number(line: str) -> float:
+    """The last number of a line."""
+    return float(line.split()[-1])
+
+
+def own_strategies():
+    """The module of the example."""
+    path = EXAMPLES / "own_strategies.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # pickle looks for the classes there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_run_here():
+    here = Path(__file__).read_text()
+
+    missing = [p.name for p in EXAMPLES.glob("*.py") if f'"{p.name}"' not in here]
+
+    assert missing == []
+
+
+def test_digits_are_learned():
+    *lines, summary, traffic, accuracy = run(EXAMPLES / "digits.py")
+
+    assert len(lines) == 16  # a heading and 15 epochs
+    assert summary.startswith("1437 digits, 2 replicas, ")
+    sent, dense = re.fullmatch(
+        r"sent (\S+) MB; dense updates would have been (\S+) MB", traffic
+    ).groups()
+    assert 0 < float(sent) < float(dense) / 20
+    assert accuracy.startswith("test accuracy ")
+    assert number(accuracy) >= 0.96
+
+
+def test_a_dask_array_is_trained_on_block_by_block():
+    heading, *epochs, accuracy = run(EXAMPLES / "dask_array.py")
+
+    assert heading == "40000 rows in 8 blocks"
+    assert len(epochs) == 6
+    assert number(epochs[-1]) < number(epochs[0]) / 3
+    assert number(accuracy) >= 0.95
+
+
+def test_strategies_of_ones_own_are_used():
+    *stopped, mean, accuracy = run(EXAMPLES / "own_strategies.py")
+
+    assert all(line.startswith("stopped: no better than ") for line in stopped)
+    density = number(mean)
+    assert 0.015 < density <= 0.021  # the share it was asked to send
+    assert number(accuracy) >= 0.8
+
+
+class TestOwnStrategies:
+    """The contract of each seam, for the example that shows how to fill it."""
+
+    class Residual:
+        def tensor(self):
+            return torch.tensor([0.5, -2.0, 0.0, 1.0])
+
+    class Nothing:
+        def tensor(self):
+            return torch.zeros(4)
+
+    @pytest.mark.parametrize("residual", [Residual(), Nothing()], ids=["some", "none"])
+    @pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
+    def test_a_threshold_is_a_positive_number(self, residual, last):
+        algorithm = own_strategies().LargestShare()
+
+        assert 0 < algorithm.next_threshold(residual, last) < math.inf
+
+    @pytest.mark.parametrize(("share", "expected"), [(0.25, 2.0), (0.5, 1.0)])
+    def test_the_largest_share_reaches_the_threshold(self, share, expected):
+        algorithm = own_strategies().LargestShare(share)
+
+        assert algorithm.next_threshold(self.Residual(), None) == expected
+
+    @pytest.mark.parametrize(("exchange", "bound"), [(1, math.inf), (2, 1.5)])
+    def test_a_bound_is_never_below_the_threshold(self, exchange, bound):
+        rule = own_strategies().ClipAfterWarmUp(exchanges=2)
+
+        assert rule.bound(exchange, 0.5) == bound
+
+    @pytest.mark.parametrize("name", ["LargestShare", "ClipAfterWarmUp"])
+    def test_it_travels_to_a_worker(self, name):
+        strategy = getattr(own_strategies(), name)()
+
+        assert pickle.loads(pickle.dumps(strategy)) == strategy
+
+    def test_patience_ends_when_it_is_over(self):
+        patience = own_strategies().Patience(2)
+        for loss in (1.0, 0.5, 0.6):
+            patience.on_epoch({"val_loss": loss})
+
+        with pytest.raises(patience.Over, match=r"no better than 0\.5000 for 2 epochs"):
+            patience.on_epoch({"val_loss": 0.5})
+
+
+def test_the_readme_trains(tmp_path):
+    (block,) = python_blocks(ROOT / "README.md")
+    script = tmp_path / "readme.py"
+    script.write_text(block)
+
+    *_, losses, score = run(script)
+
+    first, *_, last = map(float, losses.strip("[]").split(", "))
+    assert last < first / 2
+    accuracy = re.search(r"'accuracy': (\S+)}", score)
+    assert float(accuracy[1]) >= 0.9
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES[1:] if python_blocks(p)], ids=lambda p: p.name
+)
+def test_the_code_on_a_page_runs(page, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(python_blocks(page)))
+
+    assert run(script) == []  # it says nothing: what it shows are calls
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_a_page_includes_and_links_only_what_is_there(page):
+    text = page.read_text()
+    included = re.findall(r'^--8<-- "([^":]+)', text, re.M)
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+
+    missing = [name for name in included if not (ROOT / name).is_file()]
+    missing += [name for name in linked if not (page.parent / name).is_file()]
+
+    assert missing == []

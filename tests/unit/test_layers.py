@@ -1,0 +1,167 @@
+"""Who may import whom, and what from outside."""
+
+import ast
+import graphlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import daskdl
+
+ROOT = Path(daskdl.__file__).parent
+PATHS = sorted(ROOT.rglob("*.py"))
+
+# Imports point to an earlier line only. A folder is one name here; inside of one,
+# the files must not import in a circle.
+LAYERS = [
+    {"errors", "version"},
+    {"kernels", "vectors", "codec", "packed", "timeouts"},
+    {"thresholds", "residuals", "progress"},
+    {"accumulator", "callbacks", "history"},
+    {"channel", "data", "cluster"},
+    {"evaluation", "inference"},
+    {"training"},
+    {"trainer"},
+    {"__init__"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+OUTSIDE = {
+    "errors": set(),
+    "version": set(),
+    "kernels": {"numba", "numpy", "torch"},
+    "vectors": {"numpy", "torch"},
+    "codec": {"lz4", "numba", "numpy", "typing_extensions"},
+    "packed": {"cloudpickle", "numpy", "torch", "typing_extensions"},
+    "timeouts": {"dask"},
+    "thresholds": {"torch", "typing_extensions"},
+    "residuals": {"typing_extensions"},
+    "progress": {"numpy", "torch"},
+    "accumulator": {"torch"},
+    "callbacks": set(),
+    "history": {"pandas", "typing_extensions"},
+    "channel": {"distributed", "numpy", "torch", "typing_extensions"},
+    "data": {"dask", "distributed", "numpy", "torch", "typing_extensions"},
+    "cluster": {"distributed"},
+    "evaluation": {"dask", "distributed", "torch"},
+    "inference": {"dask", "distributed", "numpy", "torch"},
+    "training": {
+        "cloudpickle",
+        "distributed",
+        "numpy",
+        "torch",
+        "tqdm",
+        "typing_extensions",
+    },
+    "trainer": {"distributed", "torch"},
+    "__init__": set(),
+}
+
+# The edges: everything else runs, and is tested, without a cluster.
+DISTRIBUTED = {
+    "channel.link",  # a replica's connection: its worker's RPC and event loop
+    "channel.live",  # the scheduler's
+    "channel.payloads",  # Dask's wrappers, so that it does not touch the bytes
+    "channel.scheduler",
+    "channel.worker",
+    "cluster",
+    "data.pieces",
+    "evaluation",
+    "inference",
+    "trainer",
+    "training.driver",
+    "training.launch",
+    "training.seats",
+}
+
+
+def name_of(path: Path) -> str:
+    """The dotted name below the package, of a folder that of its `__init__`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[1:] and parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path) -> set[str]:
+    """Everything a file imports, at any depth of the code, as full dotted names."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own(names: set[str]) -> set[str]:
+    """Those of this package, below it."""
+    return {n.removeprefix("daskdl.") for n in names if n.startswith("daskdl.")}
+
+
+FILES = {name_of(path): imported(path) for path in PATHS}
+
+
+def files_of(name: str) -> list[str]:
+    """The file an imported name is, or is in: `codec.gaps.RICE` is in `codec.gaps`."""
+    parts = name.split(".")
+    longer = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+    return [n for n in longer if n in FILES][:1]
+
+
+def test_every_part_has_a_layer_and_a_list_of_what_it_may_import():
+    parts = {name.split(".")[0] for name in FILES}
+
+    assert parts == set(LEVEL) == set(OUTSIDE)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_point_down(name):
+    part = name.split(".")[0]
+    others = {n.split(".")[0] for n in own(FILES[name])} - {part}
+
+    upward = {other for other in others if LEVEL[other] >= LEVEL[part]}
+
+    assert not upward, f"{name} must not import {upward}"
+
+
+def test_files_do_not_import_in_a_circle():
+    graph = {
+        name: {file for n in own(names) for file in files_of(n)} - {name}
+        for name, names in FILES.items()
+    }
+
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises on one
+
+    assert set(order) == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_part_imports_from_outside_only_what_it_may(name):
+    outside = {n.split(".")[0] for n in FILES[name]} - set(sys.stdlib_module_names)
+
+    more = outside - {"daskdl"} - OUTSIDE[name.split(".")[0]]
+
+    assert not more, f"{name} must not import {more}"
+
+
+def test_nothing_is_allowed_that_nobody_needs():
+    used = {part: set() for part in OUTSIDE}
+    for name, names in FILES.items():
+        used[name.split(".")[0]] |= {n.split(".")[0] for n in names}
+
+    assert {
+        part: OUTSIDE[part] - used[part]
+        for part in OUTSIDE
+        if OUTSIDE[part] - used[part]
+    } == {}
+
+
+def test_distributed_is_imported_at_the_edges_only():
+    users = {
+        n
+        for n, names in FILES.items()
+        if any(i.split(".")[0] == "distributed" for i in names)
+    }
+
+    assert users == DISTRIBUTED

@@ -1,0 +1,149 @@
+"""What is public is documented, and importing it does nothing else."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import daskdl
+from daskdl.history import COLUMNS
+from daskdl.timeouts import Timeouts
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def table(page: str, heading: str) -> dict[str, list[str]]:
+    """Rows of the first table after a heading, by their first cell in backticks."""
+    text = (DOCS / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| (.*) \|$", text, re.MULTILINE)
+    return {name: re.split(r"(?<!\\) ?\| ?", cells) for name, cells in rows}
+
+
+def test_every_public_name_is_there():
+    assert [name for name in daskdl.__all__ if not hasattr(daskdl, name)] == []
+
+
+def test_the_list_of_public_names_is_sorted_and_without_repeats():
+    assert daskdl.__all__ == sorted(set(daskdl.__all__))
+
+
+def test_nothing_is_imported_into_the_package_that_is_not_public():
+    public = {
+        name
+        for name, value in vars(daskdl).items()
+        if not name.startswith("_") and not isinstance(value, type(sys))
+    }
+
+    assert public == set(daskdl.__all__) - {"__version__"}
+
+
+def test_the_reference_documents_the_public_names_and_no_others():
+    documented = re.findall(r"^::: daskdl\.(\S+)$", (DOCS / "api.md").read_text(), re.M)
+
+    assert sorted(documented) == daskdl.__all__
+
+
+@pytest.mark.parametrize("name", set(daskdl.__all__) - {"__version__"})
+def test_every_public_name_has_a_docstring_of_its_own(name):
+    value = getattr(daskdl, name)
+
+    assert value.__doc__ is not None
+    assert not value.__doc__.startswith(f"{name}("), "that is what dataclass makes"
+
+
+def test_the_reference_lists_the_columns_of_the_history():
+    rows = {
+        name: cells[0].replace("\\|", "|")
+        for name, cells in table("api.md", "History").items()
+    }
+
+    assert rows == COLUMNS
+
+
+def test_the_page_of_options_lists_those_of_gradient_sharing_with_their_defaults():
+    defaults = {
+        field.name: (
+            repr(field.default)
+            if field.default is not dataclasses.MISSING
+            else f"{type(field.default_factory()).__name__}()"
+        )
+        for field in dataclasses.fields(daskdl.GradientSharing)
+    }
+
+    rows = table("options.md", "Ways of training")
+
+    assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
+
+
+def test_the_page_of_options_lists_the_time_outs_with_their_defaults():
+    defaults = {
+        f"daskdl.timeouts.{field.name}": f"{field.default:g} s"
+        for field in dataclasses.fields(Timeouts)
+    }
+
+    rows = table("options.md", "Time-outs")
+
+    assert {name: cells[0] for name, cells in rows.items()} == defaults
+
+
+IMPORT = """
+import ast, importlib, os, pathlib, sys, threading
+
+root = pathlib.Path(sys.argv[1])
+# What daskdl depends on may do as it likes; it does it before anybody looks.
+for path in root.rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module]
+        for name in names:
+            if name.split(".")[0] not in {"daskdl", "pandas"}:
+                importlib.import_module(name)
+
+import dask.config
+from distributed.diagnostics import plugin
+
+reads = []
+kind = type(os.environ)
+
+def watched(method):
+    def read(self, *arguments):
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename.startswith("<frozen "):  # of os
+            frame = frame.f_back
+        if pathlib.Path(frame.f_code.co_filename).is_relative_to(root):
+            reads.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return method(self, *arguments)
+    return read
+
+kind.__getitem__ = watched(kind.__getitem__)
+kind.__iter__ = watched(kind.__iter__)
+configuration = repr(dask.config.config)
+threads = threading.active_count()
+
+import daskdl
+
+assert pathlib.Path(daskdl.__file__).parent == root, daskdl.__file__
+assert reads == [], f"read the environment: {reads}"
+assert threading.active_count() == threads, threading.enumerate()
+assert repr(dask.config.config) == configuration
+print("nothing but names")
+"""
+
+
+def test_import_starts_no_thread_and_reads_no_environment():
+    package = Path(daskdl.__file__).parent
+
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT, str(package)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=package.parent,
+    )
+
+    assert (done.stdout, done.stderr) == ("nothing but names\n", "")

@@ -17,8 +17,8 @@ class Step(NamedTuple):
 class Callback:
     """Override what is of interest; both do nothing by themselves.
 
-    Instances are pickled once to each replica: what `on_step` keeps stays on its
-    worker, what `on_epoch` keeps stays on the client.
+    An instance that overrides `on_step` is pickled once to each replica: what it
+    keeps there stays on the worker, what `on_epoch` keeps stays on the client.
 
     Example:
         >>> class Print(Callback):
@@ -27,6 +27,11 @@ class Callback:
         >>> Print().on_epoch({"epoch": 0, "loss": 0.5})
         0: 0.50
     """
+
+    @property
+    def runs_on_workers(self) -> bool:
+        """Whether `on_step` is overridden."""
+        return type(self).on_step is not Callback.on_step
 
     def on_step(self, step: Step) -> None:
         """Run on a worker, in the training thread, after each step.

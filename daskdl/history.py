@@ -56,7 +56,8 @@ class History(Sequence[Row]):
         """The rows as a `pandas.DataFrame`, indexed by epoch; needs pandas."""
         import pandas as pd
 
-        return pd.DataFrame(self._rows).set_index("epoch")
+        columns = None if self._rows else list(COLUMNS)
+        return pd.DataFrame(self._rows, columns=columns).set_index("epoch")
 
     @overload
     def __getitem__(self, index: int) -> Row: ...

@@ -8,7 +8,7 @@ see the client's configuration::
     DASK_DASKDL__TIMEOUTS__SILENCE=30s
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 
 import dask.config
 from dask.utils import parse_timedelta
@@ -44,15 +44,20 @@ class Timeouts:
 
     @classmethod
     def from_config(cls) -> "Timeouts":
-        """The configured time-outs; a number is seconds, text as ``"30s"``."""
-        return cls(
-            **{
-                field.name: float(
-                    parse_timedelta(
-                        dask.config.get(f"daskdl.timeouts.{field.name}", field.default),
-                        default="s",
-                    )
-                )
-                for field in fields(cls)
-            }
-        )
+        """The configured time-outs; a number is seconds, text as ``"30s"``.
+
+        Raises:
+            OptionError: If one is not understood, or not > 0.
+        """
+        return cls(**{field.name: _seconds(field) for field in fields(cls)})
+
+
+def _seconds(field: Field[float]) -> float:
+    name = f"daskdl.timeouts.{field.name}"
+    value = dask.config.get(name, field.default)
+    try:
+        return float(parse_timedelta(value, default="s"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise OptionError(
+            f"{name} must be seconds or text as '30s', got {value!r}"
+        ) from error

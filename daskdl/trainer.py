@@ -144,7 +144,7 @@ class Trainer:
             _check_validation(validation)
         model = self._starting_model()
         labels = check_step(model, self.loss, self.optimizer, X, y)
-        recipe = Packed(self._recipe(model), "model, loss, optimizer or callbacks")
+        recipe = Packed(self._recipe(model), "trainer")
         options = self._options(model, epochs, batch_size, shuffle, labels)
         with client_of(self.client) as client, contextlib.ExitStack() as stack:
             seats = seats_of(self.master, client, len(X), batch_size)
@@ -206,7 +206,9 @@ class Trainer:
 
     def _recipe(self, model: nn.Module) -> Recipe:
         state = self.optimizer_.state_dict() if hasattr(self, "optimizer_") else None
-        return Recipe(model, self.loss, self.optimizer, state, list(self.callbacks))
+        # The others stay here, and may hold what cannot be pickled.
+        travelling = [c for c in self.callbacks if c.runs_on_workers]
+        return Recipe(model, self.loss, self.optimizer, state, travelling)
 
     def _place(
         self,

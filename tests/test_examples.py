@@ -37,9 +37,13 @@ def run(script: Path, *arguments: str) -> list[str]:
 
 
 def python_blocks(page: Path) -> list[str]:
-    """Code blocks of a page that are Python and written there, not included."""
-    blocks = re.findall(r"^```python[^\n]*\n(.*?)^```$", page.read_text(), re.M | re.S)
-    return [block for block in blocks if "--8<--" not in block]
+    """Code blocks written on a page; those that are included are `{ .python }`."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def included(page: Path) -> set[str]:
+    """Files that a page includes."""
+    return set(re.findall(r'^--8<-- "([^":]+)', page.read_text(), re.M))
 
 
 def number(line: str) -> float:
@@ -166,11 +170,15 @@ def test_the_code_on_a_page_runs(page, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_a_page_includes_and_links_only_what_is_there(page):
-    text = page.read_text()
-    included = re.findall(r'^--8<-- "([^":]+)', text, re.M)
-    linked = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
 
-    missing = [name for name in included if not (ROOT / name).is_file()]
+    missing = [name for name in included(page) if not (ROOT / name).is_file()]
     missing += [name for name in linked if not (page.parent / name).is_file()]
 
     assert missing == []
+
+
+def test_every_example_is_shown_on_a_page():
+    shown = set().union(*(included(page) for page in PAGES))
+
+    assert shown == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}

@@ -55,6 +55,7 @@ class Inbox:
         self._waiting_bytes = 0
         self._folded_N: NDArray[np.int32] | None = None
         self._steps: dict[int, tuple[int, int]] = {}
+        self._lost: set[int] = set()
         self._changed = threading.Condition()
 
     # ---- event loop
@@ -79,6 +80,7 @@ class Inbox:
             if item.kind == ItemKind.STOP:
                 self.stopped = self.stopped or str(item.payload)
             elif item.kind == ItemKind.LOST:
+                self._lost.add(item.origin)
                 self._steps.pop(item.origin, None)
             else:
                 self._hear(item.origin, item.step, int(item.payload))
@@ -96,6 +98,8 @@ class Inbox:
             self._changed.notify_all()
 
     def _hear(self, origin: int, step: int, done: int = -1) -> None:
+        if origin in self._lost:  # nobody waits for it, whoever still names it
+            return
         known_step, known_done = self._steps.get(origin, (0, -1))
         self._steps[origin] = (max(known_step, step), max(known_done, done))
 

@@ -54,7 +54,9 @@ class Leases:
         allowed = [p for p in self._free if self._owner.get(p, replica) == replica]
         if not allowed:
             return None
-        piece = next((p for p in allowed if is_near(p)), allowed[0])
+        # Where copies happen to be must not change a run that is to be repeatable.
+        near = (p for p in allowed if is_near(p)) if not self._owner else iter(())
+        piece = next(near, allowed[0])
         self._free.remove(piece)
         self._held.setdefault(replica, set()).add(piece)
         if piece in self._again:

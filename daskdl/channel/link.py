@@ -71,7 +71,7 @@ class Link:
             return
         try:
             update = await self._decode(item)
-        except (CodecError, TypeError, ValueError) as error:
+        except (CodecError, TypeError, ValueError, LookupError) as error:
             self.inbox.refuse()
             logger.warning(
                 "replica %s refused update %s of replica %s: %s",
@@ -117,12 +117,13 @@ class Link:
             )
 
     async def _pump(self) -> None:
+        timeouts = self._endpoint.timeouts
         pump = Pump(
             self.outbox,
             self._send,
             pace_s=PACE_S,
-            beat_s=BEAT_S,
-            timeout_s=self._endpoint.timeouts.request,
+            beat_s=min(BEAT_S, timeouts.silence / 4),
+            timeout_s=timeouts.request,
             destination="the scheduler",
         )
         self.outbox.on_offer = lambda: self._loop.call_soon_threadsafe(pump.wake)
@@ -134,9 +135,11 @@ class Link:
             self._fail(ChannelError(f"the scheduler cannot be reached: {error}"))
 
     async def _send(self, items: Sequence[Item]) -> int:
-        # Progress beyond the batch would overtake the updates still waiting.
-        all_of_it = len(items) == len(self.outbox)
-        step, done = self.progress if all_of_it else (0, -1)
+        # Progress beyond the batch would overtake the updates still waiting. It is
+        # read first: what was queued before it was set is then counted as waiting.
+        step, done = self.progress
+        if len(items) != len(self.outbox):
+            step, done = 0, -1
         answer = await self._worker.scheduler.daskdl_publish(
             run=self._endpoint.run,
             origin=self._endpoint.replica,

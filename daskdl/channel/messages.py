@@ -50,6 +50,8 @@ class Item(NamedTuple):
         numbers = item[1:5]
         if not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ValueError(f"an item needs whole numbers >= 0, got {numbers!r}")
+        if item.kind == ItemKind.PROGRESS and not isinstance(item.payload, int):
+            raise ValueError(f"progress needs an epoch, got {item.payload!r}")
         return item._replace(kind=ItemKind(item.kind).value)
 
     def weight(self) -> int:

@@ -8,24 +8,25 @@ class Positions:
 
     Updates of one origin are numbered from 1. Normally they come in order;
     a retried or re-routed one may come twice, a lost one leaves a gap that a
-    later repair fills.
+    later repair fills. Only what is beyond a gap takes memory, not the gap: a
+    sequence number may be anything.
     """
 
     def __init__(self) -> None:
-        self._reached: dict[int, int] = {}
-        self._missing: dict[int, set[int]] = {}
+        self._complete: dict[int, int] = {}  # received up to here, all of them
+        self._beyond: dict[int, set[int]] = {}  # received after a gap
 
     def accept(self, origin: int, sequence: int) -> bool:
         """Note an update; False if it was noted before (a duplicate)."""
-        reached = self._reached.get(origin, 0)
-        missing = self._missing.setdefault(origin, set())
-        if sequence <= reached:
-            if sequence in missing:
-                missing.remove(sequence)
-                return True
+        complete = self._complete.setdefault(origin, 0)
+        beyond = self._beyond.setdefault(origin, set())
+        if sequence <= complete or sequence in beyond:
             return False
-        missing.update(range(reached + 1, sequence))
-        self._reached[origin] = sequence
+        beyond.add(sequence)
+        while complete + 1 in beyond:
+            complete += 1
+            beyond.remove(complete)
+        self._complete[origin] = complete
         return True
 
     def reached(self, target: Mapping[int, int]) -> bool:
@@ -36,12 +37,16 @@ class Positions:
         """The sequence numbers still missing up to a target, by origin."""
         behind: dict[int, list[int]] = {}
         for origin, last in target.items():
-            gaps = {s for s in self._missing.get(origin, ()) if s <= last}
-            gaps.update(range(self._reached.get(origin, 0) + 1, last + 1))
+            beyond = self._beyond.get(origin, set())
+            awaited = range(self._complete.get(origin, 0) + 1, last + 1)
+            gaps = [sequence for sequence in awaited if sequence not in beyond]
             if gaps:
-                behind[origin] = sorted(gaps)
+                behind[origin] = gaps
         return behind
 
     def vector(self) -> dict[int, int]:
         """The last sequence number received from each origin."""
-        return dict(self._reached)
+        return {
+            origin: max(self._beyond[origin], default=complete)
+            for origin, complete in self._complete.items()
+        }

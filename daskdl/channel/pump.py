@@ -15,6 +15,8 @@ from daskdl.errors import WaitTimeoutError
 BATCH_BYTES = 4 * 2**20  # below Dask's 10 MiB offload to its one helper thread
 ATTEMPTS = 2  # a lost answer is asked for once more: receivers know duplicates
 
+BACK_OFF = 16  # most times the pace between two requests to a full destination
+
 Send = Callable[[Sequence[Item]], Awaitable[int]]
 
 
@@ -60,6 +62,7 @@ class Pump:
             WaitTimeoutError: If a request was not answered in time, twice.
             OSError: If the destination cannot be reached, twice.
         """
+        pause_s = self._pace_s
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._more.wait(), self._beat_s)
@@ -69,7 +72,11 @@ class Pump:
             self._outbox.drop(accepted)
             if len(self._outbox):
                 self._more.set()
-            await asyncio.sleep(self._pace_s)
+            # All that was refused goes again, so ask less often while it is.
+            full = batch and not accepted
+            longest_s = BACK_OFF * self._pace_s
+            pause_s = min(2 * pause_s, longest_s) if full else self._pace_s
+            await asyncio.sleep(pause_s)
 
     async def _send_surely(self, batch: Sequence[Item]) -> int:
         for attempt in range(1, ATTEMPTS + 1):

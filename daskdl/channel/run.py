@@ -100,7 +100,10 @@ class RunRecord:
     def join(self, replica: int, now: float) -> Outbox:
         """A replica takes part from now on; returns the queue of what it is sent."""
         self.generation += 1
-        self.progress[replica] = Progress(heard_at=now)
+        self.progress[replica] = Progress()
+        # Those who wait for it at the start say nothing meanwhile.
+        for progress in self.progress.values():
+            progress.heard_at = now
         self.outboxes[replica] = Outbox(self.plan.relay_bytes)
         return self.outboxes[replica]
 
@@ -181,7 +184,7 @@ class RunRecord:
     @property
     def repeated(self) -> int:
         """Training pieces handed out again because their replica was lost."""
-        return sum(leases.repeated for _, leases in self._leases.values())
+        return self._leases["train"][1].repeated if "train" in self._leases else 0
 
     def lose(self, replica: int) -> None:
         """A replica is gone without a word; what it held is free again."""
@@ -208,7 +211,12 @@ class RunRecord:
             self._tell(Item(ItemKind.STOP.value, 0, 0, 0, len(reason), reason))
 
     def silent(self, now: float) -> list[int]:
-        """Members nothing was heard of for longer than the time-out."""
+        """Members nothing was heard of for longer than the time-out.
+
+        Before all have joined nobody says anything: that wait has its own bound.
+        """
+        if self.absent:
+            return []
         bound = now - self.timeouts.silence
         return [r for r in self.members if self.progress[r].heard_at < bound]
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from distributed import Scheduler
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from daskdl.channel import messages
 from daskdl.channel.live import LiveRun
-from daskdl.channel.messages import Answer, Item
+from daskdl.channel.messages import Answer, Item, ItemKind
 from daskdl.channel.run import RunPlan, RunRecord
 from daskdl.version import VERSION
 
@@ -45,7 +45,7 @@ def of_a_run(handler: Handler) -> Handler:
             return {"status": Answer.UNKNOWN.value, "reason": f"no run {run!r} here"}
         try:
             return await handler(self, live, **fields)
-        except (TypeError, ValueError, KeyError, IndexError) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
             live.record.refused += 1
             reason = f"{handler.__name__}: {type(error).__name__}: {error}"
             logger.warning("run %s refused a message: %s", run, reason)
@@ -155,9 +155,8 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     ) -> dict[str, Any]:
         """A replica has updates for all others, or only a sign of life."""
         record = live.record
-        if origin not in record.outboxes:
-            raise ValueError(f"replica {origin!r} is not a member of this run")
-        updates = [Item.of(fields) for fields in items]
+        _check_present(origin, record.outboxes)
+        updates = [_update_of(origin, fields) for fields in items]
         record.progress[origin].heard_at = live.now()
         accepted = record.publish(origin, updates, int(step), int(done))
         return _answer(record, accepted=accepted)
@@ -173,6 +172,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     ) -> dict[str, Any]:
         """A replica gives a finished piece back, if any, and takes the next."""
         record = live.record
+        _check_present(replica, record.outboxes)
         if finished is not None:
             record.finish(replica, phase, epoch, finished["piece"])
             if phase == "train":
@@ -188,6 +188,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     ) -> dict[str, Any]:
         """A replica is at a barrier; answered with all notes when all are."""
         record = live.record
+        _check_present(replica, record.outboxes)
         gathering = record.arrive(key, replica, note)
         await live.notify()
         await live.until(lambda: not gathering.awaited(record.expected), None)
@@ -205,6 +206,8 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         self, live: LiveRun, replica: int, failure: dict[str, Any]
     ) -> dict[str, Any]:
         """A replica cannot go on: the run ends, and the client learns why."""
+        # One that was cut off and comes back must not end the others' run.
+        _check_present(replica, live.record.expected)
         worker = live.record.plan.replicas[replica]
         live.record.events.post("failed", replica=replica, worker=worker, **failure)
         await live.stop(f"replica {replica} failed: {failure['summary']}")
@@ -250,6 +253,18 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     def _holds(self, worker: str, key: str) -> bool:
         task = self._scheduler.tasks.get(key)
         return task is not None and any(w.address == worker for w in task.who_has)
+
+
+def _check_present(replica: Any, present: Collection[int]) -> None:
+    if replica not in present:
+        raise ValueError(f"replica {replica!r} is not a member of this run")
+
+
+def _update_of(origin: int, fields: Sequence[Any]) -> Item:
+    item = Item.of(fields)
+    if item.kind != ItemKind.UPDATE or item.origin != origin:
+        raise ValueError(f"replica {origin} must not publish {item[:3]}")
+    return item
 
 
 def _answer(record: RunRecord, **fields: Any) -> dict[str, Any]:

@@ -58,7 +58,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self, run: Any = None, replica: Any = None, items: Sequence[Any] = ()
     ) -> dict[str, Any]:
         """The relay has items for a replica here."""
-        link = self.links.get((run, replica))
+        known = isinstance(run, int) and isinstance(replica, int)
+        link = self.links.get((run, replica)) if known else None
         if link is None:
             self.refused += 1
             return {"status": Answer.UNKNOWN.value}

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -185,13 +184,11 @@ class Driver:
     def _collect(self) -> Final | None:
         """Wait for the tasks to end, and join what they left on their workers."""
         live = list(self._futures.values())
-        deadline = time.monotonic() + self._options.timeouts.stop
-        while not all(f.done() for f in live) and time.monotonic() < deadline:
-            remaining = max(deadline - time.monotonic(), 0.01)
-            try:
-                wait(live, timeout=remaining)
-            except TimeoutError:
-                logger.warning("some replicas have not left in time")
+        try:
+            with self._client.as_current():  # `wait` asks the default client
+                wait(live, timeout=self._options.timeouts.stop)
+        except TimeoutError:
+            logger.warning("some replicas have not left in time")
         results = [f for f in live if f.status == "finished"]
         if not results:
             return None

@@ -35,13 +35,13 @@ def merge(results: Sequence[Result]) -> Packed[Final]:
 
     All that came to the end contribute what they had not sent yet: whole steps
     of the grid, so that the sum does not depend on its order. If none did, the
-    last state on which they agreed is what is left.
+    last state on which they agreed is what is left, from the first that has one.
 
     Args:
         results: In order of replica, at least one.
     """
-    ended = [result for result in results if result.finished] or list(results[:1])
-    parts = [result.parameters.unpack() for result in ended]
+    ended = [result for result in results if result.finished]
+    parts = [result.parameters.unpack() for result in ended] or [_agreed(results)]
     states = [r.optimizer.unpack() for r in ended if r.optimizer is not None]
     final = Final(
         _sum(parts),
@@ -49,6 +49,15 @@ def merge(results: Sequence[Result]) -> Packed[Final]:
         average_sent([result.outcome for result in results]),
     )
     return Packed(final, "result")
+
+
+def _agreed(results: Sequence[Result]) -> Parameters:
+    parameters = Parameters()  # one that failed at its start has nothing
+    for result in results:
+        parameters = result.parameters.unpack()
+        if parameters.exact is not None or parameters.shared_N is not None:
+            break
+    return parameters
 
 
 def _sum(parts: Sequence[Parameters]) -> Parameters:

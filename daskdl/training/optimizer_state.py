@@ -63,8 +63,8 @@ def add(states: Sequence[OptimizerState]) -> OptimizerState:
             total.parts[key] = total.parts[key] + part if key in total.parts else part
         for key, value in state.scalars.items():
             former = total.scalars.get(key)
-            known = former is not None and value is not None
-            total.scalars[key] = max(former, value) if known else value
+            if former is None or (value is not None and value > former):
+                total.scalars[key] = value
     return total
 
 

@@ -75,13 +75,13 @@ class GradientSharing(TrainingMaster):
     def __post_init__(self) -> None:
         _check_type("threshold", self.threshold, ThresholdAlgorithm)
         _check_type("residual", self.residual, ResidualPostProcessor)
-        if self.apply not in {"eager", "strict"}:
+        if self.apply not in ("eager", "strict"):
             raise OptionError(f"apply must be 'eager' or 'strict', got {self.apply!r}")
         self._check_scale()
         if self.max_staleness is not None:
             _check_whole("max_staleness", self.max_staleness, 0, "or None")
         _check_whole("exchange_every", self.exchange_every, 1)
-        if self.routing not in {"auto", "plain", "mesh"}:
+        if self.routing not in ("auto", "plain", "mesh"):
             raise OptionError(
                 f"routing must be 'auto', 'plain' or 'mesh', got {self.routing!r}"
             )
@@ -97,7 +97,7 @@ class GradientSharing(TrainingMaster):
 
     def _check_scale(self) -> None:
         scale = self.update_scale
-        if scale in {"mean", "sum"}:
+        if scale in ("mean", "sum"):
             return
         number = isinstance(scale, int | float) and not isinstance(scale, bool)
         if not number or not 0 < float(scale) < math.inf:

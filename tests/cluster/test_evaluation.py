@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from daskdl.data.batches import batches
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.evaluation import Score, evaluate, score_batches
+from daskdl.evaluation import Score, evaluate, score_batches, score_rows
+from daskdl.packed import Packed, PackedModel
 
 ROWS = 101  # a prime: no batch size or number of workers divides it
 
@@ -159,6 +160,15 @@ def test_what_cannot_be_evaluated_is_refused_on_the_client(
 
     with pytest.raises(error, match=message):
         evaluate(client=client, **(usual | arguments))
+
+
+def test_the_copy_that_threads_share_never_changes_its_mode(model):
+    """One thread would otherwise put it back into training under another."""
+    packed, loss = PackedModel(model), Packed(nn.CrossEntropyLoss(), "loss")
+
+    score_rows(packed, loss, 50, None, (X, Y), 0)
+
+    assert not any(part.training for part in packed.module().modules())
 
 
 class TestScore:

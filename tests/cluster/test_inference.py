@@ -124,6 +124,7 @@ def test_a_large_model_gives_no_warning_about_a_large_graph(client):
 
 
 def test_it_is_computed_by_the_client_that_was_given(model, expected):
+    before = X.copy()
     with (
         LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
         Client(cluster, set_as_default=False) as own,
@@ -133,6 +134,8 @@ def test_it_is_computed_by_the_client_that_was_given(model, expected):
 
         np.testing.assert_allclose(own.compute(output).result(), expected, **CLOSE)
         np.testing.assert_allclose(small, expected, **CLOSE)
+        # Workers that are threads of this process see the array itself.
+        np.testing.assert_array_equal(X, before)
 
 
 @pytest.mark.parametrize(

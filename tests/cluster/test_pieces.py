@@ -109,7 +109,7 @@ def test_an_error_while_placing_leaves_nothing_behind(client, workers):
         place(
             X,
             Y,
-            _FailingAtTheThird(client),
+            _FailingAtTheTenth(client),
             workers,
             batch_size=4,
             replicas=2,
@@ -120,11 +120,11 @@ def test_an_error_while_placing_leaves_nothing_behind(client, workers):
     assert kept.traceback
 
 
-class _FailingAtTheThird:
-    """A client whose third scatter fails."""
+class _FailingAtTheTenth:
+    """A client that fails when the first worker has got all of its eight pieces."""
 
     def __init__(self, client):
-        self._client, self._left = client, 2
+        self._client, self._left = client, 9
 
     def scatter(self, *args, **kwargs):
         if self._left == 0:

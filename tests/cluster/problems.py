@@ -1,0 +1,60 @@
+"""Small things to train, different on every replica."""
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def rows(count=480, features=20, classes=4, seed=0):
+    """Noisy classes; no two rows are equal."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(classes, features))
+    y = rng.integers(0, classes, count)
+    x = centres[y] + rng.normal(size=(count, features))
+    return x.astype(np.float32), y
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def normalised():
+    """With buffers to average, and dropout that needs the random state."""
+    return nn.Sequential(
+        nn.Linear(20, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(32, 4),
+    )
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=2e-3)
+
+
+def parameters_of(module):
+    return {name: value.numpy().copy() for name, value in module.state_dict().items()}
+
+
+def plain_loop(model, optimizer, *, seed, epochs, batch_size, x, y):
+    """What a user would write without daskdl, on one thread, in order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    module = model().train()
+    steps = optimizer(module.parameters())
+    torch.manual_seed(seed)
+    for _ in range(epochs):
+        for i in range(0, len(x), batch_size):
+            steps.zero_grad(set_to_none=True)
+            output = module(torch.from_numpy(x[i : i + batch_size]))
+            labels = torch.from_numpy(y[i : i + batch_size])
+            nn.functional.cross_entropy(output, labels).backward()
+            steps.step()
+    torch.set_num_threads(threads)
+    return parameters_of(module)

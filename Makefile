@@ -37,7 +37,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/encode.py
 	$(BIN)/python benchmarks/wire_size.py
 	$(BIN)/python benchmarks/step.py
-	$(BIN)/python benchmarks/latency.py
+	$(BIN)/python benchmarks/first_step.py
 
 clean:
 	rm -rf .venv build dist site *.egg-info

@@ -143,7 +143,9 @@ def table(steps: int, rounds: int) -> list[Row]:
     rows = []
     for case, rounds_of_case in measured.items():
         processes = 1 if "1 " in case else 2
-        against = next(c for c in contestants if c.startswith("plain") and f"{processes} " in c)
+        against = next(
+            c for c in contestants if c.startswith("plain") and f"{processes} " in c
+        )
         ratios = [
             own[0] / base[0]
             for own, base in zip(rounds_of_case, measured[against], strict=True)
@@ -158,13 +160,17 @@ def table(steps: int, rounds: int) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150, help="steps per epoch and process")
+    parser.add_argument(
+        "--steps", type=int, default=150, help="steps per epoch and process"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="also write the rows here")
     arguments = parser.parse_args()
 
     print(f"# torch {torch.__version__}, {platform.machine()}, 1 thread per process")
-    print(f"# dense: {4 * sum(p.numel() for p in mlp().parameters()) / 1e3:,.0f} KB per step")
+    print(
+        f"# dense: {4 * sum(p.numel() for p in mlp().parameters()) / 1e3:,.0f} KB per step"
+    )
     print(f"{'case':38}{'samples/s':>10}{'ratio':>8}{'KB/step':>9}{'density':>10}")
     rows = table(arguments.steps, arguments.rounds)
     for row in rows:

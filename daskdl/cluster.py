@@ -42,6 +42,19 @@ def client_of(client: Client | None) -> Iterator[Client]:
     yield found
 
 
+def check_outlives(client: Client | None) -> None:
+    """Refuse to make something lazy for a cluster of our own, which is closed first.
+
+    Raises:
+        OptionError: If `client_of` would start one.
+    """
+    if client is None and _default() is None:
+        raise OptionError(
+            "client must be given to predict on a dask.array, whose outputs are "
+            "computed later: a cluster started for the call would be closed by then"
+        )
+
+
 def _default() -> Client | None:
     try:
         return default_client()

@@ -57,7 +57,7 @@ def _seconds(field: Field[float]) -> float:
     value = dask.config.get(name, field.default)
     try:
         return float(parse_timedelta(value, default="s"))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise OptionError(
             f"{name} must be seconds or text as '30s', got {value!r}"
         ) from error

@@ -1,7 +1,6 @@
 """The user's object: fit, evaluate, predict."""
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import secrets
@@ -16,14 +15,20 @@ from torch.optim import Optimizer
 
 from daskdl import evaluation, inference
 from daskdl.callbacks import Callback
-from daskdl.cluster import client_of
-from daskdl.data.arrays import check_batch_size
+from daskdl.cluster import check_outlives, client_of
+from daskdl.data.arrays import is_dask_array
 from daskdl.data.pieces import Pieces, place
 from daskdl.data.rehearsal import ClassRange, random_state_left_alone
-from daskdl.data.validate import check_data, check_step
+from daskdl.data.validate import (
+    check_data,
+    check_module,
+    check_step,
+    check_validation,
+    trainable,
+)
 from daskdl.errors import OptionError, RunError
 from daskdl.history import History
-from daskdl.packed import Packed
+from daskdl.packed import Packed, PackedModel
 from daskdl.thresholds import Sent
 from daskdl.timeouts import Timeouts
 from daskdl.training.base import TrainingMaster
@@ -31,6 +36,7 @@ from daskdl.training.driver import Driver
 from daskdl.training.follow import Follower
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import restore_
+from daskdl.training.options import check_fit, check_trainer
 from daskdl.training.seats import seats_of
 from daskdl.training.sharing import GradientSharing
 from daskdl.training.task import Loss, Recipe, TaskOptions
@@ -50,7 +56,8 @@ class Trainer:
     Args:
         model: An `nn.Module`, which is copied, or a function that returns one.
         loss: ``loss(model(x), y)``, a scalar tensor.
-        optimizer: Makes a `torch.optim.Optimizer` from an iterable of parameters.
+        optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
+            parameters.
         master: The way of training.
         client: A synchronous `distributed.Client`; None: the default client if
             there is one, else a `LocalCluster` that is closed again.
@@ -86,26 +93,10 @@ class Trainer:
     history_: History = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.master, TrainingMaster):
-            raise OptionError(
-                f"master must be a daskdl.TrainingMaster, got {self.master!r}"
-            )
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise OptionError(f"seed must be a whole number >= 0, got {self.seed!r}")
-        wrong = [c for c in self.callbacks if not isinstance(c, Callback)]
-        if wrong:
-            raise OptionError(f"callbacks must be daskdl.Callback, got {wrong[0]!r}")
-        self._check_device()
+        check_trainer(
+            self.master, self.device, self.seed, self.callbacks, self.progress
+        )
         self._sent: Sent | None = None
-
-    def _check_device(self) -> None:
-        try:
-            if self.device != "auto":
-                torch.device(self.device)
-        except RuntimeError as error:
-            raise OptionError(
-                f"device must be 'auto' or a torch device, got {self.device!r}"
-            ) from error
 
     def fit(
         self,
@@ -138,12 +129,12 @@ class Trainer:
             RunError: If the run ended early for another reason. In these three
                 cases `model_` is what all replicas agreed on last.
         """
-        _check_counts(epochs, batch_size)
+        check_fit(epochs, batch_size, shuffle)
         check_data(X, y)
-        if validation is not None:
-            _check_validation(validation)
         model = self._starting_model()
         labels = check_step(model, self.loss, self.optimizer, X, y)
+        if validation is not None:
+            check_validation(model, self.loss, validation)
         recipe = Packed(self._recipe(model), "trainer")
         options = self._options(model, epochs, batch_size, shuffle, labels)
         with client_of(self.client) as client, contextlib.ExitStack() as stack:
@@ -186,7 +177,12 @@ class Trainer:
 
         Returns:
             The outputs, of the kind that came in; of a `dask.array`, a lazy one.
+
+        Raises:
+            OptionError: If it would be lazy, and no cluster is there to compute it.
         """
+        if is_dask_array(X):
+            check_outlives(self.client)
         with client_of(self.client) as client:
             return inference.predict(self._fitted(), X, client, batch_size=batch_size)
 
@@ -198,8 +194,10 @@ class Trainer:
     def _starting_model(self) -> nn.Module:
         if hasattr(self, "model_"):
             return self.model_
-        if isinstance(self.model, nn.Module):
-            return copy.deepcopy(self.model)
+        if isinstance(self.model, nn.Module) or not callable(self.model):
+            check_module(self.model)
+            # Not a deep copy: what cannot travel is then named here.
+            return PackedModel(self.model).unpack()
         with random_state_left_alone():
             torch.manual_seed(self.seed)
             return self.model()
@@ -235,7 +233,7 @@ class Trainer:
         shuffle: bool,
         labels: ClassRange | None,
     ) -> TaskOptions:
-        flat = FlatParameters(copy.deepcopy(model))
+        flat = FlatParameters(PackedModel(model).unpack())
         return TaskOptions(
             run=secrets.randbits(63),
             master=self.master,
@@ -289,19 +287,10 @@ class Trainer:
             load_counts_(model, parameters.shared_N, parameters.grid)
             load_buffers_(model, parameters.buffers)
         self.model_ = model
-        self.optimizer_ = self.optimizer(model.parameters())
+        former = getattr(self, "optimizer_", None)
+        self.optimizer_ = self.optimizer(trainable(model))
         if final.optimizer is not None:
             restore_(self.optimizer_, final.optimizer)
-        self._sent = final.outcome
-
-
-def _check_counts(epochs: object, batch_size: object) -> None:
-    if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
-        raise OptionError(f"epochs must be a whole number >= 1, got {epochs!r}")
-    check_batch_size(batch_size)
-
-
-def _check_validation(validation: object) -> None:
-    if not isinstance(validation, tuple) or len(validation) != 2:
-        raise OptionError(f"validation must be a tuple (X, y), got {validation!r}")
-    check_data(*validation)
+        elif former is not None:  # a run that ended early: the last state there is
+            self.optimizer_.load_state_dict(former.state_dict())
+        self._sent = final.outcome or self._sent

@@ -201,8 +201,11 @@ class Link:
         future.add_done_callback(lambda _: on_answer())
         return future
 
-    def end(self) -> None:
-        """Stop sending; whoever waits for the replica to leave may go on."""
+    def stop_sending(self) -> None:
+        """Send nothing more, not even a sign of life."""
         if self._pumping is not None:
             self._pumping.cancel()
+
+    def end(self) -> None:
+        """Whoever waits for the replica to leave may go on."""
         self._loop.call_soon_threadsafe(self._left.set)

@@ -73,9 +73,10 @@ class RelayedChannel(Channel):
 
     @override
     def leave(self) -> None:
+        self._link.stop_sending()
         self._tell(messages.LEAVE)
-        self._link.end()
         self._forget()
+        self._link.end()
 
     @override
     def check(self) -> None:

@@ -159,7 +159,10 @@ class RunRecord:
         return self._leases_of(phase, epoch).finish(replica, piece)
 
     def _leases_of(self, phase: str, epoch: int) -> Leases:
-        if self._leases.get(phase, (-1, None))[0] != epoch:
+        current = self._leases[phase][0] if phase in self._leases else -1
+        if epoch < current:
+            raise ValueError(f"epoch {epoch} of {phase} is over, this is {current}")
+        if epoch > current:
             seed = self.plan.seed if phase == "train" else None
             order = piece_order(len(self.plan.pieces[phase]), epoch, seed)
             shares = self.expected if self.plan.synchronous else None

@@ -157,6 +157,8 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         record = live.record
         _check_present(origin, record.outboxes)
         updates = [_update_of(origin, fields) for fields in items]
+        if origin not in record.outboxes:  # it has left, or was given up
+            return {"status": Answer.UNKNOWN.value, "reason": "not a member any more"}
         record.progress[origin].heard_at = live.now()
         accepted = record.publish(origin, updates, int(step), int(done))
         return _answer(record, accepted=accepted)
@@ -252,7 +254,10 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     def _holds(self, worker: str, key: str) -> bool:
         task = self._scheduler.tasks.get(key)
-        return task is not None and any(w.address == worker for w in task.who_has)
+        return task is not None and any(
+            w.address == worker
+            for w in task.who_has or ()  # None: nobody
+        )
 
 
 def _check_present(replica: Any, present: Collection[int]) -> None:

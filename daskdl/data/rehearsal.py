@@ -6,6 +6,7 @@ No Dask, and nothing of the user's is changed: it works on copies, on the CPU.
 import contextlib
 import functools
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -35,6 +36,9 @@ MISFITS = (
 
 _CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _CLASS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+# They belong to the whole process: two fits in two threads go one after the other.
+_random_states = threading.RLock()
+
 _IGNORED_BY_DEFAULT = -100  # torch's own default for ignore_index
 
 
@@ -115,13 +119,14 @@ def prepared_rows(module: nn.Module, X: Any, count: int) -> Tensor:
 @contextlib.contextmanager
 def random_state_left_alone() -> Iterator[None]:
     """Put the random states of Python, numpy and torch's CPU back on the way out."""
-    python, legacy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
+    with _random_states:
+        python, legacy = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
 
 
 def ignored_label(loss: Any) -> int | None:

@@ -18,7 +18,7 @@ from daskdl.data.rehearsal import (
     random_state_left_alone,
     rehearse,
 )
-from daskdl.errors import DataError, ModelError
+from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.packed import PackedModel
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "check_model",
     "check_module",
     "check_step",
+    "check_validation",
+    "trainable",
 ]
 
 
@@ -151,6 +153,46 @@ def check_step(
         return rehearse(copy, loss, X, y)
 
 
+def check_validation(
+    model: nn.Module, loss: Callable[..., Any], validation: Any
+) -> None:
+    """Refuse validation data that model and loss cannot be scored on.
+
+    Raises:
+        OptionError: If it is no pair; DataError or ModelError as `check_data` and
+            `check_step` have it, and the message says that it is about validation.
+
+    Example:
+        >>> pair = (torch.zeros(3, 2), torch.zeros(4))
+        >>> check_validation(nn.Linear(2, 1), nn.MSELoss(), pair)
+        Traceback (most recent call last):
+        daskdl.errors.DataError: validation: X and y must have the same length, got \
+3 and 4
+    """
+    if not isinstance(validation, tuple) or len(validation) != 2:
+        raise OptionError(
+            f"validation must be a tuple (X, y), got a {type(validation).__name__}"
+        )
+    try:
+        check_data(*validation)
+        with random_state_left_alone():
+            rehearse(PackedModel(model).unpack().eval(), loss, *validation)
+    except OptionError as error:  # which speaks of X and y
+        raise type(error)(f"validation: {error}") from error
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer is made from: rehearsed, on replicas and on the client alike.
+
+    A list, because the user's function may go over it more than once.
+
+    Example:
+        >>> [tuple(p.shape) for p in trainable(nn.Linear(2, 1))]
+        [(1, 2), (1,)]
+    """
+    return [p for p in module.parameters() if p.requires_grad]
+
+
 def check_loss(loss: Any) -> None:
     """Refuse a loss that cannot be called; it is not run.
 
@@ -175,7 +217,7 @@ def _check_callable(value: Any, argument: str, expected: str) -> None:
 
 def _check_optimizer(optimizer: Callable[..., Any], module: nn.Module) -> None:
     """Make one for the trainable parameters of a copy, and look at what comes."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = trainable(module)
     try:
         made = optimizer(list(parameters))
     except MISFITS as error:

@@ -18,11 +18,17 @@ from daskdl.training.base import Exchange, Parameters, Seat, Statistics
 
 
 class Alone(Exchange):
-    """One replica; there is nobody to share with."""
+    """One replica; there is nobody to share with.
 
-    learning_rate_scale = 1.0
+    Args:
+        seat: Where to work.
+        scale: Factor on the learning rate.
+    """
 
-    def __init__(self, seat: Seat) -> None:
+    learning_rate_scale: float
+
+    def __init__(self, seat: Seat, scale: float = 1.0) -> None:
+        self.learning_rate_scale = scale
         self._module = seat.module
         self._last = seat.last
         self._agreed = _state(seat.module)

@@ -1,7 +1,9 @@
 """The client's side of a run: open it, place its replicas, watch, clean up."""
 
 import asyncio
+import contextlib
 import logging
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +15,13 @@ from daskdl.channel import messages
 from daskdl.channel.messages import Answer
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
-from daskdl.errors import ChannelError, DaskDLError, ReplicaError, RunError
+from daskdl.errors import (
+    ChannelError,
+    DaskDLError,
+    ReplicaError,
+    RunError,
+    WaitTimeoutError,
+)
 from daskdl.packed import Packed
 from daskdl.training.launch import train_replica
 from daskdl.training.merge import Final, merge
@@ -21,6 +29,18 @@ from daskdl.training.task import Recipe, TaskOptions
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
+
+# What unpickling a user's exception may raise: its class may need more arguments
+# than it passed on, or be known on the worker alone.
+UNREADABLE = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    pickle.PickleError,
+)
 
 WATCH_S = 0.5  # how long the scheduler may keep a question without news
 
@@ -95,6 +115,7 @@ class Driver:
         }
         answer = self._ask(messages.OPEN, plan=plan, client=self._client.id)
         if answer.get("version") != VERSION:
+            self._ask(messages.CLOSE)
             raise ChannelError(
                 f"the scheduler has daskdl {answer.get('version')}, this client "
                 f"{VERSION}; install the same version on all"
@@ -152,11 +173,11 @@ class Driver:
         for replica, future in self._futures.items():
             if future.status == "error":
                 error = future.exception()
+                where = f"replica {replica} on {self._seats[replica]}"
                 if isinstance(error, DaskDLError):
-                    raise error
+                    raise type(error)(f"{where}: {error}") from error
                 raise ReplicaError(
-                    f"replica {replica} on {self._seats[replica]} failed: "
-                    f"{type(error).__name__}: {error}"
+                    f"{where} failed: {type(error).__name__}: {error}"
                 ) from error
 
     def _exception(self, event: Event) -> Exception:
@@ -168,7 +189,8 @@ class Driver:
             message += f"\n\nTraceback of the worker:\n{event['traceback']}"
         error = kind(message)
         if event.get("pickled"):
-            error.__cause__ = cloudpickle.loads(event["pickled"])
+            with contextlib.suppress(*UNREADABLE):  # its traceback says enough
+                error.__cause__ = cloudpickle.loads(event["pickled"])
         return error
 
     def _reason(self) -> Exception | None:
@@ -193,7 +215,15 @@ class Driver:
         if not results:
             return None
         merged = self._client.submit(merge, results, pure=False)
-        packed: Packed[Final] = merged.result()
+        bound = self._options.timeouts.data
+        try:
+            packed: Packed[Final] = merged.result(timeout=bound)
+        except TimeoutError as error:
+            # Dask would train again what was lost with its worker after the end.
+            raise WaitTimeoutError(
+                f"the replicas' results were not joined within {bound:g} s "
+                "(daskdl.timeouts.data); was a worker lost at the very end?"
+            ) from error
         return packed.unpack()
 
     def _cancel(self, replica: int) -> None:

@@ -8,6 +8,7 @@ the run was stopped, its worker closes, or it failed.
 import contextlib
 import dataclasses
 import math
+import pickle
 import time
 import traceback
 from collections.abc import Iterator
@@ -25,12 +26,22 @@ from daskdl.data.arrays import check_labels
 from daskdl.data.batches import batches, floating_dtype, to_device
 from daskdl.data.pieces import load
 from daskdl.data.sources import Rows
+from daskdl.data.validate import trainable
 from daskdl.errors import ChannelError, DaskDLError, DivergedError, ModelError
 from daskdl.evaluation import Score, score_batches
 from daskdl.packed import Packed
 from daskdl.training.base import Exchange, Parameters, Seat
 from daskdl.training.optimizer_state import weigh
 from daskdl.training.task import Recipe, Result, Tally, TaskOptions
+
+# What pickling an exception of the user's raises, depending on what it holds.
+UNPICKLABLE = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    pickle.PickleError,
+)
 
 
 class Replica:
@@ -87,7 +98,7 @@ class Replica:
             self._module, self._channel, self._number, members, self._options.last
         )
         self._exchange = self._options.master.attach(seat)
-        self._optimizer: Optimizer = self._recipe.optimizer(self._module.parameters())
+        self._optimizer: Optimizer = self._recipe.optimizer(trainable(self._module))
         if self._recipe.optimizer_state is not None:
             self._optimizer.load_state_dict(self._recipe.optimizer_state)
         torch.manual_seed(self._options.seed + self._number)
@@ -216,7 +227,7 @@ class Replica:
         own = isinstance(error, DaskDLError)
         try:
             pickled = cloudpickle.dumps(error)
-        except (TypeError, ValueError, AttributeError, cloudpickle.pickle.PickleError):
+        except UNPICKLABLE:
             pickled = b""  # its traceback, as text, says enough
         return {
             "type": type(error).__name__ if own else "ReplicaError",

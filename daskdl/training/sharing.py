@@ -113,7 +113,7 @@ class GradientSharing(TrainingMaster):
     @override
     def attach(self, seat: Seat) -> Exchange:
         if len(seat.members) == 1:
-            return Alone(seat)
+            return Alone(seat, self.scale(1))
         return Sharing(self, seat)
 
     def scale(self, replicas: int) -> float:

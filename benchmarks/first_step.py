@@ -1,0 +1,121 @@
+"""How long `fit` takes to make its first step on a cluster that is up.
+
+Question: what does a user wait before training begins?
+Counted:  from the call of `fit` to the end of the first optimizer step of the last
+          replica to make one; two worker processes in which torch is warm: it has
+          made a step of its own, which imports a good part of it. The
+          first row starts with an empty cache of compiled kernels, as on a machine
+          where daskdl never ran; the second is the same cluster again; the third a
+          new cluster with the cache filled.
+Run:      python benchmarks/first_step.py
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from distributed import Client, LocalCluster
+from torch import nn
+
+import daskdl
+from benchmarks.step import BATCH, mlp, samples, sgd
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    seconds: float  # median over runs
+    runs: int
+
+
+class FirstStep(daskdl.Callback):
+    """Leaves the time of each replica's first step in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_step(self, step: daskdl.Step) -> None:
+        if step.number == 1:
+            Path(self._folder, str(step.replica)).write_text(repr(time.time()))
+
+
+def seconds_to_first_step(client: Client, data) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = daskdl.Trainer(
+            mlp,
+            nn.CrossEntropyLoss(),
+            sgd,
+            client=client,
+            callbacks=[FirstStep(folder)],
+            progress=False,
+        )
+        started = time.time()
+        trainer.fit(*data, batch_size=BATCH)
+        return max(float(path.read_text()) for path in Path(folder).iterdir()) - started
+
+
+def warm() -> None:
+    """One step of plain torch."""
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model.parameters())
+    model(torch.zeros(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def cluster() -> LocalCluster:
+    return LocalCluster(
+        n_workers=2,
+        threads_per_worker=1,
+        dashboard_address=":0",
+        silence_logs=logging.ERROR,
+    )
+
+
+def rows(runs: int):
+    data = samples(20 * BATCH)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["NUMBA_CACHE_DIR"] = cache  # inherited by the workers
+        with cluster() as first, Client(first, set_as_default=False) as client:
+            client.run(warm)
+            yield Row(
+                "first time ever, nothing compiled",
+                seconds_to_first_step(client, data),
+                1,
+            )
+            again = [seconds_to_first_step(client, data) for _ in range(runs)]
+            yield Row("again on the same cluster", statistics.median(again), runs)
+        with cluster() as second, Client(second, set_as_default=False) as client:
+            client.run(warm)
+            yield Row(
+                "first on a new cluster, compiled",
+                seconds_to_first_step(client, data),
+                1,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
+    arguments = parser.parse_args()
+
+    print(f"# torch {torch.__version__}, {platform.machine()}, 2 workers of 1 thread")
+    print(f"{'case':38}{'seconds':>9}{'runs':>6}")
+    table = list(rows(arguments.runs))
+    for row in table:
+        print(f"{row.case:38}{row.seconds:>9.2f}{row.runs:>6}")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump([asdict(row) for row in table], file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What the options of a trainer and of a fit may be; refused before anything else."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from daskdl.callbacks import Callback
+from daskdl.data.arrays import check_batch_size
+from daskdl.errors import OptionError
+from daskdl.training.base import TrainingMaster
+
+SEED_BELOW = 2**63  # with a replica's number added it still fits torch's 64 bits
+
+
+def check_trainer(
+    master: Any, device: Any, seed: Any, callbacks: Any, progress: Any
+) -> None:
+    """Refuse options of a trainer that are outside what is allowed.
+
+    Raises:
+        OptionError: Naming the option, what was given and what is allowed.
+    """
+    if not isinstance(master, TrainingMaster):
+        raise OptionError(f"master must be a daskdl.TrainingMaster, got {master!r}")
+    if not _is_whole(seed) or not 0 <= seed < SEED_BELOW:
+        raise OptionError(f"seed must be a whole number in [0, 2**63), got {seed!r}")
+    if not isinstance(progress, bool | None):
+        raise OptionError(f"progress must be True, False or None, got {progress!r}")
+    _check_callbacks(callbacks)
+    _check_device(device)
+
+
+def check_fit(epochs: Any, batch_size: Any, shuffle: Any) -> None:
+    """Refuse options of a fit that are outside what is allowed.
+
+    Raises:
+        OptionError: Naming the option, what was given and what is allowed.
+
+    Example:
+        >>> check_fit(0, 32, True)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: epochs must be a whole number >= 1, got 0
+    """
+    if not _is_whole(epochs) or epochs < 1:
+        raise OptionError(f"epochs must be a whole number >= 1, got {epochs!r}")
+    check_batch_size(batch_size)
+    if not isinstance(shuffle, bool):
+        raise OptionError(f"shuffle must be True or False, got {shuffle!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    if not isinstance(callbacks, Sequence):
+        raise OptionError(
+            f"callbacks must be a list of daskdl.Callback, got {callbacks!r}"
+        )
+    wrong = [c for c in callbacks if not isinstance(c, Callback)]
+    if wrong:
+        raise OptionError(f"callbacks must be daskdl.Callback, got {wrong[0]!r}")
+
+
+def _check_device(device: Any) -> None:
+    # No bare number: what torch makes of it depends on the machine.
+    if not isinstance(device, str | torch.device):
+        raise OptionError(f"device must be 'auto' or a torch device, got {device!r}")
+    try:
+        if device != "auto":
+            torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(
+            f"device must be 'auto' or a torch device, got {device!r}"
+        ) from error

@@ -1,0 +1,265 @@
+"""What is not understood is refused and counted, and does no harm."""
+
+import math
+
+import numpy as np
+import pytest
+
+from daskdl import codec
+from daskdl.channel.messages import Item, ItemKind
+from daskdl.errors import ChannelError
+from daskdl.version import VERSION
+from tests.cluster.channels import (
+    GRID,
+    RUN,
+    SIZE,
+    a_run,
+    frame_of,
+    in_thread,
+    item_of,
+    publish,
+    two_workers,
+)
+
+STAMP = codec.Stamp(RUN, origin=0, sequence=1, step=0)
+UPDATE = tuple(Item("update", 0, 1, 0, 0))
+GOOD = {"origin": 0, "items": [], "step": 0, "done": -1}
+
+MALFORMED = {
+    "items that are a number": {"items": 5},
+    "no items at all": {"items": None},
+    "an item that is a number": {"items": [5]},
+    "an item with missing fields": {"items": [("update", 0, 1)]},
+    "an item with too many fields": {"items": [(*UPDATE, None)]},
+    "a kind that does not exist": {"items": [("nonsense", *UPDATE[1:])]},
+    "a sequence number that is text": {"items": [("update", 0, "1", 0, 0, None)]},
+    "a negative size": {"items": [("update", 0, 1, 0, -5, None)]},
+    "a good item before a bad one": {"items": [UPDATE, ("update", 0, 1)]},
+    "an update of somebody else": {"items": [("update", 1, 1, 0, 0, None)]},
+    "the word to stop": {"items": [("stop", 0, 0, 0, 4, "stop")]},
+    "a loss": {"items": [("lost", 0, 0, 0, 0, None)]},
+    "progress without an epoch": {"items": [("progress", 0, 0, 0, 0, None)]},
+    "an origin that is no member": {"origin": 9},
+    "an origin that is a list": {"origin": [0]},
+    "a step that is text": {"step": "far"},
+    "a step without end": {"step": math.inf},
+    "an epoch that is nothing": {"done": None},
+    "a field that does not exist": {"colour": "red"},
+}
+
+
+@pytest.mark.parametrize("wrong", MALFORMED.values(), ids=MALFORMED)
+@two_workers()
+async def test_a_malformed_publish_is_refused_and_a_good_one_still_arrives(
+    c, s, a, b, wrong
+):
+    async with a_run(c, s, a, b) as run:
+        answer = await run.ask("daskdl_publish", run=RUN, **{**GOOD, **wrong})
+
+        assert answer["status"] == "refused"
+        assert answer["reason"].startswith("handle_publish: ")
+        assert run.record.refused == 1
+        assert publish(run.channels[0], 5)
+        await in_thread(run.channels[1].wait_for_updates, {0: 1})
+        assert run.channels[1].receive().updates[0].entries_K.tolist() == [5]
+        assert run.record.stopped is None
+
+
+@pytest.mark.parametrize("run_id", [8, "7", None, [7]], ids=repr)
+@two_workers()
+async def test_a_publish_of_another_run_is_unknown(c, s, a, b, run_id):
+    async with a_run(c, s, a, b) as run:
+        answer = await run.ask("daskdl_publish", run=run_id, **GOOD)
+
+        assert answer["status"] == "unknown"
+        assert run.record.refused == 0
+        assert publish(run.channels[0])
+        await in_thread(run.channels[1].wait_for_updates, {0: 1})
+
+
+REQUESTS = {
+    "lease": ("daskdl_lease", {"phase": "train", "epoch": 0, "finished": None}),
+    "gather": ("daskdl_gather", {"key": "end", "note": None, "announce": False}),
+    "fail": ("daskdl_fail", {"failure": {"type": "E", "summary": "boom"}}),
+}
+
+
+@pytest.mark.parametrize(("operation", "fields"), REQUESTS.values(), ids=REQUESTS)
+@pytest.mark.parametrize("replica", [9, 1, [1]], ids=["never there", "lost", "list"])
+@two_workers()
+async def test_only_a_member_can_ask_for_something(
+    c, s, a, b, replica, operation, fields
+):
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
+        run.vanish(1)
+        await run.live.lose(1, "cut off")
+
+        answer = await run.ask(operation, run=RUN, replica=replica, **fields)
+
+        assert answer["status"] == "refused"
+        assert "is not a member of this run" in answer["reason"] or replica == [1]
+        assert run.record.refused == 1
+        assert run.record.stopped is None
+        assert await in_thread(run.channels[0].lease, "train", 0, None) == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"phase": "nonsense", "epoch": 0, "finished": None},
+        {"phase": "train", "epoch": [0], "finished": None},
+        {"phase": "train", "epoch": -1, "finished": None},
+        {"phase": "train", "epoch": 0, "finished": {}},
+        {"phase": "train", "epoch": 0, "finished": [1]},
+    ],
+    ids=["phase", "epoch", "no epoch", "no piece", "list"],
+)
+@two_workers()
+async def test_a_malformed_lease_takes_no_piece(c, s, a, b, fields):
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
+        answer = await run.ask("daskdl_lease", run=RUN, replica=0, **fields)
+
+        assert answer["status"] == "refused"
+        assert run.record.refused == 1
+        assert await in_thread(run.channels[1].lease, "train", 0, None) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"replica": 0, "version": "0.0"}, "the worker has daskdl 0.0, the scheduler"),
+        ({"replica": 9, "version": VERSION}, "no replica 9 in this run"),
+    ],
+    ids=["version", "replica"],
+)
+@two_workers()
+async def test_who_cannot_take_part_is_told_why(c, s, a, b, fields, reason):
+    async with a_run(c, s, a, b) as run:
+        answer = await run.ask("daskdl_join", run=RUN, **fields)
+
+        assert answer["status"] == "refused"
+        assert reason in answer["reason"]
+
+
+def flipped(frame):
+    """The frame with one bit of its payload changed."""
+    damaged = frame.copy()
+    damaged[-1] ^= 4
+    return damaged
+
+
+def offgrid():
+    entries_K = np.array([1], np.int32)
+    return codec.encode(STAMP, SIZE, 1.5 * GRID, entries_K)
+
+
+DAMAGED = {
+    "random bytes": np.random.default_rng(0).integers(0, 256, 200, np.uint8),
+    "a frame cut short": frame_of(STAMP, 1, 2)[:-1],
+    "a flipped bit": flipped(frame_of(STAMP, 1, 2)),
+    "another run": frame_of(STAMP._replace(run=8), 1),
+    "another size": frame_of(STAMP, 1, size=SIZE + 1),
+    "a threshold off the grid": offgrid(),
+    "another origin in its stamp": frame_of(STAMP._replace(origin=1), 1),
+    "another sequence in its stamp": frame_of(STAMP._replace(sequence=2), 1),
+    "counts of another grid": codec.encode_dense(
+        STAMP, 2 * GRID, np.ones(SIZE, np.int32)
+    ),
+}
+
+
+@pytest.mark.parametrize("frame", DAMAGED.values(), ids=DAMAGED)
+@two_workers()
+async def test_a_damaged_frame_is_refused_and_a_good_one_still_arrives(
+    c, s, a, b, frame
+):
+    async with a_run(c, s, a, b) as run:
+        stamp = run.channels[0].next_stamp(step=0)
+        assert stamp == STAMP
+
+        answer = await run.deliver(1, item_of(stamp, frame))
+
+        assert answer == {"status": "ok", "accepted": 1}
+        assert run.channels[1].traffic().refused == 1
+        assert publish(run.channels[0], 5)
+        await in_thread(run.channels[1].wait_for_updates, {0: 1})
+        assert run.channels[1].receive().updates[0].entries_K.tolist() == [5]
+        assert s.workers.keys() == {a.address, b.address}
+
+
+@pytest.mark.parametrize("payload", [None, "text", 5, {"a": 1}, [1, 2]], ids=repr)
+@two_workers()
+async def test_a_payload_that_is_no_frame_is_refused(c, s, a, b, payload):
+    async with a_run(c, s, a, b) as run:
+        item = Item(ItemKind.UPDATE.value, 0, 1, 0, 0, payload)
+
+        answer = await run.deliver(1, tuple(item), item_of(STAMP, frame_of(STAMP, 5)))
+
+        assert answer == {"status": "ok", "accepted": 2}
+        assert run.channels[1].traffic().refused == 1
+        assert run.channels[1].receive().updates[0].entries_K.tolist() == [5]
+
+
+@two_workers()
+async def test_a_damaged_frame_that_came_through_the_relay_costs_nobody_his_place(
+    c, s, a, b
+):
+    async with a_run(c, s, a, b) as run:
+        stamp = run.channels[0].next_stamp(step=0)
+
+        assert run.channels[0].publish(stamp, flipped(frame_of(stamp, 1)))
+        assert publish(run.channels[0], 5, step=1)
+        await in_thread(run.channels[1].wait_for_others, 1, 0, 0)
+
+        (update,) = run.channels[1].receive().updates
+        assert update.stamp.sequence == 2
+        assert run.channels[1].traffic().refused == 1
+        assert run.record.members == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "items", [[5], [("update", 0)], [("progress", 0, 0, 0, 0, None)]], ids=repr
+)
+@two_workers()
+async def test_a_malformed_delivery_is_refused_and_counted(c, s, a, b, items):
+    async with a_run(c, s, a, b) as run:
+        answer = await run.deliver(1, *items)
+
+        assert answer["status"] == "refused"
+        assert run.channels[1].traffic().refused == 1
+        assert publish(run.channels[0])
+        await in_thread(run.channels[1].wait_for_updates, {0: 1})
+
+
+@pytest.mark.parametrize(
+    ("run_id", "replica"), [(8, 1), (RUN, 0), (RUN, [1]), ("7", 1)], ids=repr
+)
+@two_workers()
+async def test_a_delivery_for_nobody_here_is_unknown_and_counted(
+    c, s, a, b, run_id, replica
+):
+    async with a_run(c, s, a, b) as run:
+        answer = await s.rpc(b.address).daskdl_deliver(
+            run=run_id, replica=replica, items=[]
+        )
+
+        assert answer == {"status": "unknown"}
+        assert run.worker_plugin(1).refused == 1
+
+
+@two_workers()
+async def test_a_replica_learns_that_the_scheduler_has_no_plugin(
+    c, s, a, b, monkeypatch
+):
+    async with a_run(c, s, a, b, join=False) as run:
+        monkeypatch.delitem(s.handlers, "daskdl_join")
+
+        with pytest.raises(ChannelError, match="is daskdl installed there"):
+            await in_thread(run.channels[0].join)
+
+
+@two_workers()
+async def test_what_the_scheduler_refuses_is_an_error_of_the_replica(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        with pytest.raises(ChannelError, match="the scheduler refused: handle_lease"):
+            await in_thread(run.channels[0].lease, "nonsense", 0, None)

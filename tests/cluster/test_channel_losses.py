@@ -1,0 +1,152 @@
+"""Replicas that are lost, leave, fail or say nothing, and the run they were in."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from daskdl import codec
+from daskdl.channel.base import Stopped
+from tests.cluster.channels import (
+    GRID,
+    PATIENCE_S,
+    SIZE,
+    a_run,
+    begin,
+    bounds,
+    in_thread,
+    publish,
+    three_workers,
+    two_workers,
+)
+
+
+@three_workers()
+async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers):
+    async with a_run(c, s, *workers, pieces={"train": ("p", "q")}) as run:
+        assert publish(run.channels[2], 3)
+        assert await in_thread(run.channels[2].lease, "train", 0, None) == 0
+        await in_thread(run.channels[0].wait_for_updates, {2: 1})
+        gathers = [begin(run.channels[r].gather, "end", {"from": r}) for r in (0, 1)]
+        run.vanish(2)
+
+        await workers[2].close()
+
+        for gathered in await asyncio.gather(*gathers):
+            assert gathered.notes == {0: {"from": 0}, 1: {"from": 1}}
+            assert gathered.lost == {2: 1}
+        await in_thread(run.channels[1].wait_for_updates, {2: 1})
+        (event,) = await run.events()
+        assert (event["kind"], event["replica"]) == ("lost", 2)
+        assert event["summary"].startswith(f"lost replica 2 on {workers[2].address}")
+        again = [await in_thread(run.channels[0].lease, "train", 0, None)]
+        again += [await in_thread(run.channels[0].lease, "train", 0, None)]
+        assert again == [1, 0]
+        assert run.record.repeated == 1
+
+
+@three_workers()
+async def test_a_lost_replica_is_not_waited_for_in_the_next_epoch(c, s, *workers):
+    async with a_run(c, s, *workers) as run:
+        run.vanish(2)
+        await workers[2].close()
+        gathers = [in_thread(run.channels[r].gather, "end", None) for r in (0, 1)]
+        await asyncio.gather(*gathers)
+        for channel in run.channels.values():
+            channel.align(5, GRID)
+
+        run.channels[1].complete(30)
+
+        await in_thread(run.channels[0].wait_for_others, 30, 1, 8)
+        assert run.channels[0].lead(30, 1) == 0
+
+
+@two_workers()
+async def test_a_run_without_replicas_is_stopped(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        for replica, worker in enumerate((a, b)):
+            run.vanish(replica)
+            await worker.close()
+
+        kinds = [event["kind"] for event in await run.events()]
+        assert kinds == ["lost", "lost", "stopped"]
+        assert run.record.stopped.startswith("no replica is left; lost replica")
+
+
+@two_workers()
+async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        leaver = run.channels.pop(1)
+        waiting = begin(leaver.gather, "end", None)
+        await run.live.until(lambda: bool(run.record._gatherings), PATIENCE_S)
+
+        closing = asyncio.ensure_future(b.close())
+        with pytest.raises(Stopped, match="its worker closes"):
+            await waiting
+        assert leaver.closing
+        stamp = leaver.next_stamp(step=4)
+        frame = codec.encode_dense(stamp, GRID, np.arange(SIZE, dtype=np.int32))
+        await in_thread(leaver.publish_last, stamp, frame)
+        await in_thread(leaver.leave)
+        await asyncio.wait_for(closing, PATIENCE_S)
+
+        await in_thread(run.channels[0].wait_for_updates, {1: 1})
+        (update,) = run.channels[0].receive().updates
+        assert update.counts_N.tolist() == list(range(SIZE))
+        assert run.record.lost == {}
+        assert (await in_thread(run.channels[0].gather, "end", 0)).notes.keys() == {
+            0,
+            1,
+        }
+
+
+@two_workers()
+async def test_silence_fails_the_run_and_names_who_is_silent(c, s, a, b):
+    async with a_run(c, s, a, b, timeouts=bounds(silence=2.0)) as run:
+        waiting = begin(run.channels[0].gather, "end", None)
+
+        run.link(1).end()  # it is there, and says nothing any more
+
+        with pytest.raises(Stopped, match="nothing was heard for 2 s"):
+            await waiting
+        failed, stopped = await run.events()
+        assert (failed["kind"], failed["type"]) == ("failed", "WaitTimeoutError")
+        assert failed["summary"] == (
+            "nothing was heard for 2 s (daskdl.timeouts.silence) of replica 1 on "
+            f"{b.address}, last heard at step 0, update 0"
+        )
+        assert stopped == {"kind": "stopped", "summary": failed["summary"]}
+
+
+@two_workers()
+async def test_one_that_does_not_join_fails_the_run_and_is_named(c, s, a, b):
+    async with a_run(c, s, a, b, join=False, timeouts=bounds(join=0.3)) as run:
+        with pytest.raises(Stopped, match="not all replicas started within"):
+            await in_thread(run.channels[0].join)
+
+        failed, _ = await run.events()
+        assert (failed["kind"], failed["type"]) == ("failed", "WaitTimeoutError")
+        assert failed["summary"] == (
+            "not all replicas started within 0.3 s (daskdl.timeouts.join): replica 1 "
+            f"on {b.address}, which has not joined; is the worker busy with other "
+            "tasks?"
+        )
+
+
+@two_workers()
+async def test_a_replica_that_fails_ends_the_run_for_all(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        waiting = begin(run.channels[0].gather, "end", None)
+        failure = {"type": "ReplicaError", "summary": "boom"}
+
+        await in_thread(run.channels[1].fail, failure)
+
+        with pytest.raises(Stopped, match="replica 1 failed: boom"):
+            await waiting
+        failed, _ = await run.events()
+        assert failed == {
+            "kind": "failed",
+            "replica": 1,
+            "worker": b.address,
+            **failure,
+        }

@@ -1,0 +1,112 @@
+"""Two workers learn handwritten digits as well as one process does."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from distributed import Client, LocalCluster
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+
+from daskdl import Trainer
+
+SEEDS = (0, 1, 2)
+EPOCHS = 20
+BATCH_SIZE = 16
+
+OPTIMIZERS = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "Adam": functools.partial(torch.optim.Adam, lr=1e-3),
+}
+
+
+def network():
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """1,437 images to train on and 360 to test on, alike in their classes."""
+    x, y = load_digits(return_X_y=True)
+    return train_test_split(
+        (x / 16).astype(np.float32), y, test_size=0.2, stratify=y, random_state=0
+    )
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as two,
+        Client(two, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def one_thread():
+    """torch computes on one thread, as on the workers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def accuracy(module, x, y):
+    module.eval()
+    with torch.no_grad():
+        guesses = module(torch.from_numpy(x)).argmax(dim=1).numpy()
+    return float((guesses == y).mean())
+
+
+def alone(optimizer, digits, seed):
+    """What a plain loop reaches in one process, without daskdl."""
+    x_train, x_test, y_train, y_test = digits
+    torch.manual_seed(seed)
+    module = network()
+    steps = optimizer(module.parameters())
+    x, y = torch.from_numpy(x_train), torch.from_numpy(y_train)
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(x)).split(BATCH_SIZE):
+            steps.zero_grad()
+            nn.functional.cross_entropy(module(x[rows]), y[rows]).backward()
+            steps.step()
+    return accuracy(module, x_test, y_test)
+
+
+def together(client, optimizer, digits, seed):
+    """What two workers reach with what daskdl does by itself."""
+    x_train, x_test, y_train, y_test = digits
+    trainer = Trainer(
+        network, nn.CrossEntropyLoss(), optimizer, client=client, seed=seed
+    )
+    history = trainer.fit(x_train, y_train, epochs=EPOCHS, batch_size=BATCH_SIZE)
+    assert history.column("replicas") == [2] * EPOCHS
+    assert history.column("examples") == [len(x_train)] * EPOCHS
+    return accuracy(trainer.model_, x_test, y_test)
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_workers_are_as_accurate_as_one_process(client, one_thread, digits, name):
+    optimizer = OPTIMIZERS[name]
+
+    single = [alone(optimizer, digits, seed) for seed in SEEDS]
+    shared = [together(client, optimizer, digits, seed) for seed in SEEDS]
+
+    print(f"{name}: one process {single}, two workers {shared}")
+    # It has learnt, or there would be nothing to be as accurate as.
+    assert np.mean(single) >= 0.97
+    assert np.mean(shared) >= np.mean(single) - 0.01

@@ -1,0 +1,42 @@
+"""What the tests of the run record share: a plan, a record, what waits in it."""
+
+import dataclasses
+
+from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item, ItemKind
+from daskdl.channel.run import RunPlan, RunRecord
+from daskdl.timeouts import Timeouts
+
+EACH = 100 + ITEM_OVERHEAD_BYTES
+KEYS = ("piece-0", "piece-1", "piece-2", "piece-3")
+
+
+def plan_of(replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None):
+    return RunPlan(
+        run=7,
+        replicas={r: f"tcp://worker-{r}" for r in range(replicas)},
+        pieces={"train": KEYS, "validation": ("v-0", "v-1")},
+        seed=seed,
+        synchronous=synchronous,
+        relay_bytes=relay_bytes,
+        timeouts=dataclasses.asdict(Timeouts(join=60, silence=10)),
+    )
+
+
+def joined(replicas=3, now=100.0, **options):
+    record = RunRecord(plan_of(replicas, **options))
+    for replica in range(replicas):
+        record.join(replica, now)
+    return record
+
+
+def update(origin, sequence, step=0, nbytes=100):
+    kind = ItemKind.UPDATE.value
+    return Item(kind, origin, sequence, step, nbytes, f"frame {origin} {sequence}")
+
+
+def waiting(record, replica):
+    return record.outboxes[replica].head(10**9)
+
+
+def said(record, replica, kind):
+    return [item for item in waiting(record, replica) if item.kind == kind]

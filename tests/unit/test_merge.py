@@ -1,0 +1,145 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl.packed import Packed
+from daskdl.thresholds import Sent
+from daskdl.training.base import Parameters
+from daskdl.training.merge import merge
+from daskdl.training.optimizer_state import weigh
+from daskdl.training.task import Result
+from daskdl.vectors import Buffers
+
+GRID = 2.0**-24
+MOST = 2**31 - 1
+NOTHING = Parameters()
+
+
+def shared(counts, residual=None, mark=0.0):
+    residual_N = None if residual is None else np.array(residual, np.int32)
+    buffers = Buffers(np.array([mark]), np.zeros(0, np.int64))
+    return Parameters(None, np.array(counts, np.int32), residual_N, GRID, buffers)
+
+
+def result(replica, parameters, *, finished=True, outcome=None, optimizer=None):
+    packed = None if optimizer is None else Packed(optimizer, "optimizer state")
+    pack = Packed(parameters, "result")
+    return Result(replica, finished, pack, packed, outcome)
+
+
+def merged(*results):
+    return merge(results).unpack()
+
+
+def test_all_residuals_are_added_to_shared_once():
+    parameters = merged(
+        result(0, shared([10, 20, 30], [1, 0, -3])),
+        result(1, shared([10, 20, 30], [0, -2, -4])),
+    ).parameters
+
+    assert parameters.shared_N.tolist() == [11, 18, 23]
+    assert parameters.shared_N.dtype == np.int32
+    assert parameters.residual_N is None
+    assert parameters.grid == GRID
+
+
+def test_a_sum_that_leaves_int32_on_its_way_is_exact_in_the_end():
+    parameters = merged(
+        result(0, shared([MOST, -MOST], [MOST, -MOST])),
+        result(1, shared([MOST, -MOST], [-MOST, MOST])),
+    ).parameters
+
+    assert parameters.shared_N.tolist() == [MOST, -MOST]
+
+
+def test_a_sum_outside_int32_stays_at_its_edge():
+    parameters = merged(result(0, shared([MOST, -MOST], [5, -5]))).parameters
+
+    assert parameters.shared_N.tolist() == [MOST, -MOST - 1]
+
+
+def test_buffers_are_those_on_which_all_agreed():
+    parameters = merged(
+        result(0, shared([1], [0], mark=0.25)), result(1, shared([1], [0], mark=0.25))
+    ).parameters
+
+    assert parameters.buffers.floating_F.tolist() == [0.25]
+
+
+def test_a_replica_without_a_residual_adds_nothing():
+    parameters = merged(
+        result(0, shared([10], None)), result(1, shared([10], [4]))
+    ).parameters
+
+    assert parameters.shared_N.tolist() == [14]
+
+
+def test_replicas_that_did_not_finish_add_nothing():
+    parameters = merged(
+        result(0, shared([1], [100]), finished=False),
+        result(1, shared([10], [4])),
+        result(2, shared([10], [5])),
+    ).parameters
+
+    assert parameters.shared_N.tolist() == [19]
+
+
+def test_if_none_finished_the_agreed_state_is_what_is_left():
+    parameters = merged(
+        result(0, shared([10]), finished=False), result(1, shared([10]), finished=False)
+    ).parameters
+
+    assert parameters.shared_N.tolist() == [10]
+
+
+def test_one_that_failed_at_its_start_does_not_hide_what_the_others_agreed_on():
+    parameters = merged(
+        result(0, NOTHING, finished=False), result(1, shared([10]), finished=False)
+    ).parameters
+
+    assert parameters.shared_N.tolist() == [10]
+
+
+def test_if_nobody_has_anything_the_result_is_empty():
+    final = merged(result(0, NOTHING, finished=False))
+
+    assert final.parameters == NOTHING
+    assert (final.optimizer, final.outcome) == (None, None)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_lone_replica_keeps_its_exact_parameters(finished):
+    exact = {"weight": torch.tensor([0.1, float("nan")], dtype=torch.bfloat16)}
+
+    parameters = merged(result(0, Parameters(exact), finished=finished)).parameters
+
+    weight = parameters.exact["weight"]
+    assert weight.dtype == torch.bfloat16
+    assert torch.equal(weight.view(torch.int16), exact["weight"].view(torch.int16))
+
+
+def test_the_optimizer_state_is_the_sum_of_the_weighted_shares():
+    def share(value, weight):
+        parameter = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        parameter.grad = torch.full((2,), value)
+        optimizer.step()
+        return weigh(optimizer, weight)
+
+    final = merged(
+        result(0, shared([1], [0]), optimizer=share(1.0, 0.75)),
+        result(1, shared([1], [0]), optimizer=share(3.0, 0.25)),
+    )
+
+    assert final.optimizer.parts[0, "momentum_buffer"].tolist() == [1.5, 1.5]
+
+
+def test_the_threshold_goes_on_from_the_mean_of_all_that_have_sent():
+    final = merged(
+        result(0, shared([1]), finished=False, outcome=Sent(1.0, 0.25)),
+        result(1, shared([1], [0]), outcome=Sent(2.0, 0.75)),
+        result(2, shared([1], [0])),
+    )
+
+    assert final.outcome == Sent(1.5, 0.5)

@@ -1,0 +1,60 @@
+import re
+
+import pytest
+
+from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Answer, Item, ItemKind
+
+UPDATE = ("update", 1, 2, 3, 4, b"abcd")
+
+
+@pytest.mark.parametrize("as_sent", [tuple, list])
+def test_an_item_comes_back_as_it_was_sent(as_sent):
+    item = Item.of(as_sent(UPDATE))
+
+    assert item == Item("update", 1, 2, 3, 4, b"abcd")
+    assert type(item.kind) is str
+
+
+@pytest.mark.parametrize("kind", ItemKind)
+def test_every_kind_of_item_can_be_read(kind):
+    payload = 5 if kind is ItemKind.PROGRESS else None
+
+    assert Item.of((str(kind), 0, 0, 0, 0, payload)).kind == kind.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (("nonsense", *UPDATE[1:]), "'nonsense' is not a valid ItemKind"),
+        ((None, *UPDATE[1:]), "None is not a valid ItemKind"),
+        (("update", -1, 2, 3, 4), "whole numbers >= 0, got (-1, 2, 3, 4)"),
+        (("update", 1, 2.5, 3, 4), "whole numbers >= 0, got (1, 2.5, 3, 4)"),
+        (("update", 1, 2, "3", 4), "whole numbers >= 0, got (1, 2, '3', 4)"),
+        (("update", 1, 2, 3, None), "whole numbers >= 0, got (1, 2, 3, None)"),
+        (("progress", 1, 0, 3, 0), "progress needs an epoch, got None"),
+        (("progress", 1, 0, 3, 0, "x"), "progress needs an epoch, got 'x'"),
+    ],
+)
+def test_fields_that_are_not_those_of_an_item_are_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Item.of(fields)
+
+
+@pytest.mark.parametrize("fields", [(), UPDATE[:4], (*UPDATE, 7), None, 5])
+def test_another_number_of_fields_is_refused(fields):
+    with pytest.raises(TypeError):
+        Item.of(fields)
+
+
+def test_an_item_weighs_its_payload_and_what_is_around_it():
+    assert Item.of(UPDATE).weight() == 4 + ITEM_OVERHEAD_BYTES
+
+
+def test_kinds_and_answers_are_plain_text_on_the_wire():
+    assert [kind.value for kind in ItemKind] == ["update", "progress", "lost", "stop"]
+    assert [answer.value for answer in Answer] == [
+        "ok",
+        "stopped",
+        "unknown",
+        "refused",
+    ]

@@ -1,0 +1,78 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskdl.channel.positions import Positions
+
+ARRIVALS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=60)
+TARGETS = st.dictionaries(st.integers(0, 3), st.integers(0, 14))
+
+
+def received(*arrivals):
+    positions = Positions()
+    return positions, [positions.accept(*arrival) for arrival in arrivals]
+
+
+def test_updates_in_order_are_accepted_once_each():
+    positions, accepted = received((0, 1), (0, 2), (1, 1), (0, 2), (1, 1))
+
+    assert accepted == [True, True, True, False, False]
+    assert positions.vector() == {0: 2, 1: 1}
+
+
+def test_a_gap_is_missing_until_it_is_filled():
+    positions, _ = received((0, 1), (0, 4))
+
+    assert positions.behind({0: 4}) == {0: [2, 3]}
+    assert positions.accept(0, 3)
+    assert positions.behind({0: 4}) == {0: [2]}
+    assert positions.accept(0, 2)
+    assert positions.reached({0: 4})
+
+
+def test_a_filled_gap_is_not_filled_again():
+    _, accepted = received((0, 3), (0, 1), (0, 2), (0, 1), (0, 3))
+
+    assert accepted == [True, True, True, False, False]
+
+
+def test_the_vector_names_the_last_update_even_beyond_a_gap():
+    positions, _ = received((0, 1), (0, 5), (1, 2))
+
+    assert positions.vector() == {0: 5, 1: 2}
+
+
+def test_what_was_never_heard_of_is_behind_from_its_first_update():
+    assert Positions().behind({7: 2}) == {7: [1, 2]}
+    assert Positions().reached({7: 0})
+
+
+def test_a_gap_beyond_the_target_is_not_waited_for():
+    positions, _ = received((0, 1), (0, 2), (0, 9))
+
+    assert positions.reached({0: 2})
+
+
+def test_a_sequence_number_out_of_reach_takes_no_memory():
+    positions, accepted = received((0, 2**63), (0, 1), (0, 2**63))
+
+    assert accepted == [True, True, False]
+    assert positions.behind({0: 2}) == {0: [2]}
+
+
+@given(ARRIVALS, TARGETS)
+def test_each_update_is_accepted_exactly_once_whatever_order_they_come_in(
+    arrivals, target
+):
+    positions, accepted = received(*arrivals)
+
+    taken = [arrival for arrival, new in zip(arrivals, accepted, strict=True) if new]
+    assert sorted(taken) == sorted(set(arrivals))
+    missing = {
+        origin: sorted(set(range(1, last + 1)) - {s for o, s in taken if o == origin})
+        for origin, last in target.items()
+    }
+    assert positions.behind(target) == {o: gaps for o, gaps in missing.items() if gaps}
+    assert positions.reached(target) == (not any(missing.values()))
+    assert positions.vector() == {
+        origin: max(s for o, s in taken if o == origin) for origin, _ in taken
+    }

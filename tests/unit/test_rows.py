@@ -1,0 +1,115 @@
+import dataclasses
+import math
+
+import pytest
+
+from daskdl.channel.base import Traffic
+from daskdl.history import COLUMNS
+from daskdl.training.base import Statistics
+from daskdl.training.rows import row_of
+
+FIRST = Statistics(
+    exchanges=4, density_sum=0.5, threshold=0.25, clipped=1.5, lead_sum=6, steps=5
+)
+SECOND = Statistics(
+    exchanges=1, density_sum=0.75, threshold=0.75, clipped=2.0, lead_sum=4, steps=3
+)
+CARRIED = Traffic(
+    sent_bytes=100,
+    received_bytes=40,
+    frames=4,
+    withheld=1,
+    refused=2,
+    folds=3,
+    waits_s={"room": 1.0, "lease": 0.5},
+)
+MORE = Traffic(
+    sent_bytes=11,
+    received_bytes=7,
+    frames=1,
+    withheld=5,
+    refused=1,
+    folds=2,
+    waits_s={"room": 2.0, "gather": 4.0},
+)
+
+
+def note(
+    loss_sum, examples, statistics=FIRST, traffic=CARRIED, score=None, seconds=1.0
+):
+    return {
+        "tally": [loss_sum, examples, seconds],
+        "statistics": list(statistics),
+        "traffic": dataclasses.asdict(traffic),
+        "score": score,
+    }
+
+
+def row(*notes, repeated=0, refused=0, size=10, seconds=2.0):
+    event = {"notes": list(enumerate(notes)), "repeated": repeated, "refused": refused}
+    return row_of(3, event, size, seconds)
+
+
+TWO = [note(30.0, 10), note(10.0, 30, SECOND, MORE)]
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ("epoch", 3),
+        ("loss", 1.0),
+        ("examples", 40),
+        ("seconds", 2.0),
+        ("examples_per_s", 20.0),
+        ("density", 0.25),
+        ("threshold", 0.5),
+        ("sent_bytes", 111),
+        ("received_bytes", 47),
+        ("dense_bytes", 4 * 10 * 5),
+        ("staleness", 1.25),
+        ("waits", {"room": 3.0, "lease": 0.5, "gather": 4.0}),
+        ("clipped", 3.5),
+        ("replicas", 2),
+        ("repeated_pieces", 6),
+        ("refused_messages", 7 + 2 + 1),
+        ("withheld", 6),
+        ("folds", 5),
+    ],
+)
+def test_a_row_sums_up_what_two_replicas_reported(column, expected):
+    assert row(*TWO, repeated=6, refused=7)[column] == expected
+
+
+def test_a_row_has_the_documented_columns_and_no_others():
+    assert list(row(*TWO)) == list(COLUMNS)
+
+
+def test_a_replica_that_has_sent_nothing_has_no_threshold_to_count():
+    silent = SECOND._replace(threshold=math.nan)
+
+    assert row(note(1.0, 1), note(1.0, 1, silent))["threshold"] == 0.25
+    assert math.isnan(row(note(1.0, 1, silent))["threshold"])
+
+
+def test_an_epoch_without_steps_and_exchanges_has_zero_rates():
+    nothing = Statistics(0, 0.0, math.nan, 0.0, 0, 0)
+
+    idle = row(note(1.0, 1, nothing))
+
+    assert (idle["density"], idle["staleness"], idle["dense_bytes"]) == (0.0, 0.0, 0)
+
+
+def test_validation_scores_are_merged_by_their_sums():
+    scores = [[3.0, 1, 2, 2], [1.0, 2, 2, 6]]
+
+    merged = row(*[note(1.0, 1, score=score) for score in scores])
+
+    assert merged["val_loss"] == 0.5
+    assert merged["val_accuracy"] == 0.75
+
+
+def test_a_replica_that_validated_nothing_is_left_out():
+    merged = row(note(1.0, 1, score=None), note(1.0, 1, score=[3.0, 0, 0, 2]))
+
+    assert merged["val_loss"] == 1.5
+    assert "val_accuracy" not in merged

@@ -1,0 +1,210 @@
+import pytest
+from records import EACH, joined, plan_of, update, waiting
+
+from daskdl.channel.messages import Item
+from daskdl.channel.run import RunRecord
+from daskdl.timeouts import Timeouts
+
+
+def test_what_a_lost_replica_held_is_free_for_the_others_and_counted():
+    record = joined()
+    assert record.lease(0, "train", 0, lambda key: False) == 0
+
+    record.lose(0)
+
+    rest = [record.lease(1, "train", 0, lambda key: False) for _ in range(5)]
+    assert rest == [1, 2, 3, 0, None]
+    assert record.repeated == 1
+
+
+def test_the_others_are_told_of_a_loss_with_its_last_step():
+    record = joined()
+    record.publish(0, [update(0, 1, step=3)], 5, -1)
+
+    record.lose(0)
+
+    assert record.members == [1, 2]
+    for other in (1, 2):
+        assert waiting(record, other)[-1] == Item("lost", 0, 0, 5, 0)
+
+
+def test_a_loss_remembers_the_last_update_that_all_will_get():
+    record = joined(relay_bytes=2 * EACH)
+    record.publish(0, [update(0, s) for s in (1, 2, 3)], 3, -1)
+
+    record.lose(0)
+
+    assert record.lost == {0: 2}
+    assert record.expected == [1, 2]
+
+
+def test_one_lost_before_it_joined_is_expected_no_more():
+    record = RunRecord(plan_of())
+
+    record.lose(2)
+
+    assert record.absent == [0, 1]
+    assert record.lost == {2: 0}
+
+
+def test_one_that_left_is_gone_but_not_lost():
+    record = joined()
+
+    record.leave(0)
+
+    assert record.members == record.expected == [1, 2]
+    assert record.lost == {}
+    assert waiting(record, 1)[-1].kind == "lost"  # nothing more comes from it
+
+
+def test_the_word_to_stop_reaches_everybody_once():
+    record = joined(2)
+
+    record.stop("enough")
+    record.stop("again")
+
+    assert record.stopped == "enough"
+    for replica in (0, 1):
+        assert waiting(record, replica) == [Item("stop", 0, 0, 0, 6, "enough")]
+
+
+def test_members_not_heard_of_for_too_long_are_silent():
+    record = joined(now=100.0)
+    record.progress[1].heard_at = 105.0
+
+    assert record.silent(110.0) == []
+    assert record.silent(110.1) == [0, 2]
+    assert record.silent(115.1) == [0, 1, 2]
+
+
+def test_nobody_is_silent_while_all_wait_for_one_to_join():
+    record = RunRecord(plan_of(2))
+    record.join(0, now=100.0)
+
+    assert record.silent(150.0) == []
+    record.join(1, now=150.0)
+    assert record.silent(155.0) == []
+    assert record.silent(161.0) == [0, 1]
+
+
+def test_one_that_was_lost_is_not_silent():
+    record = joined()
+    record.lose(1)
+
+    assert record.silent(1000.0) == [0, 2]
+
+
+def test_a_near_piece_is_leased_by_its_key():
+    record = joined()
+
+    piece = record.lease(0, "train", 0, lambda key: key == "piece-2")
+
+    assert piece == 2
+
+
+def test_each_epoch_and_phase_has_its_own_leases():
+    record = joined(1)
+
+    def drain(phase, epoch):
+        take = record.lease
+        return [take(0, phase, epoch, lambda key: False) for _ in range(5)]
+
+    assert drain("train", 0) == [0, 1, 2, 3, None]
+    assert drain("validation", 0) == [0, 1, None, None, None]
+    assert drain("train", 0) == [None] * 5
+    assert drain("train", 1) == [0, 1, 2, 3, None]
+
+
+def test_training_pieces_are_shuffled_by_seed_and_validation_pieces_never():
+    record = joined(1, seed=0)
+    orders = [
+        [record.lease(0, phase, epoch, lambda key: False) for _ in range(size)]
+        for phase, epoch, size in [
+            ("train", 0, 4),
+            ("train", 1, 4),
+            ("validation", 0, 2),
+            ("validation", 1, 2),
+        ]
+    ]
+
+    assert [sorted(order) for order in orders[:2]] == [[0, 1, 2, 3]] * 2
+    assert orders[0] != orders[1]
+    assert orders[2:] == [[0, 1], [0, 1]]
+
+
+def test_synchronous_runs_have_fixed_shares():
+    record = joined(2, synchronous=True)
+
+    taken = [record.lease(1, "train", 0, lambda key: True) for _ in range(3)]
+
+    assert taken == [1, 3, None]
+
+
+def test_a_piece_is_finished_by_its_holder_only():
+    record = joined()
+    piece = record.lease(0, "train", 0, lambda key: False)
+
+    assert not record.finish(1, "train", 0, piece)
+    assert record.finish(0, "train", 0, piece)
+
+
+def test_repeated_pieces_of_the_validation_are_not_counted():
+    record = joined()
+    record.lease(0, "validation", 0, lambda key: False)
+    record.lose(0)
+
+    for _ in range(2):
+        record.lease(1, "validation", 0, lambda key: False)
+
+    assert record.repeated == 0
+
+
+def test_a_barrier_is_the_same_for_all_until_it_is_forgotten():
+    record = joined(2)
+
+    gathering = record.arrive("end", 0, "zero")
+
+    assert record.arrive("end", 1, "one") is gathering
+    assert record.arrive("other", 1, "one") is not gathering
+    record.forget_gathering("end")
+    assert record.arrive("end", 0, "zero") is not gathering
+
+
+def test_the_client_is_told_what_all_said_and_what_was_counted():
+    record = joined(2)
+    record.refused = 3
+    record.arrive("end", 1, "one")
+
+    record.announce("end", record.arrive("end", 0, "zero"))
+
+    assert record.events.since(0) == [
+        {
+            "kind": "gathered",
+            "key": "end",
+            "notes": [[0, "zero"], [1, "one"]],
+            "refused": 3,
+            "repeated": 0,
+        }
+    ]
+
+
+def test_a_replica_is_described_by_who_where_and_what_was_heard():
+    record = RunRecord(plan_of())
+    record.join(1, 0.0)
+    record.publish(1, [update(1, 4, step=9)], 9, -1)
+
+    assert record.describe(1) == (
+        "replica 1 on tcp://worker-1, last heard at step 9, update 4"
+    )
+    assert record.describe(0) == "replica 0 on tcp://worker-0, which has not joined"
+
+
+def test_the_bounds_on_waiting_are_those_of_the_plan():
+    assert RunRecord(plan_of()).timeouts == Timeouts(join=60, silence=10)
+
+
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_each_replica_has_a_queue_of_the_bound_of_the_plan(replica):
+    record = joined(relay_bytes=12345)
+
+    assert record.outboxes[replica].limit_bytes == 12345

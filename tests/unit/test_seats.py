@@ -1,0 +1,69 @@
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from daskdl.errors import OptionError
+from daskdl.training.seats import seats_of
+from daskdl.training.sharing import GradientSharing
+
+
+class Cluster:
+    """What `seats_of` asks of a client: its workers, and their CUDA devices."""
+
+    asynchronous = False
+
+    def __init__(self, **devices: int) -> None:
+        self.devices = devices
+
+    def nthreads(self) -> dict[str, int]:
+        return dict.fromkeys(self.devices, 4)
+
+    def run(self, function: Callable[[], Any], workers: Iterable[str]) -> Any:
+        assert function is torch.cuda.device_count
+        return {worker: self.devices[worker] for worker in workers}
+
+
+def seats(cluster, each=1, examples=1000, batch_size=10):
+    master = GradientSharing(replicas_per_worker=each)
+    return seats_of(master, cluster, examples, batch_size)
+
+
+def test_every_worker_has_a_replica_in_a_fixed_order():
+    assert seats(Cluster(b=0, a=0, c=0)) == {0: "a", 1: "b", 2: "c"}
+
+
+def test_several_replicas_per_worker_go_round():
+    assert seats(Cluster(a=0, b=0), each=2) == {0: "a", 1: "b", 2: "a", 3: "b"}
+
+
+def test_auto_is_one_for_each_device_and_one_without_any():
+    assert seats(Cluster(a=0, b=3), each="auto") == {0: "a", 1: "b", 2: "b", 3: "b"}
+
+
+def test_a_number_does_not_ask_for_devices():
+    assert seats(Cluster(a=8)) == {0: "a"}
+
+
+@pytest.mark.parametrize(
+    ("examples", "expected"), [(1, 1), (10, 1), (11, 2), (20, 2), (21, 3), (999, 3)]
+)
+def test_there_are_no_more_replicas_than_batches(examples, expected):
+    assert len(seats(Cluster(a=0, b=0, c=0), examples=examples)) == expected
+
+
+def test_those_left_out_leave_the_workers_evenly_used():
+    assert seats(Cluster(a=0, b=0), each=3, examples=20) == {0: "a", 1: "b"}
+
+
+def test_leaving_replicas_out_is_logged(caplog):
+    with caplog.at_level("INFO", logger="daskdl.training.seats"):
+        seats(Cluster(a=0, b=0, c=0), examples=20)
+
+    assert caplog.messages == ["2 batches only: 2 of 3 replicas"]
+
+
+def test_a_cluster_without_workers_is_refused():
+    with pytest.raises(OptionError, match="has no workers"):
+        seats(Cluster())

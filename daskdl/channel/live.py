@@ -23,6 +23,12 @@ logger = logging.getLogger(__name__)
 PACE_S = 0.010
 WATCHDOG_S = 0.25
 WATCHDOG = -1  # where relays are kept by replica
+GRACE_S = 3.0  # for a closing worker to hand over; it takes 2 s itself at most
+
+
+def _grace(replica: int) -> int:
+    """Where the task that gives a removed replica up is kept."""
+    return -2 - replica
 
 
 class LiveRun:
@@ -43,6 +49,7 @@ class LiveRun:
         self._scheduler = scheduler
         self._changed = asyncio.Condition()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._wakes: dict[int, Callable[[], None]] = {}
         self._start(WATCHDOG, self._watch())
 
     def now(self) -> float:
@@ -101,12 +108,31 @@ class LiveRun:
             destination=f"replica {replica} on {worker}",
         )
         outbox.on_offer = pump.wake
+        self._wakes[replica] = pump.wake
         self._start(replica, self._relay(replica, pump))
 
     def leave(self, replica: int) -> None:
         """A replica has delivered everything and goes."""
         self.record.leave(replica)
-        self._end(replica)
+        self._forget(replica)
+
+    def removed(self, replica: int) -> None:
+        """Dask has removed the worker of a replica: it was closed, or it died.
+
+        A worker that closes still answers, and its replica has something to hand
+        over; one that died is found out by the relay's next request.
+        """
+        self.record.events.post("removed", replica=replica)
+        if replica in self.record.expected:
+            self._start(_grace(replica), self._lose_later(replica))
+            wake = self._wakes.get(replica)
+            if wake is not None:
+                wake()
+
+    async def _lose_later(self, replica: int) -> None:
+        await self.notify()
+        await asyncio.sleep(GRACE_S)
+        await self.lose(replica, "its worker is gone")
 
     async def lose(self, replica: int, why: str) -> None:
         """A replica is gone without a word; the run goes on with the others."""
@@ -117,7 +143,7 @@ class LiveRun:
         logger.info("run %s %s", record.plan.run, what)
         record.lose(replica)
         record.events.post("lost", replica=replica, summary=what)
-        self._end(replica)
+        self._forget(replica)
         if not record.expected:
             await self.stop(f"no replica is left; {what}")
         await self.notify()
@@ -138,6 +164,11 @@ class LiveRun:
 
     def _start(self, name: int, work: Coroutine[Any, Any, None]) -> None:
         self._tasks[name] = asyncio.ensure_future(work)
+
+    def _forget(self, replica: int) -> None:
+        self._wakes.pop(replica, None)
+        self._end(replica)
+        self._end(_grace(replica))
 
     def _end(self, name: int) -> None:
         task = self._tasks.pop(name, None)

@@ -155,10 +155,10 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     ) -> dict[str, Any]:
         """A replica has updates for all others, or only a sign of life."""
         record = live.record
-        _check_present(origin, record.outboxes)
-        updates = [_update_of(origin, fields) for fields in items]
+        _check_present(origin, record.plan.replicas)
         if origin not in record.outboxes:  # it has left, or was given up
             return {"status": Answer.UNKNOWN.value, "reason": "not a member any more"}
+        updates = [_update_of(origin, fields) for fields in items]
         record.progress[origin].heard_at = live.now()
         accepted = record.publish(origin, updates, int(step), int(done))
         return _answer(record, accepted=accepted)
@@ -225,13 +225,13 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     # ---- hooks of Dask
 
     @override
-    async def remove_worker(
+    def remove_worker(
         self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
     ) -> None:
         for live in list(self.runs.values()):
             for replica, address in live.record.plan.replicas.items():
                 if address == worker:
-                    await live.lose(replica, "its worker is gone")
+                    live.removed(replica)
 
     @override
     def remove_client(self, scheduler: Scheduler, client: str) -> None:

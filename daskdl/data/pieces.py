@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from distributed import Client, Future, get_client, get_worker
+from distributed.client import FutureCancelledError
 
 from daskdl.data.sources import Rows, Source, source_of
-from daskdl.errors import OptionError, WaitTimeoutError
+from daskdl.errors import DataError, OptionError, WaitTimeoutError
 
 _GONE = ("cancelled", "lost")  # what Dask calls a future whose data died with a worker
 
@@ -168,10 +169,8 @@ def load(key: str, timeout_s: float) -> Rows:
 
     Raises:
         WaitTimeoutError: If it did not come in time.
-        distributed.client.FutureCancelledError: If it was lost with its worker; the
-            client then has to `restore` it.
-        DataError: If the block cannot be trained on, see `as_piece`; what the user's
-            own loading raised comes out as it is.
+        DataError: If it was lost with its worker, or if the block cannot be trained
+            on, see `as_piece`; what the user's own loading raised comes out as it is.
     """
     worker = get_worker()
     held: Any = worker.data.get(key)
@@ -188,6 +187,11 @@ def load(key: str, timeout_s: float) -> Rows:
         raise WaitTimeoutError(
             f"piece {key} did not come within {timeout_s} s; waited for Dask to "
             f"compute it or to move it to {worker.address}"
+        ) from error
+    except FutureCancelledError as error:
+        raise DataError(
+            f"piece {key} was lost with the worker that held it: data given in memory "
+            "are not sent again; give a dask.array, whose blocks are computed again"
         ) from error
     finally:
         moved.release()

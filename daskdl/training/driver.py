@@ -69,7 +69,6 @@ class Driver:
         self._seats = seats
         self._relay_bytes = relay_bytes
         self._futures: dict[int, Future] = {}
-        self._lost: list[str] = []
         self._failure: Exception | None = None
         self._stopped: str | None = None
 
@@ -145,8 +144,8 @@ class Driver:
         for event in self._events():
             if event["kind"] == "failed" and self._failure is None:
                 self._failure = self._exception(event)
-            elif event["kind"] == "lost":
-                self._lost.append(event["summary"])
+            elif event["kind"] in {"removed", "lost"}:
+                # Pinned to a worker that is gone, the task would wait for ever.
                 self._cancel(event["replica"])
             elif event["kind"] == "stopped":
                 self._stopped = event["summary"]
@@ -185,6 +184,7 @@ class Driver:
         if "worker" not in event:
             return kind(event["summary"])
         message = f"replica {event['replica']} on {event['worker']}: {event['summary']}"
+        message += self._gone()
         if kind is ReplicaError:
             message += f"\n\nTraceback of the worker:\n{event['traceback']}"
         error = kind(message)
@@ -192,6 +192,12 @@ class Driver:
             with contextlib.suppress(*UNREADABLE):  # its traceback says enough
                 error.__cause__ = cloudpickle.loads(event["pickled"])
         return error
+
+    def _gone(self) -> str:
+        """Replicas whose workers went before, which may be why another one failed."""
+        gone = [r for r in self._seats if r not in self._futures]
+        where = ", ".join(f"replica {r} on {self._seats[r]}" for r in gone)
+        return f"; gone before: {where}" if gone else ""
 
     def _reason(self) -> Exception | None:
         if self._failure is not None:

@@ -141,7 +141,7 @@ class Run:
 
     def vanish(self, replica):
         """The replica is gone without a word; its worker is still there."""
-        self.link(replica).end()
+        self.link(replica).stop_sending()
         del self.worker_plugin(replica).links[self.endpoint.run, replica]
         return self.channels.pop(replica)
 

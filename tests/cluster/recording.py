@@ -139,7 +139,14 @@ class Recording(Exchange):
         return self._inner.statistics()
 
     def hand_over(self):
-        return self._inner.hand_over()
+        self._inner.hand_over()
+        # A step the stop fell into has moved the module, and is handed over too.
+        np.savez(
+            self._folder / f"{self._seat.replica}-left.npz",
+            progress=self._progress.numpy(),
+            others=np.asarray(self._others()),
+            local=vector(self._seat.module).numpy(),
+        )
 
     def final(self):
         return self._inner.final()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from daskdl import codec
+from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Item, ItemKind
 from daskdl.errors import ChannelError
 from daskdl.version import VERSION
@@ -18,6 +19,7 @@ from tests.cluster.channels import (
     in_thread,
     item_of,
     publish,
+    totals,
     two_workers,
 )
 
@@ -75,6 +77,21 @@ async def test_a_publish_of_another_run_is_unknown(c, s, a, b, run_id):
         assert run.record.refused == 0
         assert publish(run.channels[0])
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
+
+
+@two_workers()
+async def test_who_was_given_up_publishes_to_nobody_and_is_told(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        channel = run.channels.pop(1)
+        await run.live.lose(1, "cut off")
+
+        assert publish(channel)
+
+        with pytest.raises(Stopped, match="does not know the run any more"):
+            await in_thread(channel.wait_for_updates, {0: 1})
+        assert run.record.refused == 0
+        assert totals(run.channels[0].receive()) == [0] * SIZE
+        await in_thread(channel.leave)
 
 
 REQUESTS = {

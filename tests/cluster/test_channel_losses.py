@@ -105,7 +105,7 @@ async def test_silence_fails_the_run_and_names_who_is_silent(c, s, a, b):
     async with a_run(c, s, a, b, timeouts=bounds(silence=2.0)) as run:
         waiting = begin(run.channels[0].gather, "end", None)
 
-        run.link(1).end()  # it is there, and says nothing any more
+        run.link(1).stop_sending()  # it is there, and says nothing any more
 
         with pytest.raises(Stopped, match="nothing was heard for 2 s"):
             await waiting

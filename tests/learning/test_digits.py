@@ -1,6 +1,7 @@
 """Two workers learn handwritten digits as well as one process does."""
 
 import functools
+import logging
 
 import numpy as np
 import pytest
@@ -12,14 +13,18 @@ from torch import nn
 
 from daskdl import Trainer
 
+logger = logging.getLogger(__name__)
+
 SEEDS = (0, 1, 2)
-EPOCHS = 20
+EPOCHS = 15
 BATCH_SIZE = 16
 
+# Rates at which one process has converged after these epochs, and two workers, which
+# at "mean" go like one with batches twice as large, have too.
 OPTIMIZERS = {
-    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
-    "momentum": functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9),
-    "Adam": functools.partial(torch.optim.Adam, lr=1e-3),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.2),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.04, momentum=0.9),
+    "Adam": functools.partial(torch.optim.Adam, lr=4e-3),
 }
 
 
@@ -106,7 +111,7 @@ def test_two_workers_are_as_accurate_as_one_process(client, one_thread, digits, 
     single = [alone(optimizer, digits, seed) for seed in SEEDS]
     shared = [together(client, optimizer, digits, seed) for seed in SEEDS]
 
-    print(f"{name}: one process {single}, two workers {shared}")
+    logger.info("%s: one process %s, two workers %s", name, single, shared)
     # It has learnt, or there would be nothing to be as accurate as.
     assert np.mean(single) >= 0.97
     assert np.mean(shared) >= np.mean(single) - 0.01

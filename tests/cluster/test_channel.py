@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.errors import ChannelError
+from daskdl.version import VERSION
 from tests.cluster.channels import (
     PATIENCE_S,
     RUN,
@@ -81,6 +83,18 @@ async def test_joining_is_answered_when_all_have_joined(c, s, a, b):
         assert await first == await second == [0, 1]
 
 
+@two_workers()
+async def test_joining_again_changes_nothing(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        generation, outboxes = run.record.generation, dict(run.record.outboxes)
+
+        answer = await run.ask("daskdl_join", run=RUN, replica=1, version=VERSION)
+
+        assert (answer["status"], list(answer["members"])) == ("ok", [0, 1])
+        assert run.record.generation == generation
+        assert all(run.record.outboxes[r] is box for r, box in outboxes.items())
+
+
 @three_workers()
 async def test_updates_reach_all_others_once_and_in_order(c, s, *workers):
     async with a_run(c, s, *workers) as run:
@@ -104,7 +118,9 @@ async def test_updates_reach_all_others_once_and_in_order(c, s, *workers):
 
 
 @two_workers()
-async def test_a_frame_too_large_for_the_event_loop_arrives_whole(c, s, a, b):
+async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
+    c, s, a, b, monkeypatch
+):
     size = 2**19  # 2 MiB of counts, which do not compress
     counts_N = np.random.default_rng(0).integers(-(2**30), 2**30, size, np.int32)
     async with a_run(c, s, a, b, size=size, inbox_bytes=2**23) as run:
@@ -112,9 +128,16 @@ async def test_a_frame_too_large_for_the_event_loop_arrives_whole(c, s, a, b):
         frame = codec.encode_dense(stamp, run.endpoint.grid, counts_N)
         assert frame.nbytes > 2**20
 
+        decode, threads = run.link(1)._decode_now, []
+        monkeypatch.setattr(
+            run.link(1),
+            "_decode_now",
+            lambda *frame: threads.append(threading.get_ident()) or decode(*frame),
+        )
         assert run.channels[0].publish(stamp, frame)
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
+        assert threads != [threading.get_ident()]
         (update,) = run.channels[1].receive().updates
         assert update.stamp == stamp
         np.testing.assert_array_equal(update.counts_N, counts_N)

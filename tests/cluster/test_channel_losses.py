@@ -36,9 +36,10 @@ async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers):
             assert gathered.notes == {0: {"from": 0}, 1: {"from": 1}}
             assert gathered.lost == {2: 1}
         await in_thread(run.channels[1].wait_for_updates, {2: 1})
-        (event,) = await run.events()
-        assert (event["kind"], event["replica"]) == ("lost", 2)
-        assert event["summary"].startswith(f"lost replica 2 on {workers[2].address}")
+        removed, lost = await run.events()
+        assert removed == {"kind": "removed", "replica": 2}
+        assert (lost["kind"], lost["replica"]) == ("lost", 2)
+        assert lost["summary"].startswith(f"lost replica 2 on {workers[2].address}")
         again = [await in_thread(run.channels[0].lease, "train", 0, None)]
         again += [await in_thread(run.channels[0].lease, "train", 0, None)]
         assert again == [1, 0]
@@ -68,8 +69,10 @@ async def test_a_run_without_replicas_is_stopped(c, s, a, b):
             run.vanish(replica)
             await worker.close()
 
+        await run.live.until(lambda: False, PATIENCE_S)  # it is stopped
         kinds = [event["kind"] for event in await run.events()]
-        assert kinds == ["lost", "lost", "stopped"]
+        assert sorted(kinds) == ["lost", "lost", "removed", "removed", "stopped"]
+        assert kinds[-1] == "stopped"
         assert run.record.stopped.startswith("no replica is left; lost replica")
 
 

@@ -14,7 +14,7 @@ def plan_of(replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None):
     return RunPlan(
         run=7,
         replicas={r: f"tcp://worker-{r}" for r in range(replicas)},
-        pieces={"train": KEYS, "validation": ("v-0", "v-1")},
+        pieces={"train": KEYS, "validation": ("v-0", "v-1", "v-2", "v-3")},
         seed=seed,
         synchronous=synchronous,
         relay_bytes=relay_bytes,

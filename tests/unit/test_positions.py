@@ -52,6 +52,12 @@ def test_a_gap_beyond_the_target_is_not_waited_for():
     assert positions.reached({0: 2})
 
 
+def test_what_came_in_order_takes_no_memory():
+    positions, _ = received((0, 3), *((0, s) for s in range(1, 100)))
+
+    assert positions._beyond == {0: set()}  # memory is what this test is about
+
+
 def test_a_sequence_number_out_of_reach_takes_no_memory():
     positions, accepted = received((0, 2**63), (0, 1), (0, 2**63))
 

@@ -110,7 +110,7 @@ def test_each_epoch_and_phase_has_its_own_leases():
         return [take(0, phase, epoch, lambda key: False) for _ in range(5)]
 
     assert drain("train", 0) == [0, 1, 2, 3, None]
-    assert drain("validation", 0) == [0, 1, None, None, None]
+    assert drain("validation", 0) == [0, 1, 2, 3, None]
     assert drain("train", 0) == [None] * 5
     assert drain("train", 1) == [0, 1, 2, 3, None]
 
@@ -122,14 +122,14 @@ def test_training_pieces_are_shuffled_by_seed_and_validation_pieces_never():
         for phase, epoch, size in [
             ("train", 0, 4),
             ("train", 1, 4),
-            ("validation", 0, 2),
-            ("validation", 1, 2),
+            ("validation", 0, 4),
+            ("validation", 1, 4),
         ]
     ]
 
     assert [sorted(order) for order in orders[:2]] == [[0, 1, 2, 3]] * 2
     assert orders[0] != orders[1]
-    assert orders[2:] == [[0, 1], [0, 1]]
+    assert orders[2:] == [[0, 1, 2, 3]] * 2
 
 
 def test_synchronous_runs_have_fixed_shares():
@@ -153,7 +153,7 @@ def test_repeated_pieces_of_the_validation_are_not_counted():
     record.lease(0, "validation", 0, lambda key: False)
     record.lose(0)
 
-    for _ in range(2):
+    for _ in range(4):
         record.lease(1, "validation", 0, lambda key: False)
 
     assert record.repeated == 0

@@ -34,10 +34,11 @@ lint: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/installed
-	$(BIN)/python benchmarks/encode.py
-	$(BIN)/python benchmarks/wire_size.py
-	$(BIN)/python benchmarks/step.py
-	$(BIN)/python benchmarks/first_step.py
+	$(BIN)/python -m benchmarks.encode
+	$(BIN)/python -m benchmarks.wire_size
+	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.first_step
+	$(BIN)/python -m benchmarks.allocator
 
 clean:
 	rm -rf .venv build dist site *.egg-info

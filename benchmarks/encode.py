@@ -5,7 +5,7 @@ Counted:  ``kernels.find`` and ``kernels.take_`` on residuals of a normal
           distribution; ``kernels.apply_`` of 25,000 entries. Not packing, not sending.
 Baseline: ``np.add(r, u, out=r)`` over as many float32, what Strom's update of the
           residual costs before anything is searched.
-Run:      python benchmarks/encode.py --size 25_000_000
+Run:      python -m benchmarks.encode --size 25_000_000
 """
 
 import argparse

@@ -7,7 +7,7 @@ Counted:  from the call of `fit` to the end of the first optimizer step of the l
           first row starts with an empty cache of compiled kernels, as on a machine
           where daskdl never ran; the second is the same cluster again; the third a
           new cluster with the cache filled.
-Run:      python benchmarks/first_step.py
+Run:      python -m benchmarks.first_step
 """
 
 import argparse

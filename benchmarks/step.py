@@ -7,7 +7,7 @@ Counted:  optimizer steps of the MLP 784-2048-2048-10 (5.8 M parameters, 23.3 MB
           the threshold has adapted. Baselines: a plain loop over the same batches
           in one process, and two such processes at once, independent of each
           other: the machine's own limit.
-Run:      python benchmarks/step.py --rounds 5
+Run:      python -m benchmarks.step --rounds 5
 """
 
 import argparse
@@ -168,9 +168,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     print(f"# torch {torch.__version__}, {platform.machine()}, 1 thread per process")
-    print(
-        f"# dense: {4 * sum(p.numel() for p in mlp().parameters()) / 1e3:,.0f} KB per step"
-    )
+    dense_kb = 4 * sum(p.numel() for p in mlp().parameters()) / 1e3
+    print(f"# dense: {dense_kb:,.0f} KB per step")
     print(f"{'case':38}{'samples/s':>10}{'ratio':>8}{'KB/step':>9}{'density':>10}")
     rows = table(arguments.steps, arguments.rounds)
     for row in rows:

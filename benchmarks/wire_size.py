@@ -5,7 +5,7 @@ Counted:  bytes of the body (header apart where a column says so), and the
           median of encode plus decode of the smallest kind. Not finding the
           entries, not sending.
 Baseline: RAW32, and a byte-wise varint of the gaps for comparison.
-Run:      python benchmarks/wire_size.py --json benchmarks/results/FILE.json
+Run:      python -m benchmarks.wire_size --json benchmarks/results/FILE.json
 
 ``bound`` is N * H(K / N) + K bits: the entropy of independent positions and
 one bit per sign. Clustered positions may go below it.

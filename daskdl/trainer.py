@@ -97,6 +97,7 @@ class Trainer:
             self.master, self.device, self.seed, self.callbacks, self.progress
         )
         self._sent: Sent | None = None
+        self._epochs = 0  # of all fits so far
 
     def fit(
         self,
@@ -238,6 +239,7 @@ class Trainer:
             run=secrets.randbits(63),
             master=self.master,
             epochs=epochs,
+            epochs_before=self._epochs,
             batch_size=batch_size,
             seed=self.seed,
             shuffle=shuffle,
@@ -271,6 +273,7 @@ class Trainer:
             self.progress,
         ) as follower:
             final, reason = driver.run(recipe, follower.follow)
+        self._epochs += len(self.history_)
         if final is not None:
             self._adopt(model, final)
         if reason is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daskdl.channel.inbox import Arrived
+from daskdl.channel.messages import Barrier
 from daskdl.codec import Stamp
 
 
@@ -26,7 +27,7 @@ class Gathered(NamedTuple):
     """What all members said at a barrier."""
 
     notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
-    lost: Mapping[int, int]  # last update of each lost replica that all will get
+    gone: Mapping[int, int]  # last update of each replica that left or was lost
 
 
 @dataclass
@@ -148,13 +149,14 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def gather(self, key: str, note: Any, *, announce: bool = False) -> Gathered:
+    def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
         """Wait at a barrier for all members, and read what each has to say.
 
         Args:
             key: Name of the barrier, unique within the run.
             note: Plain values, or arrays, which nobody between unpacks.
-            announce: Also tell the client.
+            kind: ``AGREE``: updates published later are held back until the next
+                barrier is complete. ``REPORT``: the client reads the notes too.
         """
 
     @abstractmethod

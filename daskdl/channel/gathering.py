@@ -12,11 +12,11 @@ class Gathering:
     """
 
     notes: dict[int, Any]
-    announced: bool  # the client has been told
+    gone: dict[int, int] | None  # set once: everybody has to read the same
 
     def __init__(self) -> None:
         self.notes = {}
-        self.announced = False
+        self.gone = None
 
     def arrive(self, replica: int, note: Any) -> None:
         """A member is here; arriving again (a retried request) changes nothing."""

@@ -178,8 +178,9 @@ class LiveRun:
     async def _relay(self, replica: int, pump: Pump) -> None:
         try:
             await pump.run()
-        except (OSError, DaskDLError) as error:
+        except (OSError, RuntimeError, DaskDLError) as error:
             # A closing worker refuses before Dask reports it gone: both end here.
+            # RuntimeError is what Dask's pool raises once the scheduler closes.
             await self.lose(replica, str(error))
 
     async def _watch(self) -> None:

@@ -59,6 +59,14 @@ class Item(NamedTuple):
         return self.nbytes + ITEM_OVERHEAD_BYTES
 
 
+class Barrier(enum.StrEnum):
+    """What a barrier is for."""
+
+    AGREE = "agree"  # afterwards updates are held, until the next one
+    REPORT = "report"  # the client reads the notes too
+    MEET = "meet"
+
+
 class Answer(enum.StrEnum):
     """The `status` of every answer."""
 

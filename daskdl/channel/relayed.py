@@ -19,7 +19,7 @@ from daskdl.channel.base import Channel, Gathered, Stopped, Traffic
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.inbox import Arrived
 from daskdl.channel.link import Link
-from daskdl.channel.messages import Item, ItemKind
+from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
 from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.version import VERSION
@@ -223,15 +223,15 @@ class RelayedChannel(Channel):
         return None if piece is None else int(piece)
 
     @override
-    def gather(self, key: str, note: Any, *, announce: bool = False) -> Gathered:
+    def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
         # No bound of its own: whoever is awaited and silent ends the run at the
         # scheduler, which also knows who that is; a scheduler that is silent is
         # noticed by the link.
         answer = self._ask(
-            messages.GATHER, None, key=key, note=wrap_note(note), announce=announce
+            messages.GATHER, None, key=key, note=wrap_note(note), kind=kind.value
         )
         notes = {replica: unwrap_note(said) for replica, said in answer["notes"]}
-        return Gathered(notes, dict(answer["lost"]))
+        return Gathered(notes, dict(answer["gone"]))
 
     def _ask(
         self, operation: str, timeout_s: float | None, **fields: Any

@@ -25,6 +25,7 @@ class RunPlan:
         replicas: Worker address of each replica.
         pieces: For each phase ("train", "validation"), the Dask keys of its pieces.
         seed: Of the order of the training pieces; None keeps their order.
+        epochs_before: Of earlier fits, so that each has an order of its own.
         synchronous: Fixed shares instead of first come, first served.
         relay_bytes: Bound of the relay's queue for each replica.
         timeouts: Bounds on waiting, seconds, by name.
@@ -34,6 +35,7 @@ class RunPlan:
     replicas: Mapping[int, str]
     pieces: Mapping[str, tuple[str, ...]]
     seed: int | None
+    epochs_before: int
     synchronous: bool
     relay_bytes: int
     timeouts: Mapping[str, float]
@@ -61,6 +63,8 @@ class RunRecord:
         events: What the client is told, in order.
         stopped: Why the run was stopped; None while it runs.
         refused: Messages that were not understood.
+        _gone: Last update of each replica that left or was lost.
+        _holding: Whether updates have to wait, see `complete`.
     """
 
     plan: RunPlan
@@ -70,8 +74,8 @@ class RunRecord:
     events: EventLog = field(default_factory=EventLog)
     stopped: str | None = None
     refused: int = 0
-    _lost: dict[int, int] = field(default_factory=dict)
-    _left: set[int] = field(default_factory=set)
+    _gone: dict[int, int] = field(default_factory=dict)
+    _holding: bool = False
     _gatherings: dict[str, Gathering] = field(default_factory=dict)
     _leases: dict[str, tuple[int, Leases]] = field(default_factory=dict)
 
@@ -88,9 +92,7 @@ class RunRecord:
     @property
     def expected(self) -> list[int]:
         """Replicas that are present or still to come, ascending."""
-        return [
-            r for r in self.plan.replicas if r not in self._lost and r not in self._left
-        ]
+        return [r for r in self.plan.replicas if r not in self._gone]
 
     @property
     def absent(self) -> list[int]:
@@ -123,7 +125,7 @@ class RunRecord:
         progress = self.progress[origin]
         accepted = 0
         for item in items:
-            if not all(box.has_room(item.weight()) for box in others):
+            if self._holding or not all(box.has_room(item.weight()) for box in others):
                 return accepted
             for box in others:
                 box.offer(item, force=True)
@@ -164,7 +166,8 @@ class RunRecord:
             raise ValueError(f"epoch {epoch} of {phase} is over, this is {current}")
         if epoch > current:
             seed = self.plan.seed if phase == "train" else None
-            order = piece_order(len(self.plan.pieces[phase]), epoch, seed)
+            turn = self.plan.epochs_before + epoch
+            order = piece_order(len(self.plan.pieces[phase]), turn, seed)
             shares = self.expected if self.plan.synchronous else None
             self._leases[phase] = (epoch, Leases(order, shares))
         return self._leases[phase][1]
@@ -175,14 +178,30 @@ class RunRecord:
         gathering.arrive(replica, note)
         return gathering
 
-    def forget_gathering(self, key: str) -> None:
-        """A barrier is behind everybody."""
+    def complete(self, key: str, gathering: Gathering, *, hold: bool) -> bool:
+        """All are at a barrier; the first to notice settles what they read there.
+
+        Args:
+            key: Of the barrier.
+            gathering: That has nobody to wait for any more.
+            hold: Whether updates are kept back from now until the next barrier is
+                complete. Only replicas that leave have any then, and what some
+                survivors took in before they compare, all of them must.
+
+        Returns:
+            Whether this call was the first.
+        """
+        if gathering.gone is not None:
+            return False
+        gathering.gone = dict(self._gone)
+        self._holding = hold
         self._gatherings.pop(key, None)
+        return True
 
     @property
-    def lost(self) -> dict[int, int]:
-        """Replicas that were lost, and the last update of each that was relayed."""
-        return dict(self._lost)
+    def gone(self) -> dict[int, int]:
+        """Replicas that left or were lost, and the last update of each."""
+        return dict(self._gone)
 
     @property
     def repeated(self) -> int:
@@ -192,15 +211,14 @@ class RunRecord:
     def lose(self, replica: int) -> None:
         """A replica is gone without a word; what it held is free again."""
         self._remove(replica)
-        self._lost[replica] = self.progress.get(replica, Progress()).sequence
 
     def leave(self, replica: int) -> None:
         """A replica has delivered everything and goes."""
         self._remove(replica)
-        self._left.add(replica)
 
     def _remove(self, replica: int) -> None:
         self.generation += 1
+        self._gone[replica] = self.progress.get(replica, Progress()).sequence
         self.outboxes.pop(replica, None)
         for _, leases in self._leases.values():
             leases.lose(replica)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from daskdl.channel import messages
 from daskdl.channel.live import LiveRun
-from daskdl.channel.messages import Answer, Item, ItemKind
+from daskdl.channel.messages import Answer, Barrier, Item, ItemKind
 from daskdl.channel.run import RunPlan, RunRecord
 from daskdl.version import VERSION
 
@@ -186,7 +186,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     @of_a_run
     async def handle_gather(
-        self, live: LiveRun, replica: int, key: str, note: Any, announce: bool
+        self, live: LiveRun, replica: int, key: str, note: Any, kind: str
     ) -> dict[str, Any]:
         """A replica is at a barrier; answered with all notes when all are."""
         record = live.record
@@ -194,14 +194,14 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         gathering = record.arrive(key, replica, note)
         await live.notify()
         await live.until(lambda: not gathering.awaited(record.expected), None)
-        record.forget_gathering(key)
-        if announce and not gathering.announced and record.stopped is None:
-            gathering.announced = True
-            record.announce(key, gathering)
-            await live.notify()
+        if record.stopped is None:
+            first = record.complete(key, gathering, hold=kind == Barrier.AGREE)
+            if first and kind == Barrier.REPORT:
+                record.announce(key, gathering)
+                await live.notify()
         notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
-        lost = [[r, sequence] for r, sequence in record.lost.items()]
-        return _answer(record, notes=notes, lost=lost)
+        gone = [[r, sequence] for r, sequence in (gathering.gone or {}).items()]
+        return _answer(record, notes=notes, gone=gone)
 
     @of_a_run
     async def handle_fail(

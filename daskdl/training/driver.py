@@ -108,6 +108,7 @@ class Driver:
             "replicas": dict(self._seats),
             "pieces": {phase: list(keys) for phase, keys in options.pieces.items()},
             "seed": options.seed if options.shuffle else None,
+            "epochs_before": options.epochs_before,
             "synchronous": options.master.synchronous,
             "relay_bytes": self._relay_bytes,
             "timeouts": vars(options.timeouts),

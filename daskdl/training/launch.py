@@ -8,6 +8,7 @@ from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.worker import NAME, ChannelWorkerPlugin
 from daskdl.errors import ChannelError
 from daskdl.packed import Packed
+from daskdl.training.memory import freed_memory_kept
 from daskdl.training.replica import Replica
 from daskdl.training.task import Recipe, Result, TaskOptions
 from daskdl.training.threads import torch_threads
@@ -33,7 +34,11 @@ def train_replica(
         device = pick_device(options.device, number)
         devices = [device] if device.type == "cuda" else []
         threads = max(1, worker.state.nthreads // seats)
-        with torch_threads(threads), torch.random.fork_rng(devices):
+        with (
+            torch_threads(threads),
+            freed_memory_kept(),
+            torch.random.fork_rng(devices),
+        ):
             return Replica(number, options, own, channel, device).run()
     finally:
         channel.leave()

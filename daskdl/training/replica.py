@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from daskdl.callbacks import Step
 from daskdl.channel.base import Channel, Stopped
+from daskdl.channel.messages import Barrier
 from daskdl.data.arrays import check_labels
 from daskdl.data.batches import batches, floating_dtype, to_device
 from daskdl.data.pieces import load
@@ -148,7 +149,7 @@ class Replica:
             "traffic": vars(self._channel.traffic()),
             "score": self._validate(epoch),
         }
-        gathered = self._channel.gather(f"report {epoch}", note, announce=True)
+        gathered = self._channel.gather(f"report {epoch}", note, Barrier.REPORT)
         digests = {r: other["digest"] for r, other in gathered.notes.items()}
         if len(set(digests.values())) > 1:
             raise ChannelError(
@@ -181,7 +182,8 @@ class Replica:
             x, y = self._load(phase, piece)
             if phase == "train" and self._options.shuffle:
                 # The same rows in the same order, whoever trains on the piece.
-                seed = [self._options.seed, epoch, piece]
+                turn = self._options.epochs_before + epoch
+                seed = [self._options.seed, turn, piece]
                 order = np.random.default_rng(seed).permutation(len(x))
                 x, y = x[order], y[order]
             yield x, y

@@ -30,7 +30,7 @@ def row_of(
     thresholds = [s.threshold for s in statistics if not math.isnan(s.threshold)]
     row = {
         "epoch": epoch,
-        "loss": sum(note["tally"][0] for note in notes) / examples,
+        "loss": _mean([note["tally"][0] for note in notes], examples),
         "examples": examples,
         "seconds": seconds,
         "examples_per_s": examples / seconds,
@@ -49,6 +49,11 @@ def row_of(
         "folds": sum(t["folds"] for t in traffic),
     }
     return {**row, **_validation(notes)}
+
+
+def _mean(sums: Sequence[float], count: int) -> float:
+    """NaN of nothing: all who trained in the epoch may be gone."""
+    return sum(sums) / count if count else math.nan
 
 
 def _waits(traffic: Sequence[Mapping[str, Any]]) -> dict[str, float]:

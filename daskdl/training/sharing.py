@@ -17,6 +17,7 @@ from typing_extensions import override
 from daskdl import codec
 from daskdl.accumulator import Accumulator
 from daskdl.channel.base import Gathered
+from daskdl.channel.messages import Barrier
 from daskdl.errors import OptionError
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import AdaptiveThreshold, Sent, ThresholdAlgorithm
@@ -216,13 +217,15 @@ class Sharing(Exchange):
                 "floating": buffers.floating_F,
                 "integer": buffers.integer_I,
             },
+            Barrier.AGREE,
         )
         self._agree(gathered)
 
     def _agree(self, gathered: Gathered) -> None:
         notes = gathered.notes
+        # Of one that left since it arrived here, what it handed over counts too.
         target = {r: note["sequence"] for r, note in notes.items()}
-        self._channel.wait_for_updates({**gathered.lost, **target})
+        self._channel.wait_for_updates({**target, **gathered.gone})
         self._take_in()
         self._step = max(note["step"] for note in notes.values())
         self._channel.align(self._step, self._accumulator.regrid_())
@@ -231,7 +234,7 @@ class Sharing(Exchange):
             for _, note in sorted(notes.items())
         ]
         load_buffers_(self._module, average_buffers(parts))
-        self._members = len(notes.keys() - gathered.lost.keys())
+        self._members = len(notes.keys() - gathered.gone.keys())
         self.learning_rate_scale = self._master.scale(self._members)
         self._keep_agreed()
 

@@ -46,6 +46,7 @@ class TaskOptions:
         run: Identity of the run.
         master: The way of training.
         epochs: How many times to go through the data.
+        epochs_before: Of earlier fits of the same trainer.
         batch_size: Rows per step.
         seed: Of shuffling and of torch's generator.
         shuffle: Whether rows are shuffled within their pieces.
@@ -63,6 +64,7 @@ class TaskOptions:
     run: int
     master: TrainingMaster
     epochs: int
+    epochs_before: int
     batch_size: int
     seed: int
     shuffle: bool

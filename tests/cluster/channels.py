@@ -118,6 +118,7 @@ class Run:
             "replicas": {r: w.address for r, w in enumerate(self.workers)},
             "pieces": pieces,
             "seed": None,
+            "epochs_before": 0,
             "synchronous": False,
             "relay_bytes": relay_bytes,
             "timeouts": dataclasses.asdict(self.endpoint.timeouts),

@@ -9,6 +9,7 @@ from distributed import Client
 from daskdl import codec
 from daskdl.channel import scheduler as scheduler_end
 from daskdl.channel.base import Stopped
+from daskdl.channel.messages import Barrier
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.errors import ChannelError
@@ -198,7 +199,7 @@ async def test_everybody_reads_all_notes_of_a_barrier_arrays_included(c, s, a, b
         )
 
         for gathered in answers:
-            assert gathered.lost == {}
+            assert gathered.gone == {}
             assert gathered.notes.keys() == {0, 1}
             for replica, note in gathered.notes.items():
                 assert note.keys() == NOTES[replica].keys()
@@ -209,12 +210,12 @@ async def test_everybody_reads_all_notes_of_a_barrier_arrays_included(c, s, a, b
 
 
 @two_workers()
-async def test_the_client_is_told_once_of_a_barrier_that_is_announced(c, s, a, b):
+async def test_the_client_is_told_once_of_a_barrier_that_reports(c, s, a, b):
     async with a_run(c, s, a, b) as run:
-        for key, announce in [("quiet", False), ("loud", True)]:
+        for key, kind in [("quiet", Barrier.MEET), ("loud", Barrier.REPORT)]:
             await asyncio.gather(
                 *(
-                    in_thread(channel.gather, key, {"from": r}, announce=announce)
+                    in_thread(channel.gather, key, {"from": r}, kind)
                     for r, channel in run.channels.items()
                 )
             )

@@ -96,7 +96,7 @@ async def test_who_was_given_up_publishes_to_nobody_and_is_told(c, s, a, b):
 
 REQUESTS = {
     "lease": ("daskdl_lease", {"phase": "train", "epoch": 0, "finished": None}),
-    "gather": ("daskdl_gather", {"key": "end", "note": None, "announce": False}),
+    "gather": ("daskdl_gather", {"key": "end", "note": None, "kind": "meet"}),
     "fail": ("daskdl_fail", {"failure": {"type": "E", "summary": "boom"}}),
 }
 

@@ -34,7 +34,7 @@ async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers):
 
         for gathered in await asyncio.gather(*gathers):
             assert gathered.notes == {0: {"from": 0}, 1: {"from": 1}}
-            assert gathered.lost == {2: 1}
+            assert gathered.gone == {2: 1}
         await in_thread(run.channels[1].wait_for_updates, {2: 1})
         removed, lost = await run.events()
         assert removed == {"kind": "removed", "replica": 2}
@@ -96,7 +96,7 @@ async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b):
         await in_thread(run.channels[0].wait_for_updates, {1: 1})
         (update,) = run.channels[0].receive().updates
         assert update.counts_N.tolist() == list(range(SIZE))
-        assert run.record.lost == {}
+        assert run.record.gone == {1: 1}
         assert (await in_thread(run.channels[0].gather, "end", 0)).notes.keys() == {
             0,
             1,

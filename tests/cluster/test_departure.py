@@ -99,5 +99,5 @@ def test_a_killed_worker_does_not_end_a_run_whose_data_can_be_had_again(three):
 def test_data_in_memory_that_died_with_a_worker_are_named(three):
     own = trainer(three, GradientSharing(), killing(three))
 
-    with pytest.raises(DataError, match="was lost with the worker .* dask.array"):
+    with pytest.raises(DataError, match=r"was lost with the worker .* dask\.array"):
         own.fit(X, Y, epochs=6, batch_size=8)

@@ -16,6 +16,7 @@ def plan_of(replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None):
         replicas={r: f"tcp://worker-{r}" for r in range(replicas)},
         pieces={"train": KEYS, "validation": ("v-0", "v-1", "v-2", "v-3")},
         seed=seed,
+        epochs_before=0,
         synchronous=synchronous,
         relay_bytes=relay_bytes,
         timeouts=dataclasses.asdict(Timeouts(join=60, silence=10)),

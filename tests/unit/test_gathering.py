@@ -35,5 +35,5 @@ def test_a_member_lost_after_it_arrived_keeps_its_note():
     assert gathering.notes[1] == "one"
 
 
-def test_it_has_not_been_announced_at_first():
-    assert Gathering().announced is False
+def test_it_is_not_settled_at_first():
+    assert Gathering().gone is None

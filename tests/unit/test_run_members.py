@@ -34,7 +34,7 @@ def test_a_loss_remembers_the_last_update_that_all_will_get():
 
     record.lose(0)
 
-    assert record.lost == {0: 2}
+    assert record.gone == {0: 2}
     assert record.expected == [1, 2]
 
 
@@ -44,16 +44,17 @@ def test_one_lost_before_it_joined_is_expected_no_more():
     record.lose(2)
 
     assert record.absent == [0, 1]
-    assert record.lost == {2: 0}
+    assert record.gone == {2: 0}
 
 
-def test_one_that_left_is_gone_but_not_lost():
+def test_what_one_that_left_has_sent_is_remembered():
     record = joined()
+    record.publish(0, [update(0, 1)], 1, -1)
 
     record.leave(0)
 
     assert record.members == record.expected == [1, 2]
-    assert record.lost == {}
+    assert record.gone == {0: 1}
     assert waiting(record, 1)[-1].kind == "lost"  # nothing more comes from it
 
 
@@ -159,15 +160,38 @@ def test_repeated_pieces_of_the_validation_are_not_counted():
     assert record.repeated == 0
 
 
-def test_a_barrier_is_the_same_for_all_until_it_is_forgotten():
+def test_a_barrier_is_the_same_for_all_until_it_is_complete():
     record = joined(2)
 
     gathering = record.arrive("end", 0, "zero")
 
     assert record.arrive("end", 1, "one") is gathering
     assert record.arrive("other", 1, "one") is not gathering
-    record.forget_gathering("end")
+    record.complete("end", gathering, hold=False)
     assert record.arrive("end", 0, "zero") is not gathering
+
+
+def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
+    record = joined()
+    gathering = record.arrive("end", 0, "zero")
+
+    first = record.complete("end", gathering, hold=False)
+    record.lose(2)
+    second = record.complete("end", gathering, hold=False)
+
+    assert (first, second) == (True, False)
+    assert gathering.gone == {}
+
+
+def test_updates_are_held_between_two_barriers():
+    record = joined()
+    record.complete("end", record.arrive("end", 0, None), hold=True)
+
+    held = record.publish(2, [update(2, 1)], 1, -1)
+    record.complete("report", record.arrive("report", 0, None), hold=False)
+    passed = record.publish(2, [update(2, 1)], 1, -1)
+
+    assert (held, passed) == (0, 1)
 
 
 def test_the_client_is_told_what_all_said_and_what_was_counted():

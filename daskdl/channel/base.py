@@ -155,8 +155,8 @@ class Channel(ABC):
         Args:
             key: Name of the barrier, unique within the run.
             note: Plain values, or arrays, which nobody between unpacks.
-            kind: ``AGREE``: updates published later are held back until the next
-                barrier is complete. ``REPORT``: the client reads the notes too.
+            kind: ``AGREE``: everything published is passed on first, and what is
+                published later is held back until the next barrier is complete. ``REPORT``: the client reads the notes too.
         """
 
     @abstractmethod

@@ -163,16 +163,19 @@ class RelayedChannel(Channel):
 
     @override
     def wait_for_room(self) -> None:
+        self._wait_until_sent("room")
+
+    def _wait_until_sent(self, cause: str) -> None:
         started = time.perf_counter()
         bound = self._timeouts.silence
         came = self._outbox.wait_for(
             lambda box: self._inbox.stopped is not None or len(box) == 0, bound
         )
-        self._count_wait("room", started)
+        self._count_wait(cause, started)
         self.check()
         if not came:
             raise WaitTimeoutError(
-                f"replica {self._replica} waited {bound:g} s for room: "
+                f"replica {self._replica} waited {bound:g} s for {cause}: "
                 f"{len(self._outbox)} updates ({self._outbox.nbytes} bytes) could not "
                 "be passed to the scheduler"
             )
@@ -224,6 +227,9 @@ class RelayedChannel(Channel):
 
     @override
     def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
+        if kind == Barrier.AGREE:
+            # What is still here would be held back with what others hand over.
+            self._wait_until_sent("flush")
         # No bound of its own: whoever is awaited and silent ends the run at the
         # scheduler, which also knows who that is; a scheduler that is silent is
         # noticed by the link.

@@ -156,7 +156,8 @@ class Channel(ABC):
             key: Name of the barrier, unique within the run.
             note: Plain values, or arrays, which nobody between unpacks.
             kind: ``AGREE``: everything published is passed on first, and what is
-                published later is held back until the next barrier is complete. ``REPORT``: the client reads the notes too.
+                published later is held back until the next barrier is complete.
+                ``REPORT``: the client reads the notes too.
         """
 
     @abstractmethod

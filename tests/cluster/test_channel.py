@@ -230,6 +230,23 @@ async def test_the_client_is_told_once_of_a_barrier_that_reports(c, s, a, b):
 
 
 @two_workers()
+async def test_what_was_published_before_replicas_agree_is_not_held(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+
+        def end(channel):
+            # The second one has to wait for the pace of the first.
+            assert publish(channel, 1)
+            assert publish(channel, 2)
+            return channel.gather("end", None, Barrier.AGREE)
+
+        await asyncio.gather(*(in_thread(end, run.channels[r]) for r in (0, 1)))
+
+        for replica in (0, 1):
+            others = {1 - replica: 2}
+            await in_thread(run.channels[replica].wait_for_updates, others)
+
+
+@two_workers()
 async def test_pieces_are_leased_near_first_and_progress_is_told(c, s, a, b):
     near_a = await c.scatter({"a-0": 0}, workers=[a.address])
     near_b = await c.scatter({"b-0": 1}, workers=[b.address])

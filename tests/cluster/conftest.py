@@ -8,6 +8,15 @@ from distributed import Client, LocalCluster
 from daskdl.channel.scheduler import NAME
 
 
+def pytest_collection_modifyitems(items):
+    """Tests with clusters of Dask's own test tools come first.
+
+    They look for anything left over in this process, and would find the cluster
+    below; and what they clean up at their end, they take from it.
+    """
+    items.sort(key=lambda item: not item.path.name.startswith("test_channel"))
+
+
 @pytest.fixture(scope="session")
 def cluster():
     with LocalCluster(

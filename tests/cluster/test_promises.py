@@ -23,7 +23,7 @@ from daskdl import (
 )
 from daskdl.channel.payloads import wrap
 from daskdl.channel.scheduler import NAME
-from tests.cluster.conftest import left_behind
+from tests.cluster.conftest import still_left_behind
 from tests.cluster.problems import (
     adam,
     mlp,
@@ -274,7 +274,7 @@ class TestNoSilentWaits:
         with pytest.raises(KeyboardInterrupt):
             own.fit(X, Y, epochs=10_000)
 
-        assert left_behind(client) == {}
+        assert still_left_behind(client) == {}
         assert len(own.history_) >= 1
         assert own.model_ is not None
         own.callbacks = []

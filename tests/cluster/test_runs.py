@@ -181,6 +181,12 @@ def counts(client):
     return [client.run_on_scheduler(on_scheduler), *client.run(on_worker).values()]
 
 
+def more(after, before):
+    """Whether there is more of anything: earlier tests' things may still go."""
+    pairs = zip(after, before, strict=True)
+    return any(a[0] != b[0] or a[1] > b[1] for a, b in pairs)
+
+
 class TestOneAfterTheOther:
     def test_many_runs_leave_nothing(self, client):
         own = trainer(client)
@@ -193,11 +199,11 @@ class TestOneAfterTheOther:
 
         assert still_left_behind(client) == {}
         deadline = time.monotonic() + 5  # forgetting takes messages
-        while (after := counts(client)) != before and time.monotonic() < deadline:
+        while more(after := counts(client), before) and time.monotonic() < deadline:
             pass
-        assert after == before
-        assert before[0] == (2, 0)  # one plugin each for scheduler and workers
-        assert before[1:] == [(1, 0)] * 2
+        assert not more(after, before)
+        # One plugin each for scheduler and workers.
+        assert [plugins for plugins, _ in after] == [2, 1, 1]
 
     def test_two_clients_register_the_plugins_once(self, client):
         for _ in range(2):
@@ -293,9 +299,7 @@ class TestLostWorker:
             own.fit(X, Y, epochs=10_000, batch_size=16)
 
         message = str(caught.value)
-        assert re.search(
-            r"piece \d+ of the train data was lost with the worker", message
-        )
+        assert re.search(r"piece \S+ was lost with the worker", message)
         assert f"gone before: replica 1 on {worker}" in message
         assert len(own.history_) >= 1
         assert not torch.equal(vector(own.model_), vector(start_of_mlp()))

@@ -61,7 +61,7 @@ class TestRehearse:
             (lambda out, y: out, "loss must return one floating number for a batch, "
              "got shape (2, 3) and dtype torch.float32 for two rows; use reduction"),
             (lambda out, y: out.sum().long(), "shape () and dtype torch.int64"),
-            (lambda out, y: out.sum().item() * 0, "loss must return a tensor, got 0.0"),
+            (lambda out, y: float(len(out)), "loss must return a tensor, got 2.0"),
             (lambda out, y: out @ y, "loss failed on two rows, the output being shape "
              "(2, 3) and dtype torch.float32 and the labels shape (2,) and dtype "
              "torch.float32: "),

@@ -3,13 +3,13 @@ import pytest
 import torch
 from torch import nn
 
+from daskdl.buffers import Buffers
 from daskdl.packed import Packed
 from daskdl.thresholds import Sent
 from daskdl.training.base import Parameters
 from daskdl.training.merge import merge
 from daskdl.training.optimizer_state import weigh
 from daskdl.training.task import Result
-from daskdl.vectors import Buffers
 
 GRID = 2.0**-24
 MOST = 2**31 - 1

@@ -143,7 +143,7 @@ def write_stream(
     at = held = first = 0
     for b in range(len(counts_B)):
         last = first + counts_B[b]
-        rice = np.int64(rices_B[b])
+        rice = int(rices_B[b])
         if headers:
             # One call: numba would compile it again for each constant width.
             header = 1 | (last - first - 1) << 1 | rice << (1 + COUNT_BITS)
@@ -151,7 +151,7 @@ def write_stream(
             width = 1 + HEADER_BITS if full else 1
             at, held = write_bits(words, at, held, header if full else 0, width)
         for i in range(first, last):
-            gap = np.int64(gaps_K[i])
+            gap = int(gaps_K[i])
             one = at + (gap >> rice)  # the words are zero already
             words[at >> 5] = held
             held = held if one >> 5 == at >> 5 else 0

@@ -154,6 +154,7 @@ class TestRegrid:
             (2**29 - 1, 32),
             (-(2**29) + 1, 32),
             (2**30, 64),
+            (2**31 - 1, 128),
             (-(2**31), 128),
         ],
         ids=str,
@@ -165,9 +166,9 @@ class TestRegrid:
         grid = accumulator.regrid_()
 
         assert grid == accumulator.grid == factor * GRID
-        if factor > 1:
-            assert np.abs(accumulator.shared_counts()[0]) < 2**25
-            assert np.abs(accumulator.shared_counts()[0]) >= 2**24 - 1
+        after = int(accumulator.shared_counts()[0])
+        assert after == math.floor(largest / factor + 0.5)
+        assert factor == 1 or 2**24 - 1 <= abs(after) < 2**25
 
     def test_local_is_unchanged_and_all_groups_follow(self):
         module = Vector([0.0, 0.0], second=[0.0])
@@ -180,6 +181,17 @@ class TestRegrid:
         assert (module.first.tolist(), module.second.tolist()) == before
         assert accumulator.shared_counts().tolist() == [2**24, 1, -1]
         assert accumulator.residual_counts().tolist() == [0, 0, 0]
+
+    def test_a_group_without_parameters_does_no_harm(self):
+        module = Vector([], second=[0.0])
+        accumulator = make(module)
+        with torch.no_grad():
+            module.second += 0.5
+
+        accumulator.take_(accumulator.propose())
+
+        assert accumulator.regrid_() == GRID
+        assert accumulator.shared_counts().tolist() == [2**20]
 
     def test_growth_far_beyond_the_start_waits_and_then_goes_on(self):
         module = Vector([0.0])

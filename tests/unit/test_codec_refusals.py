@@ -242,6 +242,12 @@ def test_a_frame_in_pieces_is_refused():
         decode(frame)
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)], ids=str)
+def test_a_frame_without_bytes_is_refused_whatever_its_shape(shape):
+    with pytest.raises(CodecError, match="got 0 bytes, the header alone has 64"):
+        decode(np.empty(shape, np.uint8))
+
+
 def test_a_short_frame_cannot_ask_for_memory():
     """2 GiB announced in 94 bytes, within what N allows."""
     size = 2**29

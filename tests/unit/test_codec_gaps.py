@@ -175,6 +175,17 @@ def test_no_rice_parameter_makes_fewer_bits_at_any_density(seed):
     assert len(codes(values, rice)) == fewest(values)[0]
 
 
+@pytest.mark.parametrize("shift", [0, 5, 11, 12, 28], ids=str)
+def test_a_rice_parameter_above_the_mean_gap_is_found(shift):
+    """One more bit for each of three gaps, but four zeros less."""
+    values = np.array([3, 1, 1]) << shift
+    positions = (np.cumsum(values + 1) - 1).astype(np.int32)
+
+    found = gaps.plan_with(gaps.WHOLE, int(positions[-1]) + 1, positions)
+
+    assert found.rices_B.tolist() == [shift + 1]
+
+
 @pytest.mark.parametrize("density", [1e-4, 1e-3, 1e-2, 1e-1], ids=str)
 def test_random_positions_cost_within_two_percent_of_their_entropy(density):
     count = 20_000

@@ -220,9 +220,10 @@ def test_run_zero_is_a_run_like_any_other(run):
 
 
 @pytest.mark.parametrize("frame", [RAW32, DENSE32], ids=["sparse", "dense"])
-def test_a_frame_for_another_model_is_refused(frame):
-    with pytest.raises(CodecError, match="parameters, this model has 11"):
-        decode(frame, size=11)
+@pytest.mark.parametrize("size", [1, 11], ids=["smaller", "larger"])
+def test_a_frame_for_another_model_is_refused(frame, size):
+    with pytest.raises(CodecError, match=f"parameters, this model has {size}"):
+        decode(frame, size=size)
 
 
 @pytest.mark.parametrize(

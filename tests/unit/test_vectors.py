@@ -6,12 +6,7 @@ import torch
 from torch import nn
 
 from daskdl.errors import ModelError
-from daskdl.vectors import (
-    FlatParameters,
-    empty,
-    grid_for,
-    load_counts_,
-)
+from daskdl.vectors import FlatParameters, empty, grid_for, load_counts_
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -19,6 +14,12 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 def net():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def sparse():
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.eye(2).to_sparse())
+    return module
 
 
 class Tied(nn.Module):
@@ -102,6 +103,18 @@ class TestFlatParameters:
         assert "0.weight" not in flat.slices
         assert module[0].weight.data_ptr() == pointer
 
+    def test_frozen_parameters_may_be_of_any_dtype(self):
+        module = nn.Linear(2, 1)
+        module.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), False)
+
+        assert FlatParameters(module).size == 3
+
+    @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+    def test_layers_without_inputs_are_not_taken_for_tied_ones(self):
+        module = nn.Sequential(nn.Linear(0, 5), nn.Linear(0, 5))
+
+        assert FlatParameters(module).size == 10
+
     def test_a_flat_module_can_be_flattened_again(self):
         module = net()
         FlatParameters(module)
@@ -136,8 +149,9 @@ class TestFlatParameters:
             (nn.Linear(2, 2, dtype=torch.complex64), "'weight' is torch.complex64"),
             (nn.LazyLinear(2), "'weight' is not initialised"),
             (nn.Linear(2, 2, device="meta"), "'weight' is not initialised"),
+            (sparse(), r"'weight' is torch.float32 \(torch.sparse_coo\); trainable"),
         ],
-        ids=["none", "frozen", "complex", "lazy", "meta"],
+        ids=["none", "frozen", "complex", "lazy", "meta", "sparse"],
     )
     @pytest.mark.filterwarnings("ignore:Lazy modules")
     def test_what_cannot_be_trained_is_refused(self, module, message):
@@ -158,6 +172,13 @@ class TestFlatParameters:
         module[1 - trained].weight.requires_grad_(False)
 
         with pytest.raises(ModelError, match=r"'0.weight' and '1.weight' share memory"):
+            FlatParameters(module)
+
+    def test_sharing_the_last_element_is_sharing(self):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(1, 1))
+        module[1].weight = nn.Parameter(module[0].weight.data[1:, 1:])
+
+        with pytest.raises(ModelError, match="share memory"):
             FlatParameters(module)
 
     def test_frozen_ones_may_share_memory(self):
@@ -181,6 +202,13 @@ class TestGrid:
         nn.init.constant_(module.bias, largest)
 
         assert grid_for(FlatParameters(module)) == 2.0**exponent
+
+    @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+    def test_a_group_without_parameters_does_not(self):
+        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(0, 3, False).double())
+        nn.init.constant_(module[0].bias, 4.0)
+
+        assert grid_for(FlatParameters(module)) == 2.0**-22
 
     def test_any_group_may_hold_it(self):
         module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).double())
@@ -217,6 +245,16 @@ class TestLoadCounts:
         load_counts_(module, np.array([2**31 - 1], np.int32), 1.0)
 
         assert module.weight.item() == 2**31 - 1
+
+    @pytest.mark.parametrize(
+        ("dtype", "half"), [(torch.bfloat16, 2**22), (torch.float16, 2**19)], ids=str
+    )
+    def test_half_types_are_rounded_by_way_of_float32_as_on_replicas(self, dtype, half):
+        module = nn.Linear(1, 1, bias=False).to(dtype)
+
+        load_counts_(module, np.array([2**30 + half + 1], np.int32), 2.0**-24)
+
+        assert module.weight.item() == 64.0
 
     def test_another_size_is_refused(self):
         with pytest.raises(ModelError, match="need 3 parameters, got 2 values"):

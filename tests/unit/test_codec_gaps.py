@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from daskdl.codec import gaps, gaps_reading
+from daskdl.errors import CodecError
 
 SIZE = 40_000
 
@@ -222,3 +223,35 @@ def test_a_stream_too_short_for_its_plan_is_not_written_past():
         gaps.write_stream(words[:8], plan.gaps_K, plan.counts_B, plan.rices_B, False)
 
     assert words[8:].tolist() == [0, 0]
+
+
+def test_of_two_ways_as_long_one_parameter_for_all_is_taken():
+    positions = np.array([0, *range(4096, 8192, 100)], np.int32)
+    lengths = {
+        gaps.plan_with(block, 8192, positions).length
+        for block in (gaps.WHOLE, gaps.BLOCK)
+    }
+
+    found = gaps.plan(8192, positions)
+
+    assert (found.block, lengths) == (gaps.WHOLE, {found.length})
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The readers as plain Python, in which every index is checked."""
+    for name in ("read_bits", "read_block", "read_blocks"):
+        plain = getattr(gaps_reading, name).py_func
+        monkeypatch.setattr(gaps_reading, name, plain)
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+@pytest.mark.parametrize("mode", [0, 7, gaps.MAX_RICE, gaps.PER_BLOCK])
+@pytest.mark.parametrize("fill", [0x00, 0x80, 0xFF])
+@pytest.mark.usefixtures("checked")
+def test_codes_are_not_read_beyond_their_words(length, mode, fill):
+    stream = bytes(length - 1) + bytes([fill])
+    body = np.frombuffer(bytes([mode]) + stream + bytes(2), np.uint8)
+
+    with pytest.raises(CodecError):
+        gaps_reading.unpack(body, 2**20, 9)

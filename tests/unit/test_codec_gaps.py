@@ -225,6 +225,15 @@ def test_a_stream_too_short_for_its_plan_is_not_written_past():
     assert words[8:].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("size", "count", "expected"),
+    [(10, 0, (0, 0)), (10, 3, (3, 4)), (10, 9, (5, 9)), (2**31 - 1, 8, (3, 34))],
+    ids=str,
+)
+def test_the_range_of_lengths_is_the_documented_one(size, count, expected):
+    assert gaps_reading.length_range(size, count) == expected
+
+
 def test_of_two_ways_as_long_one_parameter_for_all_is_taken():
     positions = np.array([0, *range(4096, 8192, 100)], np.int32)
     lengths = {

@@ -9,8 +9,14 @@ import torch
 from torch import nn
 
 from daskdl.data.rehearsal import ClassRange
-from daskdl.data.validate import check_data, check_loss, check_model, check_step
-from daskdl.errors import DataError, ModelError
+from daskdl.data.validate import (
+    check_data,
+    check_loss,
+    check_model,
+    check_step,
+    check_validation,
+)
+from daskdl.errors import DataError, ModelError, OptionError
 
 X = np.arange(12.0).reshape(6, 2)
 CLASSES = np.array([0, 1, 2, 0, 1, 2])
@@ -159,3 +165,40 @@ class TestCheckStep:
     def test_it_starts_with_the_cheap_checks(self):
         with pytest.raises(ModelError, match="loss is the class"):
             check_step(nn.Linear(9, 9), nn.MSELoss, SGD, X, CLASSES)
+
+
+class TestCheckValidation:
+    @pytest.mark.parametrize("validation", [X, (X,), (X, CLASSES, X), [X, CLASSES]])
+    def test_only_a_pair_is_taken(self, validation):
+        message = f"a tuple (X, y), got a {type(validation).__name__}"
+
+        with pytest.raises(OptionError, match=re.escape(message)):
+            check_validation(nn.Linear(2, 3), nn.CrossEntropyLoss(), validation)
+
+    @pytest.mark.parametrize(
+        ("validation", "kind", "message"),
+        [
+            ((X, CLASSES[1:]), DataError, "X and y must have the same length"),
+            ((X, CLASSES + 1), DataError, "y[2] is 3"),
+            ((X[:, :1], CLASSES), ModelError, "model failed on 2 rows of X"),
+        ],
+        ids=["lengths", "label", "model"],
+    )
+    def test_says_that_it_is_about_validation(self, validation, kind, message):
+        with pytest.raises(kind, match=re.escape(f"validation: {message}")):
+            check_validation(nn.Linear(2, 3), nn.CrossEntropyLoss(), validation)
+
+    def test_the_model_is_in_evaluation_mode_and_nothing_random_is_used_up(self):
+        model = nn.Sequential(nn.Unflatten(0, (1, -1)), nn.Flatten(), nn.BatchNorm1d(4))
+        noisy = nn.Sequential(model, Noise())
+        state = torch.get_rng_state()
+
+        check_validation(noisy, lambda output, y: output.mean(), (X, CLASSES))
+
+        assert noisy.training
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.rand(1)

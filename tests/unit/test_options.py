@@ -48,6 +48,7 @@ def test_an_option_of_a_trainer_is_taken(option, value):
         ("callbacks", Callback(), "callbacks must be a list of daskdl.Callback, got <"),
         ("callbacks", [Callback(), 5], "callbacks must be daskdl.Callback, got 5"),
         ("device", 0, "device must be 'auto' or a torch device, got 0"),
+        ("device", None, "device must be 'auto' or a torch device, got None"),
         ("device", "quantum", "device must be 'auto' or a torch device, got 'quantum'"),
     ],
     ids=repr,

@@ -128,6 +128,11 @@ class TestAsNumpy:
         assert as_numpy(tensor).ctypes.data == tensor.data_ptr()
         assert str(as_numpy(tensor).dtype) == str(dtype).removeprefix("torch.")
 
+    def test_a_plain_array_is_kept_without_a_copy(self):
+        array = np.ones((3, 2), np.float32)
+
+        assert np.shares_memory(as_numpy(array), array)
+
     def test_a_tensor_in_a_graph_is_taken_out_of_it(self):
         tensor = torch.tensor([1.0, 2.0], requires_grad=True)
 

@@ -88,9 +88,19 @@ def test_what_all_agree_on_stays_bit_for_bit():
     np.testing.assert_array_equal(average_buffers(parts).floating_F, values)
 
 
-@pytest.mark.parametrize("sizes", [(), (1, 2)], ids=["none", "different"])
+def test_infinities_of_both_signs_have_no_mean():
+    parts = [(Buffers(np.array([x]), np.array([0])), 1) for x in (math.inf, -math.inf)]
+
+    assert math.isnan(average_buffers(parts).floating_F[0])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(), ((1, 0), (2, 0)), ((1, 2), (1, 3))],
+    ids=["none", "floating", "integer"],
+)
 def test_buffers_of_one_size_are_needed(sizes):
-    parts = [(Buffers(np.zeros(n), np.zeros(0, np.int64)), 1) for n in sizes]
+    parts = [(Buffers(np.zeros(f), np.zeros(i, np.int64)), 1) for f, i in sizes]
 
     with pytest.raises(ModelError, match="need buffers of one size, got"):
         average_buffers(parts)

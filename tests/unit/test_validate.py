@@ -73,6 +73,7 @@ class TestCheckModel:
             (nn.ReLU(), nn.MSELoss(), SGD, "model has no trainable parameters: ReLU"),
             (nn.Linear(1, 1).requires_grad_(False), nn.MSELoss(), SGD, "no trainable"),
             (nn.LazyLinear(1), nn.MSELoss(), SGD, "model.weight is not known yet; run"),
+            (nn.LazyBatchNorm1d(affine=False), nn.MSELoss(), SGD, "of model.running_"),
             (nn.Linear(1, 1), "mse", SGD, "loss must be a function of (output, labels"
              "), such as MSELoss(); got 'mse'"),
             (nn.Linear(1, 1), nn.MSELoss, SGD, "loss is the class MSELoss; create one"),
@@ -80,7 +81,8 @@ class TestCheckModel:
              "makes one from parameters"),
             (nn.Linear(1, 1), nn.MSELoss(), SGD([torch.zeros(1)]), "lr=0.1); got SGD"),
         ],
-        ids=["class", "none", "frozen", "lazy", "text", "loss class", "name", "made"],
+        ids=["class", "none", "frozen", "lazy", "lazy buffer", "text", "loss class",
+             "name", "made"],
     )  # fmt: skip
     @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
     def test_says_what_is_wrong_and_what_to_do(self, model, loss, optimizer, message):
@@ -142,9 +144,11 @@ class TestCheckStep:
              "got [Parameter"),
             (lambda params: SGD(nn.Linear(2, 3).parameters()), "optimizer works on "
              "parameters it was not given"),
+            (lambda params: SGD([*params, nn.Parameter(torch.zeros(1))]), "optimizer "
+             "works on parameters it was not given"),
             (torch.optim.LBFGS, "optimizer LBFGS needs a closure"),
         ],
-        ids=["fails", "returns", "foreign", "closure"],
+        ids=["fails", "returns", "foreign", "one foreign", "closure"],
     )  # fmt: skip
     def test_an_optimizer_that_cannot_work_is_refused(self, optimizer, message):
         with pytest.raises(ModelError, match=re.escape(message)):
@@ -161,6 +165,16 @@ class TestCheckStep:
         check_step(model, nn.CrossEntropyLoss(), optimizer, X, CLASSES)
 
         assert [p.shape for p in seen] == [(3, 2)]
+
+    def test_an_optimizer_may_use_up_the_list_that_it_gets(self):
+        def optimizer(params):
+            made = SGD(list(params))
+            params.clear()
+            return made
+
+        accepted = check_step(nn.Linear(2, 1), nn.MSELoss(), optimizer, X, X[:, :1])
+
+        assert accepted is None
 
     def test_it_starts_with_the_cheap_checks(self):
         with pytest.raises(ModelError, match="loss is the class"):

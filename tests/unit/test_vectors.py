@@ -246,16 +246,6 @@ class TestLoadCounts:
 
         assert module.weight.item() == 2**31 - 1
 
-    @pytest.mark.parametrize(
-        ("dtype", "half"), [(torch.bfloat16, 2**22), (torch.float16, 2**19)], ids=str
-    )
-    def test_half_types_are_rounded_by_way_of_float32_as_on_replicas(self, dtype, half):
-        module = nn.Linear(1, 1, bias=False).to(dtype)
-
-        load_counts_(module, np.array([2**30 + half + 1], np.int32), 2.0**-24)
-
-        assert module.weight.item() == 64.0
-
     def test_another_size_is_refused(self):
         with pytest.raises(ModelError, match="need 3 parameters, got 2 values"):
             load_counts_(nn.Linear(2, 1), np.zeros(2, np.int32), 1.0)

@@ -122,8 +122,9 @@ def test_threads_share_one_copy_that_was_prepared_once():
         (lambda m, x: setattr(m[0], "handle", x), "model.0.handle (a _thread.lock)"),
         (lambda m, x: setattr(m, "kept", {"a": [1, x]}), "model.kept['a'][1] (a _thr"),
         (lambda m, x: setattr(m, "at", Holder(x)), "model.at.held (a _thread.lock)"),
+        (lambda m, x: setattr(m, "kind", type("Own", (), {"a": x})), "model.kind (a b"),
     ],
-    ids=["submodule", "containers", "object"],
+    ids=["submodule", "containers", "object", "class"],
 )
 def test_what_cannot_be_pickled_is_named(put, path):
     model = tied_model()

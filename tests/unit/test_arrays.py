@@ -74,6 +74,13 @@ class TestCheckArray:
         with pytest.raises(DataError, match=re.escape(message)):
             check_array(value, "X")
 
+    @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+    def test_a_quantized_tensor_is_refused(self):
+        quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8)
+
+        with pytest.raises(DataError, match=r"torch\.quint8; .* or dequantize\(\)"):
+            check_array(quantized, "X")
+
     def test_a_dask_array_of_masked_blocks_is_refused(self):
         masked = da.ma.masked_greater(da.arange(4, chunks=2), 2)
 

@@ -14,7 +14,6 @@ from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Item
 from daskdl.channel.relayed import RelayedChannel
-from daskdl.channel.warmup import warming
 from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,6 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         worker.extensions[NAME] = self
         worker.handlers[messages.DELIVER] = self.handle_deliver
         self._worker = worker
-        warming.begin()
 
     @override
     async def teardown(self, worker: Worker) -> None:
@@ -55,7 +53,6 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         for link in links:
             link.close_soon()
         await asyncio.gather(*(link.left(LEAVE_S) for link in links))
-        await asyncio.to_thread(warming.wait)
 
     async def handle_deliver(
         self, run: Any = None, replica: Any = None, items: Sequence[Any] = ()

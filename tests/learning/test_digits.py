@@ -87,7 +87,7 @@ def together(client, optimizer, digits, seed):
 
 
 @pytest.mark.learning
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_workers_are_as_accurate_as_one_process(client, digits, name):
     optimizer = OPTIMIZERS[name]

@@ -75,6 +75,7 @@ def test_pieces_are_spread_evenly_over_the_workers_named(client, workers):
 
 def test_the_same_data_placed_twice_have_keys_of_their_own(client, workers):
     with put(client, workers) as one, put(client, workers) as two:
+        assert not {piece.key for piece in one} & {piece.key for piece in two}
         one.release()
 
         assert len(client.gather(two.futures)) == len(two)

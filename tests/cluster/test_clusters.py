@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,9 @@ class TestThreads:
             ):
                 master = kept(replicas_per_worker=replicas)
                 trainer(client, master=master, callbacks=[notes]).fit(X, Y)
-            after = torch.get_num_threads()
+            # This thread has a setting of its own by now; a new one takes the process's.
+            with ThreadPoolExecutor(1) as fresh:
+                after = fresh.submit(torch.get_num_threads).result()
         finally:
             torch.set_num_threads(before)
 

@@ -75,7 +75,7 @@ class TestCallbacks:
     def test_on_step_is_run_on_the_workers_after_each_step(self, client, tmp_path):
         notes = Notes(tmp_path)
 
-        history = trainer(client, callbacks=[notes]).fit(X, Y, epochs=2, batch_size=32)
+        history = trainer(client, callbacks=[notes]).fit(X, Y, epochs=2, batch_size=50)
 
         lines = notes.read()
         pids = client.run(os.getpid)

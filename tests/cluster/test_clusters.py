@@ -116,7 +116,7 @@ class TestThreads:
             ):
                 master = kept(replicas_per_worker=replicas)
                 trainer(client, master=master, callbacks=[notes]).fit(X, Y)
-            # This thread has a setting of its own by now; a new one takes the process's.
+            # This thread has its own setting by now; a new one takes the process's.
             with ThreadPoolExecutor(1) as fresh:
                 after = fresh.submit(torch.get_num_threads).result()
         finally:

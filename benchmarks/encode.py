@@ -22,8 +22,10 @@ import torch
 
 from daskdl import kernels
 from daskdl.kernels import generic
+from daskdl.vectors import empty
 
 GRID = 2.0**-24
+CPU = torch.device("cpu")
 DENSITIES = (1e-4, 1e-3, 7e-3, 2.5e-2)
 ROUNDS = 11  # the median of so many, cases taken in turn
 
@@ -41,9 +43,10 @@ class Case:
 
     def __init__(self, size, density):
         self.density = density
-        self.local = torch.randn(size, generator=torch.Generator().manual_seed(0))
-        self.local *= 1e-2
-        self.shared = torch.ones(size, dtype=torch.int32)
+        # Allocated as a replica's own vectors are.
+        self.local = empty(size, torch.float32, CPU)
+        self.local.normal_(0, 1e-2, generator=torch.Generator().manual_seed(0))
+        self.shared = empty(size, torch.int32, CPU).fill_(1)
         sample = self.local[:1_000_000].abs()
         threshold = sample.kthvalue(int(sample.numel() * (1 - density))).values.item()
         self.count = round(threshold / GRID)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from daskdl import kernels
 from daskdl.errors import CodecError
-from daskdl.vectors import Group, working_dtype
+from daskdl.vectors import Group, empty, working_dtype
 
 Counts = npt.NDArray[np.int32]
 Where = slice | Tensor  # positions within the group
@@ -64,10 +64,9 @@ class Progress:
         self._strict = strict
         dtype = working_dtype(group.flat.dtype)
         self._aliased = not strict and dtype == group.flat.dtype
-        self.shared_N = torch.empty_like(self.flat, dtype=torch.int32)
-        self.local_N = (
-            self.flat if self._aliased else torch.empty_like(self.flat, dtype=dtype)
-        )
+        size, device = self.flat.numel(), self.flat.device
+        self.shared_N = empty(size, torch.int32, device)
+        self.local_N = self.flat if self._aliased else empty(size, dtype, device)
         for piece in self._pieces():
             # On the CPU, as not every device has float64.
             counts = torch.round(self.flat[piece].cpu().double() / grid)

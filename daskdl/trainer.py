@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from daskdl import evaluation, inference
+from daskdl.buffers import load_buffers_
 from daskdl.callbacks import Callback
 from daskdl.cluster import check_outlives, client_of
 from daskdl.data.arrays import is_dask_array
@@ -40,7 +41,7 @@ from daskdl.training.options import check_fit, check_trainer
 from daskdl.training.seats import seats_of
 from daskdl.training.sharing import GradientSharing
 from daskdl.training.task import Loss, Recipe, TaskOptions
-from daskdl.vectors import FlatParameters, grid_for, load_buffers_, load_counts_
+from daskdl.vectors import FlatParameters, grid_for, load_counts_
 
 logger = logging.getLogger(__name__)
 

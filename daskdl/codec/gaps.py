@@ -143,13 +143,15 @@ def write_stream(
     at = held = first = 0
     for b in range(len(counts_B)):
         last = first + counts_B[b]
-        rice = rices_B[b]
+        rice = int(rices_B[b])
         if headers:
-            at, held = write_bits(words, at, held, 1 if last > first else 0, 1)
-        if headers and last > first:
-            at, held = write_bits(words, at, held, last - first - 1, COUNT_BITS)
-            at, held = write_bits(words, at, held, rice, RICE_BITS)
-        for gap in gaps_K[first:last]:
+            # One call: numba would compile it again for each constant width.
+            header = 1 | (last - first - 1) << 1 | rice << (1 + COUNT_BITS)
+            full = last > first
+            width = 1 + HEADER_BITS if full else 1
+            at, held = write_bits(words, at, held, header if full else 0, width)
+        for i in range(first, last):
+            gap = int(gaps_K[i])
             one = at + (gap >> rice)  # the words are zero already
             words[at >> 5] = held
             held = held if one >> 5 == at >> 5 else 0

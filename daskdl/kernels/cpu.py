@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from daskdl.errors import CodecError
+from daskdl.kernels.llvm import LANES, lowest_bit, prefetch, reached
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Function = TypeVar("Function", bound=Callable[..., object])
 
-# Flags of one block stay in the first-level cache (8 KiB) while they are scanned.
-BLOCK = 8192
-# Times a word with one flag of 1 in byte i (little-endian): i in the highest byte.
-BYTE_OF_FLAG = np.uint64(0x0001020304050607)
+# How far ahead memory is asked for: positions of a pass, entries of a list. A
+# processor's own guess ends with each page, and knows nothing of lists.
+POSITIONS_AHEAD = 1024
+ENTRIES_AHEAD = 32
+LINE = 64  # bytes that a processor fetches at once
 # An entry beyond it waits in the residual: 2**30 steps are left before int32 wraps.
 GUARD = 2**30
 
@@ -50,37 +52,14 @@ def supports(local_N: Tensor) -> bool:
 
 
 @compiled
-def _mark(
-    local_B: Array, shared_B: Array, flags_B: Array, quantum: float, grid: float
-) -> None:
-    # Slices from 0, so that no index can be negative: only then LLVM vectorises.
-    for i in range(flags_B.size):
-        sent = local_B.dtype.type(shared_B[i]) * grid
-        flags_B[i] = abs(local_B[i] - sent) >= quantum
-
-
-@compiled
-def _emit(
-    local_B: Array,
-    shared_B: Array,
-    words: Array,
-    entries_K: Array,
-    first: int,
-    grid: float,
-) -> int:
-    filled = 0
-    for w in range(words.size):
-        word = words[w]
-        # A branch per flag is mispredicted at every entry; this loop only at its end.
-        while word != 0:
-            lowest = word & (~word + np.uint64(1))
-            i = 8 * w + np.int64((lowest * BYTE_OF_FLAG) >> np.uint64(56))
-            word ^= lowest
-            if -GUARD <= shared_B[i] <= GUARD:
-                ahead = local_B[i] > local_B.dtype.type(shared_B[i]) * grid
-                entries_K[filled] = first + i if ahead else -(first + i)
-                filled += 1
-    return filled
+def _reached(local_L: Array, shared_L: Array, quantum: float, grid: float) -> np.uint64:
+    """``llvm.reached`` for the last positions, which are fewer than 64."""
+    word = np.uint64(0)
+    for lane in range(local_L.size):
+        sent = local_L.dtype.type(shared_L[lane]) * grid
+        if abs(local_L[lane] - sent) >= quantum:
+            word |= np.uint64(1) << np.uint64(lane)
+    return word
 
 
 @compiled
@@ -94,21 +73,27 @@ def _scan(
 ) -> tuple[int, int]:
     first, filled = place
     quantum, grid = step
-    flags_B = np.zeros(BLOCK, np.uint8)
-    words = flags_B.view(np.uint64)
-    for start in range(first, local_N.size, BLOCK):
-        length = min(BLOCK, local_N.size - start)
-        if filled + length > entries_K.size:
+    whole = local_N.size - local_N.size % LANES
+    for start in range(first, local_N.size, LANES):
+        if filled + min(LANES, local_N.size - start) > entries_K.size:
             return start, filled
-        if length < BLOCK:
-            flags_B[length:] = 0
-        local_B = local_N[start : start + length]
-        shared_B = shared_N[start : start + length]
-        _mark(local_B, shared_B, flags_B[:length], quantum, grid)
-        # Not inlined by hand: next to this loop, _mark is no longer vectorised.
-        filled += _emit(
-            local_B, shared_B, words, entries_K[filled:], base + start + 1, grid
-        )
+        if start < whole:
+            ahead = start + POSITIONS_AHEAD
+            for i in range(ahead, ahead + LANES, LINE // local_N.itemsize):
+                prefetch(local_N, i)
+            for i in range(ahead, ahead + LANES, LINE // shared_N.itemsize):
+                prefetch(shared_N, i)
+            word = reached(local_N, shared_N, start, quantum, grid)
+        else:
+            word = _reached(local_N[start:], shared_N[start:], quantum, grid)
+        while word != 0:
+            i = start + lowest_bit(word)
+            word &= word - np.uint64(1)
+            if -GUARD <= shared_N[i] <= GUARD:
+                ahead_of = local_N[i] > local_N.dtype.type(shared_N[i]) * grid
+                position = base + 1 + i
+                entries_K[filled] = position if ahead_of else -position
+                filled += 1
     return local_N.size, filled
 
 
@@ -134,7 +119,12 @@ def _take(
     base, count = place
     grid, bound = limits
     removed = 0.0
+    last = entries_K.size - 1
     for k in range(entries_K.size):
+        coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
+        prefetch(shared_N, coming)
+        if bound != math.inf:
+            prefetch(local_N, coming)
         entry = np.int64(entries_K[k])
         i = abs(entry) - 1 - base
         shared_N[i] += count if entry > 0 else -count
@@ -158,7 +148,11 @@ def _apply(
     count: int,
     quantum: float,
 ) -> None:
+    last = entries_K.size - 1
     for k in range(entries_K.size):
+        coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
+        prefetch(shared_N, coming)
+        prefetch(local_N, coming)
         entry = np.int64(entries_K[k])
         i = abs(entry) - 1 - base
         if entry > 0:
@@ -203,7 +197,7 @@ def find(
     local, shared = local_N.numpy(), shared_N.numpy()
     step = (local.dtype.type(count * grid), local.dtype.type(grid))
     # Density 1/64 before the first growth: above what thresholds are steered to.
-    entries = np.empty(min(local.size, local.size // 64 + BLOCK), np.int32)
+    entries = np.empty(min(local.size, local.size // 64 + LANES), np.int32)
     place = (0, 0)
     while True:
         place = _scan(local, shared, entries, place, base, step)

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from daskdl.buffers import Buffers
 from daskdl.channel.base import Channel
 from daskdl.thresholds import Sent
-from daskdl.vectors import Buffers
 
 
 class Statistics(NamedTuple):

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from daskdl import codec
 from daskdl.accumulator import Accumulator
+from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
 from daskdl.channel.base import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.errors import OptionError
@@ -23,13 +24,7 @@ from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import AdaptiveThreshold, Sent, ThresholdAlgorithm
 from daskdl.training.alone import Alone
 from daskdl.training.base import Exchange, Parameters, Seat, Statistics, TrainingMaster
-from daskdl.vectors import (
-    Buffers,
-    FlatParameters,
-    average_buffers,
-    load_buffers_,
-    pack_buffers,
-)
+from daskdl.vectors import FlatParameters
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,12 @@ def test_a_wrong_label_in_a_block_is_named(client, model):
         ({"X": X[:, 1:]}, ModelError, r"rows of X, shape \(2, 3\)"),
         ({"loss": nn.NLLLoss(reduction="none")}, ModelError, r"got shape \(2,\)"),
         ({"batch_size": 0}, OptionError, "batch_size must be"),
+        ({**lazy(40), "batch_size": 2.5}, OptionError, "batch_size must be .* got 2.5"),
     ],
-    ids=["kind", "length", "empty", "model", "loss", "shape", "reduction", "batch"],
+    ids=[
+        *("kind", "length", "empty", "model", "loss", "shape", "reduction", "batch"),
+        "lazy batch",
+    ],
 )
 def test_what_cannot_be_evaluated_is_refused_on_the_client(
     client, model, arguments, error, message

@@ -57,6 +57,14 @@ class TestBoundedStaleness:
         assert history[0]["staleness"] > 0
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, also where a shell in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupt(Callback):
     """Presses Ctrl-C on the client after the first epoch."""
 
@@ -116,7 +124,7 @@ class TestNoSilentWaits:
         assert "nothing was heard for 3 s (daskdl.timeouts.silence)" in message
         assert f"replica 1 on {worker}, last heard at step" in message
 
-    def test_ctrl_c_ends_a_run_and_leaves_the_cluster_clean(self, client):
+    def test_ctrl_c_ends_a_run_and_leaves_the_cluster_clean(self, client, ctrl_c):
         own = trainer(client, callbacks=[Interrupt()])
 
         with pytest.raises(KeyboardInterrupt):

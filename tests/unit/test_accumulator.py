@@ -47,14 +47,14 @@ class TestStart:
 
 class TestPropose:
     def test_the_threshold_is_put_on_the_grid(self):
-        accumulator = make(Vector([0.5]), FixedThreshold(1e-3))
+        accumulator = make(Vector([0.5]), FixedThreshold(1.2e-3))
 
         proposal = accumulator.propose()
 
-        assert proposal.count == round(1e-3 / GRID)
+        assert proposal.count == 20133  # 20132.66 steps: the nearest, not the first
         assert proposal.threshold == proposal.count * GRID
         assert proposal.threshold == np.float32(proposal.threshold)
-        assert proposal.rule == 1e-3
+        assert proposal.rule == 1.2e-3
 
     @pytest.mark.parametrize(
         ("value", "count"), [(1e-30, 1), (1e9, MAX_COUNT)], ids=["small", "large"]
@@ -153,17 +153,50 @@ class TestTake:
         assert module.first.tolist() == [0.1875, -0.0625]  # 1 quantum sent, 2 kept
         assert accumulator.clipped == 0.5 - 0.1875
 
-    def test_a_bound_below_the_threshold_is_refused(self):
+    def test_the_first_exchange_never_cuts(self):
+        module = Vector([0.0])
+        accumulator = make(module, residual=ResidualClipping(2.0, frequency=1))
+        module.step(0.5)
+
+        accumulator.take_(accumulator.propose())
+
+        assert (module.first.item(), accumulator.clipped) == (0.5, 0.0)
+
+    def test_a_bound_may_be_the_threshold_itself(self):
+        module = Vector([0.0])
+        accumulator = make(module, residual=ResidualClipping(1.0, frequency=1))
+        accumulator.take_(accumulator.propose())
+        module.step(0.5)
+
+        accumulator.take_(accumulator.propose())
+
+        assert module.first.item() == 0.125
+
+    def test_what_is_clipped_adds_up(self):
+        module = Vector([0.0])
+        accumulator = make(module, residual=ResidualClipping(1.0, frequency=1))
+        accumulator.take_(accumulator.propose())
+
+        for _ in range(2):
+            module.step(0.5)
+            accumulator.take_(accumulator.propose())
+
+        assert accumulator.clipped == 0.375 + 0.4375
+
+    @pytest.mark.parametrize("factor", [0.5, math.nan], ids=["half", "nan"])
+    def test_a_bound_below_the_threshold_is_refused(self, factor):
         class Tight(ResidualPostProcessor):
             def bound(self, exchange, threshold):
-                return threshold / 2
+                return threshold * factor
 
         module = Vector([0.0])
         accumulator = make(module, residual=Tight())
         module.step(0.5)
         proposal = accumulator.propose()
 
-        with pytest.raises(OptionError, match=r"bound must be >= .* got 0.03125"):
+        with pytest.raises(
+            OptionError, match=f"bound must be >= .* got {0.0625 * factor}"
+        ):
             accumulator.take_(proposal)
 
         assert accumulator.shared_counts().tolist() == [0]
@@ -219,6 +252,7 @@ class TestApply:
             (sparse(3, [3, 1]), "entry 1 is 1; need ascending"),
             (sparse(3, [1], 1.5 * GRID), r"1 to 4194304 whole steps .* got 8.9"),
             (sparse(3, [1], GRID / 2), "whole steps"),
+            (sparse(3, [1], 0.0), "whole steps"),
             (sparse(3, [1], (MAX_COUNT + 1) * GRID), "whole steps"),
             (sparse(3, [1], math.nan), "whole steps"),
             (sparse(3, [1], math.inf), "whole steps"),

@@ -62,6 +62,22 @@ class TestResidual:
 
         assert accumulator.residual_counts().tolist() == [2**31 - 1]
 
+    @pytest.mark.parametrize(
+        ("look", "expected"),
+        [
+            (lambda a: a.residual_norm(), 5 * GRID),
+            (lambda a: a.residual_counts().tolist(), [3, -4]),
+            (lambda a: a.hand_over_().tolist(), [3, -4]),
+        ],
+        ids=["norm", "counts", "hand over"],
+    )
+    def test_a_step_that_only_the_module_knows_of_counts(self, look, expected):
+        module = Vector([0.0, 0.0])
+        accumulator = make(module, apply="strict")
+        module.step(3 * GRID, -4 * GRID)
+
+        assert look(accumulator) == expected
+
     def test_norm_is_over_all_groups(self):
         module = Vector([0.0], second=[0.0])
         accumulator = make(module)
@@ -138,6 +154,7 @@ class TestRegrid:
             (2**29 - 1, 32),
             (-(2**29) + 1, 32),
             (2**30, 64),
+            (2**31 - 1, 128),
             (-(2**31), 128),
         ],
         ids=str,
@@ -149,9 +166,9 @@ class TestRegrid:
         grid = accumulator.regrid_()
 
         assert grid == accumulator.grid == factor * GRID
-        if factor > 1:
-            assert np.abs(accumulator.shared_counts()[0]) < 2**25
-            assert np.abs(accumulator.shared_counts()[0]) >= 2**24 - 1
+        after = int(accumulator.shared_counts()[0])
+        assert after == math.floor(largest / factor + 0.5)
+        assert factor == 1 or 2**24 - 1 <= abs(after) < 2**25
 
     def test_local_is_unchanged_and_all_groups_follow(self):
         module = Vector([0.0, 0.0], second=[0.0])
@@ -164,6 +181,17 @@ class TestRegrid:
         assert (module.first.tolist(), module.second.tolist()) == before
         assert accumulator.shared_counts().tolist() == [2**24, 1, -1]
         assert accumulator.residual_counts().tolist() == [0, 0, 0]
+
+    def test_a_group_without_parameters_does_no_harm(self):
+        module = Vector([], second=[0.0])
+        accumulator = make(module)
+        with torch.no_grad():
+            module.second += 0.5
+
+        accumulator.take_(accumulator.propose())
+
+        assert accumulator.regrid_() == GRID
+        assert accumulator.shared_counts().tolist() == [2**20]
 
     def test_growth_far_beyond_the_start_waits_and_then_goes_on(self):
         module = Vector([0.0])
@@ -203,6 +231,17 @@ class TestShowingShared:
         assert torch.equal(module.first, before)
         assert accumulator.residual_norm() == pytest.approx(0.1, rel=2**-6)
 
+    def test_a_step_just_made_is_not_lost(self, dtype, apply):
+        module = Vector([0.5, 0.25], dtype)
+        accumulator = make(module, apply=apply)
+        module.step(0.125, 0.0)
+
+        with accumulator.showing_shared():
+            inside = module.first.tolist()
+
+        assert inside == [0.5, 0.25]
+        assert accumulator.residual_norm() == 0.125
+
     def test_what_was_changed_inside_is_undone(self, dtype, apply):
         module = Vector([0.5, 0.25], dtype)
         accumulator = make(module, apply=apply)
@@ -223,8 +262,13 @@ class TestShowingShared:
             lambda a: a.regrid_(),
             lambda a: a.absorb_(),
             lambda a: a.residual_counts(),
+            lambda a: a.replace_shared_(np.zeros(2, np.int32), GRID),
+            lambda a: a.residual_norm(),
         ],
-        ids=["propose", "apply", "counts", "hand over", "regrid", "absorb", "residual"],
+        ids=[
+            *("propose", "apply", "counts", "hand over", "regrid", "absorb"),
+            *("residual", "snapshot", "norm"),
+        ],
     )
     def test_local_cannot_be_used_inside(self, dtype, apply, use):
         accumulator = make(Vector([0.5, 0.25], dtype), apply=apply)
@@ -236,3 +280,15 @@ class TestShowingShared:
             use(accumulator)
 
         use(accumulator)
+
+    def test_a_proposal_made_before_cannot_be_taken_inside(self, dtype, apply):
+        accumulator = make(Vector([0.5, 0.25], dtype), apply=apply)
+        proposal = accumulator.propose()
+
+        with (
+            accumulator.showing_shared(),
+            pytest.raises(RunError, match="shows shared"),
+        ):
+            accumulator.take_(proposal)
+
+        assert accumulator.exchanges == 0

@@ -74,6 +74,13 @@ class TestCheckArray:
         with pytest.raises(DataError, match=re.escape(message)):
             check_array(value, "X")
 
+    @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+    def test_a_quantized_tensor_is_refused(self):
+        quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8)
+
+        with pytest.raises(DataError, match=r"torch\.quint8; .* or dequantize\(\)"):
+            check_array(quantized, "X")
+
     def test_a_dask_array_of_masked_blocks_is_refused(self):
         masked = da.ma.masked_greater(da.arange(4, chunks=2), 2)
 
@@ -127,6 +134,11 @@ class TestAsNumpy:
 
         assert as_numpy(tensor).ctypes.data == tensor.data_ptr()
         assert str(as_numpy(tensor).dtype) == str(dtype).removeprefix("torch.")
+
+    def test_a_plain_array_is_kept_without_a_copy(self):
+        array = np.ones((3, 2), np.float32)
+
+        assert np.shares_memory(as_numpy(array), array)
 
     def test_a_tensor_in_a_graph_is_taken_out_of_it(self):
         tensor = torch.tensor([1.0, 2.0], requires_grad=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from daskdl.codec import gaps, gaps_reading
+from daskdl.errors import CodecError
 
 SIZE = 40_000
 
@@ -175,6 +176,17 @@ def test_no_rice_parameter_makes_fewer_bits_at_any_density(seed):
     assert len(codes(values, rice)) == fewest(values)[0]
 
 
+@pytest.mark.parametrize("shift", [0, 5, 11, 12, 28], ids=str)
+def test_a_rice_parameter_above_the_mean_gap_is_found(shift):
+    """One more bit for each of three gaps, but four zeros less."""
+    values = np.array([3, 1, 1]) << shift
+    positions = (np.cumsum(values + 1) - 1).astype(np.int32)
+
+    found = gaps.plan_with(gaps.WHOLE, int(positions[-1]) + 1, positions)
+
+    assert found.rices_B.tolist() == [shift + 1]
+
+
 @pytest.mark.parametrize("density", [1e-4, 1e-3, 1e-2, 1e-1], ids=str)
 def test_random_positions_cost_within_two_percent_of_their_entropy(density):
     count = 20_000
@@ -211,3 +223,44 @@ def test_a_stream_too_short_for_its_plan_is_not_written_past():
         gaps.write_stream(words[:8], plan.gaps_K, plan.counts_B, plan.rices_B, False)
 
     assert words[8:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "expected"),
+    [(10, 0, (0, 0)), (10, 3, (3, 4)), (10, 9, (5, 9)), (2**31 - 1, 8, (3, 34))],
+    ids=str,
+)
+def test_the_range_of_lengths_is_the_documented_one(size, count, expected):
+    assert gaps_reading.length_range(size, count) == expected
+
+
+def test_of_two_ways_as_long_one_parameter_for_all_is_taken():
+    positions = np.array([0, *range(4096, 8192, 100)], np.int32)
+    lengths = {
+        gaps.plan_with(block, 8192, positions).length
+        for block in (gaps.WHOLE, gaps.BLOCK)
+    }
+
+    found = gaps.plan(8192, positions)
+
+    assert (found.block, lengths) == (gaps.WHOLE, {found.length})
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The readers as plain Python, in which every index is checked."""
+    for name in ("read_bits", "read_block", "read_blocks"):
+        plain = getattr(gaps_reading, name).py_func
+        monkeypatch.setattr(gaps_reading, name, plain)
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+@pytest.mark.parametrize("mode", [0, 7, gaps.MAX_RICE, gaps.PER_BLOCK])
+@pytest.mark.parametrize("fill", [0x00, 0x80, 0xFF])
+@pytest.mark.usefixtures("checked")
+def test_codes_are_not_read_beyond_their_words(length, mode, fill):
+    stream = bytes(length - 1) + bytes([fill])
+    body = np.frombuffer(bytes([mode]) + stream + bytes(2), np.uint8)
+
+    with pytest.raises(CodecError):
+        gaps_reading.unpack(body, 2**20, 9)

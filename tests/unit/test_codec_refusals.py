@@ -220,9 +220,10 @@ def test_run_zero_is_a_run_like_any_other(run):
 
 
 @pytest.mark.parametrize("frame", [RAW32, DENSE32], ids=["sparse", "dense"])
-def test_a_frame_for_another_model_is_refused(frame):
-    with pytest.raises(CodecError, match="parameters, this model has 11"):
-        decode(frame, size=11)
+@pytest.mark.parametrize("size", [1, 11], ids=["smaller", "larger"])
+def test_a_frame_for_another_model_is_refused(frame, size):
+    with pytest.raises(CodecError, match=f"parameters, this model has {size}"):
+        decode(frame, size=size)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +241,12 @@ def test_a_frame_in_pieces_is_refused():
 
     with pytest.raises(CodecError, match=re.escape("contiguous, got strides (2,)")):
         decode(frame)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)], ids=str)
+def test_a_frame_without_bytes_is_refused_whatever_its_shape(shape):
+    with pytest.raises(CodecError, match="got 0 bytes, the header alone has 64"):
+        decode(np.empty(shape, np.uint8))
 
 
 def test_a_short_frame_cannot_ask_for_memory():

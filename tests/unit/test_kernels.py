@@ -169,6 +169,18 @@ class TestTake:
 
         assert (mass, local.tolist()) == (0.0, [164 * GRID])
 
+    @pytest.mark.parametrize(
+        ("bound", "mass"), [(math.inf, 0.0), (1.0, math.inf)], ids=["none", "one"]
+    )
+    def test_infinite_progress_is_cut_by_a_bound_only(self, kernel, bound, mass):
+        module, make = kernel
+        local, shared = make([-math.inf]), make([0], torch.int32)
+
+        clipped = module.take_(local, shared, make([-1], torch.int32), 64, GRID, bound)
+
+        assert clipped == mass
+        assert local.tolist() == [-64 * GRID - bound]
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     @pytest.mark.parametrize("multiple", [1.0, 1.7, 5.0], ids=str)
     def test_cutting_the_entries_is_cutting_everything(self, kernel, dtype, multiple):

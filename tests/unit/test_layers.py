@@ -16,7 +16,7 @@ PATHS = sorted(ROOT.rglob("*.py"))
 # the files must not import in a circle.
 LAYERS = [
     {"errors", "version"},
-    {"kernels", "vectors", "codec", "packed", "timeouts"},
+    {"kernels", "vectors", "buffers", "codec", "packed", "timeouts"},
     {"thresholds", "residuals", "progress"},
     {"accumulator", "callbacks", "history"},
     {"channel", "data", "cluster"},
@@ -30,8 +30,9 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OUTSIDE = {
     "errors": set(),
     "version": set(),
-    "kernels": {"numba", "numpy", "torch"},
+    "kernels": {"llvmlite", "numba", "numpy", "torch"},
     "vectors": {"numpy", "torch"},
+    "buffers": {"numpy", "torch"},
     "codec": {"lz4", "numba", "numpy", "typing_extensions"},
     "packed": {"cloudpickle", "numpy", "torch", "typing_extensions"},
     "timeouts": {"dask"},

@@ -5,7 +5,8 @@ import threading
 import psutil
 import pytest
 
-from daskdl.training.memory import freed_memory_kept
+from daskdl.training import memory
+from daskdl.training.memory import DEFAULT_BYTES, freed_memory_kept
 
 BLOCK_BYTES = 16 * 2**20
 
@@ -57,3 +58,40 @@ def test_the_last_one_to_leave_puts_it_back():
         inside = used_and_freed()
 
     assert inside > BLOCK_BYTES / 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [("65536", 65536), ("", DEFAULT_BYTES), ("-1", DEFAULT_BYTES)],
+    ids=["nanny", "unset", "no size"],
+)
+def test_the_allocator_is_put_back_to_what_the_environment_asks_for(
+    monkeypatch, asked, expected
+):
+    settings = []
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", asked)
+    monkeypatch.setattr(memory, "_set", lambda mmap, trim: settings.append(trim))
+
+    with freed_memory_kept():
+        pass
+
+    assert settings[-1] == expected
+
+
+def test_only_the_last_one_to_leave_gives_the_memory_back(monkeypatch):
+    given = []
+    monkeypatch.setattr(memory, "_give_back", lambda: given.append("back"))
+
+    with freed_memory_kept():
+        with freed_memory_kept():
+            pass
+        between = list(given)
+
+    assert (between, given) == ([], ["back"])
+
+
+def test_a_c_library_without_these_settings_is_left_alone(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+
+    with freed_memory_kept():
+        pass

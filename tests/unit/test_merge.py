@@ -3,13 +3,13 @@ import pytest
 import torch
 from torch import nn
 
+from daskdl.buffers import Buffers
 from daskdl.packed import Packed
 from daskdl.thresholds import Sent
 from daskdl.training.base import Parameters
 from daskdl.training.merge import merge
-from daskdl.training.optimizer_state import weigh
+from daskdl.training.optimizer_state import OptimizerState, weigh
 from daskdl.training.task import Result
-from daskdl.vectors import Buffers
 
 GRID = 2.0**-24
 MOST = 2**31 - 1
@@ -93,12 +93,32 @@ def test_if_none_finished_the_agreed_state_is_what_is_left():
     assert parameters.shared_N.tolist() == [10]
 
 
-def test_one_that_failed_at_its_start_does_not_hide_what_the_others_agreed_on():
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "kept", [shared([10]), Parameters({"weight": 0.5})], ids=["shared", "exact"]
+)
+def test_one_that_failed_at_its_start_does_not_hide_what_the_others_agreed_on(
+    kept, order
+):
+    parts = [NOTHING, kept][::order]
+
     parameters = merged(
-        result(0, NOTHING, finished=False), result(1, shared([10]), finished=False)
+        *[result(n, part, finished=False) for n, part in enumerate(parts)]
     ).parameters
 
-    assert parameters.shared_N.tolist() == [10]
+    assert (parameters.shared_N, parameters.exact) == (kept.shared_N, kept.exact)
+
+
+def test_a_replica_that_did_not_finish_has_no_share_of_the_optimizer():
+    def state(value):
+        return OptimizerState({(0, "m"): np.array([value])}, {}, {}, [])
+
+    final = merged(
+        result(0, shared([1]), finished=False, optimizer=state(64.0)),
+        result(1, shared([1], [0]), optimizer=state(1.0)),
+    )
+
+    assert final.optimizer.parts[0, "m"].tolist() == [1.0]
 
 
 def test_if_nobody_has_anything_the_result_is_empty():

@@ -1,5 +1,6 @@
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -120,6 +121,44 @@ def test_a_scalar_that_one_replica_does_not_have_is_that_of_the_other(values):
     states = [OptimizerState({}, {}, {(0, "step"): value}, []) for value in values]
 
     assert add(states).scalars == {(0, "step"): 7}
+
+
+def test_what_only_one_replica_has_keeps_its_dtype():
+    keys, dtypes = [(0, "m"), (1, "m")], [torch.float32, torch.bfloat16]
+    states = [
+        OptimizerState({key: np.ones(1)}, {key: dtype}, {}, [])
+        for key, dtype in zip(keys, dtypes, strict=True)
+    ]
+
+    total = add(states)
+
+    assert list(total.parts) == keys
+    assert total.dtypes == dict(zip(keys, dtypes, strict=True))
+
+
+def test_counters_are_restored_in_their_dtype():
+    optimizer = trained(OPTIMIZERS["momentum"], 0)
+    key = (0, "step")
+    groups = optimizer.state_dict()["param_groups"]
+
+    restore_(optimizer, OptimizerState({}, {key: torch.float64}, {key: 3.0}, groups))
+
+    step = entries(optimizer)[key]
+    assert (step.item(), step.dtype) == (3.0, torch.float64)
+
+
+def test_read_only_arrays_are_restored_into_memory_of_their_own():
+    state = weigh(trained(OPTIMIZERS["momentum"], 2), 1.0)
+    before = {key: part.copy() for key, part in state.parts.items()}
+    for part in state.parts.values():
+        part.flags.writeable = False  # as what came through Dask
+
+    optimizer = trained(OPTIMIZERS["momentum"], 0)
+    restore_(optimizer, state)
+    for value in entries(optimizer).values():
+        value.zero_()
+
+    assert all((state.parts[key] == part).all() for key, part in before.items())
 
 
 def test_the_parts_of_the_replicas_are_left_alone():

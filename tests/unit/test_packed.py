@@ -122,8 +122,9 @@ def test_threads_share_one_copy_that_was_prepared_once():
         (lambda m, x: setattr(m[0], "handle", x), "model.0.handle (a _thread.lock)"),
         (lambda m, x: setattr(m, "kept", {"a": [1, x]}), "model.kept['a'][1] (a _thr"),
         (lambda m, x: setattr(m, "at", Holder(x)), "model.at.held (a _thread.lock)"),
+        (lambda m, x: setattr(m, "kind", type("Own", (), {"a": x})), "model.kind (a b"),
     ],
-    ids=["submodule", "containers", "object"],
+    ids=["submodule", "containers", "object", "class"],
 )
 def test_what_cannot_be_pickled_is_named(put, path):
     model = tied_model()
@@ -152,29 +153,33 @@ def test_a_loss_that_cannot_be_pickled_is_called_loss():
         with lock:
             return output.mean()
 
-    with pytest.raises(ModelError, match="loss cannot be sent to the workers"):
+    with pytest.raises(ModelError, match=r"^loss cannot .*, because loss cannot"):
         Packed(loss, "loss")
 
 
-def test_a_module_missing_on_the_worker_is_named_with_the_remedy():
+@pytest.mark.parametrize(
+    ("module", "cause"),
+    [("gone", "No module named 'gone'"), ("io", ".*attribute 'Gone'")],
+    ids=["module", "class"],
+)
+def test_what_is_missing_on_the_worker_is_named_with_the_remedy(module, cause):
     packed = Packed(Holder(1), "model")
     buffer = io.BytesIO()
-    # A class of a module that this process does not have.
-    torch.save(Holder(1), buffer, pickle_module=_Renaming)
+    torch.save(Holder(f"c{module}\nGone\n"), buffer, pickle_module=_Renaming)
     packed.payload = np.frombuffer(buffer.getvalue(), np.uint8)
 
-    with pytest.raises(ModelError, match=r"model cannot.*No module named 'gone'.*upl"):
+    with pytest.raises(ModelError, match=rf"model cannot.*here: {cause}.*upload"):
         packed.unpack()
 
 
 class _Renaming:
-    """A pickle module that writes a reference to a class of a missing module."""
+    """A pickle module that writes the reference to a class which a Holder holds."""
 
     dumps = staticmethod(pickle.dumps)
 
     class Pickler(pickle._Pickler):
         def save(self, obj, save_persistent_id=True):
             if isinstance(obj, Holder):
-                self.write(b"cgone\nGone\n")
+                self.write(obj.held.encode())
             else:
                 super().save(obj, save_persistent_id)

@@ -61,6 +61,15 @@ class TestEagerHalf:
         assert own.local_N.tolist() == [1.25, 2.25]
         assert own.flat.tolist() == [1.25, 2.25]
 
+    def test_a_step_waiting_in_flat_survives_a_dense_update(self, dtype):
+        own = progress([1.0, 2.0], dtype, strict=False)
+        own.flat += torch.tensor([0.5, 0.25], dtype=dtype)
+
+        own.apply_counts_(entries(-(2**22), 0))
+
+        assert own.local_N.tolist() == [1.25, 2.25]
+        assert own.flat.tolist() == [1.25, 2.25]
+
     def test_clipping_is_shown(self, dtype):
         own = progress([0.0], dtype, strict=False)
         own.flat += 1.0
@@ -105,6 +114,15 @@ class TestStrict:
 
         own.apply_(entries(-2), count=2**22)
         own.absorb_()
+
+        assert own.flat.tolist() == [1.0, 0.75]
+        assert own.residual(slice(None)).tolist() == [0.5, 0.5]
+
+    def test_a_step_waiting_in_flat_survives_a_dense_update(self, dtype):
+        own = progress([1.0, 1.0], dtype, strict=True)
+        own.flat += 0.5
+
+        own.apply_counts_(entries(0, -(2**22)))
 
         assert own.flat.tolist() == [1.0, 0.75]
         assert own.residual(slice(None)).tolist() == [0.5, 0.5]

@@ -27,6 +27,11 @@ def linear(outputs=3):
     return nn.Linear(2, outputs)
 
 
+class Twice(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
 class TestRehearse:
     @pytest.mark.parametrize(
         ("loss", "y", "expected"),
@@ -106,6 +111,18 @@ class TestRehearse:
 
         with pytest.raises(DataError, match=r"y\[3, 2, 1\] is 5.* 5 outputs"):
             rehearse(model, nn.CrossEntropyLoss(), np.zeros((6, 1, 4, 4)), y)
+
+    @pytest.mark.parametrize(
+        ("model", "y", "message"),
+        [
+            (Twice(), CLASSES, "the output being a tuple and the labels shape (2,)"),
+            (linear(), CLASSES[:, None] + 9, "the labels shape (2, 1) and dtype"),
+        ],
+        ids=["tuple", "column"],
+    )
+    def test_of_other_shapes_the_loss_itself_has_its_say(self, model, y, message):
+        with pytest.raises(ModelError, match=re.escape(message)):
+            rehearse(model, nn.CrossEntropyLoss(), X, y)
 
     def test_the_loss_of_the_caller_is_not_used_up(self):
         class Counting(nn.Module):

@@ -91,6 +91,13 @@ def test_a_replica_that_has_sent_nothing_has_no_threshold_to_count():
     assert math.isnan(row(note(1.0, 1, silent))["threshold"])
 
 
+def test_an_epoch_whose_replicas_are_gone_has_no_loss():
+    empty = row()
+
+    assert math.isnan(empty["loss"])
+    assert (empty["examples"], empty["replicas"], empty["waits"]) == (0, 0, {})
+
+
 def test_an_epoch_without_steps_and_exchanges_has_zero_rates():
     nothing = Statistics(0, 0.0, math.nan, 0.0, 0, 0)
 

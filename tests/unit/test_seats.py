@@ -64,6 +64,13 @@ def test_leaving_replicas_out_is_logged(caplog):
     assert caplog.messages == ["2 batches only: 2 of 3 replicas"]
 
 
+def test_a_replica_for_each_batch_is_not_worth_a_word(caplog):
+    with caplog.at_level("INFO", logger="daskdl.training.seats"):
+        assert len(seats(Cluster(a=0, b=0), examples=20)) == 2
+
+    assert caplog.messages == []
+
+
 def test_a_cluster_without_workers_is_refused():
     with pytest.raises(OptionError, match="has no workers"):
         seats(Cluster())

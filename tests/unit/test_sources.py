@@ -84,12 +84,14 @@ def test_in_memory_a_seed_deals_out_every_row_with_its_label():
 def test_tensors_reach_a_worker_as_contiguous_numpy_arrays():
     x = torch.arange(12.0).reshape(3, 4).T.bfloat16().requires_grad_()
 
-    [(got, labels)] = rows_of(InMemory(x, torch.arange(4), 4, 1, None))
+    [(got, labels)] = rows_of(InMemory(x, torch.arange(8)[::2], 4, 1, None))
 
     assert type(got) is type(labels) is np.ndarray
     assert got.flags.c_contiguous
+    assert labels.flags.c_contiguous
     assert got.dtype == np.float32
     assert got.tolist() == x.tolist()
+    assert labels.tolist() == [0, 2, 4, 6]
 
 
 def test_replicas_get_about_eight_pieces_each():
@@ -131,10 +133,11 @@ def test_a_block_that_breaks_its_promise_is_named(x, y, message):
 
 
 def test_a_block_in_foreign_byte_order_is_made_native():
-    x, _ = as_piece(np.array([1.0], ">f8"), np.array([1]), 0, 1)
+    x, y = as_piece(np.array([1.0], ">f8"), np.array([258], ">i4"), 0, 1)
 
     assert x.dtype.isnative
-    assert x.tolist() == [1.0]
+    assert y.dtype.isnative
+    assert (x.tolist(), y.tolist()) == ([1.0], [258])
 
 
 class TestSourceOf:

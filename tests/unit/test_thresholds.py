@@ -98,6 +98,20 @@ class TestAdaptiveThreshold:
         with pytest.raises(OptionError, match=message):
             AdaptiveThreshold(**options)
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"min_density": 0.01, "max_density": 0.01},
+            {"min_density": 1.0, "max_density": 1.0},
+            {"decay": 0.5},
+        ],
+        ids=str,
+    )
+    def test_the_edges_are_allowed(self, options):
+        rule = AdaptiveThreshold(**options)
+
+        assert options.items() <= vars(rule).items()
+
 
 class TestFixedThreshold:
     def test_stays_whatever_happens(self):
@@ -151,6 +165,11 @@ class TestAverageSent:
         merged = average_sent([Sent(1e-4, 0.25), Sent(5e-4, 0.75)])
 
         assert merged == Sent(pytest.approx(3e-4, rel=1e-15), 0.5)
+
+    def test_the_order_of_the_replicas_does_not_matter(self):
+        sent = [Sent(value, value) for value in (0.1, 0.2, 0.3)]
+
+        assert average_sent(sent) == average_sent(sent[::-1])
 
     def test_equal_states_stay(self):
         assert average_sent([Sent(0.5, 0.25), Sent(0.5, 0.25)]) == Sent(0.5, 0.25)

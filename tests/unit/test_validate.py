@@ -9,8 +9,14 @@ import torch
 from torch import nn
 
 from daskdl.data.rehearsal import ClassRange
-from daskdl.data.validate import check_data, check_loss, check_model, check_step
-from daskdl.errors import DataError, ModelError
+from daskdl.data.validate import (
+    check_data,
+    check_loss,
+    check_model,
+    check_step,
+    check_validation,
+)
+from daskdl.errors import DataError, ModelError, OptionError
 
 X = np.arange(12.0).reshape(6, 2)
 CLASSES = np.array([0, 1, 2, 0, 1, 2])
@@ -67,6 +73,7 @@ class TestCheckModel:
             (nn.ReLU(), nn.MSELoss(), SGD, "model has no trainable parameters: ReLU"),
             (nn.Linear(1, 1).requires_grad_(False), nn.MSELoss(), SGD, "no trainable"),
             (nn.LazyLinear(1), nn.MSELoss(), SGD, "model.weight is not known yet; run"),
+            (nn.LazyBatchNorm1d(affine=False), nn.MSELoss(), SGD, "of model.running_"),
             (nn.Linear(1, 1), "mse", SGD, "loss must be a function of (output, labels"
              "), such as MSELoss(); got 'mse'"),
             (nn.Linear(1, 1), nn.MSELoss, SGD, "loss is the class MSELoss; create one"),
@@ -74,7 +81,8 @@ class TestCheckModel:
              "makes one from parameters"),
             (nn.Linear(1, 1), nn.MSELoss(), SGD([torch.zeros(1)]), "lr=0.1); got SGD"),
         ],
-        ids=["class", "none", "frozen", "lazy", "text", "loss class", "name", "made"],
+        ids=["class", "none", "frozen", "lazy", "lazy buffer", "text", "loss class",
+             "name", "made"],
     )  # fmt: skip
     @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
     def test_says_what_is_wrong_and_what_to_do(self, model, loss, optimizer, message):
@@ -136,9 +144,11 @@ class TestCheckStep:
              "got [Parameter"),
             (lambda params: SGD(nn.Linear(2, 3).parameters()), "optimizer works on "
              "parameters it was not given"),
+            (lambda params: SGD([*params, nn.Parameter(torch.zeros(1))]), "optimizer "
+             "works on parameters it was not given"),
             (torch.optim.LBFGS, "optimizer LBFGS needs a closure"),
         ],
-        ids=["fails", "returns", "foreign", "closure"],
+        ids=["fails", "returns", "foreign", "one foreign", "closure"],
     )  # fmt: skip
     def test_an_optimizer_that_cannot_work_is_refused(self, optimizer, message):
         with pytest.raises(ModelError, match=re.escape(message)):
@@ -156,6 +166,53 @@ class TestCheckStep:
 
         assert [p.shape for p in seen] == [(3, 2)]
 
+    def test_an_optimizer_may_use_up_the_list_that_it_gets(self):
+        def optimizer(params):
+            made = SGD(list(params))
+            params.clear()
+            return made
+
+        accepted = check_step(nn.Linear(2, 1), nn.MSELoss(), optimizer, X, X[:, :1])
+
+        assert accepted is None
+
     def test_it_starts_with_the_cheap_checks(self):
         with pytest.raises(ModelError, match="loss is the class"):
             check_step(nn.Linear(9, 9), nn.MSELoss, SGD, X, CLASSES)
+
+
+class TestCheckValidation:
+    @pytest.mark.parametrize("validation", [X, (X,), (X, CLASSES, X), [X, CLASSES]])
+    def test_only_a_pair_is_taken(self, validation):
+        message = f"a tuple (X, y), got a {type(validation).__name__}"
+
+        with pytest.raises(OptionError, match=re.escape(message)):
+            check_validation(nn.Linear(2, 3), nn.CrossEntropyLoss(), validation)
+
+    @pytest.mark.parametrize(
+        ("validation", "kind", "message"),
+        [
+            ((X, CLASSES[1:]), DataError, "X and y must have the same length"),
+            ((X, CLASSES + 1), DataError, "y[2] is 3"),
+            ((X[:, :1], CLASSES), ModelError, "model failed on 2 rows of X"),
+        ],
+        ids=["lengths", "label", "model"],
+    )
+    def test_says_that_it_is_about_validation(self, validation, kind, message):
+        with pytest.raises(kind, match=re.escape(f"validation: {message}")):
+            check_validation(nn.Linear(2, 3), nn.CrossEntropyLoss(), validation)
+
+    def test_the_model_is_in_evaluation_mode_and_nothing_random_is_used_up(self):
+        model = nn.Sequential(nn.Unflatten(0, (1, -1)), nn.Flatten(), nn.BatchNorm1d(4))
+        noisy = nn.Sequential(model, Noise())
+        state = torch.get_rng_state()
+
+        check_validation(noisy, lambda output, y: output.mean(), (X, CLASSES))
+
+        assert noisy.training
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.rand(1)

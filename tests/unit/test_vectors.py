@@ -6,15 +6,7 @@ import torch
 from torch import nn
 
 from daskdl.errors import ModelError
-from daskdl.vectors import (
-    Buffers,
-    FlatParameters,
-    average_buffers,
-    grid_for,
-    load_buffers_,
-    load_counts_,
-    pack_buffers,
-)
+from daskdl.vectors import FlatParameters, empty, grid_for, load_counts_
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -24,15 +16,18 @@ def net():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
+def sparse():
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.eye(2).to_sparse())
+    return module
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(5, 3)
         self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.embedding.weight
-        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
-        self.register_buffer("same_mask", self.mask)
-        self.register_buffer("hidden", torch.ones(2), persistent=False)
 
 
 class TestFlatParameters:
@@ -108,6 +103,18 @@ class TestFlatParameters:
         assert "0.weight" not in flat.slices
         assert module[0].weight.data_ptr() == pointer
 
+    def test_frozen_parameters_may_be_of_any_dtype(self):
+        module = nn.Linear(2, 1)
+        module.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), False)
+
+        assert FlatParameters(module).size == 3
+
+    @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+    def test_layers_without_inputs_are_not_taken_for_tied_ones(self):
+        module = nn.Sequential(nn.Linear(0, 5), nn.Linear(0, 5))
+
+        assert FlatParameters(module).size == 10
+
     def test_a_flat_module_can_be_flattened_again(self):
         module = net()
         FlatParameters(module)
@@ -142,8 +149,9 @@ class TestFlatParameters:
             (nn.Linear(2, 2, dtype=torch.complex64), "'weight' is torch.complex64"),
             (nn.LazyLinear(2), "'weight' is not initialised"),
             (nn.Linear(2, 2, device="meta"), "'weight' is not initialised"),
+            (sparse(), r"'weight' is torch.float32 \(torch.sparse_coo\); trainable"),
         ],
-        ids=["none", "frozen", "complex", "lazy", "meta"],
+        ids=["none", "frozen", "complex", "lazy", "meta", "sparse"],
     )
     @pytest.mark.filterwarnings("ignore:Lazy modules")
     def test_what_cannot_be_trained_is_refused(self, module, message):
@@ -164,6 +172,13 @@ class TestFlatParameters:
         module[1 - trained].weight.requires_grad_(False)
 
         with pytest.raises(ModelError, match=r"'0.weight' and '1.weight' share memory"):
+            FlatParameters(module)
+
+    def test_sharing_the_last_element_is_sharing(self):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(1, 1))
+        module[1].weight = nn.Parameter(module[0].weight.data[1:, 1:])
+
+        with pytest.raises(ModelError, match="share memory"):
             FlatParameters(module)
 
     def test_frozen_ones_may_share_memory(self):
@@ -187,6 +202,13 @@ class TestGrid:
         nn.init.constant_(module.bias, largest)
 
         assert grid_for(FlatParameters(module)) == 2.0**exponent
+
+    @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+    def test_a_group_without_parameters_does_not(self):
+        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(0, 3, False).double())
+        nn.init.constant_(module[0].bias, 4.0)
+
+        assert grid_for(FlatParameters(module)) == 2.0**-22
 
     def test_any_group_may_hold_it(self):
         module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).double())
@@ -229,71 +251,10 @@ class TestLoadCounts:
             load_counts_(nn.Linear(2, 1), np.zeros(2, np.int32), 1.0)
 
 
-class TestBuffers:
-    def test_all_buffers_are_packed_once(self):
-        module = nn.Sequential(nn.BatchNorm1d(2), Tied())
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int32], ids=str)
+def test_empty_vectors_are_aligned_to_cache_lines(dtype):
+    vectors = [empty(size, dtype, torch.device("cpu")) for size in (0, 1, 1000)]
 
-        buffers = pack_buffers(module)
-
-        np.testing.assert_array_equal(
-            buffers.floating_F, [0, 0, 1, 1, 0, -math.inf, 1, 1]
-        )
-        assert buffers.integer_I.tolist() == [0]
-
-    def test_what_was_packed_comes_back(self):
-        module, other = nn.Module(), nn.Module()
-        for m, k in ((module, 3), (other, 0)):
-            m.register_buffer("a", torch.full((2, 2), 0.1 * k, dtype=torch.bfloat16))
-            m.register_buffer("b", torch.tensor([k > 0, False]))
-            m.register_buffer("c", torch.full((2,), complex(k, -k)))
-            m.register_buffer("d", torch.tensor(2**40 * k))
-            m.register_buffer("e", None)
-
-        load_buffers_(other, pack_buffers(module))
-
-        for one, two in zip(module.buffers(), other.buffers(), strict=True):
-            assert torch.equal(one, two)
-
-    def test_other_sizes_are_refused_before_anything_is_written(self):
-        module = nn.BatchNorm1d(2)
-
-        with pytest.raises(ModelError, match=r"got .* \[4, 2\], model has \[4, 1\]"):
-            load_buffers_(module, Buffers(np.full(4, 9.0), np.zeros(2, np.int64)))
-
-        assert module.running_mean.tolist() == [0.0, 0.0]
-
-    def test_floating_means_are_weighted_and_integers_take_the_maximum(self):
-        parts = [
-            (Buffers(np.array([1.0, 0.0]), np.array([3, 9])), 30),
-            (Buffers(np.array([4.0, 1.0]), np.array([5, 2])), 10),
-        ]
-
-        floating, integer = average_buffers(parts)
-
-        assert (floating.tolist(), integer.tolist()) == ([1.75, 0.25], [5, 9])
-
-    def test_without_examples_the_mean_is_plain(self):
-        parts = [(Buffers(np.array([x]), np.array([0])), 0) for x in (1.0, 4.0)]
-
-        assert average_buffers(parts).floating_F.tolist() == [2.5]
-
-    def test_a_replica_without_examples_does_not_count(self):
-        idle = Buffers(np.array([math.nan]), np.array([7]))
-        busy = Buffers(np.array([4.0]), np.array([0]))
-
-        merged = average_buffers([(idle, 0), (busy, 3)])
-
-        assert (merged.floating_F.tolist(), merged.integer_I.tolist()) == ([4.0], [7])
-
-    def test_what_all_agree_on_stays_bit_for_bit(self):
-        values = np.array([0.1, -math.inf, math.inf, 1 / 3])
-        parts = [(Buffers(values.copy(), np.zeros(0, np.int64)), n) for n in (3, 7, 9)]
-
-        np.testing.assert_array_equal(average_buffers(parts).floating_F, values)
-
-    @pytest.mark.parametrize("sizes", [(), (1, 2)], ids=["none", "different"])
-    def test_buffers_of_one_size_are_needed(self, sizes):
-        parts = [(Buffers(np.zeros(n), np.zeros(0, np.int64)), 1) for n in sizes]
-
-        with pytest.raises(ModelError, match="need buffers of one size, got"):
-            average_buffers(parts)
+    assert [vector.shape for vector in vectors] == [(0,), (1,), (1000,)]
+    assert all(vector.dtype == dtype for vector in vectors)
+    assert all(vector.data_ptr() % 64 == 0 for vector in vectors[1:])

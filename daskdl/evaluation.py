@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from daskdl.data.arrays import check_batch_size, check_labels, is_dask_array
 from daskdl.data.batches import auto_device, batches, floating_dtype, to_device
-from daskdl.data.pieces import place, release, workers_of
+from daskdl.data.pieces import new_key, place, release, workers_of
 from daskdl.data.rehearsal import (
     ClassRange,
     ignored_label,
@@ -121,7 +121,9 @@ def evaluate(
     with random_state_left_alone():
         accepted = rehearse(packed[0].unpack().eval(), loss, X, y)
     # Once to each worker, instead of once with each task.
-    sent = sent_model, sent_loss = client.scatter(packed, broadcast=True, hash=False)
+    names = new_key("model"), new_key("loss")
+    sent = client.scatter(dict(zip(names, packed, strict=True)), broadcast=True)
+    sent_model, sent_loss = (sent[name] for name in names)
     try:
         if is_dask_array(X):
             source = DaskBlocks(X, y)
@@ -142,7 +144,7 @@ def evaluate(
             )  # all labels have been looked at
             return _score_on_workers(pieces.futures, task, client)
     finally:
-        release(sent)
+        release(sent.values())
 
 
 def score_batches(
@@ -222,7 +224,13 @@ class _Task(NamedTuple):
 def _score_on_workers(rows: list[Any], task: _Task, client: Client) -> dict[str, float]:
     """Score pieces, given as futures or delayed pairs, wherever they are."""
     score = delayed(score_rows, pure=False)
-    tasks = client.compute([score(*task, part, i) for i, part in enumerate(rows)])
+    name = new_key("score")
+    tasks = client.compute(
+        [
+            score(*task, part, i, dask_key_name=f"{name}-{i}")
+            for i, part in enumerate(rows)
+        ]
+    )
     try:
         return sum(client.gather(tasks), Score()).metrics()
     finally:

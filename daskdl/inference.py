@@ -3,7 +3,6 @@
 Numpy in, numpy out; torch in, torch out; a ``dask.array`` in, a lazy one out.
 """
 
-import uuid
 from typing import Any, NamedTuple
 
 import dask.array
@@ -21,7 +20,7 @@ from daskdl.data.arrays import (
     is_dask_array,
 )
 from daskdl.data.batches import auto_device, floating_dtype, inputs_to_device
-from daskdl.data.pieces import release, workers_of
+from daskdl.data.pieces import new_key, release, workers_of
 from daskdl.data.rehearsal import forward, prepared_rows, random_state_left_alone
 from daskdl.data.sources import PIECES_PER_REPLICA, cut
 from daskdl.data.validate import check_module
@@ -69,7 +68,8 @@ def predict(model: nn.Module, X: Any, client: Client, *, batch_size: int = 64) -
     workers = workers_of(client)
     packed = PackedModel(model)
     form = _output_form(packed, X)
-    [sent] = client.scatter([packed], broadcast=True, hash=False)
+    name = new_key("model")
+    sent = client.scatter({name: packed}, broadcast=True)[name]
     if is_dask_array(X):
         return _lazy(X, sent, form, batch_size)
     try:
@@ -129,18 +129,18 @@ def _in_memory(
     workers: list[str],
 ) -> np.ndarray:
     bounds = cut(len(X), batch_size, PIECES_PER_REPLICA * len(workers))
+    name = new_key("predict")
     futures = []
     try:
         for i, (start, stop) in enumerate(bounds):
             home = [workers[i % len(workers)]]
             # Contiguous, because Dask would otherwise pickle them.
             part = np.ascontiguousarray(X[start:stop])
-            # In a list, because a dictionary or a list itself would be taken apart.
-            [rows] = client.scatter([part], workers=home, hash=False)
-            futures.append(
-                client.submit(predict_rows, model, rows, form, batch_size, pure=False)
-            )
-            del rows  # the task keeps it, and drops it when it is done
+            key = f"{name}-rows-{i}"
+            rows = client.scatter({key: part}, workers=home)[key]
+            task = (predict_rows, model, rows, form, batch_size)
+            futures.append(client.submit(*task, key=f"{name}-{i}"))
+            del rows, task  # the task keeps it, and drops it when it is done
         return np.concatenate(client.gather(futures))
     finally:
         release(futures)
@@ -149,10 +149,11 @@ def _in_memory(
 def _lazy(X: Any, model: Any, form: _Form, batch_size: int) -> Any:
     """One delayed task per block; an empty block stays one, which concatenate drops."""
     task = delayed(predict_rows, pure=False)
+    name = new_key("predict")
     parts = [
-        task(model, block, form, batch_size) for block in X.to_delayed().reshape(-1)
+        task(model, block, form, batch_size, dask_key_name=f"{name}-{i}")
+        for i, block in enumerate(X.to_delayed().reshape(-1))
     ]
-    name = f"daskdl-predict-{uuid.uuid4().hex}"
     inner = (0,) * len(form.shape)
     layer: dict[Any, Any] = {
         (name, i, *inner): part.key for i, part in enumerate(parts)

@@ -89,7 +89,7 @@ class Pieces:
         for worker in workers:
             keys = {
                 # A new name each time: the scheduler may still be forgetting the old.
-                index: f"daskdl-piece-{uuid.uuid4().hex}-{index}"
+                index: f"{new_key('piece')}-{index}"
                 for index in indices
                 if homes[index] == worker
             }
@@ -179,7 +179,10 @@ def load(key: str, timeout_s: float) -> Rows:
         return x, y
     client = get_client()
     moved = client.submit(
-        _itself, Future(key, client), workers=[worker.address], pure=False
+        _itself,
+        Future(key, client),
+        key=new_key("moved"),
+        workers=[worker.address],
     )
     try:
         rows: Rows = moved.result(timeout=timeout_s)
@@ -196,6 +199,11 @@ def load(key: str, timeout_s: float) -> Rows:
     finally:
         moved.release()
     return rows
+
+
+def new_key(what: str) -> str:
+    """A key for Dask that says whose it is, and that nothing else has."""
+    return f"daskdl-{what}-{uuid.uuid4().hex}"
 
 
 def release(futures: Iterable[Any]) -> None:

@@ -123,14 +123,13 @@ class Driver:
 
     def _submit(self, recipe: Packed[Recipe]) -> None:
         workers = sorted(set(self._seats.values()))
-        shared = self._client.scatter(
-            recipe, workers=workers, broadcast=True, hash=False
-        )
+        name = f"daskdl-recipe-{self._options.run:x}"
+        sent = self._client.scatter({name: recipe}, workers=workers, broadcast=True)
         per_worker = {w: list(self._seats.values()).count(w) for w in workers}
         for replica, worker in self._seats.items():
             self._futures[replica] = self._client.submit(
                 train_replica,
-                shared,
+                sent[name],
                 self._options,
                 replica,
                 per_worker[worker],
@@ -221,7 +220,9 @@ class Driver:
         results = [f for f in live if f.status == "finished"]
         if not results:
             return None
-        merged = self._client.submit(merge, results, pure=False)
+        merged = self._client.submit(
+            merge, results, key=f"daskdl-merge-{self._options.run:x}"
+        )
         bound = self._options.timeouts.data
         try:
             packed: Packed[Final] = merged.result(timeout=bound)
@@ -231,6 +232,8 @@ class Driver:
                 f"the replicas' results were not joined within {bound:g} s "
                 "(daskdl.timeouts.data); was a worker lost at the very end?"
             ) from error
+        finally:
+            merged.release()
         return packed.unpack()
 
     def _cancel(self, replica: int) -> None:

@@ -1,41 +1,19 @@
-"""One real cluster of worker processes for all tests that need one."""
-
-import time
+"""More clusters, one of each kind for all tests that need it."""
 
 import pytest
 from distributed import Client, LocalCluster
 
 from daskdl.channel.scheduler import NAME
+from tests.cluster.leftovers import still_left_behind
 
 
 def pytest_collection_modifyitems(items):
     """Tests with clusters of Dask's own test tools come first.
 
-    They look for anything left over in this process, and would find the cluster
-    below; and what they clean up at their end, they take from it.
+    They look for anything left over in this process, and would find the clusters
+    below; and what they clean up at their end, they take from them.
     """
     items.sort(key=lambda item: not item.path.name.startswith("test_channel"))
-
-
-@pytest.fixture(scope="session")
-def cluster():
-    with LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
-    ) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="session")
-def shared_client(cluster):
-    with Client(cluster, set_as_default=False) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared_client):
-    """A client of the two workers; afterwards nothing of daskdl may be left."""
-    yield shared_client
-    assert still_left_behind(shared_client) == {}
 
 
 @pytest.fixture(scope="session")
@@ -48,27 +26,66 @@ def lone_client():
         yield client
 
 
-def left_behind(client):
-    """What runs have left on the scheduler and the workers, by place."""
-
-    def on_scheduler(dask_scheduler):
-        plugin = dask_scheduler.extensions.get(NAME)
-        runs = list(plugin.runs) if plugin is not None else []
-        tasks = [key for key in dask_scheduler.tasks if str(key).startswith("daskdl")]
-        return [*runs, *tasks]
-
-    def on_worker(dask_worker):
-        plugin = dask_worker.extensions.get(NAME)
-        return list(plugin.links) if plugin is not None else []
-
-    places = {"scheduler": client.run_on_scheduler(on_scheduler)}
-    places |= client.run(on_worker)
-    return {place: things for place, things in places.items() if things}
+@pytest.fixture(scope="session")
+def mortal_client():
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as own,
+        Client(own, set_as_default=False) as client,
+    ):
+        yield client
 
 
-def still_left_behind(client, within_s=5.0):
-    """The same, when Dask has had time to forget: releasing a future is a message."""
-    deadline = time.monotonic() + within_s
-    while (left := left_behind(client)) and time.monotonic() < deadline:
-        pass  # each look asks the scheduler and every worker
-    return left
+@pytest.fixture
+def three(mortal_client):
+    """A client of three workers, which may be killed: Dask starts them again."""
+    mortal_client.wait_for_workers(3, timeout=60)
+    yield mortal_client
+    assert still_left_behind(mortal_client) == {}
+
+
+@pytest.fixture(scope="session")
+def threads_client():
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def threads(threads_client):
+    """A client of two workers that are threads of this process."""
+    yield threads_client
+    assert still_left_behind(threads_client) == {}
+
+
+@pytest.fixture(scope="session")
+def no_workers():
+    """A client of a cluster without workers."""
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="session")
+def idle():
+    """A client of a cluster that must never be asked for anything."""
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def untouched(idle):
+    """The same; afterwards it must not have been asked."""
+    yield idle
+    scheduler = idle.cluster.scheduler
+    assert scheduler.transition_counter == 0
+    assert NAME not in scheduler.extensions
+    assert NAME not in scheduler.worker_plugins

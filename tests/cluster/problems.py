@@ -1,12 +1,16 @@
-"""Small things to train, different on every replica."""
+"""Small things to train, and trainers for them."""
 
 import numpy as np
 import torch
 from torch import nn
 
+from daskdl import AdaptiveThreshold, GradientSharing, KeepResidual, Trainer
+
+SIZE = 20 * 32 + 32 + 32 * 4 + 4  # parameters of `mlp`
+
 
 def rows(count=480, features=20, classes=4, seed=0):
-    """Noisy classes; no two rows are equal."""
+    """Noisy classes; no two rows are equal, so every replica has others."""
     rng = np.random.default_rng(seed)
     centres = rng.normal(size=(classes, features))
     y = rng.integers(0, classes, count)
@@ -35,6 +39,30 @@ def sgd(parameters):
 
 def adam(parameters):
     return torch.optim.Adam(parameters, lr=2e-3)
+
+
+def plain(parameters):
+    return torch.optim.SGD(parameters, lr=0.02)
+
+
+def trainer(client, **options):
+    """A trainer of the small problem, unless an option says otherwise."""
+    options = {"model": mlp, "optimizer": sgd, "progress": False, **options}
+    options = {"loss": nn.CrossEntropyLoss(), "master": kept(), **options}
+    return Trainer(client=client, **options)
+
+
+def kept(**options):
+    """Sharing that loses nothing on purpose: no clipping."""
+    options = {"threshold": AdaptiveThreshold(initial=1e-3), **options}
+    return GradientSharing(**{"residual": KeepResidual(), **options})
+
+
+def start_of(model, seed=0):
+    """The module that a trainer with this seed starts from."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return model()
 
 
 def parameters_of(module):

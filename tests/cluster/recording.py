@@ -1,15 +1,18 @@
-"""A master that trains as GradientSharing does and writes down what went by.
+"""What writes down what goes by in a run: a callback, and a master.
 
-It sees only what any exchange sees: the module, and the channel's interface.
+The master trains as GradientSharing does, and sees only what any exchange sees:
+the module, and the channel's interface.
 """
 
+import json
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from daskdl import GradientSharing, KeepResidual, TrainingMaster, codec
+from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
 from daskdl.training.base import Exchange
 
@@ -27,6 +30,30 @@ def counts_of(update, grid):
     positions = np.abs(update.entries_K.astype(np.int64)) - 1
     dense_N[positions] = np.sign(update.entries_K) * round(update.threshold / grid)
     return dense_N
+
+
+class Notes(Callback):
+    """Writes a line of JSON for each step into a file of its replica."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def on_step(self, step):
+        path = os.path.join(self.folder, f"{step.replica}.jsonl")
+        line = {
+            **step._asdict(),
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+        }
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def read(self):
+        lines = []
+        for name in sorted(os.listdir(self.folder)):
+            with open(os.path.join(self.folder, name)) as file:
+                lines += [json.loads(line) for line in file]
+        return lines
 
 
 class RecordingChannel:
@@ -186,6 +213,11 @@ class Recorded(TrainingMaster):
         channel = RecordingChannel(seat.channel, self.copies)
         inner = self.inner.attach(replace(seat, channel=channel))
         return Recording(inner, seat, channel, self.folder)
+
+
+def executed(client):
+    """How many tasks each worker has done so far."""
+    return client.run(lambda dask_worker: dask_worker.state.executed_count)
 
 
 def records(folder, epoch):

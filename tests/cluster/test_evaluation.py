@@ -1,11 +1,9 @@
 import functools
-import time
 
 import dask.array as da
 import numpy as np
 import pytest
 import torch
-from distributed import Client, LocalCluster
 from torch import nn
 from torch.nn import functional
 
@@ -13,19 +11,10 @@ from daskdl.data.batches import batches
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation import Score, evaluate, score_batches, score_rows
 from daskdl.packed import Packed, PackedModel
+from tests.cluster.leftovers import still_left_behind
+from tests.cluster.recording import executed
 
 ROWS = 101  # a prime: no batch size or number of workers divides it
-
-
-@pytest.fixture(scope="module")
-def client():
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
 
 
 @pytest.fixture
@@ -120,14 +109,15 @@ def test_a_loss_with_weights_and_a_model_in_bfloat16_travel(client, model):
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=2e-2)
 
 
-def test_every_worker_does_a_part_and_nothing_stays(client, model):
-    evaluate(model, nn.CrossEntropyLoss(), X, Y, client, batch_size=4)
+@pytest.mark.parametrize("given", [{"X": X, "y": Y}, lazy(7)], ids=["numpy", "dask"])
+def test_every_worker_does_a_part_and_nothing_stays(client, model, given):
+    before = executed(client)
 
-    workers = client.run(lambda dask_worker: dask_worker.state.executed_count)
-    assert min(workers.values()) > 0
-    end = time.monotonic() + 20
-    while client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)):
-        assert time.monotonic() < end, "something stayed"
+    evaluate(model, nn.CrossEntropyLoss(), **given, client=client, batch_size=4)
+
+    after = executed(client)
+    assert all(after[worker] > before[worker] for worker in after)
+    assert still_left_behind(client) == {}
 
 
 def test_a_wrong_label_in_a_block_is_named(client, model):

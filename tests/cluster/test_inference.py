@@ -1,28 +1,16 @@
-import time
-
+import cloudpickle
 import dask.array as da
 import numpy as np
 import pytest
 import torch
-from distributed import Client, LocalCluster
 from torch import nn
 
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.inference import predict
+from tests.cluster.leftovers import still_left_behind
 
 ROWS = 53
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def client():
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
 
 
 @pytest.fixture
@@ -56,13 +44,6 @@ def tasks(client):
     return [str(key) for key in keys]
 
 
-def until(condition, timeout_s=20):
-    """Ask again until it is true; each question is a round trip to the scheduler."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "did not become true"
-
-
 @pytest.mark.parametrize("batch_size", [1, 7, 100])
 def test_numpy_in_numpy_out(client, model, expected, batch_size):
     before = X.copy()
@@ -73,7 +54,7 @@ def test_numpy_in_numpy_out(client, model, expected, batch_size):
     assert output.dtype == np.float32
     np.testing.assert_allclose(output, expected, **CLOSE)
     np.testing.assert_array_equal(X, before)
-    until(lambda: not tasks(client))
+    assert still_left_behind(client) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -88,31 +69,29 @@ def test_torch_in_torch_out(client, model, expected, dtype):
 
 def test_a_dask_array_stays_lazy(client, model, expected):
     x = da.from_array(X, chunks=((20, 0, 33), 4))
-    until(lambda: not tasks(client))
-
     output = predict(model, x, client, batch_size=6)
 
     assert isinstance(output, da.Array)
     assert output.chunks == ((20, 0, 33), (3,))
     assert output.dtype == np.float32
     assert type(output._meta) is np.ndarray
-    assert all(key.startswith("PackedModel") for key in tasks(client))
-    np.testing.assert_allclose(output.compute(), expected, **CLOSE)
-    np.testing.assert_allclose(output[-3:].sum(axis=1), expected[-3:].sum(1), **CLOSE)
+    assert all(key.startswith("daskdl-model-") for key in tasks(client))
+    whole, sums = client.gather(client.compute([output, output[-3:].sum(axis=1)]))
+    np.testing.assert_allclose(whole, expected, **CLOSE)
+    np.testing.assert_allclose(sums, expected[-3:].sum(1), **CLOSE)
 
 
-def test_the_model_travels_once_to_each_worker_and_goes_with_the_result(client, model):
-    until(lambda: not tasks(client))
-
+def test_the_model_travels_once_to_each_worker_and_goes_with_the_result(client):
+    model = nn.Linear(4, 10_000)  # 200 kB
     output = predict(model, da.from_array(X, chunks=(5, 4)), client)
 
     [[key, holders]] = client.who_has().items()
-    assert str(key).startswith("PackedModel")
+    assert str(key).startswith("daskdl-model-")
     assert len(holders) == 2
     graph = output.dask
-    assert sum(len(str(graph[k])) for k in graph) < 100_000  # no weights in there
+    assert len(cloudpickle.dumps(dict(graph))) < 100_000  # no weights in there
     del output, graph
-    until(lambda: not tasks(client))
+    assert still_left_behind(client) == {}
 
 
 def test_a_large_model_gives_no_warning_about_a_large_graph(client):
@@ -120,22 +99,19 @@ def test_a_large_model_gives_no_warning_about_a_large_graph(client):
 
     output = predict(model, da.from_array(X[:4], chunks=(2, 4)), client)
 
-    assert output[:, :2].compute().shape == (4, 2)
+    assert client.compute(output[:, :2]).result().shape == (4, 2)
 
 
-def test_it_is_computed_by_the_client_that_was_given(model, expected):
+def test_it_is_computed_by_the_client_that_was_given(threads, model, expected):
     before = X.copy()
-    with (
-        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster, set_as_default=False) as own,
-    ):
-        output = predict(model, da.from_array(X, chunks=(30, 4)), own)
-        small = predict(model, X, own)
 
-        np.testing.assert_allclose(own.compute(output).result(), expected, **CLOSE)
-        np.testing.assert_allclose(small, expected, **CLOSE)
-        # Workers that are threads of this process see the array itself.
-        np.testing.assert_array_equal(X, before)
+    output = predict(model, da.from_array(X, chunks=(30, 4)), threads)
+    small = predict(model, X, threads)
+
+    np.testing.assert_allclose(threads.compute(output).result(), expected, **CLOSE)
+    np.testing.assert_allclose(small, expected, **CLOSE)
+    # Workers that are threads of this process see the array itself.
+    np.testing.assert_array_equal(X, before)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +127,9 @@ def test_outputs_may_have_any_shape_with_a_row_per_example(client, module, shape
 
     output = predict(module, da.from_array(X, chunks=(30, 4)), client)
 
+    computed = client.compute(output).result()
     assert output.shape == (ROWS, *shape)
-    np.testing.assert_array_equal(output.compute(), X.reshape(ROWS, *shape))
+    np.testing.assert_array_equal(computed, X.reshape(ROWS, *shape))
 
 
 def test_integer_outputs_and_inputs_keep_their_dtype(client):
@@ -174,7 +151,7 @@ def test_a_model_whose_outputs_change_their_form_is_refused(client):
 
     with pytest.raises(ModelError, match=r"gave the shape \(1, 3\) for 1 rows, after"):
         predict(Growing(), rows, client, batch_size=1)
-    until(lambda: not tasks(client))
+    assert still_left_behind(client) == {}
 
 
 @pytest.mark.parametrize(

@@ -8,24 +8,13 @@ import numpy as np
 import pytest
 import torch
 from dask import delayed
-from distributed import Client, Event, LocalCluster, get_worker, secede, wait
+from distributed import Event, get_worker, secede, wait
 
 from daskdl.data.pieces import load, place, workers_of
 from daskdl.errors import DataError, OptionError, WaitTimeoutError
 
 X = np.arange(200.0, dtype=np.float32).reshape(100, 2)
 Y = np.arange(100)
-
-
-@pytest.fixture(scope="module")
-def client():
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
 
 
 @pytest.fixture
@@ -46,6 +35,11 @@ def until(condition, timeout_s=20):
         if condition():
             return
         assert time.monotonic() < end, "did not become true"
+
+
+def until_there(client, things):
+    with client.as_current():  # `wait` asks the default client
+        wait(things, timeout=20)
 
 
 def piece_keys(client):
@@ -81,6 +75,7 @@ def test_pieces_are_spread_evenly_over_the_workers_named(client, workers):
 
 def test_the_same_data_placed_twice_have_keys_of_their_own(client, workers):
     with put(client, workers) as one, put(client, workers) as two:
+        assert not {piece.key for piece in one} & {piece.key for piece in two}
         one.release()
 
         assert len(client.gather(two.futures)) == len(two)
@@ -142,25 +137,25 @@ class TestDaskArrays:
             assert [piece.examples for piece in pieces] == [30, 30, 30, 10]
             np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
             np.testing.assert_array_equal(np.concatenate([y for _, y in got]), Y)
-            wait(pieces.futures)
+            until_there(client, pieces.futures)
             held = [len(keys) for keys in client.has_what().values()]
             assert min(held) >= 2
 
     def test_persisted_blocks_stay_where_they_are(self, client, workers):
-        x = da.from_array(X, chunks=(30, 2)).persist(workers=[workers[1]])
-        wait(x)
+        x = client.persist(da.from_array(X, chunks=(30, 2)), workers=[workers[1]])
+        until_there(client, x)
 
         with put(client, workers, x, da.from_array(Y, chunks=30)) as pieces:
-            wait(pieces.futures)
+            until_there(client, pieces.futures)
 
             assert set(client.who_has(pieces.futures).values()) == {(workers[1],)}
 
     def test_blocks_persisted_elsewhere_are_spread(self, client, workers):
-        x = da.from_array(X, chunks=(30, 2)).persist(workers=[workers[1]])
-        wait(x)
+        x = client.persist(da.from_array(X, chunks=(30, 2)), workers=[workers[1]])
+        until_there(client, x)
 
         with put(client, workers[:1], x, da.from_array(Y, chunks=30)) as pieces:
-            wait(pieces.futures)
+            until_there(client, pieces.futures)
 
             assert set(client.who_has(pieces.futures).values()) == {(workers[0],)}
 
@@ -176,27 +171,39 @@ class TestDaskArrays:
 
 
 class TestLoad:
-    def fetch(self, client, worker, key, timeout_s=30):
-        def task():
-            secede()
-            rows = load(key, timeout_s)
-            return rows, rows[0] is get_worker().data.get(key, [None])[0]
+    @pytest.fixture
+    def fetch(self, client):
+        """Loads a piece in a task, and tells whether it was there already."""
+        futures = []
 
-        return client.submit(task, workers=[worker], pure=False)
+        def fetch(worker, key, timeout_s=30):
+            def task():
+                secede()
+                rows = load(key, timeout_s)
+                return rows, rows[0] is get_worker().data.get(key, [None])[0]
+
+            futures.append(client.submit(task, workers=[worker], pure=False))
+            return futures[-1]
+
+        yield fetch
+        for future in futures:  # or an error's frames would keep them
+            future.release()
 
     def test_a_piece_is_taken_from_the_own_store_or_from_anothers(
-        self, client, workers
+        self, client, workers, fetch
     ):
         with put(client, workers) as pieces:
             [piece, *_] = pieces
-            near, far = (self.fetch(client, w, piece.key).result(30) for w in workers)
+            near, far = (fetch(w, piece.key).result(30) for w in workers)
 
             assert (near[1], far[1]) == (True, False)
             np.testing.assert_array_equal(far[0][0], X[:4])
             np.testing.assert_array_equal(far[0][1], Y[:4])
 
-    def test_a_piece_that_is_computed_meanwhile_is_awaited(self, client, workers):
-        gate = Event("load-gate")
+    def test_a_piece_that_is_computed_meanwhile_is_awaited(
+        self, client, workers, fetch
+    ):
+        gate = Event("load-gate", client=client)
 
         def late(block):
             Event("load-gate").wait(30)
@@ -204,15 +211,15 @@ class TestLoad:
 
         x = da.from_array(X, chunks=(50, 2)).map_blocks(late, meta=X)
         with put(client, workers[:1], x, da.from_array(Y, chunks=50)) as pieces:
-            fetched = self.fetch(client, workers[1], next(iter(pieces)).key)
-            too_soon = self.fetch(client, workers[1], next(iter(pieces)).key, 0.2)
+            fetched = fetch(workers[1], next(iter(pieces)).key)
+            too_soon = fetch(workers[1], next(iter(pieces)).key, 0.2)
             with pytest.raises(WaitTimeoutError, match=r"piece daskdl-.* within 0.2 s"):
                 too_soon.result(30)
             gate.set()
 
             assert fetched.result(30)[0][1].tolist() == list(range(50))
 
-    def test_an_error_of_the_users_own_comes_out_as_it_is(self, client, workers):
+    def test_an_error_of_the_users_own_comes_out_as_it_is(self, client, workers, fetch):
         def broken(block):
             raise OSError("no such file")
 
@@ -220,62 +227,46 @@ class TestLoad:
         pieces = put(client, workers, x, da.from_array(Y, chunks=50))
 
         with pieces, pytest.raises(OSError, match="no such file"):
-            self.fetch(client, workers[1], next(iter(pieces)).key).result(30)
+            fetch(workers[1], next(iter(pieces)).key).result(30)
 
-    def test_a_piece_that_is_gone_is_said_to_be(self, client, workers):
+    def test_a_piece_that_is_gone_is_said_to_be(self, client, workers, fetch):
         with pytest.raises(DataError, match="was lost with the worker"):
-            self.fetch(client, workers[0], "daskdl-piece-gone").result(30)
+            fetch(workers[0], "daskdl-piece-gone").result(30)
 
 
-def test_pieces_lost_with_their_worker_can_be_restored(client):
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster, set_as_default=False) as own,
-    ):
-        first, second = workers_of(own)
-        pids = own.run(os.getpid)
-        with put(own, [first, second]) as pieces:
-            keys = [piece.key for piece in pieces]
-            os.kill(pids[first], signal.SIGKILL)
-            until(lambda: own.who_has() is not None and _lost(pieces) == 8)
+def test_pieces_lost_with_their_worker_can_be_restored(three):
+    first, second, _ = workers_of(three)
+    pids = three.run(os.getpid)
+    with put(three, [first, second]) as pieces:
+        keys = [piece.key for piece in pieces]
+        os.kill(pids[first], signal.SIGKILL)
+        until(lambda: _lost(pieces) == 8)
 
-            restored = pieces.restore([second])
+        restored = pieces.restore([second])
 
-            assert [piece.index for piece in restored] == list(range(0, 16, 2))
-            assert not {piece.key for piece in restored} & set(keys)
-            got = own.gather(pieces.futures)
-            np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
-            assert pieces.restore([second]) == []
+        assert [piece.index for piece in restored] == list(range(0, 16, 2))
+        assert not {piece.key for piece in restored} & set(keys)
+        got = three.gather(pieces.futures)
+        np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
+        assert pieces.restore([second]) == []
 
 
 def _lost(pieces):
     return sum(future.status == "cancelled" for future in pieces.futures)
 
 
-def test_threads_of_one_process_do_as_well():
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster, set_as_default=False) as own,
-        put(own, workers_of(own)) as pieces,
-    ):
-        got = own.gather(pieces.futures)
+def test_threads_of_one_process_do_as_well(threads):
+    with put(threads, workers_of(threads)) as pieces:
+        got = threads.gather(pieces.futures)
 
         np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
 
 
-def test_no_workers_are_refused(client):
+def test_no_workers_are_refused(client, no_workers):
     with pytest.raises(OptionError, match="workers must name at least one worker"):
         place(X, Y, client, [], batch_size=4, replicas=1, shuffle_seed=None)
-    with (
-        LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster, set_as_default=False) as own,
-        pytest.raises(OptionError, match="has no workers; wait for some with"),
-    ):
-        workers_of(own)
+    with pytest.raises(OptionError, match="has no workers; wait for some with"):
+        workers_of(no_workers)
 
 
 def test_an_asynchronous_client_is_refused():

@@ -1,0 +1,92 @@
+"""Data that cannot be trained on are refused by name, with the remedy."""
+
+import dask.array as da
+import numpy as np
+import pytest
+from torch import nn
+
+import daskdl
+from daskdl import DataError, ModelError
+from tests.cluster.problems import rows, trainer
+
+X, Y = rows(64)
+
+
+def changed(array, position, value):
+    array = array.copy()
+    array[position] = value
+    return array
+
+
+BLOCKS = da.from_array(X, chunks=(16, 20))
+
+TARGETS = changed(Y.astype(np.float32)[:, None], 2, np.nan)
+
+DATA = {
+    "lengths": (X[:-1], Y, {}, "X and y must have the same length, got 63 and 64"),
+    "empty": (X[:0], Y[:0], {}, r"X must not be empty, got the shape \(0, 20\)"),
+    "a list": (X.tolist(), Y, {}, r"X must be a .* got a list; convert it with"),
+    "no label": (X, None, {}, "y must be a .* got a NoneType"),
+    "too large": (X, changed(Y, 3, 4), {}, r"y\[3\] is 4, .* must be in \[0, 4\)"),
+    "negative": (X, changed(Y, 5, -1), {}, r"y\[5\] is -1, .* must be in \[0, 4\)"),
+    "nan": (X, TARGETS, {}, r"y\[2, 0\] is nan; remove such examples"),
+    "kept apart": (BLOCKS, Y, {}, "X is a dask.array and y is in memory; use "),
+    "unknown": (
+        BLOCKS[BLOCKS[:, 0] > 0],
+        da.from_array(Y, chunks=16),
+        {},
+        r"X has chunks of unknown size; call X.compute_chunk_sizes\(\)",
+    ),
+    "validation lengths": (
+        X,
+        Y,
+        {"validation": (X, Y[:-1])},
+        "validation: X and y must have the same length, got 64 and 63",
+    ),
+    "validation label": (
+        X,
+        Y,
+        {"validation": (X, changed(Y, 7, 9))},
+        r"validation: y\[7\] is 9, but the model gives 4 outputs",
+    ),
+}
+
+
+@pytest.mark.parametrize(("x", "y", "options", "message"), DATA.values(), ids=DATA)
+def test_data_that_cannot_be_trained_on(untouched, x, y, options, message):
+    with pytest.raises(DataError, match=message):
+        trainer(untouched).fit(x, y, **options)
+
+
+def test_validation_data_that_the_model_does_not_fit(untouched):
+    with pytest.raises(ModelError, match="validation: model failed on 2 rows of X"):
+        trainer(untouched).fit(X, Y, validation=(X[:, :3], Y))
+
+
+class TestOnWorkers:
+    """What only a worker can see: the content of blocks that no client has loaded."""
+
+    def test_a_wrong_label_in_a_block_is_named(self, client):
+        y = changed(Y, 37, 9)
+
+        with pytest.raises(DataError) as caught:
+            trainer(client).fit(BLOCKS, da.from_array(y, chunks=16))
+
+        assert "y of piece 2 of the train data[5] is 9" in str(caught.value)
+        assert "labels must be in [0, 4)" in str(caught.value)
+        assert any(worker in str(caught.value) for worker in client.nthreads())
+
+    def test_a_wrong_label_in_a_block_of_validation_data_is_named(self, client):
+        wrong = (BLOCKS, da.from_array(changed(Y, 20, -3), chunks=16))
+
+        with pytest.raises(
+            DataError, match=r"y of piece 1 of the validation data\[4\] is -3"
+        ):
+            trainer(client).fit(X, Y, validation=wrong)
+
+    def test_a_missing_target_in_a_block_is_named(self, client):
+        targets = changed(X[:, :1], 50, np.nan)
+        own = trainer(client, model=nn.Linear(20, 1), loss=nn.MSELoss())
+
+        with pytest.raises(daskdl.DaskDLError, match=r"y of piece 3\[2, 0\] is nan"):
+            own.fit(BLOCKS, da.from_array(targets, chunks=(16, 1)))

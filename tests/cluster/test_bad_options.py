@@ -1,0 +1,114 @@
+"""Options and clients that cannot be used are refused by name."""
+
+import asyncio
+
+import dask.array as da
+import dask.config
+import pytest
+from distributed import Client
+
+from daskdl import Callback, GradientSharing, OptionError
+from tests.cluster.problems import mlp, rows, trainer
+
+X, Y = rows(64)
+BLOCKS = da.from_array(X, chunks=(16, 20))
+
+FIT_OPTIONS = {
+    "no epoch": ({"epochs": 0}, "epochs must be a whole number >= 1, got 0"),
+    "half epochs": ({"epochs": 1.5}, "epochs must be a whole number >= 1, got 1.5"),
+    "true epochs": ({"epochs": True}, "epochs must be a whole number >= 1, got True"),
+    "no row": ({"batch_size": 0}, "batch_size must be a whole number >= 1, got 0"),
+    "shuffle": ({"shuffle": "no"}, "shuffle must be True or False, got 'no'"),
+    "validation": (
+        {"validation": X},
+        r"validation must be a tuple \(X, y\), got a ndarray",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), FIT_OPTIONS.values(), ids=FIT_OPTIONS)
+def test_options_of_a_fit(untouched, options, message):
+    with pytest.raises(OptionError, match=message):
+        trainer(untouched).fit(X, Y, **options)
+
+
+TRAINER_OPTIONS = {
+    "master": ({"master": "mean"}, "master must be a daskdl.TrainingMaster, got 'mean"),
+    "class": ({"master": GradientSharing}, "master must be a daskdl.TrainingMaster"),
+    "seed -1": ({"seed": -1}, r"seed must be a whole number in \[0, 2\*\*63\), got -1"),
+    "large": (
+        {"seed": 2**63},
+        "seed must be a whole number in .* got 9223372036854775",
+    ),
+    "seed text": ({"seed": "0"}, "seed must be a whole number in .* got '0'"),
+    "seed true": ({"seed": True}, "seed must be a whole number in .* got True"),
+    "device": ({"device": "quantum"}, "device must be 'auto' or .* got 'quantum'"),
+    "number": ({"device": 0}, "device must be 'auto' or a torch device, got 0"),
+    "progress": ({"progress": "yes"}, "progress must be True, False or None, got 'yes"),
+    "one": ({"callbacks": Callback()}, "callbacks must be a list of daskdl.Callback"),
+    "print": ({"callbacks": [print]}, "callbacks must be daskdl.Callback, got <built"),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), TRAINER_OPTIONS.values(), ids=TRAINER_OPTIONS
+)
+def test_options_of_a_trainer(untouched, options, message):
+    with pytest.raises(OptionError, match=message):
+        trainer(untouched, **options)
+
+
+def test_a_time_out_that_is_no_time(untouched):
+    with (
+        dask.config.set({"daskdl.timeouts.silence": "soon"}),
+        pytest.raises(OptionError, match=r"daskdl\.timeouts\.silence must .* 'soon'"),
+    ):
+        trainer(untouched).fit(X, Y)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_what_is_not_trained_yet_cannot_be_used(untouched, method):
+    arguments = (X, Y) if method == "evaluate" else (X,)
+
+    with pytest.raises(OptionError, match="has no model_ yet; call fit first"):
+        getattr(trainer(untouched), method)(*arguments)
+
+
+class TestClient:
+    def test_text_is_refused(self):
+        with pytest.raises(OptionError, match="client must be a distributed"):
+            trainer("tcp://127.0.0.1:8786").fit(X, Y)
+
+    def test_a_closed_one_is_refused(self, idle):
+        with Client(idle.cluster, set_as_default=False) as closed:
+            pass
+
+        with pytest.raises(OptionError, match=r"and running, .* 'closed'"):
+            trainer(closed).fit(X, Y)
+
+    def test_an_asynchronous_one_is_refused(self, untouched):
+        async def fit():
+            async with Client(
+                untouched.cluster.scheduler_address,
+                asynchronous=True,
+                set_as_default=False,
+            ) as client:
+                trainer(client).fit(X, Y)
+
+        with pytest.raises(OptionError, match="asynchronous=True; use Client"):
+            asyncio.run(fit())
+
+    def test_a_cluster_without_workers_is_refused(self, no_workers):
+        with pytest.raises(OptionError, match="has no workers; wait for some with"):
+            trainer(no_workers).fit(X, Y)
+
+    def test_a_lazy_prediction_needs_a_cluster_that_stays(self, monkeypatch):
+        def none():
+            raise ValueError
+
+        monkeypatch.setattr("daskdl.cluster.default_client", none)
+        own = trainer(None)
+        own.model_ = mlp()
+
+        with pytest.raises(OptionError, match="client must be given to predict on a"):
+            own.predict(BLOCKS)

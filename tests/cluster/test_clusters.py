@@ -1,0 +1,128 @@
+"""Where a run computes: processes, threads, a cluster of its own."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from distributed import Client, LocalCluster
+from torch import nn
+
+from tests.cluster.problems import kept, parameters_of, rows, trainer
+from tests.cluster.recording import Notes, executed
+
+X, Y = rows()
+
+
+class TestWhereItRuns:
+    def test_threads_of_one_process_are_workers_too(self, client, threads):
+        results = []
+        for where in (client, threads):
+            own = trainer(where, model=averaged, master=kept(max_staleness=0))
+            history = own.fit(X, Y, epochs=3, batch_size=16)
+            assert history.column("replicas") == [2] * 3
+            results.append(parameters_of(own.model_))
+
+        for name, value in results[0].items():
+            np.testing.assert_array_equal(value, results[1][name])
+
+    def test_the_default_client_is_taken(self, client, tmp_path):
+        notes = Notes(tmp_path)
+        with client.as_current():
+            own = trainer(None, callbacks=[notes])
+            history = own.fit(X, Y)
+            before = executed(client)
+            score = own.evaluate(X, Y)
+
+        assert history.column("replicas") == [2]
+        pids = client.run(os.getpid)
+        assert {line["pid"] for line in notes.read()} == set(pids.values())
+        assert score["loss"] < 2
+        assert sum(executed(client).values()) > sum(before.values())
+
+    @pytest.mark.timeout(90)
+    def test_a_cluster_of_its_own_is_closed_again(self):
+        done = subprocess.run(
+            [sys.executable, "-c", OWN_CLUSTER],
+            capture_output=True,
+            text=True,
+            timeout=80,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
+
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["2", "[]", "480"]
+
+
+def averaged():
+    """Buffers to average; no dropout, whose random state is the whole process's."""
+    return nn.Sequential(
+        nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
+    )
+
+
+OWN_CLUSTER = """
+import distributed, psutil
+from tests.cluster.problems import mlp, rows, sgd
+from torch import nn
+import daskdl
+
+if __name__ == "__main__":
+    # What LocalCluster makes of a machine, made small.
+    own = distributed.LocalCluster
+    def two(**options):
+        return own(n_workers=2, threads_per_worker=1, **options)
+    daskdl.cluster.LocalCluster = two
+    X, Y = rows()
+    trainer = daskdl.Trainer(mlp, nn.CrossEntropyLoss(), sgd)
+    history = trainer.fit(X, Y)
+    left = [
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
+    print(history[0]["replicas"], left, history[0]["examples"])
+    try:
+        distributed.default_client()
+    except ValueError:
+        pass
+    else:
+        raise SystemExit("a client of its own has become the default")
+"""
+
+
+class TestThreads:
+    @pytest.mark.parametrize(("replicas", "share"), [(1, 3), (3, 1)])
+    def test_replicas_share_their_workers_threads_and_put_them_back(
+        self, tmp_path, replicas, share
+    ):
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        notes = Notes(tmp_path)
+        try:
+            with (
+                LocalCluster(
+                    n_workers=1,
+                    threads_per_worker=3,
+                    processes=False,
+                    dashboard_address=":0",
+                ) as cluster,
+                Client(cluster, set_as_default=False) as client,
+            ):
+                master = kept(replicas_per_worker=replicas)
+                trainer(client, master=master, callbacks=[notes]).fit(X, Y)
+            # This thread has its own setting by now; a new one takes the process's.
+            with ThreadPoolExecutor(1) as fresh:
+                after = fresh.submit(torch.get_num_threads).result()
+        finally:
+            torch.set_num_threads(before)
+
+        lines = notes.read()
+        assert {line["replica"] for line in lines} == set(range(replicas))
+        assert {line["threads"] for line in lines} == {share}
+        assert after == 2

@@ -1,0 +1,22 @@
+"""The cluster of worker processes that nearly all tests share."""
+
+import pytest
+from distributed import Client, LocalCluster
+
+from tests.cluster.leftovers import still_left_behind
+
+
+@pytest.fixture(scope="session")
+def shared_client():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as two,
+        Client(two, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def client(shared_client):
+    """A client of two workers; afterwards nothing may be left on them."""
+    yield shared_client
+    assert still_left_behind(shared_client) == {}

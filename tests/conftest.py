@@ -5,6 +5,9 @@ from distributed import Client, LocalCluster
 
 from tests.cluster.leftovers import still_left_behind
 
+# Two files of this name would be one module to the collection of doctests.
+collect_ignore = ["conftest.py"]
+
 
 @pytest.fixture(scope="session")
 def shared_client():

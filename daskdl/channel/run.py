@@ -65,6 +65,7 @@ class RunRecord:
         refused: Messages that were not understood.
         _gone: Last update of each replica that left or was lost.
         _holding: Whether updates have to wait, see `complete`.
+        _held: Those that wait.
     """
 
     plan: RunPlan
@@ -76,6 +77,7 @@ class RunRecord:
     refused: int = 0
     _gone: dict[int, int] = field(default_factory=dict)
     _holding: bool = False
+    _held: list[Item] = field(default_factory=list)
     _gatherings: dict[str, Gathering] = field(default_factory=dict)
     _leases: dict[str, tuple[int, Leases]] = field(default_factory=dict)
 
@@ -125,15 +127,22 @@ class RunRecord:
         progress = self.progress[origin]
         accepted = 0
         for item in items:
-            if self._holding or not all(box.has_room(item.weight()) for box in others):
+            if self._holding:
+                self._held.append(item)
+            elif all(box.has_room(item.weight()) for box in others):
+                self._pass_on(item)
+            else:
                 return accepted
-            for box in others:
-                box.offer(item, force=True)
             progress.sequence = max(progress.sequence, item.sequence)
             progress.step = max(progress.step, item.step)
             accepted += 1
         self._advance(origin, step, done)
         return accepted
+
+    def _pass_on(self, item: Item) -> None:
+        for replica, box in self.outboxes.items():
+            if replica != item.origin:
+                box.offer(item, force=True)
 
     def _advance(self, origin: int, step: int, done: int) -> None:
         progress = self.progress[origin]
@@ -184,9 +193,9 @@ class RunRecord:
         Args:
             key: Of the barrier.
             gathering: That has nobody to wait for any more.
-            hold: Whether updates are kept back from now until the next barrier is
-                complete. Only replicas that leave have any then, and what some
-                survivors took in before they compare, all of them must.
+            hold: Whether updates are kept here from now until the next barrier is
+                complete. Only replicas that leave have any then, one each, and what
+                some survivors took in before they compare, all of them must.
 
         Returns:
             Whether this call was the first.
@@ -195,6 +204,10 @@ class RunRecord:
             return False
         gathering.gone = dict(self._gone)
         self._holding = hold
+        if not hold:
+            for item in self._held:
+                self._pass_on(item)
+            self._held.clear()
         self._gatherings.pop(key, None)
         return True
 

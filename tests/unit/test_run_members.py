@@ -1,5 +1,5 @@
 import pytest
-from records import EACH, joined, plan_of, update, waiting
+from records import EACH, joined, plan_of, said, update, waiting
 
 from daskdl.channel.messages import Item
 from daskdl.channel.run import RunRecord
@@ -183,15 +183,20 @@ def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
     assert gathering.gone == {}
 
 
-def test_updates_are_held_between_two_barriers():
+def test_updates_are_held_between_two_barriers_and_then_passed_on():
     record = joined()
     record.complete("end", record.arrive("end", 0, None), hold=True)
 
-    held = record.publish(2, [update(2, 1)], 1, -1)
+    accepted = record.publish(2, [update(2, 1)], 1, -1)
+    record.leave(2)
+    held = said(record, 0, "update")
     record.complete("report", record.arrive("report", 0, None), hold=False)
-    passed = record.publish(2, [update(2, 1)], 1, -1)
 
-    assert (held, passed) == (0, 1)
+    assert (accepted, held) == (1, [])
+    assert said(record, 0, "update") == said(record, 1, "update") == [update(2, 1)]
+    assert record.gone == {2: 1}
+    record.complete("next", record.arrive("next", 0, None), hold=False)
+    assert len(said(record, 0, "update")) == 1
 
 
 def test_the_client_is_told_what_all_said_and_what_was_counted():

@@ -235,7 +235,7 @@ class TestLoad:
 
 
 def test_pieces_lost_with_their_worker_can_be_restored(three):
-    first, second, _ = workers_of(three)
+    first, second = workers_of(three)[:2]
     pids = three.run(os.getpid)
     with put(three, [first, second]) as pieces:
         keys = [piece.key for piece in pieces]

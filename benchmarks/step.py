@@ -6,11 +6,13 @@ Counted:  optimizer steps of the MLP 784-2048-2048-10 (5.8 M parameters, 23.3 MB
           take turns, `--rounds` times; an epoch before each is not counted, so that
           the threshold has adapted. Baselines: a plain loop over the same batches
           in one process, and two such processes at once, independent of each
-          other: the machine's own limit.
+          other: the machine's own limit. Both as a shell starts them, and once more
+          with freed memory kept for the next step, as daskdl keeps it.
 Run:      python -m benchmarks.step --rounds 5
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import platform
@@ -24,6 +26,7 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
+from daskdl.training.memory import freed_memory_kept
 
 BATCH = 64
 WIDTH = 2048
@@ -33,8 +36,8 @@ WIDTH = 2048
 class Row:
     case: str
     samples_per_s: float  # of all processes together, median over rounds
-    ratio: float  # to the baseline named in `against`, median over rounds
-    against: str
+    ratio: float  # to as many plain loops, median over rounds
+    ratio_kept: float  # to as many plain loops that keep freed memory
     sent_kb_per_step: float  # kilobytes (1000 bytes) sent per step and replica
     density: float
 
@@ -63,9 +66,14 @@ def samples(count: int) -> tuple[np.ndarray, np.ndarray]:
     return x.astype(np.float32), y
 
 
-def plain(steps: int) -> float:
+def plain(steps: int, kept: bool) -> float:
     """Samples/s of a plain loop, after an epoch that is not counted."""
     torch.set_num_threads(1)
+    with freed_memory_kept() if kept else contextlib.nullcontext():
+        return loop(steps)
+
+
+def loop(steps: int) -> float:
     x, y = (torch.from_numpy(a) for a in samples(steps * BATCH))
     model, loss = mlp(), nn.CrossEntropyLoss()
     optimizer = sgd(model.parameters())
@@ -81,14 +89,13 @@ def plain(steps: int) -> float:
 class Plain:
     """So many processes that each run a plain loop, at the same time."""
 
-    def __init__(self, processes: int, steps: int) -> None:
-        self._steps = steps
-        self._processes = processes
+    def __init__(self, processes: int, steps: int, kept: bool = False) -> None:
+        self._arguments = [(steps, kept)] * processes
         context = multiprocessing.get_context("spawn")
         self._pool = context.Pool(processes)
 
     def measure(self) -> tuple[float, float, float]:
-        rates = self._pool.map(plain, [self._steps] * self._processes, chunksize=1)
+        rates = self._pool.starmap(plain, self._arguments, chunksize=1)
         return sum(rates), 0.0, 0.0
 
     def close(self) -> None:
@@ -129,8 +136,10 @@ class Shared:
 def table(steps: int, rounds: int) -> list[Row]:
     contestants = {
         "plain loop, 1 process": Plain(1, steps),
+        "the same, freed memory kept": Plain(1, steps, kept=True),
         "fit, 1 replica": Shared(1, steps),
         "plain loops, 2 processes": Plain(2, steps),
+        "the same 2, freed memory kept": Plain(2, steps, kept=True),
         "fit, 2 replicas": Shared(2, steps),
         "fit, 2 replicas, exchange_every=16": Shared(2, steps, 16),
     }
@@ -140,22 +149,23 @@ def table(steps: int, rounds: int) -> list[Row]:
             measured[case].append(contestant.measure())
     for contestant in contestants.values():
         contestant.close()
+    cases = list(contestants)
     rows = []
-    for case, rounds_of_case in measured.items():
-        processes = 1 if "1 " in case else 2
-        against = next(
-            c for c in contestants if c.startswith("plain") and f"{processes} " in c
-        )
-        ratios = [
-            own[0] / base[0]
-            for own, base in zip(rounds_of_case, measured[against], strict=True)
-        ]
+    for case, taken in measured.items():
+        plain_case = cases[0] if cases.index(case) < 3 else cases[3]
+        kept_case = cases[cases.index(plain_case) + 1]
         rate, sent_kb, density = (
-            statistics.median(column) for column in zip(*rounds_of_case, strict=True)
+            statistics.median(column) for column in zip(*taken, strict=True)
         )
-        ratio = statistics.median(ratios)
-        rows.append(Row(case, rate, ratio, against, sent_kb, density))
+        ratios = [ratio(taken, measured[base]) for base in (plain_case, kept_case)]
+        rows.append(Row(case, rate, *ratios, sent_kb, density))
     return rows
+
+
+def ratio(taken, base) -> float:
+    """Median over rounds of samples/s to those of the same round's baseline."""
+    pairs = zip(taken, base, strict=True)
+    return statistics.median(own[0] / other[0] for own, other in pairs)
 
 
 def main() -> None:
@@ -170,11 +180,14 @@ def main() -> None:
     print(f"# torch {torch.__version__}, {platform.machine()}, 1 thread per process")
     dense_kb = 4 * sum(p.numel() for p in mlp().parameters()) / 1e3
     print(f"# dense: {dense_kb:,.0f} KB per step")
-    print(f"{'case':38}{'samples/s':>10}{'ratio':>8}{'KB/step':>9}{'density':>10}")
+    print(
+        f"{'case':38}{'samples/s':>10}{'ratio':>8}{'to kept':>9}"
+        f"{'KB/step':>9}{'density':>10}"
+    )
     rows = table(arguments.steps, arguments.rounds)
     for row in rows:
         print(
-            f"{row.case:38}{row.samples_per_s:>10,.0f}{row.ratio:>8.3f}"
+            f"{row.case:38}{row.samples_per_s:>10,.0f}{row.ratio:>8.3f}{row.ratio_kept:>9.3f}"
             f"{row.sent_kb_per_step:>9.1f}{row.density:>10.2e}"
         )
     if arguments.json:

@@ -9,8 +9,9 @@ Whoever is behind asks. Repair at a barrier goes in this order, on every survivo
    to it.
 3. Ask the :func:`helpers` for what is :func:`missing`, one after the other, and
    find it in their rings.
-4. Tell again what was received. Who is still behind takes the state of one of
-   the :func:`donors`: its shared vector, with the positions that belong to it.
+4. Close the fence again, for good, and tell again what was received. Who is still
+   behind takes the state of one of the :func:`donors`: its shared vector, with
+   the positions that belong to it.
 
 If somebody is lost meanwhile, start again: what only it had may be out of reach,
 and what it gave away has been received by a survivor, who says so.
@@ -84,6 +85,8 @@ def missing(
     lacking: dict[int, list[int]] = {}
     for origin, (complete, beyond) in target.items():
         done, taken = mine.get(origin, NOTHING)
+        if done >= complete and not beyond:  # nearly always
+            continue
         wanted = [*range(done + 1, complete + 1), *(s for s in beyond if s > done)]
         gaps = sorted(set(wanted) - set(taken))
         if gaps:

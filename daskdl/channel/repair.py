@@ -28,7 +28,7 @@ An update of a lost replica is given up only if no survivor has it in a ring any
 more and nobody has the whole target; then it is given up by all.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from daskdl.channel.positions import Received
 from daskdl.errors import ChannelError
@@ -160,14 +160,16 @@ def donors(have: Have, asker: int) -> list[int]:
         ([0, 1], [])
     """
     own = {replica: have[replica].get(replica, NOTHING) for replica in have}
-    fit = [replica for replica in sorted(have) if not missing(have[replica], own)]
+    groups: dict[Hashable, list[int]] = {}
+    for replica in sorted(have):
+        groups.setdefault(_comparable(have[replica]), []).append(replica)
+    fit = [group for group in groups.values() if not missing(have[group[0]], own)]
     if not fit:
         raise ChannelError(
             "updates are out of reach: no replica has received all that the others "
             f"have published, {own}, and those do not keep them any more"
         )
-    reference = max(fit, key=lambda replica: _count(have[replica]))
-    same = [r for r in fit if _plain(have[r]) == _plain(have[reference])]
+    same = max(fit, key=lambda group: _count(have[group[0]]))
     return [] if asker in same else _rotated(same, asker)
 
 
@@ -236,13 +238,13 @@ def _count(received: Mapping[int, Received]) -> int:
     return sum(complete + len(beyond) for complete, beyond in received.values())
 
 
-def _plain(received: Mapping[int, Received]) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """The same whatever the wire made of it, without origins nothing came from."""
-    return {
-        origin: (complete, tuple(beyond))
+def _comparable(received: Mapping[int, Received]) -> Hashable:
+    """Equal if the updates are, whatever the wire made of them."""
+    return frozenset(
+        (origin, complete, tuple(beyond))
         for origin, (complete, beyond) in received.items()
         if complete or beyond
-    }
+    )
 
 
 def _rotated(replicas: Sequence[int], turn: int) -> list[int]:

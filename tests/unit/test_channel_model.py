@@ -12,19 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 SEEDS = st.integers(0, 2**32 - 1)
-COUNTS = st.sampled_from([1, 2, 3, 4, 5, 6, 9, 10, 12, 17, 25, 40, MOST])
+FAN_OUTS = st.sampled_from([1, 2, 3, 8])
+RINGS = st.sampled_from([0, 2, 10, LARGE])
 
 
 class ChannelMachine(RuleBasedStateMachine):
     """Anything that may happen, in any order."""
-
-    @initialize(
-        count=COUNTS,
-        fan_out=st.sampled_from([1, 2, 3, 8]),
-        ring_items=st.sampled_from([0, 2, 10, LARGE]),
-    )
-    def start(self, count, fan_out, ring_items):
-        self.crowd = Crowd(count, fan_out, ring_items)
 
     @rule(seed=SEEDS, count=st.integers(1, 20))
     def publish(self, seed, count):
@@ -48,11 +41,17 @@ class ChannelMachine(RuleBasedStateMachine):
         for _ in range(min(count, len(self.crowd.under_way))):
             self.crowd.draw(chance)
 
-    @rule(seed=SEEDS, count=st.integers(1, 4))
-    def lose(self, seed, count):
+    @rule(seed=SEEDS, count=st.integers(1, 4), last=st.integers(0, 3))
+    def lose(self, seed, count, last):
+        """Some go, in the middle of sending the last they published."""
         chance = random.Random(seed)
-        for _ in range(min(count, len(self.crowd.members) - 1)):
-            self.crowd.lose(chance.choice(sorted(self.crowd.members)), chance)
+        members = sorted(self.crowd.members)
+        leaving = chance.sample(members, min(count, len(members) - 1))
+        for number in leaving * last:
+            self.crowd.publish(number)
+        self.crowd.deliver(chance, chance.randrange(2 * len(members)))
+        for number in leaving:
+            self.crowd.lose(number, chance)
 
     @precondition(lambda self: len(self.crowd.members) < MOST)
     @rule(seed=SEEDS)
@@ -76,11 +75,29 @@ class ChannelMachine(RuleBasedStateMachine):
             self.pass_a_barrier(0, 0)
 
 
-TestChannel = ChannelMachine.TestCase
-TestChannel.settings = settings(
-    max_examples=200,
+class Few(ChannelMachine):
+    """So few that most send to all, and that most shapes of a loss come up."""
+
+    @initialize(count=st.integers(1, 12), fan_out=FAN_OUTS, ring_items=RINGS)
+    def start(self, count, fan_out, ring_items):
+        self.crowd = Crowd(count, fan_out, ring_items)
+
+
+class Many(ChannelMachine):
+    """Trees of several levels, up to the most replicas there may be."""
+
+    @initialize(count=st.integers(13, MOST), fan_out=FAN_OUTS, ring_items=RINGS)
+    def start(self, count, fan_out, ring_items):
+        self.crowd = Crowd(count, fan_out, ring_items)
+
+
+SETTINGS = settings(
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+TestFew, TestMany = Few.TestCase, Many.TestCase
+TestFew.settings = settings(SETTINGS, max_examples=150)
+TestMany.settings = settings(SETTINGS, max_examples=15)

@@ -74,6 +74,8 @@ class Crowd:
         self.published = set()
         self.members = {n: Member(n, ring_items) for n in range(count)}
         self.next_number = count
+        self.in_rings = ring_items == LARGE  # all that is not agreed on yet
+        self.reachable = True  # somebody had the whole target, at the last barrier
         self.deaths = 0  # still to come in the barrier at hand
         self._change()
         self.adopt()
@@ -98,7 +100,7 @@ class Crowd:
         member = Member(self.next_number, self.ring_items)
         self.next_number += 1
         member.take_state(self.members[donor])
-        member.fence.close(self.lost)
+        self.in_rings = False  # what a snapshot brought is in no ring
         self.members[member.number] = member
         self._change()
         member.book.adopt(self.routes)
@@ -181,6 +183,8 @@ class Crowd:
     def _take_states(self, chance):
         self._close()
         told = self.told()
+        target = settle(told)
+        self.reachable = any(not missing(mine, target) for mine in told.values())
         self._each(chance, lambda asker: self._take_state(asker, told))
 
     def _close(self):
@@ -209,6 +213,7 @@ class Crowd:
     def _take_state(self, asker, told):
         alive = [n for n in donors(told, asker) if n in self.members]
         if alive:
+            assert not self.in_rings
             self.members[asker].take_state(self.members[alive[0]])
 
     def check(self, everything):
@@ -219,8 +224,10 @@ class Crowd:
         assert all(vector == first for vector in vectors)
         assert {u for u in self.published if u[0] in self.members} <= first
         assert first <= everything <= self.published
-        if self.ring_items == LARGE:
+        assert self.reachable or not self.in_rings
+        if self.reachable:
             assert first == everything
+        self.in_rings = self.ring_items == LARGE
 
 
 def _ranges(received):

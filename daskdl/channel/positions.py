@@ -1,6 +1,9 @@
 """Who has applied what: sequence numbers, duplicates and gaps. No I/O."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+# What was received of one origin: all up to a number, and those beyond a gap.
+Received = tuple[int, Sequence[int]]
 
 
 class Positions:
@@ -10,11 +13,19 @@ class Positions:
     a retried or re-routed one may come twice, a lost one leaves a gap that a
     later repair fills. Only what is beyond a gap takes memory, not the gap: a
     sequence number may be anything.
+
+    Args:
+        received: Where to start, as :meth:`received` gave it: that of a snapshot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, received: Mapping[int, Received] | None = None) -> None:
         self._complete: dict[int, int] = {}  # received up to here, all of them
         self._beyond: dict[int, set[int]] = {}  # received after a gap
+        for origin, (complete, beyond) in (received or {}).items():
+            self._complete[origin] = complete
+            self._beyond[origin] = set()
+            for sequence in beyond:
+                self.accept(origin, sequence)
 
     def accept(self, origin: int, sequence: int) -> bool:
         """Note an update; False if it was noted before (a duplicate)."""
@@ -48,5 +59,24 @@ class Positions:
         """The last sequence number received from each origin."""
         return {
             origin: max(self._beyond[origin], default=complete)
+            for origin, complete in self._complete.items()
+        }
+
+    def received(self) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """What exactly was received of each origin, in plain values for the wire.
+
+        Returns:
+            By origin: all of its updates up to this one were received, and these
+            beyond the first gap, ascending.
+
+        Example:
+            >>> positions = Positions()
+            >>> [positions.accept(7, sequence) for sequence in (1, 2, 5)]
+            [True, True, True]
+            >>> positions.received()
+            {7: (2, (5,))}
+        """
+        return {
+            origin: (complete, tuple(sorted(self._beyond[origin])))
             for origin, complete in self._complete.items()
         }

@@ -1,0 +1,79 @@
+"""The latest updates a replica can still hand to one that missed them. No I/O."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from daskdl.channel.messages import Item
+from daskdl.errors import OptionError
+
+
+class Ring:
+    """Updates published or received, by origin and sequence, within a bound.
+
+    At the bound the oldest are forgotten, whatever their origin; whoever asks for
+    those takes a snapshot instead. Payloads are shared, not copied: nobody may
+    write to them, and one that is a view keeps alive what it is a view of.
+
+    What a replica has published itself belongs in a ring of its own that it does
+    not let overflow, see :mod:`daskdl.channel.repair`: then no update of anybody
+    alive is ever out of reach.
+
+    All methods may be called from any thread.
+
+    Args:
+        limit_bytes: Most bytes kept, counted by `Item.weight`, >= 0. An item that
+            is larger is not kept at all, and displaces nothing.
+
+    Attributes:
+        limit_bytes: As given.
+        nbytes: Bytes kept now.
+
+    Raises:
+        OptionError: If the bound is negative.
+
+    Example:
+        >>> ring = Ring(limit_bytes=500)
+        >>> for sequence in (1, 2, 3):
+        ...     ring.keep(Item("update", 7, sequence, 0, nbytes=150))
+        >>> [item.sequence for item in ring.find(7, [3, 2, 1])], ring.nbytes
+        ([2, 3], 428)
+    """
+
+    limit_bytes: int
+    nbytes: int
+
+    def __init__(self, limit_bytes: int) -> None:
+        if limit_bytes < 0:
+            raise OptionError(f"limit_bytes must be >= 0, got {limit_bytes}")
+        self.limit_bytes = limit_bytes
+        self.nbytes = 0
+        self._items: OrderedDict[tuple[int, int], Item] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def keep(self, item: Item) -> None:
+        """Keep an update as the latest one; one that is here stays where it is."""
+        key, weight = (item.origin, item.sequence), item.weight()
+        with self._lock:
+            if weight > self.limit_bytes or key in self._items:
+                return
+            self._items[key] = item
+            self.nbytes += weight
+            while self.nbytes > self.limit_bytes:
+                _, oldest = self._items.popitem(last=False)
+                self.nbytes -= oldest.weight()
+
+    def find(self, origin: int, sequences: Iterable[int]) -> list[Item]:
+        """Those of an origin's updates that are still here, ascending."""
+        keys = [(origin, sequence) for sequence in sorted(set(sequences))]
+        with self._lock:
+            return [self._items[key] for key in keys if key in self._items]
+
+    def forget(self, origin: int) -> None:
+        """Drop all updates of an origin: it is gone, and everybody has them."""
+        with self._lock:
+            for key in [key for key in self._items if key[0] == origin]:
+                self.nbytes -= self._items.pop(key).weight()

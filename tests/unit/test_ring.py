@@ -1,0 +1,143 @@
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item, ItemKind
+from daskdl.channel.ring import Ring
+from daskdl.errors import OptionError
+
+WEIGHT = 36 + ITEM_OVERHEAD_BYTES
+KEYS = st.tuples(st.integers(0, 2), st.integers(1, 6))
+ACTIONS = st.lists(
+    st.tuples(st.just("keep"), KEYS, st.integers(0, 150))
+    | st.tuples(st.just("forget"), st.integers(0, 2), st.just(0)),
+    max_size=40,
+)
+
+
+def update(origin, sequence, nbytes=36, payload=None):
+    return Item(ItemKind.UPDATE.value, origin, sequence, 0, nbytes, payload)
+
+
+def ring_of(*keys, limit_bytes=10**6):
+    ring = Ring(limit_bytes)
+    for key in keys:
+        ring.keep(update(*key))
+    return ring
+
+
+def kept(ring, origin, sequences=range(1, 10)):
+    return [item.sequence for item in ring.find(origin, sequences)]
+
+
+def test_what_is_kept_is_found_ascending_and_only_what_was_asked_for():
+    ring = ring_of((0, 2), (0, 1), (0, 3), (1, 2))
+
+    assert kept(ring, 0, [3, 1, 9, 3]) == [1, 3]
+    assert kept(ring, 1) == [2]
+    assert kept(ring, 2) == []
+
+
+def test_beyond_the_bound_the_oldest_are_forgotten_whatever_their_origin():
+    ring = ring_of((0, 1), (1, 1), (0, 2), (1, 2), limit_bytes=3 * WEIGHT)
+
+    assert kept(ring, 0) == [2]
+    assert kept(ring, 1) == [1, 2]
+    assert (len(ring), ring.nbytes) == (3, 3 * WEIGHT)
+
+
+def test_a_large_one_displaces_as_many_as_it_needs():
+    ring = ring_of((0, 1), (0, 2), (0, 3), limit_bytes=3 * WEIGHT)
+
+    ring.keep(update(1, 1, 36 + WEIGHT))
+
+    assert kept(ring, 0) == [3]
+    assert kept(ring, 1) == [1]
+
+
+def test_one_larger_than_the_bound_is_not_kept_and_displaces_nothing():
+    ring = ring_of((0, 1), limit_bytes=WEIGHT)
+
+    ring.keep(update(0, 2, 37))
+
+    assert kept(ring, 0) == [1]
+    assert ring.nbytes == WEIGHT
+
+
+def test_one_that_is_here_counts_once_and_stays_as_old_as_it_is():
+    ring = ring_of((0, 1), (0, 2), (0, 1), (0, 3), limit_bytes=2 * WEIGHT)
+
+    assert kept(ring, 0) == [2, 3]
+    assert ring.nbytes == 2 * WEIGHT
+
+
+def test_a_payload_is_shared():
+    frame = bytearray(36)
+    ring = Ring(10**6)
+
+    ring.keep(update(0, 1, 36, frame))
+
+    assert ring.find(0, [1])[0].payload is frame
+
+
+def test_what_is_forgotten_makes_room():
+    ring = ring_of((0, 1), (1, 1), (0, 2), limit_bytes=3 * WEIGHT)
+
+    ring.forget(0)
+
+    assert (kept(ring, 0), kept(ring, 1)) == ([], [1])
+    assert (len(ring), ring.nbytes) == (1, WEIGHT)
+
+
+def test_a_ring_without_room_keeps_nothing():
+    assert len(ring_of((0, 1), limit_bytes=0)) == 0
+
+
+def test_a_negative_bound_is_refused():
+    with pytest.raises(OptionError, match="limit_bytes must be >= 0, got -1"):
+        Ring(-1)
+
+
+@given(ACTIONS, st.integers(0, 1000))
+def test_it_holds_the_latest_that_fit_and_counts_them(actions, limit_bytes):
+    ring, expected = Ring(limit_bytes), []
+
+    for action, what, nbytes in actions:
+        if action == "forget":
+            ring.forget(what)
+            expected = [item for item in expected if item.origin != what]
+            continue
+        item = update(*what, nbytes)
+        ring.keep(item)
+        if item.weight() <= limit_bytes and what not in {i[1:3] for i in expected}:
+            expected.append(item)
+        while sum(item.weight() for item in expected) > limit_bytes:
+            expected.pop(0)
+
+    held = [item for origin in range(3) for item in ring.find(origin, range(1, 7))]
+    assert held == sorted(expected, key=lambda item: item[1:3])
+    assert ring.nbytes == sum(item.weight() for item in expected)
+    assert len(ring) == len(expected)
+
+
+def test_two_threads_lose_no_count():
+    ring = Ring(50 * WEIGHT)
+
+    def fill(origin):
+        for sequence in range(1, 3000):
+            ring.keep(update(origin, sequence))
+            ring.find(1 - origin, [sequence])
+            if sequence % 100 == 0:
+                ring.forget(origin)
+
+    threads = [threading.Thread(target=fill, args=(origin,)) for origin in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    held = [item for origin in (0, 1) for item in ring.find(origin, range(3000))]
+    assert len(held) == len(ring)
+    assert ring.nbytes == len(held) * WEIGHT <= 50 * WEIGHT

@@ -1,0 +1,274 @@
+import heapq
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskdl.channel.routes import RouteBook, Routes
+from daskdl.errors import OptionError
+
+COUNTS = [*range(1, 34), 63, 64, 65, 72, 73, 74, 127, 128]
+MEMBERS = st.lists(st.integers(0, 200), unique=True, max_size=128).map(
+    lambda members: tuple(sorted(members))
+)
+
+
+def members_of(count):
+    return tuple(3 * i + i % 2 for i in range(count))  # neither dense nor from 0
+
+
+class Flood:
+    """Discrete events: updates under way, and words about a new generation.
+
+    Forwarding is naive, every copy goes on: what arrives twice is seen.
+    """
+
+    def __init__(self, books, seed):
+        self.books = books
+        self.arrived = Counter()  # copies, by (origin, sequence, node)
+        self.sent = Counter()  # by node
+        self._random = random.Random(seed)
+        self._events = []
+        self._now = 0.0
+
+    def adopt(self, node, routes, delay):
+        self._after(delay, node, routes)
+
+    def publish(self, origin, sequence):
+        self._pass_on(origin, sequence, self.books[origin].current.generation, origin)
+
+    def run(self, until=float("inf")):
+        while self._events and self._events[0][0] <= until:
+            self._now, _, node, what = heapq.heappop(self._events)
+            if isinstance(what, Routes):
+                self.books[node].adopt(what)
+                continue
+            origin, sequence, generation = what
+            self.arrived[origin, sequence, node] += 1
+            self._pass_on(origin, sequence, generation, node)
+
+    def _pass_on(self, origin, sequence, generation, node):
+        routes = self.books[node].for_generation(generation)
+        for child in routes.children(origin, node):
+            self.sent[node] += 1
+            delay = self._random.expovariate(1.0)
+            self._after(delay, child, (origin, sequence, generation))
+
+    def _after(self, delay, node, what):
+        tie = self._random.random()
+        heapq.heappush(self._events, (self._now + delay, tie, node, what))
+
+
+def books_for(routes, nodes):
+    books = {node: RouteBook() for node in nodes}
+    for book in books.values():
+        book.adopt(routes)
+    return books
+
+
+def flooded(members, fan_out, origins=None):
+    flood = Flood(books_for(Routes(1, members, fan_out), members), seed=len(members))
+    for origin in members if origins is None else origins:
+        flood.publish(origin, 1)
+    flood.run()
+    return flood
+
+
+def everybody_once(members, origins=None):
+    every = members if origins is None else origins
+    return {(origin, 1, n): 1 for origin in every for n in members if n != origin}
+
+
+@pytest.mark.parametrize("fan_out", [1, 2, 3, 8])
+def test_every_update_reaches_every_member_exactly_once(fan_out):
+    for count in range(1, 129):
+        members = members_of(count)
+        # Every origin of every count takes 10 s for each fan-out.
+        all_origins = count in COUNTS[:: 1 if fan_out == 8 else 7]
+        origins = members if all_origins else members[:: 1 + count // 4]
+
+        flood = flooded(members, fan_out, origins)
+
+        assert flood.arrived == everybody_once(members, origins)
+
+
+@pytest.mark.parametrize("fan_out", [1, 2, 3, 8, 200])
+def test_the_heaviest_member_sends_at_most_a_fifth_more_than_the_mean(fan_out):
+    for count in COUNTS[1:]:
+        members = members_of(count)
+        routes = Routes(1, members, fan_out)
+
+        sent = [
+            sum(len(routes.children(origin, node)) for origin in members)
+            for node in members
+        ]
+
+        assert max(sent) <= 1.2 * sum(sent) / count
+
+
+def test_what_is_sent_in_a_flood_is_spread_evenly():
+    flood = flooded(members_of(100), fan_out=8)
+
+    assert max(flood.sent.values()) <= 1.2 * flood.sent.total() / 100
+
+
+@given(MEMBERS, st.integers(1, 10))
+def test_each_member_hangs_once_in_each_tree(members, fan_out):
+    routes = Routes(1, members, fan_out)
+
+    for origin in members[:5]:
+        trees = [routes.children(origin, node) for node in members]
+        assert all(len(children) <= fan_out for children in trees)
+        hanging = sorted(child for children in trees for child in children)
+        assert hanging == [m for m in members if m != origin]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 9])
+def test_up_to_one_more_than_the_fan_out_nobody_forwards(count):
+    members = members_of(count)
+    routes = Routes(1, members)
+
+    for origin in members:
+        others = {m for m in members if m != origin}
+        assert set(routes.children(origin, origin)) == others
+        assert set(routes.neighbours(origin)) == others
+        assert all(routes.children(origin, other) == () for other in others)
+
+
+def test_beyond_that_the_tree_of_an_origin_begins_with_itself():
+    routes = Routes(1, tuple(range(10, 20)))
+
+    assert routes.children(10, 10) == tuple(range(11, 19))
+    assert routes.children(10, 11) == (19,)
+    assert routes.children(13, 13) == (14, 15, 16, 17, 18, 19, 10, 11)
+    assert routes.children(13, 14) == (12,)
+    assert routes.children(13, 15) == ()
+
+
+@given(MEMBERS, st.integers(1, 10))
+def test_neighbours_are_everyone_a_member_ever_has_to_send_to(members, fan_out):
+    routes = Routes(1, members, fan_out)
+
+    for node in members[:3]:
+        reached = {c for origin in members for c in routes.children(origin, node)}
+        assert list(routes.neighbours(node)) == sorted(reached)
+        assert node not in reached
+
+
+def test_whoever_is_no_member_has_no_children_and_no_neighbours():
+    routes = Routes(1, (2, 4, 6))
+
+    assert routes.children(3, 2) == routes.children(2, 3) == ()
+    assert routes.children(9, 2) == routes.children(2, 9) == ()
+    assert routes.neighbours(3) == routes.neighbours(9) == ()
+    assert Routes(0, ()).children(0, 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, (0, 1)), "generation must be >= 0, got -1"),
+        ((1, (1, 0)), r"members must be >= 0, ascending and unique, got \(1, 0\)"),
+        ((1, (0, 0)), r"members must be >= 0, ascending and unique, got \(0, 0\)"),
+        ((1, (-1, 0)), r"members must be >= 0, ascending and unique, got \(-1, 0\)"),
+        ((1, (0, 1), 0), "fan_out must be >= 1, got 0"),
+    ],
+    ids=["generation", "order", "twice", "negative", "fan_out"],
+)
+def test_what_are_no_routes_is_refused(arguments, message):
+    with pytest.raises(OptionError, match=message):
+        Routes(*arguments)
+
+
+# ---- generations
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_change_in_the_middle_of_a_flood_loses_nothing_for_who_is_in_both(seed):
+    chance = random.Random(seed)
+    nodes = range(chance.randint(3, 80))
+    generations = []
+    for generation in range(1, 5):
+        members = tuple(n for n in nodes if chance.random() < 0.8)
+        generations.append(Routes(generation, members, chance.choice([1, 2, 3, 8])))
+    flood = Flood(books_for(generations[0], nodes), seed)
+
+    # Words of the later generations come while frames of the first are under way,
+    # to some before they forward them and to some after.
+    for routes in generations[1:]:
+        for node in nodes:
+            flood.adopt(node, routes, chance.uniform(0, 4))
+    for origin in generations[0].members:
+        flood.publish(origin, 1)
+    flood.run()
+
+    assert flood.arrived == everybody_once(generations[0].members)
+    assert {book.current for book in flood.books.values()} == {generations[-1]}
+
+
+def test_whoever_published_before_and_after_a_change_reaches_the_members_of_each():
+    nodes = range(30)
+    first, second = Routes(1, tuple(nodes[:20]), 2), Routes(2, tuple(nodes[5:]), 2)
+    flood = Flood(books_for(first, nodes), seed=0)
+
+    flood.publish(7, 1)
+    flood.run(until=1.0)
+    for book in flood.books.values():
+        book.adopt(second)
+    flood.publish(7, 2)
+    flood.run()
+
+    got = {s: {n for o, q, n in flood.arrived if q == s} for s in (1, 2)}
+    assert got[1] == set(first.members) - {7}
+    assert got[2] == set(second.members) - {7}
+    assert set(flood.arrived.values()) == {1}
+
+
+def test_a_book_without_routes_sends_to_nobody():
+    assert RouteBook().current == Routes(0, ())
+
+
+def test_an_older_generation_is_kept_and_does_not_become_current():
+    older, newer = Routes(3, (0, 1)), Routes(5, (0, 1, 2))
+    book = RouteBook()
+
+    adopted = [book.adopt(newer), book.adopt(older), book.adopt(newer)]
+
+    assert adopted == [True, False, False]
+    assert book.current == newer
+    assert book.for_generation(3) == older
+
+
+def test_a_generation_not_heard_of_goes_along_the_current_routes():
+    book = RouteBook()
+    book.adopt(Routes(1, (0, 1)))
+    book.adopt(Routes(4, (0, 2)))
+
+    assert book.for_generation(2) == book.for_generation(9) == book.current
+
+
+def test_a_book_is_bounded_and_forgets_the_oldest_first():
+    book = RouteBook(kept=3)
+    every = [Routes(generation, (0, generation)) for generation in range(1, 8)]
+
+    for routes in every:
+        book.adopt(routes)
+
+    known = [book.for_generation(routes.generation) for routes in every]
+    assert known == [every[-1]] * 4 + every[-3:]
+
+
+def test_a_late_word_about_a_forgotten_generation_displaces_nothing():
+    book = RouteBook(kept=2)
+    for generation in (5, 6, 1):
+        book.adopt(Routes(generation, (0, generation)))
+
+    assert book.for_generation(5).members == (0, 5)
+    assert book.for_generation(1) == book.current
+
+
+def test_a_book_without_room_is_refused():
+    with pytest.raises(OptionError, match="kept must be >= 1, got 0"):
+        RouteBook(kept=0)

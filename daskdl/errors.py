@@ -3,6 +3,7 @@
 DaskDLError
 ├── OptionError           an argument is outside what is allowed
 │   ├── DataError         the data cannot be trained on as it was given
+│   │   └── LostPieceError  a part of them died with the worker that held it
 │   └── ModelError        the model, loss or optimizer cannot be used
 ├── CodecError            bytes that are not a valid update message
 ├── WaitTimeoutError      something awaited did not come in time
@@ -23,6 +24,10 @@ class OptionError(DaskDLError, ValueError):
 
 class DataError(OptionError):
     """The data cannot be trained on as it was given."""
+
+
+class LostPieceError(DataError):
+    """A part of the data died with the worker that held it; a run restores it."""
 
 
 class ModelError(OptionError):

@@ -10,7 +10,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -58,6 +58,13 @@ class Packed(Generic[T]):
         self.argument = argument
         self.payload = np.frombuffer(_packed(content, argument), np.uint8)
         self._forget()
+
+    @classmethod
+    def of(cls, payload: np.ndarray, argument: str) -> Self:
+        """A value that came as the bytes of another pack."""
+        packed = cls.__new__(cls)
+        packed.__setstate__({"argument": argument, "payload": payload})
+        return packed
 
     def unpack(self) -> T:
         """Return a new copy at each call, the caller's own, on the CPU.

@@ -25,6 +25,7 @@ class Timeouts:
         request: For one request to be answered.
         silence: How long a replica or its worker may say nothing at all.
         stop: For replicas to leave once they were told to stop.
+        rejoin: For more replicas to come, once there are fewer than `min_replicas`.
         data: For a piece of data to be computed and moved to where it is used.
     """
 
@@ -32,6 +33,7 @@ class Timeouts:
     request: float = 30.0
     silence: float = 60.0
     stop: float = 10.0
+    rejoin: float = 300.0
     data: float = 600.0
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -33,7 +34,7 @@ from daskdl.packed import Packed, PackedModel
 from daskdl.thresholds import Sent
 from daskdl.timeouts import Timeouts
 from daskdl.training.base import TrainingMaster
-from daskdl.training.driver import Driver
+from daskdl.training.driver import Driver, Limits
 from daskdl.training.follow import Follower
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import restore_
@@ -139,6 +140,7 @@ class Trainer:
             check_validation(model, self.loss, validation)
         recipe = Packed(self._recipe(model), "trainer")
         options = self._options(model, epochs, batch_size, shuffle, labels)
+        options = dataclasses.replace(options, validates=validation is not None)
         with client_of(self.client) as client, contextlib.ExitStack() as stack:
             seats = seats_of(self.master, client, len(X), batch_size)
             phases = {"train": (X, y)}
@@ -150,9 +152,9 @@ class Trainer:
                 )
                 for phase, data in phases.items()
             }
-            keys = {phase: [p.key for p in of] for phase, of in pieces.items()}
-            options = dataclasses.replace(options, pieces=keys)
-            return self._run(client, seats, options, recipe, model, len(X))
+            most = math.ceil(len(X) / batch_size)
+            driver = Driver(client, options, seats, pieces, Limits(RELAY_BYTES, most))
+            return self._run(driver, options, recipe, model, len(X))
 
     def evaluate(self, X: Any, y: Any, *, batch_size: int = 64) -> dict[str, float]:
         """Score `model_` on the cluster.
@@ -245,27 +247,31 @@ class Trainer:
             seed=self.seed,
             shuffle=shuffle,
             device=str(self.device),
-            pieces={},
+            validates=False,
             labels=labels,
             size=flat.size,
             grid=grid_for(flat),
             last=self._sent,
             outbox_bytes=OUTBOX_BYTES,
             inbox_bytes=INBOX_BYTES,
-            timeouts=Timeouts.from_config(),
+            timeouts=self._timeouts(),
         )
+
+    def _timeouts(self) -> Timeouts:
+        timeouts = Timeouts.from_config()
+        if self.master.rejoin_timeout is None:
+            return timeouts
+        return dataclasses.replace(timeouts, rejoin=self.master.rejoin_timeout)
 
     def _run(
         self,
-        client: Client,
-        seats: Mapping[int, str],
+        driver: Driver,
         options: TaskOptions,
         recipe: Packed[Recipe],
         model: nn.Module,
         examples: int,
     ) -> History:
         self.history_ = History()
-        driver = Driver(client, options, seats, RELAY_BYTES)
         with Follower(
             self.history_,
             self.callbacks,

@@ -7,7 +7,7 @@ whole steps of one grid.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from daskdl.channel.inbox import Arrived
 from daskdl.channel.messages import Barrier
+from daskdl.channel.positions import Received
 from daskdl.codec import Stamp
 
 
@@ -28,6 +29,34 @@ class Gathered(NamedTuple):
 
     notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
     gone: Mapping[int, int]  # last update of each replica that left or was lost
+
+
+class Piece(NamedTuple):
+    """A part of the data that is leased to a replica."""
+
+    number: int  # among those of its phase
+    key: str  # of the Dask future that holds it
+
+
+class Entry(NamedTuple):
+    """How a replica comes into a run.
+
+    A founder finds all others there. A newcomer brings a snapshot with it: what
+    another replica's `serve` made, which it has to load before it is activated.
+    """
+
+    members: Sequence[int]  # ascending, itself included; of a newcomer only itself
+    snapshot: Mapping[str, Any] | None
+
+
+class Seating(NamedTuple):
+    """Where a newcomer begins."""
+
+    members: Sequence[int]  # that train, ascending, itself included
+    epoch: int  # counted from 0
+
+
+Serve = Callable[[], dict[str, Any]]
 
 
 @dataclass
@@ -67,8 +96,30 @@ class Channel(ABC):
         """Whether the replica has to hand over and leave, and the run goes on."""
 
     @abstractmethod
-    def join(self) -> Sequence[int]:
-        """Wait for all replicas of the run; return them, ascending."""
+    def join(self) -> Entry:
+        """Wait for all founders of the run, or for the snapshot of another replica."""
+
+    @abstractmethod
+    def activate(self, step: int) -> Seating:
+        """A newcomer has loaded its snapshot: it trains from now on.
+
+        Args:
+            step: Steps that the snapshot's replica had completed.
+        """
+
+    @abstractmethod
+    def serve(self, make: Serve | None) -> None:
+        """Say how newcomers get this replica's state.
+
+        Args:
+            make: Called by the training thread where it waits or in `check`; returns
+                plain values and arrays, among them what `take_all` said. None: not
+                now.
+        """
+
+    @abstractmethod
+    def others(self) -> Sequence[int]:
+        """The other replicas that train now, as far as is known here."""
 
     @abstractmethod
     def next_stamp(self, step: int) -> Stamp:
@@ -112,6 +163,13 @@ class Channel(ABC):
         """What has arrived and is not applied yet; see :meth:`Inbox.take`."""
 
     @abstractmethod
+    def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
+        """What has arrived and is not applied yet, and all that then has been.
+
+        The second includes this replica's own updates.
+        """
+
+    @abstractmethod
     def lead(self, step: int, epoch: int) -> int:
         """Steps ahead of the slowest other replica, 0 if behind it."""
 
@@ -138,14 +196,29 @@ class Channel(ABC):
 
     @abstractmethod
     def lease(
-        self, phase: str, epoch: int, finished: Mapping[str, Any] | None
-    ) -> int | None:
-        """Give the finished piece back and take the next; None: no more.
+        self,
+        phase: str,
+        epoch: int,
+        finished: Sequence[Mapping[str, Any]],
+        *,
+        wait: bool = False,
+    ) -> Piece | None:
+        """Give finished pieces back and take the next; None: none free.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
             epoch: Counted from 0.
-            finished: ``{"piece": ..., "examples": ..., "loss": ...}`` or None.
+            finished: Of each ``{"piece": ..., "examples": ..., "loss": ...}``.
+            wait: Until there is one, or all pieces are finished, by whomever.
+        """
+
+    @abstractmethod
+    def missing(self, phase: str, piece: Piece) -> Piece:
+        """A leased piece does not come: is it lost with the worker that held it?
+
+        Returns:
+            The same if it is not lost; else, once it has been started again, the
+            piece under its new key.
         """
 
     @abstractmethod

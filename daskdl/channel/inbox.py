@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from daskdl import kernels
 from daskdl.accumulator import count_of
 from daskdl.channel.messages import Item, ItemKind
-from daskdl.channel.positions import Positions
+from daskdl.channel.positions import Positions, Received
 from daskdl.codec import DenseUpdate, SparseUpdate, Update
 
 
@@ -79,6 +79,8 @@ class Inbox:
         with self._changed:
             if item.kind == ItemKind.STOP:
                 self.stopped = self.stopped or str(item.payload)
+            elif item.kind == ItemKind.JOINED:
+                self._hear(item.origin, item.step)
             elif item.kind == ItemKind.LOST:
                 self._lost.add(item.origin)
                 self._steps.pop(item.origin, None)
@@ -119,6 +121,12 @@ class Inbox:
 
     # ---- training thread
 
+    def begin(self, received: Mapping[int, Received], grid: float) -> None:
+        """Take over what another replica had applied, with its snapshot."""
+        with self._changed:
+            self.grid = grid
+            self._positions = Positions(received)
+
     def align(self, replicas: Iterable[int], step: int, grid: float) -> None:
         """All replicas have met.
 
@@ -131,6 +139,22 @@ class Inbox:
             self.grid = grid
             for replica in replicas:
                 self._hear(replica, step)
+
+    def meet(self, steps: Mapping[int, int]) -> None:
+        """Get to know other replicas, and the steps they have made."""
+        with self._changed:
+            for replica, step in steps.items():
+                self._hear(replica, step)
+
+    def others(self) -> list[int]:
+        """The other replicas that train, ascending, as far as known."""
+        with self._changed:
+            return sorted(self._steps)
+
+    def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
+        """Take what waits, and say what then has been taken in all."""
+        with self._changed:
+            return self.take(), self._positions.received()
 
     def take(self, up_to_step: int | None = None) -> Arrived:
         """Take what waits, all of it or only what was sent up to a step.

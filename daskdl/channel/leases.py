@@ -51,7 +51,7 @@ class Leases:
         self, replica: int, is_near: Callable[[int], bool] = lambda piece: False
     ) -> int | None:
         """Lease a piece to a replica; None if there is none left for it."""
-        allowed = [p for p in self._free if self._owner.get(p, replica) == replica]
+        allowed = self._allowed(replica)
         if not allowed:
             return None
         # Where copies happen to be must not change a run that is to be repeatable.
@@ -62,6 +62,13 @@ class Leases:
         if piece in self._again:
             self.repeated += 1
         return piece
+
+    def has_one_for(self, replica: int) -> bool:
+        """Whether `take` would lease this replica a piece now."""
+        return bool(self._allowed(replica))
+
+    def _allowed(self, replica: int) -> list[int]:
+        return [p for p in self._free if self._owner.get(p, replica) == replica]
 
     def finish(self, replica: int, piece: int) -> bool:
         """A replica has trained on its piece; False if the lease was not its own."""

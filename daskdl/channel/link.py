@@ -7,8 +7,8 @@ outbox, and in the few plain values that are named here.
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from distributed import Worker
 
@@ -19,6 +19,7 @@ from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import Answer, Item, ItemKind
 from daskdl.channel.outbox import Outbox
 from daskdl.channel.payloads import unwrap
+from daskdl.channel.positions import Received
 from daskdl.channel.pump import Pump
 from daskdl.errors import ChannelError, CodecError, DaskDLError
 
@@ -27,6 +28,13 @@ logger = logging.getLogger(__name__)
 PACE_S = 0.005  # least time between two requests to the relay
 BEAT_S = 1.0  # most time between two signs of life
 INLINE_BYTES = 2**20  # larger frames are decoded beside the event loop
+
+
+class Wanted(NamedTuple):
+    """A newcomer waits for this replica's state."""
+
+    cut: dict[int, int]  # updates that it has to contain, by origin
+    answer: asyncio.Future[dict[str, Any]]
 
 
 class Link:
@@ -41,6 +49,7 @@ class Link:
         outbox: What is to be sent.
         progress: Steps completed, and the last epoch done.
         closing: The worker closes; the replica should hand over and leave.
+        wanted: Newcomers that wait for a snapshot; the training thread serves them.
         failure: Why the link does not work any more, or None.
     """
 
@@ -48,6 +57,7 @@ class Link:
     outbox: Outbox
     progress: tuple[int, int]
     closing: bool
+    wanted: list["Wanted"]
     failure: DaskDLError | None
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
@@ -55,7 +65,10 @@ class Link:
         self.outbox = Outbox(endpoint.outbox_bytes)
         self.progress = (0, -1)
         self.closing = False
+        self.wanted = []
         self.failure = None
+        self._early: list[Item] | None = None
+        self._early_bytes = 0
         self._worker = worker
         self._endpoint = endpoint
         self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop
@@ -64,11 +77,21 @@ class Link:
 
     # ---- event loop
 
-    async def deliver(self, item: Item) -> None:
-        """An item has arrived; what cannot be read is counted and dropped."""
+    async def deliver(self, item: Item) -> bool:
+        """An item has arrived; what cannot be read is counted and dropped.
+
+        Returns:
+            False if there is no room for it: it has to be sent again.
+        """
         if item.kind != ItemKind.UPDATE:
             self.inbox.note(item)
-            return
+        elif self._early is not None:
+            return self._keep_early(item)
+        else:
+            await self._put(item)
+        return True
+
+    async def _put(self, item: Item) -> None:
         try:
             update = await self._decode(item)
         except (CodecError, TypeError, ValueError, LookupError) as error:
@@ -82,6 +105,31 @@ class Link:
             )
             return
         self.inbox.put(item, update)
+
+    def _keep_early(self, item: Item) -> bool:
+        # Not folded, as a full inbox is: the snapshot may contain it.
+        assert self._early is not None
+        if self._early and self._early_bytes >= self._endpoint.inbox_bytes:
+            return False
+        self._early.append(item)
+        self._early_bytes += item.weight()
+        return True
+
+    async def _put_early(self) -> None:
+        early, self._early = self._early or [], None
+        for item in early:
+            await self._put(item)
+
+    async def snapshot(self, cut: dict[int, int]) -> dict[str, Any]:
+        """A newcomer asks for this replica's state; answered between two steps."""
+        wanted = Wanted(cut, self._loop.create_future())
+        self.wanted.append(wanted)
+        self.inbox.wake()
+        try:
+            bound = self._endpoint.timeouts.request
+            return await asyncio.wait_for(wanted.answer, bound)
+        finally:
+            self.wanted.remove(wanted)
 
     async def _decode(self, item: Item) -> codec.Update:
         frame = unwrap(item.payload)
@@ -166,10 +214,8 @@ class Link:
             raise ChannelError(
                 f"the scheduler answered {answer!r}: is daskdl installed there?"
             )
-        if answer["status"] == Answer.STOPPED:
+        if answer["status"] == Answer.STOPPED or answer["status"] == Answer.UNKNOWN:
             self.inbox.stop(answer["reason"])
-        elif answer["status"] == Answer.UNKNOWN:
-            self.inbox.stop("the scheduler does not know the run any more")
         elif answer["status"] == Answer.REFUSED:
             raise ChannelError(f"the scheduler refused: {answer['reason']}")
         return answer
@@ -179,6 +225,24 @@ class Link:
     def start(self) -> None:
         """Begin to send."""
         self._pumping = asyncio.run_coroutine_threadsafe(self._pump(), self._loop)
+
+    def wait_for_snapshot(self) -> None:
+        """Keep updates as they come; what they change is not here yet."""
+        self._early = []
+
+    def begin(self, received: Mapping[int, Received], grid: float) -> None:
+        """The snapshot is here: updates that it does not contain may follow it."""
+        self.inbox.begin(received, grid)
+        asyncio.run_coroutine_threadsafe(self._put_early(), self._loop).result()
+
+    def serve(self, wanted: Wanted, snapshot: dict[str, Any]) -> None:
+        """Give a newcomer what it waits for."""
+
+        def answer() -> None:
+            if not wanted.answer.done():  # it may not have waited
+                wanted.answer.set_result(snapshot)
+
+        self._loop.call_soon_threadsafe(answer)
 
     def request(
         self, operation: str, on_answer: Callable[[], None], **fields: Any
@@ -190,12 +254,27 @@ class Link:
             on_answer: Called on the event loop when the answer is there.
             **fields: Of the message, beside the run.
         """
-        request: Awaitable[Any] = getattr(self._worker.scheduler, operation)(
-            run=self._endpoint.run, **fields
-        )
+        return self._request(self._worker.scheduler, operation, on_answer, fields)
 
+    def request_of(
+        self,
+        worker: str,
+        operation: str,
+        on_answer: Callable[[], None],
+        **fields: Any,
+    ) -> concurrent.futures.Future[Any]:
+        """Send a request to another worker; arguments as of :meth:`request`."""
+        return self._request(self._worker.rpc(worker), operation, on_answer, fields)
+
+    def _request(
+        self,
+        peer: Any,
+        operation: str,
+        on_answer: Callable[[], None],
+        fields: dict[str, Any],
+    ) -> concurrent.futures.Future[Any]:
         async def ask() -> Any:
-            return await request
+            return await getattr(peer, operation)(run=self._endpoint.run, **fields)
 
         future = asyncio.run_coroutine_threadsafe(ask(), self._loop)
         future.add_done_callback(lambda _: on_answer())

@@ -38,14 +38,19 @@ class LiveRun:
         record: What is known of the run.
         scheduler: Whose connections carry the items.
         client: Id of the client that opened it.
+
+    Attributes:
+        hanging: Addresses of workers that Dask has, and that say nothing.
     """
 
     record: RunRecord
     client: str
+    hanging: set[str]
 
     def __init__(self, record: RunRecord, scheduler: Scheduler, client: str) -> None:
         self.record = record
         self.client = client
+        self.hanging = set()
         self._scheduler = scheduler
         self._changed = asyncio.Condition()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -78,15 +83,33 @@ class LiveRun:
     async def emptied(self, timeout_s: float) -> None:
         """Wait until every replica has left, but not longer than this."""
         async with self._changed:
-            waiting = self._changed.wait_for(lambda: not self.record.members)
+            waiting = self._changed.wait_for(lambda: not self.record.members.present)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiting, timeout_s)
+
+    def holds(self, worker: str, key: str) -> bool:
+        """Whether a worker has the result of a task of Dask's."""
+        task = self._scheduler.tasks.get(key)
+        return task is not None and any(
+            w.address == worker
+            for w in task.who_has or ()  # None: nobody
+        )
+
+    def reachable(self, key: str) -> bool:
+        """Whether the result of a task is, or will be, on a worker that answers."""
+        task = self._scheduler.tasks.get(key)
+        if task is None:
+            return False
+        there = {w.address for w in task.who_has or ()}
+        if task.processing_on is not None:
+            there.add(task.processing_on.address)
+        return not there or bool(there - self.hanging)
 
     def relay_to(self, replica: int) -> None:
         """Begin to carry what others send to a replica; it has joined."""
         if replica in self.record.outboxes:  # a retried request
             return
-        worker = self.record.plan.replicas[replica]
+        worker = self.record.members.seats[replica]
         outbox = self.record.join(replica, self.now())
 
         async def deliver(items: Sequence[Item]) -> int:
@@ -112,9 +135,15 @@ class LiveRun:
         self._start(replica, self._relay(replica, pump))
 
     def leave(self, replica: int) -> None:
-        """A replica has delivered everything and goes."""
-        self.record.leave(replica)
+        """A replica's task ends: everything it had is delivered, or not wanted."""
+        members = self.record.members
+        if not members.here(replica):  # given up before: its worker is free again
+            self.hanging.discard(members.seats[replica])
+            self.record.events.post("worker", worker=members.seats[replica])
+        self.record.remove(replica)
         self._forget(replica)
+        if members.started and not members.expected:
+            self.record.events.post("over", waiting=members.waiting)
 
     def removed(self, replica: int) -> None:
         """Dask has removed the worker of a replica: it was closed, or it died.
@@ -122,8 +151,9 @@ class LiveRun:
         A worker that closes still answers, and its replica has something to hand
         over; one that died is found out by the relay's next request.
         """
+        self.hanging.discard(self.record.members.seats[replica])
         self.record.events.post("removed", replica=replica)
-        if replica in self.record.expected:
+        if self.record.members.here(replica):
             self._start(_grace(replica), self._lose_later(replica))
             wake = self._wakes.get(replica)
             if wake is not None:
@@ -137,16 +167,23 @@ class LiveRun:
     async def lose(self, replica: int, why: str) -> None:
         """A replica is gone without a word; the run goes on with the others."""
         record = self.record
-        if replica not in record.expected:
+        if not record.members.here(replica):
             return
-        what = f"lost {record.describe(replica)}: {why}"
-        logger.info("run %s %s", record.plan.run, what)
-        record.lose(replica)
+        what = f"lost {record.members.describe(replica)}: {why}"
+        logger.warning("run %s %s", record.plan.run, what)
+        record.remove(replica)
         record.events.post("lost", replica=replica, summary=what)
         self._forget(replica)
-        if not record.expected:
-            await self.stop(f"no replica is left; {what}")
+        if not record.members.expected:
+            await self.fail(WaitTimeoutError(f"no replica is left; {what}"))
         await self.notify()
+
+    async def fail(self, error: DaskDLError) -> None:
+        """The run cannot go on, for a reason that is nobody's failure."""
+        if self.record.stopped is None:
+            kind, summary = type(error).__name__, str(error)
+            self.record.events.post("failed", type=kind, summary=summary)
+            await self.stop(summary)
 
     async def stop(self, reason: str) -> None:
         """Tell everybody to leave."""
@@ -184,29 +221,39 @@ class LiveRun:
             await self.lose(replica, str(error))
 
     async def _watch(self) -> None:
-        """End a run in which somebody is awaited who says nothing."""
+        """Give up whom nothing is heard of, and a run that has too few left."""
         record, started = self.record, self.now()
+        enough_at = started
         while record.stopped is None:
             await asyncio.sleep(WATCHDOG_S)
-            now = self.now()
-            late = record.absent if now - started > record.timeouts.join else []
-            silent = record.silent(now)
-            if late or silent:
-                error = self._silence(late, silent)
-                summary = str(error)
-                kind = type(error).__name__
-                record.events.post("failed", type=kind, summary=summary)
-                await self.stop(summary)
+            now, timeouts = self.now(), record.timeouts
+            if record.members.absent and now - started > timeouts.join:
+                await self.fail(self._late())
+            for replica in record.members.silent_since(now - timeouts.silence):
+                self.hanging.add(record.members.seats[replica])
+                await self.lose(
+                    replica,
+                    f"nothing was heard for {timeouts.silence:g} s "
+                    "(daskdl.timeouts.silence)",
+                )
+            if record.enough:
+                enough_at = now
+            elif now - enough_at > timeouts.rejoin:
+                await self.fail(self._too_few())
 
-    def _silence(self, late: list[int], silent: list[int]) -> WaitTimeoutError:
-        timeouts = self.record.timeouts
-        who = "; ".join(self.record.describe(replica) for replica in late or silent)
-        if late:
-            return WaitTimeoutError(
-                f"not all replicas started within {timeouts.join:g} s "
-                f"(daskdl.timeouts.join): {who}; is the worker busy with other tasks?"
-            )
+    def _late(self) -> WaitTimeoutError:
+        members = self.record.members
+        who = "; ".join(members.describe(replica) for replica in members.absent)
         return WaitTimeoutError(
-            f"nothing was heard for {timeouts.silence:g} s "
-            f"(daskdl.timeouts.silence) of {who}"
+            f"not all replicas started within {self.record.timeouts.join:g} s "
+            f"(daskdl.timeouts.join): {who}; is the worker busy with other tasks?"
+        )
+
+    def _too_few(self) -> WaitTimeoutError:
+        members = self.record.members
+        gone = "; ".join(members.describe(replica) for replica in sorted(members.gone))
+        return WaitTimeoutError(
+            f"fewer than min_replicas={self.record.plan.min_replicas} replicas for "
+            f"{self.record.timeouts.rejoin:g} s (daskdl.timeouts.rejoin): "
+            f"{len(members.expected)} left; gone: {gone}"
         )

@@ -11,11 +11,15 @@ from typing import Any, NamedTuple
 
 # requests to the scheduler, from a client
 OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
+SEAT, RESTORE = "daskdl_seat", "daskdl_restore"
 # requests to the scheduler, from a replica
-JOIN, PUBLISH, LEASE = "daskdl_join", "daskdl_publish", "daskdl_lease"
+JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
+LEASE, MISSING = "daskdl_lease", "daskdl_missing"
 GATHER, FAIL, LEAVE = "daskdl_gather", "daskdl_fail", "daskdl_leave"
 # request to a worker, from the scheduler
 DELIVER = "daskdl_deliver"
+# request to a worker, from a replica on another one
+SNAPSHOT = "daskdl_snapshot"
 
 ITEM_OVERHEAD_BYTES = 64  # of msgpack and Dask around one item, measured: 40 to 70
 
@@ -25,6 +29,7 @@ class ItemKind(enum.StrEnum):
 
     UPDATE = "update"  # payload: an encoded frame
     PROGRESS = "progress"  # origin has completed `step`; payload: last epoch done
+    JOINED = "joined"  # origin trains too from now on, at `step`
     LOST = "lost"  # origin is gone; nothing more comes from it
     STOP = "stop"  # payload: why
 

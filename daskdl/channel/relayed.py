@@ -3,7 +3,6 @@
 Updates go to the scheduler plugin, which relays them to all other replicas.
 """
 
-import concurrent.futures
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,24 @@ from typing_extensions import override
 
 from daskdl import codec
 from daskdl.channel import messages
-from daskdl.channel.base import Channel, Gathered, Stopped, Traffic
+from daskdl.channel.base import (
+    Channel,
+    Entry,
+    Gathered,
+    Piece,
+    Seating,
+    Serve,
+    Stopped,
+    Traffic,
+)
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.inbox import Arrived
 from daskdl.channel.link import Link
-from daskdl.channel.messages import Barrier, Item, ItemKind
+from daskdl.channel.messages import Answer, Barrier, Item, ItemKind
 from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
-from daskdl.errors import ChannelError, WaitTimeoutError
+from daskdl.channel.positions import Received
+from daskdl.channel.waiting import Waiting
+from daskdl.errors import WaitTimeoutError
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -46,7 +56,7 @@ class RelayedChannel(Channel):
         self._timeouts = endpoint.timeouts
         self._replica = endpoint.replica
         self._forget = forget
-        self._others: list[int] = []
+        self._waiting = Waiting(link, endpoint)
         self._sequence = 0
         self._published_step = 0
         self._traffic = Traffic()
@@ -59,32 +69,77 @@ class RelayedChannel(Channel):
     # ---- coming and going
 
     @override
-    def join(self) -> Sequence[int]:
-        bound = self._timeouts.join + self._timeouts.request
-        answer = self._ask(messages.JOIN, bound, version=VERSION)
-        self._others = [r for r in answer["members"] if r != self._replica]
-        self._inbox.align(self._others, 0, self._inbox.grid)
+    def join(self) -> Entry:
+        # Updates may come before the answer does.
+        self._link.wait_for_snapshot()
+        answer = self._join()
+        if answer["members"]:
+            self._inbox.meet({r: s for r, s in answer["members"] if r != self._replica})
+            self._link.begin({}, self._endpoint.grid)
+            self._link.start()
+            return Entry([r for r, _ in answer["members"]], None)
         self._link.start()
-        return sorted(answer["members"])
+        snapshot = self._snapshot(answer)
+        received = {o: (last, tuple(more)) for o, last, more in snapshot["received"]}
+        received.pop(self._replica, None)
+        self._link.begin(received, snapshot["grid"])
+        return Entry([self._replica], snapshot)
+
+    def _join(self) -> dict[str, Any]:
+        bound = self._timeouts.join + self._timeouts.request
+        return self._waiting.ask(messages.JOIN, bound, version=VERSION)
+
+    def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Ask the donor that was named, or another one if that has gone."""
+        deadline = time.monotonic() + self._timeouts.join
+        while answer["donor"] is not None:
+            given = self._waiting.ask_worker(
+                answer["worker"],
+                messages.SNAPSHOT,
+                replica=answer["donor"],
+                cut=answer["cut"],
+            )
+            if given is not None and given["status"] == Answer.OK:
+                return dict(unwrap_note(given["snapshot"]))
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"replica {self._replica} waited {self._timeouts.join:g} s "
+                    "(daskdl.timeouts.join) for a snapshot, last of replica "
+                    f"{answer['donor']} on {answer['worker']}"
+                )
+            answer = self._join()
+        raise Stopped("nobody is left to begin from")
+
+    @override
+    def activate(self, step: int) -> Seating:
+        answer = self._waiting.ask(messages.ACTIVATE, None, step=step)
+        members = dict(answer["members"])
+        self._link.progress = (step, answer["epoch"] - 1)
+        self._inbox.meet({r: s for r, s in members.items() if r != self._replica})
+        return Seating(sorted(members), answer["epoch"])
+
+    @override
+    def serve(self, make: Serve | None) -> None:
+        self._waiting.make = make
+
+    @override
+    def others(self) -> Sequence[int]:
+        return self._inbox.others()
 
     @override
     def fail(self, failure: Mapping[str, Any]) -> None:
-        self._tell(messages.FAIL, failure=dict(failure))
+        self._waiting.tell(messages.FAIL, failure=dict(failure))
 
     @override
     def leave(self) -> None:
         self._link.stop_sending()
-        self._tell(messages.LEAVE)
+        self._waiting.tell(messages.LEAVE)
         self._forget()
         self._link.end()
 
     @override
     def check(self) -> None:
-        if self._inbox.stopped is None:
-            return
-        if self._link.failure is not None:
-            raise self._link.failure
-        raise Stopped(self._inbox.stopped)
+        self._waiting.check()
 
     # ---- updates
 
@@ -141,6 +196,11 @@ class RelayedChannel(Channel):
         return self._inbox.take(up_to_step)
 
     @override
+    def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
+        arrived, received = self._inbox.take_all()
+        return arrived, {**received, self._replica: (self._sequence, ())}
+
+    @override
     def lead(self, step: int, epoch: int) -> int:
         slowest = self._inbox.slowest(epoch)
         return 0 if slowest is None else max(0, step - slowest)
@@ -148,7 +208,7 @@ class RelayedChannel(Channel):
     @override
     def align(self, step: int, grid: float) -> None:
         self._link.progress = (step, self._link.progress[1])
-        self._inbox.align(self._others, step, grid)
+        self._inbox.align(self._inbox.others(), step, grid)
 
     # ---- waiting
 
@@ -159,121 +219,68 @@ class RelayedChannel(Channel):
             return slowest is None or step - slowest <= max_staleness
 
         if not near_enough():
-            self._wait("staleness", near_enough, self._inbox.steps)
+            self._waiting.until("staleness", near_enough, self._inbox.steps)
 
     @override
     def wait_for_room(self) -> None:
-        self._wait_until_sent("room")
-
-    def _wait_until_sent(self, cause: str) -> None:
-        started = time.perf_counter()
-        bound = self._timeouts.silence
-        came = self._outbox.wait_for(
-            lambda box: self._inbox.stopped is not None or len(box) == 0, bound
-        )
-        self._count_wait(cause, started)
-        self.check()
-        if not came:
-            raise WaitTimeoutError(
-                f"replica {self._replica} waited {bound:g} s for {cause}: "
-                f"{len(self._outbox)} updates ({self._outbox.nbytes} bytes) could not "
-                "be passed to the scheduler"
-            )
+        self._waiting.until_sent("room")
 
     @override
     def wait_for_updates(self, target: Mapping[int, int]) -> None:
         others = {o: s for o, s in target.items() if o != self._replica}
-        self._wait(
+        self._waiting.until(
             "updates",
             lambda: not self._inbox.behind(others),
             lambda: self._inbox.behind(others),
         )
 
-    def _wait(
-        self, cause: str, ready: Callable[[], bool], state: Callable[[], Any]
-    ) -> None:
-        started = time.perf_counter()
-        # The scheduler ends a run in which somebody is silent; this bound is for
-        # a scheduler that says nothing either.
-        bound = self._timeouts.silence + self._timeouts.request
-        came = self._inbox.wait_for(ready, bound)
-        self._count_wait(cause, started)
-        self.check()
-        if not came:
-            raise WaitTimeoutError(
-                f"replica {self._replica} waited {bound:g} s for {cause}; by replica: "
-                f"{state()}"
-            )
-
-    def _count_wait(self, cause: str, started: float) -> None:
-        waits = self._traffic.waits_s
-        waits[cause] = waits.get(cause, 0.0) + time.perf_counter() - started
-
     # ---- requests
 
     @override
     def lease(
-        self, phase: str, epoch: int, finished: Mapping[str, Any] | None
-    ) -> int | None:
-        answer = self._ask(
+        self,
+        phase: str,
+        epoch: int,
+        finished: Sequence[Mapping[str, Any]],
+        *,
+        wait: bool = False,
+    ) -> Piece | None:
+        answer = self._waiting.ask(
             messages.LEASE,
-            self._timeouts.request,
+            None if wait else self._timeouts.request,
             phase=phase,
             epoch=epoch,
-            finished=None if finished is None else dict(finished),
+            finished=[dict(piece) for piece in finished],
+            wait=wait,
         )
         piece = answer["piece"]
-        return None if piece is None else int(piece)
+        return None if piece is None else Piece(int(piece), answer["key"])
+
+    @override
+    def missing(self, phase: str, piece: Piece) -> Piece:
+        answer = self._waiting.ask(
+            messages.MISSING,
+            self._timeouts.data,
+            phase=phase,
+            piece=piece.number,
+            key=piece.key,
+        )
+        return Piece(piece.number, answer["key"])
 
     @override
     def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
         if kind == Barrier.AGREE:
             # What is still here would be held back with what others hand over.
-            self._wait_until_sent("flush")
-        # No bound of its own: whoever is awaited and silent ends the run at the
-        # scheduler, which also knows who that is; a scheduler that is silent is
-        # noticed by the link.
-        answer = self._ask(
+            self._waiting.until_sent("flush")
+        answer = self._waiting.ask(
             messages.GATHER, None, key=key, note=wrap_note(note), kind=kind.value
         )
         notes = {replica: unwrap_note(said) for replica, said in answer["notes"]}
         return Gathered(notes, dict(answer["gone"]))
 
-    def _ask(
-        self, operation: str, timeout_s: float | None, **fields: Any
-    ) -> dict[str, Any]:
-        started = time.perf_counter()
-        future = self._link.request(
-            operation, self._inbox.wake, replica=self._replica, **fields
-        )
-        self._inbox.wait_for(future.done, timeout_s)
-        self._count_wait(operation.removeprefix("daskdl_"), started)
-        if not future.done():
-            future.cancel()
-            self.check()
-            raise WaitTimeoutError(
-                f"the scheduler did not answer {operation} of replica {self._replica} "
-                f"within {timeout_s} s"
-            )
-        try:
-            answer = self._link.understand(future.result())
-        except OSError as error:
-            raise ChannelError(f"the scheduler cannot be reached: {error}") from error
-        self.check()
-        return answer
-
-    def _tell(self, operation: str, **fields: Any) -> None:
-        """A last word, whether the run goes on or not."""
-        future = self._link.request(
-            operation, lambda: None, replica=self._replica, **fields
-        )
-        try:
-            future.result(self._timeouts.request)
-        except (OSError, TimeoutError, concurrent.futures.CancelledError) as error:
-            logger.info("%s of replica %s: %s", operation, self._replica, error)
-
     @override
     def traffic(self) -> Traffic:
         now, self._traffic = self._traffic, Traffic()
+        now.waits_s = self._waiting.count_off()
         now.received_bytes, now.refused, now.folds = self._inbox.count_off()
         return now

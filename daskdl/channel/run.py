@@ -5,14 +5,16 @@ everything: `run`, one fit, and `generation`, bumped by every join and loss.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from daskdl.channel.events import EventLog
 from daskdl.channel.gathering import Gathering
-from daskdl.channel.leases import Leases, piece_order
-from daskdl.channel.messages import Item, ItemKind
+from daskdl.channel.leases import Leases
+from daskdl.channel.members import Members
+from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.outbox import Outbox
+from daskdl.channel.schedule import Schedule
 from daskdl.timeouts import Timeouts
 
 
@@ -28,6 +30,7 @@ class RunPlan:
         epochs_before: Of earlier fits, so that each has an order of its own.
         synchronous: Fixed shares instead of first come, first served.
         relay_bytes: Bound of the relay's queue for each replica.
+        min_replicas: With fewer active ones nobody gets a piece.
         timeouts: Bounds on waiting, seconds, by name.
     """
 
@@ -38,48 +41,49 @@ class RunPlan:
     epochs_before: int
     synchronous: bool
     relay_bytes: int
+    min_replicas: int
     timeouts: Mapping[str, float]
 
 
-@dataclass
-class Progress:
-    """The last that was heard of a replica."""
-
-    heard_at: float = 0.0  # the plugin's clock, seconds
-    sequence: int = 0  # of its last update that was relayed
-    step: int = 0  # completed
-    done: int = -1  # the last epoch it is done with
-
-
-@dataclass
 class RunRecord:
     """State of one run; changed only by the methods here.
 
-    Attributes:
+    Args:
         plan: What was asked for.
-        generation: Bumped by every join and loss.
+
+    Attributes:
+        members: Who takes part.
+        schedule: Who trains on what.
         outboxes: What waits for each present replica.
-        progress: The last that was heard of each replica.
         events: What the client is told, in order.
         stopped: Why the run was stopped; None while it runs.
         refused: Messages that were not understood.
-        _gone: Last update of each replica that left or was lost.
-        _holding: Whether updates have to wait, see `complete`.
-        _held: Those that wait.
+        epoch: That runs now, counted from 0.
+        holding: Whether updates have to wait, see `complete`.
     """
 
     plan: RunPlan
-    generation: int = 0
-    outboxes: dict[int, Outbox] = field(default_factory=dict)
-    progress: dict[int, Progress] = field(default_factory=dict)
-    events: EventLog = field(default_factory=EventLog)
-    stopped: str | None = None
-    refused: int = 0
-    _gone: dict[int, int] = field(default_factory=dict)
-    _holding: bool = False
-    _held: list[Item] = field(default_factory=list)
-    _gatherings: dict[str, Gathering] = field(default_factory=dict)
-    _leases: dict[str, tuple[int, Leases]] = field(default_factory=dict)
+    members: Members
+    schedule: Schedule
+    outboxes: dict[int, Outbox]
+    events: EventLog
+    stopped: str | None
+    refused: int
+    epoch: int
+    holding: bool
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self.members = Members(plan.replicas)
+        self.schedule = Schedule(plan.pieces, plan.seed, plan.epochs_before)
+        self.outboxes = {}
+        self.events = EventLog()
+        self.stopped = None
+        self.refused = 0
+        self.epoch = 0
+        self.holding = False
+        self._held: list[Item] = []  # updates that wait, one of each that leaves
+        self._gatherings: dict[str, Gathering] = {}
 
     @property
     def timeouts(self) -> Timeouts:
@@ -87,29 +91,29 @@ class RunRecord:
         return Timeouts(**self.plan.timeouts)
 
     @property
-    def members(self) -> list[int]:
-        """Replicas that joined and are present, ascending."""
-        return sorted(self.outboxes)
-
-    @property
-    def expected(self) -> list[int]:
-        """Replicas that are present or still to come, ascending."""
-        return [r for r in self.plan.replicas if r not in self._gone]
-
-    @property
-    def absent(self) -> list[int]:
-        """Replicas that are still to come, ascending."""
-        return sorted(set(self.expected) - set(self.outboxes))
+    def enough(self) -> bool:
+        """Whether there are as many active replicas as were asked for."""
+        return len(self.members.expected) >= self.plan.min_replicas
 
     def join(self, replica: int, now: float) -> Outbox:
         """A replica takes part from now on; returns the queue of what it is sent."""
-        self.generation += 1
-        self.progress[replica] = Progress()
-        # Those who wait for it at the start say nothing meanwhile.
-        for progress in self.progress.values():
-            progress.heard_at = now
+        self.members.join(replica, now)
         self.outboxes[replica] = Outbox(self.plan.relay_bytes)
         return self.outboxes[replica]
+
+    def activate(self, replica: int, step: int) -> None:
+        """A newcomer has the common state: it trains, and barriers wait for it."""
+        self.members.activate(replica, step)
+        self._tell(Item(ItemKind.JOINED.value, replica, 0, step, 0), but=replica)
+
+    def cut(self) -> dict[int, int]:
+        """Last update of each replica that was passed on.
+
+        Whatever is later, one that joins now is sent; what is not, its donor has
+        to have applied.
+        """
+        here = {r: p.sequence for r, p in self.members.progress.items()}
+        return {**here, **self.members.gone}
 
     def publish(self, origin: int, items: Iterable[Item], step: int, done: int) -> int:
         """Queue a replica's items for all others, in order, while they have room.
@@ -123,14 +127,14 @@ class RunRecord:
         Returns:
             How many items were accepted; the rest has to be sent again.
         """
-        others = [self.outboxes[r] for r in self.members if r != origin]
-        progress = self.progress[origin]
+        others = [box for replica, box in self.outboxes.items() if replica != origin]
+        progress = self.members.progress[origin]
         accepted = 0
         for item in items:
-            if self._holding:
+            if self.holding:
                 self._held.append(item)
             elif all(box.has_room(item.weight()) for box in others):
-                self._pass_on(item)
+                self._tell(item, but=origin)
             else:
                 return accepted
             progress.sequence = max(progress.sequence, item.sequence)
@@ -139,13 +143,8 @@ class RunRecord:
         self._advance(origin, step, done)
         return accepted
 
-    def _pass_on(self, item: Item) -> None:
-        for replica, box in self.outboxes.items():
-            if replica != item.origin:
-                box.offer(item, force=True)
-
     def _advance(self, origin: int, step: int, done: int) -> None:
-        progress = self.progress[origin]
+        progress = self.members.progress[origin]
         if step > progress.step or done > progress.done:
             progress.step = max(progress.step, step)
             progress.done = max(progress.done, done)
@@ -160,26 +159,27 @@ class RunRecord:
     def lease(
         self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
     ) -> int | None:
-        """Lease a piece to a replica; None if this epoch has none left for it."""
-        keys = self.plan.pieces[phase]
-        leases = self._leases_of(phase, epoch)
-        return leases.take(replica, lambda piece: is_near(keys[piece]))
+        """Lease a piece to a replica; None if there is none free for it now."""
+        near = self.schedule.nearest(phase, is_near)
+        return self._leases(phase, epoch).take(replica, near)
 
     def finish(self, replica: int, phase: str, epoch: int, piece: int) -> bool:
         """A replica is through with a piece it had leased."""
-        return self._leases_of(phase, epoch).finish(replica, piece)
+        return self._leases(phase, epoch).finish(replica, piece)
 
-    def _leases_of(self, phase: str, epoch: int) -> Leases:
-        current = self._leases[phase][0] if phase in self._leases else -1
-        if epoch < current:
-            raise ValueError(f"epoch {epoch} of {phase} is over, this is {current}")
-        if epoch > current:
-            seed = self.plan.seed if phase == "train" else None
-            turn = self.plan.epochs_before + epoch
-            order = piece_order(len(self.plan.pieces[phase]), turn, seed)
-            shares = self.expected if self.plan.synchronous else None
-            self._leases[phase] = (epoch, Leases(order, shares))
-        return self._leases[phase][1]
+    def to_do(self, replica: int, phase: str, epoch: int) -> bool | None:
+        """Whether there is a piece for a replica; None if there may be one yet.
+
+        There may, as long as somebody else holds one and can be lost.
+        """
+        leases = self._leases(phase, epoch)
+        if leases.has_one_for(replica):
+            return True
+        return None if leases.unfinished() else False
+
+    def _leases(self, phase: str, epoch: int) -> Leases:
+        shares = self.members.expected if self.plan.synchronous else None
+        return self.schedule.open(phase, epoch, shares)
 
     def arrive(self, key: str, replica: int, note: Any) -> Gathering:
         """A replica is at a barrier."""
@@ -187,55 +187,43 @@ class RunRecord:
         gathering.arrive(replica, note)
         return gathering
 
-    def complete(self, key: str, gathering: Gathering, *, hold: bool) -> bool:
+    def complete(self, key: str, gathering: Gathering, kind: str) -> bool:
         """All are at a barrier; the first to notice settles what they read there.
+
+        From an ``AGREE`` on updates are kept here until the next barrier is complete.
+        Only replicas that leave have any then, one each, and what some survivors took
+        in before they compare, all of them must.
 
         Args:
             key: Of the barrier.
             gathering: That has nobody to wait for any more.
-            hold: Whether updates are kept here from now until the next barrier is
-                complete. Only replicas that leave have any then, one each, and what
-                some survivors took in before they compare, all of them must.
+            kind: What it is for, a :class:`Barrier`.
 
         Returns:
             Whether this call was the first.
         """
         if gathering.gone is not None:
             return False
-        gathering.gone = dict(self._gone)
-        self._holding = hold
-        if not hold:
+        gathering.gone = dict(self.members.gone)
+        self.holding = kind == Barrier.AGREE
+        if not self.holding:
             for item in self._held:
-                self._pass_on(item)
+                self._tell(item, but=item.origin)
             self._held.clear()
         self._gatherings.pop(key, None)
+        if kind == Barrier.REPORT:
+            self._announce(key, gathering)
+            self.epoch += 1
         return True
 
-    @property
-    def gone(self) -> dict[int, int]:
-        """Replicas that left or were lost, and the last update of each."""
-        return dict(self._gone)
-
-    @property
-    def repeated(self) -> int:
-        """Training pieces handed out again because their replica was lost."""
-        return self._leases["train"][1].repeated if "train" in self._leases else 0
-
-    def lose(self, replica: int) -> None:
-        """A replica is gone without a word; what it held is free again."""
-        self._remove(replica)
-
-    def leave(self, replica: int) -> None:
-        """A replica has delivered everything and goes."""
-        self._remove(replica)
-
-    def _remove(self, replica: int) -> None:
-        self.generation += 1
-        self._gone[replica] = self.progress.get(replica, Progress()).sequence
+    def remove(self, replica: int) -> None:
+        """A replica has left, or was lost; what it held is free again."""
+        if not self.members.here(replica):
+            return
+        self.members.remove(replica)
         self.outboxes.pop(replica, None)
-        for _, leases in self._leases.values():
-            leases.lose(replica)
-        step = self.progress.get(replica, Progress()).step
+        self.schedule.lose(replica)
+        step = self.members.step_of(replica)
         self._tell(Item(ItemKind.LOST.value, replica, 0, step, 0))
 
     def stop(self, reason: str) -> None:
@@ -244,32 +232,12 @@ class RunRecord:
             self.stopped = reason
             self._tell(Item(ItemKind.STOP.value, 0, 0, 0, len(reason), reason))
 
-    def silent(self, now: float) -> list[int]:
-        """Members nothing was heard of for longer than the time-out.
-
-        Before all have joined nobody says anything: that wait has its own bound.
-        """
-        if self.absent:
-            return []
-        bound = now - self.timeouts.silence
-        return [r for r in self.members if self.progress[r].heard_at < bound]
-
-    def describe(self, replica: int) -> str:
-        """A replica in words: who, where, and what was last heard."""
-        progress = self.progress.get(replica)
-        where = f"replica {replica} on {self.plan.replicas[replica]}"
-        if progress is None:
-            return f"{where}, which has not joined"
-        return (
-            f"{where}, last heard at step {progress.step}, update {progress.sequence}"
-        )
-
-    def announce(self, key: str, gathering: Gathering) -> None:
+    def _announce(self, key: str, gathering: Gathering) -> None:
         """Tell the client what all members said at a barrier."""
         self.events.post(
             "gathered",
             key=key,
             notes=[[r, gathering.notes[r]] for r in sorted(gathering.notes)],
             refused=self.refused,
-            repeated=self.repeated,
+            repeated=self.schedule.repeated,
         )

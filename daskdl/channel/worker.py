@@ -42,6 +42,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             self.links = former.links
         worker.extensions[NAME] = self
         worker.handlers[messages.DELIVER] = self.handle_deliver
+        worker.handlers[messages.SNAPSHOT] = self.handle_snapshot
         self._worker = worker
 
     @override
@@ -58,10 +59,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self, run: Any = None, replica: Any = None, items: Sequence[Any] = ()
     ) -> dict[str, Any]:
         """The relay has items for a replica here."""
-        known = isinstance(run, int) and isinstance(replica, int)
-        link = self.links.get((run, replica)) if known else None
+        link = self._link(run, replica)
         if link is None:
-            self.refused += 1
             return {"status": Answer.UNKNOWN.value}
         try:
             unpacked = [Item.of(fields) for fields in items]
@@ -69,9 +68,36 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             link.inbox.refuse()
             logger.warning("replica %s refused a message: %s", replica, error)
             return {"status": Answer.REFUSED.value, "reason": str(error)}
+        accepted = 0
         for item in unpacked:
-            await link.deliver(item)
-        return {"status": Answer.OK.value, "accepted": len(unpacked)}
+            if not await link.deliver(item):
+                break
+            accepted += 1
+        return {"status": Answer.OK.value, "accepted": accepted}
+
+    async def handle_snapshot(
+        self, run: Any = None, replica: Any = None, cut: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        """A newcomer elsewhere wants the state of a replica here."""
+        link = self._link(run, replica)
+        if link is None:
+            return {"status": Answer.UNKNOWN.value}
+        try:
+            snapshot = await link.snapshot({int(o): int(s) for o, s in cut})
+        except (TypeError, ValueError) as error:
+            return {"status": Answer.REFUSED.value, "reason": str(error)}
+        except TimeoutError:
+            return {
+                "status": Answer.REFUSED.value,
+                "reason": "it was not ready in time",
+            }
+        return {"status": Answer.OK.value, "snapshot": snapshot}
+
+    def _link(self, run: Any, replica: Any) -> Link | None:
+        known = isinstance(run, int) and isinstance(replica, int)
+        link = self.links.get((run, replica)) if known else None
+        self.refused += link is None
+        return link
 
     def open(self, endpoint: Endpoint) -> RelayedChannel:
         """Make the channel of a replica; items for it are kept from now on.

@@ -1,4 +1,4 @@
-"""The pieces of a run: put on the workers, kept there, fetched inside a task.
+"""The pieces of a run: put on the workers, and kept there.
 
 A piece is one Dask future whose value is a pair of numpy arrays, so tensors never
 cross Dask. How data are cut is the business of :mod:`daskdl.data.sources`.
@@ -9,13 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from distributed import Client, Future, get_client, get_worker
-from distributed.client import FutureCancelledError
+from distributed import Client
 
-from daskdl.data.sources import Rows, Source, source_of
-from daskdl.errors import DataError, OptionError, WaitTimeoutError
-
-_GONE = ("cancelled", "lost")  # what Dask calls a future whose data died with a worker
+from daskdl.data.sources import Source, source_of
+from daskdl.errors import OptionError
 
 
 class Piece(NamedTuple):
@@ -58,21 +55,25 @@ class Pieces:
         """The Dask futures in the order of the data; empty once released."""
         return [self._futures[index] for index in sorted(self._futures)]
 
-    def restore(self, workers: Sequence[str]) -> list[Piece]:
-        """Start again what was lost with its worker.
+    def restore(self, index: int, key: str, workers: Sequence[str]) -> Piece:
+        """Start a piece again that was lost with its worker.
 
         Dask recomputes what it has a recipe for, but scattered data die with the
         only worker that held them.
 
         Args:
-            workers: Addresses to spread the lost pieces over.
+            index: Of the piece.
+            key: That was found lost. If it is not the piece's key any more, it has
+                been started again already.
+            workers: Addresses to choose from.
 
         Returns:
-            The pieces started again: same index and rows, but a new key.
+            The same index and rows, but a new key.
         """
-        lost = [i for i, future in self._futures.items() if future.status in _GONE]
-        self._start(lost, workers)
-        return [self._piece(index) for index in lost]
+        if self._piece(index).key == key:
+            release([self._futures.pop(index)])
+            self._start([index], workers)
+        return self._piece(index)
 
     def release(self) -> None:
         """Let go of the futures and of the user's data; may be called again."""
@@ -154,58 +155,6 @@ def place(
     return Pieces(source, client, workers)
 
 
-def load(key: str, timeout_s: float) -> Rows:
-    """Get a piece inside a task: from this worker's store, else from another's.
-
-    Dask moves it, so it counts and spills like any other result. The task must have
-    seceded, or its worker needs a second thread.
-
-    Args:
-        key: Of the piece, see :class:`Piece`.
-        timeout_s: How long to wait for it to be computed and moved, seconds.
-
-    Returns:
-        The arrays (x, y), to be read only: they may be the store's own.
-
-    Raises:
-        WaitTimeoutError: If it did not come in time.
-        DataError: If it was lost with its worker, or if the block cannot be trained
-            on, see `as_piece`; what the user's own loading raised comes out as it is.
-    """
-    worker = get_worker()
-    held: Any = worker.data.get(key)
-    if held is not None:
-        x, y = held
-        return x, y
-    client = get_client()
-    moved = client.submit(
-        _itself,
-        Future(key, client),
-        key=new_key("moved"),
-        workers=[worker.address],
-    )
-    try:
-        rows: Rows = moved.result(timeout=timeout_s)
-    except TimeoutError as error:
-        raise WaitTimeoutError(
-            f"piece {key} did not come within {timeout_s} s; waited for Dask to "
-            f"compute it or to move it to {worker.address}"
-        ) from error
-    except FutureCancelledError as error:
-        raise DataError(
-            f"piece {key} was lost with the worker that held it: data given in memory "
-            "are not sent again; give a dask.array, whose blocks are computed again"
-        ) from error
-    finally:
-        moved.release()
-    return rows
-
-
-def new_key(what: str) -> str:
-    """A key for Dask that says whose it is, and that nothing else has."""
-    return f"daskdl-{what}-{uuid.uuid4().hex}"
-
-
 def release(futures: Iterable[Any]) -> None:
     """Let go of Dask futures, so that what is not computed yet never is.
 
@@ -249,5 +198,6 @@ def _spread(
     return chosen
 
 
-def _itself(rows: Rows) -> Rows:
-    return rows
+def new_key(what: str) -> str:
+    """A key for Dask that says whose it is, and that nothing else has."""
+    return f"daskdl-{what}-{uuid.uuid4().hex}"

@@ -7,7 +7,9 @@ plain loop over the same batches bit for bit.
 import contextlib
 import copy
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,12 +25,14 @@ class Alone(Exchange):
     Args:
         seat: Where to work.
         scale: Factor on the learning rate.
+        share: Makes the exchange that takes over when others come.
     """
 
     learning_rate_scale: float
 
-    def __init__(self, seat: Seat, scale: float = 1.0) -> None:
+    def __init__(self, seat: Seat, scale: float, share: Callable[[], Exchange]) -> None:
         self.learning_rate_scale = scale
+        self._share = share
         self._module = seat.module
         self._last = seat.last
         self._agreed = _state(seat.module)
@@ -41,6 +45,10 @@ class Alone(Exchange):
     @override
     def after_step(self, epoch: int) -> None:
         self._steps += 1
+
+    @override
+    def rest(self, epoch: int) -> None:
+        pass
 
     @override
     def end_epoch(self, epoch: int, examples: int) -> None:
@@ -58,6 +66,14 @@ class Alone(Exchange):
     def statistics(self) -> Statistics:
         steps, self._steps = self._steps, 0
         return Statistics(0, 0.0, math.nan, 0.0, 0, steps)
+
+    @override
+    def opened(self) -> Exchange:
+        return self._share()
+
+    @override
+    def snapshot(self) -> dict[str, Any]:
+        raise AssertionError("it is opened before")
 
     @override
     def hand_over(self) -> None:

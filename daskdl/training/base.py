@@ -59,6 +59,7 @@ class Seat:
         replica: Its number.
         members: All replicas of the run, ascending.
         last: The threshold's state from an earlier fit, or None.
+        snapshot: Of another replica, which a newcomer begins with; else None.
     """
 
     module: nn.Module
@@ -66,6 +67,7 @@ class Seat:
     replica: int
     members: Sequence[int] = field(default_factory=list)
     last: Sent | None = None
+    snapshot: Mapping[str, Any] | None = None
 
 
 class Exchange(ABC):
@@ -80,6 +82,10 @@ class Exchange(ABC):
     @abstractmethod
     def after_step(self, epoch: int) -> None:
         """The optimizer has moved the parameters; share what is due."""
+
+    @abstractmethod
+    def rest(self, epoch: int) -> None:
+        """There is nothing to train on at present; share what has not been shared."""
 
     @abstractmethod
     def end_epoch(self, epoch: int, examples: int) -> None:
@@ -103,6 +109,18 @@ class Exchange(ABC):
         """What was done since the last call."""
 
     @abstractmethod
+    def opened(self) -> "Exchange":
+        """This one, or another in its place, from which a newcomer can begin."""
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """All that a newcomer needs; plain values and arrays.
+
+        Contains ``"received"``, what is in it of each replica's updates, and
+        ``"grid"`` and ``"step"``.
+        """
+
+    @abstractmethod
     def hand_over(self) -> None:
         """This replica leaves before the end: deliver what only it has."""
 
@@ -123,6 +141,8 @@ class TrainingMaster(ABC):
     """A way of training: frozen, picklable, without state."""
 
     replicas_per_worker: int | str
+    min_replicas: int = 1  # with fewer, training waits for more
+    rejoin_timeout: float | None = None  # how long, seconds; None: as configured
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 from distributed import Client, Future, wait
@@ -15,6 +15,7 @@ from daskdl.channel import messages
 from daskdl.channel.messages import Answer
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
+from daskdl.data.pieces import Pieces
 from daskdl.errors import (
     ChannelError,
     DaskDLError,
@@ -25,6 +26,7 @@ from daskdl.errors import (
 from daskdl.packed import Packed
 from daskdl.training.launch import train_replica
 from daskdl.training.merge import Final, merge
+from daskdl.training.seats import replicas_on
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.version import VERSION
 
@@ -47,14 +49,22 @@ WATCH_S = 0.5  # how long the scheduler may keep a question without news
 Event = Mapping[str, Any]
 
 
+class Limits(NamedTuple):
+    """Bounds of a run that its replicas do not see."""
+
+    relay_bytes: int  # of the relay's queue for each replica
+    most_replicas: int  # more would have nothing to do
+
+
 class Driver:
     """One run, as its client sees it.
 
     Args:
         client: Synchronous client of the cluster.
         options: Of the run.
-        seats: Worker address of each replica.
-        relay_bytes: Bound of the relay's queue for each replica.
+        seats: Worker address of each founder.
+        pieces: Of each phase.
+        limits: Bounds of the run that its replicas do not see.
     """
 
     def __init__(
@@ -62,12 +72,15 @@ class Driver:
         client: Client,
         options: TaskOptions,
         seats: Mapping[int, str],
-        relay_bytes: int,
+        pieces: Mapping[str, Pieces],
+        limits: Limits,
     ) -> None:
         self._client = client
         self._options = options
-        self._seats = seats
-        self._relay_bytes = relay_bytes
+        self._seats = dict(seats)
+        self._founders = set(seats)
+        self._pieces = pieces
+        self._limits = limits
         self._futures: dict[int, Future] = {}
         self._failure: Exception | None = None
         self._stopped: str | None = None
@@ -89,8 +102,8 @@ class Driver:
         interruption: BaseException | None = None
         try:
             try:
-                self._submit(recipe)
-                self._follow(on_event)
+                self._submit(recipe, self._seats)
+                self._follow(recipe, on_event)
             except BaseException as error:  # also Ctrl-C: the cluster is left clean
                 interruption = error
                 self._stop(f"the client stopped it: {type(error).__name__}")
@@ -106,11 +119,15 @@ class Driver:
         plan = {
             "run": options.run,
             "replicas": dict(self._seats),
-            "pieces": {phase: list(keys) for phase, keys in options.pieces.items()},
+            "pieces": {
+                phase: [piece.key for piece in pieces]
+                for phase, pieces in self._pieces.items()
+            },
             "seed": options.seed if options.shuffle else None,
             "epochs_before": options.epochs_before,
             "synchronous": options.master.synchronous,
-            "relay_bytes": self._relay_bytes,
+            "relay_bytes": self._limits.relay_bytes,
+            "min_replicas": options.master.min_replicas,
             "timeouts": vars(options.timeouts),
         }
         answer = self._ask(messages.OPEN, plan=plan, client=self._client.id)
@@ -121,12 +138,14 @@ class Driver:
                 f"{VERSION}; install the same version on all"
             )
 
-    def _submit(self, recipe: Packed[Recipe]) -> None:
-        workers = sorted(set(self._seats.values()))
-        name = f"daskdl-recipe-{self._options.run:x}"
-        sent = self._client.scatter({name: recipe}, workers=workers, broadcast=True)
-        per_worker = {w: list(self._seats.values()).count(w) for w in workers}
-        for replica, worker in self._seats.items():
+    def _submit(self, recipe: Packed[Recipe], seats: Mapping[int, str]) -> None:
+        workers = sorted(set(seats.values()))
+        name = f"daskdl-recipe-{self._options.run:x}-{min(seats)}"
+        sent = self._client.scatter(
+            {name: recipe}, workers=workers, broadcast=len(workers) > 1
+        )
+        per_worker = {w: list(seats.values()).count(w) for w in workers}
+        for replica, worker in seats.items():
             self._futures[replica] = self._client.submit(
                 train_replica,
                 sent[name],
@@ -140,18 +159,54 @@ class Driver:
                 retries=0,
             )
 
-    def _follow(self, on_event: Callable[[Event], None]) -> None:
+    def _follow(
+        self, recipe: Packed[Recipe], on_event: Callable[[Event], None]
+    ) -> None:
+        act: dict[str, Callable[[Event], None]] = {
+            "failed": self._note_failure,
+            # Pinned to a worker that is gone, the task would wait for ever.
+            "removed": lambda event: self._cancel(event["replica"]),
+            "lost": lambda event: self._cancel(event["replica"]),
+            "worker": lambda event: self._seat(recipe, event["worker"]),
+            "missing": self._restore,
+            "over": self._send_away,
+        }
         for event in self._events():
-            if event["kind"] == "failed" and self._failure is None:
-                self._failure = self._exception(event)
-            elif event["kind"] in {"removed", "lost"}:
-                # Pinned to a worker that is gone, the task would wait for ever.
-                self._cancel(event["replica"])
-            elif event["kind"] == "stopped":
-                self._stopped = event["summary"]
+            if event["kind"] in act:
+                act[event["kind"]](event)
             on_event(event)
-            if self._stopped is not None:
+            if event["kind"] == "stopped":
+                self._stopped = event["summary"]
                 return
+
+    def _note_failure(self, event: Event) -> None:
+        self._failure = self._failure or self._exception(event)
+
+    def _send_away(self, event: Event) -> None:
+        """Nobody is left to begin from: these came too late."""
+        for replica in event["waiting"]:
+            self._cancel(replica)
+
+    def _seat(self, recipe: Packed[Recipe], worker: str) -> None:
+        """A worker is there, or free again: let it take part."""
+        wanted = replicas_on(self._options.master, self._client, [worker])[worker]
+        room = self._limits.most_replicas - len(self._futures)
+        answer = self._ask(messages.SEAT, worker=worker, replicas=min(wanted, room))
+        newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
+        self._seats |= newcomers
+        if newcomers:
+            # The worker may have gone again: then there is one newcomer less.
+            try:
+                self._submit(recipe, newcomers)
+            except (OSError, KeyError, ValueError) as error:
+                logger.warning("no replica on %s: %s", worker, error)
+
+    def _restore(self, event: Event) -> None:
+        phase, index = event["phase"], event["piece"]
+        workers = sorted(set(self._client.nthreads()) - set(event["avoid"]))
+        if workers:
+            piece = self._pieces[phase].restore(index, event["key"], workers)
+            self._ask(messages.RESTORE, phase=phase, piece=index, key=piece.key)
 
     def _events(self) -> Iterator[Event]:
         """News until every replica's task has ended."""
@@ -169,9 +224,13 @@ class Driver:
                 return
 
     def _raise_task_errors(self) -> None:
-        for replica, future in self._futures.items():
+        for replica, future in list(self._futures.items()):
             if future.status == "error":
                 error = future.exception()
+                if replica not in self._founders:
+                    logger.warning("a newcomer did not start: %s", error)
+                    self._cancel(replica)
+                    continue
                 where = f"replica {replica} on {self._seats[replica]}"
                 if isinstance(error, DaskDLError):
                     raise type(error)(f"{where}: {error}") from error

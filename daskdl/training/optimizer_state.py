@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
+from daskdl.packed import Packed
+
 Key = tuple[int, str]  # parameter number in the optimizer, name of the state
 
 
@@ -79,3 +81,9 @@ def restore_(optimizer: Optimizer, state: OptimizerState) -> None:
         plain = value if dtype is None else torch.tensor(value, dtype=dtype)
         entries.setdefault(key[0], {})[key[1]] = plain
     optimizer.load_state_dict({"state": entries, "param_groups": state.groups})
+
+
+def load_optimizer_(optimizer: Optimizer, payload: NDArray[np.uint8]) -> None:
+    """Go on from another replica's state, as the bytes of a pack."""
+    state: Packed[dict[str, Any]] = Packed.of(payload, "optimizer")
+    optimizer.load_state_dict(state.unpack())

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,16 +22,14 @@ from torch.optim import Optimizer
 from daskdl.callbacks import Step
 from daskdl.channel.base import Channel, Stopped
 from daskdl.channel.messages import Barrier
-from daskdl.data.arrays import check_labels
-from daskdl.data.batches import batches, floating_dtype, to_device
-from daskdl.data.pieces import load
-from daskdl.data.sources import Rows
+from daskdl.data.batches import floating_dtype, to_device
 from daskdl.data.validate import trainable
 from daskdl.errors import ChannelError, DaskDLError, DivergedError, ModelError
 from daskdl.evaluation import Score, score_batches
 from daskdl.packed import Packed
 from daskdl.training.base import Exchange, Parameters, Seat
-from daskdl.training.optimizer_state import weigh
+from daskdl.training.feed import Feed
+from daskdl.training.optimizer_state import load_optimizer_, weigh
 from daskdl.training.task import Recipe, Result, Tally, TaskOptions
 
 # What pickling an exception of the user's raises, depending on what it holds.
@@ -80,8 +77,7 @@ class Replica:
     def run(self) -> Result:
         """Train for all epochs, or until told to leave."""
         try:
-            self._start()
-            for epoch in range(self._options.epochs):
+            for epoch in range(self._start(), self._options.epochs):
                 self._train(epoch)
                 self._end(epoch)
         except Stopped:
@@ -93,29 +89,56 @@ class Replica:
             return self._result(finished=False)
         return self._result(finished=True)
 
-    def _start(self) -> None:
-        members = self._channel.join()
-        seat = Seat(
-            self._module, self._channel, self._number, members, self._options.last
+    def _start(self) -> int:
+        """Come into the run; return the first epoch to train in."""
+        entry = self._channel.join()
+        exchange = self._options.master.attach(
+            Seat(
+                self._module,
+                self._channel,
+                self._number,
+                entry.members,
+                self._options.last,
+                entry.snapshot,
+            )
         )
-        self._exchange = self._options.master.attach(seat)
         self._optimizer: Optimizer = self._recipe.optimizer(trainable(self._module))
         if self._recipe.optimizer_state is not None:
             self._optimizer.load_state_dict(self._recipe.optimizer_state)
         torch.manual_seed(self._options.seed + self._number)
+        epoch = 0
+        if entry.snapshot is not None:
+            load_optimizer_(self._optimizer, entry.snapshot["optimizer"])
+            epoch = self._channel.activate(entry.snapshot["step"]).epoch
+        self._exchange = exchange
+        self._channel.serve(self._snapshot)
+        return epoch
+
+    def _snapshot(self) -> dict[str, Any]:
+        assert self._exchange is not None
+        self._exchange = self._exchange.opened()
+        return {
+            **self._exchange.snapshot(),
+            "optimizer": Packed(self._optimizer.state_dict(), "optimizer").payload,
+        }
 
     def _train(self, epoch: int) -> None:
         started = time.perf_counter()
         self._tally = Tally()
-        pieces = self._pieces("train", epoch)
-        for x, y in batches(pieces, self._options.batch_size):
+        feed = Feed(self._channel, self._options, "train", epoch)
+        for x, y in feed.batches(lambda: self._live.rest(epoch)):
             self._step(epoch, *to_device(x, y, self._device, self._dtype))
+            feed.loss = self._tally.loss_sum / self._tally.examples
         self._tally.seconds = time.perf_counter() - started
 
+    @property
+    def _live(self) -> Exchange:
+        assert self._exchange is not None
+        return self._exchange
+
     def _step(self, epoch: int, x: Tensor, y: Tensor) -> None:
-        exchange = self._exchange
-        assert exchange is not None
         self._channel.check()
+        exchange = self._live
         exchange.before_step(epoch)
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._recipe.loss(self._module(x), y)
@@ -134,10 +157,9 @@ class Replica:
             callback.on_step(step)
 
     def _end(self, epoch: int) -> None:
-        exchange = self._exchange
-        assert exchange is not None
         started = time.perf_counter()
-        exchange.end_epoch(epoch, self._tally.examples)
+        self._live.end_epoch(epoch, self._tally.examples)
+        exchange = self._live
         self._tally.seconds += time.perf_counter() - started
         self._seen += self._tally.examples
         note = {
@@ -160,45 +182,19 @@ class Replica:
         self._weight = self._seen / seen if seen else 0.0
 
     def _validate(self, epoch: int) -> list[float] | None:
-        if not self._options.pieces.get("validation"):
+        if not self._options.validates:
             return None
-        exchange = self._exchange
-        assert exchange is not None
-        with exchange.showing_agreed():
+        feed = Feed(self._channel, self._options, "validation", epoch)
+        self._channel.serve(None)  # the module shows something else meanwhile
+        with self._live.showing_agreed():
             score: Score = score_batches(
                 self._module,
                 self._recipe.loss,
-                batches(self._pieces("validation", epoch), self._options.batch_size),
+                feed.batches(lambda: None),
                 self._device,
             )
+        self._channel.serve(self._snapshot)
         return list(dataclasses.astuple(score))
-
-    def _pieces(self, phase: str, epoch: int) -> Iterator[Rows]:
-        finished: dict[str, Any] | None = None
-        while True:
-            piece = self._channel.lease(phase, epoch, finished)
-            if piece is None:
-                return
-            x, y = self._load(phase, piece)
-            if phase == "train" and self._options.shuffle:
-                # The same rows in the same order, whoever trains on the piece.
-                turn = self._options.epochs_before + epoch
-                seed = [self._options.seed, turn, piece]
-                order = np.random.default_rng(seed).permutation(len(x))
-                x, y = x[order], y[order]
-            yield x, y
-            loss = self._tally.loss_sum / max(self._tally.examples, 1)
-            finished = {"piece": piece, "examples": len(x), "loss": loss}
-
-    def _load(self, phase: str, piece: int) -> Rows:
-        options = self._options
-        rows = load(options.pieces[phase][piece], options.timeouts.data)
-        if options.labels is not None:
-            where = f"y of piece {piece} of the {phase} data"
-            check_labels(
-                rows[1], options.labels.classes, where, options.labels.ignore_index
-            )
-        return rows
 
     def _result(self, *, finished: bool) -> Result:
         exchange = self._exchange

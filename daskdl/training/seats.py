@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 from distributed import Client
@@ -24,7 +25,7 @@ def seats_of(
         OptionError: If the cluster has no workers.
     """
     workers = workers_of(client)
-    each = _replicas_per_worker(master, client, workers)
+    each = replicas_on(master, client, workers)
     # Round robin, so that leaving some out leaves the workers evenly used.
     seats = [w for i in range(max(each.values())) for w in workers if i < each[w]]
     useful = math.ceil(examples / batch_size)
@@ -33,9 +34,10 @@ def seats_of(
     return dict(enumerate(seats[:useful]))
 
 
-def _replicas_per_worker(
-    master: TrainingMaster, client: Client, workers: list[str]
+def replicas_on(
+    master: TrainingMaster, client: Client, workers: Sequence[str]
 ) -> dict[str, int]:
+    """How many replicas each of these workers is to have."""
     if master.replicas_per_worker != "auto":
         return dict.fromkeys(workers, int(master.replicas_per_worker))
     devices = client.run(torch.cuda.device_count, workers=workers)

@@ -6,6 +6,7 @@ rest stays where it is, in the replica, and is sent later.
 """
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from daskdl import codec
 from daskdl.accumulator import Accumulator
 from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
 from daskdl.channel.base import Gathered
+from daskdl.channel.inbox import Arrived
 from daskdl.channel.messages import Barrier
 from daskdl.errors import OptionError
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
@@ -48,6 +50,8 @@ class GradientSharing(TrainingMaster):
             what suits the number of replicas, at present always plain.
         replicas_per_worker: Replicas in each worker process; ``"auto"`` is one
             for each of its CUDA devices, else one.
+        min_replicas: With fewer than these, training waits for more.
+        rejoin_timeout: How long, seconds; None: ``daskdl.timeouts.rejoin``, 300 s.
 
     Example:
         >>> GradientSharing(max_staleness=0).synchronous
@@ -67,6 +71,8 @@ class GradientSharing(TrainingMaster):
     exchange_every: int = 1
     routing: Literal["auto", "plain", "mesh"] = "auto"
     replicas_per_worker: int | Literal["auto"] = 1
+    min_replicas: int = 1
+    rejoin_timeout: float | None = None
 
     def __post_init__(self) -> None:
         _check_type("threshold", self.threshold, ThresholdAlgorithm)
@@ -91,6 +97,9 @@ class GradientSharing(TrainingMaster):
                 "replicas_per_worker", self.replicas_per_worker, 1, "or 'auto'"
             )
 
+        _check_whole("min_replicas", self.min_replicas, 1)
+        _check_bound("rejoin_timeout", self.rejoin_timeout)
+
     def _check_scale(self) -> None:
         scale = self.update_scale
         if scale in ("mean", "sum"):
@@ -108,8 +117,8 @@ class GradientSharing(TrainingMaster):
 
     @override
     def attach(self, seat: Seat) -> Exchange:
-        if len(seat.members) == 1:
-            return Alone(seat, self.scale(1))
+        if len(seat.members) == 1 and seat.snapshot is None:
+            return Alone(seat, self.scale(1), lambda: Sharing(self, seat))
         return Sharing(self, seat)
 
     def scale(self, replicas: int) -> float:
@@ -139,7 +148,6 @@ class Sharing(Exchange):
         self._module = seat.module
         self._channel = seat.channel
         self._replica = seat.replica
-        self._members = len(seat.members)
         self._accumulator = Accumulator(
             FlatParameters(seat.module),
             master.threshold,
@@ -147,15 +155,26 @@ class Sharing(Exchange):
             master.apply,
             seat.last,
         )
-        self.learning_rate_scale = master.scale(self._members)
+        self.learning_rate_scale = master.scale(len(seat.members))
         self._step = 0
+        self._due = False  # steps were made since the last exchange
+        if seat.snapshot is not None:
+            self._begin(seat.snapshot)
         self._agreed: tuple[NDArray[np.int32], float, Buffers]
         self._keep_agreed()
         self._clear_statistics()
 
+    def _begin(self, snapshot: Mapping[str, Any]) -> None:
+        self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        load_buffers_(
+            self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
+        )
+        self._step = snapshot["step"]
+
     @override
     def before_step(self, epoch: int) -> None:
         master = self._master
+        self.learning_rate_scale = master.scale(1 + len(self._channel.others()))
         if master.max_staleness is not None and self._step % master.exchange_every == 0:
             self._channel.wait_for_others(self._step, epoch, master.max_staleness)
         self._lead_sum += self._channel.lead(self._step, epoch)
@@ -166,11 +185,13 @@ class Sharing(Exchange):
         self._step += 1
         self._steps += 1
         self._accumulator.absorb_()
+        self._due = True
         if self._step % self._master.exchange_every == 0:
             self._share()
         self._channel.complete(self._step)
 
     def _share(self) -> None:
+        self._due = False
         if self._master.synchronous:
             self._channel.wait_for_room()
         elif not self._channel.has_room():
@@ -191,17 +212,24 @@ class Sharing(Exchange):
         return self._channel.publish(stamp, frame)
 
     def _take_in(self, up_to_step: int | None = None) -> None:
-        updates, folded_N = self._channel.receive(up_to_step)
+        self._apply(self._channel.receive(up_to_step))
+
+    def _apply(self, arrived: Arrived) -> None:
+        updates, folded_N = arrived
         if folded_N is not None:
             self._accumulator.apply_counts_(folded_N)
         for update in updates:
             self._accumulator.apply_(update)
 
     @override
-    def end_epoch(self, epoch: int, examples: int) -> None:
-        if self._step % self._master.exchange_every:
+    def rest(self, epoch: int) -> None:
+        if self._due:
             self._share()
         self._channel.complete(self._step, done=epoch)
+
+    @override
+    def end_epoch(self, epoch: int, examples: int) -> None:
+        self.rest(epoch)
         buffers = pack_buffers(self._module)
         gathered = self._channel.gather(
             f"end of epoch {epoch}",
@@ -229,8 +257,6 @@ class Sharing(Exchange):
             for _, note in sorted(notes.items())
         ]
         load_buffers_(self._module, average_buffers(parts))
-        self._members = len(notes.keys() - gathered.gone.keys())
-        self.learning_rate_scale = self._master.scale(self._members)
         self._keep_agreed()
 
     def _keep_agreed(self) -> None:
@@ -269,6 +295,24 @@ class Sharing(Exchange):
         self._clipped_before = self._accumulator.clipped
 
     @override
+    def opened(self) -> Exchange:
+        return self
+
+    @override
+    def snapshot(self) -> dict[str, Any]:
+        arrived, received = self._channel.take_all()
+        self._apply(arrived)
+        buffers = pack_buffers(self._module)
+        return {
+            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
+            "counts_N": self._accumulator.shared_counts(),
+            "grid": self._accumulator.grid,
+            "step": self._step,
+            "floating_F": buffers.floating_F,
+            "integer_I": buffers.integer_I,
+        }
+
+    @override
     def hand_over(self) -> None:
         self._take_in()
         grid = self._accumulator.grid
@@ -302,3 +346,11 @@ def _check_whole(name: str, value: object, least: int, other: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         allowed = f"a whole number >= {least} {other}".rstrip()
         raise OptionError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _check_bound(name: str, value: Any) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise OptionError(f"{name} must be seconds > 0 or None, got {value!r}")

@@ -1,6 +1,6 @@
 """What is sent to a worker to make a replica there, and what comes back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class TaskOptions:
         seed: Of shuffling and of torch's generator.
         shuffle: Whether rows are shuffled within their pieces.
         device: ``"auto"`` or a torch device.
-        pieces: Dask keys of the pieces of each phase.
+        validates: Whether the agreed model is scored after each epoch.
         labels: What integer labels of pieces are held to, or None.
         size: Trainable parameters of the model.
         grid: Of the run at its start, parameter units.
@@ -69,7 +69,7 @@ class TaskOptions:
     seed: int
     shuffle: bool
     device: str
-    pieces: Mapping[str, Sequence[str]]
+    validates: bool
     labels: ClassRange | None
     size: int
     grid: float

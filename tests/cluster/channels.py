@@ -112,7 +112,13 @@ class Run:
             items=list(items),
         )
 
-    async def open(self, relay_bytes, pieces):
+    def open_channel(self, replica):
+        endpoint = dataclasses.replace(self.endpoint, replica=replica)
+        channel = self.worker_plugin(replica).open(endpoint)
+        self.channels[replica] = channel
+        return channel
+
+    async def open(self, relay_bytes, pieces, min_replicas):
         plan = {
             "run": self.endpoint.run,
             "replicas": {r: w.address for r, w in enumerate(self.workers)},
@@ -121,14 +127,13 @@ class Run:
             "epochs_before": 0,
             "synchronous": False,
             "relay_bytes": relay_bytes,
+            "min_replicas": min_replicas,
             "timeouts": dataclasses.asdict(self.endpoint.timeouts),
         }
         answer = await self.ask("daskdl_open", plan=plan, client=self.client.id)
         assert answer["status"] == "ok"
         for replica in range(len(self.workers)):
-            endpoint = dataclasses.replace(self.endpoint, replica=replica)
-            channel = self.worker_plugin(replica).open(endpoint)
-            self.channels[replica] = channel
+            self.open_channel(replica)
 
     async def join(self):
         joins = [in_thread(channel.join) for channel in self.channels.values()]
@@ -177,13 +182,14 @@ async def a_run(
     join=True,
     pieces=None,
     relay_bytes=2**20,
+    min_replicas=1,
     **options,
 ):
     """A run with a replica on each worker; leaves nothing behind, and checks it."""
     await register(client)
     endpoint = Endpoint(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
     run = Run(client, scheduler, workers, dataclasses.replace(endpoint, **options))
-    await run.open(relay_bytes, pieces or {"train": ()})
+    await run.open(relay_bytes, pieces or {"train": ()}, min_replicas)
     try:
         if join:
             await run.join()

@@ -85,6 +85,13 @@ class RecordingChannel:
             self.folded.append(arrived.folded_N.astype(np.int64))
         return arrived
 
+    def take_all(self):
+        arrived, received = self._inner.take_all()
+        self.received.extend(arrived.updates)
+        if arrived.folded_N is not None:
+            self.folded.append(arrived.folded_N.astype(np.int64))
+        return arrived, received
+
     def wait_for_others(self, step, epoch, max_staleness):
         self._inner.wait_for_others(step, epoch, max_staleness)
         self.leads.append(self._inner.lead(step, epoch))
@@ -165,6 +172,16 @@ class Recording(Exchange):
     def statistics(self):
         return self._inner.statistics()
 
+    def rest(self, epoch):
+        self._inner.rest(epoch)
+
+    def opened(self):
+        self._inner = self._inner.opened()  # rounds the module to the grid
+        return self
+
+    def snapshot(self):
+        return self._inner.snapshot()
+
     def hand_over(self):
         self._inner.hand_over()
         # A step the stop fell into has moved the module, and is handed over too.
@@ -204,6 +221,10 @@ class Recorded(TrainingMaster):
     @property
     def replicas_per_worker(self):
         return self.inner.replicas_per_worker
+
+    @property
+    def min_replicas(self):
+        return self.inner.min_replicas
 
     @property
     def synchronous(self):

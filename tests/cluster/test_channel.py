@@ -38,7 +38,7 @@ def recorded(run, replica):
     async def noting(item):
         if item.kind == "update":
             seen.append((item.origin, item.sequence))
-        await deliver(item)
+        return await deliver(item)
 
     link.deliver = noting
     return seen
@@ -76,23 +76,24 @@ async def test_a_second_instance_on_either_end_takes_over_what_is_there(c, s, a,
 async def test_joining_is_answered_when_all_have_joined(c, s, a, b):
     async with a_run(c, s, a, b, join=False) as run:
         first = begin(run.channels[0].join)
-        await run.live.until(lambda: run.record.members == [0], PATIENCE_S)
+        await run.live.until(lambda: run.record.members.present == [0], PATIENCE_S)
         assert not first.done()
 
         second = begin(run.channels[1].join)
 
-        assert await first == await second == [0, 1]
+        assert await first == await second == ([0, 1], None)
 
 
 @two_workers()
 async def test_joining_again_changes_nothing(c, s, a, b):
     async with a_run(c, s, a, b) as run:
-        generation, outboxes = run.record.generation, dict(run.record.outboxes)
+        generation, outboxes = run.record.members.generation, dict(run.record.outboxes)
 
         answer = await run.ask("daskdl_join", run=RUN, replica=1, version=VERSION)
 
-        assert (answer["status"], list(answer["members"])) == ("ok", [0, 1])
-        assert run.record.generation == generation
+        members = [[0, 0], [1, 0]]
+        assert (answer["status"], list(map(list, answer["members"]))) == ("ok", members)
+        assert run.record.members.generation == generation
         assert all(run.record.outboxes[r] is box for r, box in outboxes.items())
 
 
@@ -255,11 +256,11 @@ async def test_pieces_are_leased_near_first_and_progress_is_told(c, s, a, b):
         leases = [run.channels[0].lease, run.channels[1].lease]
         done = {"piece": 1, "examples": 5, "loss": 0.5}
 
-        assert await in_thread(leases[1], "train", 0, None) == 1
-        assert await in_thread(leases[0], "train", 0, None) == 0
-        assert await in_thread(leases[1], "train", 0, done) == 2
-        assert await in_thread(leases[1], "train", 0, None) is None
-        assert await in_thread(leases[0], "validation", 0, None) == 0
+        assert await in_thread(leases[1], "train", 0, []) == (1, "b-0")
+        assert await in_thread(leases[0], "train", 0, []) == (0, "a-0")
+        assert await in_thread(leases[1], "train", 0, [done]) == (2, "nowhere")
+        assert await in_thread(leases[1], "train", 0, []) is None
+        assert await in_thread(leases[0], "validation", 0, []) == (0, "v")
 
         assert await run.events() == [{"kind": "progress", "epoch": 0, **done}]
 

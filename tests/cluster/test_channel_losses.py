@@ -25,7 +25,7 @@ from tests.cluster.channels import (
 async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers):
     async with a_run(c, s, *workers, pieces={"train": ("p", "q")}) as run:
         assert publish(run.channels[2], 3)
-        assert await in_thread(run.channels[2].lease, "train", 0, None) == 0
+        assert await in_thread(run.channels[2].lease, "train", 0, []) == (0, "p")
         await in_thread(run.channels[0].wait_for_updates, {2: 1})
         gathers = [begin(run.channels[r].gather, "end", {"from": r}) for r in (0, 1)]
         run.vanish(2)
@@ -40,10 +40,10 @@ async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers):
         assert removed == {"kind": "removed", "replica": 2}
         assert (lost["kind"], lost["replica"]) == ("lost", 2)
         assert lost["summary"].startswith(f"lost replica 2 on {workers[2].address}")
-        again = [await in_thread(run.channels[0].lease, "train", 0, None)]
-        again += [await in_thread(run.channels[0].lease, "train", 0, None)]
-        assert again == [1, 0]
-        assert run.record.repeated == 1
+        again = [await in_thread(run.channels[0].lease, "train", 0, [])]
+        again += [await in_thread(run.channels[0].lease, "train", 0, [])]
+        assert again == [(1, "q"), (0, "p")]
+        assert run.record.schedule.repeated == 1
 
 
 @three_workers()
@@ -71,8 +71,9 @@ async def test_a_run_without_replicas_is_stopped(c, s, a, b):
 
         await run.live.until(lambda: False, PATIENCE_S)  # it is stopped
         kinds = [event["kind"] for event in await run.events()]
-        assert sorted(kinds) == ["lost", "lost", "removed", "removed", "stopped"]
-        assert kinds[-1] == "stopped"
+        ends = ["failed", "lost", "lost", "removed", "removed", "stopped"]
+        assert sorted(kinds) == ends
+        assert kinds[-2:] == ["failed", "stopped"]
         assert run.record.stopped.startswith("no replica is left; lost replica")
 
 
@@ -96,7 +97,7 @@ async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b):
         await in_thread(run.channels[0].wait_for_updates, {1: 1})
         (update,) = run.channels[0].receive().updates
         assert update.counts_N.tolist() == list(range(SIZE))
-        assert run.record.gone == {1: 1}
+        assert run.record.members.gone == {1: 1}
         assert (await in_thread(run.channels[0].gather, "end", 0)).notes.keys() == {
             0,
             1,
@@ -104,21 +105,33 @@ async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b):
 
 
 @two_workers()
-async def test_silence_fails_the_run_and_names_who_is_silent(c, s, a, b):
+async def test_a_silent_replica_is_given_up_and_named(c, s, a, b):
     async with a_run(c, s, a, b, timeouts=bounds(silence=2.0)) as run:
         waiting = begin(run.channels[0].gather, "end", None)
 
         run.link(1).stop_sending()  # it is there, and says nothing any more
 
-        with pytest.raises(Stopped, match="nothing was heard for 2 s"):
-            await waiting
-        failed, stopped = await run.events()
-        assert (failed["kind"], failed["type"]) == ("failed", "WaitTimeoutError")
-        assert failed["summary"] == (
-            "nothing was heard for 2 s (daskdl.timeouts.silence) of replica 1 on "
-            f"{b.address}, last heard at step 0, update 0"
-        )
-        assert stopped == {"kind": "stopped", "summary": failed["summary"]}
+        assert (await waiting).gone == {1: 0}
+        (lost,) = await run.events()
+        assert lost == {
+            "kind": "lost",
+            "replica": 1,
+            "summary": f"lost replica 1 on {b.address}, last heard at step 0, update "
+            "0: nothing was heard for 2 s (daskdl.timeouts.silence)",
+        }
+
+
+@two_workers()
+async def test_one_that_was_given_up_leaves_and_its_worker_is_free(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        await run.live.lose(1, "it was silent")
+
+        with pytest.raises(Stopped, match="replica 1 is not a member any more"):
+            await in_thread(run.channels[1].gather, "end", None)
+
+        await in_thread(run.channels.pop(1).leave)
+        _, free = await run.events()
+        assert free == {"kind": "worker", "worker": b.address}
 
 
 @two_workers()

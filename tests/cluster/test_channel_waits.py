@@ -72,9 +72,11 @@ async def test_progress_waits_while_the_relay_is_full(c, s, a, b, monkeypatch):
             assert publish(run.channels[0], step=step)
         run.channels[0].complete(9)
         waiting = begin(run.channels[1].wait_for_others, 9, 0, 0)
-        await async_poll_for(lambda: run.record.progress[0].sequence, PATIENCE_S)
+        await async_poll_for(
+            lambda: run.record.members.progress[0].sequence, PATIENCE_S
+        )
 
-        assert run.record.progress[0].step < 9
+        assert run.record.members.progress[0].step < 9
         released.set()
         await waiting
 
@@ -195,7 +197,7 @@ async def test_a_request_without_an_answer_is_an_error_that_names_it(
         released = held_up(s.handlers, "daskdl_lease", monkeypatch)
 
         with pytest.raises(WaitTimeoutError) as caught:
-            await in_thread(run.channels[0].lease, "train", 0, None)
+            await in_thread(run.channels[0].lease, "train", 0, [])
 
         assert str(caught.value) == (
             "the scheduler did not answer daskdl_lease of replica 0 within 0.5 s"
@@ -223,7 +225,7 @@ async def test_without_room_for_too_long_a_wait_names_what_waits(
 ):
     options = {"outbox_bytes": 1, "timeouts": bounds(silence=1.0)}
     async with a_run(c, s, a, b, **options) as run:
-        monkeypatch.setattr(run.record, "silent", lambda now: [])
+        monkeypatch.setattr(run.record.members, "silent_since", lambda bound: [])
         released = held_up(s.handlers, "daskdl_publish", monkeypatch)
         assert publish(run.channels[0])
 
@@ -242,7 +244,7 @@ async def test_without_room_for_too_long_a_wait_names_what_waits(
 async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b):
     silence = 4 * link_end.BEAT_S / 2
     async with a_run(c, s, a, b, timeouts=bounds(silence=silence)) as run:
-        heard = run.record.progress[0].heard_at
+        heard = run.record.members.progress[0].heard_at
         arrived = asyncio.Event()
         publish_ = run.record.publish
 
@@ -256,4 +258,4 @@ async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b):
         arrived.clear()
         await asyncio.wait_for(arrived.wait(), PATIENCE_S)
 
-        assert run.record.progress[0].heard_at - heard < 2 * link_end.BEAT_S
+        assert run.record.members.progress[0].heard_at - heard < 2 * link_end.BEAT_S

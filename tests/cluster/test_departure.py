@@ -1,15 +1,14 @@
 """Workers that go while a run goes on: asked to, or killed."""
 
 import os
-import re
 import signal
 
 import dask.array as da
 import numpy as np
 import pytest
 
-from daskdl import Callback, DataError
-from tests.cluster.problems import kept, mlp, rows, start_of, trainer
+from daskdl import Callback
+from tests.cluster.problems import kept, rows, trainer
 from tests.cluster.recording import Recorded, vector
 
 X, Y = rows()
@@ -43,23 +42,21 @@ class TestKilled:
         history = own.fit(x, y, epochs=6, batch_size=8)
 
         replicas = history.column("replicas")
-        assert (replicas[0], replicas[-1]) == (3, 2)
+        assert (replicas[0], min(replicas)) == (3, 2)
         assert history[-1]["examples"] == 480
         assert history[-1]["loss"] < history[0]["loss"]
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
-    def test_data_in_memory_are_lost_with_it_and_the_error_says_so(self, three, doomed):
-        worker, kill = doomed
+    def test_data_in_memory_are_sent_again(self, three, doomed):
+        _, kill = doomed
         own = trainer(three, callbacks=[kill])
 
-        with pytest.raises(DataError) as caught:
-            own.fit(X, Y, epochs=10_000, batch_size=16)
+        history = own.fit(X, Y, epochs=6, batch_size=8)
 
-        message = str(caught.value)
-        assert re.search(r"piece \S+ was lost with the worker .* dask\.array", message)
-        assert f"gone before: replica 1 on {worker}" in message
-        assert len(own.history_) >= 1
-        assert (vector(own.model_) - vector(start_of(mlp))).abs().max() > 1e-3
+        replicas = history.column("replicas")
+        assert replicas[0] == 3
+        assert min(replicas) == 2
+        assert own.evaluate(X, Y)["accuracy"] > 0.8
 
 
 class TestRetired:

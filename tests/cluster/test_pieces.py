@@ -10,7 +10,8 @@ import torch
 from dask import delayed
 from distributed import Event, get_worker, secede, wait
 
-from daskdl.data.pieces import load, place, workers_of
+from daskdl.data.loading import load
+from daskdl.data.pieces import place, workers_of
 from daskdl.errors import DataError, OptionError, WaitTimeoutError
 
 X = np.arange(200.0, dtype=np.float32).reshape(100, 2)
@@ -95,7 +96,7 @@ def test_released_pieces_leave_nothing_behind(client, workers):
     assert len(kept) == 16 + 4
     assert len(pieces) == 0
     with pytest.raises(OptionError, match="the pieces have been released"):
-        pieces.restore(workers)
+        pieces.restore(0, "key", workers)
 
 
 def test_an_error_while_placing_leaves_nothing_behind(client, workers):
@@ -242,13 +243,13 @@ def test_pieces_lost_with_their_worker_can_be_restored(three):
         os.kill(pids[first], signal.SIGKILL)
         until(lambda: _lost(pieces) == 8)
 
-        restored = pieces.restore([second])
+        restored = [pieces.restore(i, keys[i], [second]) for i in range(0, 16, 2)]
 
         assert [piece.index for piece in restored] == list(range(0, 16, 2))
         assert not {piece.key for piece in restored} & set(keys)
         got = three.gather(pieces.futures)
         np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
-        assert pieces.restore([second]) == []
+        assert pieces.restore(0, keys[0], [second]) == restored[0]
 
 
 def _lost(pieces):

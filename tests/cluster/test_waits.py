@@ -10,7 +10,7 @@ import pytest
 from distributed import Event
 
 import daskdl
-from daskdl import Callback
+from daskdl import Callback, GradientSharing
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.problems import kept, rows, trainer
 from tests.cluster.recording import Recorded, records
@@ -104,7 +104,7 @@ class TestNoSilentWaits:
         )
         assert worker in str(caught.value)
 
-    def test_a_frozen_worker_is_named_with_what_was_last_heard(self, client):
+    def test_too_few_replicas_are_named_with_what_was_last_heard(self, client):
         pids = client.run(os.getpid)
         worker = sorted(pids)[1]
 
@@ -112,17 +112,20 @@ class TestNoSilentWaits:
             def on_epoch(self, row):
                 os.kill(pids[worker], signal.SIGSTOP)
 
+        master = GradientSharing(min_replicas=2, rejoin_timeout=1.0)
+        own = trainer(client, master=master, callbacks=[Freeze()])
         try:
             with (
                 dask.config.set(soon(silence="3s")),
                 pytest.raises(daskdl.WaitTimeoutError) as caught,
             ):
-                trainer(client, callbacks=[Freeze()]).fit(X, Y, epochs=500)
+                own.fit(X, Y, epochs=500)
         finally:
             os.kill(pids[worker], signal.SIGCONT)
         message = str(caught.value)
-        assert "nothing was heard for 3 s (daskdl.timeouts.silence)" in message
-        assert f"replica 1 on {worker}, last heard at step" in message
+        expected = "fewer than min_replicas=2 replicas for 1 s (daskdl.timeouts.rejoin)"
+        assert expected in message
+        assert f"1 left; gone: replica 1 on {worker}, last heard at step" in message
 
     def test_ctrl_c_ends_a_run_and_leaves_the_cluster_clean(self, client, ctrl_c):
         own = trainer(client, callbacks=[Interrupt()])

@@ -19,6 +19,7 @@ def plan_of(replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None):
         epochs_before=0,
         synchronous=synchronous,
         relay_bytes=relay_bytes,
+        min_replicas=1,
         timeouts=dataclasses.asdict(Timeouts(join=60, silence=10)),
     )
 

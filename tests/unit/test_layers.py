@@ -67,6 +67,7 @@ DISTRIBUTED = {
     "channel.scheduler",
     "channel.worker",
     "cluster",
+    "data.loading",
     "data.pieces",
     "evaluation",
     "inference",

@@ -51,7 +51,13 @@ def test_an_item_weighs_its_payload_and_what_is_around_it():
 
 
 def test_kinds_and_answers_are_plain_text_on_the_wire():
-    assert [kind.value for kind in ItemKind] == ["update", "progress", "lost", "stop"]
+    assert [kind.value for kind in ItemKind] == [
+        "update",
+        "progress",
+        "joined",
+        "lost",
+        "stop",
+    ]
     assert [answer.value for answer in Answer] == [
         "ok",
         "stopped",

@@ -9,19 +9,19 @@ def test_replicas_are_absent_until_they_join():
 
     record.join(1, now=0.0)
 
-    assert record.members == [1]
-    assert record.absent == [0, 2]
-    assert record.expected == [0, 1, 2]
+    assert record.members.present == [1]
+    assert record.members.absent == [0, 2]
+    assert record.members.expected == [0, 1, 2]
 
 
 def test_every_join_and_loss_is_a_generation():
     record = joined()
-    assert record.generation == 3
+    assert record.members.generation == 3
 
-    record.lose(0)
-    record.leave(1)
+    record.remove(0)
+    record.remove(1)
 
-    assert record.generation == 5
+    assert record.members.generation == 5
 
 
 def test_an_update_goes_to_all_but_its_origin_in_order():
@@ -45,8 +45,8 @@ def test_an_item_for_which_one_receiver_has_no_room_goes_to_nobody():
     assert accepted == 0
     assert [item.sequence for item in said(record, 1, "update")] == [1]
     assert said(record, 2, "update") == []
-    assert record.progress[0].sequence == 1
-    assert record.progress[0].step == 1
+    assert record.members.progress[0].sequence == 1
+    assert record.members.progress[0].step == 1
 
 
 def test_the_items_before_the_one_that_finds_no_room_are_taken():

@@ -10,20 +10,20 @@ def test_what_a_lost_replica_held_is_free_for_the_others_and_counted():
     record = joined()
     assert record.lease(0, "train", 0, lambda key: False) == 0
 
-    record.lose(0)
+    record.remove(0)
 
     rest = [record.lease(1, "train", 0, lambda key: False) for _ in range(5)]
     assert rest == [1, 2, 3, 0, None]
-    assert record.repeated == 1
+    assert record.schedule.repeated == 1
 
 
 def test_the_others_are_told_of_a_loss_with_its_last_step():
     record = joined()
     record.publish(0, [update(0, 1, step=3)], 5, -1)
 
-    record.lose(0)
+    record.remove(0)
 
-    assert record.members == [1, 2]
+    assert record.members.present == [1, 2]
     for other in (1, 2):
         assert waiting(record, other)[-1] == Item("lost", 0, 0, 5, 0)
 
@@ -32,29 +32,29 @@ def test_a_loss_remembers_the_last_update_that_all_will_get():
     record = joined(relay_bytes=2 * EACH)
     record.publish(0, [update(0, s) for s in (1, 2, 3)], 3, -1)
 
-    record.lose(0)
+    record.remove(0)
 
-    assert record.gone == {0: 2}
-    assert record.expected == [1, 2]
+    assert record.members.gone == {0: 2}
+    assert record.members.expected == [1, 2]
 
 
 def test_one_lost_before_it_joined_is_expected_no_more():
     record = RunRecord(plan_of())
 
-    record.lose(2)
+    record.remove(2)
 
-    assert record.absent == [0, 1]
-    assert record.gone == {2: 0}
+    assert record.members.absent == [0, 1]
+    assert record.members.gone == {2: 0}
 
 
 def test_what_one_that_left_has_sent_is_remembered():
     record = joined()
     record.publish(0, [update(0, 1)], 1, -1)
 
-    record.leave(0)
+    record.remove(0)
 
-    assert record.members == record.expected == [1, 2]
-    assert record.gone == {0: 1}
+    assert record.members.present == record.members.expected == [1, 2]
+    assert record.members.gone == {0: 1}
     assert waiting(record, 1)[-1].kind == "lost"  # nothing more comes from it
 
 
@@ -71,28 +71,28 @@ def test_the_word_to_stop_reaches_everybody_once():
 
 def test_members_not_heard_of_for_too_long_are_silent():
     record = joined(now=100.0)
-    record.progress[1].heard_at = 105.0
+    record.members.progress[1].heard_at = 105.0
 
-    assert record.silent(110.0) == []
-    assert record.silent(110.1) == [0, 2]
-    assert record.silent(115.1) == [0, 1, 2]
+    assert record.members.silent_since(100) == []
+    assert record.members.silent_since(100.1) == [0, 2]
+    assert record.members.silent_since(105.1) == [0, 1, 2]
 
 
 def test_nobody_is_silent_while_all_wait_for_one_to_join():
     record = RunRecord(plan_of(2))
     record.join(0, now=100.0)
 
-    assert record.silent(150.0) == []
+    assert record.members.silent_since(140) == []
     record.join(1, now=150.0)
-    assert record.silent(155.0) == []
-    assert record.silent(161.0) == [0, 1]
+    assert record.members.silent_since(145) == []
+    assert record.members.silent_since(151) == [0, 1]
 
 
 def test_one_that_was_lost_is_not_silent():
     record = joined()
-    record.lose(1)
+    record.remove(1)
 
-    assert record.silent(1000.0) == [0, 2]
+    assert record.members.silent_since(990) == [0, 2]
 
 
 def test_a_near_piece_is_leased_by_its_key():
@@ -152,12 +152,12 @@ def test_a_piece_is_finished_by_its_holder_only():
 def test_repeated_pieces_of_the_validation_are_not_counted():
     record = joined()
     record.lease(0, "validation", 0, lambda key: False)
-    record.lose(0)
+    record.remove(0)
 
     for _ in range(4):
         record.lease(1, "validation", 0, lambda key: False)
 
-    assert record.repeated == 0
+    assert record.schedule.repeated == 0
 
 
 def test_a_barrier_is_the_same_for_all_until_it_is_complete():
@@ -167,7 +167,7 @@ def test_a_barrier_is_the_same_for_all_until_it_is_complete():
 
     assert record.arrive("end", 1, "one") is gathering
     assert record.arrive("other", 1, "one") is not gathering
-    record.complete("end", gathering, hold=False)
+    record.complete("end", gathering, "meet")
     assert record.arrive("end", 0, "zero") is not gathering
 
 
@@ -175,9 +175,9 @@ def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
     record = joined()
     gathering = record.arrive("end", 0, "zero")
 
-    first = record.complete("end", gathering, hold=False)
-    record.lose(2)
-    second = record.complete("end", gathering, hold=False)
+    first = record.complete("end", gathering, "meet")
+    record.remove(2)
+    second = record.complete("end", gathering, "meet")
 
     assert (first, second) == (True, False)
     assert gathering.gone == {}
@@ -185,17 +185,17 @@ def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
 
 def test_updates_are_held_between_two_barriers_and_then_passed_on():
     record = joined()
-    record.complete("end", record.arrive("end", 0, None), hold=True)
+    record.complete("end", record.arrive("end", 0, None), "agree")
 
     accepted = record.publish(2, [update(2, 1)], 1, -1)
-    record.leave(2)
+    record.remove(2)
     held = said(record, 0, "update")
-    record.complete("report", record.arrive("report", 0, None), hold=False)
+    record.complete("report", record.arrive("report", 0, None), "report")
 
     assert (accepted, held) == (1, [])
     assert said(record, 0, "update") == said(record, 1, "update") == [update(2, 1)]
-    assert record.gone == {2: 1}
-    record.complete("next", record.arrive("next", 0, None), hold=False)
+    assert record.members.gone == {2: 1}
+    record.complete("next", record.arrive("next", 0, None), "meet")
     assert len(said(record, 0, "update")) == 1
 
 
@@ -204,7 +204,7 @@ def test_the_client_is_told_what_all_said_and_what_was_counted():
     record.refused = 3
     record.arrive("end", 1, "one")
 
-    record.announce("end", record.arrive("end", 0, "zero"))
+    record.complete("end", record.arrive("end", 0, "zero"), "report")
 
     assert record.events.since(0) == [
         {
@@ -222,10 +222,13 @@ def test_a_replica_is_described_by_who_where_and_what_was_heard():
     record.join(1, 0.0)
     record.publish(1, [update(1, 4, step=9)], 9, -1)
 
-    assert record.describe(1) == (
+    assert record.members.describe(1) == (
         "replica 1 on tcp://worker-1, last heard at step 9, update 4"
     )
-    assert record.describe(0) == "replica 0 on tcp://worker-0, which has not joined"
+    assert (
+        record.members.describe(0)
+        == "replica 0 on tcp://worker-0, which has not joined"
+    )
 
 
 def test_the_bounds_on_waiting_are_those_of_the_plan():

@@ -40,6 +40,14 @@ WRONG = [
         ("replicas_per_worker", value, "must be a whole number >= 1 or 'auto'")
         for value in (0, -2, 1.5, True, None, "all")
     ],
+    *[
+        ("min_replicas", value, "must be a whole number >= 1")
+        for value in (0, -1, 2.0, True, None, "2")
+    ],
+    *[
+        ("rejoin_timeout", value, "must be seconds > 0 or None")
+        for value in (0, -1.0, math.nan, math.inf, True, "5 s")
+    ],
 ]
 
 
@@ -53,6 +61,8 @@ def test_the_defaults_are_those_that_are_documented():
         exchange_every=1,
         routing="auto",
         replicas_per_worker=1,
+        min_replicas=1,
+        rejoin_timeout=None,
     )
 
 
@@ -87,6 +97,8 @@ def test_every_option_has_been_given_a_wrong_value():
         ("routing", "plain"),
         ("replicas_per_worker", 2),
         ("replicas_per_worker", "auto"),
+        ("min_replicas", 4),
+        ("rejoin_timeout", 20.0),
     ],
     ids=repr,
 )

@@ -16,7 +16,7 @@ def configured(**values):
 
 
 def test_without_configuration_the_defaults_hold():
-    assert Timeouts.from_config() == Timeouts(60.0, 30.0, 60.0, 10.0, 600.0)
+    assert Timeouts.from_config() == Timeouts(60.0, 30.0, 60.0, 10.0, 300.0, 600.0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,86 @@
+"""Getting a piece where it is trained on, inside a task."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from distributed import Future, get_client, get_worker
+from distributed.client import FutureCancelledError
+
+from daskdl.data.pieces import new_key
+from daskdl.data.sources import Rows
+from daskdl.errors import LostPieceError, WaitTimeoutError
+
+
+def load(
+    key: str,
+    timeout_s: float,
+    look_s: float = math.inf,
+    still_there: Callable[[], bool] = lambda: True,
+) -> Rows:
+    """Get a piece from this worker's store, else from another's.
+
+    Dask moves it, so it counts and spills like any other result. The task must have
+    seceded, or its worker needs a second thread.
+
+    Args:
+        key: Of the piece, see :class:`~daskdl.data.pieces.Piece`.
+        timeout_s: How long to wait for it to be computed and moved, seconds.
+        look_s: How often to ask `still_there` meanwhile, seconds.
+        still_there: Whether somebody who answers has the piece, or computes it. Dask
+            waits for a worker that hangs as long as its connection is open.
+
+    Returns:
+        The arrays (x, y), to be read only: they may be the store's own.
+
+    Raises:
+        WaitTimeoutError: If it did not come in time.
+        LostPieceError: If it was lost with its worker; see
+            :meth:`~daskdl.data.pieces.Pieces.restore`.
+        DataError: If the block cannot be trained on, see `as_piece`; what the user's
+            own loading raised comes out as it is.
+    """
+    worker = get_worker()
+    held: Any = worker.data.get(key)
+    if held is not None:
+        x, y = held
+        return x, y
+    client = get_client()
+    moved = client.submit(
+        _itself,
+        Future(key, client),
+        key=new_key("moved"),
+        workers=[worker.address],
+    )
+    try:
+        deadline = time.monotonic() + timeout_s
+        while not _came(moved, min(look_s, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"piece {key} did not come within {timeout_s} s; waited for Dask "
+                    f"to compute it or to move it to {worker.address}"
+                )
+            if not still_there():
+                raise LostPieceError(f"piece {key} is on a worker that hangs")
+        rows: Rows = moved.result()
+    except FutureCancelledError as error:
+        raise LostPieceError(
+            f"piece {key} was lost with the worker that held it"
+        ) from error
+    finally:
+        moved.release()
+    return rows
+
+
+def _came(moved: Any, timeout_s: float) -> bool:
+    try:
+        moved.result(timeout=max(timeout_s, 0.0))
+    except TimeoutError:
+        # What the user's own loading raised may be a time-out too.
+        return bool(moved.done())
+    return True
+
+
+def _itself(rows: Rows) -> Rows:
+    return rows

@@ -1,0 +1,112 @@
+"""What one replica trains on in an epoch: leased pieces, cut into batches."""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from torch import Tensor
+
+from daskdl.channel.base import Channel, Piece
+from daskdl.data.arrays import check_labels
+from daskdl.data.batches import batches
+from daskdl.data.loading import load
+from daskdl.data.sources import Rows
+from daskdl.errors import LostPieceError
+from daskdl.training.task import TaskOptions
+
+
+class Feed:
+    """Batches of one phase of one epoch, until nobody has anything left to do.
+
+    A piece is given back when all its rows have been trained on, so that nothing of
+    it is left out if this replica is lost before. Whoever comes to the end first
+    waits for the others: what a lost one held is then trained on here.
+
+    Args:
+        channel: Leases the pieces.
+        options: Of the run.
+        phase: ``"train"`` or ``"validation"``.
+        epoch: Counted from 0.
+
+    Attributes:
+        loss: Mean loss of this epoch so far, for the client's bar.
+    """
+
+    loss: float
+
+    def __init__(
+        self, channel: Channel, options: TaskOptions, phase: str, epoch: int
+    ) -> None:
+        self._channel = channel
+        self._options = options
+        self._phase = phase
+        self._epoch = epoch
+        self._given = self._done = 0  # rows: passed to the batches, and trained on
+        self._held: deque[tuple[Piece, int, int]] = deque()  # rows, and `_given` after
+        self.loss = 0.0
+
+    def batches(self, rest: Callable[[], None]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches; the one before has been trained on when the next is asked for.
+
+        Args:
+            rest: Called before waiting for others.
+
+        Yields:
+            Tensors (x, y), see :func:`daskdl.data.batches.batches`.
+        """
+        piece = self._lease(wait=False)
+        while True:
+            for x, y in batches(self._rows(piece), self._options.batch_size):
+                yield x, y
+                self._done += len(x)
+            rest()
+            piece = self._lease(wait=True)
+            if piece is None:
+                return
+
+    def _lease(self, *, wait: bool) -> Piece | None:
+        finished = []
+        while self._held and self._held[0][2] <= self._done:
+            piece, examples, _ = self._held.popleft()
+            finished.append(
+                {"piece": piece.number, "examples": examples, "loss": self.loss}
+            )
+        return self._channel.lease(self._phase, self._epoch, finished, wait=wait)
+
+    def _rows(self, piece: Piece | None) -> Iterator[Rows]:
+        while piece is not None:
+            x, y = self._load(piece)
+            if self._phase == "train" and self._options.shuffle:
+                # The same rows in the same order, whoever trains on the piece.
+                turn = self._options.epochs_before + self._epoch
+                seed = [self._options.seed, turn, piece.number]
+                order = np.random.default_rng(seed).permutation(len(x))
+                x, y = x[order], y[order]
+            self._given += len(x)
+            self._held.append((piece, len(x), self._given))
+            yield x, y
+            piece = self._lease(wait=False)
+
+    def _load(self, piece: Piece) -> Rows:
+        options = self._options
+        rows = None
+        while rows is None:
+            try:
+                rows = load(
+                    piece.key,
+                    options.timeouts.data,
+                    options.timeouts.silence / 4,
+                    functools.partial(self._is_there, piece),
+                )
+            except LostPieceError:
+                piece = self._channel.missing(self._phase, piece)
+        if options.labels is not None:
+            where = f"y of piece {piece.number} of the {self._phase} data"
+            check_labels(
+                rows[1], options.labels.classes, where, options.labels.ignore_index
+            )
+        return rows
+
+    def _is_there(self, piece: Piece) -> bool:
+        return self._channel.missing(self._phase, piece) == piece

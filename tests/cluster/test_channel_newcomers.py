@@ -1,0 +1,269 @@
+"""Replicas that join while a run goes on, and pieces that others take over."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from distributed.utils_test import async_poll_for
+
+from daskdl.channel.base import Stopped
+from daskdl.channel.messages import Barrier
+from tests.cluster.channels import (
+    GRID,
+    PATIENCE_S,
+    SIZE,
+    a_run,
+    begin,
+    bounds,
+    in_thread,
+    publish,
+    three_workers,
+    totals,
+    two_workers,
+)
+
+
+def applied_by(channel):
+    """A replica that serves what it has applied; entries as in `totals`."""
+    total_N = np.zeros(SIZE, np.int32)
+
+    def make():
+        nonlocal total_N
+        arrived, received = channel.take_all()
+        total_N = total_N + np.array(totals(arrived), np.int32)
+        return {
+            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
+            "grid": GRID,
+            "step": 3,
+            "total_N": total_N,
+        }
+
+    return make
+
+
+async def newcomer(run, worker):
+    """Seat one more replica, on this worker; its channel has not joined."""
+    (answer,) = (
+        await run.ask("daskdl_seat", run=7, worker=worker.address, replicas=2),
+    )
+    (replica,) = answer["replicas"]
+    run.workers.append(worker)
+    return replica, run.open_channel(replica)
+
+
+@two_workers()
+async def test_a_newcomer_has_each_update_once(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        donor, other = run.channels[0], run.channels[1]
+        donor.serve(applied_by(donor))
+        assert publish(other, 1)
+        assert publish(other, 2)
+        await in_thread(donor.wait_for_updates, {1: 2})
+
+        replica, channel = await newcomer(run, b)
+        joining = begin(channel.join)
+        link = run.link(0)
+        await wait_until(lambda: link.wanted)
+        assert publish(other, 3)  # on its way to both, before or after the snapshot
+        await in_thread(donor.wait_for_updates, {1: 3})
+        donor.check()
+        entry = await joining
+        assert publish(other, 4)
+        await in_thread(channel.wait_for_updates, {1: 4})
+
+        known_N = entry.snapshot["total_N"] + np.array(totals(channel.receive()))
+        assert entry.members == [replica] == [2]
+        assert known_N.tolist() == [1, 1, 1, 1] + [0] * (SIZE - 4)
+
+
+def wait_until(ready):
+    return async_poll_for(ready, PATIENCE_S)
+
+
+@two_workers()
+async def test_a_donor_that_is_behind_applies_first_what_a_newcomer_is_not_sent(
+    c, s, a, b
+):
+    async with a_run(c, s, a, b) as run:
+        donor, other = run.channels[0], run.channels[1]
+        made = applied_by(donor)
+        donor.serve(made)
+        run.live._tasks[0].cancel()  # the relay to the donor
+        assert publish(other, 1)
+        await in_thread(other.wait_for_room)
+
+        _, channel = await newcomer(run, b)
+        joining = begin(channel.join)
+        await wait_until(lambda: run.link(0).wanted)
+        donor.check()
+        assert not joining.done()
+
+        (item,) = run.record.outboxes[0].head(10**6)
+        await run.deliver(0, item)
+        await in_thread(donor.wait_for_updates, {1: 1})
+        donor.check()
+
+        assert (await joining).snapshot["total_N"].tolist() == [1] + [0] * (SIZE - 1)
+
+
+@two_workers()
+async def test_a_donor_serves_where_it_waits(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        donor = run.channels[0]
+        donor.serve(applied_by(donor))
+        waiting = begin(donor.gather, "end", None)
+
+        _, channel = await newcomer(run, b)
+        entry = await in_thread(channel.join)
+
+        assert entry.snapshot["step"] == 3
+        await in_thread(run.channels[1].gather, "end", None)
+        await waiting
+
+
+@three_workers()
+async def test_another_donor_is_asked_if_the_first_has_gone(c, s, *workers):
+    async with a_run(c, s, *workers) as run:
+        first, second = run.channels[2], run.channels[0]
+        first.complete(9)  # the farthest, but it serves nobody
+        await wait_until(lambda: run.record.members.donor() == 2)
+        second.complete(5)
+        await wait_until(lambda: run.record.members.step_of(0) == 5)
+        second.serve(applied_by(second))
+        waiting = begin(second.wait_for_updates, {1: 1})
+
+        _, channel = await newcomer(run, workers[1])
+        joining = begin(channel.join)
+        await wait_until(lambda: run.link(2).wanted)
+        run.vanish(2)
+        await workers[2].close()
+
+        assert (await joining).snapshot["step"] == 3
+        assert publish(run.channels[1], 1)
+        await waiting
+
+
+@two_workers()
+async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        donor = run.channels[0]
+        donor.serve(applied_by(donor))
+        ends = [in_thread(run.channels[r].gather, "end 0", r) for r in (0, 1)]
+        await asyncio.gather(*ends)
+        reports = [
+            in_thread(run.channels[r].gather, "report 0", r, Barrier.REPORT)
+            for r in (0, 1)
+        ]
+        await asyncio.gather(*reports)
+        waiting = begin(donor.gather, "end 1", 0)
+        replica, channel = await newcomer(run, b)
+        entry = await in_thread(channel.join)
+        assert run.record.members.expected == [0, 1]
+
+        seating = await in_thread(channel.activate, entry.snapshot["step"])
+
+        assert seating == ([0, 1, 2], 1)
+        assert run.record.members.expected == [0, 1, 2]
+        await wait_until(lambda: replica in run.channels[1].others())
+        assert run.link(1).inbox.steps()[replica] == 3
+        others = [in_thread(run.channels[r].gather, "end 1", r) for r in (1, replica)]
+        for gathered in await asyncio.gather(waiting, *others):
+            assert gathered.notes == {0: 0, 1: 1, 2: 2}
+
+
+@two_workers()
+async def test_a_newcomer_begins_between_the_barriers_of_two_epochs(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        donor = run.channels[0]
+        donor.serve(applied_by(donor))
+        ends = [
+            in_thread(run.channels[r].gather, "end 0", r, Barrier.AGREE) for r in (0, 1)
+        ]
+        await asyncio.gather(*ends)
+        waiting = begin(donor.gather, "report 0", 0, Barrier.REPORT)
+        _, channel = await newcomer(run, b)
+        entry = await in_thread(channel.join)
+        activating = begin(channel.activate, entry.snapshot["step"])
+        await asyncio.sleep(0)
+
+        await in_thread(run.channels[1].gather, "report 0", 1, Barrier.REPORT)
+
+        assert (await waiting).notes == {0: 0, 1: 1}
+        assert (await activating).epoch == 1
+
+
+@two_workers()
+async def test_nobody_to_begin_from_is_no_failure(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        _, channel = await newcomer(run, b)
+        for replica in (0, 1):
+            run.record.remove(replica)
+
+        with pytest.raises(Stopped, match="nobody is left to begin from"):
+            await in_thread(channel.join)
+
+
+@two_workers()
+async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b):
+    pieces = {"train": ("p", "q")}
+    async with a_run(c, s, a, b, pieces=pieces) as run:
+        one, two = (run.channels[r].lease for r in (0, 1))
+        mine = await in_thread(one, "train", 0, [])
+        its = await in_thread(two, "train", 0, [])
+        done = {"piece": mine.number, "examples": 1, "loss": 0.0}
+        waiting = begin(one, "train", 0, [done], wait=True)
+        await wait_until(
+            lambda: run.record.schedule.open("train", 0, None).unfinished() == 1
+        )
+        assert not waiting.done()
+
+        await run.live.lose(1, "for the test")
+
+        assert await waiting == its
+        done = {"piece": its.number, "examples": 1, "loss": 0.0}
+        assert await in_thread(one, "train", 0, [done], wait=True) is None
+
+
+@two_workers()
+async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(c, s, a, b):
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
+        piece = await in_thread(run.channels[0].lease, "train", 0, [])
+        waiting = begin(run.channels[0].missing, "train", piece)
+
+        (missing,) = await run.events()
+        assert missing.pop("kind") == "missing"
+        assert missing == {"phase": "train", "piece": 0, "key": "p", "avoid": []}
+        await run.ask("daskdl_restore", run=7, phase="train", piece=0, key="again")
+
+        assert await waiting == (0, "again")
+
+
+@two_workers()
+async def test_a_piece_that_only_takes_its_time_stays_as_it_is(c, s, a, b):
+    (key,) = await c.scatter({"daskdl-p": 1}, workers=[b.address])
+    async with a_run(c, s, a, b, pieces={"train": (key,)}) as run:
+        piece = await in_thread(run.channels[0].lease, "train", 0, [])
+
+        assert await in_thread(run.channels[0].missing, "train", piece) == piece
+
+        run.live.hanging.add(b.address)
+        waiting = begin(run.channels[0].missing, "train", piece)
+        (missing,) = await run.events()
+        assert missing["avoid"] == [b.address]
+        await run.ask("daskdl_restore", run=7, phase="train", piece=0, key="again")
+        assert await waiting == (0, "again")
+
+
+@two_workers()
+async def test_with_too_few_replicas_nobody_gets_a_piece(c, s, a, b):
+    options = {"min_replicas": 2, "timeouts": bounds(rejoin=0.5)}
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}, **options) as run:
+        await run.live.lose(1, "for the test")
+
+        assert await in_thread(run.channels[0].lease, "train", 0, []) is None
+        with pytest.raises(Stopped, match=r"fewer than min_replicas=2 .* for 0\.5 s"):
+            await in_thread(run.channels[0].lease, "train", 0, [], wait=True)
+
+        *_, failed, _ = await run.events()
+        assert failed["type"] == "WaitTimeoutError"
+        assert f"1 left; gone: replica 1 on {b.address}" in failed["summary"]

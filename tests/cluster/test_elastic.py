@@ -1,0 +1,118 @@
+"""Promise 6: workers may die, freeze, restart or join while `fit` runs."""
+
+import os
+import signal
+
+import dask.config
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+from daskdl import Callback
+from tests.cluster.problems import kept, normalised, rows, trainer
+from tests.cluster.recording import Recorded, records
+
+X, Y = rows(count=960)
+
+
+class EnoughError(Exception):
+    """What the test waited for has happened."""
+
+
+class Script(Callback):
+    """On the client: wait for a number of replicas, act, and so on; then stop.
+
+    Args:
+        acts: Pairs (replicas, what to do at the end of the first epoch with as many).
+    """
+
+    def __init__(self, *acts):
+        self._acts = list(acts)
+        self.rows = []
+
+    def on_epoch(self, row):
+        self.rows.append(row)
+        replicas, act = self._acts[0]
+        if row["replicas"] == replicas:
+            del self._acts[0]
+            act()
+
+    def run(self, own, **options):
+        own.callbacks = [self]
+        with pytest.raises(EnoughError):
+            own.fit(X, Y, epochs=10**6, batch_size=16, **options)
+        return own
+
+
+def enough():
+    raise EnoughError
+
+
+def agreed(folder, epoch):
+    """What all replicas had in common after an epoch, by replica."""
+    return {r: record["shared"] for r, record in records(folder, epoch).items()}
+
+
+class TestThree:
+    @pytest.fixture
+    def worker(self, three):
+        """Address and process of the worker of replica 1."""
+        pids = three.run(os.getpid)
+        return sorted(pids)[1], pids[sorted(pids)[1]]
+
+    def test_a_worker_that_is_restarted_takes_part_again(self, three, worker, tmp_path):
+        _, pid = worker
+        script = Script(
+            (3, lambda: os.kill(pid, signal.SIGKILL)), (2, int), (3, enough)
+        )
+
+        own = script.run(trainer(three, master=Recorded(str(tmp_path), kept())))
+
+        last = len(script.rows) - 1
+        shared = agreed(tmp_path, last)
+        assert sorted(shared) == [0, 2, 3]
+        for other in (2, 3):
+            np.testing.assert_array_equal(shared[0], shared[other])
+        assert sum(row["repeated_pieces"] for row in script.rows) <= 1
+        assert own.evaluate(X, Y)["accuracy"] > 0.8
+
+    def test_a_frozen_worker_is_given_up_and_begins_again(
+        self, three, worker, tmp_path
+    ):
+        _, pid = worker
+        script = Script(
+            (3, lambda: os.kill(pid, signal.SIGSTOP)),
+            (2, lambda: os.kill(pid, signal.SIGCONT)),
+            (3, enough),
+        )
+        try:
+            with dask.config.set({"daskdl.timeouts.silence": "4s"}):
+                script.run(trainer(three, master=Recorded(str(tmp_path), kept())))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+        shared = agreed(tmp_path, len(script.rows) - 1)
+        assert sorted(shared) == [0, 2, 3]
+        np.testing.assert_array_equal(shared[0], shared[3])
+
+
+@pytest.fixture
+def growing():
+    """A client of one worker, whose cluster may have more."""
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as one,
+        Client(one, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def test_one_replica_becomes_several(growing, tmp_path):
+    script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))
+    master = Recorded(str(tmp_path), kept())
+
+    own = script.run(trainer(growing, master=master, model=normalised))
+
+    shared = agreed(tmp_path, len(script.rows) - 1)
+    assert sorted(shared) == [0, 1]
+    np.testing.assert_array_equal(shared[0], shared[1])
+    assert own.evaluate(X, Y)["accuracy"] > 0.8

@@ -213,6 +213,14 @@ class Channel(ABC):
         """
 
     @abstractmethod
+    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
+        """Wait for a future of Dask's, but leave when the run stops.
+
+        Returns:
+            Whether it is done.
+        """
+
+    @abstractmethod
     def missing(self, phase: str, piece: Piece) -> Piece:
         """A leased piece does not come: is it lost with the worker that held it?
 

@@ -257,6 +257,11 @@ class RelayedChannel(Channel):
         return None if piece is None else Piece(int(piece), answer["key"])
 
     @override
+    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
+        future.add_done_callback(lambda _: self._inbox.wake())
+        return self._waiting.until_done("data", future, timeout_s)
+
+    @override
     def missing(self, phase: str, piece: Piece) -> Piece:
         answer = self._waiting.ask(
             messages.MISSING,

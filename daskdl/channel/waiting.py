@@ -77,6 +77,14 @@ class Waiting:
                 f"{state()}"
             )
 
+    def until_done(self, cause: str, future: Any, timeout_s: float) -> bool:
+        """Wait for a future that wakes the inbox; returns whether it is done."""
+        started = time.perf_counter()
+        self._until(future.done, timeout_s)
+        self._count(cause, started)
+        self.check()
+        return bool(future.done())
+
     def until_sent(self, cause: str) -> None:
         """Wait until nothing is left to send.
 

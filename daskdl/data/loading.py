@@ -13,11 +13,22 @@ from daskdl.data.sources import Rows
 from daskdl.errors import LostPieceError, WaitTimeoutError
 
 
+def wait_until_done(future: Any, timeout_s: float) -> bool:
+    """Wait for a future of Dask's; returns whether it is done."""
+    try:
+        future.result(timeout=timeout_s)
+    except TimeoutError:
+        # What the user's own loading raised may be a time-out too.
+        return bool(future.done())
+    return True
+
+
 def load(
     key: str,
     timeout_s: float,
     look_s: float = math.inf,
     still_there: Callable[[], bool] = lambda: True,
+    wait: Callable[[Any, float], bool] = wait_until_done,
 ) -> Rows:
     """Get a piece from this worker's store, else from another's.
 
@@ -30,6 +41,8 @@ def load(
         look_s: How often to ask `still_there` meanwhile, seconds.
         still_there: Whether somebody who answers has the piece, or computes it. Dask
             waits for a worker that hangs as long as its connection is open.
+        wait: How to wait: for a future, at most so many seconds; says whether it is
+            done, or raises to give up.
 
     Returns:
         The arrays (x, y), to be read only: they may be the store's own.
@@ -55,7 +68,7 @@ def load(
     )
     try:
         deadline = time.monotonic() + timeout_s
-        while not _came(moved, min(look_s, deadline - time.monotonic())):
+        while not wait(moved, max(min(look_s, deadline - time.monotonic()), 0.0)):
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"piece {key} did not come within {timeout_s} s; waited for Dask "
@@ -71,15 +84,6 @@ def load(
     finally:
         moved.release()
     return rows
-
-
-def _came(moved: Any, timeout_s: float) -> bool:
-    try:
-        moved.result(timeout=max(timeout_s, 0.0))
-    except TimeoutError:
-        # What the user's own loading raised may be a time-out too.
-        return bool(moved.done())
-    return True
 
 
 def _itself(rows: Rows) -> Rows:

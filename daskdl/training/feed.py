@@ -98,9 +98,13 @@ class Feed:
                     options.timeouts.data,
                     options.timeouts.silence / 4,
                     functools.partial(self._is_there, piece),
+                    self._channel.wait_for_data,
                 )
             except LostPieceError:
                 piece = self._channel.missing(self._phase, piece)
+            except Exception:
+                self._channel.check()  # Dask fails as it likes while a worker closes
+                raise
         if options.labels is not None:
             where = f"y of piece {piece.number} of the {self._phase} data"
             check_labels(

@@ -1,7 +1,9 @@
 """More clusters, one of each kind for all tests that need it."""
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
+from distributed.utils_test import poll_for
 
 from daskdl.channel.scheduler import NAME
 from tests.cluster.leftovers import still_left_behind
@@ -29,6 +31,7 @@ def lone_client():
 @pytest.fixture(scope="session")
 def mortal_client():
     with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "90s"}),
         LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as own,
         Client(own, set_as_default=False) as client,
     ):
@@ -38,7 +41,8 @@ def mortal_client():
 @pytest.fixture
 def three(mortal_client):
     """A client of three workers, which may be killed: Dask starts them again."""
-    mortal_client.wait_for_workers(3, timeout=60)
+    mortal_client.cluster.scale(3)  # what was given up is started again
+    poll_for(lambda: len(mortal_client.nthreads()) == 3, timeout=60, period=0.1)
     yield mortal_client
     assert still_left_behind(mortal_client) == {}
 

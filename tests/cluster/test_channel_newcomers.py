@@ -232,7 +232,7 @@ async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(c, s, a, b):
 
         (missing,) = await run.events()
         assert missing.pop("kind") == "missing"
-        assert missing == {"phase": "train", "piece": 0, "key": "p", "avoid": []}
+        assert missing == {"phase": "train", "piece": 0, "key": "p", "avoid": ()}
         await run.ask("daskdl_restore", run=7, phase="train", piece=0, key="again")
 
         assert await waiting == (0, "again")
@@ -240,8 +240,8 @@ async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(c, s, a, b):
 
 @two_workers()
 async def test_a_piece_that_only_takes_its_time_stays_as_it_is(c, s, a, b):
-    (key,) = await c.scatter({"daskdl-p": 1}, workers=[b.address])
-    async with a_run(c, s, a, b, pieces={"train": (key,)}) as run:
+    data = await c.scatter({"daskdl-p": 1}, workers=[b.address])
+    async with a_run(c, s, a, b, pieces={"train": tuple(data)}) as run:
         piece = await in_thread(run.channels[0].lease, "train", 0, [])
 
         assert await in_thread(run.channels[0].missing, "train", piece) == piece
@@ -249,7 +249,7 @@ async def test_a_piece_that_only_takes_its_time_stays_as_it_is(c, s, a, b):
         run.live.hanging.add(b.address)
         waiting = begin(run.channels[0].missing, "train", piece)
         (missing,) = await run.events()
-        assert missing["avoid"] == [b.address]
+        assert missing["avoid"] == (b.address,)
         await run.ask("daskdl_restore", run=7, phase="train", piece=0, key="again")
         assert await waiting == (0, "again")
 

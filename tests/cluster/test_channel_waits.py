@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from distributed import Event
 from distributed.utils_test import async_poll_for
 
 from daskdl import codec
@@ -24,6 +25,9 @@ from tests.cluster.channels import (
     totals,
     two_workers,
 )
+
+# Dask calls back in a thread, which it keeps.
+CALLBACKS = {"threads": False}
 
 STAMP = codec.Stamp(RUN, 0, 1, 0)
 
@@ -259,3 +263,35 @@ async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b):
         await asyncio.wait_for(arrived.wait(), PATIENCE_S)
 
         assert run.record.members.progress[0].heard_at - heard < 2 * link_end.BEAT_S
+
+
+@two_workers(clean_kwargs=CALLBACKS)
+async def test_data_are_waited_for_until_they_come(c, s, a, b):
+    gate = Event("daskdl-test-gate")
+    future = c.submit(gate_passed, gate.name)
+    async with a_run(c, s, a, b) as run:
+        channel = run.channels[0]
+        assert not await in_thread(channel.wait_for_data, future, 0.1)
+        waiting = begin(channel.wait_for_data, future, 2 * PATIENCE_S)
+        await gate.set()
+
+        assert await waiting
+        assert channel.traffic().waits_s["data"] > 0.1
+
+
+@two_workers(clean_kwargs=CALLBACKS)
+async def test_a_closing_worker_waits_for_no_data(c, s, a, b):
+    gate = Event("daskdl-test-gate")
+    future = c.submit(gate_passed, gate.name)
+    async with a_run(c, s, a, b) as run:
+        waiting = begin(run.channels[0].wait_for_data, future, 2 * PATIENCE_S)
+        run.link(0).close_soon()
+
+        with pytest.raises(Stopped, match="its worker closes"):
+            await waiting
+        await gate.set()
+        assert await future
+
+
+def gate_passed(name):
+    return Event(name).wait(PATIENCE_S)

@@ -6,6 +6,7 @@ import signal
 import dask.array as da
 import numpy as np
 import pytest
+from distributed import Client, LocalCluster
 
 from daskdl import Callback
 from tests.cluster.problems import kept, rows, trainer
@@ -59,29 +60,26 @@ class TestKilled:
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
 
-class TestRetired:
-    @pytest.fixture
-    def leaving(self, three):
-        """The worker of replica 2; later tests get another, which Dask does not do."""
-        yield sorted(three.nthreads())[2]
-        three.cluster.scale(4)
-
-    def test_it_hands_over_what_only_it_has(self, three, leaving, tmp_path):
-        own = trainer(
-            three,
+def test_one_that_retires_hands_over_what_only_it_has(tmp_path):
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as own,
+        Client(own, set_as_default=False) as client,
+    ):
+        leaving = sorted(client.nthreads())[2]  # the worker of replica 2
+        trained = trainer(
+            client,
             master=Recorded(str(tmp_path), kept()),
-            callbacks=[After(lambda: three.retire_workers([leaving]))],
+            callbacks=[After(lambda: client.retire_workers([leaving]))],
         )
+        history = trained.fit(X, Y, epochs=6, batch_size=8)
 
-        history = own.fit(X, Y, epochs=6, batch_size=8)
-
-        assert history[0]["replicas"] == 3
-        assert history[-1]["replicas"] == 2
-        ends = [np.load(tmp_path / f"{replica}-5.npz") for replica in (0, 1)]
-        left = np.load(tmp_path / "2-left.npz")
-        start = ends[0]["start"]
-        gone = left["local"] - start - left["others"] * 2.0**-24
-        expected = start + sum(end["progress"] for end in ends) + gone
-        # Several hundred moves, each rounded to float32 at a size of about 1.
-        got = vector(own.model_).numpy()
-        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+    assert history[0]["replicas"] == 3
+    assert history[-1]["replicas"] == 2
+    ends = [np.load(tmp_path / f"{replica}-5.npz") for replica in (0, 1)]
+    left = np.load(tmp_path / "2-left.npz")
+    start = ends[0]["start"]
+    gone = left["local"] - start - left["others"] * 2.0**-24
+    expected = start + sum(end["progress"] for end in ends) + gone
+    # Several hundred moves, each rounded to float32 at a size of about 1.
+    got = vector(trained.model_).numpy()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)

@@ -17,25 +17,22 @@ import sys
 import torch
 
 SETTINGS = {
-    "as a shell starts it (baseline)": ("", "nullcontext()"),
-    "as Dask's nanny starts workers": ("65536", "nullcontext()"),
-    "the same, freed memory kept": ("65536", "freed_memory_kept()"),
+    "as a shell starts it (baseline)": ("", False),
+    "as Dask's nanny starts workers": ("65536", False),
+    "the same, freed memory kept": ("65536", True),
 }
 PROGRAM = """
-from contextlib import nullcontext
 from benchmarks.step import plain
-from daskdl.training.memory import freed_memory_kept
-with {context}:
-    print(plain({steps}))
+print(plain({steps}, kept={kept}))
 """
 
 
-def samples_per_s(trim: str, context: str, steps: int) -> float:
+def samples_per_s(trim: str, kept: bool, steps: int) -> float:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("MALLOC_TRIM_THRESHOLD_", None)
     if trim:
         environment["MALLOC_TRIM_THRESHOLD_"] = trim
-    program = PROGRAM.format(context=context, steps=steps)
+    program = PROGRAM.format(kept=kept, steps=steps)
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
@@ -56,8 +53,8 @@ def main() -> None:
     print(f"{'setting':36}{'samples/s':>10}")
     measured = {setting: [] for setting in SETTINGS}
     for _ in range(arguments.rounds):
-        for setting, (trim, context) in SETTINGS.items():
-            rate = samples_per_s(trim, context, arguments.steps)
+        for setting, (trim, kept) in SETTINGS.items():
+            rate = samples_per_s(trim, kept, arguments.steps)
             measured[setting].append(rate)
     for setting, rates in measured.items():
         print(f"{setting:36}{statistics.median(rates):>10,.0f}")

@@ -5,11 +5,12 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test chaos lint bench clean
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
 	@echo "make test   run the whole suite"
+	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make lint   formatting, lint, types, documentation"
 	@echo "make bench  run the benchmarks"
 	@echo "make clean  remove the environment and everything that was built"
@@ -27,6 +28,9 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest
 
+chaos: .venv/installed
+	DASKDL_CHAOS_SEEDS=20 $(BIN)/python -m pytest tests/chaos
+
 lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -39,6 +43,8 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.first_step
 	$(BIN)/python -m benchmarks.allocator
+	$(BIN)/python -m benchmarks.channel
+	$(BIN)/python -m benchmarks.kill
 
 clean:
 	rm -rf .venv build dist site *.egg-info

@@ -24,6 +24,7 @@ COLUMNS: Mapping[str, str] = {
     "replicas": "that ended the epoch",
     "repeated_pieces": "trained on again because their replica was lost",
     "refused_messages": "that could not be read and were dropped",
+    "repaired_updates": "that did not arrive, and came when they were asked for",
     "withheld": "exchanges skipped because the outbox was full",
     "folds": "how often a full inbox was folded into one vector",
 }

@@ -18,7 +18,7 @@ from daskdl import evaluation, inference
 from daskdl.buffers import load_buffers_
 from daskdl.callbacks import Callback
 from daskdl.cluster import check_outlives, client_of
-from daskdl.data.arrays import is_dask_array
+from daskdl.data.arrays import first_rows, is_dask_array
 from daskdl.data.pieces import Pieces, place
 from daskdl.data.rehearsal import ClassRange, random_state_left_alone
 from daskdl.data.validate import (
@@ -138,7 +138,7 @@ class Trainer:
         labels = check_step(model, self.loss, self.optimizer, X, y)
         if validation is not None:
             check_validation(model, self.loss, validation)
-        recipe = Packed(self._recipe(model), "trainer")
+        recipe = Packed(self._recipe(model, X, y), "trainer")
         options = self._options(model, epochs, batch_size, shuffle, labels)
         options = dataclasses.replace(options, validates=validation is not None)
         with client_of(self.client) as client, contextlib.ExitStack() as stack:
@@ -206,11 +206,12 @@ class Trainer:
             torch.manual_seed(self.seed)
             return self.model()
 
-    def _recipe(self, model: nn.Module) -> Recipe:
+    def _recipe(self, model: nn.Module, X: Any, y: Any) -> Recipe:
         state = self.optimizer_.state_dict() if hasattr(self, "optimizer_") else None
         # The others stay here, and may hold what cannot be pickled.
         travelling = [c for c in self.callbacks if c.runs_on_workers]
-        return Recipe(model, self.loss, self.optimizer, state, travelling)
+        rows = first_rows(X, 2).copy(), first_rows(y, 2).copy()
+        return Recipe(model, self.loss, self.optimizer, state, travelling, rows)
 
     def _place(
         self,

@@ -57,6 +57,7 @@ class Seating(NamedTuple):
 
 
 Serve = Callable[[], dict[str, Any]]
+Load = Callable[[Mapping[str, Any]], object]
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Traffic:
         withheld: Exchanges skipped because the outbox was full.
         refused: Frames that could not be read.
         folds: How often the inbox was folded.
+        repaired: Updates that came only when they were asked for.
         waits_s: Seconds waited, by cause.
     """
 
@@ -79,6 +81,7 @@ class Traffic:
     withheld: int = 0
     refused: int = 0
     folds: int = 0
+    repaired: int = 0
     waits_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -239,6 +242,26 @@ class Channel(ABC):
             kind: ``AGREE``: everything published is passed on first, and what is
                 published later is held back until the next barrier is complete.
                 ``REPORT``: the client reads the notes too.
+        """
+
+    @abstractmethod
+    def agree(
+        self,
+        key: str,
+        published: Mapping[int, int],
+        gone: Mapping[int, int],
+        load: Load,
+    ) -> None:
+        """All have met at an ``AGREE`` barrier: return when all have the same updates.
+
+        Until the next barrier of another kind nothing else is taken in.
+
+        Args:
+            key: Name of the barrier.
+            published: Last update of each replica that arrived there.
+            gone: Replicas that left or were lost, as the barrier had it.
+            load: Called if this replica has to take the state of another one: with
+                what that one's `serve` made.
         """
 
     @abstractmethod

@@ -1,7 +1,10 @@
 """Which replica of which run a channel belongs to, and its bounds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from daskdl.channel.routes import FAN_OUT
+from daskdl.failures import FailureInjection
 from daskdl.timeouts import Timeouts
 
 
@@ -17,6 +20,9 @@ class Endpoint:
         outbox_bytes: Bound of what waits to be sent.
         inbox_bytes: Bound of what waits to be applied.
         timeouts: Bounds on waiting.
+        routing: ``"plain"`` or ``"mesh"``.
+        fan_out: Most replicas that one passes an update on to, in a mesh.
+        drops: On purpose: which updates that arrive here are dropped.
     """
 
     run: int
@@ -26,3 +32,6 @@ class Endpoint:
     outbox_bytes: int
     inbox_bytes: int
     timeouts: Timeouts
+    routing: str = "plain"
+    fan_out: int = FAN_OUT
+    drops: Sequence[FailureInjection] = ()

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from daskdl import kernels
 from daskdl.accumulator import count_of
+from daskdl.channel.heard import Heard, Word
 from daskdl.channel.messages import Item, ItemKind
 from daskdl.channel.positions import Positions, Received
+from daskdl.channel.repair import Fence
 from daskdl.codec import DenseUpdate, SparseUpdate, Update
 
 
@@ -34,6 +36,8 @@ class Inbox:
         size: Parameters of the model.
         grid: Of the run, parameter units.
         limit_bytes: Bytes of waiting updates beyond which they are folded.
+        in_order: Updates of one origin never overtake each other or what it says
+            of itself. If they may, a step counts once its updates are here.
     """
 
     received_bytes: int  # of frames, since they were counted off
@@ -42,7 +46,9 @@ class Inbox:
     grid: float  # of the run, parameter units
     stopped: str | None  # why the replica has to leave
 
-    def __init__(self, size: int, grid: float, limit_bytes: int) -> None:
+    def __init__(
+        self, size: int, grid: float, limit_bytes: int, *, in_order: bool = True
+    ) -> None:
         self.received_bytes = 0
         self.folds = 0
         self.refused = 0
@@ -50,42 +56,66 @@ class Inbox:
         self.grid = grid
         self._size = size
         self._limit_bytes = limit_bytes
+        self._in_order = in_order
         self._positions = Positions()
+        self._fence = Fence()
+        self._heard = Heard()
         self._waiting: list[Update] = []
         self._waiting_bytes = 0
         self._folded_N: NDArray[np.int32] | None = None
-        self._steps: dict[int, tuple[int, int]] = {}
-        self._lost: set[int] = set()
         self._changed = threading.Condition()
 
     # ---- event loop
 
     def put(self, item: Item, update: Update) -> bool:
-        """Keep an update to be applied; False if it was received before."""
+        """Keep an update to be applied, once.
+
+        Returns:
+            False if it was received before, or must not be taken in, see
+            `holds_back`.
+        """
         with self._changed:
+            if not self._fence.admits(item.origin, item.sequence):
+                return False
             if not self._positions.accept(item.origin, item.sequence):
                 return False
             self._waiting.append(update)
             self._waiting_bytes += _bytes_of(update)
             self.received_bytes += item.nbytes
-            self._hear(item.origin, item.step)
+            self._hear(item.origin, Word(item.sequence, item.step))
+            self._heard.catch_up(item.origin, self._complete(item.origin))
             if self._waiting_bytes > self._limit_bytes:
                 self._fold()
             self._changed.notify_all()
             return True
 
-    def note(self, item: Item) -> None:
-        """Keep what a control item says."""
+    def holds_back(self, item: Item) -> bool:
+        """Whether an update has to come again later, when the barrier is over."""
+        with self._changed:
+            key = item.origin, item.sequence
+            here = self._positions.has(*key) or self._fence.admits(*key)
+            return self._fence.holding and not here
+
+    def note(self, item: Item) -> bool:
+        """Keep what a control item says; whether that is news of its origin."""
+        news = True
         with self._changed:
             if item.kind == ItemKind.STOP:
                 self.stopped = self.stopped or str(item.payload)
-            elif item.kind == ItemKind.JOINED:
-                self._hear(item.origin, item.step)
             elif item.kind == ItemKind.LOST:
-                self._lost.add(item.origin)
-                self._steps.pop(item.origin, None)
+                self._heard.lose(item.origin)
             else:
-                self._hear(item.origin, item.step, int(item.payload))
+                done = int(item.payload) if item.kind == ItemKind.PROGRESS else -1
+                word = Word(item.sequence, item.step, done)
+                news = self._hear(item.origin, word)
+            self._changed.notify_all()
+        return news
+
+    def hear(self, words: Mapping[int, Word]) -> None:
+        """Keep what the scheduler says of the others."""
+        with self._changed:
+            for origin, word in words.items():
+                self._hear(origin, word)
             self._changed.notify_all()
 
     def refuse(self) -> None:
@@ -99,11 +129,30 @@ class Inbox:
             self.stopped = self.stopped or reason
             self._changed.notify_all()
 
-    def _hear(self, origin: int, step: int, done: int = -1) -> None:
-        if origin in self._lost:  # nobody waits for it, whoever still names it
-            return
-        known_step, known_done = self._steps.get(origin, (0, -1))
-        self._steps[origin] = (max(known_step, step), max(known_done, done))
+    def _hear(self, origin: int, word: Word) -> bool:
+        complete = None if self._in_order else self._complete(origin)
+        return self._heard.hear(origin, word, complete)
+
+    def _complete(self, origin: int) -> int:
+        return self._positions.complete(origin)
+
+    def gaps(self, most: int) -> dict[int, list[int]]:
+        """What those that are here have published, as they said, and is not here.
+
+        Args:
+            most: How far to look beyond the first gap of each.
+        """
+        with self._changed:
+            last = {
+                origin: min(last, self._complete(origin) + most)
+                for origin, last in self._heard.last().items()
+            }
+            return self._positions.behind(last)
+
+    def received(self) -> dict[int, Received]:
+        """What exactly was received of each origin."""
+        with self._changed:
+            return dict(self._positions.received())
 
     def _fold(self) -> None:
         if self._folded_N is None:
@@ -126,6 +175,30 @@ class Inbox:
         with self._changed:
             self.grid = grid
             self._positions = Positions(received)
+            self._waiting, self._waiting_bytes, self._folded_N = [], 0, None
+            for origin in self._heard.last():
+                self._heard.catch_up(origin, self._complete(origin))
+
+    def hold(self, lost: Iterable[int]) -> dict[int, Received]:
+        """Take nothing in from now on; say what was received until now.
+
+        Args:
+            lost: Replicas of which nothing is taken in afterwards either.
+        """
+        with self._changed:
+            self._fence.close(lost)
+            self._fence.hold()
+            return dict(self._positions.received())
+
+    def open(self, target: Mapping[int, Received]) -> None:
+        """Take in what all have settled on, until the next `hold`."""
+        with self._changed:
+            self._fence.open(target)
+
+    def release(self) -> None:
+        """The barrier is over: take in what comes."""
+        with self._changed:
+            self._fence.release()
 
     def align(self, replicas: Iterable[int], step: int, grid: float) -> None:
         """All replicas have met.
@@ -138,18 +211,23 @@ class Inbox:
         with self._changed:
             self.grid = grid
             for replica in replicas:
-                self._hear(replica, step)
+                self._heard.hear(replica, Word(0, step))
 
     def meet(self, steps: Mapping[int, int]) -> None:
         """Get to know other replicas, and the steps they have made."""
         with self._changed:
             for replica, step in steps.items():
-                self._hear(replica, step)
+                self._heard.hear(replica, Word(0, step))
 
     def others(self) -> list[int]:
         """The other replicas that train, ascending, as far as known."""
         with self._changed:
-            return sorted(self._steps)
+            return self._heard.others()
+
+    def lost(self) -> set[int]:
+        """Replicas that are gone, as far as known."""
+        with self._changed:
+            return set(self._heard.lost)
 
     def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
         """Take what waits, and say what then has been taken in all."""
@@ -178,13 +256,17 @@ class Inbox:
     def slowest(self, epoch: int) -> int | None:
         """Steps completed by the slowest other replica not done with an epoch."""
         with self._changed:
-            active = [step for step, done in self._steps.values() if done < epoch]
-            return min(active, default=None)
+            return self._heard.slowest(epoch)
 
     def steps(self) -> dict[int, int]:
         """Steps completed by each other replica, as far as known."""
         with self._changed:
-            return {origin: step for origin, (step, _) in self._steps.items()}
+            return self._heard.steps()
+
+    def last_words(self) -> list[str]:
+        """What each other replica said last, and when, for messages."""
+        with self._changed:
+            return self._heard.described()
 
     def count_off(self) -> tuple[int, int, int]:
         """Bytes received, frames refused and folds since the last call."""

@@ -1,33 +1,34 @@
 """The event loop's half of a replica's channel: what is sent and what arrives.
 
 The training thread's half is in `relayed.py`. The two meet in the inbox, in the
-outbox, and in the few plain values that are named here.
+carrier, and in the few plain values that are named here.
 """
 
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from distributed import Worker
 
-from daskdl import codec
-from daskdl.accumulator import count_of
+from daskdl.channel.carrier import Carrier
+from daskdl.channel.connection import Connection
 from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.heard import Word
 from daskdl.channel.inbox import Inbox
-from daskdl.channel.messages import Answer, Item, ItemKind
-from daskdl.channel.outbox import Outbox
-from daskdl.channel.payloads import unwrap
-from daskdl.channel.positions import Received
-from daskdl.channel.pump import Pump
-from daskdl.errors import ChannelError, CodecError, DaskDLError
+from daskdl.channel.mesh import Mesh
+from daskdl.channel.messages import Item, ItemKind
+from daskdl.channel.payloads import unwrap, wrap
+from daskdl.channel.positions import Positions, Received
+from daskdl.channel.pump import BATCH_BYTES
+from daskdl.channel.reading import UNREADABLE, Reader
+from daskdl.channel.relay import Relay
+from daskdl.channel.repairs import Repairs
+from daskdl.channel.routes import Routes
 
 logger = logging.getLogger(__name__)
-
-PACE_S = 0.005  # least time between two requests to the relay
-BEAT_S = 1.0  # most time between two signs of life
-INLINE_BYTES = 2**20  # larger frames are decoded beside the event loop
 
 
 class Wanted(NamedTuple):
@@ -37,8 +38,28 @@ class Wanted(NamedTuple):
     answer: asyncio.Future[dict[str, Any]]
 
 
+class Early:
+    """What a newcomer is sent before it has the state that this changes."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self.nbytes = 0
+        self._positions = Positions()
+
+    def keep(self, item: Item, limit_bytes: int) -> bool | None:
+        """Keep a first copy; whether it is one, None if there is no room for it."""
+        # Not folded, as a full inbox is: the snapshot may contain it.
+        if self.items and self.nbytes >= limit_bytes:
+            return None
+        if not self._positions.accept(item.origin, item.sequence):
+            return False
+        self.items.append(item)
+        self.nbytes += item.weight()
+        return True
+
+
 class Link:
-    """One replica's connection to the relay.
+    """One replica's connection to the others.
 
     Args:
         worker: Where the replica trains.
@@ -46,34 +67,43 @@ class Link:
 
     Attributes:
         inbox: What has arrived.
-        outbox: What is to be sent.
-        progress: Steps completed, and the last epoch done.
+        connection: To the scheduler and to other workers.
+        carrier: Of what is to be sent.
+        repairs: Ask for what did not come.
         closing: The worker closes; the replica should hand over and leave.
         wanted: Newcomers that wait for a snapshot; the training thread serves them.
-        failure: Why the link does not work any more, or None.
     """
 
     inbox: Inbox
-    outbox: Outbox
-    progress: tuple[int, int]
+    connection: Connection
+    carrier: Carrier
+    repairs: Repairs
     closing: bool
     wanted: list["Wanted"]
-    failure: DaskDLError | None
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
-        self.inbox = Inbox(endpoint.size, endpoint.grid, endpoint.inbox_bytes)
-        self.outbox = Outbox(endpoint.outbox_bytes)
-        self.progress = (0, -1)
+        mesh = endpoint.routing == "mesh"
+        self.inbox = Inbox(
+            endpoint.size,
+            endpoint.grid,
+            endpoint.inbox_bytes,
+            in_order=not mesh and not endpoint.drops,
+        )
+        self.connection = Connection(worker, endpoint, self.inbox)
+        self.carrier = (
+            Mesh(self.connection, self.inbox, self._complete)
+            if mesh
+            else Relay(self.connection, self.inbox)
+        )
+        self.repairs = Repairs(self.connection, self.inbox, self._put)
         self.closing = False
         self.wanted = []
-        self.failure = None
-        self._early: list[Item] | None = None
-        self._early_bytes = 0
-        self._worker = worker
+        self._reader = Reader(endpoint, self.inbox)
+        self._early: Early | None = None
+        self._routed = False  # the members are known, at least of one generation
         self._endpoint = endpoint
-        self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop
         self._left = asyncio.Event()
-        self._pumping: concurrent.futures.Future[None] | None = None
+        self._running: list[concurrent.futures.Future[None]] = []
 
     # ---- event loop
 
@@ -83,18 +113,50 @@ class Link:
         Returns:
             False if there is no room for it: it has to be sent again.
         """
+        if item.kind == ItemKind.ROUTES:
+            self.adopt(item.payload)
+            return True
         if item.kind != ItemKind.UPDATE:
-            self.inbox.note(item)
-        elif self._early is not None:
-            return self._keep_early(item)
-        else:
-            await self._put(item)
+            if self.inbox.note(item) and item.kind == ItemKind.PROGRESS:
+                self.carrier.forward(item)
+            return True
+        if self._dropped(item):
+            return True
+        return await self._deliver_update(self._owned(item))
+
+    def _dropped(self, item: Item) -> bool:
+        """Whether it gets lost here on purpose; the sender takes it for delivered."""
+        own, origin, number = self._endpoint.replica, item.origin, item.sequence
+        if not any(d.strikes(origin, number, own) for d in self._endpoint.drops):
+            return False
+        # That there is one is known: through a relay nothing else might say so.
+        self.inbox.hear({origin: Word(number, item.step)})
         return True
 
-    async def _put(self, item: Item) -> None:
+    async def _deliver_update(self, item: Item) -> bool:
+        if self._early is not None:
+            first = self._early.keep(item, self._endpoint.inbox_bytes)
+            if first and self._routed:
+                self.carrier.forward(item)
+            return first is not None
+        if self.inbox.holds_back(item):
+            return False
+        if await self._put(item):
+            self.carrier.forward(item)
+            return True
+        return not self.inbox.holds_back(item)  # it may since it was read
+
+    def _owned(self, item: Item) -> Item:
+        """The item with memory of its own: what it came in is as large as a batch."""
+        frame = unwrap(item.payload)
+        if self._endpoint.routing != "mesh" or not isinstance(frame, np.ndarray):
+            return item
+        return item._replace(payload=wrap(frame.copy()))
+
+    async def _put(self, item: Item) -> bool:
         try:
-            update = await self._decode(item)
-        except (CodecError, TypeError, ValueError, LookupError) as error:
+            update = await self._reader.read(item)
+        except UNREADABLE as error:
             self.inbox.refuse()
             logger.warning(
                 "replica %s refused update %s of replica %s: %s",
@@ -103,26 +165,48 @@ class Link:
                 item.origin,
                 error,
             )
-            return
-        self.inbox.put(item, update)
-
-    def _keep_early(self, item: Item) -> bool:
-        # Not folded, as a full inbox is: the snapshot may contain it.
-        assert self._early is not None
-        if self._early and self._early_bytes >= self._endpoint.inbox_bytes:
             return False
-        self._early.append(item)
-        self._early_bytes += item.weight()
+        if not self.inbox.put(item, update):
+            return False
+        self.carrier.keep(item)
         return True
 
     async def _put_early(self) -> None:
-        early, self._early = self._early or [], None
-        for item in early:
+        early, self._early = self._early, None
+        for item in early.items if early is not None else ():
             await self._put(item)
+
+    def _complete(self) -> dict[int, int]:
+        if self._early is not None:  # nothing is here that could be counted on
+            return {}
+        return {origin: all_[0] for origin, all_ in self.inbox.received().items()}
+
+    def adopt(self, payload: Any) -> None:
+        """Take over what the scheduler says of the members: generation, who, where."""
+        generation, members = payload
+        workers = dict(members)
+        routes = Routes(generation, tuple(sorted(workers)), self._endpoint.fan_out)
+        self.carrier.adopt(routes, workers)
+        self.repairs.workers = workers
+        if not self._routed and self._early is not None:
+            for item in self._early.items:
+                self.carrier.forward(item)
+        self._routed = True
+
+    def find(self, origin: int, sequences: Iterable[int]) -> list[Item]:
+        """What is here of what another replica misses, as much as fits a request."""
+        found: list[Item] = []
+        nbytes = 0
+        for item in self.carrier.find(origin, sequences):
+            nbytes += item.weight()
+            if found and nbytes > BATCH_BYTES:
+                break
+            found.append(item)
+        return found
 
     async def snapshot(self, cut: dict[int, int]) -> dict[str, Any]:
         """A newcomer asks for this replica's state; answered between two steps."""
-        wanted = Wanted(cut, self._loop.create_future())
+        wanted = Wanted(cut, self.connection.loop.create_future())
         self.wanted.append(wanted)
         self.inbox.wake()
         try:
@@ -131,27 +215,10 @@ class Link:
         finally:
             self.wanted.remove(wanted)
 
-    async def _decode(self, item: Item) -> codec.Update:
-        frame = unwrap(item.payload)
-        if memoryview(frame).nbytes > INLINE_BYTES:
-            return await asyncio.to_thread(self._decode_now, item, frame)
-        return self._decode_now(item, frame)
-
-    def _decode_now(self, item: Item, frame: Any) -> codec.Update:
-        update = codec.decode(frame, run=self._endpoint.run, size=self._endpoint.size)
-        if update.stamp[1:3] != (item.origin, item.sequence):
-            raise CodecError(f"sent as {item[1:3]}, stamped {update.stamp[1:3]}")
-        if isinstance(update, codec.SparseUpdate):
-            count_of(update.threshold, self.inbox.grid)
-        elif update.grid != self.inbox.grid:
-            raise CodecError(f"grid must be {self.inbox.grid}, got {update.grid}")
-        return update
-
     def close_soon(self) -> None:
         """The worker closes; the training thread leaves at its next step."""
         self.closing = True
         self.inbox.stop("its worker closes")
-        self.outbox.wake()
 
     async def left(self, timeout_s: float) -> None:
         """Wait until the replica has left, but not for long."""
@@ -164,76 +231,44 @@ class Link:
                 timeout_s,
             )
 
-    async def _pump(self) -> None:
-        timeouts = self._endpoint.timeouts
-        pump = Pump(
-            self.outbox,
-            self._send,
-            pace_s=PACE_S,
-            beat_s=min(BEAT_S, timeouts.silence / 4),
-            timeout_s=timeouts.request,
-            destination="the scheduler",
-        )
-        self.outbox.on_offer = lambda: self._loop.call_soon_threadsafe(pump.wake)
-        try:
-            await pump.run()
-        except DaskDLError as error:
-            self._fail(error)
-        except OSError as error:
-            self._fail(ChannelError(f"the scheduler cannot be reached: {error}"))
-
-    async def _send(self, items: Sequence[Item]) -> int:
-        # Progress beyond the batch would overtake the updates still waiting. It is
-        # read first: what was queued before it was set is then counted as waiting.
-        step, done = self.progress
-        if len(items) != len(self.outbox):
-            step, done = 0, -1
-        answer = await self._worker.scheduler.daskdl_publish(
-            run=self._endpoint.run,
-            origin=self._endpoint.replica,
-            items=[tuple(item) for item in items],
-            step=step,
-            done=done,
-        )
-        return int(self.understand(answer).get("accepted", 0))
-
-    def _fail(self, error: DaskDLError) -> None:
-        self.failure = error
-        self.inbox.stop(str(error))
-        self.outbox.wake()
-
-    # ---- any thread
-
-    def understand(self, answer: Any) -> dict[str, Any]:
-        """Look at the status of an answer of the scheduler.
-
-        Raises:
-            ChannelError: If there is no plugin there, or it refused the message.
-        """
-        if not isinstance(answer, dict):
-            raise ChannelError(
-                f"the scheduler answered {answer!r}: is daskdl installed there?"
-            )
-        if answer["status"] == Answer.STOPPED or answer["status"] == Answer.UNKNOWN:
-            self.inbox.stop(answer["reason"])
-        elif answer["status"] == Answer.REFUSED:
-            raise ChannelError(f"the scheduler refused: {answer['reason']}")
-        return answer
-
     # ---- training thread
 
     def start(self) -> None:
-        """Begin to send."""
-        self._pumping = asyncio.run_coroutine_threadsafe(self._pump(), self._loop)
+        """Begin to send, and to look for what is missing."""
+        for work in (self.carrier.run(), self.repairs.run()):
+            future = asyncio.run_coroutine_threadsafe(work, self.connection.loop)
+            self._running.append(future)
 
     def wait_for_snapshot(self) -> None:
         """Keep updates as they come; what they change is not here yet."""
-        self._early = []
+        self._early = Early()
+        self.repairs.paused = True
+
+    def enter(self, payload: Any) -> None:
+        """Know the members before anything is published; see `adopt`."""
+
+        async def enter() -> None:
+            self.adopt(payload)
+
+        self._now(enter())
 
     def begin(self, received: Mapping[int, Received], grid: float) -> None:
         """The snapshot is here: updates that it does not contain may follow it."""
         self.inbox.begin(received, grid)
-        asyncio.run_coroutine_threadsafe(self._put_early(), self._loop).result()
+        self._now(self._put_early())
+        self.repairs.paused = False
+
+    def pull(
+        self, helper: int, origin: int, sequences: Sequence[int]
+    ) -> concurrent.futures.Future[int]:
+        """Ask a replica for updates of an origin; done when what it has is here."""
+        asking = self.repairs.ask(helper, origin, sequences)
+        future = asyncio.run_coroutine_threadsafe(asking, self.connection.loop)
+        future.add_done_callback(lambda _: self.inbox.wake())
+        return future
+
+    def _now(self, work: Any) -> None:
+        asyncio.run_coroutine_threadsafe(work, self.connection.loop).result()
 
     def serve(self, wanted: Wanted, snapshot: dict[str, Any]) -> None:
         """Give a newcomer what it waits for."""
@@ -242,49 +277,14 @@ class Link:
             if not wanted.answer.done():  # it may not have waited
                 wanted.answer.set_result(snapshot)
 
-        self._loop.call_soon_threadsafe(answer)
-
-    def request(
-        self, operation: str, on_answer: Callable[[], None], **fields: Any
-    ) -> concurrent.futures.Future[Any]:
-        """Send a request for this replica to the scheduler.
-
-        Args:
-            operation: Its name.
-            on_answer: Called on the event loop when the answer is there.
-            **fields: Of the message, beside the run.
-        """
-        return self._request(self._worker.scheduler, operation, on_answer, fields)
-
-    def request_of(
-        self,
-        worker: str,
-        operation: str,
-        on_answer: Callable[[], None],
-        **fields: Any,
-    ) -> concurrent.futures.Future[Any]:
-        """Send a request to another worker; arguments as of :meth:`request`."""
-        return self._request(self._worker.rpc(worker), operation, on_answer, fields)
-
-    def _request(
-        self,
-        peer: Any,
-        operation: str,
-        on_answer: Callable[[], None],
-        fields: dict[str, Any],
-    ) -> concurrent.futures.Future[Any]:
-        async def ask() -> Any:
-            return await getattr(peer, operation)(run=self._endpoint.run, **fields)
-
-        future = asyncio.run_coroutine_threadsafe(ask(), self._loop)
-        future.add_done_callback(lambda _: on_answer())
-        return future
+        self.connection.loop.call_soon_threadsafe(answer)
 
     def stop_sending(self) -> None:
         """Send nothing more, not even a sign of life."""
-        if self._pumping is not None:
-            self._pumping.cancel()
+        for future in self._running:
+            future.cancel()
+        self.connection.loop.call_soon_threadsafe(self.carrier.end)
 
     def end(self) -> None:
         """Whoever waits for the replica to leave may go on."""
-        self._loop.call_soon_threadsafe(self._left.set)
+        self.connection.loop.call_soon_threadsafe(self._left.set)

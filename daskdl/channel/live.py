@@ -13,6 +13,7 @@ from typing import Any
 from distributed import Scheduler
 
 from daskdl.channel.messages import Answer, Item
+from daskdl.channel.probe import is_listening
 from daskdl.channel.pump import Pump
 from daskdl.channel.run import RunRecord
 from daskdl.errors import DaskDLError, WaitTimeoutError
@@ -87,6 +88,10 @@ class LiveRun:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiting, timeout_s)
 
+    def has(self, worker: str) -> bool:
+        """Whether a worker is in the cluster."""
+        return worker in self._scheduler.workers
+
     def holds(self, worker: str, key: str) -> bool:
         """Whether a worker has the result of a task of Dask's."""
         task = self._scheduler.tasks.get(key)
@@ -127,11 +132,12 @@ class LiveRun:
             deliver,
             pace_s=PACE_S,
             beat_s=self.record.timeouts.silence / 4,
-            timeout_s=self.record.timeouts.request,
+            bound=self.record.timeouts.bound("request"),
             destination=f"replica {replica} on {worker}",
         )
         outbox.on_offer = pump.wake
         self._wakes[replica] = pump.wake
+        pump.wake()  # who the members are waits already
         self._start(replica, self._relay(replica, pump))
 
     def leave(self, replica: int) -> None:
@@ -149,7 +155,7 @@ class LiveRun:
         """Dask has removed the worker of a replica: it was closed, or it died.
 
         A worker that closes still answers, and its replica has something to hand
-        over; one that died is found out by the relay's next request.
+        over; where one died, nobody listens any more.
         """
         self.hanging.discard(self.record.members.seats[replica])
         self.record.events.post("removed", replica=replica)
@@ -161,7 +167,8 @@ class LiveRun:
 
     async def _lose_later(self, replica: int) -> None:
         await self.notify()
-        await asyncio.sleep(GRACE_S)
+        if await is_listening(self.record.members.seats[replica], GRACE_S):
+            await asyncio.sleep(GRACE_S)  # it closes
         await self.lose(replica, "its worker is gone")
 
     async def lose(self, replica: int, why: str) -> None:
@@ -169,7 +176,7 @@ class LiveRun:
         record = self.record
         if not record.members.here(replica):
             return
-        what = f"lost {record.members.describe(replica)}: {why}"
+        what = f"lost {record.members.describe(replica, self.now())}: {why}"
         logger.warning("run %s %s", record.plan.run, what)
         record.remove(replica)
         record.events.post("lost", replica=replica, summary=what)
@@ -233,8 +240,7 @@ class LiveRun:
                 self.hanging.add(record.members.seats[replica])
                 await self.lose(
                     replica,
-                    f"nothing was heard for {timeouts.silence:g} s "
-                    "(daskdl.timeouts.silence)",
+                    f"nothing was heard for {timeouts.bound('silence')}",
                 )
             if record.enough:
                 enough_at = now
@@ -242,18 +248,24 @@ class LiveRun:
                 await self.fail(self._too_few())
 
     def _late(self) -> WaitTimeoutError:
-        members = self.record.members
-        who = "; ".join(members.describe(replica) for replica in members.absent)
+        who = self._describe(self.record.members.absent)
         return WaitTimeoutError(
-            f"not all replicas started within {self.record.timeouts.join:g} s "
-            f"(daskdl.timeouts.join): {who}; is the worker busy with other tasks?"
+            f"not all replicas started within {self.record.timeouts.bound('join')}: "
+            f"{who}; is the worker busy with other tasks?"
         )
 
     def _too_few(self) -> WaitTimeoutError:
         members = self.record.members
-        gone = "; ".join(members.describe(replica) for replica in sorted(members.gone))
         return WaitTimeoutError(
             f"fewer than min_replicas={self.record.plan.min_replicas} replicas for "
-            f"{self.record.timeouts.rejoin:g} s (daskdl.timeouts.rejoin): "
-            f"{len(members.expected)} left; gone: {gone}"
+            f"{self.record.timeouts.bound('rejoin')}: {len(members.expected)} left; "
+            f"gone: {self._describe(sorted(members.gone))}"
         )
+
+    def _describe(self, replicas: Sequence[int]) -> str:
+        members, now = self.record.members, self.now()
+        return "; ".join(members.describe(replica, now) for replica in replicas)
+
+    def still_here(self) -> str:
+        """Who has not left, and what was last heard of each; empty if nobody."""
+        return self._describe(self.record.members.present)

@@ -122,12 +122,14 @@ class Members:
         there = [r for r in self.expected if r in self.progress]
         return max(there, key=lambda r: self.progress[r].step, default=None)
 
-    def describe(self, replica: int) -> str:
-        """A replica in words: who, where, and what was last heard."""
+    def describe(self, replica: int, now: float) -> str:
+        """A replica in words: who, where, and what was last heard, and when."""
         where = f"replica {replica} on {self.seats[replica]}"
         progress = self.progress.get(replica)
         if progress is None:
             return f"{where}, which has not joined"
+        ago_s = max(now - progress.heard_at, 0.0)
         return (
-            f"{where}, last heard at step {progress.step}, update {progress.sequence}"
+            f"{where}, last heard at step {progress.step}, update "
+            f"{progress.sequence}, {ago_s:.1f} s ago"
         )

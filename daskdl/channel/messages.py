@@ -16,10 +16,10 @@ SEAT, RESTORE = "daskdl_seat", "daskdl_restore"
 JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
 LEASE, MISSING = "daskdl_lease", "daskdl_missing"
 GATHER, FAIL, LEAVE = "daskdl_gather", "daskdl_fail", "daskdl_leave"
-# request to a worker, from the scheduler
+# request to a worker, from the scheduler or from a replica on another one
 DELIVER = "daskdl_deliver"
-# request to a worker, from a replica on another one
-SNAPSHOT = "daskdl_snapshot"
+# requests to a worker, from a replica on another one
+SNAPSHOT, REPAIR = "daskdl_snapshot", "daskdl_repair"
 
 ITEM_OVERHEAD_BYTES = 64  # of msgpack and Dask around one item, measured: 40 to 70
 
@@ -30,6 +30,7 @@ class ItemKind(enum.StrEnum):
     UPDATE = "update"  # payload: an encoded frame
     PROGRESS = "progress"  # origin has completed `step`; payload: last epoch done
     JOINED = "joined"  # origin trains too from now on, at `step`
+    ROUTES = "routes"  # payload: the generation, and [replica, worker] of each member
     LOST = "lost"  # origin is gone; nothing more comes from it
     STOP = "stop"  # payload: why
 
@@ -39,10 +40,11 @@ class Item(NamedTuple):
 
     kind: str  # an ItemKind
     origin: int  # replica it speaks of
-    sequence: int  # of an update, from 1 for each origin; else 0
+    sequence: int  # of an update, from 1; with progress, of the last one; else 0
     step: int  # steps the origin had completed
     nbytes: int  # of the payload
-    payload: Any = None  # a frame, never unpacked by the scheduler; or text
+    payload: Any = None  # a frame, never unpacked by the scheduler; or plain values
+    generation: int = 0  # in which the origin sent it, replica to replica
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> "Item":
@@ -52,16 +54,28 @@ class Item(NamedTuple):
             ValueError: If its fields are not those of an item.
         """
         item = cls(*fields)
-        numbers = item[1:5]
+        numbers = (*item[1:5], item.generation)
         if not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ValueError(f"an item needs whole numbers >= 0, got {numbers!r}")
         if item.kind == ItemKind.PROGRESS and not isinstance(item.payload, int):
             raise ValueError(f"progress needs an epoch, got {item.payload!r}")
+        if item.kind == ItemKind.ROUTES and not _is_routes(item.payload):
+            raise ValueError(f"routes need members, got {item.payload!r}")
         return item._replace(kind=ItemKind(item.kind).value)
 
     def weight(self) -> int:
         """Bytes this item counts in a queue."""
         return self.nbytes + ITEM_OVERHEAD_BYTES
+
+
+def _is_routes(payload: Any) -> bool:
+    match payload:
+        case [int(), [*members]]:
+            return all(
+                isinstance(replica, int) and isinstance(worker, str)
+                for replica, worker in members
+            )
+    return False
 
 
 class Barrier(enum.StrEnum):

@@ -22,17 +22,19 @@ class Outbox:
         nbytes: Bytes waiting now.
         on_offer: Called after each accepted item, from the offering thread; the
             pump that empties the queue sets it.
+        on_drop: Called after items have arrived, from the dropping thread.
     """
 
     limit_bytes: int
     nbytes: int
     on_offer: Callable[[], object]
+    on_drop: Callable[[], object]
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
         self._items: deque[Item] = deque()
-        self.on_offer = lambda: None
+        self.on_offer = self.on_drop = lambda: None
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -75,6 +77,7 @@ class Outbox:
             for _ in range(count):
                 self.nbytes -= self._items.popleft().weight()
             self._changed.notify_all()
+        self.on_drop()
 
     def wait_for(self, ready: Callable[["Outbox"], bool], timeout_s: float) -> bool:
         """Block until `ready(self)`, checked after each drop; False on time-out."""

@@ -40,6 +40,15 @@ class Positions:
         self._complete[origin] = complete
         return True
 
+    def has(self, origin: int, sequence: int) -> bool:
+        """Whether an update has been received."""
+        beyond = self._beyond.get(origin, ())
+        return sequence <= self.complete(origin) or sequence in beyond
+
+    def complete(self, origin: int) -> int:
+        """All updates of an origin up to this one have been received."""
+        return self._complete.get(origin, 0)
+
     def reached(self, target: Mapping[int, int]) -> bool:
         """Whether every update up to the target has been received."""
         return not self.behind(target)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from daskdl.channel.messages import Item
 from daskdl.channel.outbox import Outbox
 from daskdl.errors import WaitTimeoutError
+from daskdl.timeouts import Bound
 
 BATCH_BYTES = 4 * 2**20  # below Dask's 10 MiB offload to its one helper thread
 ATTEMPTS = 2  # a lost answer is asked for once more: receivers know duplicates
@@ -29,7 +30,7 @@ class Pump:
             Called with an empty batch as a sign of life.
         pace_s: Least time between two requests, seconds.
         beat_s: Most time between two requests, seconds.
-        timeout_s: How long one request may take, seconds.
+        bound: How long one request may take.
         destination: For messages, for example ``"the scheduler"``.
     """
 
@@ -40,16 +41,17 @@ class Pump:
         *,
         pace_s: float,
         beat_s: float,
-        timeout_s: float,
+        bound: Bound,
         destination: str,
     ) -> None:
         self._outbox = outbox
         self._send = send
         self._pace_s = pace_s
         self._beat_s = beat_s
-        self._timeout_s = timeout_s
+        self._bound = bound
         self._destination = destination
         self._more = asyncio.Event()
+        self._heard_at: float | None = None  # of the last answer, the loop's clock
 
     def wake(self) -> None:
         """There is something to send. Call from the event loop."""
@@ -65,7 +67,10 @@ class Pump:
         pause_s = self._pace_s
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._more.wait(), self._beat_s)
+                # Not `wait_for`: of what is woken and cancelled at once, before
+                # Python 3.12 it forgets that it was cancelled.
+                async with asyncio.timeout(self._beat_s):
+                    await self._more.wait()
             self._more.clear()
             batch = self._outbox.head(BATCH_BYTES)
             accepted = await self._send_surely(batch)
@@ -81,15 +86,27 @@ class Pump:
     async def _send_surely(self, batch: Sequence[Item]) -> int:
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await asyncio.wait_for(self._send(batch), self._timeout_s)
+                async with asyncio.timeout(self._bound.seconds):
+                    accepted = await self._send(batch)
             except TimeoutError:
                 if attempt == ATTEMPTS:
-                    raise WaitTimeoutError(
-                        f"{self._destination} did not answer within "
-                        f"{self._timeout_s:g} s, {ATTEMPTS} times, to "
-                        f"{len(batch)} items ({self._outbox.nbytes} bytes waiting)"
-                    ) from None
+                    raise self._unanswered(len(batch)) from None
             except OSError:
                 if attempt == ATTEMPTS:
                     raise
+            else:
+                self._heard_at = asyncio.get_running_loop().time()
+                return accepted
         raise AssertionError("every attempt returns or raises")
+
+    def _unanswered(self, items: int) -> WaitTimeoutError:
+        now = asyncio.get_running_loop().time()
+        last = (
+            "it never answered before"
+            if self._heard_at is None
+            else f"its last answer was {now - self._heard_at:.1f} s ago"
+        )
+        return WaitTimeoutError(
+            f"{self._destination} did not answer within {self._bound}, {ATTEMPTS} "
+            f"times, to {items} items ({self._outbox.nbytes} bytes waiting); {last}"
+        )

@@ -1,7 +1,4 @@
-"""The training thread's half of a replica's channel, routing ``plain``.
-
-Updates go to the scheduler plugin, which relays them to all other replicas.
-"""
+"""The training thread's half of a replica's channel."""
 
 import logging
 import time
@@ -14,10 +11,12 @@ from typing_extensions import override
 
 from daskdl import codec
 from daskdl.channel import messages
+from daskdl.channel.agreement import Agreement
 from daskdl.channel.base import (
     Channel,
     Entry,
     Gathered,
+    Load,
     Piece,
     Seating,
     Serve,
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class RelayedChannel(Channel):
-    """The channel of one replica, over the relay of the scheduler plugin.
+    """The channel of one replica, over Dask's connections.
 
     Args:
         link: Its event loop's half.
@@ -51,15 +50,15 @@ class RelayedChannel(Channel):
     ) -> None:
         self._link = link
         self._inbox = link.inbox
-        self._outbox = link.outbox
+        self._carrier = link.carrier
         self._endpoint = endpoint
         self._timeouts = endpoint.timeouts
         self._replica = endpoint.replica
         self._forget = forget
         self._waiting = Waiting(link, endpoint)
-        self._sequence = 0
-        self._published_step = 0
+        self._agreement = Agreement(link, self._waiting, self.gather)
         self._traffic = Traffic()
+        self._repaired = 0  # as told by the last `traffic`
 
     @property
     @override
@@ -73,6 +72,7 @@ class RelayedChannel(Channel):
         # Updates may come before the answer does.
         self._link.wait_for_snapshot()
         answer = self._join()
+        self._link.enter(answer["routes"])
         if answer["members"]:
             self._inbox.meet({r: s for r, s in answer["members"] if r != self._replica})
             self._link.begin({}, self._endpoint.grid)
@@ -86,12 +86,13 @@ class RelayedChannel(Channel):
         return Entry([self._replica], snapshot)
 
     def _join(self) -> dict[str, Any]:
-        bound = self._timeouts.join + self._timeouts.request
+        bound = self._timeouts.bound("join", "request")
         return self._waiting.ask(messages.JOIN, bound, version=VERSION)
 
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Ask the donor that was named, or another one if that has gone."""
-        deadline = time.monotonic() + self._timeouts.join
+        bound = self._timeouts.bound("join")
+        deadline = time.monotonic() + bound.seconds
         while answer["donor"] is not None:
             given = self._waiting.ask_worker(
                 answer["worker"],
@@ -102,10 +103,11 @@ class RelayedChannel(Channel):
             if given is not None and given["status"] == Answer.OK:
                 return dict(unwrap_note(given["snapshot"]))
             if time.monotonic() > deadline:
+                why = "it did not answer" if given is None else given.get("reason")
                 raise WaitTimeoutError(
-                    f"replica {self._replica} waited {self._timeouts.join:g} s "
-                    "(daskdl.timeouts.join) for a snapshot, last of replica "
-                    f"{answer['donor']} on {answer['worker']}"
+                    f"replica {self._replica} waited {bound} for a snapshot, last of "
+                    f"replica {answer['donor']} on {answer['worker']}: {why}; last "
+                    f"heard: {self._waiting.last_heard()}"
                 )
             answer = self._join()
         raise Stopped("nobody is left to begin from")
@@ -114,7 +116,7 @@ class RelayedChannel(Channel):
     def activate(self, step: int) -> Seating:
         answer = self._waiting.ask(messages.ACTIVATE, None, step=step)
         members = dict(answer["members"])
-        self._link.progress = (step, answer["epoch"] - 1)
+        self._carrier.progress = (step, answer["epoch"] - 1)
         self._inbox.meet({r: s for r, s in members.items() if r != self._replica})
         return Seating(sorted(members), answer["epoch"])
 
@@ -145,12 +147,13 @@ class RelayedChannel(Channel):
 
     @override
     def next_stamp(self, step: int) -> codec.Stamp:
-        return codec.Stamp(self._endpoint.run, self._replica, self._sequence + 1, step)
+        return codec.Stamp(
+            self._endpoint.run, self._replica, self.published() + 1, step
+        )
 
     @override
     def has_room(self) -> bool:
-        outbox = self._outbox
-        room = len(outbox) == 0 or outbox.nbytes < outbox.limit_bytes
+        room = self._carrier.has_room()
         self._traffic.withheld += not room
         return room
 
@@ -163,33 +166,35 @@ class RelayedChannel(Channel):
     @override
     def publish_last(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> None:
         self._publish(stamp, frame, force=True)
-        if not self._outbox.wait_for(lambda box: len(box) == 0, self._timeouts.stop):
-            logger.warning("replica %s leaves with updates unsent", self._replica)
+        bound = self._timeouts.bound("stop")
+        if not self._carrier.wait_until_sent(bound.seconds):
+            logger.warning(
+                "replica %s leaves after %s; %s updates (%s bytes) could not be passed "
+                "to %s; last heard: %s",
+                self._replica,
+                bound,
+                *self._carrier.backlog(),
+                self._waiting.last_heard(),
+            )
 
     def _publish(
         self, stamp: codec.Stamp, frame: NDArray[np.uint8], *, force: bool
     ) -> bool:
         kind = ItemKind.UPDATE.value
         item = Item(kind, *stamp[1:], frame.nbytes, wrap(frame))
-        if not self._outbox.offer(item, force=force):
+        if not self._carrier.offer(item, force=force):
             return False
-        self._published_step = stamp.step
-        self._sequence = stamp.sequence
         self._traffic.sent_bytes += frame.nbytes
         self._traffic.frames += 1
         return True
 
     @override
     def published(self) -> int:
-        return self._sequence
+        return self._carrier.sequence
 
     @override
     def complete(self, step: int, done: int = -1) -> None:
-        former = self._link.progress
-        self._link.progress = (step, max(done, former[1]))
-        # A published update of this step says the same, and has woken the pump.
-        if done > former[1] or step != self._published_step:
-            self._outbox.on_offer()
+        self._carrier.complete(step, done)
 
     @override
     def receive(self, up_to_step: int | None = None) -> Arrived:
@@ -198,7 +203,7 @@ class RelayedChannel(Channel):
     @override
     def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
         arrived, received = self._inbox.take_all()
-        return arrived, {**received, self._replica: (self._sequence, ())}
+        return arrived, {**received, self._replica: (self.published(), ())}
 
     @override
     def lead(self, step: int, epoch: int) -> int:
@@ -207,7 +212,7 @@ class RelayedChannel(Channel):
 
     @override
     def align(self, step: int, grid: float) -> None:
-        self._link.progress = (step, self._link.progress[1])
+        self._carrier.progress = (step, self._carrier.progress[1])
         self._inbox.align(self._inbox.others(), step, grid)
 
     # ---- waiting
@@ -223,7 +228,7 @@ class RelayedChannel(Channel):
 
     @override
     def wait_for_room(self) -> None:
-        self._waiting.until_sent("room")
+        self._waiting.until_sent("room", self._carrier.ready)
 
     @override
     def wait_for_updates(self, target: Mapping[int, int]) -> None:
@@ -247,7 +252,7 @@ class RelayedChannel(Channel):
     ) -> Piece | None:
         answer = self._waiting.ask(
             messages.LEASE,
-            None if wait else self._timeouts.request,
+            None if wait else self._timeouts.bound("request"),
             phase=phase,
             epoch=epoch,
             finished=[dict(piece) for piece in finished],
@@ -265,7 +270,7 @@ class RelayedChannel(Channel):
     def missing(self, phase: str, piece: Piece) -> Piece:
         answer = self._waiting.ask(
             messages.MISSING,
-            self._timeouts.data,
+            self._timeouts.bound("data"),
             phase=phase,
             piece=piece.number,
             key=piece.key,
@@ -274,18 +279,36 @@ class RelayedChannel(Channel):
 
     @override
     def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
-        if kind == Barrier.AGREE:
+        if kind == Barrier.AGREE and self._endpoint.routing == "plain":
             # What is still here would be held back with what others hand over.
-            self._waiting.until_sent("flush")
+            self._waiting.until_sent("flush", self._carrier.sent)
         answer = self._waiting.ask(
             messages.GATHER, None, key=key, note=wrap_note(note), kind=kind.value
         )
+        if kind != Barrier.AGREE:
+            self._inbox.release()
         notes = {replica: unwrap_note(said) for replica, said in answer["notes"]}
         return Gathered(notes, dict(answer["gone"]))
+
+    @override
+    def agree(
+        self,
+        key: str,
+        published: Mapping[int, int],
+        gone: Mapping[int, int],
+        load: Load,
+    ) -> None:
+        if self._endpoint.routing == "plain":
+            # Of one that left since it arrived here, what it handed over counts too.
+            self.wait_for_updates({**published, **gone})
+        else:
+            self._agreement.reach(key, published, gone, load)
 
     @override
     def traffic(self) -> Traffic:
         now, self._traffic = self._traffic, Traffic()
         now.waits_s = self._waiting.count_off()
+        former, self._repaired = self._repaired, self._link.repairs.repaired
+        now.repaired = self._repaired - former
         now.received_bytes, now.refused, now.folds = self._inbox.count_off()
         return now

@@ -212,6 +212,21 @@ class Fence:
     def __init__(self) -> None:
         self._lost: set[int] = set()
         self._target: Mapping[int, Received] = {}
+        self._holding = False
+
+    @property
+    def holding(self) -> bool:
+        """Whether the fence is closed to everybody, for as long as a barrier."""
+        return self._holding
+
+    def hold(self) -> None:
+        """Admit nothing new of anybody: what one took in now, others might not."""
+        self._holding = True
+
+    def release(self) -> None:
+        """The barrier is over: only what lost replicas sent stays out."""
+        self._holding = False
+        self._target = {}
 
     def close(self, lost: Iterable[int]) -> None:
         """Admit nothing of these replicas and of those named before."""
@@ -224,7 +239,7 @@ class Fence:
 
     def admits(self, origin: int, sequence: int) -> bool:
         """Whether an update may be taken in."""
-        if origin not in self._lost:
+        if origin not in self._lost and not self._holding:
             return True
         return _holds(self._target.get(origin, NOTHING), sequence)
 

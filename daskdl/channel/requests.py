@@ -7,6 +7,7 @@ too: foreign bytes must not end a run.
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from daskdl.channel import messages
 from daskdl.channel.live import LiveRun
 from daskdl.channel.messages import Answer, Item, ItemKind
 from daskdl.channel.run import RunRecord
+from daskdl.channel.standings import Standing
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ async def handle_stop(live: LiveRun, reason: str) -> dict[str, Any]:
 async def handle_seat(live: LiveRun, worker: str, replicas: int) -> dict[str, Any]:
     """A client wants so many replicas on a worker; answered with the new ones."""
     members = live.record.members
-    missing = replicas - len(members.seated_on(worker))
+    missing = replicas - len(members.seated_on(worker)) if live.has(worker) else 0
     return _answer(live.record, replicas=[members.seat(worker) for _ in range(missing)])
 
 
@@ -103,17 +105,39 @@ async def handle_join(live: LiveRun, replica: int, version: str) -> dict[str, An
     newcomer = members.started and replica not in record.plan.replicas
     live.relay_to(replica)
     if newcomer:
+        cut = await _cut(live, replica)
         donor = members.donor()
         return _answer(
             record,
             members=[],
+            routes=record.routes(),
             donor=donor,
             worker=None if donor is None else members.seats[donor],
-            cut=list(record.cut().items()),
+            cut=list(cut.items()),
         )
     await live.notify()
     await live.until(lambda: members.started, None)
-    return _answer(record, members=[[r, 0] for r in members.present], donor=None)
+    present = [[r, 0] for r in members.present]
+    return _answer(record, members=present, routes=record.routes(), donor=None)
+
+
+async def _cut(live: LiveRun, newcomer: int) -> dict[int, int]:
+    """What a newcomer's snapshot has to contain.
+
+    The relay knows what it passed on. In a mesh each replica says up to which of
+    its updates it did not know the newcomer; then the newcomer is told.
+    """
+    record, members = live.record, live.record.members
+    if record.plan.routing == "plain":
+        return record.cut()
+    generation, progress = members.generation, members.progress[newcomer]
+    progress.heard_at = math.inf  # it waits here, and can say nothing
+    await live.until(
+        lambda: not members.here(newcomer) or record.adopted(generation), None
+    )
+    _check_present(newcomer, record)
+    progress.heard_at = live.now()
+    return record.exact_cut(newcomer)
 
 
 async def handle_activate(live: LiveRun, replica: int, step: int) -> dict[str, Any]:
@@ -133,10 +157,22 @@ async def handle_publish(
     items: Sequence[Sequence[Any]],
     step: int,
     done: int,
+    standing: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A replica has updates for all others, or only a sign of life."""
+    """A replica has updates for all others, or only a sign of life.
+
+    In a mesh there are no updates, but how the replica stands. The answer says how
+    the others do.
+    """
     record = live.record
     _check_present(origin, record)
+    if standing is not None:
+        record.members.progress[origin].heard_at = live.now()
+        sequence, told = _standing_of(standing)
+        if record.hear(origin, int(step), int(done), sequence, told):
+            await live.notify()
+        stable, words = record.stable(origin), record.words()
+        return _answer(record, accepted=0, stable=stable, words=words)
     updates = [_update_of(origin, fields) for fields in items]
     record.members.progress[origin].heard_at = live.now()
     accepted = record.publish(origin, updates, int(step), int(done))
@@ -204,7 +240,12 @@ async def handle_gather(
     _check_present(replica, record)
     gathering = record.arrive(key, replica, note)
     await live.notify()
-    await live.until(lambda: not gathering.awaited(record.members.expected), None)
+
+    def complete() -> bool:  # for good: a newcomer that is active by now comes later
+        settled = gathering.gone is not None
+        return settled or not gathering.awaited(record.members.expected)
+
+    await live.until(complete, None)
     if record.stopped is None and record.complete(key, gathering, kind):
         await live.notify()
     notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
@@ -246,6 +287,12 @@ def _update_of(origin: int, fields: Sequence[Any]) -> Item:
     if item.kind != ItemKind.UPDATE or item.origin != origin:
         raise ValueError(f"replica {origin} must not publish {item[:3]}")
     return item
+
+
+def _standing_of(fields: Mapping[str, Any]) -> tuple[int, Standing]:
+    received = {int(o): int(sequence) for o, sequence in fields["received"]}
+    generation, adopted_at = int(fields["generation"]), int(fields["adopted_at"])
+    return int(fields["sequence"]), Standing(generation, adopted_at, received)
 
 
 def _answer(record: RunRecord, **fields: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from daskdl.channel.members import Members
 from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.outbox import Outbox
 from daskdl.channel.schedule import Schedule
+from daskdl.channel.standings import Standing, Standings
 from daskdl.timeouts import Timeouts
 
 
@@ -32,6 +33,7 @@ class RunPlan:
         relay_bytes: Bound of the relay's queue for each replica.
         min_replicas: With fewer active ones nobody gets a piece.
         timeouts: Bounds on waiting, seconds, by name.
+        routing: ``"plain"``, or ``"mesh"``: then no updates come here.
     """
 
     run: int
@@ -43,6 +45,7 @@ class RunPlan:
     relay_bytes: int
     min_replicas: int
     timeouts: Mapping[str, float]
+    routing: str = "plain"
 
 
 class RunRecord:
@@ -60,6 +63,7 @@ class RunRecord:
         refused: Messages that were not understood.
         epoch: That runs now, counted from 0.
         holding: Whether updates have to wait, see `complete`.
+        standings: How replicas stand that send to each other.
     """
 
     plan: RunPlan
@@ -71,6 +75,7 @@ class RunRecord:
     refused: int
     epoch: int
     holding: bool
+    standings: Standings
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
@@ -83,6 +88,7 @@ class RunRecord:
         self.epoch = 0
         self.holding = False
         self._held: list[Item] = []  # updates that wait, one of each that leaves
+        self.standings = Standings()
         self._gatherings: dict[str, Gathering] = {}
 
     @property
@@ -97,9 +103,21 @@ class RunRecord:
 
     def join(self, replica: int, now: float) -> Outbox:
         """A replica takes part from now on; returns the queue of what it is sent."""
+        # Whoever joins needs no update that was there before, but in a snapshot.
+        self.standings.join(replica, self.cut() if self.members.started else {})
         self.members.join(replica, now)
         self.outboxes[replica] = Outbox(self.plan.relay_bytes)
+        if self.members.started:
+            self._tell_routes()
         return self.outboxes[replica]
+
+    def routes(self) -> tuple[int, list[tuple[int, str]]]:
+        """Who sends to whom follows from this: the generation, and who is where."""
+        members = self.members
+        return members.generation, [(r, members.seats[r]) for r in members.present]
+
+    def _tell_routes(self) -> None:
+        self._tell(Item(ItemKind.ROUTES.value, 0, 0, 0, 0, self.routes()))
 
     def activate(self, replica: int, step: int) -> None:
         """A newcomer has the common state: it trains, and barriers wait for it."""
@@ -114,6 +132,42 @@ class RunRecord:
         """
         here = {r: p.sequence for r, p in self.members.progress.items()}
         return {**here, **self.members.gone}
+
+    def adopted(self, generation: int) -> bool:
+        """Whether all who train send by these routes, or by later ones."""
+        training = set(self.members.expected) & set(self.members.present)
+        return self.standings.adopted(training, generation)
+
+    def exact_cut(self, newcomer: int) -> dict[int, int]:
+        """Last update of each that trains that this newcomer is not sent.
+
+        Only for routes that all have adopted; from then on nobody keeps for the
+        newcomer what its snapshot will contain.
+        """
+        training = set(self.members.expected) & set(self.members.present)
+        cut = self.standings.cut(sorted(training))
+        self.standings.raise_floor(newcomer, cut)
+        return cut
+
+    def hear(
+        self, origin: int, step: int, done: int, sequence: int, standing: Standing
+    ) -> bool:
+        """A replica of a mesh says how it stands; whether it took up other routes."""
+        progress = self.members.progress[origin]
+        progress.step = max(progress.step, step)
+        progress.done = max(progress.done, done)
+        progress.sequence = max(progress.sequence, sequence)
+        return self.standings.tell(origin, standing)
+
+    def stable(self, origin: int) -> int:
+        """Up to where all others have an origin's updates."""
+        sequence = self.members.progress[origin].sequence
+        return self.standings.stable(origin, self.members.present, sequence)
+
+    def words(self) -> list[tuple[int, int, int, int]]:
+        """How far those that train are: number, last update, step, epoch done."""
+        said = ((r, self.members.progress.get(r)) for r in self.members.expected)
+        return [(r, p.sequence, p.step, p.done) for r, p in said if p is not None]
 
     def publish(self, origin: int, items: Iterable[Item], step: int, done: int) -> int:
         """Queue a replica's items for all others, in order, while they have room.
@@ -148,7 +202,8 @@ class RunRecord:
         if step > progress.step or done > progress.done:
             progress.step = max(progress.step, step)
             progress.done = max(progress.done, done)
-            item = Item(ItemKind.PROGRESS.value, origin, 0, step, 0, progress.done)
+            kind, sequence = ItemKind.PROGRESS.value, progress.sequence
+            item = Item(kind, origin, sequence, step, 0, progress.done)
             self._tell(item, but=origin)
 
     def _tell(self, item: Item, but: int | None = None) -> None:
@@ -221,10 +276,12 @@ class RunRecord:
         if not self.members.here(replica):
             return
         self.members.remove(replica)
+        self.standings.leave(replica)
         self.outboxes.pop(replica, None)
         self.schedule.lose(replica)
         step = self.members.step_of(replica)
         self._tell(Item(ItemKind.LOST.value, replica, 0, step, 0))
+        self._tell_routes()
 
     def stop(self, reason: str) -> None:
         """Tell every replica to leave; the first reason stays."""

@@ -65,10 +65,12 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     async def handle_close(self, run: int) -> dict[str, Any]:
         """A client is through with a run: nothing of it stays."""
         live = self.runs.pop(run, None)
+        still_here = ""
         if live is not None:
+            still_here = live.still_here()
             await live.close()
             logger.info("run %s is closed", run)
-        return {"status": Answer.OK.value}
+        return {"status": Answer.OK.value, "still_here": still_here}
 
     # ---- hooks of Dask
 
@@ -101,5 +103,13 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     async def _abandon(self, run: int, live: LiveRun) -> None:
         """The client is gone: nobody would take the result."""
         await live.stop("its client is gone")
-        await live.emptied(live.record.timeouts.stop)
-        await self.handle_close(run)
+        bound = live.record.timeouts.bound("stop")
+        await live.emptied(bound.seconds)
+        answer = await self.handle_close(run)
+        if answer["still_here"]:
+            logger.warning(
+                "run %s: after %s these have not left: %s",
+                run,
+                bound,
+                answer["still_here"],
+            )

@@ -14,6 +14,7 @@ from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link, Wanted
 from daskdl.channel.payloads import wrap_note
 from daskdl.errors import ChannelError, WaitTimeoutError
+from daskdl.timeouts import Bound
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,11 @@ class Waiting:
         self.waited_s = {}
         self._link = link
         self._inbox = link.inbox
-        self._outbox = link.outbox
+        self._carrier = link.carrier
+        self._connection = link.connection
         self._timeouts = endpoint.timeouts
         self._replica = endpoint.replica
+        self._mesh = endpoint.routing == "mesh"
 
     def check(self) -> None:
         """Raise if the run was stopped, or the link is broken; else serve newcomers."""
@@ -48,8 +51,8 @@ class Waiting:
             if self._link.wanted:
                 self._serve()
             return
-        if self._link.failure is not None:
-            raise self._link.failure
+        if self._connection.failure is not None:
+            raise self._connection.failure
         raise Stopped(self._inbox.stopped)
 
     def until(
@@ -67,14 +70,14 @@ class Waiting:
                 silent; this bound is for a scheduler that says nothing either.
         """
         started = time.perf_counter()
-        bound = self._timeouts.silence + self._timeouts.request
-        came = self._until(ready, bound)
+        bound = self._timeouts.bound("silence", "request")
+        came = self._until(ready, bound.seconds)
         self._count(cause, started)
         self.check()
         if not came:
             raise WaitTimeoutError(
-                f"replica {self._replica} waited {bound:g} s for {cause}; by replica: "
-                f"{state()}"
+                f"replica {self._replica} waited {bound} for {cause}; by replica: "
+                f"{state()}; last heard: {self.last_heard()}"
             )
 
     def until_done(self, cause: str, future: Any, timeout_s: float) -> bool:
@@ -85,34 +88,37 @@ class Waiting:
         self.check()
         return bool(future.done())
 
-    def until_sent(self, cause: str) -> None:
-        """Wait until nothing is left to send.
+    def until_sent(self, cause: str, ready: Callable[[], bool]) -> None:
+        """Wait until enough of what was published has gone.
+
+        Args:
+            cause: For messages and counters.
+            ready: Of the carrier.
 
         Raises:
             WaitTimeoutError: If it takes too long.
         """
         started = time.perf_counter()
-        bound = self._timeouts.silence
-        came = self._outbox.wait_for(
-            lambda box: self._inbox.stopped is not None or len(box) == 0, bound
-        )
+        # In a mesh it may be for one who is silent, and then given up by then.
+        names = ("silence", "request") if self._mesh else ("silence",)
+        bound = self._timeouts.bound(*names)
+        came = self._until(ready, bound.seconds)
         self._count(cause, started)
         self.check()
         if not came:
+            updates, nbytes, destination = self._carrier.backlog()
             raise WaitTimeoutError(
-                f"replica {self._replica} waited {bound:g} s for {cause}: "
-                f"{len(self._outbox)} updates ({self._outbox.nbytes} bytes) could not "
-                "be passed to the scheduler"
+                f"replica {self._replica} waited {bound} for {cause}: "
+                f"{updates} updates ({nbytes} bytes) could not be passed to "
+                f"{destination}; last heard: {self.last_heard()}"
             )
 
-    def ask(
-        self, operation: str, timeout_s: float | None, **fields: Any
-    ) -> dict[str, Any]:
+    def ask(self, operation: str, bound: Bound | None, **fields: Any) -> dict[str, Any]:
         """Send the scheduler a request and wait for the answer.
 
         Args:
             operation: Its name.
-            timeout_s: Seconds. None: it is answered when others have done something;
+            bound: How long. None: it is answered when others have done something;
                 the scheduler gives up who is silent meanwhile, and a scheduler that
                 is silent is noticed by the link.
             **fields: Of the message.
@@ -122,20 +128,20 @@ class Waiting:
             ChannelError: If the scheduler cannot be reached, or refuses.
         """
         started = time.perf_counter()
-        future = self._link.request(
+        future = self._connection.request(
             operation, self._inbox.wake, replica=self._replica, **fields
         )
-        self._until(future.done, timeout_s)
+        self._until(future.done, None if bound is None else bound.seconds)
         self._count(operation.removeprefix("daskdl_"), started)
         if not future.done():
             future.cancel()
             self.check()
             raise WaitTimeoutError(
                 f"the scheduler did not answer {operation} of replica {self._replica} "
-                f"within {timeout_s} s"
+                f"within {bound}; last heard: {self.last_heard()}"
             )
         try:
-            answer = self._link.understand(future.result())
+            answer = self._connection.understand(future.result())
         except OSError as error:
             raise ChannelError(f"the scheduler cannot be reached: {error}") from error
         self.check()
@@ -146,12 +152,16 @@ class Waiting:
     ) -> Mapping[str, Any] | None:
         """Send another worker a request; None if it does not answer."""
         started = time.perf_counter()
-        future = self._link.request_of(worker, operation, self._inbox.wake, **fields)
+        future = self._connection.request_of(
+            worker, operation, self._inbox.wake, **fields
+        )
         self._until(future.done, self._timeouts.request)
         self._count(operation.removeprefix("daskdl_"), started)
         self.check()
         if not future.done():
             future.cancel()
+            bound = self._timeouts.bound("request")
+            logger.info("%s: %s did not answer within %s", operation, worker, bound)
             return None
         try:
             answer: Any = future.result()
@@ -160,15 +170,27 @@ class Waiting:
             return None
         return answer if isinstance(answer, dict) else None
 
+    def result(self, cause: str, future: concurrent.futures.Future[Any]) -> None:
+        """Wait for work on the event loop, which wakes the inbox at its end."""
+        started = time.perf_counter()
+        self._until(future.done, None)
+        self._count(cause, started)
+        self.check()
+
     def tell(self, operation: str, **fields: Any) -> None:
         """Send the scheduler a last word, whether the run goes on or not."""
-        future = self._link.request(
+        future = self._connection.request(
             operation, lambda: None, replica=self._replica, **fields
         )
         try:
             future.result(self._timeouts.request)
         except (OSError, TimeoutError, concurrent.futures.CancelledError) as error:
             logger.info("%s of replica %s: %s", operation, self._replica, error)
+
+    def last_heard(self) -> str:
+        """Of the scheduler and of the other replicas, for messages."""
+        words = [f"the scheduler {self._connection.silent_s():.1f} s ago"]
+        return "; ".join([*words, *self._inbox.last_words()])
 
     def count_off(self) -> dict[str, float]:
         """Seconds waited since the last call, by cause."""
@@ -198,7 +220,9 @@ class Waiting:
         return [wanted for wanted in list(self._link.wanted) if self._has(wanted)]
 
     def _has(self, wanted: Wanted) -> bool:
-        others = {o: s for o, s in wanted.cut.items() if o != self._replica}
+        # What a lost one had sent may have reached nobody, unless a relay has it.
+        without = {self._replica} | (self._inbox.lost() if self._mesh else set())
+        others = {o: s for o, s in wanted.cut.items() if o not in without}
         return not wanted.answer.done() and not self._inbox.behind(others)
 
     def _count(self, cause: str, started: float) -> None:

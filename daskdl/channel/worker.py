@@ -43,6 +43,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         worker.extensions[NAME] = self
         worker.handlers[messages.DELIVER] = self.handle_deliver
         worker.handlers[messages.SNAPSHOT] = self.handle_snapshot
+        worker.handlers[messages.REPAIR] = self.handle_repair
         self._worker = worker
 
     @override
@@ -58,7 +59,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     async def handle_deliver(
         self, run: Any = None, replica: Any = None, items: Sequence[Any] = ()
     ) -> dict[str, Any]:
-        """The relay has items for a replica here."""
+        """The relay, or another replica, has items for a replica here."""
         link = self._link(run, replica)
         if link is None:
             return {"status": Answer.UNKNOWN.value}
@@ -92,6 +93,23 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
                 "reason": "it was not ready in time",
             }
         return {"status": Answer.OK.value, "snapshot": snapshot}
+
+    async def handle_repair(
+        self,
+        run: Any = None,
+        replica: Any = None,
+        origin: Any = None,
+        sequences: Sequence[Any] = (),
+    ) -> dict[str, Any]:
+        """A replica elsewhere asks one here for updates that it missed."""
+        link = self._link(run, replica)
+        if link is None:
+            return {"status": Answer.UNKNOWN.value}
+        try:
+            found = link.find(int(origin), [int(s) for s in sequences])
+        except (TypeError, ValueError) as error:
+            return {"status": Answer.REFUSED.value, "reason": str(error)}
+        return {"status": Answer.OK.value, "items": [tuple(item) for item in found]}
 
     def _link(self, run: Any, replica: Any) -> Link | None:
         known = isinstance(run, int) and isinstance(replica, int)

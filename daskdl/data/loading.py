@@ -12,6 +12,13 @@ from daskdl.data.pieces import new_key
 from daskdl.data.sources import Rows
 from daskdl.errors import LostPieceError, WaitTimeoutError
 
+ASK_S = 5.0  # for a better message, after a bound was passed anyway
+
+
+def connect() -> None:
+    """Open the connection that `load` needs, which takes a while the first time."""
+    get_client()
+
 
 def wait_until_done(future: Any, timeout_s: float) -> bool:
     """Wait for a future of Dask's; returns whether it is done."""
@@ -71,8 +78,8 @@ def load(
         while not wait(moved, max(min(look_s, deadline - time.monotonic()), 0.0)):
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
-                    f"piece {key} did not come within {timeout_s} s; waited for Dask "
-                    f"to compute it or to move it to {worker.address}"
+                    f"piece {key} did not come to {worker.address} within "
+                    f"{timeout_s:g} s (daskdl.timeouts.data); {_where(client, key)}"
                 )
             if not still_there():
                 raise LostPieceError(f"piece {key} is on a worker that hangs")
@@ -84,6 +91,27 @@ def load(
     finally:
         moved.release()
     return rows
+
+
+def _where(client: Any, key: str) -> str:
+    """What the scheduler says of a piece that does not come."""
+    try:
+        answers = client.sync(_ask_where, client, key, callback_timeout=ASK_S)
+    except (OSError, TimeoutError):
+        return f"the scheduler did not say within {ASK_S:g} s where it is"
+    holders, computing = answers
+    if holders:
+        return f"it is held by {', '.join(holders)} and was not moved in time"
+    if computing:
+        return f"it is being computed on {', '.join(computing)}"
+    return "nobody has it; it waits for Dask to compute what it is made of"
+
+
+async def _ask_where(client: Any, key: str) -> tuple[list[str], list[str]]:
+    held = await client.scheduler.who_has(keys=[key])
+    processing = await client.scheduler.processing(workers=None)
+    computing = [worker for worker, keys in processing.items() if key in keys]
+    return list(held.get(key, ())), computing
 
 
 def _itself(rows: Rows) -> Rows:

@@ -13,6 +13,7 @@ from distributed import Client
 
 from daskdl.data.sources import Source, source_of
 from daskdl.errors import OptionError
+from daskdl.timeouts import Timeouts
 
 
 class Piece(NamedTuple):
@@ -34,15 +35,23 @@ class Pieces:
         source: What the pieces are cut from; kept, to start lost pieces again.
         client: A synchronous client.
         workers: Addresses to spread the pieces over.
+        timeout_s: For a worker to take a piece that is sent to it, seconds.
     """
 
     examples: int  # rows in all pieces together
     _futures: dict[int, Any]  # Dask futures, by piece number
 
-    def __init__(self, source: Source, client: Client, workers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        client: Client,
+        workers: Sequence[str],
+        timeout_s: float,
+    ) -> None:
         self.examples = sum(source.lengths)
         self._source: Source | None = source
         self._client = client
+        self._timeout_s = timeout_s
         self._futures = {}
         try:
             self._start(range(len(source.lengths)), workers)
@@ -71,8 +80,9 @@ class Pieces:
             The same index and rows, but a new key.
         """
         if self._piece(index).key == key:
-            release([self._futures.pop(index)])
+            former = self._futures[index]
             self._start([index], workers)
+            release([former])
         return self._piece(index)
 
     def release(self) -> None:
@@ -95,7 +105,9 @@ class Pieces:
                 if homes[index] == worker
             }
             if keys:
-                self._futures |= self._source.start(self._client, worker, keys)
+                self._futures |= self._source.start(
+                    self._client, worker, keys, self._timeout_s
+                )
 
     def _piece(self, index: int) -> Piece:
         if self._source is None:
@@ -148,11 +160,12 @@ def place(
         shuffle_seed: Seed of the order of rows in memory; None keeps the order.
 
     Raises:
+        OSError: If a worker is gone, or does not take its pieces in time.
         DataError: If X and y cannot be trained on, see `check_data`.
         OptionError: If an option is outside what is allowed.
     """
     source = source_of(X, y, batch_size, replicas, shuffle_seed)
-    return Pieces(source, client, workers)
+    return Pieces(source, client, workers, Timeouts.from_config().request)
 
 
 def release(futures: Iterable[Any]) -> None:

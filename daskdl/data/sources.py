@@ -18,6 +18,7 @@ from daskdl.data.arrays import (
     check_labels,
     is_dask_array,
 )
+from daskdl.data.scattering import scatter
 from daskdl.data.validate import check_data
 from daskdl.errors import DataError, OptionError
 
@@ -35,7 +36,7 @@ class Source(ABC):
 
     @abstractmethod
     def start(
-        self, client: Any, worker: str, keys: Mapping[int, str]
+        self, client: Any, worker: str, keys: Mapping[int, str], timeout_s: float
     ) -> dict[int, Any]:
         """Put pieces on a worker, or begin to compute them there.
 
@@ -43,6 +44,7 @@ class Source(ABC):
             client: A synchronous client.
             worker: Address of the worker they should be on.
             keys: The future key for each piece to start, by piece number.
+            timeout_s: For each piece that is sent, seconds.
 
         Returns:
             The future of each piece, by piece number.
@@ -82,11 +84,15 @@ class InMemory(Source):
 
     @override
     def start(
-        self, client: Any, worker: str, keys: Mapping[int, str]
+        self,
+        client: Any,
+        worker: str,
+        keys: Mapping[int, str],
+        timeout_s: float,
     ) -> dict[int, Any]:
         # One call per piece: they go through the scheduler, which holds one at a time.
         return {
-            index: client.scatter({key: self._rows(index)}, workers=[worker])[key]
+            index: scatter(client, {key: self._rows(index)}, [worker], timeout_s)[key]
             for index, key in keys.items()
         }
 
@@ -132,7 +138,7 @@ class DaskBlocks(Source):
 
     @override
     def start(
-        self, client: Any, worker: str, keys: Mapping[int, str]
+        self, client: Any, worker: str, keys: Mapping[int, str], timeout_s: float
     ) -> dict[int, Any]:
         pairs = [self.delayed(index, key) for index, key in keys.items()]
         # Loose, so that Dask computes them elsewhere when this worker is lost.

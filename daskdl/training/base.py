@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from daskdl.buffers import Buffers
 from daskdl.channel.base import Channel
+from daskdl.channel.routes import FAN_OUT
 from daskdl.thresholds import Sent
 
 
@@ -143,11 +145,21 @@ class TrainingMaster(ABC):
     replicas_per_worker: int | str
     min_replicas: int = 1  # with fewer, training waits for more
     rejoin_timeout: float | None = None  # how long, seconds; None: as configured
+    fan_out: int = FAN_OUT  # most replicas that one passes an update on to, in a mesh
 
     @property
     @abstractmethod
     def synchronous(self) -> bool:
         """Whether replicas go in step, so that a run is repeatable from its seed."""
+
+    def routing_for(self, replicas: int) -> str:
+        """``"plain"`` or ``"mesh"``, for a run that begins with so many replicas."""
+        return "plain"
+
+    def warm_up(  # noqa: B027 - most need not
+        self, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Do once what happens between steps, on something small."""
 
     @abstractmethod
     def attach(self, seat: Seat) -> Exchange:

@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle
-from distributed import Client, Future, wait
+from distributed import Client, Future
 
 from daskdl import errors
 from daskdl.channel import messages
@@ -16,6 +18,7 @@ from daskdl.channel.messages import Answer
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.data.pieces import Pieces
+from daskdl.data.scattering import scatter
 from daskdl.errors import (
     ChannelError,
     DaskDLError,
@@ -24,8 +27,9 @@ from daskdl.errors import (
     WaitTimeoutError,
 )
 from daskdl.packed import Packed
+from daskdl.training.collect import collect
 from daskdl.training.launch import train_replica
-from daskdl.training.merge import Final, merge
+from daskdl.training.merge import Final
 from daskdl.training.seats import replicas_on
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.version import VERSION
@@ -76,7 +80,8 @@ class Driver:
         limits: Limits,
     ) -> None:
         self._client = client
-        self._options = options
+        routing = options.master.routing_for(len(seats))
+        self._options = dataclasses.replace(options, routing=routing)
         self._seats = dict(seats)
         self._founders = set(seats)
         self._pieces = pieces
@@ -84,6 +89,7 @@ class Driver:
         self._futures: dict[int, Future] = {}
         self._failure: Exception | None = None
         self._stopped: str | None = None
+        self._heard_at = time.monotonic()  # of the scheduler's last answer
 
     def run(
         self, recipe: Packed[Recipe], on_event: Callable[[Event], None]
@@ -107,7 +113,7 @@ class Driver:
             except BaseException as error:  # also Ctrl-C: the cluster is left clean
                 interruption = error
                 self._stop(f"the client stopped it: {type(error).__name__}")
-            final = self._collect()
+            final = collect(self._client, self._tasks(), self._options)
         finally:
             self._close()
         return final, interruption or self._reason()
@@ -129,6 +135,7 @@ class Driver:
             "relay_bytes": self._limits.relay_bytes,
             "min_replicas": options.master.min_replicas,
             "timeouts": vars(options.timeouts),
+            "routing": options.routing,
         }
         answer = self._ask(messages.OPEN, plan=plan, client=self._client.id)
         if answer.get("version") != VERSION:
@@ -141,9 +148,8 @@ class Driver:
     def _submit(self, recipe: Packed[Recipe], seats: Mapping[int, str]) -> None:
         workers = sorted(set(seats.values()))
         name = f"daskdl-recipe-{self._options.run:x}-{min(seats)}"
-        sent = self._client.scatter(
-            {name: recipe}, workers=workers, broadcast=len(workers) > 1
-        )
+        bound_s = self._options.timeouts.request
+        sent = scatter(self._client, {name: recipe}, workers, bound_s)
         per_worker = {w: list(seats.values()).count(w) for w in workers}
         for replica, worker in seats.items():
             self._futures[replica] = self._client.submit(
@@ -152,6 +158,7 @@ class Driver:
                 self._options,
                 replica,
                 per_worker[worker],
+                founder=replica in self._founders,
                 key=f"daskdl-train-{self._options.run:x}-{replica}",
                 workers=[worker],
                 allow_other_workers=False,
@@ -203,10 +210,17 @@ class Driver:
 
     def _restore(self, event: Event) -> None:
         phase, index = event["phase"], event["piece"]
-        workers = sorted(set(self._client.nthreads()) - set(event["avoid"]))
-        if workers:
-            piece = self._pieces[phase].restore(index, event["key"], workers)
+        pieces, vain = self._pieces[phase], set(event["avoid"])
+        while workers := sorted(set(self._client.nthreads()) - vain):
+            home = workers[index % len(workers)]
+            try:
+                piece = pieces.restore(index, event["key"], [home])
+            except OSError as error:  # it has gone, or hangs
+                logger.info("piece %s is not put on %s: %s", index, home, error)
+                vain.add(home)
+                continue
             self._ask(messages.RESTORE, phase=phase, piece=index, key=piece.key)
+            return
 
     def _events(self) -> Iterator[Event]:
         """News until every replica's task has ended."""
@@ -225,7 +239,11 @@ class Driver:
 
     def _raise_task_errors(self) -> None:
         for replica, future in list(self._futures.items()):
-            if future.status == "error":
+            if future.status == "cancelled":
+                # Its worker is gone, or was before it came there.
+                logger.info("Dask has given up the task of replica %s", replica)
+                self._cancel(replica)
+            elif future.status == "error":
                 error = future.exception()
                 if replica not in self._founders:
                     logger.warning("a newcomer did not start: %s", error)
@@ -268,32 +286,11 @@ class Driver:
     def _stop(self, reason: str) -> None:
         self._ask(messages.STOP, reason=reason)
 
-    def _collect(self) -> Final | None:
-        """Wait for the tasks to end, and join what they left on their workers."""
-        live = list(self._futures.values())
-        try:
-            with self._client.as_current():  # `wait` asks the default client
-                wait(live, timeout=self._options.timeouts.stop)
-        except TimeoutError:
-            logger.warning("some replicas have not left in time")
-        results = [f for f in live if f.status == "finished"]
-        if not results:
-            return None
-        merged = self._client.submit(
-            merge, results, key=f"daskdl-merge-{self._options.run:x}"
-        )
-        bound = self._options.timeouts.data
-        try:
-            packed: Packed[Final] = merged.result(timeout=bound)
-        except TimeoutError as error:
-            # Dask would train again what was lost with its worker after the end.
-            raise WaitTimeoutError(
-                f"the replicas' results were not joined within {bound:g} s "
-                "(daskdl.timeouts.data); was a worker lost at the very end?"
-            ) from error
-        finally:
-            merged.release()
-        return packed.unpack()
+    def _tasks(self) -> dict[str, Future]:
+        return {
+            f"replica {replica} on {self._seats[replica]}": future
+            for replica, future in self._futures.items()
+        }
 
     def _cancel(self, replica: int) -> None:
         future = self._futures.pop(replica, None)
@@ -303,18 +300,28 @@ class Driver:
     def _close(self) -> None:
         for replica in list(self._futures):
             self._cancel(replica)
-        self._ask(messages.CLOSE)
+        still_here = self._ask(messages.CLOSE).get("still_here")
+        if still_here:
+            bound = self._options.timeouts.bound("stop")
+            logger.warning("after %s these have not left: %s", bound, still_here)
 
     def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
         async def ask() -> Any:
             request = getattr(self._client.scheduler, operation)
             if operation != messages.OPEN:
                 fields["run"] = self._options.run
-            return await asyncio.wait_for(
-                request(**fields), self._options.timeouts.request
-            )
+            return await asyncio.wait_for(request(**fields), bound.seconds)
 
-        answer = self._client.sync(ask)
+        bound = self._options.timeouts.bound("request")
+        try:
+            answer = self._client.sync(ask)
+        except TimeoutError as error:
+            ago_s = time.monotonic() - self._heard_at
+            raise WaitTimeoutError(
+                f"the scheduler did not answer {operation} within {bound}; it last "
+                f"answered {ago_s:.1f} s ago"
+            ) from error
+        self._heard_at = time.monotonic()
         if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:
             raise ChannelError(f"the scheduler answered {answer!r} to {operation}")
         return answer

@@ -7,15 +7,22 @@ from daskdl.channel.base import Channel
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.worker import NAME, ChannelWorkerPlugin
 from daskdl.errors import ChannelError
+from daskdl.failures import FailureInjection
 from daskdl.packed import Packed
 from daskdl.training.memory import freed_memory_kept
 from daskdl.training.replica import Replica
 from daskdl.training.task import Recipe, Result, TaskOptions
 from daskdl.training.threads import torch_threads
+from daskdl.training.warmup import warm_up
 
 
 def train_replica(
-    recipe: Packed[Recipe], options: TaskOptions, number: int, seats: int
+    recipe: Packed[Recipe],
+    options: TaskOptions,
+    number: int,
+    seats: int,
+    *,
+    founder: bool,
 ) -> Result:
     """Train one replica on this worker, from start to end.
 
@@ -24,12 +31,13 @@ def train_replica(
         options: The same for all replicas.
         number: Of this replica in the run.
         seats: Replicas of this run on this worker.
+        founder: It is there from the start; nobody trains before it joins.
     """
     # Frees the slot for other tasks, and keeps adaptive clusters from closing us.
     secede()
     worker = get_worker()
     own = recipe.unpack()
-    channel = _open_channel(worker, options, number)
+    channel = _open_channel(worker, options, number, own)
     try:
         device = pick_device(options.device, number)
         devices = [device] if device.type == "cuda" else []
@@ -39,17 +47,23 @@ def train_replica(
             freed_memory_kept(),
             torch.random.fork_rng(devices),
         ):
-            return Replica(number, options, own, channel, device).run()
+            replica = Replica(number, options, own, channel, device)
+            if not founder:
+                warm_up(own, options.master, device)
+            return replica.run()
     finally:
         channel.leave()
 
 
-def _open_channel(worker: Worker, options: TaskOptions, number: int) -> Channel:
+def _open_channel(
+    worker: Worker, options: TaskOptions, number: int, own: Recipe
+) -> Channel:
     plugin = worker.extensions.get(NAME)
     if not isinstance(plugin, ChannelWorkerPlugin):
         raise ChannelError(
             f"the daskdl plugin is not set up on {worker.address}; see the worker's log"
         )
+    injected = [c for c in own.callbacks if isinstance(c, FailureInjection)]
     return plugin.open(
         Endpoint(
             options.run,
@@ -59,6 +73,9 @@ def _open_channel(worker: Worker, options: TaskOptions, number: int) -> Channel:
             options.outbox_bytes,
             options.inbox_bytes,
             options.timeouts,
+            options.routing,
+            options.master.fan_out,
+            [failure for failure in injected if failure.kind == "drop"],
         )
     )
 

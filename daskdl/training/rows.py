@@ -45,6 +45,7 @@ def row_of(
         "replicas": len(notes),
         "repeated_pieces": event["repeated"],
         "refused_messages": event["refused"] + sum(t["refused"] for t in traffic),
+        "repaired_updates": sum(t["repaired"] for t in traffic),
         "withheld": sum(t["withheld"] for t in traffic),
         "folds": sum(t["folds"] for t in traffic),
     }

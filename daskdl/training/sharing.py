@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 from typing_extensions import override
 
 from daskdl import codec
@@ -21,12 +23,17 @@ from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
 from daskdl.channel.base import Gathered
 from daskdl.channel.inbox import Arrived
 from daskdl.channel.messages import Barrier
+from daskdl.channel.routes import FAN_OUT
 from daskdl.errors import OptionError
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import AdaptiveThreshold, Sent, ThresholdAlgorithm
 from daskdl.training.alone import Alone
 from daskdl.training.base import Exchange, Parameters, Seat, Statistics, TrainingMaster
 from daskdl.vectors import FlatParameters
+
+# Where "auto" changes over. A choice, not a measurement: with fewer, a mesh sends each
+# update as often as the relay does, and the relay needs no repair.
+MESH_FROM = 9
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,11 @@ class GradientSharing(TrainingMaster):
             an exchange interval. 0 goes in step and makes a run repeatable bit
             for bit; None is unbounded.
         exchange_every: Steps between exchanges.
-        routing: ``"plain"`` relays through the scheduler; ``"auto"`` chooses
-            what suits the number of replicas, at present always plain.
+        routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
+            worker to worker; ``"auto"`` is mesh from 9 replicas on, counted when
+            the run starts.
+        fan_out: In a mesh, most replicas that one passes an update on to. While
+            there are at most one more than these, each sends to all others.
         replicas_per_worker: Replicas in each worker process; ``"auto"`` is one
             for each of its CUDA devices, else one.
         min_replicas: With fewer than these, training waits for more.
@@ -73,6 +83,7 @@ class GradientSharing(TrainingMaster):
     replicas_per_worker: int | Literal["auto"] = 1
     min_replicas: int = 1
     rejoin_timeout: float | None = None
+    fan_out: int = FAN_OUT
 
     def __post_init__(self) -> None:
         _check_type("threshold", self.threshold, ThresholdAlgorithm)
@@ -87,17 +98,13 @@ class GradientSharing(TrainingMaster):
             raise OptionError(
                 f"routing must be 'auto', 'plain' or 'mesh', got {self.routing!r}"
             )
-        if self.routing == "mesh":
-            raise NotImplementedError(
-                "routing='mesh' is not available in this version; use 'auto' or "
-                "'plain', which relay through the scheduler"
-            )
         if self.replicas_per_worker != "auto":
             _check_whole(
                 "replicas_per_worker", self.replicas_per_worker, 1, "or 'auto'"
             )
 
         _check_whole("min_replicas", self.min_replicas, 1)
+        _check_whole("fan_out", self.fan_out, 1)
         _check_bound("rejoin_timeout", self.rejoin_timeout)
 
     def _check_scale(self) -> None:
@@ -114,6 +121,31 @@ class GradientSharing(TrainingMaster):
     @override
     def synchronous(self) -> bool:
         return self.max_staleness == 0
+
+    @override
+    def routing_for(self, replicas: int) -> str:
+        if self.routing != "auto":
+            return self.routing
+        return "mesh" if replicas >= MESH_FROM else "plain"
+
+    @override
+    def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
+        small = nn.Linear(8, 8, device=device, dtype=dtype)
+        accumulator = Accumulator(
+            FlatParameters(small), self.threshold, self.residual, self.apply, None
+        )
+        with torch.no_grad():
+            small.weight.add_(1.0)
+        accumulator.absorb_()
+        proposal = accumulator.propose()
+        frame = codec.encode(
+            codec.Stamp(0, 0, 1, 1),
+            accumulator.size,
+            proposal.threshold,
+            proposal.entries_K,
+        )
+        accumulator.take_(proposal)
+        accumulator.apply_(codec.decode(frame.tobytes()))
 
     @override
     def attach(self, seat: Seat) -> Exchange:
@@ -231,8 +263,9 @@ class Sharing(Exchange):
     def end_epoch(self, epoch: int, examples: int) -> None:
         self.rest(epoch)
         buffers = pack_buffers(self._module)
+        key = f"end of epoch {epoch}"
         gathered = self._channel.gather(
-            f"end of epoch {epoch}",
+            key,
             {
                 "sequence": self._channel.published(),
                 "step": self._step,
@@ -242,13 +275,12 @@ class Sharing(Exchange):
             },
             Barrier.AGREE,
         )
-        self._agree(gathered)
+        self._agree(key, gathered)
 
-    def _agree(self, gathered: Gathered) -> None:
+    def _agree(self, key: str, gathered: Gathered) -> None:
         notes = gathered.notes
-        # Of one that left since it arrived here, what it handed over counts too.
-        target = {r: note["sequence"] for r, note in notes.items()}
-        self._channel.wait_for_updates({**target, **gathered.gone})
+        published = {r: note["sequence"] for r, note in notes.items()}
+        self._channel.agree(key, published, gathered.gone, self._load)
         self._take_in()
         self._step = max(note["step"] for note in notes.values())
         self._channel.align(self._step, self._accumulator.regrid_())
@@ -258,6 +290,10 @@ class Sharing(Exchange):
         ]
         load_buffers_(self._module, average_buffers(parts))
         self._keep_agreed()
+
+    def _load(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of another replica; what only this one has stays."""
+        self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
 
     def _keep_agreed(self) -> None:
         accumulator = self._accumulator

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -29,6 +30,7 @@ class Recipe:
         optimizer: Makes an optimizer from an iterable of parameters.
         optimizer_state: A state dict to begin with, or None.
         callbacks: Run after each step.
+        rows: Two rows of X and y, to warm up with.
     """
 
     model: nn.Module
@@ -36,6 +38,7 @@ class Recipe:
     optimizer: Callable[[Any], Optimizer]
     optimizer_state: dict[str, Any] | None
     callbacks: Sequence[Callback]
+    rows: tuple[NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class TaskOptions:
         outbox_bytes: Bound of what waits to be sent.
         inbox_bytes: Bound of what waits to be applied.
         timeouts: Bounds on waiting.
+        routing: ``"plain"`` or ``"mesh"``.
     """
 
     run: int
@@ -77,6 +81,7 @@ class TaskOptions:
     outbox_bytes: int
     inbox_bytes: int
     timeouts: Timeouts
+    routing: str = "plain"
 
 
 @dataclass

@@ -5,7 +5,8 @@ import contextlib
 import dataclasses
 
 import numpy as np
-from distributed.utils_test import gen_cluster
+import pytest
+from distributed.utils_test import async_poll_for, gen_cluster
 
 from daskdl import codec
 from daskdl.channel import scheduler as scheduler_end
@@ -21,7 +22,8 @@ RUN = 7
 SIZE = 50
 GRID = 2.0**-24
 PATIENCE_S = 20  # far above what anything here takes
-TIMEOUTS = Timeouts(join=30, request=10, silence=30, stop=2, data=30)
+EITHER = pytest.mark.parametrize("routing", ["plain", "mesh"])
+TIMEOUTS = Timeouts(join=30, request=10, silence=30, stop=2, rejoin=300, data=30)
 
 
 def bounds(**changed):
@@ -129,6 +131,7 @@ class Run:
             "relay_bytes": relay_bytes,
             "min_replicas": min_replicas,
             "timeouts": dataclasses.asdict(self.endpoint.timeouts),
+            "routing": self.endpoint.routing,
         }
         answer = await self.ask("daskdl_open", plan=plan, client=self.client.id)
         assert answer["status"] == "ok"
@@ -137,7 +140,9 @@ class Run:
 
     async def join(self):
         joins = [in_thread(channel.join) for channel in self.channels.values()]
-        return await asyncio.gather(*joins)
+        await asyncio.gather(*joins)
+        boxes = self.record.outboxes.values()  # of what says who the members are
+        await async_poll_for(lambda: not any(len(box) for box in boxes), PATIENCE_S)
 
     async def events(self, seen=0):
         answer = await self.ask(

@@ -16,6 +16,8 @@ from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, code
 from daskdl.channel.base import Channel
 from daskdl.training.base import Exchange
 
+GRID = 2.0**-24  # of the runs here
+
 
 def vector(module):
     """The trainable parameters, float64."""
@@ -57,14 +59,25 @@ class Notes(Callback):
 
 
 class RecordingChannel:
-    """Passes everything on; keeps what was published and what was received."""
+    """Passes everything on; keeps what was published and what was received.
+
+    Attributes:
+        sent: Origin and sequence of each update that was accepted.
+        sent_N: Their sum, steps of the grid.
+        received: Origin and sequence of each update that arrived unfolded.
+        received_N: The sum of all that arrived.
+        folds: How often updates arrived folded into one vector.
+        leads: How far ahead this replica was after each wait for the others.
+    """
 
     def __init__(self, inner: Channel, copies: int = 1) -> None:
         self._inner = inner
         self._copies = copies
         self.sent = []
+        self.sent_N = 0
         self.received = []
-        self.folded = []
+        self.received_N = 0
+        self.folds = 0
         self.leads = []
 
     def __getattr__(self, name):
@@ -73,24 +86,28 @@ class RecordingChannel:
     def publish(self, stamp, frame):
         accepted = self._inner.publish(stamp, frame)
         if accepted:
-            self.sent.append(codec.decode(frame.tobytes()))
+            update = codec.decode(frame.tobytes())
+            self.sent.append(update.stamp[1:3])
+            self.sent_N = self.sent_N + counts_of(update, GRID)
             for _ in range(self._copies - 1):  # as a retried request would
                 self._inner.publish(stamp, frame)
         return accepted
 
     def receive(self, up_to_step=None):
-        arrived = self._inner.receive(up_to_step)
-        self.received.extend(arrived.updates)
-        if arrived.folded_N is not None:
-            self.folded.append(arrived.folded_N.astype(np.int64))
-        return arrived
+        return self._note(self._inner.receive(up_to_step))
 
     def take_all(self):
         arrived, received = self._inner.take_all()
-        self.received.extend(arrived.updates)
+        return self._note(arrived), received
+
+    def _note(self, arrived):
+        for update in arrived.updates:
+            self.received.append(update.stamp[1:3])
+            self.received_N = self.received_N + counts_of(update, GRID)
         if arrived.folded_N is not None:
-            self.folded.append(arrived.folded_N.astype(np.int64))
-        return arrived, received
+            self.folds += 1
+            self.received_N = self.received_N + arrived.folded_N.astype(np.int64)
+        return arrived
 
     def wait_for_others(self, step, epoch, max_staleness):
         self._inner.wait_for_others(step, epoch, max_staleness)
@@ -100,15 +117,14 @@ class RecordingChannel:
 class Recording(Exchange):
     """Checks conservation after every step, and saves its record after every epoch."""
 
-    def __init__(self, inner, seat, channel, folder):
+    def __init__(self, inner, seat, channel, folder, atol):
         self._inner = inner
         self._seat = seat
         self._channel = channel
         self._folder = Path(folder)
+        self._atol = atol
         self._start = vector(seat.module)
         self._progress = torch.zeros_like(self._start)
-        self._applied = 0
-        self._grid = 2.0**-24
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -127,20 +143,12 @@ class Recording(Exchange):
         self._inner.after_step(epoch)
         self._check()
 
-    def _others(self):
-        channel = self._channel
-        total = sum((counts_of(u, self._grid) for u in channel.received), 0)
-        return total + sum(channel.folded, 0)
-
     def _check(self):
         """Eager: local = start + own progress + what others have sent."""
-        expected = self._start + self._progress
-        others = self._others()
-        if not isinstance(others, int):
-            expected = expected + torch.from_numpy(others) * self._grid
-        # One rounding of float32 for each move of a parameter of size about 1.
+        others = self._channel.received_N * GRID
+        expected = self._start + self._progress + torch.as_tensor(others)
         torch.testing.assert_close(
-            vector(self._seat.module), expected, rtol=0, atol=2e-6
+            vector(self._seat.module), expected, rtol=0, atol=self._atol
         )
 
     def end_epoch(self, epoch, examples):
@@ -149,16 +157,16 @@ class Recording(Exchange):
         channel = self._channel
         with self._inner.showing_agreed():
             shared = vector(self._seat.module).numpy()
-        own = sum((counts_of(u, self._grid) for u in channel.sent), 0)
+        total_N = channel.sent_N + channel.received_N
         np.savez(
             self._folder / f"{self._seat.replica}-{epoch}.npz",
             shared=shared,
-            expected=self._start.numpy() + (own + self._others()) * self._grid,
+            expected=self._start.numpy() + total_N * GRID,
             progress=self._progress.numpy(),
             start=self._start.numpy(),
-            published=[u.stamp[1:3] for u in channel.sent],
-            received=[u.stamp[1:3] for u in channel.received],
-            folds=len(channel.folded),
+            published=channel.sent,
+            received=channel.received,
+            folds=channel.folds,
             leads=channel.leads,
         )
 
@@ -188,7 +196,7 @@ class Recording(Exchange):
         np.savez(
             self._folder / f"{self._seat.replica}-left.npz",
             progress=self._progress.numpy(),
-            others=np.asarray(self._others()),
+            others=np.asarray(self._channel.received_N),
             local=vector(self._seat.module).numpy(),
         )
 
@@ -210,6 +218,8 @@ class Recorded(TrainingMaster):
         folder: Gets ``{replica}-{epoch}.npz``.
         inner: What trains.
         copies: How often each update is published.
+        atol: Of the check: one rounding of float32 for each move of a parameter of
+            size about 1.
     """
 
     folder: str
@@ -217,6 +227,7 @@ class Recorded(TrainingMaster):
         default_factory=lambda: GradientSharing(residual=KeepResidual())
     )
     copies: int = 1
+    atol: float = 2e-6
 
     @property
     def replicas_per_worker(self):
@@ -227,13 +238,20 @@ class Recorded(TrainingMaster):
         return self.inner.min_replicas
 
     @property
+    def fan_out(self):
+        return self.inner.fan_out
+
+    def routing_for(self, replicas):
+        return self.inner.routing_for(replicas)
+
+    @property
     def synchronous(self):
         return self.inner.synchronous
 
     def attach(self, seat):
         channel = RecordingChannel(seat.channel, self.copies)
         inner = self.inner.attach(replace(seat, channel=channel))
-        return Recording(inner, seat, channel, self.folder)
+        return Recording(inner, seat, channel, self.folder, self.atol)
 
 
 def executed(client):

@@ -15,6 +15,7 @@ from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.errors import ChannelError
 from daskdl.version import VERSION
 from tests.cluster.channels import (
+    EITHER,
     PATIENCE_S,
     RUN,
     SIZE,
@@ -59,9 +60,12 @@ async def test_registering_again_changes_nothing(c, s, a, b):
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
 
+@EITHER
 @two_workers()
-async def test_a_second_instance_on_either_end_takes_over_what_is_there(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_a_second_instance_on_either_end_takes_over_what_is_there(
+    c, s, a, b, routing
+):
+    async with a_run(c, s, a, b, routing=routing) as run:
         second = ChannelSchedulerPlugin()
         await second.start(s)
         ChannelWorkerPlugin().setup(b)
@@ -72,9 +76,10 @@ async def test_a_second_instance_on_either_end_takes_over_what_is_there(c, s, a,
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
 
+@EITHER
 @two_workers()
-async def test_joining_is_answered_when_all_have_joined(c, s, a, b):
-    async with a_run(c, s, a, b, join=False) as run:
+async def test_joining_is_answered_when_all_have_joined(c, s, a, b, routing):
+    async with a_run(c, s, a, b, join=False, routing=routing) as run:
         first = begin(run.channels[0].join)
         await run.live.until(lambda: run.record.members.present == [0], PATIENCE_S)
         assert not first.done()
@@ -84,9 +89,10 @@ async def test_joining_is_answered_when_all_have_joined(c, s, a, b):
         assert await first == await second == ([0, 1], None)
 
 
+@EITHER
 @two_workers()
-async def test_joining_again_changes_nothing(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_joining_again_changes_nothing(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         generation, outboxes = run.record.members.generation, dict(run.record.outboxes)
 
         answer = await run.ask("daskdl_join", run=RUN, replica=1, version=VERSION)
@@ -97,9 +103,10 @@ async def test_joining_again_changes_nothing(c, s, a, b):
         assert all(run.record.outboxes[r] is box for r, box in outboxes.items())
 
 
+@EITHER
 @three_workers()
-async def test_updates_reach_all_others_once_and_in_order(c, s, *workers):
-    async with a_run(c, s, *workers) as run:
+async def test_updates_reach_all_others_once_and_in_order(c, s, *workers, routing):
+    async with a_run(c, s, *workers, routing=routing, fan_out=1) as run:
         seen = [recorded(run, replica) for replica in range(3)]
         for step in range(4):
             assert publish(run.channels[0], step + 1, step=step, count=3)
@@ -119,21 +126,22 @@ async def test_updates_reach_all_others_once_and_in_order(c, s, *workers):
         assert totals(run.channels[2].receive()) == [0] * SIZE
 
 
+@EITHER
 @two_workers()
 async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
-    c, s, a, b, monkeypatch
+    c, s, a, b, monkeypatch, routing
 ):
     size = 2**19  # 2 MiB of counts, which do not compress
     counts_N = np.random.default_rng(0).integers(-(2**30), 2**30, size, np.int32)
-    async with a_run(c, s, a, b, size=size, inbox_bytes=2**23) as run:
+    async with a_run(c, s, a, b, size=size, inbox_bytes=2**23, routing=routing) as run:
         stamp = run.channels[0].next_stamp(step=3)
         frame = codec.encode_dense(stamp, run.endpoint.grid, counts_N)
         assert frame.nbytes > 2**20
 
-        decode, threads = run.link(1)._decode_now, []
+        decode, threads = run.link(1)._reader.read_now, []
         monkeypatch.setattr(
-            run.link(1),
-            "_decode_now",
+            run.link(1)._reader,
+            "read_now",
             lambda *frame: threads.append(threading.get_ident()) or decode(*frame),
         )
         assert run.channels[0].publish(stamp, frame)
@@ -145,9 +153,10 @@ async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
         np.testing.assert_array_equal(update.counts_N, counts_N)
 
 
+@EITHER
 @two_workers()
-async def test_what_was_carried_is_counted_where_it_was_carried(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_what_was_carried_is_counted_where_it_was_carried(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         stamp = run.channels[0].next_stamp(step=1)
         frame = frame_of(stamp, 1, -5, 7)
 
@@ -163,9 +172,13 @@ async def test_what_was_carried_is_counted_where_it_was_carried(c, s, a, b):
         assert run.channels[0].published() == 1
 
 
+@EITHER
 @two_workers()
-async def test_two_runs_at_once_do_not_mix(c, s, a, b):
-    async with a_run(c, s, a, b) as one, a_run(c, s, a, b, run=8) as other:
+async def test_two_runs_at_once_do_not_mix(c, s, a, b, routing):
+    async with (
+        a_run(c, s, a, b, routing=routing) as one,
+        a_run(c, s, a, b, run=8, routing=routing) as other,
+    ):
         assert publish(one.channels[0], 1)
         assert publish(other.channels[0], -2)
 
@@ -192,9 +205,12 @@ NOTES = [
 ]
 
 
+@EITHER
 @two_workers()
-async def test_everybody_reads_all_notes_of_a_barrier_arrays_included(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_everybody_reads_all_notes_of_a_barrier_arrays_included(
+    c, s, a, b, routing
+):
+    async with a_run(c, s, a, b, routing=routing) as run:
         answers = await asyncio.gather(
             *(in_thread(run.channels[r].gather, "end", NOTES[r]) for r in (0, 1))
         )
@@ -210,9 +226,10 @@ async def test_everybody_reads_all_notes_of_a_barrier_arrays_included(c, s, a, b
                     np.testing.assert_array_equal(note[name], NOTES[replica][name])
 
 
+@EITHER
 @two_workers()
-async def test_the_client_is_told_once_of_a_barrier_that_reports(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_the_client_is_told_once_of_a_barrier_that_reports(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         for key, kind in [("quiet", Barrier.MEET), ("loud", Barrier.REPORT)]:
             await asyncio.gather(
                 *(
@@ -247,12 +264,13 @@ async def test_what_was_published_before_replicas_agree_is_not_held(c, s, a, b):
             await in_thread(run.channels[replica].wait_for_updates, others)
 
 
+@EITHER
 @two_workers()
-async def test_pieces_are_leased_near_first_and_progress_is_told(c, s, a, b):
+async def test_pieces_are_leased_near_first_and_progress_is_told(c, s, a, b, routing):
     near_a = await c.scatter({"a-0": 0}, workers=[a.address])
     near_b = await c.scatter({"b-0": 1}, workers=[b.address])
     keys = {"train": (*near_a, *near_b, "nowhere"), "validation": ("v",)}
-    async with a_run(c, s, a, b, pieces=keys) as run:
+    async with a_run(c, s, a, b, pieces=keys, routing=routing) as run:
         leases = [run.channels[0].lease, run.channels[1].lease]
         done = {"piece": 1, "examples": 5, "loss": 0.5}
 
@@ -265,22 +283,24 @@ async def test_pieces_are_leased_near_first_and_progress_is_told(c, s, a, b):
         assert await run.events() == [{"kind": "progress", "epoch": 0, **done}]
 
 
+@EITHER
 @two_workers()
-async def test_a_replica_is_on_its_worker_once(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_a_replica_is_on_its_worker_once(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         endpoint = dataclasses.replace(run.endpoint, replica=1)
 
         with pytest.raises(ChannelError, match="replica 1 of run 7 is here already"):
             run.worker_plugin(1).open(endpoint)
 
 
+@EITHER
 @two_workers()
-async def test_the_run_of_a_client_that_goes_is_stopped_and_closed(c, s, a, b):
+async def test_the_run_of_a_client_that_goes_is_stopped_and_closed(c, s, a, b, routing):
     await register(c)
     async with (
         Client(s.address, asynchronous=True) as second,
-        a_run(c, s, a, b) as mine,
-        a_run(second, s, a, b, run=8) as its,
+        a_run(c, s, a, b, routing=routing) as mine,
+        a_run(second, s, a, b, run=8, routing=routing) as its,
     ):
         waiting = [begin(r.gather, "never", None) for r in its.channels.values()]
         its.client = c  # the one that asks from now on

@@ -9,6 +9,7 @@ from distributed.utils_test import async_poll_for
 from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Barrier
 from tests.cluster.channels import (
+    EITHER,
     GRID,
     PATIENCE_S,
     SIZE,
@@ -51,9 +52,10 @@ async def newcomer(run, worker):
     return replica, run.open_channel(replica)
 
 
+@EITHER
 @two_workers()
-async def test_a_newcomer_has_each_update_once(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         donor, other = run.channels[0], run.channels[1]
         donor.serve(applied_by(donor))
         assert publish(other, 1)
@@ -98,7 +100,8 @@ async def test_a_donor_that_is_behind_applies_first_what_a_newcomer_is_not_sent(
         donor.check()
         assert not joining.done()
 
-        (item,) = run.record.outboxes[0].head(10**6)
+        queue = run.record.outboxes[0].head(10**6)
+        (item,) = (item for item in queue if item.kind == "update")
         await run.deliver(0, item)
         await in_thread(donor.wait_for_updates, {1: 1})
         donor.check()
@@ -106,9 +109,10 @@ async def test_a_donor_that_is_behind_applies_first_what_a_newcomer_is_not_sent(
         assert (await joining).snapshot["total_N"].tolist() == [1] + [0] * (SIZE - 1)
 
 
+@EITHER
 @two_workers()
-async def test_a_donor_serves_where_it_waits(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_a_donor_serves_where_it_waits(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
         donor.serve(applied_by(donor))
         waiting = begin(donor.gather, "end", None)
@@ -121,9 +125,10 @@ async def test_a_donor_serves_where_it_waits(c, s, a, b):
         await waiting
 
 
+@EITHER
 @three_workers()
-async def test_another_donor_is_asked_if_the_first_has_gone(c, s, *workers):
-    async with a_run(c, s, *workers) as run:
+async def test_another_donor_is_asked_if_the_first_has_gone(c, s, *workers, routing):
+    async with a_run(c, s, *workers, routing=routing, fan_out=1) as run:
         first, second = run.channels[2], run.channels[0]
         first.complete(9)  # the farthest, but it serves nobody
         await wait_until(lambda: run.record.members.donor() == 2)
@@ -143,9 +148,12 @@ async def test_another_donor_is_asked_if_the_first_has_gone(c, s, *workers):
         await waiting
 
 
+@EITHER
 @two_workers()
-async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(
+    c, s, a, b, routing
+):
+    async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
         donor.serve(applied_by(donor))
         ends = [in_thread(run.channels[r].gather, "end 0", r) for r in (0, 1)]
@@ -171,9 +179,12 @@ async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(c, s, 
             assert gathered.notes == {0: 0, 1: 1, 2: 2}
 
 
+@EITHER
 @two_workers()
-async def test_a_newcomer_begins_between_the_barriers_of_two_epochs(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_a_newcomer_begins_between_the_barriers_of_two_epochs(
+    c, s, a, b, routing
+):
+    async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
         donor.serve(applied_by(donor))
         ends = [
@@ -192,9 +203,38 @@ async def test_a_newcomer_begins_between_the_barriers_of_two_epochs(c, s, a, b):
         assert (await activating).epoch == 1
 
 
+@EITHER
 @two_workers()
-async def test_nobody_to_begin_from_is_no_failure(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
+    c, s, a, b, routing
+):
+    async with a_run(c, s, a, b, routing=routing) as run:
+        donor = run.channels[0]
+        donor.serve(applied_by(donor))
+        ends = [
+            in_thread(run.channels[r].gather, "end 0", r, Barrier.AGREE) for r in (0, 1)
+        ]
+        await asyncio.gather(*ends)
+        _, channel = await newcomer(run, b)
+        joining = begin(channel.join)
+        await wait_until(lambda: run.link(0).wanted)
+        donor.check()
+        entry = await joining
+        activating = begin(channel.activate, entry.snapshot["step"])
+        await wait_until(lambda: run.live._changed._waiters)  # it is there first
+
+        first = begin(donor.gather, "report 0", 0, Barrier.REPORT)
+        await wait_until(lambda: run.record._gatherings)
+        await in_thread(run.channels[1].gather, "report 0", 1, Barrier.REPORT)
+
+        assert (await first).notes == {0: 0, 1: 1}
+        assert (await activating).epoch == 1
+
+
+@EITHER
+@two_workers()
+async def test_nobody_to_begin_from_is_no_failure(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         _, channel = await newcomer(run, b)
         for replica in (0, 1):
             run.record.remove(replica)
@@ -203,10 +243,11 @@ async def test_nobody_to_begin_from_is_no_failure(c, s, a, b):
             await in_thread(channel.join)
 
 
+@EITHER
 @two_workers()
-async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b):
+async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b, routing):
     pieces = {"train": ("p", "q")}
-    async with a_run(c, s, a, b, pieces=pieces) as run:
+    async with a_run(c, s, a, b, pieces=pieces, routing=routing) as run:
         one, two = (run.channels[r].lease for r in (0, 1))
         mine = await in_thread(one, "train", 0, [])
         its = await in_thread(two, "train", 0, [])
@@ -224,9 +265,12 @@ async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b):
         assert await in_thread(one, "train", 0, [done], wait=True) is None
 
 
+@EITHER
 @two_workers()
-async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(c, s, a, b):
-    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
+async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(
+    c, s, a, b, routing
+):
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}, routing=routing) as run:
         piece = await in_thread(run.channels[0].lease, "train", 0, [])
         waiting = begin(run.channels[0].missing, "train", piece)
 
@@ -254,10 +298,13 @@ async def test_a_piece_that_only_takes_its_time_stays_as_it_is(c, s, a, b):
         assert await waiting == (0, "again")
 
 
+@EITHER
 @two_workers()
-async def test_with_too_few_replicas_nobody_gets_a_piece(c, s, a, b):
+async def test_with_too_few_replicas_nobody_gets_a_piece(c, s, a, b, routing):
     options = {"min_replicas": 2, "timeouts": bounds(rejoin=0.5)}
-    async with a_run(c, s, a, b, pieces={"train": ("p",)}, **options) as run:
+    async with a_run(
+        c, s, a, b, pieces={"train": ("p",)}, **options, routing=routing
+    ) as run:
         await run.live.lose(1, "for the test")
 
         assert await in_thread(run.channels[0].lease, "train", 0, []) is None

@@ -1,18 +1,20 @@
 """Waiting: for the others, for room, for an answer, until told to stop."""
 
 import asyncio
+import re
 
 import pytest
 from distributed import Event
 from distributed.utils_test import async_poll_for
 
 from daskdl import codec
-from daskdl.channel import link as link_end
 from daskdl.channel import pump as pump_end
 from daskdl.channel.base import Stopped
+from daskdl.channel.carrier import BEAT_S
 from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item
 from daskdl.errors import WaitTimeoutError
 from tests.cluster.channels import (
+    EITHER,
     PATIENCE_S,
     RUN,
     a_run,
@@ -29,6 +31,9 @@ from tests.cluster.channels import (
 # Dask calls back in a thread, which it keeps.
 CALLBACKS = {"threads": False}
 
+# What a replica heard of the scheduler and of the other one.
+HEARD = r"the scheduler \d+\.\d s ago; replica \d at step 0, update 0, \d+\.\d s ago"
+
 STAMP = codec.Stamp(RUN, 0, 1, 0)
 
 
@@ -44,9 +49,10 @@ def held_up(handlers, operation, monkeypatch):
     return released
 
 
+@EITHER
 @two_workers()
-async def test_nobody_runs_further_ahead_than_allowed(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_nobody_runs_further_ahead_than_allowed(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         fast, slow = run.channels[0], run.channels[1]
         await in_thread(fast.wait_for_others, 2, 0, 2)
         assert fast.lead(3, 0) == 3
@@ -58,9 +64,10 @@ async def test_nobody_runs_further_ahead_than_allowed(c, s, a, b):
         assert fast.lead(3, 0) == 2
 
 
+@EITHER
 @two_workers()
-async def test_who_is_done_with_the_epoch_holds_nobody_up(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_who_is_done_with_the_epoch_holds_nobody_up(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         waiting = begin(run.channels[0].wait_for_others, 9, 0, 2)
 
         run.channels[1].complete(1, done=0)
@@ -119,7 +126,7 @@ async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
 
         first = [publish(sender, step=step) for step in range(5)]
         await async_poll_for(lambda: len(run.record.outboxes[1]) == 4, PATIENCE_S)
-        await async_poll_for(lambda: len(run.link(0).outbox) == 0, PATIENCE_S)
+        await async_poll_for(lambda: run.link(0).carrier.sent(), PATIENCE_S)
         more = [publish(sender, step=step) for step in range(4, 9)]
         assert first == more == [True] * 4 + [False]
         assert not sender.has_room()
@@ -134,9 +141,10 @@ async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
         assert sender.traffic().withheld == 3
 
 
+@EITHER
 @two_workers()
-async def test_a_full_inbox_folds_and_nothing_is_lost(c, s, a, b):
-    async with a_run(c, s, a, b, inbox_bytes=10) as run:
+async def test_a_full_inbox_folds_and_nothing_is_lost(c, s, a, b, routing):
+    async with a_run(c, s, a, b, inbox_bytes=10, routing=routing) as run:
         for step in range(5):
             assert publish(run.channels[0], 1, -2, step=step, count=step + 1)
         await in_thread(run.channels[1].wait_for_updates, {0: 5})
@@ -156,9 +164,10 @@ BLOCKING = {
 
 
 @pytest.mark.parametrize("block", BLOCKING.values(), ids=BLOCKING)
+@EITHER
 @two_workers()
-async def test_the_word_to_stop_ends_every_wait(c, s, a, b, block):
-    async with a_run(c, s, a, b) as run:
+async def test_the_word_to_stop_ends_every_wait(c, s, a, b, block, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         waiting = begin(block, run.channels[0])
 
         await run.ask("daskdl_stop", run=RUN, reason="enough")
@@ -169,9 +178,10 @@ async def test_the_word_to_stop_ends_every_wait(c, s, a, b, block):
             run.channels[0].check()
 
 
+@EITHER
 @two_workers()
-async def test_closing_a_run_stops_who_is_still_in_it(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_closing_a_run_stops_who_is_still_in_it(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         waiting = begin(run.channels[0].gather, "end", None)
         await run.live.until(lambda: bool(run.record._gatherings), PATIENCE_S)
 
@@ -181,9 +191,10 @@ async def test_closing_a_run_stops_who_is_still_in_it(c, s, a, b):
             await waiting
 
 
+@EITHER
 @two_workers()
-async def test_news_are_waited_for_and_forgotten_once_confirmed(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
+async def test_news_are_waited_for_and_forgotten_once_confirmed(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
         waiting = asyncio.ensure_future(run.events())
 
         await run.live.stop("enough")
@@ -193,27 +204,31 @@ async def test_news_are_waited_for_and_forgotten_once_confirmed(c, s, a, b):
         assert await run.events(seen=0) == []
 
 
+@EITHER
 @two_workers()
 async def test_a_request_without_an_answer_is_an_error_that_names_it(
-    c, s, a, b, monkeypatch
+    c, s, a, b, monkeypatch, routing
 ):
-    async with a_run(c, s, a, b, timeouts=bounds(request=0.5)) as run:
+    async with a_run(c, s, a, b, timeouts=bounds(request=0.5), routing=routing) as run:
         released = held_up(s.handlers, "daskdl_lease", monkeypatch)
 
         with pytest.raises(WaitTimeoutError) as caught:
             await in_thread(run.channels[0].lease, "train", 0, [])
 
-        assert str(caught.value) == (
-            "the scheduler did not answer daskdl_lease of replica 0 within 0.5 s"
+        assert re.fullmatch(
+            r"the scheduler did not answer daskdl_lease of replica 0 within 0\.5 s "
+            rf"\(daskdl\.timeouts\.request\); last heard: {HEARD}",
+            str(caught.value),
         )
         released.set()
 
 
+@EITHER
 @two_workers()
 async def test_a_scheduler_that_takes_no_updates_fails_the_link(
-    c, s, a, b, monkeypatch
+    c, s, a, b, monkeypatch, routing
 ):
-    async with a_run(c, s, a, b, timeouts=bounds(request=0.3)) as run:
+    async with a_run(c, s, a, b, timeouts=bounds(request=0.3), routing=routing) as run:
         released = held_up(s.handlers, "daskdl_publish", monkeypatch)
         waiting = begin(run.channels[0].wait_for_updates, {1: 1})
 
@@ -237,32 +252,154 @@ async def test_without_room_for_too_long_a_wait_names_what_waits(
             await in_thread(run.channels[0].wait_for_room)
 
         waiting = len(frame_of(STAMP, 1)) + ITEM_OVERHEAD_BYTES
-        assert str(caught.value) == (
-            f"replica 0 waited 1 s for room: 1 updates ({waiting} bytes) could not be "
-            "passed to the scheduler"
+        assert re.fullmatch(
+            r"replica 0 waited 1 s \(daskdl\.timeouts\.silence\) for room: 1 updates "
+            rf"\({waiting} bytes\) could not be passed to the scheduler; last heard: "
+            rf"{HEARD}",
+            str(caught.value),
         )
         released.set()
 
 
 @two_workers()
-async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b):
-    silence = 4 * link_end.BEAT_S / 2
-    async with a_run(c, s, a, b, timeouts=bounds(silence=silence)) as run:
-        heard = run.record.members.progress[0].heard_at
+async def test_without_word_from_others_for_too_long_a_wait_names_what_waits(
+    c, s, a, b
+):
+    timeouts = bounds(silence=4.0, request=0.5)
+    async with a_run(c, s, a, b, timeouts=timeouts, routing="mesh") as run:
+        run.link(0).carrier.ready = lambda: False
+        run.link(0).carrier._own.confirm = lambda sequence: False
+        assert publish(run.channels[0])
+
+        with pytest.raises(WaitTimeoutError) as caught:
+            await in_thread(run.channels[0].wait_for_room)
+
+        waiting = len(frame_of(STAMP, 1)) + ITEM_OVERHEAD_BYTES
+        assert re.fullmatch(
+            r"replica 0 waited 4\.5 s \(daskdl\.timeouts\.silence \+ request\) for "
+            rf"room: 1 updates \({waiting} bytes\) could not be passed to all others; "
+            rf"last heard: {HEARD}",
+            str(caught.value),
+        )
+
+
+AHEAD = {
+    "staleness": (
+        lambda channel: channel.wait_for_others(9, 0, 2),
+        r"staleness; by replica: \{1: 4\}",
+    ),
+    "updates": (
+        lambda channel: channel.wait_for_updates({1: 3}),
+        r"updates; by replica: \{1: \[2, 3\]\}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("block", "what"), AHEAD.values(), ids=AHEAD)
+@EITHER
+@two_workers()
+async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
+    c, s, a, b, block, what, routing, monkeypatch
+):
+    timeouts = bounds(silence=2.0, request=1.0)
+    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
+        monkeypatch.setattr(run.record.members, "silent_since", lambda bound: [])
+        assert publish(run.channels[1], step=4)
+        run.channels[1].complete(4)
+        await in_thread(run.channels[0].wait_for_others, 4, 0, 0)
+
+        with pytest.raises(WaitTimeoutError) as caught:
+            await in_thread(block, run.channels[0])
+
+        assert re.fullmatch(
+            r"replica 0 waited 3 s \(daskdl\.timeouts\.silence \+ request\) for "
+            rf"{what}; last heard: the scheduler \d+\.\d s ago; replica 1 at step 4, "
+            r"update 1, \d+\.\d s ago",
+            str(caught.value),
+        )
+
+
+@EITHER
+@two_workers()
+async def test_one_that_gets_no_snapshot_names_the_donor_and_why(c, s, a, b, routing):
+    timeouts = bounds(join=0.2, request=0.5)
+    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
+        answer = await run.ask("daskdl_seat", run=RUN, worker=b.address, replicas=2)
+        run.workers.append(b)
+        newcomer = run.open_channel(answer["replicas"][0])
+
+        with pytest.raises(WaitTimeoutError) as caught:  # nobody serves
+            await in_thread(newcomer.join)
+
+        assert re.fullmatch(
+            r"replica 2 waited 0\.2 s \(daskdl\.timeouts\.join\) for a snapshot, last "
+            rf"of replica \d on (?:{a.address}|{b.address}): it (?:did not answer|was "
+            r"not ready in time); last heard: the scheduler \d+\.\d s ago.*",
+            str(caught.value),
+        )
+
+
+@two_workers()
+async def test_who_leaves_with_updates_unsent_says_how_many_and_to_whom(
+    c, s, a, b, monkeypatch, caplog
+):
+    async with a_run(c, s, a, b, timeouts=bounds(stop=0.2)) as run:
+        released = held_up(s.handlers, "daskdl_publish", monkeypatch)
+        leaver = run.channels[0]
+        stamp = leaver.next_stamp(0)
+
+        await in_thread(leaver.publish_last, stamp, frame_of(stamp, 1))
+
+        waiting = len(frame_of(STAMP, 1)) + ITEM_OVERHEAD_BYTES
+        assert re.search(
+            r"replica 0 leaves after 0\.2 s \(daskdl\.timeouts\.stop\); 1 updates "
+            rf"\({waiting} bytes\) could not be passed to the scheduler; last heard: "
+            rf"{HEARD}",
+            caplog.text,
+        )
+        released.set()
+
+
+@EITHER
+@two_workers()
+async def test_those_that_do_not_leave_a_run_without_a_client_are_named(
+    c, s, a, b, routing, caplog
+):
+    timeouts = bounds(stop=0.2)
+    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
+        await run.plugin._abandon(RUN, run.live)
+
+        assert re.search(
+            rf"run 7: after 0\.2 s \(daskdl\.timeouts\.stop\) these have not left: "
+            rf"replica 0 on {a.address}, last heard at step 0, update 0, \d\.\d s ago; "
+            rf"replica 1 on {b.address}, last heard at",
+            caplog.text,
+        )
+
+
+@EITHER
+@two_workers()
+async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, routing):
+    silence = 4 * BEAT_S / 2
+    async with a_run(
+        c, s, a, b, timeouts=bounds(silence=silence), routing=routing
+    ) as run:
+        before = run.record.members.progress[0].heard_at
         arrived = asyncio.Event()
-        publish_ = run.record.publish
+        heard = "hear" if routing == "mesh" else "publish"
+        hear = getattr(run.record, heard)
 
         def noting(origin, *others):
             if origin == 0:
                 arrived.set()
-            return publish_(origin, *others)
+            return hear(origin, *others)
 
-        run.record.publish = noting
+        setattr(run.record, heard, noting)
         await asyncio.wait_for(arrived.wait(), PATIENCE_S)
         arrived.clear()
         await asyncio.wait_for(arrived.wait(), PATIENCE_S)
 
-        assert run.record.members.progress[0].heard_at - heard < 2 * link_end.BEAT_S
+        assert run.record.members.progress[0].heard_at - before < 2 * BEAT_S
 
 
 @two_workers(clean_kwargs=CALLBACKS)

@@ -1,5 +1,6 @@
 import itertools
 import os
+import re
 import signal
 import time
 
@@ -127,6 +128,9 @@ class _FailingAtTheTenth:
         self._left -= 1
         return self._client.scatter(*args, **kwargs)
 
+    def sync(self, function):
+        return self._client.sync(function)
+
 
 class TestDaskArrays:
     def test_a_piece_is_a_block_row(self, client, workers):
@@ -214,8 +218,14 @@ class TestLoad:
         with put(client, workers[:1], x, da.from_array(Y, chunks=50)) as pieces:
             fetched = fetch(workers[1], next(iter(pieces)).key)
             too_soon = fetch(workers[1], next(iter(pieces)).key, 0.2)
-            with pytest.raises(WaitTimeoutError, match=r"piece daskdl-.* within 0.2 s"):
+            with pytest.raises(WaitTimeoutError) as caught:
                 too_soon.result(30)
+            assert re.fullmatch(
+                rf"piece daskdl-piece-\S+ did not come to {workers[1]} within 0\.2 s "
+                r"\(daskdl\.timeouts\.data\); nobody has it; it waits for Dask "
+                "to compute what it is made of",
+                str(caught.value),
+            )
             gate.set()
 
             assert fetched.result(30)[0][1].tolist() == list(range(50))

@@ -8,7 +8,7 @@ import torch
 from distributed import Client
 
 from daskdl.channel.scheduler import NAME
-from tests.cluster.leftovers import still_left_behind
+from tests.cluster.leftovers import at_rest, changed_since, still_left_behind
 from tests.cluster.problems import kept, normalised, rows, trainer
 from tests.cluster.recording import vector
 
@@ -29,17 +29,26 @@ def counts(client):
 
 
 class TestOneAfterTheOther:
-    def test_many_runs_leave_nothing(self, client):
-        own = trainer(client)
-        own.fit(X[:64], Y[:64], batch_size=8)
+    @pytest.mark.timeout(400)
+    @pytest.mark.parametrize("routing", ["plain", "mesh"])
+    def test_fifty_runs_leave_nothing(self, client, routing):
+        own = trainer(client, master=kept(routing=routing))
+        for _ in range(2):  # what is made once and kept is there then
+            own.fit(X[:64], Y[:64], batch_size=8)
+        assert still_left_behind(client) == {}
+        before = at_rest(client)
+
+        for _ in range(50):
+            assert own.fit(X[:64], Y[:64], batch_size=8).column("replicas") == [2]
+
+        assert changed_since(client, before) == {}
+
+    def test_what_is_registered_is_so_once(self, client):
+        for _ in range(2):
+            trainer(client).fit(X[:64], Y[:64], batch_size=8)
+
         assert still_left_behind(client) == {}
         before = counts(client)
-
-        for _ in range(5):
-            own.fit(X[:64], Y[:64], batch_size=8)
-
-        assert still_left_behind(client) == {}
-        assert counts(client) == before
         # One plugin each for scheduler and workers; and Dask holds nothing.
         assert before == [(2, 0), (1, 0), (1, 0)]
 
@@ -67,6 +76,8 @@ class TestTwoAtOnce:
             other = Client(client.scheduler.address, set_as_default=False)
         data = [rows(seed=1), rows(seed=2)]
         alone = [trained(client, *pair, seed) for seed, pair in enumerate(data)]
+        assert still_left_behind(client) == {}
+        before = at_rest(client)
 
         try:
             with ThreadPoolExecutor(2) as threads:
@@ -84,6 +95,7 @@ class TestTwoAtOnce:
         for one, both in zip(alone, together, strict=True):
             np.testing.assert_array_equal(one, both)
         assert not np.array_equal(*alone)
+        assert changed_since(client, before) == {}
 
 
 def trained(client, x, y, seed):

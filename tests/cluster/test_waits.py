@@ -1,19 +1,23 @@
 """Replicas that wait for each other, and a client for them: promises 5 and 7."""
 
+import asyncio
 import os
+import re
 import signal
 import time
 
+import dask.array as da
 import dask.config
 import numpy as np
 import pytest
-from distributed import Event
+from distributed import Event, secede
 
 import daskdl
 from daskdl import Callback, GradientSharing
+from daskdl.channel import messages
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.problems import kept, rows, trainer
-from tests.cluster.recording import Recorded, records
+from tests.cluster.recording import Notes, Recorded, records
 
 X, Y = rows()
 
@@ -36,6 +40,17 @@ class Overtaken(Callback):
             assert Event("overtaken").wait(timeout=30)
 
 
+class Laggard(Callback):
+    """One replica makes eight steps while the other makes forty."""
+
+    def on_step(self, step):
+        turn, rest = divmod(step.number, 5)
+        if step.replica == 0 and rest == 0 and turn <= 8:
+            Event(f"fifth step {turn}").set()
+        if step.replica == 1 and step.number <= 8:
+            assert Event(f"fifth step {step.number}").wait(timeout=30)
+
+
 class TestBoundedStaleness:
     """Promise 5: nobody runs more than max_staleness steps ahead."""
 
@@ -55,6 +70,18 @@ class TestBoundedStaleness:
 
         assert "staleness" not in history[0]["waits"]
         assert history[0]["staleness"] > 0
+
+    def test_one_that_lags_gets_less_to_do(self, client, tmp_path):
+        notes = Notes(tmp_path)
+        own = trainer(client, master=kept(max_staleness=None))
+        own.callbacks = [notes, Laggard()]
+
+        history = own.fit(X, Y, batch_size=8)
+
+        steps = [line["replica"] for line in notes.read()]
+        assert steps.count(0) >= 40  # halves would be thirty each
+        assert history[0]["examples"] == len(X)
+        assert "staleness" not in history[0]["waits"]
 
 
 @pytest.fixture
@@ -76,6 +103,26 @@ def soon(**bounds):
     """Configure time-outs; replicas that cannot leave are not waited for either."""
     bounds = {"stop": "1s", **bounds}
     return {f"daskdl.timeouts.{name}": bound for name, bound in bounds.items()}
+
+
+class EnoughError(Exception):
+    """What the test waited for has happened."""
+
+
+def deafen(dask_scheduler):
+    """Let the scheduler keep its client waiting for ever."""
+
+    async def never(**fields):
+        await asyncio.Event().wait()
+
+    handlers = dask_scheduler.handlers
+    dask_scheduler.daskdl_test_handler = handlers[messages.WATCH]
+    handlers[messages.WATCH] = never
+
+
+def hear_again(dask_scheduler):
+    dask_scheduler.handlers[messages.WATCH] = dask_scheduler.daskdl_test_handler
+    del dask_scheduler.daskdl_test_handler
 
 
 class TestNoSilentWaits:
@@ -126,6 +173,114 @@ class TestNoSilentWaits:
         expected = "fewer than min_replicas=2 replicas for 1 s (daskdl.timeouts.rejoin)"
         assert expected in message
         assert f"1 left; gone: replica 1 on {worker}, last heard at step" in message
+
+    def test_a_scheduler_that_does_not_answer_the_client_is_named(self, client):
+        trainer(client).fit(X, Y)  # the handlers are there
+
+        class Deafen(Callback):
+            def on_epoch(self, row):
+                client.run_on_scheduler(deafen)
+
+        own = trainer(client, callbacks=[Deafen()])
+        try:
+            with (
+                dask.config.set(soon(request="1s")),
+                pytest.raises(daskdl.WaitTimeoutError) as caught,
+            ):
+                own.fit(X, Y, epochs=10_000)
+        finally:
+            client.run_on_scheduler(hear_again)
+        assert re.fullmatch(
+            r"the scheduler did not answer daskdl_watch within 1 s "
+            r"\(daskdl\.timeouts\.request\); it last answered \d+\.\d s ago",
+            str(caught.value),
+        )
+
+    def test_replicas_that_do_not_leave_are_named_with_what_was_last_heard(
+        self, client, caplog
+    ):
+        release = Event("release-stop", client=client)
+        worker = sorted(client.nthreads())[1]
+
+        class Busy(Callback):
+            def on_step(self, step):
+                if step.replica == 1 and step.epoch == 1:
+                    Event("busy-stop").set()
+                    Event("release-stop").wait()
+
+        class Stop(Callback):
+            def on_epoch(self, row):
+                assert Event("busy-stop", client=client).wait(timeout=30)
+                raise EnoughError
+
+        try:
+            with dask.config.set(soon(stop="1s")), pytest.raises(EnoughError):
+                trainer(client, callbacks=[Busy(), Stop()]).fit(X, Y, epochs=10_000)
+        finally:
+            release.set()
+        assert re.search(
+            r"after 1 s \(daskdl\.timeouts\.stop\) these have not left: replica 1 on "
+            rf"{worker}, last heard at step \d+, update \d+, \d\.\d s ago$",
+            caplog.text,
+            re.MULTILINE,
+        )
+
+    def test_data_that_do_not_come_are_named_with_whom_they_are_waited_from(
+        self, client
+    ):
+        release = Event("release-data", client=client)
+
+        def late(block):
+            secede()  # so that the replicas can start
+            Event("release-data").wait()
+            return block
+
+        x = da.from_array(X, chunks=(240, 20)).map_blocks(late, meta=X)
+        try:
+            with (
+                dask.config.set(soon(data="1s")),
+                pytest.raises(daskdl.WaitTimeoutError) as caught,
+            ):
+                trainer(client).fit(x, da.from_array(Y, chunks=240))
+        finally:
+            release.set()
+        assert re.match(
+            r"replica (\d) on (tcp://\S+): piece daskdl-piece-\S+ did not come to \2 "
+            r"within 1 s \(daskdl\.timeouts\.data\); nobody has it; it waits for",
+            str(caught.value),
+        )
+
+    def test_results_that_are_not_joined_are_named_with_their_workers(self, client):
+        workers = sorted(client.nthreads())
+        release = Event("release-join", client=client)
+
+        def occupy():
+            Event("release-join").wait()
+
+        class Occupy(Callback):
+            def on_epoch(self, row):
+                futures.extend(
+                    client.submit(occupy, workers=[worker], pure=False)
+                    for worker in workers
+                )
+
+        futures = []
+        try:
+            with (
+                dask.config.set(soon(data="1s")),
+                pytest.raises(daskdl.WaitTimeoutError) as caught,
+            ):
+                trainer(client, callbacks=[Occupy()]).fit(X, Y)
+        finally:
+            release.set()
+            client.gather(futures)
+            del futures[:]
+        assert str(caught.value) == (
+            "the replicas' results were not joined within 1 s (daskdl.timeouts.data); "
+            f"Dask says of replica 0 on {workers[0]}: finished; of replica 1 on "
+            f"{workers[1]}: finished; was a worker lost at the very end, or are all "
+            "busy with other tasks?"
+        )
 
     def test_ctrl_c_ends_a_run_and_leaves_the_cluster_clean(self, client, ctrl_c):
         own = trainer(client, callbacks=[Interrupt()])

@@ -6,11 +6,10 @@ import logging
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import nn
 
 from daskdl import Trainer
+from tests.learning.digits import accuracy, images, network
 
 logger = logging.getLogger(__name__)
 
@@ -26,33 +25,9 @@ WAYS = {
 }
 
 
-def network():
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 8, 8)),
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 10),
-    )
-
-
 @pytest.fixture(scope="module")
 def digits():
-    """1,437 images to train on and 360 to test on, alike in their classes."""
-    x, y = load_digits(return_X_y=True)
-    return train_test_split(
-        (x / 16).astype(np.float32), y, test_size=0.2, stratify=y, random_state=0
-    )
-
-
-def accuracy(module, x, y):
-    module.eval()
-    with torch.no_grad():
-        guesses = module(torch.from_numpy(x)).argmax(dim=1).numpy()
-    return float((guesses == y).mean())
+    return images()
 
 
 def alone(epochs, optimizer, digits, seed):

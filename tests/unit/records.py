@@ -7,6 +7,7 @@ from daskdl.channel.run import RunPlan, RunRecord
 from daskdl.timeouts import Timeouts
 
 EACH = 100 + ITEM_OVERHEAD_BYTES
+TIMEOUTS = Timeouts(join=60, request=30, silence=10, stop=10, rejoin=300, data=600)
 KEYS = ("piece-0", "piece-1", "piece-2", "piece-3")
 
 
@@ -20,7 +21,7 @@ def plan_of(replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None):
         synchronous=synchronous,
         relay_bytes=relay_bytes,
         min_replicas=1,
-        timeouts=dataclasses.asdict(Timeouts(join=60, silence=10)),
+        timeouts=dataclasses.asdict(TIMEOUTS),
     )
 
 
@@ -28,6 +29,8 @@ def joined(replicas=3, now=100.0, **options):
     record = RunRecord(plan_of(replicas, **options))
     for replica in range(replicas):
         record.join(replica, now)
+    for box in record.outboxes.values():
+        box.drop(len(box))  # all have been told who the members are
     return record
 
 
@@ -36,9 +39,14 @@ def update(origin, sequence, step=0, nbytes=100):
     return Item(kind, origin, sequence, step, nbytes, f"frame {origin} {sequence}")
 
 
-def waiting(record, replica):
+def queued(record, replica):
     return record.outboxes[replica].head(10**9)
 
 
+def waiting(record, replica):
+    """What is queued, but for the word who the members are."""
+    return [item for item in queued(record, replica) if item.kind != "routes"]
+
+
 def said(record, replica, kind):
-    return [item for item in waiting(record, replica) if item.kind == kind]
+    return [item for item in queued(record, replica) if item.kind == kind]

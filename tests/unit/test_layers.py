@@ -19,6 +19,7 @@ LAYERS = [
     {"kernels", "vectors", "buffers", "codec", "packed", "timeouts"},
     {"thresholds", "residuals", "progress"},
     {"accumulator", "callbacks", "history"},
+    {"failures"},
     {"channel", "data", "cluster"},
     {"evaluation", "inference"},
     {"training"},
@@ -41,6 +42,7 @@ OUTSIDE = {
     "progress": {"numpy", "torch"},
     "accumulator": {"torch"},
     "callbacks": set(),
+    "failures": {"typing_extensions"},
     "history": {"pandas", "typing_extensions"},
     "channel": {"distributed", "numpy", "torch", "typing_extensions"},
     "data": {"dask", "distributed", "numpy", "torch", "typing_extensions"},
@@ -61,8 +63,10 @@ OUTSIDE = {
 
 # The edges: everything else runs, and is tested, without a cluster.
 DISTRIBUTED = {
-    "channel.link",  # a replica's connection: its worker's RPC and event loop
+    "channel.connection",  # a replica's: its worker's RPC and event loop
+    "channel.link",
     "channel.live",  # the scheduler's
+    "channel.probe",
     "channel.payloads",  # Dask's wrappers, so that it does not touch the bytes
     "channel.scheduler",
     "channel.worker",
@@ -72,6 +76,7 @@ DISTRIBUTED = {
     "evaluation",
     "inference",
     "trainer",
+    "training.collect",
     "training.driver",
     "training.launch",
     "training.seats",

@@ -17,7 +17,8 @@ def test_an_item_comes_back_as_it_was_sent(as_sent):
 
 @pytest.mark.parametrize("kind", ItemKind)
 def test_every_kind_of_item_can_be_read(kind):
-    payload = 5 if kind is ItemKind.PROGRESS else None
+    payloads = {ItemKind.PROGRESS: 5, ItemKind.ROUTES: (3, ((0, "tcp://a"),))}
+    payload = payloads.get(kind)
 
     assert Item.of((str(kind), 0, 0, 0, 0, payload)).kind == kind.value
 
@@ -27,12 +28,16 @@ def test_every_kind_of_item_can_be_read(kind):
     [
         (("nonsense", *UPDATE[1:]), "'nonsense' is not a valid ItemKind"),
         ((None, *UPDATE[1:]), "None is not a valid ItemKind"),
-        (("update", -1, 2, 3, 4), "whole numbers >= 0, got (-1, 2, 3, 4)"),
-        (("update", 1, 2.5, 3, 4), "whole numbers >= 0, got (1, 2.5, 3, 4)"),
-        (("update", 1, 2, "3", 4), "whole numbers >= 0, got (1, 2, '3', 4)"),
-        (("update", 1, 2, 3, None), "whole numbers >= 0, got (1, 2, 3, None)"),
+        (("update", -1, 2, 3, 4), "whole numbers >= 0, got (-1, 2, 3, 4, 0)"),
+        (("update", 1, 2.5, 3, 4), "whole numbers >= 0, got (1, 2.5, 3, 4, 0)"),
+        (("update", 1, 2, "3", 4), "whole numbers >= 0, got (1, 2, '3', 4, 0)"),
+        (("update", 1, 2, 3, None), "whole numbers >= 0, got (1, 2, 3, None, 0)"),
+        (("update", 1, 2, 3, 4, None, -1), "numbers >= 0, got (1, 2, 3, 4, -1)"),
         (("progress", 1, 0, 3, 0), "progress needs an epoch, got None"),
         (("progress", 1, 0, 3, 0, "x"), "progress needs an epoch, got 'x'"),
+        (("routes", 0, 0, 0, 0), "routes need members, got None"),
+        (("routes", 0, 0, 0, 0, (3, 4)), "routes need members, got (3, 4)"),
+        (("routes", 0, 0, 0, 0, (3, (("0", "a"),))), "routes need members, got (3"),
     ],
 )
 def test_fields_that_are_not_those_of_an_item_are_refused(fields, message):
@@ -40,7 +45,7 @@ def test_fields_that_are_not_those_of_an_item_are_refused(fields, message):
         Item.of(fields)
 
 
-@pytest.mark.parametrize("fields", [(), UPDATE[:4], (*UPDATE, 7), None, 5])
+@pytest.mark.parametrize("fields", [(), UPDATE[:4], (*UPDATE, 7, 8), None, 5])
 def test_another_number_of_fields_is_refused(fields):
     with pytest.raises(TypeError):
         Item.of(fields)
@@ -55,6 +60,7 @@ def test_kinds_and_answers_are_plain_text_on_the_wire():
         "update",
         "progress",
         "joined",
+        "routes",
         "lost",
         "stop",
     ]

@@ -4,13 +4,16 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import dask.config
 import pytest
 
 import daskdl
+from daskdl.channel import messages
 from daskdl.history import COLUMNS
-from daskdl.timeouts import Timeouts
+from daskdl.timeouts import FILE
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -80,14 +83,34 @@ def test_the_page_of_options_lists_those_of_gradient_sharing_with_their_defaults
 
 
 def test_the_page_of_options_lists_the_time_outs_with_their_defaults():
+    (file,) = dask.config.collect_yaml([str(FILE)])
     defaults = {
-        f"daskdl.timeouts.{field.name}": f"{field.default:g} s"
-        for field in dataclasses.fields(Timeouts)
+        f"daskdl.timeouts.{name}": re.sub(r"(?<=\d)s$", " s", value)
+        for name, value in file["daskdl"]["timeouts"].items()
     }
 
     rows = table("options.md", "Time-outs")
 
     assert {name: cells[0] for name, cells in rows.items()} == defaults
+
+
+def test_the_page_on_tuning_lists_every_cause_of_waiting():
+    named, asked = set(), set()
+    for path in (Path(daskdl.__file__).parent / "channel").glob("*.py"):
+        text = path.read_text()
+        named |= set(
+            re.findall(
+                r"_waiting\.(?:until|until_sent|until_done|result)\(\s*\"(\w+)", text
+            )
+        )
+        asked |= set(
+            re.findall(r"_waiting\.ask(?:_worker)?\([^)]*?messages\.([A-Z]+)", text)
+        )
+    operations = {getattr(messages, name).removeprefix("daskdl_") for name in asked}
+
+    rows = table("tuning.md", "Replicas wait")
+
+    assert set(rows) == named | operations
 
 
 IMPORT = """
@@ -122,7 +145,8 @@ def watched(method):
 
 kind.__getitem__ = watched(kind.__getitem__)
 kind.__iter__ = watched(kind.__iter__)
-configuration = repr(dask.config.config)
+defaults, *_ = dask.config.collect_yaml([str(root / "daskdl.yaml")])
+expected = repr(dask.config.merge(dask.config.config, defaults))
 threads = threading.active_count()
 
 import daskdl
@@ -130,12 +154,12 @@ import daskdl
 assert pathlib.Path(daskdl.__file__).parent == root, daskdl.__file__
 assert reads == [], f"read the environment: {reads}"
 assert threading.active_count() == threads, threading.enumerate()
-assert repr(dask.config.config) == configuration
+assert repr(dask.config.config) == expected, "more than the defaults was added"
 print("nothing but names")
 """
 
 
-def test_import_starts_no_thread_and_reads_no_environment():
+def test_import_starts_no_thread_reads_no_environment_and_adds_its_defaults():
     package = Path(daskdl.__file__).parent
 
     done = subprocess.run(
@@ -147,3 +171,16 @@ def test_import_starts_no_thread_and_reads_no_environment():
     )
 
     assert (done.stdout, done.stderr) == ("nothing but names\n", "")
+
+
+def test_what_is_no_code_is_installed_too():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    package = Path(daskdl.__file__).parent
+    files = [p.relative_to(package) for p in package.rglob("*") if p.is_file()]
+
+    others = {
+        str(p) for p in files if p.suffix != ".py" and p.parent.name != "__pycache__"
+    }
+
+    listed = project["tool"]["setuptools"]["package-data"]["daskdl"]
+    assert others == set(listed)

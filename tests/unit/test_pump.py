@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item, ItemKind
 from daskdl.channel.outbox import Outbox
 from daskdl.channel.pump import BATCH_BYTES, Pump
 from daskdl.errors import WaitTimeoutError
+from daskdl.timeouts import Bound
 
 PATIENCE_S = 20
 NEVER = asyncio.Event  # a request that waits for one of these is never answered
@@ -69,7 +71,7 @@ async def pumping(box, receiver, *, pace_s=0.0, beat_s=PATIENCE_S, timeout_s=5.0
         receiver.send,
         pace_s=pace_s,
         beat_s=beat_s,
-        timeout_s=timeout_s,
+        bound=Bound(timeout_s, ("request",)),
         destination="replica 7",
     )
     box.on_offer = pump.wake
@@ -177,9 +179,37 @@ def test_two_lost_answers_are_an_error_that_says_who_and_what_waits():
                 await asyncio.wait_for(task, PATIENCE_S)
         waiting = 2 * (100 + ITEM_OVERHEAD_BYTES)
         assert str(caught.value) == (
-            "replica 7 did not answer within 0.02 s, 2 times, to 2 items "
-            f"({waiting} bytes waiting)"
+            "replica 7 did not answer within 0.02 s (daskdl.timeouts.request), 2 "
+            f"times, to 2 items ({waiting} bytes waiting); it never answered before"
         )
+
+    asyncio.run(body())
+
+
+def test_one_that_is_woken_and_cancelled_at_once_ends():
+    async def body():
+        async with pumping(box_of(), receiver := Receiver()) as task:
+            assert await receiver.request() == []
+            await asyncio.sleep(0)
+            pump = task.get_coro().cr_frame.f_locals["self"]
+            pump.wake()
+            task.cancel()
+            await asyncio.wait([task], timeout=PATIENCE_S)
+            assert task.cancelled()
+
+    asyncio.run(body())
+
+
+def test_who_answered_before_is_said_to_have_and_when():
+    async def body():
+        box = box_of(update(1))
+        receiver = Receiver(1, NEVER(), NEVER())
+        async with pumping(box, receiver, timeout_s=0.02) as task:
+            await receiver.request()
+            box.offer(update(2))
+            with pytest.raises(WaitTimeoutError) as caught:
+                await asyncio.wait_for(task, PATIENCE_S)
+        assert re.search(r"; its last answer was \d+\.\d s ago$", str(caught.value))
 
     asyncio.run(body())
 

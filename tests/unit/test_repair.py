@@ -245,6 +245,29 @@ def test_closing_again_forgets_the_target_and_not_the_lost():
     assert not fence.admits(8, 1)
 
 
+def test_while_it_holds_it_admits_of_everybody_only_what_was_settled():
+    fence = Fence()
+    fence.hold()
+    fence.open({8: (2, ())})
+
+    assert fence.holding
+    assert [fence.admits(8, s) for s in (2, 3)] == [True, False]
+    assert not fence.admits(9, 1)
+
+
+def test_after_a_release_only_the_lost_are_kept_out():
+    fence = Fence()
+    fence.close([7])
+    fence.hold()
+    fence.open({7: (2, ())})
+
+    fence.release()
+
+    assert not fence.holding
+    assert fence.admits(8, 1)
+    assert not fence.admits(7, 1)
+
+
 # ---- all of it
 
 

@@ -21,6 +21,7 @@ CARRIED = Traffic(
     withheld=1,
     refused=2,
     folds=3,
+    repaired=4,
     waits_s={"room": 1.0, "lease": 0.5},
 )
 MORE = Traffic(
@@ -30,6 +31,7 @@ MORE = Traffic(
     withheld=5,
     refused=1,
     folds=2,
+    repaired=1,
     waits_s={"room": 2.0, "gather": 4.0},
 )
 
@@ -72,6 +74,7 @@ TWO = [note(30.0, 10), note(10.0, 30, SECOND, MORE)]
         ("replicas", 2),
         ("repeated_pieces", 6),
         ("refused_messages", 7 + 2 + 1),
+        ("repaired_updates", 5),
         ("withheld", 6),
         ("folds", 5),
     ],

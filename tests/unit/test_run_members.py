@@ -1,9 +1,8 @@
 import pytest
-from records import EACH, joined, plan_of, said, update, waiting
+from records import EACH, TIMEOUTS, joined, plan_of, said, update, waiting
 
 from daskdl.channel.messages import Item
 from daskdl.channel.run import RunRecord
-from daskdl.timeouts import Timeouts
 
 
 def test_what_a_lost_replica_held_is_free_for_the_others_and_counted():
@@ -222,17 +221,17 @@ def test_a_replica_is_described_by_who_where_and_what_was_heard():
     record.join(1, 0.0)
     record.publish(1, [update(1, 4, step=9)], 9, -1)
 
-    assert record.members.describe(1) == (
-        "replica 1 on tcp://worker-1, last heard at step 9, update 4"
+    assert record.members.describe(1, now=2.5) == (
+        "replica 1 on tcp://worker-1, last heard at step 9, update 4, 2.5 s ago"
     )
     assert (
-        record.members.describe(0)
+        record.members.describe(0, now=2.5)
         == "replica 0 on tcp://worker-0, which has not joined"
     )
 
 
 def test_the_bounds_on_waiting_are_those_of_the_plan():
-    assert RunRecord(plan_of()).timeouts == Timeouts(join=60, silence=10)
+    assert RunRecord(plan_of()).timeouts == TIMEOUTS
 
 
 @pytest.mark.parametrize("replica", [0, 1, 2])

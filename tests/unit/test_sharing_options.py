@@ -42,11 +42,15 @@ WRONG = [
     ],
     *[
         ("min_replicas", value, "must be a whole number >= 1")
-        for value in (0, -1, 2.0, True, None, "2")
+        for value in (0, 1.5, True, None, "1")
     ],
     *[
         ("rejoin_timeout", value, "must be seconds > 0 or None")
-        for value in (0, -1.0, math.nan, math.inf, True, "5 s")
+        for value in (0, -1.0, math.nan, math.inf, True, "30s")
+    ],
+    *[
+        ("fan_out", value, "must be a whole number >= 1")
+        for value in (0, -1, 2.0, True, None, "8")
     ],
 ]
 
@@ -63,6 +67,7 @@ def test_the_defaults_are_those_that_are_documented():
         replicas_per_worker=1,
         min_replicas=1,
         rejoin_timeout=None,
+        fan_out=8,
     )
 
 
@@ -95,10 +100,12 @@ def test_every_option_has_been_given_a_wrong_value():
         ("max_staleness", 0),
         ("exchange_every", 4),
         ("routing", "plain"),
+        ("routing", "mesh"),
+        ("min_replicas", 4),
+        ("rejoin_timeout", 30),
+        ("fan_out", 1),
         ("replicas_per_worker", 2),
         ("replicas_per_worker", "auto"),
-        ("min_replicas", 4),
-        ("rejoin_timeout", 20.0),
     ],
     ids=repr,
 )
@@ -106,11 +113,17 @@ def test_an_allowed_value_is_kept(option, value):
     assert getattr(GradientSharing(**{option: value}), option) == value
 
 
-def test_mesh_is_not_there_yet_and_the_error_says_what_to_use():
-    message = "routing='mesh' is not available in this version; use 'auto' or 'plain'"
-
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        GradientSharing(routing="mesh")
+@pytest.mark.parametrize(
+    ("routing", "replicas", "expected"),
+    [
+        ("auto", 8, "plain"),
+        ("auto", 9, "mesh"),
+        ("plain", 64, "plain"),
+        ("mesh", 2, "mesh"),
+    ],
+)
+def test_auto_is_a_mesh_from_nine_replicas_on(routing, replicas, expected):
+    assert GradientSharing(routing=routing).routing_for(replicas) == expected
 
 
 @pytest.mark.parametrize(

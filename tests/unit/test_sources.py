@@ -1,3 +1,4 @@
+import asyncio
 import itertools
 
 import dask.array as da
@@ -37,16 +38,19 @@ class ScatteringClient:
     def __init__(self):
         self.calls = []
 
-    def scatter(self, rows, workers):
+    async def scatter(self, rows, workers, broadcast, asynchronous):
         self.calls.append((rows, workers))
         return rows
+
+    def sync(self, function):
+        return asyncio.run(function())
 
 
 def rows_of(source):
     """The arrays of each piece, as they would reach a worker."""
     client = ScatteringClient()
     keys = {i: f"key-{i}" for i in range(len(source.lengths))}
-    started = source.start(client, "tcp://somewhere", keys)
+    started = source.start(client, "tcp://somewhere", keys, timeout_s=5)
     assert [list(rows) for rows, _ in client.calls] == [[key] for key in keys.values()]
     assert all(workers == ["tcp://somewhere"] for _, workers in client.calls)
     return [started[i] for i in keys]

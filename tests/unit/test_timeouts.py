@@ -1,5 +1,8 @@
+import os
 import re
-from dataclasses import fields
+import subprocess
+import sys
+from dataclasses import fields, replace
 
 import dask.config
 import pytest
@@ -11,18 +14,21 @@ from daskdl.timeouts import Timeouts
 NAMES = [field.name for field in fields(Timeouts)]
 
 
+DEFAULT = Timeouts(60.0, 30.0, 60.0, 10.0, 300.0, 600.0)
+
+
 def configured(**values):
     return dask.config.set({f"daskdl.timeouts.{k}": v for k, v in values.items()})
 
 
 def test_without_configuration_the_defaults_hold():
-    assert Timeouts.from_config() == Timeouts(60.0, 30.0, 60.0, 10.0, 300.0, 600.0)
+    assert Timeouts.from_config() == DEFAULT
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_one_can_be_configured_and_only_it_changes(name):
     with configured(**{name: 7}):
-        assert Timeouts.from_config() == Timeouts(**{name: 7.0})
+        assert Timeouts.from_config() == replace(DEFAULT, **{name: 7.0})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,25 @@ def test_a_bound_that_is_not_positive_is_refused(name, value):
     message = f"daskdl.timeouts.{name} must be > 0 s, got {value!r}"
 
     with pytest.raises(OptionError, match=re.escape(message)):
-        Timeouts(**{name: value})
+        replace(DEFAULT, **{name: value})
+
+
+def test_setting_the_whole_namespace_leaves_the_others_as_they_are():
+    with dask.config.set({"daskdl": {"timeouts": {"silence": 7}}}):
+        assert Timeouts.from_config() == replace(DEFAULT, silence=7.0)
+
+
+def test_a_name_that_does_not_exist_is_refused_with_those_that_do():
+    message = (
+        "daskdl.timeouts.sillence does not exist; there are join, request, silence, "
+        "stop, rejoin, data"
+    )
+
+    with (
+        configured(sillence="5s"),
+        pytest.raises(OptionError, match=re.escape(message)),
+    ):
+        Timeouts.from_config()
 
 
 @pytest.mark.parametrize("value", ["soon", "3 bananas", "-5s", [1], None])
@@ -71,3 +95,56 @@ def test_a_value_that_is_no_time_is_refused_by_name(value):
         pytest.raises(OptionError, match=re.escape(message)),
     ):
         Timeouts.from_config()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bound_is_in_the_file_of_defaults_and_nowhere_else(name):
+    (defaults,) = dask.config.collect_yaml([str(timeouts.FILE)])
+
+    assert defaults["daskdl"]["timeouts"].keys() == set(NAMES)
+    with pytest.raises(TypeError, match=f"missing .* argument.*{name}"):
+        Timeouts(**{other: 1.0 for other in NAMES if other != name})
+
+
+SHOW = "from daskdl.timeouts import Timeouts; print(Timeouts.from_config())"
+MINE = "daskdl:\n  timeouts:\n    silence: 2 minutes\n    data: 7\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "expected"),
+    [
+        ({}, {}, {}),
+        ({"mine.yaml": MINE}, {}, {"silence": 120.0, "data": 7.0}),
+        ({}, {"DASK_DASKDL__TIMEOUTS__STOP": "3s"}, {"stop": 3.0}),
+        (
+            {"mine.yaml": MINE},
+            {"DASK_DASKDL__TIMEOUTS__DATA": "500ms"},
+            {"silence": 120.0, "data": 0.5},
+        ),
+    ],
+    ids=["neither", "file", "environment", "both"],
+)
+def test_another_process_takes_them_from_its_files_and_its_environment(
+    tmp_path, files, environment, expected
+):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "DASK_CONFIG": str(tmp_path), **environment},
+    )
+
+    assert done.stdout == f"{replace(DEFAULT, **expected)}\n", done.stderr
+
+
+def test_the_user_finds_a_copy_of_the_defaults_in_which_nothing_is_set(tmp_path):
+    dask.config.ensure_file(source=str(timeouts.FILE), destination=str(tmp_path))
+
+    copy = tmp_path / "daskdl.yaml"
+    assert list(dask.config.collect_yaml([str(copy)])) == []
+    assert "join: 60s" in copy.read_text()

@@ -1,0 +1,287 @@
+"""Latency and throughput of the channel alone, relayed and from worker to worker.
+
+Question: from how many members on is a mesh better than the relay?
+Counted:  every member publishes updates of one size at a steady rate; the time from
+          `publish` at the origin to each arrival, decoded, in an inbox; bytes that
+          arrived; the share of updates that were taken at all (the rest stays in
+          the residual). Members are threads of up to eight worker processes, all on
+          this machine, so they share its cores: latencies grow when these are busy.
+          Baselines: the same bytes through a raw TCP socket, and through Dask's rpc
+          from worker to worker; half a round trip, and one request after the other.
+Run:      python -m benchmarks.channel --members 2 4 8 16 32
+"""
+
+import argparse
+import json
+import logging
+import platform
+import secrets
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from distributed import Client, LocalCluster, get_worker, rpc, secede
+from distributed.protocol import to_serialize
+
+from daskdl import codec
+from daskdl.channel import messages
+from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.channel.worker import NAME, ChannelWorkerPlugin
+from daskdl.timeouts import Timeouts
+
+MOST_WORKERS = 8
+DENSITY = 100  # parameters for each entry
+GRID = 2.0**-24
+BYTES_PER_ENTRY = 1.14  # of GAPS at this density
+LIMIT_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    members: int
+    kilobytes: float  # of an update
+    median_ms: float
+    p99_ms: float
+    megabytes_per_s: float  # that arrived, at all members together
+    taken: float  # share of the updates that publish accepted
+
+
+def endpoint(run: int, replica: int, size: int, routing: str) -> Endpoint:
+    limits = (LIMIT_BYTES, 64 * 2**20)
+    return Endpoint(run, replica, size, GRID, *limits, Timeouts.from_config(), routing)
+
+
+def entries_of(kilobytes: float) -> np.ndarray:
+    count = int(kilobytes * 1000 / BYTES_PER_ENTRY)
+    rng = np.random.default_rng(0)
+    positions = np.sort(rng.choice(count * DENSITY, count, replace=False))
+    signs = rng.choice((-1, 1), count)
+    return ((positions + 1) * signs).astype(np.int32)
+
+
+def member(own: Endpoint, entries_K: np.ndarray, rate: float, seconds: float):
+    """Publish at a rate; returns when what was published, and when what arrived."""
+    secede()
+    plugin = get_worker().extensions[NAME]
+    channel = plugin.open(own)
+    inbox = plugin.links[own.run, own.replica].inbox
+    arrivals, published, offered = {}, {}, 0
+    put = inbox.put
+
+    def timed_put(item, update):
+        first = put(item, update)
+        if first:
+            arrivals[item.origin, item.sequence] = time.time()
+        return first
+
+    inbox.put = timed_put
+    try:
+        channel.join()
+        channel.gather("start", None)
+        started = time.monotonic()
+        step = 0
+        # Not all in the same moment.
+        next_at = started + (own.replica % 10) / 10 / rate
+        while next_at < started + seconds:
+            time.sleep(max(0.0, next_at - time.monotonic()))
+            step += 1
+            stamp = channel.next_stamp(step)
+            frame = codec.encode(stamp, own.size, 16 * GRID, entries_K)
+            now = time.time()
+            if channel.has_room() and channel.publish(stamp, frame):
+                published[own.replica, stamp.sequence] = (now, frame.nbytes)
+            offered += 1
+            channel.complete(step)
+            channel.receive()
+            next_at += 1 / rate
+        channel.gather("end", None)
+        channel.receive()
+    finally:
+        channel.leave()
+    return published, arrivals, offered
+
+
+def measure(client, routing, members, kilobytes, rate, seconds) -> Row:
+    client.register_plugin(ChannelSchedulerPlugin())
+    client.register_plugin(ChannelWorkerPlugin())
+    entries_K = entries_of(kilobytes)
+    run, size = secrets.randbits(63), entries_K.size * DENSITY
+    workers = sorted(client.nthreads())
+    seats = {r: workers[r % len(workers)] for r in range(members)}
+    plan = {
+        "run": run,
+        "replicas": seats,
+        "pieces": {},
+        "seed": None,
+        "epochs_before": 0,
+        "synchronous": False,
+        "relay_bytes": LIMIT_BYTES,
+        "min_replicas": 1,
+        "timeouts": vars(Timeouts.from_config()),
+        "routing": routing,
+    }
+    client.sync(client.scheduler.daskdl_open, plan=plan, client=client.id)
+    try:
+        futures = [
+            client.submit(
+                member,
+                endpoint(run, replica, size, routing),
+                entries_K,
+                rate,
+                seconds,
+                workers=[worker],
+                pure=False,
+            )
+            for replica, worker in seats.items()
+        ]
+        told = client.gather(futures)
+    finally:
+        client.sync(getattr(client.scheduler, messages.CLOSE), run=run)
+    published = {key: when for each, _, _ in told for key, when in each.items()}
+    latencies, nbytes = [], 0
+    for _, arrivals, _ in told:
+        for key, arrived in arrivals.items():
+            latencies.append(arrived - published[key][0])
+            nbytes += published[key][1]
+    first = min(when for when, _ in published.values())
+    last = max(arrived for _, arrivals, _ in told for arrived in arrivals.values())
+    sizes = [size for _, size in published.values()]
+    return Row(
+        routing,
+        members,
+        statistics.median(sizes) / 1e3,
+        1e3 * float(np.median(latencies)),
+        1e3 * float(np.quantile(latencies, 0.99)),
+        nbytes / (last - first) / 1e6,
+        len(published) / sum(offered for _, _, offered in told),
+    )
+
+
+def timed(ask, payload, case: str, seconds: float) -> Row:
+    """Requests one after the other, for so long."""
+    halves = []
+    started = time.perf_counter()
+    while time.perf_counter() < started + seconds:
+        before = time.perf_counter()
+        ask(payload)
+        halves.append((time.perf_counter() - before) / 2)
+    rate = len(halves) * len(payload) / (time.perf_counter() - started) / 1e6
+    return Row(
+        case,
+        2,
+        len(payload) / 1e3,
+        1e3 * float(np.median(halves)),
+        1e3 * float(np.quantile(halves, 0.99)),
+        rate,
+        1.0,
+    )
+
+
+def raw_socket(payload: bytes, seconds: float) -> Row:
+    """To a thread that answers one byte when all has come."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            peer, _ = server.accept()
+            with peer:
+                while True:
+                    left = len(payload)
+                    while left:
+                        got = len(peer.recv(min(left, 2**18)))
+                        if not got:
+                            return
+                        left -= got
+                    peer.sendall(b"!")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with socket.create_connection(server.getsockname()) as own:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def ask(data):
+                own.sendall(data)
+                own.recv(1)
+
+            row = timed(ask, payload, "raw TCP socket", seconds)
+        thread.join()
+    return row
+
+
+def dask_rpc(client, payload: bytes, seconds: float) -> Row:
+    """From this process to a worker that takes it and says so."""
+
+    def take(dask_worker):
+        async def benchmark_take(data):
+            return len(data)
+
+        dask_worker.handlers["benchmark_take"] = benchmark_take
+
+    client.run(take)
+    peer = rpc(sorted(client.nthreads())[0])
+    frame = np.frombuffer(payload, np.uint8)
+
+    async def request():
+        await peer.benchmark_take(data=to_serialize(frame))
+
+    try:
+        return timed(lambda _: client.sync(request), payload, "Dask rpc", seconds)
+    finally:
+        client.sync(peer.close_rpc)
+
+
+def rows(arguments) -> Iterator[Row]:
+    for members in arguments.members:
+        with cluster(min(members, MOST_WORKERS)) as own, Client(own) as client:
+            for kilobytes in arguments.kilobytes:
+                if members == arguments.members[0]:
+                    payload = secrets.token_bytes(int(kilobytes * 1000))
+                    yield raw_socket(payload, arguments.seconds / 2)
+                    yield dask_rpc(client, payload, arguments.seconds / 2)
+                for routing in ("plain", "mesh"):
+                    case = (members, kilobytes, arguments.rate, arguments.seconds)
+                    yield measure(client, routing, *case)
+
+
+def cluster(workers: int) -> LocalCluster:
+    return LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        dashboard_address=":0",
+        silence_logs=logging.ERROR,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    parser.add_argument("--kilobytes", type=float, nargs="+", default=[10, 100])
+    parser.add_argument("--rate", type=float, default=10.0, help="updates/s of each")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each case")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows(arguments)], indent=1))
+        return
+    print(f"# {platform.machine()}, {arguments.rate:g} updates/s of each member")
+    print(
+        f"{'case':16}{'members':>8}{'KB':>8}{'median ms':>11}{'p99 ms':>9}"
+        f"{'MB/s':>9}{'taken':>7}"
+    )
+    for row in rows(arguments):
+        print(
+            f"{row.case:16}{row.members:8d}{row.kilobytes:8.1f}"
+            f"{row.median_ms:11.2f}{row.p99_ms:9.1f}"
+            f"{row.megabytes_per_s:9.1f}{row.taken:7.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

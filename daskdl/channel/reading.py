@@ -1,0 +1,52 @@
+"""From the bytes of a frame to an update that may be applied, or a refusal."""
+
+import asyncio
+from typing import Any
+
+from daskdl import codec
+from daskdl.accumulator import count_of
+from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.inbox import Inbox
+from daskdl.channel.messages import Item
+from daskdl.channel.payloads import unwrap
+from daskdl.errors import CodecError
+
+INLINE_BYTES = 2**20  # larger frames are decoded beside the event loop
+
+# What foreign bytes may raise.
+UNREADABLE = (CodecError, TypeError, ValueError, LookupError)
+
+
+class Reader:
+    """Decodes what arrives for one replica.
+
+    Args:
+        endpoint: Which replica it is.
+        inbox: Knows the grid of the run.
+    """
+
+    def __init__(self, endpoint: Endpoint, inbox: Inbox) -> None:
+        self._endpoint = endpoint
+        self._inbox = inbox
+
+    async def read(self, item: Item) -> codec.Update:
+        """Decode an update.
+
+        Raises:
+            CodecError, TypeError, ValueError, LookupError: If it cannot be read.
+        """
+        frame = unwrap(item.payload)
+        if memoryview(frame).nbytes > INLINE_BYTES:
+            return await asyncio.to_thread(self.read_now, item, frame)
+        return self.read_now(item, frame)
+
+    def read_now(self, item: Item, frame: Any) -> codec.Update:
+        """The same, here and now."""
+        update = codec.decode(frame, run=self._endpoint.run, size=self._endpoint.size)
+        if update.stamp[1:3] != (item.origin, item.sequence):
+            raise CodecError(f"sent as {item[1:3]}, stamped {update.stamp[1:3]}")
+        if isinstance(update, codec.SparseUpdate):
+            count_of(update.threshold, self._inbox.grid)
+        elif update.grid != self._inbox.grid:
+            raise CodecError(f"grid must be {self._inbox.grid}, got {update.grid}")
+        return update

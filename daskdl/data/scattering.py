@@ -1,0 +1,35 @@
+"""Putting data on workers that may be gone, or hang, meanwhile."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def scatter(
+    client: Any, data: Mapping[str, Any], workers: Sequence[str], timeout_s: float
+) -> dict[str, Any]:
+    """Put each value on all of these workers; returns the futures by key.
+
+    Dask by itself waits for a worker that hangs as long as its connection is open.
+
+    Args:
+        client: Synchronous.
+        data: Values by key.
+        workers: Addresses, >= 1.
+        timeout_s: For all together, seconds.
+
+    Raises:
+        OSError: If a worker is gone; TimeoutError, which is one, if it takes too long.
+    """
+
+    async def send() -> Any:
+        sending = client.scatter(
+            dict(data),
+            workers=list(workers),
+            broadcast=len(workers) > 1,
+            asynchronous=True,
+        )
+        return await asyncio.wait_for(sending, timeout_s)
+
+    futures: dict[str, Any] = client.sync(send)
+    return futures

@@ -1,0 +1,113 @@
+"""A model trains while its workers are killed, frozen, taken away and added.
+
+``make chaos`` runs twenty seeds; without ``DASKDL_CHAOS_SEEDS`` there are none.
+"""
+
+import functools
+import logging
+import os
+import time
+
+import dask.config
+import numpy as np
+import pytest
+import torch
+from distributed import Client, LocalCluster
+from torch import nn
+
+from daskdl import Callback, GradientSharing, KeepResidual, Trainer
+from tests.chaos.disturbance import Disturbance
+from tests.cluster.leftovers import still_left_behind
+from tests.cluster.recording import Recorded, records
+from tests.learning.digits import accuracy, images, network
+
+logger = logging.getLogger(__name__)
+
+SEEDS = range(int(os.environ.get("DASKDL_CHAOS_SEEDS", "0")))
+WORKERS = 4
+EPOCHS = 30
+BATCH_SIZE = 16
+STEP_S = 0.05  # a step of a larger model; the run takes long enough to be disturbed
+
+
+class Larger(Callback):
+    """Makes each step take as long as that of a larger model."""
+
+    def on_step(self, step):
+        time.sleep(STEP_S)
+
+
+@pytest.fixture
+def four():
+    """A client of four workers that can be lost for long before Dask gives them up."""
+    with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "90s"}),
+        LocalCluster(
+            n_workers=WORKERS, threads_per_worker=1, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def trainer(client, master, **options):
+    optimizer = functools.partial(torch.optim.SGD, lr=0.04, momentum=0.9)
+    loss = nn.CrossEntropyLoss()
+    options = {"master": master, "client": client, "progress": False, **options}
+    return Trainer(network, loss, optimizer, **options)
+
+
+def sharing(seed):
+    routing = ("mesh", "plain")[seed % 2]
+    return GradientSharing(residual=KeepResidual(), routing=routing, fan_out=2)
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
+    x_train, x_test, y_train, y_test = images()
+    undisturbed = trainer(four, sharing(seed), seed=seed)
+    undisturbed.fit(x_train, y_train, epochs=EPOCHS, batch_size=BATCH_SIZE)
+
+    own = trainer(
+        four,
+        Recorded(str(tmp_path), sharing(seed), atol=2e-5),
+        seed=seed,
+        callbacks=[Larger()],
+    )
+    with (
+        dask.config.set(
+            {"daskdl.timeouts.silence": "4s", "daskdl.timeouts.request": "10s"}
+        ),
+        Disturbance(four, seed, WORKERS) as disturbance,
+    ):
+        history = own.fit(x_train, y_train, epochs=EPOCHS, batch_size=BATCH_SIZE)
+
+    for name in ("replicas", "repeated_pieces"):
+        logger.info("%s: %s", name, history.column(name))
+    assert {what.split()[0] for what, _ in disturbance.happened} >= {"killed", "froze"}
+    assert len(history) == EPOCHS
+    for epoch in range(EPOCHS):
+        check_barrier(records(tmp_path, epoch))
+    best = accuracy(undisturbed.model_, x_test, y_test)
+    assert accuracy(own.model_, x_test, y_test) >= best - 0.02
+    assert still_left_behind(four, within_s=30) == {}
+
+
+def check_barrier(ends):
+    """All who were at the end of an epoch have the same, and each update once."""
+    assert ends
+    first, *others = ends.values()
+    for other in others:
+        np.testing.assert_array_equal(other["shared"], first["shared"])
+    founders = []
+    for replica, end in ends.items():
+        updates = [tuple(u) for u in (*end["published"], *end["received"])]
+        assert len(set(updates)) == len(updates), f"replica {replica} has some twice"
+        assert not end["folds"], "a fold hides which updates it was made of"
+        # What is in it is the sum of what the log says, and nothing else.
+        np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=2e-5)
+        if np.array_equal(end["start"], first["start"]):
+            founders.append(set(updates))
+    assert all(updates == founders[0] for updates in founders)

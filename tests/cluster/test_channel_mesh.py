@@ -1,0 +1,338 @@
+"""What only a mesh has to do: repair, agree without a relay, hold senders back."""
+
+import asyncio
+
+import numpy as np
+from distributed.utils_test import async_poll_for
+
+from daskdl.channel.messages import Barrier
+from tests.cluster.channels import (
+    EITHER,
+    PATIENCE_S,
+    SIZE,
+    a_run,
+    begin,
+    bounds,
+    frame_of,
+    in_thread,
+    item_of,
+    publish,
+    three_workers,
+    totals,
+    two_workers,
+)
+from tests.cluster.test_channel_newcomers import applied_by, newcomer
+from tests.cluster.test_channel_waits import held_up
+
+CHAIN = {"routing": "mesh", "fan_out": 1}  # each update goes by two hops
+
+
+def wait_until(ready):
+    return async_poll_for(ready, PATIENCE_S)
+
+
+def sent_by(run, replica, *entries):
+    """An update as the replica would send it, without its being sent."""
+    channel = run.channels[replica]
+    stamp = channel.next_stamp(0)
+    item = item_of(stamp, frame_of(stamp, *entries))
+    run.link(replica).carrier.sequence += 1
+    return item
+
+
+async def agree(run, replicas, key="end", load=lambda snapshot: None):
+    """Let these replicas meet and come to the same updates; what each had to apply."""
+
+    def end(channel):
+        note = {"sequence": channel.published()}
+        gathered = channel.gather(key, note, Barrier.AGREE)
+        published = {r: said["sequence"] for r, said in gathered.notes.items()}
+        channel.agree(key, published, gathered.gone, load)
+        return totals(channel.receive())
+
+    ends = [in_thread(end, run.channels[r]) for r in replicas]
+    return await asyncio.gather(*ends)
+
+
+async def report(run, replicas, key="report"):
+    ends = [
+        in_thread(run.channels[r].gather, key, None, Barrier.REPORT) for r in replicas
+    ]
+    await asyncio.gather(*ends)
+
+
+@three_workers()
+async def test_what_is_not_passed_on_is_asked_for(c, s, *workers):
+    async with a_run(c, s, *workers, **CHAIN) as run:
+        middle = run.link(1).carrier
+        middle._may_forward = lambda item: False
+        for step in range(3):
+            assert publish(run.channels[0], step + 1, step=step)
+
+        await in_thread(run.channels[2].wait_for_updates, {0: 3})
+
+        assert middle.forwards_dropped == 3
+        assert totals(run.channels[2].receive())[:4] == [1, 1, 1, 0]
+
+
+@three_workers()
+async def test_a_last_update_that_nobody_passes_on_is_missed_all_the_same(
+    c, s, *workers
+):
+    async with a_run(c, s, *workers, **CHAIN) as run:
+        run.link(1).carrier.forward = lambda item: None  # no progress either
+        assert publish(run.channels[0])
+
+        await in_thread(run.channels[2].wait_for_updates, {0: 1})
+
+
+@EITHER
+@two_workers()
+async def test_an_update_that_was_dropped_on_its_way_is_asked_for(c, s, a, b, routing):
+    async with a_run(c, s, a, b, routing=routing) as run:
+        link = run.link(1)
+        deliver, dropped = link.deliver, []
+
+        async def losing(item):
+            if item.kind == "update" and not dropped:
+                dropped.append(item)
+                return True
+            return await deliver(item)
+
+        link.deliver = losing
+        assert publish(run.channels[0], 1)
+        assert publish(run.channels[0], 2)
+
+        await in_thread(run.channels[1].wait_for_updates, {0: 2})
+
+        assert len(dropped) == 1
+        assert totals(run.channels[1].receive())[:3] == [1, 1, 0]
+
+
+@three_workers()
+async def test_a_neighbour_that_does_not_answer_holds_nobody_up(c, s, *workers):
+    async with a_run(c, s, *workers, **CHAIN) as run:
+        run.vanish(1)  # the scheduler has not noticed
+
+        for step in range(3):
+            assert publish(run.channels[0], step=step)
+
+        await in_thread(run.channels[2].wait_for_updates, {0: 3})
+
+
+@three_workers()
+async def test_what_all_have_is_forgotten(c, s, *workers):
+    async with a_run(c, s, *workers, **CHAIN) as run:
+        assert publish(run.channels[0])
+        own = run.link(0).carrier._own
+        assert len(own) == 1
+
+        await wait_until(lambda: len(own) == 0)
+
+        assert run.link(1).inbox.received() == {0: (1, ())}
+        assert run.link(2).inbox.received() == {0: (1, ())}
+
+
+@two_workers()
+async def test_who_takes_nothing_leaves_the_others_updates_with_them(
+    c, s, a, b, monkeypatch
+):
+    async with a_run(c, s, a, b, routing="mesh", outbox_bytes=500) as run:
+        released = held_up(b.handlers, "daskdl_deliver", monkeypatch)
+        sender, receiver = run.channels[0], run.channels[1]
+
+        accepted = [publish(sender, step=step) for step in range(20)]
+
+        count = sum(accepted)
+        assert accepted == [True] * count + [False] * (20 - count)
+        own = run.link(0).carrier._own
+        weight = own.nbytes // count
+        assert 500 <= own.nbytes < 500 + weight
+        assert not sender.has_room()
+        assert sender.published() == count
+        waiting = begin(sender.wait_for_room)
+        released.set()
+        await waiting
+        assert publish(sender, step=20)
+        await in_thread(receiver.wait_for_updates, {0: count + 1})
+        assert totals(receiver.receive())[0] == count + 1
+
+
+@three_workers()
+async def test_what_one_survivor_has_of_a_lost_one_all_get(c, s, *workers):
+    async with a_run(c, s, *workers, **CHAIN) as run:
+        assert publish(run.channels[0], 9)
+        first, second, third = (sent_by(run, 2, entry) for entry in (1, 2, 3))
+        await run.deliver(0, first)
+        await run.deliver(1, second)
+        run.vanish(2)
+        await run.live.lose(2, "in the middle of sending")
+
+        one, other = await agree(run, [0, 1])
+
+        assert one == [1, 1] + [0] * (SIZE - 2)
+        assert other == [1, 1] + [0] * 6 + [1] + [0] * (SIZE - 9)
+        await run.deliver(0, third)  # it was long on its way
+        await report(run, [0, 1])
+        await run.deliver(1, third)
+        assert run.link(0).inbox.received()[2] == (2, ())
+        assert run.link(1).inbox.received()[2] == (2, ())
+
+
+@three_workers()
+async def test_who_cannot_get_an_update_any_more_takes_a_state(c, s, *workers):
+    async with a_run(c, s, *workers, **CHAIN, inbox_bytes=1) as run:  # no rings
+        first, second, third = (sent_by(run, 2, entry) for entry in (1, 2, 3))
+        await run.deliver(0, first, second)
+        await run.deliver(1, third)
+        for replica in (0, 1):
+            run.channels[replica].serve(applied_by(run.channels[replica]))
+        run.vanish(2)
+        await run.live.lose(2, "in the middle of sending")
+        loaded = []
+
+        _, rest = await agree(run, [0, 1], load=loaded.append)
+
+        (state,) = loaded
+        assert state["total_N"].tolist() == [1, 1] + [0] * (SIZE - 2)
+        assert rest == [0] * SIZE
+        assert run.link(0).inbox.received()[2] == (2, ())
+        assert run.link(1).inbox.received()[2] == (2, ())
+
+
+@three_workers()
+async def test_one_that_is_lost_while_the_others_agree_is_left_out(c, s, *workers):
+    async with a_run(c, s, *workers, **CHAIN) as run:
+        first, second = (sent_by(run, 2, entry) for entry in (5, 6))
+        await run.deliver(0, first)
+        note = {"sequence": 2}
+        ends = asyncio.ensure_future(agree(run, [0, 1]))
+        await in_thread(run.channels[2].gather, "end", note, Barrier.AGREE)
+
+        run.vanish(2)
+        await run.live.lose(2, "in the middle of the barrier")
+
+        one, other = await ends
+        assert one == other == [0] * 4 + [1] + [0] * (SIZE - 5)
+        await report(run, [0, 1])
+        await run.deliver(0, second)  # it was long on its way
+        assert run.link(0).inbox.received()[2] == (1, ())
+
+
+@two_workers()
+async def test_what_is_sent_after_all_have_agreed_is_taken_in_after_the_barrier(
+    c, s, a, b
+):
+    async with a_run(c, s, a, b, routing="mesh") as run:
+        await agree(run, [0, 1])
+        item = sent_by(run, 0, 4)
+
+        assert await run.deliver(1, item) == {"status": "ok", "accepted": 0}
+        assert totals(run.channels[1].receive()) == [0] * SIZE
+
+        await report(run, [0, 1])
+        assert await run.deliver(1, item) == {"status": "ok", "accepted": 1}
+        assert totals(run.channels[1].receive()) == [0] * 3 + [1] + [0] * (SIZE - 4)
+
+
+@two_workers()
+async def test_a_newcomer_in_the_middle_of_traffic_has_all_of_it_once(c, s, a, b):
+    async with a_run(c, s, a, b, **CHAIN) as run:
+        donor, made = run.channels[0], applied_by(run.channels[0])
+        donor.serve(made)
+        stop = asyncio.Event()
+
+        async def traffic(replica):
+            step = 0
+            while not stop.is_set():
+                publish(run.channels[replica], replica + 1, step=step)
+                step += 1
+                if replica == 0:
+                    await in_thread(donor.check)
+                await asyncio.sleep(0.001)
+
+        senders = [asyncio.ensure_future(traffic(replica)) for replica in (0, 1)]
+        await wait_until(lambda: donor.published() > 20)
+        replica, channel = await newcomer(run, b)
+        entry = await in_thread(channel.join)
+        known_N = entry.snapshot["total_N"].copy()
+        (own,) = (last for o, last, _ in entry.snapshot["received"] if o == 0)
+        known_N[0] += own  # what a donor has published itself does not arrive there
+        at_entry = donor.published()
+        await wait_until(lambda: donor.published() > at_entry + 20)
+        stop.set()
+        await asyncio.gather(*senders)
+
+        last = {r: run.channels[r].published() for r in (0, 1)}
+        await in_thread(channel.wait_for_updates, last)
+        known_N += np.array(totals(channel.receive()), np.int32)
+        assert known_N.tolist() == [last[0], last[1]] + [0] * (SIZE - 2)
+        assert replica == 2
+
+
+@two_workers()
+async def test_a_newcomer_waits_until_all_know_that_it_is_there(c, s, a, b):
+    async with a_run(c, s, a, b, routing="mesh") as run:
+        donor, other = run.channels[0], run.channels[1]
+        donor.serve(applied_by(donor))
+        run.live._tasks[1].cancel()  # the relay to the other one
+        _, channel = await newcomer(run, b)
+        joining = begin(channel.join)
+        waiting = begin(donor.wait_for_updates, {1: 2})
+        await wait_until(lambda: run.link(0).carrier._book.current.members == (0, 1, 2))
+        assert publish(other, 1)  # by the old routes
+        await wait_until(lambda: 1 in run.link(0).inbox.received())
+        assert not joining.done()
+
+        routes = [i for i in run.record.outboxes[1].head(10**6) if i.kind == "routes"]
+        await run.deliver(1, *routes)
+        entry = await joining
+        assert publish(other, 2)
+        await waiting
+
+        assert entry.snapshot["total_N"].tolist() == [1] + [0] * (SIZE - 1)
+        await in_thread(channel.wait_for_updates, {1: 2})
+        assert totals(channel.receive())[:2] == [0, 1]
+
+
+@two_workers()
+async def test_a_donor_has_first_what_a_newcomer_is_not_sent(c, s, a, b):
+    async with a_run(c, s, a, b, routing="mesh") as run:
+        donor, other = run.channels[0], run.channels[1]
+        donor.serve(applied_by(donor))
+        link = run.link(0)
+        deliver = link.deliver
+
+        async def losing(item):
+            return item.kind == "update" or await deliver(item)
+
+        link.deliver = losing  # until the donor asks for it
+        assert publish(other, 1)
+        _, channel = await newcomer(run, b)
+        joining = begin(channel.join)
+        await wait_until(lambda: link.wanted)
+
+        donor.check()
+        assert not joining.done()
+        await in_thread(donor.wait_for_updates, {1: 1})
+        donor.check()
+
+        total_N = (await joining).snapshot["total_N"]
+        assert total_N.tolist() == [1] + [0] * (SIZE - 1)
+
+
+@three_workers()
+async def test_how_far_a_replica_is_is_passed_on(c, s, *workers):
+    async with a_run(c, s, *workers, **CHAIN) as run:
+        run.record.words = list  # the scheduler says nothing of it
+
+        run.channels[0].complete(9)
+
+        await wait_until(lambda: run.link(2).inbox.steps().get(0) == 9)
+
+
+@two_workers()
+async def test_who_the_members_are_is_told_at_once(c, s, a, b):
+    rare = bounds(silence=8 * PATIENCE_S)  # signs of life of the relay
+    async with a_run(c, s, a, b, routing="mesh", timeouts=rare) as run:
+        assert all(len(box) == 0 for box in run.record.outboxes.values())

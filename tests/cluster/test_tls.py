@@ -1,0 +1,156 @@
+"""A cluster with TLS: daskdl uses Dask's own connections, so nobody else gets in.
+
+That the messages of a foreign run are refused, whoever sends them, is tested in
+`test_channel_damage.py`; here that it holds for who has the certificate too.
+"""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+from distributed.security import Security
+
+from daskdl.channel import messages
+from daskdl.channel.scheduler import NAME
+from tests.cluster.leftovers import still_left_behind
+from tests.cluster.problems import kept, rows, trainer
+
+X, Y = rows()
+REFUSED_S = 10  # who is not let in has to be told within this
+
+
+@pytest.fixture(scope="module")
+def secured_client():
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            dashboard_address=":0",
+            security=Security.temporary(),
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def secured(secured_client):
+    """A client of two workers that talk TLS; afterwards nothing is left on them."""
+    yield secured_client
+    assert still_left_behind(secured_client) == {}
+
+
+@pytest.mark.parametrize("routing", ["plain", "mesh"])
+def test_it_trains_scores_and_predicts(secured, routing):
+    own = trainer(secured, master=kept(routing=routing))
+
+    history = own.fit(X, Y, epochs=5, batch_size=8, validation=(X[:64], Y[:64]))
+
+    assert all(worker.startswith("tls://") for worker in secured.nthreads())
+    assert history.column("replicas") == [2] * 5
+    assert history.column("refused_messages") == [0] * 5
+    assert min(history.column("received_bytes")) > 0
+    score = own.evaluate(X, Y)
+    assert score["accuracy"] > 0.9
+    guesses = np.asarray(own.predict(X)).argmax(axis=1)
+    assert (guesses == Y).mean() == pytest.approx(score["accuracy"], abs=1e-12)
+
+
+STRANGERS = {
+    "no certificate": ("None", "TypeError: TLS expects a `ssl_context` argument"),
+    "another certificate": ("Security.temporary()", "certificate verify failed"),
+    "no encryption": ("None", "CommClosedError: in <TCP (closed)"),
+}
+
+# In a process of its own, as it would be; what Dask leaves of such a client is no
+# concern of these tests.
+KNOCK = """
+import asyncio, os, sys, traceback
+from distributed import Client
+from distributed.comm import connect
+from distributed.security import Security
+
+address, security, timeout = sys.argv[1], eval(sys.argv[2]), float(sys.argv[3])
+
+async def send():
+    options = (security or Security()).get_connection_args("client")
+    comm = await connect(address, timeout=timeout, **options)
+    await comm.write({"op": "daskdl_stop", "run": 7, "reason": "mine", "reply": True})
+    print(await comm.read())
+
+try:
+    if sys.argv[4] == "client":
+        print(Client(address, security=security, timeout=timeout))
+    else:
+        asyncio.run(send())
+except Exception:
+    traceback.print_exc()
+sys.stdout.flush(), sys.stderr.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["client", "message to the scheduler", "to a worker"])
+@pytest.mark.parametrize("who", STRANGERS)
+def test_a_stranger_is_refused_with_a_clear_error(secured, who, how):
+    security, message = STRANGERS[who]
+    address = secured.scheduler.address
+    if how == "to a worker":
+        address = sorted(secured.nthreads())[0]
+    if who == "no encryption":
+        address = address.replace("tls://", "tcp://")
+    before = state(secured)
+
+    done = subprocess.run(
+        [sys.executable, "-c", KNOCK, address, security, str(REFUSED_S), how],
+        capture_output=True,
+        text=True,
+        timeout=6 * REFUSED_S,
+        check=True,
+    )
+
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert state(secured) == before
+
+
+def test_who_has_the_certificate_is_let_in_and_could_knock(secured):
+    """What the strangers try works, so it is the certificate that keeps them out."""
+    with Client(
+        secured.scheduler.address, security=secured.security, set_as_default=False
+    ) as other:
+        assert trainer(other).fit(X[:64], Y[:64]).column("replicas") == [2]
+
+
+@pytest.mark.parametrize("operation", [messages.PUBLISH, messages.STOP, messages.LEASE])
+def test_a_foreign_run_is_unknown_to_the_scheduler(secured, operation):
+    trainer(secured).fit(X[:64], Y[:64])
+
+    async def ask():
+        return await getattr(secured.scheduler, operation)(run=7)
+
+    assert secured.sync(ask) == {"status": "unknown", "reason": "no run 7 here"}
+
+
+def test_a_foreign_run_is_unknown_to_a_worker(secured):
+    trainer(secured).fit(X[:64], Y[:64])
+    worker = sorted(secured.nthreads())[0]
+
+    async def deliver(dask_scheduler):
+        request = dask_scheduler.rpc(worker).daskdl_deliver
+        return await request(run=7, replica=0, items=[])
+
+    assert secured.run_on_scheduler(deliver) == {"status": "unknown"}
+
+
+def state(client):
+    """Who is connected, and what daskdl keeps."""
+
+    def on_scheduler(dask_scheduler):
+        plugin = dask_scheduler.extensions.get(NAME)
+        runs = list(plugin.runs) if plugin is not None else []
+        return sorted(dask_scheduler.workers), runs, len(dask_scheduler.tasks)
+
+    return client.run_on_scheduler(on_scheduler)

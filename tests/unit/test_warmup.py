@@ -1,0 +1,85 @@
+"""Warming up leaves everything as it was, and fails nobody."""
+
+import functools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl import GradientSharing, codec
+from daskdl.training import warmup
+from daskdl.training.task import Recipe
+from daskdl.training.warmup import warm_up
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    monkeypatch.setattr(warmup, "connect", lambda: None)
+
+
+class Counting(nn.Module):
+    """With parameters, buffers, and dropout that needs the random state."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layers(x)
+
+
+def recipe(**changes):
+    rows = np.ones((2, 3), np.float32), np.array([0, 3])
+    optimizer = functools.partial(torch.optim.Adam, lr=0.1)
+    parts = {"model": Counting(), "loss": nn.CrossEntropyLoss(), "optimizer": optimizer}
+    return Recipe(**{**parts, **changes}, optimizer_state=None, callbacks=(), rows=rows)
+
+
+def test_what_it_changed_is_undone(connected, caplog):
+    own = recipe()
+    before = {k: v.clone() for k, v in own.model.state_dict().items()}
+    state = torch.get_rng_state()
+
+    with caplog.at_level(logging.INFO):
+        warm_up(own, GradientSharing(), CPU)
+
+    assert own.model.calls == 1
+    for name, value in own.model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert all(p.grad is None for p in own.model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not caplog.records  # everything was warmed up
+
+
+def test_what_fails_is_left_to_the_real_step(connected, caplog):
+    def loss(output, labels):
+        raise ValueError("not today")
+
+    with caplog.at_level(logging.INFO):
+        warm_up(recipe(loss=loss), GradientSharing(), CPU)
+
+    assert [r.getMessage() for r in caplog.records] == [
+        "warming up the model: not today"
+    ]
+
+
+@pytest.mark.parametrize("apply", ["eager", "strict"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_exchange_sends_something_and_takes_it_in(apply, dtype, monkeypatch):
+    sizes, encode = [], codec.encode
+
+    def counted(stamp, size, threshold, entries_K):
+        sizes.append(len(entries_K))
+        return encode(stamp, size, threshold, entries_K)
+
+    monkeypatch.setattr(codec, "encode", counted)
+
+    GradientSharing(apply=apply).warm_up(CPU, dtype)
+
+    assert sizes == [64]

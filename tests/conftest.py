@@ -1,5 +1,7 @@
 """The cluster of worker processes that nearly all tests share."""
 
+import logging
+
 import pytest
 from distributed import Client, LocalCluster
 
@@ -7,6 +9,14 @@ from tests.cluster.leftovers import still_left_behind
 
 # Two files of this name would be one module to the collection of doctests.
 collect_ignore = ["conftest.py"]
+
+
+def pytest_unconfigure():
+    """Dask's threads may log when pytest has closed what they log to; its line is last.
+
+    They belong to workers that were threads of this process.
+    """
+    logging.raiseExceptions = False
 
 
 @pytest.fixture(scope="session")

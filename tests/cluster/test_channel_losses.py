@@ -42,7 +42,10 @@ async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers, routing):
             assert gathered.gone.keys() == {2}
             assert routing == "mesh" or gathered.gone == {2: 1}
         await in_thread(run.channels[1].wait_for_updates, {2: 1})
-        removed, lost = await run.events()
+        events = await run.events()
+        while len(events) < 2:  # Dask may remove the worker after we give it up
+            events += await run.events(seen=len(events))
+        lost, removed = sorted(events, key=lambda event: event["kind"])
         assert removed == {"kind": "removed", "replica": 2}
         assert (lost["kind"], lost["replica"]) == ("lost", 2)
         assert lost["summary"].startswith(f"lost replica 2 on {workers[2].address}")
@@ -81,9 +84,9 @@ async def test_a_run_without_replicas_is_stopped(c, s, a, b, routing):
 
         await run.live.until(lambda: False, PATIENCE_S)  # it is stopped
         kinds = [event["kind"] for event in await run.events()]
-        ends = ["failed", "lost", "lost", "removed", "removed", "stopped"]
-        assert sorted(kinds) == ends
-        assert kinds[-2:] == ["failed", "stopped"]
+        # Nobody may be left to confirm that a replica is removed.
+        kinds = [kind for kind in kinds if kind != "removed"]
+        assert kinds == ["lost", "lost", "failed", "stopped"]
         assert run.record.stopped.startswith("no replica is left; lost replica")
 
 

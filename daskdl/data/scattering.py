@@ -20,6 +20,7 @@ def scatter(
 
     Raises:
         OSError: If a worker is gone; TimeoutError, which is one, if it takes too long.
+            Dask by itself raises KeyError or ValueError for a worker it has removed.
     """
 
     async def send() -> Any:
@@ -31,5 +32,8 @@ def scatter(
         )
         return await asyncio.wait_for(sending, timeout_s)
 
-    futures: dict[str, Any] = client.sync(send)
+    try:
+        futures: dict[str, Any] = client.sync(send)
+    except (KeyError, ValueError) as error:
+        raise OSError(f"Dask has removed a worker of {list(workers)}") from error
     return futures

@@ -205,7 +205,7 @@ class Driver:
             # The worker may have gone again: then there is one newcomer less.
             try:
                 self._submit(recipe, newcomers)
-            except (OSError, KeyError, ValueError) as error:
+            except OSError as error:
                 logger.warning("no replica on %s: %s", worker, error)
 
     def _restore(self, event: Event) -> None:

@@ -62,6 +62,7 @@ class Disturbance(threading.Thread):
             self._disturb()
         except Exception as error:  # the test's thread raises it
             self._failure = error
+            self._thaw(everybody=True)
 
     def _disturb(self):
         acts = [self._kill, self._kill, self._freeze, self._freeze, self._scale]
@@ -89,21 +90,25 @@ class Disturbance(threading.Thread):
     def _kill(self):
         if victim := self._one():
             self._note("killed", victim[0])
-            os.kill(victim[1], signal.SIGKILL)
+            self._signal(victim[1], signal.SIGKILL)
 
     def _freeze(self):
         length_s = self._random.uniform(*FREEZE_S)
         if victim := self._one():
             self._note(f"froze for {length_s:.1f} s", victim[0])
-            os.kill(victim[1], signal.SIGSTOP)
+            self._signal(victim[1], signal.SIGSTOP)
             self._frozen[victim[1]] = time.monotonic() + length_s
 
     def _thaw(self, *, everybody=False):
         for pid, until in list(self._frozen.items()):
             if everybody or time.monotonic() >= until:
                 del self._frozen[pid]
-                with contextlib.suppress(ProcessLookupError):  # it was given up
-                    os.kill(pid, signal.SIGCONT)
+                self._signal(pid, signal.SIGCONT)
+
+    @staticmethod
+    def _signal(pid, number):
+        with contextlib.suppress(ProcessLookupError):  # its nanny was faster
+            os.kill(pid, number)
 
     def _scale(self):
         workers = self._workers + self._random.choice((-1, 0, 1))

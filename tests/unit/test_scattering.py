@@ -26,6 +26,14 @@ async def at_once(data):
     return {key: f"future of {key}" for key in data}
 
 
+async def removed(data):
+    raise KeyError("tcp://a")
+
+
+async def unknown(data):
+    raise ValueError("no worker of that name")
+
+
 async def never(data):
     await asyncio.Event().wait()
 
@@ -43,3 +51,9 @@ def test_all_of_the_workers_get_it(workers, broadcast):
 def test_a_worker_that_does_not_take_it_is_not_waited_for():
     with pytest.raises(TimeoutError):
         scatter(Client(never), {"k": 1}, ["tcp://a"], 0.01)
+
+
+@pytest.mark.parametrize("answer", [removed, unknown])
+def test_a_worker_that_was_removed_is_gone(answer):
+    with pytest.raises(OSError, match=r"removed a worker of \['tcp://a'\]"):
+        scatter(Client(answer), {"k": 1}, ["tcp://a"], 5)

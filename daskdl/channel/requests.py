@@ -225,7 +225,12 @@ async def handle_missing(
     schedule = live.record.schedule
     if schedule.key(phase, piece) == key and not live.reachable(key):
         live.record.events.post(
-            "missing", phase=phase, piece=piece, key=key, avoid=sorted(live.hanging)
+            "missing",
+            phase=phase,
+            piece=piece,
+            key=key,
+            worker=live.record.members.seats[replica],
+            avoid=sorted(live.hanging),
         )
         await live.notify()
         await live.until(lambda: schedule.key(phase, piece) != key, None)

@@ -209,15 +209,14 @@ class Driver:
                 logger.warning("no replica on %s: %s", worker, error)
 
     def _restore(self, event: Event) -> None:
+        """Start a lost piece again: where it is wanted, else on any that takes it."""
         phase, index = event["phase"], event["piece"]
-        pieces, vain = self._pieces[phase], set(event["avoid"])
-        while workers := sorted(set(self._client.nthreads()) - vain):
-            home = workers[index % len(workers)]
+        others = set(self._client.nthreads()) - {event["worker"], *event["avoid"]}
+        for home in (event["worker"], *sorted(others)):
             try:
-                piece = pieces.restore(index, event["key"], [home])
+                piece = self._pieces[phase].restore(index, event["key"], [home])
             except OSError as error:  # it has gone, or hangs
                 logger.info("piece %s is not put on %s: %s", index, home, error)
-                vain.add(home)
                 continue
             self._ask(messages.RESTORE, phase=phase, piece=index, key=piece.key)
             return

@@ -276,6 +276,7 @@ async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(
 
         (missing,) = await run.events()
         assert missing.pop("kind") == "missing"
+        assert missing.pop("worker") == a.address
         assert missing == {"phase": "train", "piece": 0, "key": "p", "avoid": ()}
         await run.ask("daskdl_restore", run=7, phase="train", piece=0, key="again")
 

@@ -47,6 +47,7 @@ class Flood:
                 continue
             origin, sequence, generation = what
             self.arrived[origin, sequence, node] += 1
+            assert self.arrived[origin, sequence, node] < 5, "it goes round in circles"
             self._pass_on(origin, sequence, generation, node)
 
     def _pass_on(self, origin, sequence, generation, node):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 # requests to the scheduler, from a client
 OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
-SEAT, RESTORE = "daskdl_seat", "daskdl_restore"
+SEAT, UNSEAT, RESTORE = "daskdl_seat", "daskdl_unseat", "daskdl_restore"
 # requests to the scheduler, from a replica
 JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
 LEASE, MISSING = "daskdl_lease", "daskdl_missing"

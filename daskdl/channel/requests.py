@@ -78,6 +78,13 @@ async def handle_seat(live: LiveRun, worker: str, replicas: int) -> dict[str, An
     return _answer(live.record, replicas=[members.seat(worker) for _ in range(missing)])
 
 
+async def handle_unseat(live: LiveRun, replica: int) -> dict[str, Any]:
+    """A newcomer could not be started: its seat is free again."""
+    if replica not in live.record.members.progress:
+        await live.lose(replica, "it was not started")
+    return {"status": Answer.OK.value}
+
+
 async def handle_restore(
     live: LiveRun, phase: str, piece: int, key: str
 ) -> dict[str, Any]:
@@ -310,6 +317,7 @@ REQUESTS: Mapping[str, Handler] = {
     messages.WATCH: handle_watch,
     messages.STOP: handle_stop,
     messages.SEAT: handle_seat,
+    messages.UNSEAT: handle_unseat,
     messages.RESTORE: handle_restore,
     messages.JOIN: handle_join,
     messages.ACTIVATE: handle_activate,

@@ -24,16 +24,34 @@ def scatter(
     """
 
     async def send() -> Any:
-        sending = client.scatter(
-            dict(data),
-            workers=list(workers),
-            broadcast=len(workers) > 1,
-            asynchronous=True,
+        sending = asyncio.ensure_future(
+            client.scatter(
+                dict(data),
+                workers=list(workers),
+                broadcast=len(workers) > 1,
+                asynchronous=True,
+            )
         )
-        return await asyncio.wait_for(sending, timeout_s)
+        done, _ = await asyncio.wait({sending}, timeout=timeout_s)
+        if not done:
+            # Not cancelled: the scheduler goes on, and would keep what arrives late.
+            sending.add_done_callback(_let_go)
+            raise TimeoutError(
+                f"{', '.join(workers)} did not take {', '.join(data)} "
+                f"within {timeout_s:g} s"
+            )
+        return sending.result()
 
     try:
         futures: dict[str, Any] = client.sync(send)
     except (KeyError, ValueError) as error:
         raise OSError(f"Dask has removed a worker of {list(workers)}") from error
     return futures
+
+
+def _let_go(sending: asyncio.Task[Mapping[str, Any]]) -> None:
+    """Nobody waits any more for what was sent."""
+    if sending.cancelled() or sending.exception() is not None:
+        return
+    for future in sending.result().values():
+        future.release()

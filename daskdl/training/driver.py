@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -87,6 +87,7 @@ class Driver:
         self._pieces = pieces
         self._limits = limits
         self._futures: dict[int, Future] = {}
+        self._asked_again: dict[str, float] = {}  # when, by worker; monotonic clock
         self._failure: Exception | None = None
         self._stopped: str | None = None
         self._heard_at = time.monotonic()  # of the scheduler's last answer
@@ -202,11 +203,14 @@ class Driver:
         newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
         self._seats |= newcomers
         if newcomers:
-            # The worker may have gone again: then there is one newcomer less.
             try:
                 self._submit(recipe, newcomers)
-            except OSError as error:
+            except OSError as error:  # it may have gone again, or hangs
                 logger.warning("no replica on %s: %s", worker, error)
+                self._dismiss(newcomers)
+                # Not at once: to wait for it holds up the others' news.
+                bound_s = self._options.timeouts.request
+                self._asked_again[worker] = time.monotonic() + bound_s
 
     def _restore(self, event: Event) -> None:
         """Start a lost piece again: where it is wanted, else on any that takes it."""
@@ -235,6 +239,14 @@ class Driver:
             self._raise_task_errors()
             if ended and not news:
                 return
+            yield from self._due()
+
+    def _due(self) -> Iterator[Event]:
+        """Workers that did not take what a newcomer needs, and are asked again."""
+        for worker, due in list(self._asked_again.items()):
+            if time.monotonic() >= due:
+                del self._asked_again[worker]
+                yield {"kind": "worker", "worker": worker}
 
     def _raise_task_errors(self) -> None:
         for replica, future in list(self._futures.items()):
@@ -246,7 +258,7 @@ class Driver:
                 error = future.exception()
                 if replica not in self._founders:
                     logger.warning("a newcomer did not start: %s", error)
-                    self._cancel(replica)
+                    self._dismiss([replica])
                     continue
                 where = f"replica {replica} on {self._seats[replica]}"
                 if isinstance(error, DaskDLError):
@@ -295,6 +307,12 @@ class Driver:
         future = self._futures.pop(replica, None)
         if future is not None:
             future.cancel()
+
+    def _dismiss(self, newcomers: Iterable[int]) -> None:
+        """These do not start: their seats are free for others."""
+        for replica in newcomers:
+            self._cancel(replica)
+            self._ask(messages.UNSEAT, replica=replica)
 
     def _close(self) -> None:
         for replica in list(self._futures):

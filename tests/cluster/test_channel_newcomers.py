@@ -1,6 +1,7 @@
 """Replicas that join while a run goes on, and pieces that others take over."""
 
 import asyncio
+import functools
 
 import numpy as np
 import pytest
@@ -263,6 +264,24 @@ async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b, routing
         assert await waiting == its
         done = {"piece": its.number, "examples": 1, "loss": 0.0}
         assert await in_thread(one, "train", 0, [done], wait=True) is None
+
+
+@two_workers()
+async def test_the_seat_of_a_newcomer_that_was_not_started_is_free_again(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        seat = functools.partial(
+            run.ask, "daskdl_seat", run=7, worker=b.address, replicas=2
+        )
+        (first,) = (await seat())["replicas"]
+        assert (await seat())["replicas"] == ()
+
+        await run.ask("daskdl_unseat", run=7, replica=first)
+        await run.ask("daskdl_unseat", run=7, replica=1)  # it has joined long since
+
+        assert (await seat())["replicas"] == (first + 1,)
+        (lost,) = await run.events()
+        assert (lost["kind"], lost["replica"]) == ("lost", first)
+        assert lost["summary"].endswith("has not joined: it was not started")
 
 
 @EITHER

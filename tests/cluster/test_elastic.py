@@ -9,6 +9,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from daskdl import Callback
+from daskdl.training import driver
 from tests.cluster.problems import kept, normalised, rows, trainer
 from tests.cluster.recording import Recorded, records
 
@@ -116,3 +117,21 @@ def test_one_replica_becomes_several(growing, tmp_path):
     assert sorted(shared) == [0, 1]
     np.testing.assert_array_equal(shared[0], shared[1])
     assert own.evaluate(X, Y)["accuracy"] > 0.8
+
+
+def test_a_newcomer_that_could_not_be_started_is_tried_again(growing, monkeypatch):
+    scatter, refused = driver.scatter, []
+
+    def refuse_once(client, data, workers, timeout_s):
+        if next(iter(data)).endswith("-1") and not refused:
+            refused.append(workers)
+            raise TimeoutError("it did not take it")
+        return scatter(client, data, workers, timeout_s)
+
+    monkeypatch.setattr(driver, "scatter", refuse_once)
+    script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))
+
+    with dask.config.set({"daskdl.timeouts.request": "5s"}):
+        script.run(trainer(growing, model=normalised))
+
+    assert len(refused) == 1

@@ -49,8 +49,36 @@ def test_all_of_the_workers_get_it(workers, broadcast):
 
 
 def test_a_worker_that_does_not_take_it_is_not_waited_for():
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"tcp://a did not take k within 0\.01 s"):
         scatter(Client(never), {"k": 1}, ["tcp://a"], 0.01)
+
+
+def test_what_arrives_too_late_is_let_go():
+    released = []
+
+    class Late:
+        def release(self):
+            released.append(True)
+
+    async def late(data):
+        await asyncio.sleep(0.05)
+        return {key: Late() for key in data}
+
+    class Patient(Client):
+        def sync(self, function):
+            async def afterwards():
+                with pytest.raises(TimeoutError):
+                    await function()
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                await asyncio.gather(*others)
+
+            asyncio.run(afterwards())
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        scatter(Patient(late), {"a": 1, "b": 2}, ["tcp://a"], 0.01)
+
+    assert released == [True, True]
 
 
 @pytest.mark.parametrize("answer", [removed, unknown])

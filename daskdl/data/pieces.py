@@ -4,6 +4,7 @@ A piece is one Dask future whose value is a pair of numpy arrays, so tensors nev
 cross Dask. How data are cut is the business of :mod:`daskdl.data.sources`.
 """
 
+import logging
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -14,6 +15,8 @@ from distributed import Client
 from daskdl.data.sources import Source, source_of
 from daskdl.errors import OptionError
 from daskdl.timeouts import Timeouts
+
+logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -64,6 +67,12 @@ class Pieces:
         """The Dask futures in the order of the data; empty once released."""
         return [self._futures[index] for index in sorted(self._futures)]
 
+    def lost(self) -> list[Piece]:
+        """Those that died with the only worker that held them, as the client knows."""
+        ends = ("lost", "cancelled")  # statuses of Dask's
+        lost = [i for i, future in self._futures.items() if future.status in ends]
+        return [self._piece(index) for index in sorted(lost)]
+
     def restore(self, index: int, key: str, workers: Sequence[str]) -> Piece:
         """Start a piece again that was lost with its worker.
 
@@ -97,17 +106,24 @@ class Pieces:
         if not workers:
             raise OptionError("workers must name at least one worker, got none")
         homes = _spread(indices, workers, self._source.homes(self._client))
-        for worker in workers:
+        there = list(workers)
+        for worker in dict.fromkeys(homes.values()):
             keys = {
                 # A new name each time: the scheduler may still be forgetting the old.
                 index: f"{new_key('piece')}-{index}"
                 for index in indices
                 if homes[index] == worker
             }
-            if keys:
+            try:
                 self._futures |= self._source.start(
                     self._client, worker, keys, self._timeout_s
                 )
+            except OSError as error:  # it has gone, or hangs: the others take them
+                there.remove(worker)
+                if not there:
+                    raise
+                logger.warning("no pieces on %s: %s", worker, error)
+                self._start(list(keys), there)
 
     def _piece(self, index: int) -> Piece:
         if self._source is None:

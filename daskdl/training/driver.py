@@ -109,7 +109,7 @@ class Driver:
         interruption: BaseException | None = None
         try:
             try:
-                self._submit(recipe, self._seats)
+                self._found(recipe)
                 self._follow(recipe, on_event)
             except BaseException as error:  # also Ctrl-C: the cluster is left clean
                 interruption = error
@@ -145,6 +145,23 @@ class Driver:
                 f"the scheduler has daskdl {answer.get('version')}, this client "
                 f"{VERSION}; install the same version on all"
             )
+
+    def _found(self, recipe: Packed[Recipe]) -> None:
+        """Start the founders; not those whose worker has gone meanwhile."""
+        seats = dict(self._seats)
+        while True:
+            try:
+                self._submit(recipe, seats)
+            except OSError as error:
+                there = set(self._client.nthreads())
+                gone = [r for r, worker in seats.items() if worker not in there]
+                if not gone or len(gone) == len(seats):
+                    raise
+                logger.warning("replicas %s are not started: %s", gone, error)
+                self._dismiss(gone)
+                seats = {r: w for r, w in seats.items() if r not in gone}
+            else:
+                return
 
     def _submit(self, recipe: Packed[Recipe], seats: Mapping[int, str]) -> None:
         workers = sorted(set(seats.values()))
@@ -240,6 +257,7 @@ class Driver:
             if ended and not news:
                 return
             yield from self._due()
+            yield from self._lost_pieces()
 
     def _due(self) -> Iterator[Event]:
         """Workers that did not take what a newcomer needs, and are asked again."""
@@ -247,6 +265,15 @@ class Driver:
             if time.monotonic() >= due:
                 del self._asked_again[worker]
                 yield {"kind": "worker", "worker": worker}
+
+    def _lost_pieces(self) -> Iterator[Event]:
+        """What died with its worker: a replica that comes to it shall find it there."""
+        training = sorted({self._seats[replica] for replica in self._futures})
+        for phase, pieces in self._pieces.items():
+            for piece in pieces.lost() if training else ():
+                worker = training[piece.index % len(training)]
+                asked = {"phase": phase, "piece": piece.index, "key": piece.key}
+                yield {"kind": "missing", "worker": worker, "avoid": (), **asked}
 
     def _raise_task_errors(self) -> None:
         for replica, future in list(self._futures.items()):
@@ -308,9 +335,9 @@ class Driver:
         if future is not None:
             future.cancel()
 
-    def _dismiss(self, newcomers: Iterable[int]) -> None:
+    def _dismiss(self, replicas: Iterable[int]) -> None:
         """These do not start: their seats are free for others."""
-        for replica in newcomers:
+        for replica in replicas:
             self._cancel(replica)
             self._ask(messages.UNSEAT, replica=replica)
 

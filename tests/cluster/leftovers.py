@@ -31,7 +31,7 @@ def left_behind(client):
     return {place: things for place, things in places.items() if things}
 
 
-def still_left_behind(client, within_s=5.0):
+def still_left_behind(client, within_s=20.0):
     """The same, when Dask has had time to forget: releasing a future is a message."""
     deadline = time.monotonic() + within_s
     while (left := left_behind(client)) and time.monotonic() < deadline:

@@ -2,11 +2,14 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import dask.config
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, Event, LocalCluster
+from distributed.utils_test import poll_for
 
 from daskdl import Callback
 from daskdl.training import driver
@@ -95,6 +98,49 @@ class TestThree:
         shared = agreed(tmp_path, len(script.rows) - 1)
         assert sorted(shared) == [0, 2, 3]
         np.testing.assert_array_equal(shared[0], shared[3])
+
+    def test_what_died_with_a_worker_is_there_before_a_replica_asks_for_it(
+        self, three, worker, tmp_path
+    ):
+        address, pid = worker
+        go = Event("go", client=three)
+        with ThreadPoolExecutor(1) as pool:
+            own = trainer(three, callbacks=[Stalled(tmp_path)])
+            fit = pool.submit(own.fit, X, Y, batch_size=16)
+            poll_for(lambda: len(list(tmp_path.iterdir())) == 3, timeout=60)
+            there = pieces_there(three)
+
+            os.kill(pid, signal.SIGKILL)
+            poll_for(lambda: address not in three.nthreads(), timeout=60)
+            poll_for(lambda: len(pieces_there(three)) == 24, timeout=60)
+
+            assert pieces_there(three) - there
+            go.set()
+            history = fit.result(60)
+        go.clear()
+        assert history[0]["examples"] >= 2 * len(X) // 3
+
+
+def pieces_there(client):
+    """Keys of the pieces that some worker has."""
+
+    def keys(dask_scheduler):
+        tasks = dask_scheduler.tasks.values()
+        return {t.key for t in tasks if t.who_has and "daskdl-piece" in str(t.key)}
+
+    return client.run_on_scheduler(keys)
+
+
+class Stalled(Callback):
+    """Replicas make their first step only when the test says so."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def on_step(self, step):
+        if step.number == 1:
+            Path(self._folder, str(step.replica)).touch()
+            assert Event("go").wait(90)
 
 
 @pytest.fixture

@@ -132,6 +132,15 @@ class _FailingAtTheTenth:
         return self._client.sync(function)
 
 
+def test_pieces_for_a_worker_that_has_just_gone_are_put_on_another(client, workers):
+    with put(client, [workers[0], "tcp://127.0.0.1:9"]) as pieces:
+        got = client.gather(pieces.futures)
+
+        np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
+        holders = client.who_has(pieces.futures).values()
+        assert {tuple(h) for h in holders} == {(workers[0],)}
+
+
 class TestDaskArrays:
     def test_a_piece_is_a_block_row(self, client, workers):
         x, y = da.from_array(X, chunks=(30, 2)), da.from_array(Y, chunks=45)
@@ -251,8 +260,9 @@ def test_pieces_lost_with_their_worker_can_be_restored(three):
     with put(three, [first, second]) as pieces:
         keys = [piece.key for piece in pieces]
         os.kill(pids[first], signal.SIGKILL)
-        until(lambda: _lost(pieces) == 8)
+        until(lambda: len(pieces.lost()) == 8)
 
+        assert [piece.index for piece in pieces.lost()] == list(range(0, 16, 2))
         restored = [pieces.restore(i, keys[i], [second]) for i in range(0, 16, 2)]
 
         assert [piece.index for piece in restored] == list(range(0, 16, 2))
@@ -260,10 +270,7 @@ def test_pieces_lost_with_their_worker_can_be_restored(three):
         got = three.gather(pieces.futures)
         np.testing.assert_array_equal(np.concatenate([x for x, _ in got]), X)
         assert pieces.restore(0, keys[0], [second]) == restored[0]
-
-
-def _lost(pieces):
-    return sum(future.status == "cancelled" for future in pieces.futures)
+        assert pieces.lost() == []
 
 
 def test_threads_of_one_process_do_as_well(threads):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 from distributed import Client, LocalCluster, default_client
 
@@ -32,7 +33,9 @@ def client_of(client: Client | None) -> Iterator[Client]:
             yield own
         return
     if not isinstance(found, Client):
-        raise OptionError(f"client must be a distributed.Client or None, got {found!r}")
+        raise OptionError(
+            f"client must be a distributed.Client, None or False, got {found!r}"
+        )
     if found.asynchronous or found.status != "running":
         raise OptionError(
             "client must be synchronous and running, got one with status "
@@ -42,7 +45,7 @@ def client_of(client: Client | None) -> Iterator[Client]:
     yield found
 
 
-def check_outlives(client: Client | None) -> None:
+def check_outlives(client: Any) -> None:
     """Refuse to make something lazy for a cluster of our own, which is closed first.
 
     Raises:

@@ -23,7 +23,7 @@ from daskdl.data.rehearsal import (
     random_state_left_alone,
     rehearse,
 )
-from daskdl.data.sources import DaskBlocks, Rows
+from daskdl.data.sources import DaskBlocks, Rows, source_of
 from daskdl.data.validate import check_data, check_loss, check_module
 from daskdl.errors import DataError
 from daskdl.packed import Packed, PackedModel
@@ -112,14 +112,8 @@ def evaluate(
         ModelError: If model and loss do not fit the data.
         OptionError: If the batch size or the client cannot be used.
     """
-    check_data(X, y)
-    check_batch_size(batch_size)
-    check_module(model)
-    check_loss(loss)
+    packed, accepted = _prepared(model, loss, X, y, batch_size)
     workers = workers_of(client)
-    packed = PackedModel(model), Packed(loss, "loss")
-    with random_state_left_alone():
-        accepted = rehearse(packed[0].unpack().eval(), loss, X, y)
     # Once to each worker, instead of once with each task.
     names = new_key("model"), new_key("loss")
     sent = client.scatter(dict(zip(names, packed, strict=True)), broadcast=True)
@@ -145,6 +139,38 @@ def evaluate(
             return _score_on_workers(pieces.futures, task, client)
     finally:
         release(sent.values())
+
+
+def evaluate_here(
+    model: nn.Module, loss: Loss, X: Any, y: Any, *, batch_size: int = 64
+) -> dict[str, float]:
+    """The same in this process, piece after piece; arguments as of `evaluate`.
+
+    Example:
+        >>> x, y = torch.tensor([[0.0, 1.0]]), torch.tensor([1])
+        >>> evaluate_here(nn.Identity(), nn.NLLLoss(), x, y)
+        {'loss': -1.0, 'accuracy': 1.0}
+    """
+    (packed_model, packed_loss), accepted = _prepared(model, loss, X, y, batch_size)
+    source = source_of(X, y, batch_size, replicas=1, shuffle_seed=None)
+    scores = (
+        score_rows(packed_model, packed_loss, batch_size, accepted, source.rows(i), i)
+        for i in range(len(source.lengths))
+    )
+    return sum(scores, Score()).metrics()
+
+
+def _prepared(
+    model: nn.Module, loss: Loss, X: Any, y: Any, batch_size: int
+) -> tuple[tuple[PackedModel, Packed[Loss]], ClassRange | None]:
+    """Check everything; what travels, and the labels that the loss accepts."""
+    check_data(X, y)
+    check_batch_size(batch_size)
+    check_module(model)
+    check_loss(loss)
+    packed = PackedModel(model), Packed(loss, "loss")
+    with random_state_left_alone():
+        return packed, rehearse(packed[0].unpack().eval(), loss, X, y)
 
 
 def score_batches(

@@ -68,8 +68,9 @@ class FailureInjection(Callback):
         seed: Of the chance.
 
     Raises:
-        OptionError: If an argument is outside what is allowed; on the worker, if
-            ``"exit"`` or ``"freeze"`` would hit the client's own process.
+        OptionError: If an argument is outside what is allowed; while it trains, if
+            ``"exit"`` or ``"freeze"`` would hit the client's own process, and for
+            ``"drop"`` with ``client=False``, where no message can get lost.
 
     Example:
         >>> rule = FailureInjection("raise", replicas=[1], probability=0.5, times=2)

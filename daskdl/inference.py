@@ -76,9 +76,29 @@ def predict(model: nn.Module, X: Any, client: Client, *, batch_size: int = 64) -
         outputs = _in_memory(as_numpy(X), sent, form, batch_size, client, workers)
     finally:
         release([sent])
-    return (
-        torch.from_numpy(outputs).to(form.dtype) if isinstance(X, Tensor) else outputs
-    )
+    return _as_given(X, outputs, form)
+
+
+def predict_here(model: nn.Module, X: Any, *, batch_size: int = 64) -> Any:
+    """The same in this process; arguments as of `predict`.
+
+    The result of a ``dask.array`` is lazy here too: whichever scheduler computes it
+    has the model with its tasks.
+
+    Example:
+        >>> predict_here(nn.Identity(), np.array([[1.0], [2.0]]))
+        array([[1.],
+               [2.]], dtype=float32)
+    """
+    check_array(X, "X")
+    check_batch_size(batch_size)
+    check_module(model)
+    packed = PackedModel(model)
+    form = _output_form(packed, X)
+    if is_dask_array(X):
+        return _lazy(X, packed, form, batch_size)
+    outputs = predict_rows(packed, as_numpy(X), form, batch_size)
+    return _as_given(X, outputs, form)
 
 
 def predict_rows(
@@ -118,6 +138,12 @@ def _output_form(packed: PackedModel, X: Any) -> _Form:
             f"{got} for two rows"
         )
     return _Form(tuple(output.shape[1:]), output.dtype)
+
+
+def _as_given(X: Any, outputs: np.ndarray, form: _Form) -> Any:
+    if isinstance(X, Tensor):
+        return torch.from_numpy(outputs).to(form.dtype)
+    return outputs
 
 
 def _in_memory(

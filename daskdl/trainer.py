@@ -1,25 +1,20 @@
 """The user's object: fit, evaluate, predict."""
 
-import contextlib
 import dataclasses
 import logging
-import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from distributed import Client
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl import evaluation, inference
-from daskdl.buffers import load_buffers_
 from daskdl.callbacks import Callback
-from daskdl.cluster import check_outlives, client_of
+from daskdl.cluster import check_outlives
 from daskdl.data.arrays import first_rows, is_dask_array
-from daskdl.data.pieces import Pieces, place
 from daskdl.data.rehearsal import ClassRange, random_state_left_alone
 from daskdl.data.validate import (
     check_data,
@@ -31,29 +26,37 @@ from daskdl.data.validate import (
 from daskdl.errors import OptionError, RunError
 from daskdl.history import History
 from daskdl.packed import Packed, PackedModel
+from daskdl.sites import site_of
 from daskdl.thresholds import Sent
-from daskdl.timeouts import Timeouts
 from daskdl.training.base import TrainingMaster
-from daskdl.training.driver import Driver, Limits
+from daskdl.training.driver import Driver
 from daskdl.training.follow import Follower
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import restore_
 from daskdl.training.options import check_fit, check_trainer
-from daskdl.training.seats import seats_of
 from daskdl.training.sharing import GradientSharing
 from daskdl.training.task import Loss, Recipe, TaskOptions
-from daskdl.vectors import FlatParameters, grid_for, load_counts_
+from daskdl.vectors import FlatParameters, grid_for
 
 logger = logging.getLogger(__name__)
 
 OUTBOX_BYTES = 2**20  # more would only grow old; the residual is the better queue
 INBOX_BYTES = 64 * 2**20  # of decoded entries; beyond it they are folded
-RELAY_BYTES = 8 * 2**20  # for each replica
 
 
 @dataclass(eq=False)
 class Trainer:
-    """Train a PyTorch model on a Dask cluster.
+    """Train a PyTorch model on a Dask cluster, or with threads of this process.
+
+    With ``client=False`` there is no cluster and no scheduler: the replicas are
+    ``replicas_per_worker`` threads of this process, each with a copy of the model,
+    and share torch's threads. Everything else is the same, with these differences.
+    There is nothing to route, nobody comes later, and there is always room to send:
+    `routing`, `fan_out` and `rejoin_timeout` have no effect. Blocks of a `dask.array`
+    are computed one at a time by each replica, in its own thread, again in each epoch;
+    nothing is kept of them. Replicas on the CPU share torch's one generator, so with
+    several of them a model that draws random numbers, as dropout does, is not
+    repeatable.
 
     Args:
         model: An `nn.Module`, which is copied, or a function that returns one.
@@ -62,9 +65,11 @@ class Trainer:
             parameters.
         master: The way of training.
         client: A synchronous `distributed.Client`; None: the default client if
-            there is one, else a `LocalCluster` that is closed again.
-        device: Where replicas compute: ``"auto"`` is CUDA where a worker has it,
-            else the CPU; or a torch device.
+            there is one, else a `LocalCluster` that is closed again; False: none,
+            see above.
+        device: Where replicas compute: ``"auto"`` is CUDA where a worker has it, its
+            devices shared out evenly among its replicas, else the CPU; or a torch
+            device.
         seed: Of the model's start (if it is a function), of shuffling and of
             dropout: replica i seeds torch with ``seed + i``.
         callbacks: See :class:`daskdl.Callback`.
@@ -77,6 +82,18 @@ class Trainer:
 
     Raises:
         OptionError: If an option is outside what is allowed.
+
+    Example:
+        >>> X, y = torch.randn(64, 3), torch.zeros(64, dtype=torch.int64)
+        >>> trainer = Trainer(
+        ...     model=lambda: nn.Linear(3, 2),
+        ...     loss=nn.CrossEntropyLoss(),
+        ...     optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        ...     master=GradientSharing(replicas_per_worker=2),
+        ...     client=False,
+        ... )
+        >>> trainer.fit(X, y, batch_size=16).column("replicas")
+        [2]
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -84,7 +101,7 @@ class Trainer:
     optimizer: Callable[[Any], Optimizer]
     _: KW_ONLY
     master: TrainingMaster = field(default_factory=GradientSharing)
-    client: Client | None = None
+    client: Client | Literal[False] | None = None
     device: str | torch.device = "auto"
     seed: int = 0
     callbacks: Sequence[Callback] = ()
@@ -141,20 +158,11 @@ class Trainer:
         recipe = Packed(self._recipe(model, X, y), "trainer")
         options = self._options(model, epochs, batch_size, shuffle, labels)
         options = dataclasses.replace(options, validates=validation is not None)
-        with client_of(self.client) as client, contextlib.ExitStack() as stack:
-            seats = seats_of(self.master, client, len(X), batch_size)
-            phases = {"train": (X, y)}
-            if validation is not None:
-                phases["validation"] = validation
-            pieces = {
-                phase: stack.enter_context(
-                    self._place(client, seats, data, batch_size, shuffle)
-                )
-                for phase, data in phases.items()
-            }
-            most = math.ceil(len(X) / batch_size)
-            driver = Driver(client, options, seats, pieces, Limits(RELAY_BYTES, most))
-            return self._run(driver, options, recipe, model, len(X))
+        phases = {"train": (X, y)}
+        if validation is not None:
+            phases["validation"] = validation
+        with site_of(self.client) as site, site.stage(options, phases) as stage:
+            return self._run(Driver(stage), options, recipe, model, len(X))
 
     def evaluate(self, X: Any, y: Any, *, batch_size: int = 64) -> dict[str, float]:
         """Score `model_` on the cluster.
@@ -167,10 +175,8 @@ class Trainer:
         Returns:
             ``"loss"``, and for class indices ``"accuracy"``, means over all rows.
         """
-        with client_of(self.client) as client:
-            return evaluation.evaluate(
-                self._fitted(), self.loss, X, y, client, batch_size=batch_size
-            )
+        with site_of(self.client) as site:
+            return site.evaluate(self._fitted(), self.loss, X, y, batch_size)
 
     def predict(self, X: Any, *, batch_size: int = 64) -> Any:
         """Apply `model_` to every row, on the cluster.
@@ -187,8 +193,8 @@ class Trainer:
         """
         if is_dask_array(X):
             check_outlives(self.client)
-        with client_of(self.client) as client:
-            return inference.predict(self._fitted(), X, client, batch_size=batch_size)
+        with site_of(self.client) as site:
+            return site.predict(self._fitted(), X, batch_size)
 
     def _fitted(self) -> nn.Module:
         if not hasattr(self, "model_"):
@@ -212,23 +218,6 @@ class Trainer:
         travelling = [c for c in self.callbacks if c.runs_on_workers]
         rows = first_rows(X, 2).copy(), first_rows(y, 2).copy()
         return Recipe(model, self.loss, self.optimizer, state, travelling, rows)
-
-    def _place(
-        self,
-        client: Client,
-        seats: Mapping[int, str],
-        data: tuple[Any, Any],
-        batch_size: int,
-        shuffle: bool,
-    ) -> Pieces:
-        return place(
-            *data,
-            client,
-            sorted(set(seats.values())),
-            batch_size=batch_size,
-            replicas=len(seats),
-            shuffle_seed=self.seed if shuffle else None,
-        )
 
     def _options(
         self,
@@ -255,14 +244,8 @@ class Trainer:
             last=self._sent,
             outbox_bytes=OUTBOX_BYTES,
             inbox_bytes=INBOX_BYTES,
-            timeouts=self._timeouts(),
+            timeouts=self.master.timeouts(),
         )
-
-    def _timeouts(self) -> Timeouts:
-        timeouts = Timeouts.from_config()
-        if self.master.rejoin_timeout is None:
-            return timeouts
-        return dataclasses.replace(timeouts, rejoin=self.master.rejoin_timeout)
 
     def _run(
         self,
@@ -291,12 +274,7 @@ class Trainer:
         return self.history_
 
     def _adopt(self, model: nn.Module, final: Final) -> None:
-        parameters = final.parameters
-        if parameters.exact is not None:
-            model.load_state_dict(parameters.exact)
-        elif parameters.shared_N is not None and parameters.buffers is not None:
-            load_counts_(model, parameters.shared_N, parameters.grid)
-            load_buffers_(model, parameters.buffers)
+        final.parameters.load_into(model)
         self.model_ = model
         former = getattr(self, "optimizer_", None)
         self.optimizer_ = self.optimizer(trainable(model))

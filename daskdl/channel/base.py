@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from daskdl.channel.inbox import Arrived
 from daskdl.channel.messages import Barrier
+from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
 from daskdl.codec import Stamp
 

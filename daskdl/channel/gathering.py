@@ -25,3 +25,7 @@ class Gathering:
     def awaited(self, members: Collection[int]) -> list[int]:
         """Present members that have not arrived yet, ascending."""
         return sorted(set(members) - set(self.notes))
+
+    def over(self, members: Collection[int]) -> bool:
+        """Whether it is complete; for good, as whoever becomes a member comes later."""
+        return self.gone is not None or not self.awaited(members)

@@ -1,32 +1,17 @@
 """Updates that have arrived and are not applied yet: bounded, deduplicated.
 
-Filled on the event loop, emptied by the training thread. Beyond its bound the
-waiting updates are folded into one dense vector of counts, which is exact,
-because sums of whole grid steps do not depend on their order.
+Filled on the event loop, emptied by the training thread.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from daskdl import kernels
-from daskdl.accumulator import count_of
 from daskdl.channel.heard import Heard, Word
 from daskdl.channel.messages import Item, ItemKind
+from daskdl.channel.pile import Arrived, Pile
 from daskdl.channel.positions import Positions, Received
 from daskdl.channel.repair import Fence
-from daskdl.codec import DenseUpdate, SparseUpdate, Update
-
-
-class Arrived(NamedTuple):
-    """What there is to apply, in an order that does not depend on arrival."""
-
-    updates: list[Update]
-    folded_N: NDArray[np.int32] | None  # counts of the grid; None if nothing folded
+from daskdl.codec import Update
 
 
 class Inbox:
@@ -38,32 +23,36 @@ class Inbox:
         limit_bytes: Bytes of waiting updates beyond which they are folded.
         in_order: Updates of one origin never overtake each other or what it says
             of itself. If they may, a step counts once its updates are here.
+        changed: Of whoever else has to know, and guards more than this; None: its own.
     """
 
     received_bytes: int  # of frames, since they were counted off
-    folds: int  # how often the bound was reached, likewise
     refused: int  # frames that could not be read, likewise
-    grid: float  # of the run, parameter units
     stopped: str | None  # why the replica has to leave
 
     def __init__(
-        self, size: int, grid: float, limit_bytes: int, *, in_order: bool = True
+        self,
+        size: int,
+        grid: float,
+        limit_bytes: int,
+        *,
+        in_order: bool = True,
+        changed: threading.Condition | None = None,
     ) -> None:
         self.received_bytes = 0
-        self.folds = 0
         self.refused = 0
         self.stopped = None
-        self.grid = grid
-        self._size = size
-        self._limit_bytes = limit_bytes
         self._in_order = in_order
         self._positions = Positions()
         self._fence = Fence()
         self._heard = Heard()
-        self._waiting: list[Update] = []
-        self._waiting_bytes = 0
-        self._folded_N: NDArray[np.int32] | None = None
-        self._changed = threading.Condition()
+        self._pile = Pile(size, grid, limit_bytes)
+        self._changed = threading.Condition() if changed is None else changed
+
+    @property
+    def grid(self) -> float:
+        """Of the run, parameter units."""
+        return self._pile.grid
 
     # ---- event loop
 
@@ -79,13 +68,10 @@ class Inbox:
                 return False
             if not self._positions.accept(item.origin, item.sequence):
                 return False
-            self._waiting.append(update)
-            self._waiting_bytes += _bytes_of(update)
+            self._pile.add(update)
             self.received_bytes += item.nbytes
             self._hear(item.origin, Word(item.sequence, item.step))
             self._heard.catch_up(item.origin, self._complete(item.origin))
-            if self._waiting_bytes > self._limit_bytes:
-                self._fold()
             self._changed.notify_all()
             return True
 
@@ -154,28 +140,14 @@ class Inbox:
         with self._changed:
             return dict(self._positions.received())
 
-    def _fold(self) -> None:
-        if self._folded_N is None:
-            self._folded_N = np.zeros(self._size, np.int32)
-        for update in self._waiting:
-            if isinstance(update, DenseUpdate):
-                self._folded_N += update.counts_N
-            else:
-                count = count_of(update.threshold, self.grid)
-                entries_K = torch.from_numpy(np.require(update.entries_K, None, "W"))
-                kernels.fold_(torch.from_numpy(self._folded_N), entries_K, count)
-        self._waiting.clear()
-        self._waiting_bytes = 0
-        self.folds += 1
-
     # ---- training thread
 
     def begin(self, received: Mapping[int, Received], grid: float) -> None:
         """Take over what another replica had applied, with its snapshot."""
         with self._changed:
-            self.grid = grid
+            self._pile.grid = grid
+            self._pile.clear()
             self._positions = Positions(received)
-            self._waiting, self._waiting_bytes, self._folded_N = [], 0, None
             for origin in self._heard.last():
                 self._heard.catch_up(origin, self._complete(origin))
 
@@ -209,7 +181,7 @@ class Inbox:
             grid: Of the run, from now on.
         """
         with self._changed:
-            self.grid = grid
+            self._pile.grid = grid
             for replica in replicas:
                 self._heard.hear(replica, Word(0, step))
 
@@ -243,15 +215,7 @@ class Inbox:
                 then never reached: nobody is more than one step ahead.
         """
         with self._changed:
-            if up_to_step is None:
-                now, later = self._waiting, []
-            else:
-                now = [u for u in self._waiting if u.stamp.step <= up_to_step]
-                later = [u for u in self._waiting if u.stamp.step > up_to_step]
-            folded_N, self._folded_N = self._folded_N, None
-            self._waiting = later
-            self._waiting_bytes = sum(_bytes_of(update) for update in later)
-        return Arrived(sorted(now, key=lambda u: u.stamp), folded_N)
+            return self._pile.take(up_to_step)
 
     def slowest(self, epoch: int) -> int | None:
         """Steps completed by the slowest other replica not done with an epoch."""
@@ -271,8 +235,8 @@ class Inbox:
     def count_off(self) -> tuple[int, int, int]:
         """Bytes received, frames refused and folds since the last call."""
         with self._changed:
-            counted = (self.received_bytes, self.refused, self.folds)
-            self.received_bytes = self.refused = self.folds = 0
+            counted = (self.received_bytes, self.refused, self._pile.folds)
+            self.received_bytes = self.refused = self._pile.folds = 0
         return counted
 
     def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
@@ -301,9 +265,3 @@ class Inbox:
         """Let whoever waits look again, because something else changed."""
         with self._changed:
             self._changed.notify_all()
-
-
-def _bytes_of(update: Update) -> int:
-    if isinstance(update, SparseUpdate):
-        return update.entries_K.nbytes
-    return update.counts_N.nbytes

@@ -187,17 +187,12 @@ class LiveRun:
 
     async def fail(self, error: DaskDLError) -> None:
         """The run cannot go on, for a reason that is nobody's failure."""
-        if self.record.stopped is None:
-            kind, summary = type(error).__name__, str(error)
-            self.record.events.post("failed", type=kind, summary=summary)
-            await self.stop(summary)
+        self.record.give_up(error)
+        await self.notify()
 
     async def stop(self, reason: str) -> None:
         """Tell everybody to leave."""
-        first = self.record.stopped is None
         self.record.stop(reason)
-        if first:
-            self.record.events.post("stopped", summary=reason)
         await self.notify()
 
     async def close(self) -> None:
@@ -235,7 +230,7 @@ class LiveRun:
             await asyncio.sleep(WATCHDOG_S)
             now, timeouts = self.now(), record.timeouts
             if record.members.absent and now - started > timeouts.join:
-                await self.fail(self._late())
+                await self.fail(record.members.late(timeouts.bound("join"), now))
             for replica in record.members.silent_since(now - timeouts.silence):
                 self.hanging.add(record.members.seats[replica])
                 await self.lose(
@@ -245,27 +240,10 @@ class LiveRun:
             if record.enough:
                 enough_at = now
             elif now - enough_at > timeouts.rejoin:
-                await self.fail(self._too_few())
-
-    def _late(self) -> WaitTimeoutError:
-        who = self._describe(self.record.members.absent)
-        return WaitTimeoutError(
-            f"not all replicas started within {self.record.timeouts.bound('join')}: "
-            f"{who}; is the worker busy with other tasks?"
-        )
-
-    def _too_few(self) -> WaitTimeoutError:
-        members = self.record.members
-        return WaitTimeoutError(
-            f"fewer than min_replicas={self.record.plan.min_replicas} replicas for "
-            f"{self.record.timeouts.bound('rejoin')}: {len(members.expected)} left; "
-            f"gone: {self._describe(sorted(members.gone))}"
-        )
-
-    def _describe(self, replicas: Sequence[int]) -> str:
-        members, now = self.record.members, self.now()
-        return "; ".join(members.describe(replica, now) for replica in replicas)
+                least, bound = record.plan.min_replicas, timeouts.bound("rejoin")
+                await self.fail(record.members.too_few(least, bound, now))
 
     def still_here(self) -> str:
         """Who has not left, and what was last heard of each; empty if nobody."""
-        return self._describe(self.record.members.present)
+        members = self.record.members
+        return members.describe_all(members.present, self.now())

@@ -7,8 +7,11 @@ ones join, take over the state of an active one, and are active then. Every join
 and every loss is a new generation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from daskdl.errors import WaitTimeoutError
+from daskdl.timeouts import Bound
 
 
 @dataclass
@@ -132,4 +135,24 @@ class Members:
         return (
             f"{where}, last heard at step {progress.step}, update "
             f"{progress.sequence}, {ago_s:.1f} s ago"
+        )
+
+    def describe_all(self, replicas: Iterable[int], now: float) -> str:
+        """Some replicas in words; empty if there are none."""
+        return "; ".join(self.describe(replica, now) for replica in replicas)
+
+    def late(self, bound: Bound, now: float) -> WaitTimeoutError:
+        """Say which founders did not join within a bound."""
+        return WaitTimeoutError(
+            f"not all replicas started within {bound}: "
+            f"{self.describe_all(self.absent, now)}; is the worker busy with other "
+            "tasks?"
+        )
+
+    def too_few(self, least: int, bound: Bound, now: float) -> WaitTimeoutError:
+        """Say that there were fewer active ones for longer than a bound."""
+        return WaitTimeoutError(
+            f"fewer than min_replicas={least} replicas for {bound}: "
+            f"{len(self.expected)} left; "
+            f"gone: {self.describe_all(sorted(self.gone), now)}"
         )

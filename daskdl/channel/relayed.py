@@ -13,7 +13,6 @@ from daskdl import codec
 from daskdl.channel import messages
 from daskdl.channel.agreement import Agreement
 from daskdl.channel.base import (
-    Channel,
     Entry,
     Gathered,
     Load,
@@ -24,11 +23,10 @@ from daskdl.channel.base import (
     Traffic,
 )
 from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.inbox import Arrived
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Barrier, Item, ItemKind
 from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
-from daskdl.channel.positions import Received
+from daskdl.channel.receiver import Receiver
 from daskdl.channel.waiting import Waiting
 from daskdl.errors import WaitTimeoutError
 from daskdl.version import VERSION
@@ -36,7 +34,7 @@ from daskdl.version import VERSION
 logger = logging.getLogger(__name__)
 
 
-class RelayedChannel(Channel):
+class RelayedChannel(Receiver):
     """The channel of one replica, over Dask's connections.
 
     Args:
@@ -48,16 +46,12 @@ class RelayedChannel(Channel):
     def __init__(
         self, link: Link, endpoint: Endpoint, forget: Callable[[], object]
     ) -> None:
-        self._link = link
-        self._inbox = link.inbox
-        self._carrier = link.carrier
-        self._endpoint = endpoint
-        self._timeouts = endpoint.timeouts
-        self._replica = endpoint.replica
-        self._forget = forget
         self._waiting = Waiting(link, endpoint)
+        super().__init__(link.inbox, self._waiting, endpoint)
+        self._link = link
+        self._carrier = link.carrier
+        self._forget = forget
         self._agreement = Agreement(link, self._waiting, self.gather)
-        self._traffic = Traffic()
         self._repaired = 0  # as told by the last `traffic`
 
     @property
@@ -125,10 +119,6 @@ class RelayedChannel(Channel):
         self._waiting.make = make
 
     @override
-    def others(self) -> Sequence[int]:
-        return self._inbox.others()
-
-    @override
     def fail(self, failure: Mapping[str, Any]) -> None:
         self._waiting.tell(messages.FAIL, failure=dict(failure))
 
@@ -139,17 +129,7 @@ class RelayedChannel(Channel):
         self._forget()
         self._link.end()
 
-    @override
-    def check(self) -> None:
-        self._waiting.check()
-
     # ---- updates
-
-    @override
-    def next_stamp(self, step: int) -> codec.Stamp:
-        return codec.Stamp(
-            self._endpoint.run, self._replica, self.published() + 1, step
-        )
 
     @override
     def has_room(self) -> bool:
@@ -197,20 +177,6 @@ class RelayedChannel(Channel):
         self._carrier.complete(step, done)
 
     @override
-    def receive(self, up_to_step: int | None = None) -> Arrived:
-        return self._inbox.take(up_to_step)
-
-    @override
-    def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
-        arrived, received = self._inbox.take_all()
-        return arrived, {**received, self._replica: (self.published(), ())}
-
-    @override
-    def lead(self, step: int, epoch: int) -> int:
-        slowest = self._inbox.slowest(epoch)
-        return 0 if slowest is None else max(0, step - slowest)
-
-    @override
     def align(self, step: int, grid: float) -> None:
         self._carrier.progress = (step, self._carrier.progress[1])
         self._inbox.align(self._inbox.others(), step, grid)
@@ -218,26 +184,8 @@ class RelayedChannel(Channel):
     # ---- waiting
 
     @override
-    def wait_for_others(self, step: int, epoch: int, max_staleness: int) -> None:
-        def near_enough() -> bool:
-            slowest = self._inbox.slowest(epoch)
-            return slowest is None or step - slowest <= max_staleness
-
-        if not near_enough():
-            self._waiting.until("staleness", near_enough, self._inbox.steps)
-
-    @override
     def wait_for_room(self) -> None:
         self._waiting.until_sent("room", self._carrier.ready)
-
-    @override
-    def wait_for_updates(self, target: Mapping[int, int]) -> None:
-        others = {o: s for o, s in target.items() if o != self._replica}
-        self._waiting.until(
-            "updates",
-            lambda: not self._inbox.behind(others),
-            lambda: self._inbox.behind(others),
-        )
 
     # ---- requests
 
@@ -306,9 +254,7 @@ class RelayedChannel(Channel):
 
     @override
     def traffic(self) -> Traffic:
-        now, self._traffic = self._traffic, Traffic()
-        now.waits_s = self._waiting.count_off()
+        now = super().traffic()
         former, self._repaired = self._repaired, self._link.repairs.repaired
         now.repaired = self._repaired - former
-        now.received_bytes, now.refused, now.folds = self._inbox.count_off()
         return now

@@ -4,8 +4,7 @@ The record decides; the plugin around it sends. Two numbers identify
 everything: `run`, one fit, and `generation`, bumped by every join and loss.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from daskdl.channel.events import EventLog
@@ -14,38 +13,11 @@ from daskdl.channel.leases import Leases
 from daskdl.channel.members import Members
 from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.outbox import Outbox
+from daskdl.channel.plan import RunPlan
 from daskdl.channel.schedule import Schedule
 from daskdl.channel.standings import Standing, Standings
+from daskdl.errors import DaskDLError
 from daskdl.timeouts import Timeouts
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What a client asks for when it opens a run; plain values, sent as a dict.
-
-    Attributes:
-        run: Identity of the run, a random unsigned 64-bit integer.
-        replicas: Worker address of each replica.
-        pieces: For each phase ("train", "validation"), the Dask keys of its pieces.
-        seed: Of the order of the training pieces; None keeps their order.
-        epochs_before: Of earlier fits, so that each has an order of its own.
-        synchronous: Fixed shares instead of first come, first served.
-        relay_bytes: Bound of the relay's queue for each replica.
-        min_replicas: With fewer active ones nobody gets a piece.
-        timeouts: Bounds on waiting, seconds, by name.
-        routing: ``"plain"``, or ``"mesh"``: then no updates come here.
-    """
-
-    run: int
-    replicas: Mapping[int, str]
-    pieces: Mapping[str, tuple[str, ...]]
-    seed: int | None
-    epochs_before: int
-    synchronous: bool
-    relay_bytes: int
-    min_replicas: int
-    timeouts: Mapping[str, float]
-    routing: str = "plain"
 
 
 class RunRecord:
@@ -214,13 +186,33 @@ class RunRecord:
     def lease(
         self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
     ) -> int | None:
-        """Lease a piece to a replica; None if there is none free for it now."""
+        """Lease a piece to a replica; None if it cannot have one now."""
+        if not self.enough:
+            return None
         near = self.schedule.nearest(phase, is_near)
         return self._leases(phase, epoch).take(replica, near)
+
+    def give_back(
+        self,
+        replica: int,
+        phase: str,
+        epoch: int,
+        finished: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """A replica is through with pieces it had leased; the client learns of it."""
+        for piece in finished:
+            self.finish(replica, phase, epoch, piece["piece"])
+            if phase == "train":
+                self.events.post("progress", epoch=epoch, **piece)
 
     def finish(self, replica: int, phase: str, epoch: int, piece: int) -> bool:
         """A replica is through with a piece it had leased."""
         return self._leases(phase, epoch).finish(replica, piece)
+
+    def settled(self, replica: int, phase: str, epoch: int) -> bool:
+        """Whether one that waits for a piece gets an answer: one, or none any more."""
+        to_do = self.to_do(replica, phase, epoch)
+        return replica not in self.outboxes or (self.enough and to_do is not None)
 
     def to_do(self, replica: int, phase: str, epoch: int) -> bool | None:
         """Whether there is a piece for a replica; None if there may be one yet.
@@ -267,7 +259,9 @@ class RunRecord:
             self._held.clear()
         self._gatherings.pop(key, None)
         if kind == Barrier.REPORT:
-            self._announce(key, gathering)
+            notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
+            counted = {"refused": self.refused, "repeated": self.schedule.repeated}
+            self.events.post("gathered", key=key, notes=notes, **counted)
             self.epoch += 1
         return True
 
@@ -288,13 +282,17 @@ class RunRecord:
         if self.stopped is None:
             self.stopped = reason
             self._tell(Item(ItemKind.STOP.value, 0, 0, 0, len(reason), reason))
+            self.events.post("stopped", summary=reason)
 
-    def _announce(self, key: str, gathering: Gathering) -> None:
-        """Tell the client what all members said at a barrier."""
-        self.events.post(
-            "gathered",
-            key=key,
-            notes=[[r, gathering.notes[r]] for r in sorted(gathering.notes)],
-            refused=self.refused,
-            repeated=self.schedule.repeated,
-        )
+    def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
+        """A replica cannot go on: the run ends, and the client learns why."""
+        worker = self.members.seats[replica]
+        self.events.post("failed", replica=replica, worker=worker, **failure)
+        self.stop(f"replica {replica} failed: {failure['summary']}")
+
+    def give_up(self, error: DaskDLError) -> None:
+        """The run cannot go on, for a reason that is nobody's failure."""
+        if self.stopped is None:
+            kind, summary = type(error).__name__, str(error)
+            self.events.post("failed", type=kind, summary=summary)
+            self.stop(summary)

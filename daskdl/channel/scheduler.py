@@ -17,8 +17,9 @@ from typing_extensions import override
 from daskdl.channel import messages
 from daskdl.channel.live import LiveRun
 from daskdl.channel.messages import Answer
+from daskdl.channel.plan import RunPlan
 from daskdl.channel.requests import REQUESTS, of_a_run
-from daskdl.channel.run import RunPlan, RunRecord
+from daskdl.channel.run import RunRecord
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)

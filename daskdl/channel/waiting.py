@@ -1,4 +1,4 @@
-"""Where a training thread waits: with a bound, counted by cause, never idle for others.
+"""Where a training thread waits on a cluster: for answers too, never idle for others.
 
 A newcomer that wants this replica's state gets it wherever the thread waits.
 """
@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from daskdl.channel.base import Serve, Stopped
+from typing_extensions import override
+
+from daskdl.channel.base import Serve
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link, Wanted
 from daskdl.channel.payloads import wrap_note
+from daskdl.channel.waits import Waits
 from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.timeouts import Bound
 
 logger = logging.getLogger(__name__)
 
 
-class Waiting:
+class Waiting(Waits):
     """The waits and the requests of one replica's training thread.
 
     Args:
@@ -28,23 +31,19 @@ class Waiting:
 
     Attributes:
         make: Makes a snapshot for a newcomer; None: not now.
-        waited_s: Seconds waited since the last `count_off`, by cause.
     """
 
     make: Serve | None
-    waited_s: dict[str, float]
 
     def __init__(self, link: Link, endpoint: Endpoint) -> None:
+        super().__init__(link.inbox, endpoint)
         self.make = None
-        self.waited_s = {}
         self._link = link
-        self._inbox = link.inbox
         self._carrier = link.carrier
         self._connection = link.connection
-        self._timeouts = endpoint.timeouts
-        self._replica = endpoint.replica
         self._mesh = endpoint.routing == "mesh"
 
+    @override
     def check(self) -> None:
         """Raise if the run was stopped, or the link is broken; else serve newcomers."""
         if self._inbox.stopped is None:
@@ -53,40 +52,7 @@ class Waiting:
             return
         if self._connection.failure is not None:
             raise self._connection.failure
-        raise Stopped(self._inbox.stopped)
-
-    def until(
-        self, cause: str, ready: Callable[[], bool], state: Callable[[], Any]
-    ) -> None:
-        """Wait for what others do.
-
-        Args:
-            cause: For messages and counters.
-            ready: Checked whenever something arrives.
-            state: By replica, for the message.
-
-        Raises:
-            WaitTimeoutError: If it takes too long. The scheduler gives up who is
-                silent; this bound is for a scheduler that says nothing either.
-        """
-        started = time.perf_counter()
-        bound = self._timeouts.bound("silence", "request")
-        came = self._until(ready, bound.seconds)
-        self._count(cause, started)
-        self.check()
-        if not came:
-            raise WaitTimeoutError(
-                f"replica {self._replica} waited {bound} for {cause}; by replica: "
-                f"{state()}; last heard: {self.last_heard()}"
-            )
-
-    def until_done(self, cause: str, future: Any, timeout_s: float) -> bool:
-        """Wait for a future that wakes the inbox; returns whether it is done."""
-        started = time.perf_counter()
-        self._until(future.done, timeout_s)
-        self._count(cause, started)
-        self.check()
-        return bool(future.done())
+        super().check()
 
     def until_sent(self, cause: str, ready: Callable[[], bool]) -> None:
         """Wait until enough of what was published has gone.
@@ -98,14 +64,10 @@ class Waiting:
         Raises:
             WaitTimeoutError: If it takes too long.
         """
-        started = time.perf_counter()
         # In a mesh it may be for one who is silent, and then given up by then.
         names = ("silence", "request") if self._mesh else ("silence",)
         bound = self._timeouts.bound(*names)
-        came = self._until(ready, bound.seconds)
-        self._count(cause, started)
-        self.check()
-        if not came:
+        if not self.until_true(cause, ready, bound.seconds):
             updates, nbytes, destination = self._carrier.backlog()
             raise WaitTimeoutError(
                 f"replica {self._replica} waited {bound} for {cause}: "
@@ -127,12 +89,11 @@ class Waiting:
             WaitTimeoutError: If it takes too long.
             ChannelError: If the scheduler cannot be reached, or refuses.
         """
-        started = time.perf_counter()
         future = self._connection.request(
             operation, self._inbox.wake, replica=self._replica, **fields
         )
-        self._until(future.done, None if bound is None else bound.seconds)
-        self._count(operation.removeprefix("daskdl_"), started)
+        bound_s = None if bound is None else bound.seconds
+        self._wait(operation.removeprefix("daskdl_"), future.done, bound_s)
         if not future.done():
             future.cancel()
             self.check()
@@ -151,16 +112,13 @@ class Waiting:
         self, worker: str, operation: str, **fields: Any
     ) -> Mapping[str, Any] | None:
         """Send another worker a request; None if it does not answer."""
-        started = time.perf_counter()
         future = self._connection.request_of(
             worker, operation, self._inbox.wake, **fields
         )
-        self._until(future.done, self._timeouts.request)
-        self._count(operation.removeprefix("daskdl_"), started)
-        self.check()
+        bound = self._timeouts.bound("request")
+        self.until_true(operation.removeprefix("daskdl_"), future.done, bound.seconds)
         if not future.done():
             future.cancel()
-            bound = self._timeouts.bound("request")
             logger.info("%s: %s did not answer within %s", operation, worker, bound)
             return None
         try:
@@ -172,10 +130,7 @@ class Waiting:
 
     def result(self, cause: str, future: concurrent.futures.Future[Any]) -> None:
         """Wait for work on the event loop, which wakes the inbox at its end."""
-        started = time.perf_counter()
-        self._until(future.done, None)
-        self._count(cause, started)
-        self.check()
+        self.until_true(cause, future.done, None)
 
     def tell(self, operation: str, **fields: Any) -> None:
         """Send the scheduler a last word, whether the run goes on or not."""
@@ -187,16 +142,12 @@ class Waiting:
         except (OSError, TimeoutError, concurrent.futures.CancelledError) as error:
             logger.info("%s of replica %s: %s", operation, self._replica, error)
 
+    @override
     def last_heard(self) -> str:
-        """Of the scheduler and of the other replicas, for messages."""
-        words = [f"the scheduler {self._connection.silent_s():.1f} s ago"]
-        return "; ".join([*words, *self._inbox.last_words()])
+        said = f"the scheduler {self._connection.silent_s():.1f} s ago"
+        return "; ".join(filter(None, [said, super().last_heard()]))
 
-    def count_off(self) -> dict[str, float]:
-        """Seconds waited since the last call, by cause."""
-        waited_s, self.waited_s = self.waited_s, {}
-        return waited_s
-
+    @override
     def _until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -224,7 +175,3 @@ class Waiting:
         without = {self._replica} | (self._inbox.lost() if self._mesh else set())
         others = {o: s for o, s in wanted.cut.items() if o not in without}
         return not wanted.answer.done() and not self._inbox.behind(others)
-
-    def _count(self, cause: str, started: float) -> None:
-        more = time.perf_counter() - started
-        self.waited_s[cause] = self.waited_s.get(cause, 0.0) + more

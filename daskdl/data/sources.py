@@ -50,6 +50,10 @@ class Source(ABC):
             The future of each piece, by piece number.
         """
 
+    @abstractmethod
+    def rows(self, index: int) -> Rows:
+        """A piece, cut or computed here and now, in the calling thread."""
+
     def homes(self, client: Any) -> dict[int, str]:
         """The worker that already has a piece, for those that are somewhere."""
         return {}
@@ -92,11 +96,12 @@ class InMemory(Source):
     ) -> dict[int, Any]:
         # One call per piece: they go through the scheduler, which holds one at a time.
         return {
-            index: scatter(client, {key: self._rows(index)}, [worker], timeout_s)[key]
+            index: scatter(client, {key: self.rows(index)}, [worker], timeout_s)[key]
             for index, key in keys.items()
         }
 
-    def _rows(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    @override
+    def rows(self, index: int) -> Rows:
         rows = slice(*self._bounds[index])
         if self._order is None:
             # Contiguous, because Dask would otherwise pickle them.
@@ -127,6 +132,12 @@ class DaskBlocks(Source):
             *self._pairs[index], index, self.lengths[index], dask_key_name=key
         )
         return pair
+
+    @override
+    def rows(self, index: int) -> Rows:
+        # Not the scheduler of whatever client there may be.
+        rows: Rows = self.delayed(index).compute(scheduler="synchronous")
+        return rows
 
     @override
     def homes(self, client: Any) -> dict[int, str]:

@@ -4,6 +4,7 @@ A :class:`TrainingMaster` is chosen by the user and travels; the
 :class:`Exchange` it makes lives in one replica and moves its parameters.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,10 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from daskdl.buffers import Buffers
+from daskdl.buffers import Buffers, load_buffers_
 from daskdl.channel.base import Channel
 from daskdl.channel.routes import FAN_OUT
 from daskdl.thresholds import Sent
+from daskdl.timeouts import Timeouts
+from daskdl.vectors import load_counts_
 
 
 class Statistics(NamedTuple):
@@ -49,6 +52,14 @@ class Parameters:
     residual_N: NDArray[np.int32] | None = None
     grid: float = 0.0
     buffers: Buffers | None = None
+
+    def load_into(self, module: nn.Module) -> None:
+        """Give a module these parameters and buffers; without any it stays as it is."""
+        if self.exact is not None:
+            module.load_state_dict(self.exact)
+        elif self.shared_N is not None and self.buffers is not None:
+            load_counts_(module, self.shared_N, self.grid)
+            load_buffers_(module, self.buffers)
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,17 @@ class TrainingMaster(ABC):
     def routing_for(self, replicas: int) -> str:
         """``"plain"`` or ``"mesh"``, for a run that begins with so many replicas."""
         return "plain"
+
+    def timeouts(self) -> Timeouts:
+        """The configured bounds on waiting, with this one's own.
+
+        Raises:
+            OptionError: If one that is configured is not allowed.
+        """
+        timeouts = Timeouts.from_config()
+        if self.rejoin_timeout is None:
+            return timeouts
+        return dataclasses.replace(timeouts, rejoin=self.rejoin_timeout)
 
     def warm_up(  # noqa: B027 - most need not
         self, device: torch.device, dtype: torch.dtype

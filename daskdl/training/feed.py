@@ -1,6 +1,5 @@
 """What one replica trains on in an epoch: leased pieces, cut into batches."""
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -10,9 +9,8 @@ from torch import Tensor
 from daskdl.channel.base import Channel, Piece
 from daskdl.data.arrays import check_labels
 from daskdl.data.batches import batches
-from daskdl.data.loading import load
 from daskdl.data.sources import Rows
-from daskdl.errors import LostPieceError
+from daskdl.training.stores import Store
 from daskdl.training.task import TaskOptions
 
 
@@ -28,6 +26,7 @@ class Feed:
         options: Of the run.
         phase: ``"train"`` or ``"validation"``.
         epoch: Counted from 0.
+        store: Has the rows of the pieces.
 
     Attributes:
         loss: Mean loss of this epoch so far, for the client's bar.
@@ -36,8 +35,14 @@ class Feed:
     loss: float
 
     def __init__(
-        self, channel: Channel, options: TaskOptions, phase: str, epoch: int
+        self,
+        channel: Channel,
+        options: TaskOptions,
+        phase: str,
+        epoch: int,
+        store: Store,
     ) -> None:
+        self._store = store
         self._channel = channel
         self._options = options
         self._phase = phase
@@ -89,28 +94,9 @@ class Feed:
             piece = self._lease(wait=False)
 
     def _load(self, piece: Piece) -> Rows:
-        options = self._options
-        rows = None
-        while rows is None:
-            try:
-                rows = load(
-                    piece.key,
-                    options.timeouts.data,
-                    options.timeouts.silence / 4,
-                    functools.partial(self._is_there, piece),
-                    self._channel.wait_for_data,
-                )
-            except LostPieceError:
-                piece = self._channel.missing(self._phase, piece)
-            except Exception:
-                self._channel.check()  # Dask fails as it likes while a worker closes
-                raise
-        if options.labels is not None:
+        labels = self._options.labels
+        rows = self._store.rows(self._phase, piece)
+        if labels is not None:
             where = f"y of piece {piece.number} of the {self._phase} data"
-            check_labels(
-                rows[1], options.labels.classes, where, options.labels.ignore_index
-            )
+            check_labels(rows[1], labels.classes, where, labels.ignore_index)
         return rows
-
-    def _is_there(self, piece: Piece) -> bool:
-        return self._channel.missing(self._phase, piece) == piece

@@ -1,5 +1,6 @@
 """What the options of a trainer and of a fit may be; refused before anything else."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,29 @@ def check_fit(epochs: Any, batch_size: Any, shuffle: Any) -> None:
     check_batch_size(batch_size)
     if not isinstance(shuffle, bool):
         raise OptionError(f"shuffle must be True or False, got {shuffle!r}")
+
+
+def check_type(name: str, value: object, wanted: type) -> None:
+    """Refuse what is not of a type."""
+    if not isinstance(value, wanted):
+        hint = f"{wanted.__module__}.{wanted.__qualname__}"
+        raise OptionError(f"{name} must be a {hint}, got {value!r}")
+
+
+def check_whole(name: str, value: Any, least: int, other: str = "") -> None:
+    """Refuse what is not a whole number of at least so much, or `other`."""
+    if not _is_whole(value) or value < least:
+        allowed = f"a whole number >= {least} {other}".rstrip()
+        raise OptionError(f"{name} must be {allowed}, got {value!r}")
+
+
+def check_bound(name: str, value: Any) -> None:
+    """Refuse what is neither None nor a time > 0, seconds."""
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise OptionError(f"{name} must be seconds > 0 or None, got {value!r}")
 
 
 def _is_whole(value: Any) -> bool:

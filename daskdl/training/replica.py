@@ -30,6 +30,7 @@ from daskdl.packed import Packed
 from daskdl.training.base import Exchange, Parameters, Seat
 from daskdl.training.feed import Feed
 from daskdl.training.optimizer_state import load_optimizer_, weigh
+from daskdl.training.stores import Store
 from daskdl.training.task import Recipe, Result, Tally, TaskOptions
 
 # What pickling an exception of the user's raises, depending on what it holds.
@@ -51,6 +52,7 @@ class Replica:
         recipe: The user's objects, this replica's own copies.
         channel: This replica's end of the run.
         device: Where to compute.
+        store: Where the data are.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Replica:
         recipe: Recipe,
         channel: Channel,
         device: torch.device,
+        store: Store,
     ) -> None:
         self._number = number
         self._options = options
         self._recipe = recipe
         self._channel = channel
         self._device = device
+        self._store = store
         self._module = recipe.model.to(device).train()
         self._dtype = floating_dtype(self._module)
         self._steps = 0
@@ -125,7 +129,7 @@ class Replica:
     def _train(self, epoch: int) -> None:
         started = time.perf_counter()
         self._tally = Tally()
-        feed = Feed(self._channel, self._options, "train", epoch)
+        feed = Feed(self._channel, self._options, "train", epoch, self._store)
         for x, y in feed.batches(lambda: self._live.rest(epoch)):
             self._step(epoch, *to_device(x, y, self._device, self._dtype))
             feed.loss = self._tally.loss_sum / self._tally.examples
@@ -184,7 +188,7 @@ class Replica:
     def _validate(self, epoch: int) -> list[float] | None:
         if not self._options.validates:
             return None
-        feed = Feed(self._channel, self._options, "validation", epoch)
+        feed = Feed(self._channel, self._options, "validation", epoch, self._store)
         self._channel.serve(None)  # the module shows something else meanwhile
         with self._live.showing_agreed():
             score: Score = score_batches(

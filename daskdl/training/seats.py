@@ -8,6 +8,7 @@ import torch
 from distributed import Client
 
 from daskdl.data.pieces import workers_of
+from daskdl.errors import OptionError
 from daskdl.training.base import TrainingMaster
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,27 @@ def seats_of(
     if len(seats) > useful:
         logger.info("%s batches only: %s of %s replicas", useful, useful, len(seats))
     return dict(enumerate(seats[:useful]))
+
+
+def replicas_here(master: TrainingMaster, examples: int, batch_size: int) -> int:
+    """Choose how many replicas this process is to have; not more than batches.
+
+    Raises:
+        OptionError: If that is fewer than `min_replicas`: nobody can come later.
+    """
+    each = master.replicas_per_worker
+    wanted = max(1, torch.cuda.device_count()) if each == "auto" else int(each)
+    useful = math.ceil(examples / batch_size)
+    if wanted > useful:
+        logger.info("%s batches only: %s of %s replicas", useful, useful, wanted)
+    replicas = min(wanted, useful)
+    if master.min_replicas > replicas:
+        raise OptionError(
+            f"min_replicas must be at most {replicas}, the number of replicas in this "
+            f"process, got {master.min_replicas}; without a cluster no more will come: "
+            "set replicas_per_worker"
+        )
+    return replicas
 
 
 def replicas_on(

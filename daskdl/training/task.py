@@ -10,7 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from daskdl.callbacks import Callback
+from daskdl.channel.endpoint import Endpoint
 from daskdl.data.rehearsal import ClassRange
+from daskdl.failures import FailureInjection
 from daskdl.packed import Packed
 from daskdl.thresholds import Sent
 from daskdl.timeouts import Timeouts
@@ -82,6 +84,27 @@ class TaskOptions:
     inbox_bytes: int
     timeouts: Timeouts
     routing: str = "plain"
+
+    def endpoint(self, replica: int, recipe: Recipe) -> Endpoint:
+        """What the channel of a replica has to know.
+
+        Args:
+            replica: Its number.
+            recipe: Says which updates are to be dropped on purpose.
+        """
+        injected = [c for c in recipe.callbacks if isinstance(c, FailureInjection)]
+        return Endpoint(
+            self.run,
+            replica,
+            self.size,
+            self.grid,
+            self.outbox_bytes,
+            self.inbox_bytes,
+            self.timeouts,
+            self.routing,
+            self.master.fan_out,
+            [failure for failure in injected if failure.kind == "drop"],
+        )
 
 
 @dataclass

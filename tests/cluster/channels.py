@@ -144,6 +144,19 @@ class Run:
         boxes = self.record.outboxes.values()  # of what says who the members are
         await async_poll_for(lambda: not any(len(box) for box in boxes), PATIENCE_S)
 
+    def where(self, replica):
+        return self.workers[replica].address
+
+    async def until(self, ready):
+        """Wait until the record is as it should be."""
+        await self.live.until(ready, PATIENCE_S)
+
+    async def stop(self, reason):
+        await self.ask("daskdl_stop", run=self.endpoint.run, reason=reason)
+
+    async def shut(self):
+        await self.ask("daskdl_close", run=self.endpoint.run)
+
     async def events(self, seen=0):
         answer = await self.ask(
             "daskdl_watch", run=self.endpoint.run, seen=seen, timeout_s=PATIENCE_S

@@ -12,7 +12,7 @@ from distributed import Client, Event, LocalCluster
 from distributed.utils_test import poll_for
 
 from daskdl import Callback
-from daskdl.training import driver
+from daskdl.training import cluster_stage
 from tests.cluster.problems import kept, normalised, rows, trainer
 from tests.cluster.recording import Recorded, records
 
@@ -166,7 +166,7 @@ def test_one_replica_becomes_several(growing, tmp_path):
 
 
 def test_a_newcomer_that_could_not_be_started_is_tried_again(growing, monkeypatch):
-    scatter, refused = driver.scatter, []
+    scatter, refused = cluster_stage.scatter, []
 
     def refuse_once(client, data, workers, timeout_s):
         if next(iter(data)).endswith("-1") and not refused:
@@ -174,7 +174,7 @@ def test_a_newcomer_that_could_not_be_started_is_tried_again(growing, monkeypatc
             raise TimeoutError("it did not take it")
         return scatter(client, data, workers, timeout_s)
 
-    monkeypatch.setattr(driver, "scatter", refuse_once)
+    monkeypatch.setattr(cluster_stage, "scatter", refuse_once)
     script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))
 
     with dask.config.set({"daskdl.timeouts.request": "5s"}):

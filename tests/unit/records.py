@@ -3,7 +3,8 @@
 import dataclasses
 
 from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item, ItemKind
-from daskdl.channel.run import RunPlan, RunRecord
+from daskdl.channel.plan import RunPlan
+from daskdl.channel.run import RunRecord
 from daskdl.timeouts import Timeouts
 
 EACH = 100 + ITEM_OVERHEAD_BYTES

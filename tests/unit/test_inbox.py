@@ -142,7 +142,7 @@ def test_folded_or_not_what_is_taken_is_the_sum_of_what_was_put(
 
     for update in order:
         inbox.put(item_of(update), update)
-        waiting = inbox._waiting  # memory is what this test is about
+        waiting = inbox._pile._updates  # memory is what this test is about
         assert sum(u[-1].nbytes for u in waiting) <= limit_bytes
         if between:
             taken = inbox.take()

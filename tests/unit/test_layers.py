@@ -23,6 +23,7 @@ LAYERS = [
     {"channel", "data", "cluster"},
     {"evaluation", "inference"},
     {"training"},
+    {"sites"},
     {"trainer"},
     {"__init__"},
 ]
@@ -57,6 +58,7 @@ OUTSIDE = {
         "tqdm",
         "typing_extensions",
     },
+    "sites": {"distributed", "torch", "typing_extensions"},
     "trainer": {"distributed", "torch"},
     "__init__": set(),
 }
@@ -75,9 +77,10 @@ DISTRIBUTED = {
     "data.pieces",
     "evaluation",
     "inference",
+    "sites",
     "trainer",
+    "training.cluster_stage",
     "training.collect",
-    "training.driver",
     "training.launch",
     "training.seats",
 }

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError
-from daskdl.training.seats import seats_of
+from daskdl.training.seats import replicas_here, seats_of
 from daskdl.training.sharing import GradientSharing
 
 
@@ -74,3 +74,29 @@ def test_a_replica_for_each_batch_is_not_worth_a_word(caplog):
 def test_a_cluster_without_workers_is_refused():
     with pytest.raises(OptionError, match="has no workers"):
         seats(Cluster())
+
+
+def here(each=1, least=1, examples=1000):
+    master = GradientSharing(replicas_per_worker=each, min_replicas=least)
+    return replicas_here(master, examples, batch_size=10)
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(0, 1), (3, 3)])
+def test_auto_here_is_one_for_each_device_of_this_process(
+    devices, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+
+    assert here("auto") == expected
+
+
+def test_here_there_are_no_more_replicas_than_batches():
+    assert (here(3), here(3, examples=11)) == (3, 2)
+
+
+def test_more_than_there_can_be_here_are_refused_at_once():
+    assert here(2, least=2) == 2
+    with pytest.raises(OptionError, match=r"min_replicas must be at most 2, .* got 3"):
+        here(2, least=3)
+    with pytest.raises(OptionError, match=r"min_replicas must be at most 1, .* got 2"):
+        here(2, least=2, examples=10)

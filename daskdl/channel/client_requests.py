@@ -1,0 +1,45 @@
+"""What the client asks of its run, and what the scheduler answers."""
+
+import contextlib
+from typing import Any
+
+from daskdl.channel.answers import answer
+from daskdl.channel.live import LiveRun
+from daskdl.channel.messages import Answer
+
+
+async def handle_watch(live: LiveRun, seen: int, timeout_s: float) -> dict[str, Any]:
+    """A client asks what is new since the `seen` first events."""
+    events = live.record.events
+    with contextlib.suppress(TimeoutError):
+        await live.until(lambda: len(events) > seen, timeout_s)
+    return {"status": Answer.OK.value, "events": events.since(seen)}
+
+
+async def handle_stop(live: LiveRun, reason: str) -> dict[str, Any]:
+    """A client wants every replica to leave."""
+    await live.stop(reason)
+    return {"status": Answer.OK.value}
+
+
+async def handle_seat(live: LiveRun, worker: str, replicas: int) -> dict[str, Any]:
+    """A client wants so many replicas on a worker; answered with the new ones."""
+    members = live.record.members
+    missing = replicas - len(members.seated_on(worker)) if live.has(worker) else 0
+    return answer(live.record, replicas=[members.seat(worker) for _ in range(missing)])
+
+
+async def handle_unseat(live: LiveRun, replica: int) -> dict[str, Any]:
+    """A replica could not be started: its seat is free again."""
+    if replica not in live.record.members.progress:
+        await live.lose(replica, "it was not started")
+    return {"status": Answer.OK.value}
+
+
+async def handle_restore(
+    live: LiveRun, phase: str, piece: int, key: str
+) -> dict[str, Any]:
+    """A client has started a lost piece again, under another key."""
+    live.record.schedule.replace(phase, piece, key)
+    await live.notify()
+    return {"status": Answer.OK.value}

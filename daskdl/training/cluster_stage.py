@@ -1,0 +1,270 @@
+"""A run on a Dask cluster: its plugins, its tasks, and whoever comes and goes."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from distributed import Client, Future
+from typing_extensions import override
+
+from daskdl.channel import messages
+from daskdl.channel.messages import Answer
+from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.channel.worker import ChannelWorkerPlugin
+from daskdl.data.pieces import Pieces
+from daskdl.data.scattering import scatter
+from daskdl.errors import ChannelError, WaitTimeoutError
+from daskdl.packed import Packed
+from daskdl.training.collect import collect
+from daskdl.training.launch import train_replica
+from daskdl.training.merge import Final
+from daskdl.training.seats import replicas_on
+from daskdl.training.stage import Event, Stage, plan_of
+from daskdl.training.task import Recipe, TaskOptions
+from daskdl.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+
+class Limits(NamedTuple):
+    """Bounds of a run that its replicas do not see."""
+
+    relay_bytes: int  # of the relay's queue for each replica
+    most_replicas: int  # more would have nothing to do
+
+
+class ClusterStage(Stage):
+    """Tasks on the workers of a cluster, one for each replica.
+
+    Args:
+        client: Synchronous client of the cluster.
+        options: Of the run.
+        seats: Worker address of each founder.
+        pieces: Of each phase.
+        limits: Bounds of the run that its replicas do not see.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        options: TaskOptions,
+        seats: Mapping[int, str],
+        pieces: Mapping[str, Pieces],
+        limits: Limits,
+    ) -> None:
+        self.seats = dict(seats)
+        self._client = client
+        routing = options.master.routing_for(len(seats))
+        self._options = dataclasses.replace(options, routing=routing)
+        self._founders = set(seats)
+        self._pieces = pieces
+        self._limits = limits
+        self._futures: dict[int, Future] = {}
+        self._asked_again: dict[str, float] = {}  # when, by worker; monotonic clock
+        self._heard_at = time.monotonic()  # of the scheduler's last answer
+
+    @override
+    def open(self) -> None:
+        self._client.register_plugin(ChannelSchedulerPlugin())
+        self._client.register_plugin(ChannelWorkerPlugin())
+        keys = {p: [piece.key for piece in own] for p, own in self._pieces.items()}
+        plan = plan_of(self._options, self.seats, keys, self._limits.relay_bytes)
+        answer = self._ask(messages.OPEN, plan=vars(plan), client=self._client.id)
+        if answer.get("version") != VERSION:
+            self._ask(messages.CLOSE)
+            raise ChannelError(
+                f"the scheduler has daskdl {answer.get('version')}, this client "
+                f"{VERSION}; install the same version on all"
+            )
+
+    @override
+    def start(self, recipe: Packed[Recipe]) -> None:
+        self._recipe = recipe
+        seats = dict(self.seats)
+        while True:
+            try:
+                self._submit(seats)
+            except OSError as error:
+                there = set(self._client.nthreads())
+                gone = [r for r, worker in seats.items() if worker not in there]
+                if not gone or len(gone) == len(seats):
+                    raise
+                logger.warning("replicas %s are not started: %s", gone, error)
+                self._dismiss(gone)
+                seats = {r: w for r, w in seats.items() if r not in gone}
+            else:
+                return
+
+    def _submit(self, seats: Mapping[int, str]) -> None:
+        workers = sorted(set(seats.values()))
+        name = f"daskdl-recipe-{self._options.run:x}-{min(seats)}"
+        bound_s = self._options.timeouts.request
+        sent = scatter(self._client, {name: self._recipe}, workers, bound_s)
+        there = {*self._futures, *seats}
+        per_worker = Counter(self.seats[replica] for replica in there)
+        for replica, worker in seats.items():
+            self._futures[replica] = self._client.submit(
+                train_replica,
+                sent[name],
+                self._options,
+                replica,
+                per_worker[worker],
+                founder=replica in self._founders,
+                key=f"daskdl-train-{self._options.run:x}-{replica}",
+                workers=[worker],
+                allow_other_workers=False,
+                pure=False,
+                retries=0,
+            )
+
+    @override
+    def news(self, seen: int, timeout_s: float) -> Sequence[Event]:
+        answer = self._ask(messages.WATCH, seen=seen, timeout_s=timeout_s)
+        for event in (*self._due(), *self._lost_pieces()):
+            self.heed(event)
+        events: Sequence[Event] = answer["events"]
+        return events
+
+    def _due(self) -> Iterator[Event]:
+        """Workers that did not take what a newcomer needs, and are asked again."""
+        for worker, due in list(self._asked_again.items()):
+            if time.monotonic() >= due:
+                del self._asked_again[worker]
+                yield {"kind": "worker", "worker": worker}
+
+    def _lost_pieces(self) -> Iterator[Event]:
+        """What died with its worker: a replica that comes to it shall find it there."""
+        training = sorted({self.seats[replica] for replica in self._futures})
+        for phase, pieces in self._pieces.items():
+            for piece in pieces.lost() if training else ():
+                worker = training[piece.index % len(training)]
+                asked = {"phase": phase, "piece": piece.index, "key": piece.key}
+                yield {"kind": "missing", "worker": worker, "avoid": (), **asked}
+
+    @override
+    def heed(self, event: Event) -> None:
+        act: dict[str, Callable[[Event], None]] = {
+            # Pinned to a worker that is gone, the task would wait for ever.
+            "removed": lambda event: self._cancel(event["replica"]),
+            "lost": lambda event: self._cancel(event["replica"]),
+            "worker": lambda event: self._seat(event["worker"]),
+            "missing": self._restore,
+            "over": self._send_away,
+        }
+        if event["kind"] in act:
+            act[event["kind"]](event)
+
+    def _send_away(self, event: Event) -> None:
+        """Nobody is left to begin from: these came too late."""
+        for replica in event["waiting"]:
+            self._cancel(replica)
+
+    def _seat(self, worker: str) -> None:
+        """A worker is there, or free again: let it take part."""
+        wanted = replicas_on(self._options.master, self._client, [worker])[worker]
+        room = self._limits.most_replicas - len(self._futures)
+        answer = self._ask(messages.SEAT, worker=worker, replicas=min(wanted, room))
+        newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
+        self.seats |= newcomers
+        if newcomers:
+            try:
+                self._submit(newcomers)
+            except OSError as error:  # it may have gone again, or hangs
+                logger.warning("no replica on %s: %s", worker, error)
+                self._dismiss(newcomers)
+                # Not at once: to wait for it holds up the others' news.
+                bound_s = self._options.timeouts.request
+                self._asked_again[worker] = time.monotonic() + bound_s
+
+    def _restore(self, event: Event) -> None:
+        """Start a lost piece again: where it is wanted, else on any that takes it."""
+        phase, index = event["phase"], event["piece"]
+        others = set(self._client.nthreads()) - {event["worker"], *event["avoid"]}
+        for home in (event["worker"], *sorted(others)):
+            try:
+                piece = self._pieces[phase].restore(index, event["key"], [home])
+            except OSError as error:  # it has gone, or hangs
+                logger.info("piece %s is not put on %s: %s", index, home, error)
+                continue
+            self._ask(messages.RESTORE, phase=phase, piece=index, key=piece.key)
+            return
+
+    @override
+    def ended(self) -> bool:
+        return all(future.done() for future in self._futures.values())
+
+    @override
+    def errors(self) -> Iterator[tuple[int, BaseException]]:
+        for replica, future in list(self._futures.items()):
+            if future.status == "cancelled":
+                # Its worker is gone, or was before it came there.
+                logger.info("Dask has given up the task of replica %s", replica)
+                self._cancel(replica)
+            elif future.status == "error":
+                error = future.exception()
+                if replica in self._founders:
+                    yield replica, error
+                else:
+                    logger.warning("a newcomer did not start: %s", error)
+                    self._dismiss([replica])
+
+    @override
+    def given_up(self) -> list[int]:
+        return [r for r in self.seats if r not in self._futures]
+
+    @override
+    def stop(self, reason: str) -> None:
+        self._ask(messages.STOP, reason=reason)
+
+    @override
+    def collect(self) -> Final | None:
+        tasks = {
+            f"replica {replica} on {self.seats[replica]}": future
+            for replica, future in self._futures.items()
+        }
+        return collect(self._client, tasks, self._options)
+
+    def _dismiss(self, replicas: Iterable[int]) -> None:
+        """These do not start: their seats are free for others."""
+        for replica in replicas:
+            self._cancel(replica)
+            self._ask(messages.UNSEAT, replica=replica)
+
+    def _cancel(self, replica: int) -> None:
+        future = self._futures.pop(replica, None)
+        if future is not None:
+            future.cancel()
+
+    @override
+    def close(self) -> None:
+        for replica in list(self._futures):
+            self._cancel(replica)
+        still_here = self._ask(messages.CLOSE).get("still_here")
+        if still_here:
+            bound = self._options.timeouts.bound("stop")
+            logger.warning("after %s these have not left: %s", bound, still_here)
+
+    def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
+        async def ask() -> Any:
+            request = getattr(self._client.scheduler, operation)
+            if operation != messages.OPEN:
+                fields["run"] = self._options.run
+            return await asyncio.wait_for(request(**fields), bound.seconds)
+
+        bound = self._options.timeouts.bound("request")
+        try:
+            answer = self._client.sync(ask)
+        except TimeoutError as error:
+            ago_s = time.monotonic() - self._heard_at
+            raise WaitTimeoutError(
+                f"the scheduler did not answer {operation} within {bound}; it last "
+                f"answered {ago_s:.1f} s ago"
+            ) from error
+        self._heard_at = time.monotonic()
+        if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:
+            raise ChannelError(f"the scheduler answered {answer!r} to {operation}")
+        return answer

@@ -1,0 +1,138 @@
+"""A run in this process: its replicas are threads, and there is no Dask cluster."""
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from typing_extensions import override
+
+from daskdl.channel.local import LocalChannel
+from daskdl.channel.local_run import LocalRun
+from daskdl.data.sources import Source
+from daskdl.packed import Packed
+from daskdl.training.merge import Final, merge
+from daskdl.training.replica import Replica
+from daskdl.training.stage import Event, Stage, plan_of
+from daskdl.training.stores import LocalStore
+from daskdl.training.surroundings import surroundings
+from daskdl.training.task import Recipe, Result, TaskOptions
+
+logger = logging.getLogger(__name__)
+
+HERE = "this machine"  # where replicas are, in messages
+
+
+class LocalStage(Stage):
+    """Threads of this process, one for each replica.
+
+    Args:
+        options: Of the run; there is nothing to route.
+        replicas: How many.
+        sources: Of each phase.
+    """
+
+    def __init__(
+        self, options: TaskOptions, replicas: int, sources: Mapping[str, Source]
+    ) -> None:
+        self.seats = dict.fromkeys(range(replicas), HERE)
+        self._options = options
+        self._store = LocalStore(sources)
+        keys = {
+            phase: [str(i) for i in range(len(source.lengths))]
+            for phase, source in sources.items()
+        }
+        # Nothing waits in the relay's queues: they are emptied by whoever fills them.
+        self._run = LocalRun(plan_of(options, self.seats, keys, relay_bytes=0))
+        self._results: dict[int, concurrent.futures.Future[Result]] = {}
+        self._threads: list[threading.Thread] = []
+
+    @override
+    def open(self) -> None:
+        pass  # the run is there
+
+    @override
+    def start(self, recipe: Packed[Recipe]) -> None:
+        threads = max(1, torch.get_num_threads() // len(self.seats))
+        for replica in self.seats:
+            self._results[replica] = concurrent.futures.Future()
+            thread = threading.Thread(
+                target=self._end_with_result,
+                args=(recipe, replica, threads),
+                name=f"daskdl-replica-{replica}",
+                # One that hangs in the user's code must not keep Python from ending.
+                daemon=True,
+            )
+            self._threads.append(thread)
+        for thread in self._threads:
+            thread.start()
+
+    def _end_with_result(
+        self, recipe: Packed[Recipe], replica: int, threads: int
+    ) -> None:
+        result = self._results[replica]
+        try:
+            result.set_result(self._train(recipe, replica, threads))
+        except BaseException as error:  # the driver raises it
+            result.set_exception(error)
+        with self._run.changed:
+            self._run.changed.notify_all()
+
+    def _train(self, recipe: Packed[Recipe], number: int, threads: int) -> Result:
+        options = self._options
+        own = recipe.unpack()
+        channel = LocalChannel(self._run, options.endpoint(number, own))
+        try:
+            with surroundings(options.device, threads) as device:
+                replica = Replica(number, options, own, channel, device, self._store)
+                return replica.run()
+        finally:
+            channel.leave()
+
+    @override
+    def news(self, seen: int, timeout_s: float) -> Sequence[Event]:
+        return self._run.watch(seen, timeout_s, self.ended)
+
+    @override
+    def heed(self, event: Event) -> None:
+        pass  # nobody comes later, and nothing is lost
+
+    @override
+    def ended(self) -> bool:
+        return all(result.done() for result in self._results.values())
+
+    @override
+    def errors(self) -> Iterator[tuple[int, BaseException]]:
+        for replica, result in self._results.items():
+            error = result.exception() if result.done() else None
+            if error is not None:
+                yield replica, error
+
+    @override
+    def given_up(self) -> list[int]:
+        return []
+
+    @override
+    def stop(self, reason: str) -> None:
+        self._run.stop(reason)
+
+    @override
+    def collect(self) -> Final | None:
+        deadline = time.monotonic() + self._options.timeouts.stop
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        results = []
+        for replica, result in self._results.items():
+            if not result.done():
+                bound = self._options.timeouts.bound("stop")
+                who = self._run.describe(replica)
+                logger.warning("after %s it has not left: %s", bound, who)
+            elif result.exception() is None:
+                results.append(result.result())
+        return merge(results).unpack() if results else None
+
+    @override
+    def close(self) -> None:
+        self._run.stop("the run was closed")

@@ -1,0 +1,241 @@
+"""One replica that shares its updates as they happen."""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from daskdl import codec
+from daskdl.accumulator import Accumulator
+from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
+from daskdl.channel.base import Gathered
+from daskdl.channel.messages import Barrier
+from daskdl.channel.pile import Arrived
+from daskdl.thresholds import Sent
+from daskdl.training.base import Exchange, Parameters, Seat, Statistics
+
+
+class Pace(NamedTuple):
+    """When a replica waits, and when it shares."""
+
+    max_staleness: int | None  # steps it may be ahead of the slowest; None: any
+    exchange_every: int  # steps between exchanges
+
+    @property
+    def in_step(self) -> bool:
+        """Whether everybody makes each step together."""
+        return self.max_staleness == 0
+
+
+class Sharer(Exchange):
+    """One replica's part in sharing updates.
+
+    Args:
+        seat: Where to work.
+        accumulator: Of the module there.
+        pace: When to wait, and when to share.
+        scale: Factor on the learning rate of each of so many replicas.
+    """
+
+    learning_rate_scale: float
+
+    def __init__(
+        self,
+        seat: Seat,
+        accumulator: Accumulator,
+        pace: Pace,
+        scale: Callable[[int], float],
+    ) -> None:
+        self._pace = pace
+        self._scale = scale
+        self._module = seat.module
+        self._channel = seat.channel
+        self._replica = seat.replica
+        self._accumulator = accumulator
+        self.learning_rate_scale = scale(len(seat.members))
+        self._step = 0
+        self._due = False  # steps were made since the last exchange
+        if seat.snapshot is not None:
+            self._begin(seat.snapshot)
+        self._agreed: tuple[NDArray[np.int32], float, Buffers]
+        self._keep_agreed()
+        self._clear_statistics()
+
+    def _begin(self, snapshot: Mapping[str, Any]) -> None:
+        self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        load_buffers_(
+            self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
+        )
+        self._step = snapshot["step"]
+
+    @override
+    def before_step(self, epoch: int) -> None:
+        pace = self._pace
+        self.learning_rate_scale = self._scale(1 + len(self._channel.others()))
+        if pace.max_staleness is not None and self._step % pace.exchange_every == 0:
+            self._channel.wait_for_others(self._step, epoch, pace.max_staleness)
+        self._lead_sum += self._channel.lead(self._step, epoch)
+        self._take_in(self._step if pace.in_step else None)
+
+    @override
+    def after_step(self, epoch: int) -> None:
+        self._step += 1
+        self._steps += 1
+        self._accumulator.absorb_()
+        self._due = True
+        if self._step % self._pace.exchange_every == 0:
+            self._share()
+        self._channel.complete(self._step)
+
+    def _share(self) -> None:
+        self._due = False
+        if self._pace.in_step:
+            self._channel.wait_for_room()
+        elif not self._channel.has_room():
+            return
+        proposal = self._accumulator.propose()
+        if proposal.entries_K.size and not self._send(proposal):
+            return
+        # Only what is on its way leaves the residual.
+        self._accumulator.take_(proposal)
+        self._exchanges += 1
+        self._density_sum += proposal.entries_K.size / self._accumulator.size
+
+    def _send(self, proposal: Any) -> bool:
+        stamp = self._channel.next_stamp(self._step)
+        frame = codec.encode(
+            stamp, self._accumulator.size, proposal.threshold, proposal.entries_K
+        )
+        return self._channel.publish(stamp, frame)
+
+    def _take_in(self, up_to_step: int | None = None) -> None:
+        self._apply(self._channel.receive(up_to_step))
+
+    def _apply(self, arrived: Arrived) -> None:
+        updates, folded_N = arrived
+        if folded_N is not None:
+            self._accumulator.apply_counts_(folded_N)
+        for update in updates:
+            self._accumulator.apply_(update)
+
+    @override
+    def rest(self, epoch: int) -> None:
+        if self._due:
+            self._share()
+        self._channel.complete(self._step, done=epoch)
+
+    @override
+    def end_epoch(self, epoch: int, examples: int) -> None:
+        self.rest(epoch)
+        buffers = pack_buffers(self._module)
+        key = f"end of epoch {epoch}"
+        gathered = self._channel.gather(
+            key,
+            {
+                "sequence": self._channel.published(),
+                "step": self._step,
+                "examples": examples,
+                "floating": buffers.floating_F,
+                "integer": buffers.integer_I,
+            },
+            Barrier.AGREE,
+        )
+        self._agree(key, gathered)
+
+    def _agree(self, key: str, gathered: Gathered) -> None:
+        notes = gathered.notes
+        published = {r: note["sequence"] for r, note in notes.items()}
+        self._channel.agree(key, published, gathered.gone, self._load)
+        self._take_in()
+        self._step = max(note["step"] for note in notes.values())
+        self._channel.align(self._step, self._accumulator.regrid_())
+        parts = [
+            (Buffers(note["floating"], note["integer"]), note["examples"])
+            for _, note in sorted(notes.items())
+        ]
+        load_buffers_(self._module, average_buffers(parts))
+        self._keep_agreed()
+
+    def _load(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of another replica; what only this one has stays."""
+        self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+
+    def _keep_agreed(self) -> None:
+        accumulator = self._accumulator
+        self._agreed = (
+            accumulator.shared_counts(),
+            accumulator.grid,
+            pack_buffers(self._module),
+        )
+
+    @override
+    def showing_agreed(self) -> AbstractContextManager[None]:
+        return self._accumulator.showing_shared()
+
+    @override
+    def digest(self) -> int:
+        return self._accumulator.digest()
+
+    @override
+    def statistics(self) -> Statistics:
+        accumulator = self._accumulator
+        now = Statistics(
+            self._exchanges,
+            self._density_sum,
+            accumulator.sent.threshold if accumulator.sent else math.nan,
+            accumulator.clipped - self._clipped_before,
+            self._lead_sum,
+            self._steps,
+        )
+        self._clear_statistics()
+        return now
+
+    def _clear_statistics(self) -> None:
+        self._exchanges = self._steps = self._lead_sum = 0
+        self._density_sum = 0.0
+        self._clipped_before = self._accumulator.clipped
+
+    @override
+    def opened(self) -> Exchange:
+        return self
+
+    @override
+    def snapshot(self) -> dict[str, Any]:
+        arrived, received = self._channel.take_all()
+        self._apply(arrived)
+        buffers = pack_buffers(self._module)
+        return {
+            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
+            "counts_N": self._accumulator.shared_counts(),
+            "grid": self._accumulator.grid,
+            "step": self._step,
+            "floating_F": buffers.floating_F,
+            "integer_I": buffers.integer_I,
+        }
+
+    @override
+    def hand_over(self) -> None:
+        self._take_in()
+        grid = self._accumulator.grid
+        stamp = self._channel.next_stamp(self._step)
+        frame = codec.encode_dense(stamp, grid, self._accumulator.hand_over_())
+        self._channel.publish_last(stamp, frame)
+
+    @override
+    def final(self) -> Parameters:
+        shared_N, grid, buffers = self._agreed
+        residual_N = self._accumulator.residual_counts()
+        return Parameters(None, shared_N, residual_N, grid, buffers)
+
+    @override
+    def agreed(self) -> Parameters:
+        shared_N, grid, buffers = self._agreed
+        return Parameters(None, shared_N, None, grid, buffers)
+
+    @override
+    def outcome(self) -> Sent | None:
+        return self._accumulator.sent

@@ -1,0 +1,101 @@
+"""Where one run takes place, as its driver sees it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from daskdl.channel.plan import RunPlan
+from daskdl.packed import Packed
+from daskdl.training.merge import Final
+from daskdl.training.task import Recipe, TaskOptions
+
+Event = Mapping[str, Any]
+
+
+class Stage(ABC):
+    """A cluster, or a process, for the time of a run. One thread uses it.
+
+    Attributes:
+        seats: Where each replica is, or was.
+    """
+
+    seats: dict[int, str]
+
+    @abstractmethod
+    def open(self) -> None:
+        """Begin the run; `close` has to follow."""
+
+    @abstractmethod
+    def start(self, recipe: Packed[Recipe]) -> None:
+        """Let the replicas begin that the run is to begin with.
+
+        Args:
+            recipe: The user's objects.
+        """
+
+    @abstractmethod
+    def news(self, seen: int, timeout_s: float) -> Sequence[Event]:
+        """Events after the `seen` first ones; waits for one, but not for long."""
+
+    @abstractmethod
+    def heed(self, event: Event) -> None:
+        """Do what an event asks for: seat a newcomer, give a replica up."""
+
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether every replica has ended that was not given up."""
+
+    @abstractmethod
+    def errors(self) -> Iterator[tuple[int, BaseException]]:
+        """Replicas without which the run cannot go on, and what they raised.
+
+        What a replica reports itself is an event, and is not among them.
+        """
+
+    @abstractmethod
+    def given_up(self) -> list[int]:
+        """Replicas of which nothing is expected any more, ascending."""
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """Tell every replica to leave."""
+
+    @abstractmethod
+    def collect(self) -> Final | None:
+        """Wait until the replicas have left, and join what they leave.
+
+        Returns:
+            What the run ended with; None if there is nothing.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave nothing of the run."""
+
+
+def plan_of(
+    options: TaskOptions,
+    seats: Mapping[int, str],
+    pieces: Mapping[str, Sequence[str]],
+    relay_bytes: int,
+) -> RunPlan:
+    """What is asked for when a run is opened.
+
+    Args:
+        options: Of the run.
+        seats: Where each founder is.
+        pieces: Keys of the pieces of each phase.
+        relay_bytes: Bound of the relay's queue for each replica.
+    """
+    return RunPlan(
+        run=options.run,
+        replicas=dict(seats),
+        pieces={phase: tuple(keys) for phase, keys in pieces.items()},
+        seed=options.seed if options.shuffle else None,
+        epochs_before=options.epochs_before,
+        synchronous=options.master.synchronous,
+        relay_bytes=relay_bytes,
+        min_replicas=options.master.min_replicas,
+        timeouts=vars(options.timeouts),
+        routing=options.routing,
+    )

@@ -1,0 +1,75 @@
+"""Where a replica gets the rows of a piece that it has leased."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from typing_extensions import override
+
+from daskdl.channel.base import Channel, Piece
+from daskdl.data.loading import load
+from daskdl.data.sources import Rows, Source
+from daskdl.errors import LostPieceError
+from daskdl.timeouts import Timeouts
+
+
+class Store(ABC):
+    """The data of a run, as one replica sees them."""
+
+    @abstractmethod
+    def rows(self, phase: str, piece: Piece) -> Rows:
+        """Get a piece: arrays (x, y), to be read only.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            piece: As leased.
+        """
+
+
+class LocalStore(Store):
+    """Pieces are cut, or computed, in this process when they are asked for.
+
+    Nothing is kept: what has to be computed is computed again in each epoch.
+
+    Args:
+        sources: Of each phase; all replicas may share them.
+    """
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
+
+    @override
+    def rows(self, phase: str, piece: Piece) -> Rows:
+        return self._sources[phase].rows(piece.number)
+
+
+class WorkerStore(Store):
+    """Pieces are results of Dask's, on this worker or on another one.
+
+    Args:
+        channel: Of the replica; what is lost is had again through it.
+        timeouts: Bounds on waiting.
+    """
+
+    def __init__(self, channel: Channel, timeouts: Timeouts) -> None:
+        self._channel = channel
+        self._timeouts = timeouts
+
+    @override
+    def rows(self, phase: str, piece: Piece) -> Rows:
+        def is_there() -> bool:
+            return self._channel.missing(phase, piece) == piece
+
+        while True:
+            try:
+                return load(
+                    piece.key,
+                    self._timeouts.data,
+                    self._timeouts.silence / 4,
+                    is_there,
+                    self._channel.wait_for_data,
+                )
+            except LostPieceError:
+                piece = self._channel.missing(phase, piece)
+            except Exception:
+                self._channel.check()  # Dask fails as it likes while a worker closes
+                raise

@@ -1,0 +1,262 @@
+"""What every channel promises, over Dask and among threads: updates and barriers."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from daskdl import codec
+from daskdl.channel.base import Stopped
+from daskdl.channel.messages import Barrier
+from daskdl.errors import ChannelError
+from tests.cluster.channels import (
+    GRID,
+    SIZE,
+    begin,
+    frame_of,
+    in_thread,
+    publish,
+    totals,
+)
+from tests.cluster.every_channel import every_channel
+
+
+def recorded(run, replica):
+    """Which updates are handed to a replica from now on, in order."""
+    inbox, seen = run.channels[replica]._inbox, []
+    put = inbox.put
+
+    def noting(item, update):
+        seen.append((item.origin, item.sequence))
+        return put(item, update)
+
+    inbox.put = noting
+    return seen
+
+
+async def gather_all(run, key, kind=Barrier.MEET):
+    """Let all meet; each says who it is."""
+    channels = run.channels.items()
+    gathers = [in_thread(c.gather, key, {"from": r}, kind) for r, c in channels]
+    return await asyncio.gather(*gathers)
+
+
+class TestJoining:
+    @every_channel()
+    async def test_it_is_answered_when_all_have_joined(self, a_run):
+        async with a_run(join=False) as run:
+            first = begin(run.channels[0].join)
+            await run.until(lambda: run.record.members.present == [0])
+            assert not first.done()
+
+            second = begin(run.channels[1].join)
+
+            assert await first == await second == ([0, 1], None)
+            assert [run.channels[r].others() for r in (0, 1)] == [[1], [0]]
+
+    @every_channel()
+    async def test_a_replica_has_one_channel(self, a_run):
+        async with a_run() as run:
+            with pytest.raises(ChannelError, match="replica 1 of run 7 is here alre"):
+                run.open_channel(1)
+
+    @every_channel()
+    async def test_nobody_comes_into_a_run_that_is_over(self, a_run):
+        async with a_run(join=False) as run:
+            await run.stop("enough")
+
+            with pytest.raises(Stopped, match="enough"):
+                await in_thread(run.channels[0].join)
+
+
+class TestUpdates:
+    @every_channel(replicas=3)
+    async def test_they_reach_all_others_once_and_in_order(self, a_run):
+        async with a_run() as run:
+            seen = [recorded(run, replica) for replica in range(3)]
+            for step in range(4):
+                assert publish(run.channels[0], step + 1, step=step, count=3)
+            assert publish(run.channels[1], -9, step=2)
+
+            await in_thread(run.channels[1].wait_for_updates, {0: 4, 1: 1})
+            await in_thread(run.channels[2].wait_for_updates, {0: 4, 1: 1})
+            await in_thread(run.channels[0].wait_for_updates, {1: 1})
+
+            from_first = [(0, 1), (0, 2), (0, 3), (0, 4)]
+            assert seen[0] == [(1, 1)]
+            assert seen[1] == from_first
+            assert [update for update in seen[2] if update[0] == 0] == from_first
+            assert seen[2].count((1, 1)) == 1
+            expected = [3] * 4 + [0] * 4 + [-1] + [0] * (SIZE - 9)
+            assert totals(run.channels[2].receive()) == expected
+            assert totals(run.channels[2].receive()) == [0] * SIZE
+
+    @every_channel(kinds=("plain", "local"))
+    async def test_one_that_is_sent_again_is_received_once(self, a_run):
+        async with a_run() as run:
+            channel = run.channels[0]
+            stamp = channel.next_stamp(step=1)
+            for _ in range(3):
+                assert channel.publish(stamp, frame_of(stamp, 1))
+            assert publish(channel, 2, step=2)
+
+            await in_thread(run.channels[1].wait_for_updates, {0: 2})
+
+            assert totals(run.channels[1].receive())[:2] == [1, 1]
+
+    @every_channel()
+    async def test_what_was_carried_is_counted_where_it_was_carried(self, a_run):
+        async with a_run() as run:
+            stamp = run.channels[0].next_stamp(step=1)
+            frame = frame_of(stamp, 1, -5, 7)
+
+            run.channels[0].publish(stamp, frame)
+            await in_thread(run.channels[1].wait_for_updates, {0: 1})
+
+            sent, received = (run.channels[r].traffic() for r in (0, 1))
+            assert (sent.frames, sent.sent_bytes) == (1, frame.nbytes)
+            assert (sent.received_bytes, received.received_bytes) == (0, frame.nbytes)
+            assert received.waits_s.keys() == {"join", "updates"}
+            nothing = run.channels[1].traffic()
+            assert (nothing.received_bytes, nothing.waits_s) == (0, {})
+            assert run.channels[0].published() == 1
+
+    @every_channel()
+    async def test_what_cannot_be_read_is_refused_by_who_gets_it(self, a_run, caplog):
+        async with a_run() as run:
+            stamp = run.channels[0].next_stamp(step=0)
+            damaged = frame_of(stamp, 1)
+            damaged[-1] ^= 1
+            assert run.channels[0].publish(stamp, damaged)
+            assert publish(run.channels[0], 2)
+
+            await in_thread(run.channels[1]._inbox.wait_for, lambda: has(run, 2), 20)
+
+            assert totals(run.channels[1].receive())[:2] == [0, 1]
+            # Over a mesh it is asked for again, and is no better then.
+            assert run.channels[1].traffic().refused >= 1
+            assert "replica 1 refused update 1 of replica 0" in caplog.text
+
+    @every_channel()
+    async def test_a_full_inbox_folds_and_nothing_is_lost(self, a_run):
+        async with a_run(inbox_bytes=10) as run:
+            for step in range(5):
+                assert publish(run.channels[0], 1, -2, step=step, count=step + 1)
+            await in_thread(run.channels[1].wait_for_updates, {0: 5})
+
+            arrived = run.channels[1].receive()
+
+            assert arrived.folded_N is not None
+            assert totals(arrived)[:3] == [15, -15, 0]
+            assert run.channels[1].traffic().folds == 2
+
+    @every_channel()
+    async def test_the_last_one_arrives_whatever_happens_next(self, a_run):
+        async with a_run() as run:
+            leaver = run.channels.pop(1)
+            stamp = leaver.next_stamp(step=4)
+            frame = codec.encode_dense(stamp, GRID, np.arange(SIZE, dtype=np.int32))
+
+            await in_thread(leaver.publish_last, stamp, frame)
+            await in_thread(leaver.leave)
+
+            await in_thread(run.channels[0].wait_for_updates, {1: 1})
+            (update,) = run.channels[0].receive().updates
+            assert update.counts_N.tolist() == list(range(SIZE))
+
+
+def has(run, sequence):
+    """Whether replica 1 has an update of replica 0."""
+    return sequence <= run.channels[1]._inbox.vector().get(0, 0)
+
+
+NOTES = [
+    {
+        "long": np.arange(100_000, dtype=np.float64) * (replica + 1),
+        "table": np.array([[1, -2], [3, 2**62 + replica]]),
+        "empty": np.zeros(0, np.float32),
+        "examples": 10 + replica,
+    }
+    for replica in range(2)
+]
+
+
+class TestBarriers:
+    @every_channel()
+    async def test_everybody_reads_all_notes_arrays_included(self, a_run):
+        async with a_run() as run:
+            answers = await asyncio.gather(
+                *(in_thread(run.channels[r].gather, "end", NOTES[r]) for r in (0, 1))
+            )
+
+            for gathered in answers:
+                assert gathered.gone == {}
+                assert gathered.notes.keys() == {0, 1}
+                for replica, note in gathered.notes.items():
+                    assert note.keys() == NOTES[replica].keys()
+                    assert note["examples"] == NOTES[replica]["examples"]
+                    for name in ("long", "table", "empty"):
+                        assert note[name].dtype == NOTES[replica][name].dtype
+                        np.testing.assert_array_equal(note[name], NOTES[replica][name])
+
+    @every_channel()
+    async def test_the_client_is_told_once_of_one_that_reports(self, a_run):
+        async with a_run() as run:
+            await gather_all(run, "quiet")
+            await gather_all(run, "loud", Barrier.REPORT)
+
+            (event,) = await run.events()
+            assert (event["kind"], event["key"]) == ("gathered", "loud")
+            assert [list(note) for note in event["notes"]] == [
+                [0, {"from": 0}],
+                [1, {"from": 1}],
+            ]
+            assert run.record._gatherings == {}
+
+    @every_channel(kinds=("plain", "local"))
+    async def test_what_was_published_before_replicas_agree_is_not_held(self, a_run):
+        async with a_run() as run:
+
+            def end(channel):
+                # The second one has to wait for the pace of the first.
+                assert publish(channel, 1)
+                assert publish(channel, 2)
+                return channel.gather("end", None, Barrier.AGREE)
+
+            await asyncio.gather(*(in_thread(end, run.channels[r]) for r in (0, 1)))
+
+            for replica in (0, 1):
+                others = {1 - replica: 2}
+                await in_thread(run.channels[replica].wait_for_updates, others)
+
+    @every_channel(kinds=("plain", "local"))
+    async def test_what_is_published_after_it_waits_for_the_next_one(self, a_run):
+        async with a_run() as run:
+            await gather_all(run, "end", Barrier.AGREE)
+            assert publish(run.channels[0], 3, step=1)
+            run.channels[0].complete(7)  # what comes later has overtaken nothing
+            await in_thread(run.channels[1].wait_for_others, 7, 0, 0)
+
+            early = run.channels[1].receive()
+            await gather_all(run, "report", Barrier.REPORT)
+            await in_thread(run.channels[1].wait_for_updates, {0: 1})
+
+            assert early.updates == []
+            assert totals(run.channels[1].receive())[:4] == [0, 0, 1, 0]
+
+    @every_channel(replicas=3)
+    async def test_after_it_all_have_what_anybody_published_before(self, a_run):
+        async with a_run() as run:
+
+            def end(replica, channel):
+                for step in range(replica + 1):
+                    assert publish(channel, replica + 1, step=step)
+                note = {"sequence": channel.published()}
+                gathered = channel.gather("end", note, Barrier.AGREE)
+                published = {r: n["sequence"] for r, n in gathered.notes.items()}
+                channel.agree("end", published, gathered.gone, load=None)
+                return totals(channel.receive())[:3]
+
+            ends = [in_thread(end, r, c) for r, c in run.channels.items()]
+
+            assert await asyncio.gather(*ends) == [[0, 2, 3], [1, 0, 3], [1, 2, 0]]

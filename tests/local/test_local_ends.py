@@ -1,0 +1,244 @@
+"""Runs among threads that end early: failures, divergence, Ctrl-C."""
+
+import os
+import re
+import signal
+import threading
+import time
+
+import dask
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl import (
+    Callback,
+    DivergedError,
+    ModelError,
+    ReplicaError,
+    RunError,
+    WaitTimeoutError,
+)
+from tests.cluster.problems import kept, mlp, rows, start_of, trainer
+from tests.cluster.recording import Recorded, records, vector
+
+X, Y = rows()
+TWO = kept(replicas_per_worker=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """No thread of a replica."""
+    yield
+    left = [t.name for t in threading.enumerate() if t.name.startswith("daskdl")]
+    assert left == []
+
+
+class FailAt(Callback):
+    """Raises on replica 1 at a step."""
+
+    def __init__(self, make, number=3):
+        self.make = make
+        self.number = number
+
+    def on_step(self, step):
+        if step.replica == 1 and step.number == self.number:
+            raise self.make()
+
+
+class TestFailures:
+    def test_the_caller_gets_the_traceback_and_the_cause(self):
+        own = trainer(False, master=TWO, callbacks=[FailAt(lambda: KeyError("wanted"))])
+
+        with pytest.raises(ReplicaError) as caught:
+            own.fit(X, Y, epochs=100)
+
+        message = str(caught.value)
+        assert message.startswith("replica 1 on this machine: KeyError: 'wanted'")
+        assert "raise self.make()" in message  # the very line
+        assert type(caught.value.__cause__) is KeyError
+
+    def test_a_run_after_a_failed_one_works(self):
+        callback = FailAt(RuntimeError, number=20)
+        own = trainer(False, master=TWO, callbacks=[callback])
+        with pytest.raises(ReplicaError):
+            own.fit(X, Y, epochs=100, batch_size=16)
+        own.callbacks = []
+
+        history = own.fit(X, Y, epochs=5, batch_size=16)
+
+        assert history.column("replicas") == [2] * 5
+        assert own.evaluate(X, Y)["accuracy"] > 0.8
+
+    def test_what_ends_the_thread_itself_is_an_error_too(self):
+        own = trainer(False, master=TWO, callbacks=[FailAt(lambda: SystemExit(3))])
+
+        with pytest.raises(ReplicaError, match="replica 1 on this machine failed: Sys"):
+            own.fit(X, Y, epochs=100, batch_size=16)
+
+    def test_a_replica_that_cannot_be_made_keeps_nobody_waiting(self):
+        own = trainer(False, master=TWO, callbacks=[Rare()])
+
+        with pytest.raises(ModelError, match=r"replica \d on this machine: .*cannot"):
+            own.fit(X, Y)
+
+    def test_what_a_callback_raises_here_stops_the_run(self):
+        class Stop(Callback):
+            def on_epoch(self, row):
+                raise ZeroDivisionError
+
+        own = trainer(False, master=TWO, callbacks=[Stop()])
+
+        with pytest.raises(ZeroDivisionError):
+            own.fit(X, Y, epochs=100)
+
+        assert len(own.history_) == 1
+
+
+class Rare(Callback):
+    """Cannot be unpacked by anybody."""
+
+    def on_step(self, step):
+        pass
+
+    def __reduce__(self):
+        return missing, ()
+
+
+def missing():
+    raise ImportError("no such module")
+
+
+class Diverging(nn.CrossEntropyLoss):
+    """The loss of this copy is not finite from a call on."""
+
+    def __init__(self, calls, value):
+        super().__init__()
+        self.calls = calls
+        self.value = value
+
+    def forward(self, output, labels):
+        self.calls -= 1
+        return super().forward(output, labels) + (self.value if self.calls < 0 else 0)
+
+
+def test_after_divergence_the_last_agreed_state_is_kept(tmp_path):
+    # In step, 15 steps of each replica in each epoch: in the third epoch.
+    sharing = kept(replicas_per_worker=2, max_staleness=0)
+    master = Recorded(str(tmp_path), sharing)
+    own = trainer(False, loss=Diverging(33, float("nan")), master=master)
+
+    with pytest.raises(DivergedError) as caught:
+        own.fit(X, Y, epochs=10, batch_size=16)
+
+    pattern = r"replica (\d) on this machine: the loss became nan at step 34 of replica"
+    assert re.match(pattern, str(caught.value))
+    shared = records(tmp_path, epoch=1)[0]["shared"]
+    np.testing.assert_array_equal(vector(own.model_).numpy(), shared)
+    assert len(own.history_) == 2
+
+
+class Interrupt(Callback):
+    """Presses Ctrl-C after the first epoch, and notes when."""
+
+    def on_epoch(self, row):
+        self.at = time.perf_counter()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, also where a shell in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class TestCtrlC:
+    def test_it_leaves_nothing_behind_and_keeps_what_was_agreed(self, ctrl_c, tmp_path):
+        interrupt = Interrupt()
+        master = Recorded(str(tmp_path), TWO)
+        own = trainer(False, master=master, callbacks=[interrupt])
+
+        with pytest.raises(KeyboardInterrupt):
+            own.fit(X, Y, epochs=10_000, batch_size=16)
+
+        assert time.perf_counter() - interrupt.at < 2  # a second, and a busy machine
+        assert len(own.history_) == 1
+        agreed = [
+            records(tmp_path, epoch)[0]["shared"]
+            for epoch in range(10_000)
+            if (tmp_path / f"0-{epoch}.npz").exists()
+        ]
+        model = vector(own.model_).numpy()
+        assert any(np.array_equal(model, shared) for shared in agreed)
+
+    def test_in_the_middle_of_an_epoch_the_start_is_what_was_agreed(self, ctrl_c):
+        own = trainer(False, master=TWO, callbacks=[Midway()])
+
+        with pytest.raises(KeyboardInterrupt):
+            own.fit(X, Y, epochs=10_000, batch_size=1)
+
+        start = vector(start_of(mlp))
+        torch.testing.assert_close(vector(own.model_), start, rtol=0, atol=2.0**-25)
+
+
+class Midway(Callback):
+    """Presses Ctrl-C from the thread of a replica."""
+
+    def on_step(self, step):
+        if step.replica == 1 and step.number == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class Hang(Callback):
+    """Replica 0 waits in its first step until it is let go; the other for that."""
+
+    hangs = release = None
+
+    def on_step(self, step):
+        if step.replica == 0:
+            Hang.hangs.set()
+            Hang.release.wait(60)
+        else:
+            Hang.hangs.wait(60)
+
+
+@pytest.fixture
+def hang():
+    """It is let go in the end, and leaves."""
+    Hang.hangs, Hang.release = threading.Event(), threading.Event()
+    yield Hang()
+    Hang.release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("daskdl"):
+            thread.join(20)
+
+
+def test_one_that_hangs_is_left_behind_with_a_warning(hang, caplog):
+    own = trainer(False, master=TWO, callbacks=[hang, FailAt(RuntimeError, 1)])
+
+    with (
+        dask.config.set({"daskdl.timeouts.stop": "0.2s"}),
+        pytest.raises((ReplicaError, RunError)),
+    ):
+        own.fit(X, Y, batch_size=16)
+
+    assert re.search(
+        r"after 0\.2 s \(daskdl\.timeouts\.stop\) it has not left: replica 0 on "
+        r"this machine, last heard at step 1, update \d, \d\.\d s ago",
+        caplog.text,
+    )
+
+
+def test_one_that_others_wait_for_in_vain_is_named(hang):
+    own = trainer(False, master=TWO, callbacks=[hang])
+    bounds = dict.fromkeys(("data", "silence", "stop"), "0.3s")
+    named = r"heard for 0\.6 s \(.*data \+ silence\) of replica 0 on this machine"
+
+    with (
+        dask.config.set({"daskdl.timeouts": bounds}),
+        pytest.raises(WaitTimeoutError, match=named),
+    ):
+        own.fit(X, Y, batch_size=160)

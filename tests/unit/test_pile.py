@@ -1,0 +1,79 @@
+"""What waits to be applied, and what becomes of it beyond the bound."""
+
+import pytest
+
+from daskdl.channel.pile import Pile
+from tests.unit.inboxes import GRID, SIZE, dense, sparse
+
+EACH = 4  # bytes of an update with one entry
+
+
+def piled(*updates, limit_bytes=10**9):
+    pile = Pile(SIZE, GRID, limit_bytes)
+    for update in updates:
+        pile.add(update)
+    return pile
+
+
+def test_all_is_taken_once_by_origin_and_sequence():
+    updates = [sparse(2, 1, [1]), sparse(1, 2, [1]), sparse(1, 1, [1])]
+    pile = piled(*updates)
+
+    taken = pile.take()
+
+    assert taken.updates == updates[::-1]
+    assert taken.folded_N is None
+    assert pile.take() == ([], None)
+
+
+@pytest.mark.parametrize(("step", "count"), [(3, 0), (4, 1), (5, 2)])
+def test_what_is_of_a_later_step_stays(step, count):
+    pile = piled(sparse(1, 1, [1], step=4), sparse(1, 2, [1], step=5))
+
+    assert len(pile.take(step).updates) == count
+    assert len(pile) == 2 - count
+
+
+def test_beyond_the_bound_all_of_it_becomes_one_vector_again_and_again():
+    pile = piled(sparse(1, 1, [2]), limit_bytes=EACH)
+    assert (pile.folds, len(pile)) == (0, 1)
+
+    pile.add(sparse(2, 1, [-3], count=5))
+    pile.add(dense(3, 1, [1] * SIZE))
+
+    updates, folded_N = pile.take()
+    assert (pile.folds, updates) == (2, [])
+    assert folded_N.tolist() == [1, 2, -4] + [1] * (SIZE - 3)
+
+
+def test_only_what_stays_counts_for_the_bound():
+    pile = piled(*(sparse(1, i, [1]) for i in (1, 2)), limit_bytes=2 * EACH)
+    pile.take(up_to_step=1)
+
+    pile.add(sparse(1, 3, [1]))
+    assert pile.folds == 0
+    pile.add(sparse(1, 4, [1]))
+    assert pile.folds == 1
+
+
+def test_nothing_is_left_of_what_was_forgotten():
+    pile = piled(*(sparse(1, i, [1]) for i in (1, 2, 3)), limit_bytes=2 * EACH)
+    pile.add(sparse(1, 4, [1]))
+
+    pile.clear()
+    pile.add(sparse(1, 5, [1]))
+    pile.add(sparse(1, 6, [1]))
+
+    assert pile.folds == 1
+    taken = pile.take()
+    assert len(taken.updates) == 2
+    assert taken.folded_N is None
+
+
+def test_a_vector_counts_in_steps_of_the_grid_of_the_run():
+    pile = piled(limit_bytes=0)
+    pile.grid = GRID / 2
+
+    pile.add(sparse(1, 1, [1]))
+
+    assert pile.take().folded_N[0] == 2

@@ -3,23 +3,20 @@
 ``make chaos`` runs twenty seeds; without ``DASKDL_CHAOS_SEEDS`` there are none.
 """
 
-import functools
 import logging
 import os
 import time
 
 import dask.config
-import numpy as np
 import pytest
-import torch
 from distributed import Client, LocalCluster
-from torch import nn
 
-from daskdl import Callback, GradientSharing, KeepResidual, Trainer
+from daskdl import Callback, GradientSharing, KeepResidual
 from tests.chaos.disturbance import Disturbance
+from tests.cluster.barriers import ATOL, check_barrier
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.recording import Recorded, records
-from tests.learning.digits import accuracy, images, network
+from tests.learning.digits import accuracy, images, trainer
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +47,6 @@ def four():
         yield client
 
 
-def trainer(client, master, **options):
-    optimizer = functools.partial(torch.optim.SGD, lr=0.04, momentum=0.9)
-    loss = nn.CrossEntropyLoss()
-    options = {"master": master, "client": client, "progress": False, **options}
-    return Trainer(network, loss, optimizer, **options)
-
-
 def sharing(seed):
     routing = ("mesh", "plain")[seed % 2]
     return GradientSharing(residual=KeepResidual(), routing=routing, fan_out=2)
@@ -72,7 +62,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
 
     own = trainer(
         four,
-        Recorded(str(tmp_path), sharing(seed), atol=2e-5),
+        Recorded(str(tmp_path), sharing(seed), atol=ATOL),
         seed=seed,
         callbacks=[Larger()],
     )
@@ -93,21 +83,3 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
     best = accuracy(undisturbed.model_, x_test, y_test)
     assert accuracy(own.model_, x_test, y_test) >= best - 0.02
     assert still_left_behind(four, within_s=30) == {}
-
-
-def check_barrier(ends):
-    """All who were at the end of an epoch have the same, and each update once."""
-    assert ends
-    first, *others = ends.values()
-    for other in others:
-        np.testing.assert_array_equal(other["shared"], first["shared"])
-    founders = []
-    for replica, end in ends.items():
-        updates = [tuple(u) for u in (*end["published"], *end["received"])]
-        assert len(set(updates)) == len(updates), f"replica {replica} has some twice"
-        assert not end["folds"], "a fold hides which updates it was made of"
-        # What is in it is the sum of what the log says, and nothing else.
-        np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=2e-5)
-        if np.array_equal(end["start"], first["start"]):
-            founders.append(set(updates))
-    assert all(updates == founders[0] for updates in founders)

@@ -15,41 +15,9 @@ from daskdl import Callback
 from daskdl.training import cluster_stage
 from tests.cluster.problems import kept, normalised, rows, trainer
 from tests.cluster.recording import Recorded, records
+from tests.cluster.script import Script, enough
 
 X, Y = rows(count=960)
-
-
-class EnoughError(Exception):
-    """What the test waited for has happened."""
-
-
-class Script(Callback):
-    """On the client: wait for a number of replicas, act, and so on; then stop.
-
-    Args:
-        acts: Pairs (replicas, what to do at the end of the first epoch with as many).
-    """
-
-    def __init__(self, *acts):
-        self._acts = list(acts)
-        self.rows = []
-
-    def on_epoch(self, row):
-        self.rows.append(row)
-        replicas, act = self._acts[0]
-        if row["replicas"] == replicas:
-            del self._acts[0]
-            act()
-
-    def run(self, own, **options):
-        own.callbacks = [self]
-        with pytest.raises(EnoughError):
-            own.fit(X, Y, epochs=10**6, batch_size=16, **options)
-        return own
-
-
-def enough():
-    raise EnoughError
 
 
 def agreed(folder, epoch):
@@ -70,7 +38,7 @@ class TestThree:
             (3, lambda: os.kill(pid, signal.SIGKILL)), (2, int), (3, enough)
         )
 
-        own = script.run(trainer(three, master=Recorded(str(tmp_path), kept())))
+        own = script.run(trainer(three, master=Recorded(str(tmp_path), kept())), X, Y)
 
         last = len(script.rows) - 1
         shared = agreed(tmp_path, last)
@@ -91,7 +59,7 @@ class TestThree:
         )
         try:
             with dask.config.set({"daskdl.timeouts.silence": "4s"}):
-                script.run(trainer(three, master=Recorded(str(tmp_path), kept())))
+                script.run(trainer(three, master=Recorded(str(tmp_path), kept())), X, Y)
         finally:
             os.kill(pid, signal.SIGCONT)
 
@@ -157,7 +125,7 @@ def test_one_replica_becomes_several(growing, tmp_path):
     script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))
     master = Recorded(str(tmp_path), kept())
 
-    own = script.run(trainer(growing, master=master, model=normalised))
+    own = script.run(trainer(growing, master=master, model=normalised), X, Y)
 
     shared = agreed(tmp_path, len(script.rows) - 1)
     assert sorted(shared) == [0, 1]

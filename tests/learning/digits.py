@@ -1,10 +1,14 @@
 """Handwritten digits, and a small network that learns them."""
 
+import functools
+
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
+
+from daskdl import Trainer
 
 
 def network():
@@ -18,6 +22,14 @@ def network():
         nn.Flatten(),
         nn.Linear(32 * 4 * 4, 10),
     )
+
+
+def trainer(client, master, **options):
+    """A trainer of the network, whose progress nobody has to see."""
+    optimizer = functools.partial(torch.optim.SGD, lr=0.04, momentum=0.9)
+    loss = nn.CrossEntropyLoss()
+    options = {"master": master, "client": client, "progress": False, **options}
+    return Trainer(network, loss, optimizer, **options)
 
 
 def images():

@@ -1,0 +1,110 @@
+"""Training over slow and broken links ends, agrees, and has learnt.
+
+Four workers on three hosts, each host a link away from the others and from this one,
+where the scheduler and the client are.
+"""
+
+import time
+
+import dask.config
+import pytest
+
+from daskdl import Callback
+from tests.cluster.barriers import check_barrier
+from tests.cluster.leftovers import still_left_behind
+from tests.cluster.recording import records
+from tests.cluster.script import Script, enough
+from tests.network.namespaces import Network, skip_if_unavailable
+from tests.network.runs import X, Y, check, check_learnt, fit, recorded
+from tests.network.workers import PORT, client_of, worker
+
+DOWN_S = 20.0
+
+pytestmark = pytest.mark.learning
+both_routings = pytest.mark.parametrize("routing", ["plain", "mesh"])
+
+
+@pytest.fixture(scope="module")
+def network():
+    skip_if_unavailable()
+    with Network(3) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def own_client(network, tmp_path_factory):
+    scheduler = f"tcp://{network.address}:{PORT}"
+    folder = tmp_path_factory.mktemp("workers")
+    commands = [
+        network.on(h, *worker(scheduler, folder, host=network.addresses[h]))
+        for h in (0, 1, 2, 2)
+    ]
+    with client_of(network, commands) as client:
+        yield client
+
+
+@pytest.fixture
+def four(network, own_client):
+    """A client; afterwards the links are as before, and the workers too."""
+    yield own_client
+    network.restore()
+    assert still_left_behind(own_client) == {}
+
+
+@both_routings
+@pytest.mark.parametrize("rate", [None, "100mbit", "10mbit"])
+def test_it_trains_whatever_they_carry(network, four, rate, routing, tmp_path):
+    own = recorded(four, routing, tmp_path)
+    if rate is not None:
+        network.limit(rate)
+
+    history = fit(own)
+
+    check(own, history, 4, tmp_path)
+
+
+class Unplugs(Callback):
+    """On the client: after the first epoch the cable of a host is out for a while."""
+
+    def __init__(self, network, host):
+        self._network = network
+        self._host = host
+
+    def on_epoch(self, row):
+        if row["epoch"] == 0:
+            self._network.unplug(self._host)
+            time.sleep(DOWN_S)
+            self._network.plug(self._host)
+
+
+@both_routings
+def test_one_that_is_down_for_a_while_costs_nothing_but_time(
+    network, four, routing, tmp_path
+):
+    own = recorded(four, routing, tmp_path, callbacks=[Unplugs(network, host=2)])
+
+    history = fit(own)
+
+    check(own, history, 4, tmp_path)
+    # It was in the middle of training: nobody passes a barrier meanwhile.
+    assert max(history.column("seconds")) > 0.9 * DOWN_S
+
+
+@both_routings
+def test_one_that_is_down_for_longer_than_silence_is_borne_costs_a_replica(
+    network, four, routing, tmp_path
+):
+    own = recorded(four, routing, tmp_path)
+    script = Script(
+        (4, lambda: network.unplug(0)), (3, lambda: network.plug(0)), (4, enough)
+    )
+
+    with dask.config.set({"daskdl.timeouts.silence": "4s"}):
+        script.run(own, X, Y)
+
+    ends = [records(tmp_path, row["epoch"]) for row in script.rows]
+    for end in ends:
+        check_barrier(end)
+    assert [len(end) for end in ends] == [row["replicas"] for row in script.rows]
+    assert len(set().union(*ends)) == 5  # the one that came back has a new number
+    check_learnt(own)

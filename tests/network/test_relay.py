@@ -1,0 +1,93 @@
+"""The relay that the other tests here put between hosts; no namespaces are needed."""
+
+import contextlib
+import random
+import socket
+import time
+
+import pytest
+from distributed.utils import open_port
+
+from tests.network.relay import Relay
+
+DELAY_S = 0.02
+
+
+@pytest.fixture
+def relayed():
+    """Both ends of a connection through a relay, and the relay."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server.settimeout(30)
+        near, far = f"127.0.0.1:{open_port()}", f"127.0.0.1:{server.getsockname()[1]}"
+        relay = stack.enter_context(Relay({near: far}))
+        client = stack.enter_context(_connect(near))
+        other = stack.enter_context(server.accept()[0])
+        other.settimeout(30)
+        yield client, other, relay
+
+
+def _connect(address):
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def read(source, size=None):
+    """So many bytes, or all until the end."""
+    came = bytearray()
+    while len(came) != size and (some := source.recv(65536)):
+        came += some
+    return bytes(came)
+
+
+def test_bytes_keep_their_order_whatever_the_jitter(relayed):
+    client, other, relay = relayed
+    relay.delay(DELAY_S, DELAY_S)
+    sent = random.Random(0).randbytes(300_000)
+
+    for start in range(0, len(sent), 1000):  # many pieces, each with its own delay
+        client.sendall(sent[start : start + 1000])
+
+    assert read(other, len(sent)) == sent
+
+
+def test_nothing_comes_before_its_time(relayed):
+    client, other, relay = relayed
+    relay.delay(DELAY_S, 0.0)
+    started = time.monotonic()
+
+    client.sendall(b"ping")
+    assert read(other, 4) == b"ping"
+    other.sendall(b"pong")
+    assert read(client, 4) == b"pong"
+
+    assert time.monotonic() - started >= 2 * DELAY_S
+
+
+def test_the_end_of_one_direction_is_not_that_of_the_other(relayed):
+    client, other, _ = relayed
+
+    client.sendall(b"all")
+    client.shutdown(socket.SHUT_WR)
+    assert read(other) == b"all"
+    other.sendall(b"more")
+    other.shutdown(socket.SHUT_WR)
+
+    assert read(client) == b"more"
+
+
+def test_one_end_that_is_gone_ends_the_connection(relayed):
+    client, other, _ = relayed
+
+    # Not an end, but a reset: as of a process that was killed.
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    other.close()
+
+    assert read(client) == b""
+
+
+def test_where_nobody_listens_a_connection_ends_at_once():
+    near, far = (f"127.0.0.1:{open_port()}" for _ in range(2))
+
+    with Relay({near: far}), _connect(near) as client:
+        assert read(client) == b""

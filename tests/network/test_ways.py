@@ -1,0 +1,72 @@
+"""Training over long ways, of changing length, ends, agrees, and has learnt.
+
+Three workers on three hosts; all that they are sent, and all that they send, goes
+through a relay. That is the only address by which the others know them.
+"""
+
+import pytest
+
+from tests.cluster.leftovers import still_left_behind
+from tests.network.namespaces import Network, skip_if_unavailable
+from tests.network.relay import Relay
+from tests.network.runs import check, fit, recorded
+from tests.network.workers import PORT, client_of, worker
+
+pytestmark = pytest.mark.learning
+both_routings = pytest.mark.parametrize("routing", ["plain", "mesh"])
+
+
+@pytest.fixture(scope="module")
+def network():
+    skip_if_unavailable()
+    with Network(3) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def relay(network):
+    here, ports = network.address, (9001, 9002, 9003)
+    listening = zip(network.addresses, ports, strict=True)
+    routes = {f"{here}:{port}": f"{host}:{port}" for host, port in listening}
+    with Relay({f"{here}:9000": f"{here}:{PORT}", **routes}) as relay:
+        yield relay
+
+
+@pytest.fixture(scope="module")
+def own_client(network, relay, tmp_path_factory):
+    scheduler = f"tcp://{network.address}:9000"
+    folder = tmp_path_factory.mktemp("workers")
+    addresses = [
+        {
+            "listen_address": f"tcp://{address}:{9001 + h}",
+            "contact_address": f"tcp://{network.address}:{9001 + h}",
+        }
+        for h, address in enumerate(network.addresses)
+    ]
+    commands = [
+        network.on(h, *worker(scheduler, folder, **own))
+        for h, own in enumerate(addresses)
+    ]
+    with client_of(network, commands) as client:
+        yield client
+
+
+@pytest.fixture
+def three(network, relay, own_client):
+    """A client; afterwards nothing is left on the workers."""
+    yield own_client
+    relay.delay(0.0, 0.0)
+    assert still_left_behind(own_client) == {}
+
+
+@both_routings
+@pytest.mark.parametrize(("delay_s", "jitter_s"), [(0.010, 0.005), (0.050, 0.025)])
+def test_it_trains_however_long_they_take(
+    relay, three, delay_s, jitter_s, routing, tmp_path
+):
+    own = recorded(three, routing, tmp_path)
+    relay.delay(delay_s, jitter_s)
+
+    history = fit(own)
+
+    check(own, history, 3, tmp_path)

@@ -1,0 +1,76 @@
+"""A Dask cluster on a network: its workers are processes on the hosts."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dask.config
+from distributed import Client, LocalCluster
+
+ROOT = Path(__file__).parents[2]  # what the workers are sent is found from here
+PORT = 8786  # of the scheduler; on its network it is the only one
+START_S = 60
+LEAVE_S = 30  # after they were told to end
+
+# A link is down for 20 s. Dask gives up a connection on which nothing came for 30 s,
+# and on some nothing may have come for 9 s before.
+TCP = "60s"
+
+
+def worker(scheduler, folder, **options):
+    """The command of a worker with one thread.
+
+    Args:
+        scheduler: Its address, as the worker knows it.
+        folder: For what it writes.
+        options: Of the command, for its own addresses.
+    """
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", scheduler]
+    fixed = ["--nthreads=1", "--no-nanny", "--no-dashboard"]
+    more = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    return [*command, *fixed, f"--local-directory={folder}", *more]
+
+
+@contextlib.contextmanager
+def client_of(network, commands):
+    """A client of a scheduler on this host, and of the workers that commands start."""
+    with (
+        dask.config.set({"distributed.comm.timeouts.tcp": TCP}),
+        LocalCluster(
+            n_workers=0,
+            host=network.address,
+            scheduler_port=PORT,
+            protocol="tcp",
+            dashboard_address=":0",
+        ) as cluster,
+        _running(commands),
+        Client(cluster, set_as_default=False) as client,
+    ):
+        client.wait_for_workers(len(commands), timeout=START_S)
+        yield client
+
+
+@contextlib.contextmanager
+def _running(commands):
+    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": TCP,
+    }
+    with contextlib.ExitStack() as processes:
+        for command in commands:
+            process = subprocess.Popen(command, env=environment)
+            processes.callback(_end, process)
+        yield
+
+
+def _end(process):
+    process.terminate()
+    try:
+        process.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -14,7 +14,7 @@ from distributed import Client
 
 from daskdl.data.sources import Source, source_of
 from daskdl.errors import OptionError
-from daskdl.timeouts import Timeouts
+from daskdl.timeouts import Bound, Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Pieces:
         source: What the pieces are cut from; kept, to start lost pieces again.
         client: A synchronous client.
         workers: Addresses to spread the pieces over.
-        timeout_s: For a worker to take a piece that is sent to it, seconds.
+        bound: For a worker to take a piece that is sent to it.
     """
 
     examples: int  # rows in all pieces together
@@ -49,12 +49,12 @@ class Pieces:
         source: Source,
         client: Client,
         workers: Sequence[str],
-        timeout_s: float,
+        bound: Bound,
     ) -> None:
         self.examples = sum(source.lengths)
         self._source: Source | None = source
         self._client = client
-        self._timeout_s = timeout_s
+        self._bound = bound
         self._futures = {}
         try:
             self._start(range(len(source.lengths)), workers)
@@ -116,7 +116,7 @@ class Pieces:
             }
             try:
                 self._futures |= self._source.start(
-                    self._client, worker, keys, self._timeout_s
+                    self._client, worker, keys, self._bound
                 )
             except OSError as error:  # it has gone, or hangs: the others take them
                 there.remove(worker)
@@ -181,7 +181,8 @@ def place(
         OptionError: If an option is outside what is allowed.
     """
     source = source_of(X, y, batch_size, replicas, shuffle_seed)
-    return Pieces(source, client, workers, Timeouts.from_config().request)
+    bound = Timeouts.from_config().bound("request")
+    return Pieces(source, client, workers, bound)
 
 
 def release(futures: Iterable[Any]) -> None:

@@ -4,9 +4,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daskdl.errors import WaitTimeoutError
+from daskdl.timeouts import Bound
+
 
 def scatter(
-    client: Any, data: Mapping[str, Any], workers: Sequence[str], timeout_s: float
+    client: Any,
+    data: Mapping[str, Any],
+    workers: Sequence[str],
+    bound: Bound,
+    what: str,
 ) -> dict[str, Any]:
     """Put each value on all of these workers; returns the futures by key.
 
@@ -16,11 +23,12 @@ def scatter(
         client: Synchronous.
         data: Values by key.
         workers: Addresses, >= 1.
-        timeout_s: For all together, seconds.
+        bound: For all together.
+        what: They are, for the message.
 
     Raises:
-        OSError: If a worker is gone; TimeoutError, which is one, if it takes too long.
-            Dask by itself raises KeyError or ValueError for a worker it has removed.
+        OSError: If a worker is gone, for which Dask by itself raises KeyError or
+            ValueError; WaitTimeoutError, which is one, if it takes too long.
     """
 
     async def send() -> Any:
@@ -32,13 +40,13 @@ def scatter(
                 asynchronous=True,
             )
         )
-        done, _ = await asyncio.wait({sending}, timeout=timeout_s)
+        done, _ = await asyncio.wait({sending}, timeout=bound.seconds)
         if not done:
             # Not cancelled: the scheduler goes on, and would keep what arrives late.
             sending.add_done_callback(_let_go)
-            raise TimeoutError(
-                f"{', '.join(workers)} did not take {', '.join(data)} "
-                f"within {timeout_s:g} s"
+            raise WaitTimeoutError(
+                f"{what} could not be sent to {', '.join(workers)} within {bound}; is "
+                "the way there slow, or a worker busy?"
             )
         return sending.result()
 

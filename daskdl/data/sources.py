@@ -21,6 +21,7 @@ from daskdl.data.arrays import (
 from daskdl.data.scattering import scatter
 from daskdl.data.validate import check_data
 from daskdl.errors import DataError, OptionError
+from daskdl.timeouts import Bound
 
 # Fine enough that a replica twice as slow as the others delays them by an eighth of
 # its share at the end of an epoch, coarse enough that a piece is worth a request.
@@ -36,7 +37,7 @@ class Source(ABC):
 
     @abstractmethod
     def start(
-        self, client: Any, worker: str, keys: Mapping[int, str], timeout_s: float
+        self, client: Any, worker: str, keys: Mapping[int, str], bound: Bound
     ) -> dict[int, Any]:
         """Put pieces on a worker, or begin to compute them there.
 
@@ -44,7 +45,7 @@ class Source(ABC):
             client: A synchronous client.
             worker: Address of the worker they should be on.
             keys: The future key for each piece to start, by piece number.
-            timeout_s: For each piece that is sent, seconds.
+            bound: For each piece that is sent.
 
         Returns:
             The future of each piece, by piece number.
@@ -92,13 +93,20 @@ class InMemory(Source):
         client: Any,
         worker: str,
         keys: Mapping[int, str],
-        timeout_s: float,
+        bound: Bound,
     ) -> dict[int, Any]:
         # One call per piece: they go through the scheduler, which holds one at a time.
         return {
-            index: scatter(client, {key: self.rows(index)}, [worker], timeout_s)[key]
+            index: self._send(client, worker, index, key, bound)
             for index, key in keys.items()
         }
+
+    def _send(
+        self, client: Any, worker: str, index: int, key: str, bound: Bound
+    ) -> Any:
+        rows = self.rows(index)
+        what = f"piece {index} ({sum(part.nbytes for part in rows)} bytes)"
+        return scatter(client, {key: rows}, [worker], bound, what)[key]
 
     @override
     def rows(self, index: int) -> Rows:
@@ -149,7 +157,7 @@ class DaskBlocks(Source):
 
     @override
     def start(
-        self, client: Any, worker: str, keys: Mapping[int, str], timeout_s: float
+        self, client: Any, worker: str, keys: Mapping[int, str], bound: Bound
     ) -> dict[int, Any]:
         pairs = [self.delayed(index, key) for index, key in keys.items()]
         # Loose, so that Dask computes them elsewhere when this worker is lost.

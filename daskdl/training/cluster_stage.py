@@ -102,8 +102,11 @@ class ClusterStage(Stage):
     def _submit(self, seats: Mapping[int, str]) -> None:
         workers = sorted(set(seats.values()))
         name = f"daskdl-recipe-{self._options.run:x}-{min(seats)}"
-        bound_s = self._options.timeouts.request
-        sent = scatter(self._client, {name: self._recipe}, workers, bound_s)
+        founders = self._founders.issuperset(seats)
+        # While one that comes later does not take it, the others' news wait.
+        bound = self._options.timeouts.bound("join" if founders else "request")
+        what = f"the model ({self._recipe.payload.nbytes} bytes)"
+        sent = scatter(self._client, {name: self._recipe}, workers, bound, what)
         there = {*self._futures, *seats}
         per_worker = Counter(self.seats[replica] for replica in there)
         for replica, worker in seats.items():

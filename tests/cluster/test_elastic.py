@@ -136,11 +136,11 @@ def test_one_replica_becomes_several(growing, tmp_path):
 def test_a_newcomer_that_could_not_be_started_is_tried_again(growing, monkeypatch):
     scatter, refused = cluster_stage.scatter, []
 
-    def refuse_once(client, data, workers, timeout_s):
+    def refuse_once(client, data, workers, *args):
         if next(iter(data)).endswith("-1") and not refused:
             refused.append(workers)
             raise TimeoutError("it did not take it")
-        return scatter(client, data, workers, timeout_s)
+        return scatter(client, data, workers, *args)
 
     monkeypatch.setattr(cluster_stage, "scatter", refuse_once)
     script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))

@@ -151,6 +151,29 @@ class TestNoSilentWaits:
         )
         assert worker in str(caught.value)
 
+    def test_a_model_that_does_not_arrive_is_named_with_its_size(
+        self, client, monkeypatch
+    ):
+        send = client.scatter
+
+        def never_the_model(data, **options):
+            if any("recipe" in key for key in data):
+                return asyncio.Event().wait()
+            return send(data, **options)
+
+        monkeypatch.setattr(client, "scatter", never_the_model)
+        with (
+            dask.config.set(soon(join="1s")),
+            pytest.raises(daskdl.WaitTimeoutError) as caught,
+        ):
+            trainer(client).fit(X, Y)
+
+        assert re.match(
+            r"the model \(\d+ bytes\) could not be sent to tcp://\S+, tcp://\S+ "
+            r"within 1 s \(daskdl\.timeouts\.join\); is the way there slow",
+            str(caught.value),
+        )
+
     def test_too_few_replicas_are_named_with_what_was_last_heard(self, client):
         pids = client.run(os.getpid)
         worker = sorted(pids)[1]

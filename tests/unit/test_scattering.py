@@ -5,6 +5,10 @@ import asyncio
 import pytest
 
 from daskdl.data.scattering import scatter
+from daskdl.errors import WaitTimeoutError
+from daskdl.timeouts import Bound
+
+SOON = Bound(0.01, ("join",))
 
 
 class Client:
@@ -42,15 +46,22 @@ async def never(data):
     ("workers", "broadcast"), [(["tcp://a"], False), (["tcp://a", "tcp://b"], True)]
 )
 def test_all_of_the_workers_get_it(workers, broadcast):
-    client = Client(at_once)
+    client, bound = Client(at_once), Bound(5, ("join",))
 
-    assert scatter(client, {"k": 1}, workers, 5) == {"k": "future of k"}
+    assert scatter(client, {"k": 1}, workers, bound, "it") == {"k": "future of k"}
     assert client.asked == [({"k": 1}, workers, broadcast, True)]
 
 
-def test_a_worker_that_does_not_take_it_is_not_waited_for():
-    with pytest.raises(TimeoutError, match=r"tcp://a did not take k within 0\.01 s"):
-        scatter(Client(never), {"k": 1}, ["tcp://a"], 0.01)
+def test_workers_that_do_not_take_it_are_named_and_not_waited_for():
+    workers = ["tcp://a", "tcp://b"]
+
+    with pytest.raises(WaitTimeoutError) as caught:
+        scatter(Client(never), {"k": 1}, workers, SOON, "the model (8 bytes)")
+
+    assert str(caught.value) == (
+        "the model (8 bytes) could not be sent to tcp://a, tcp://b within 0.01 s "
+        "(daskdl.timeouts.join); is the way there slow, or a worker busy?"
+    )
 
 
 def test_what_arrives_too_late_is_let_go():
@@ -76,7 +87,7 @@ def test_what_arrives_too_late_is_let_go():
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        scatter(Patient(late), {"a": 1, "b": 2}, ["tcp://a"], 0.01)
+        scatter(Patient(late), {"a": 1, "b": 2}, ["tcp://a"], SOON, "it")
 
     assert released == [True, True]
 
@@ -84,4 +95,4 @@ def test_what_arrives_too_late_is_let_go():
 @pytest.mark.parametrize("answer", [removed, unknown])
 def test_a_worker_that_was_removed_is_gone(answer):
     with pytest.raises(OSError, match=r"removed a worker of \['tcp://a'\]"):
-        scatter(Client(answer), {"k": 1}, ["tcp://a"], 5)
+        scatter(Client(answer), {"k": 1}, ["tcp://a"], SOON, "it")

@@ -16,6 +16,7 @@ from daskdl.data.sources import (
     source_of,
 )
 from daskdl.errors import DataError, OptionError
+from daskdl.timeouts import Bound
 
 
 @given(st.integers(1, 500), st.integers(1, 70), st.integers(1, 40))
@@ -50,7 +51,7 @@ def rows_of(source):
     """The arrays of each piece, as they would reach a worker."""
     client = ScatteringClient()
     keys = {i: f"key-{i}" for i in range(len(source.lengths))}
-    started = source.start(client, "tcp://somewhere", keys, timeout_s=5)
+    started = source.start(client, "tcp://somewhere", keys, Bound(5, ("request",)))
     assert [list(rows) for rows, _ in client.calls] == [[key] for key in keys.values()]
     assert all(workers == ["tcp://somewhere"] for _, workers in client.calls)
     return [started[i] for i in keys]

@@ -1,9 +1,11 @@
 """What the replicas of a run left on their workers, joined there."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
+from typing import Any
 
 from distributed import Client, Future, wait
 
@@ -70,16 +72,24 @@ def _join(
 ) -> Packed[Final] | None:
     """Join results; None if one of them was lost, or it takes too long."""
     merged = client.submit(merge, list(results), key=new_key(f"merge-{run:x}"))
-    try:
+
+    async def fetch() -> Any:
+        # Once: over a slow link it takes long, and would take longer every time.
+        fetching = asyncio.ensure_future(client.gather(merged, asynchronous=True))
         while time.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):
-                packed: Packed[Final] = merged.result(timeout=LOOK_S)
-                return packed
+            await asyncio.wait([fetching], timeout=LOOK_S)
+            if fetching.done():
+                return fetching.result()
             # Dask would train again what was lost, on a worker that is gone.
             if any(result.status != "finished" for result in results):
-                return None
+                break
+        fetching.cancel()
+        return None
+
+    try:
+        packed: Packed[Final] | None = client.sync(fetch)
     except CancelledError:
-        pass  # as above
+        return None  # as above
     finally:
         merged.release()
-    return None
+    return packed

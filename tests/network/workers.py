@@ -60,17 +60,20 @@ def _running(commands):
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": TCP,
     }
-    with contextlib.ExitStack() as processes:
+    with contextlib.ExitStack() as ends:
+        processes = []
+        ends.callback(_end, processes)
         for command in commands:
-            process = subprocess.Popen(command, env=environment)
-            processes.callback(_end, process)
+            processes += [subprocess.Popen(command, env=environment)]
         yield
 
 
-def _end(process):
-    process.terminate()
-    try:
-        process.wait(LEAVE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _end(processes):
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

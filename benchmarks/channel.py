@@ -4,7 +4,8 @@ Question: from how many members on is a mesh better than the relay?
 Counted:  every member publishes updates of one size at a steady rate; the time from
           `publish` at the origin to each arrival, decoded, in an inbox; bytes that
           arrived; the share of updates that were taken at all (the rest stays in
-          the residual). Members are threads of up to eight worker processes, all on
+          the residual); CPU time of the scheduler's process, which is this one.
+          Members are threads of up to eight worker processes, all on
           this machine, so they share its cores: latencies grow when these are busy.
           Baselines: the same bytes through a raw TCP socket, and through Dask's rpc
           from worker to worker; half a round trip, and one request after the other.
@@ -50,6 +51,7 @@ class Row:
     p99_ms: float
     megabytes_per_s: float  # that arrived, at all members together
     taken: float  # share of the updates that publish accepted
+    scheduler_cpu: float  # of one core, that this process used meanwhile
 
 
 def endpoint(run: int, replica: int, size: int, routing: str) -> Endpoint:
@@ -127,6 +129,7 @@ def measure(client, routing, members, kilobytes, rate, seconds) -> Row:
         "routing": routing,
     }
     client.sync(client.scheduler.daskdl_open, plan=plan, client=client.id)
+    cpu, started = time.process_time(), time.perf_counter()
     try:
         futures = [
             client.submit(
@@ -149,6 +152,7 @@ def measure(client, routing, members, kilobytes, rate, seconds) -> Row:
         for key, arrived in arrivals.items():
             latencies.append(arrived - published[key][0])
             nbytes += published[key][1]
+    scheduler_cpu = (time.process_time() - cpu) / (time.perf_counter() - started)
     first = min(when for when, _ in published.values())
     last = max(arrived for _, arrivals, _ in told for arrived in arrivals.values())
     sizes = [size for _, size in published.values()]
@@ -160,13 +164,14 @@ def measure(client, routing, members, kilobytes, rate, seconds) -> Row:
         1e3 * float(np.quantile(latencies, 0.99)),
         nbytes / (last - first) / 1e6,
         len(published) / sum(offered for _, _, offered in told),
+        scheduler_cpu,
     )
 
 
 def timed(ask, payload, case: str, seconds: float) -> Row:
     """Requests one after the other, for so long."""
     halves = []
-    started = time.perf_counter()
+    cpu, started = time.process_time(), time.perf_counter()
     while time.perf_counter() < started + seconds:
         before = time.perf_counter()
         ask(payload)
@@ -180,6 +185,7 @@ def timed(ask, payload, case: str, seconds: float) -> Row:
         1e3 * float(np.quantile(halves, 0.99)),
         rate,
         1.0,
+        (time.process_time() - cpu) / (time.perf_counter() - started),
     )
 
 
@@ -238,6 +244,8 @@ def dask_rpc(client, payload: bytes, seconds: float) -> Row:
 def rows(arguments) -> Iterator[Row]:
     for members in arguments.members:
         with cluster(min(members, MOST_WORKERS)) as own, Client(own) as client:
+            # The first frames load the kernels.
+            measure(client, "plain", members, 1, arguments.rate, 1)
             for kilobytes in arguments.kilobytes:
                 if members == arguments.members[0]:
                     payload = secrets.token_bytes(int(kilobytes * 1000))
@@ -272,13 +280,13 @@ def main() -> None:
     print(f"# {platform.machine()}, {arguments.rate:g} updates/s of each member")
     print(
         f"{'case':16}{'members':>8}{'KB':>8}{'median ms':>11}{'p99 ms':>9}"
-        f"{'MB/s':>9}{'taken':>7}"
+        f"{'MB/s':>9}{'taken':>7}{'scheduler':>11}"
     )
     for row in rows(arguments):
         print(
             f"{row.case:16}{row.members:8d}{row.kilobytes:8.1f}"
             f"{row.median_ms:11.2f}{row.p99_ms:9.1f}"
-            f"{row.megabytes_per_s:9.1f}{row.taken:7.2f}",
+            f"{row.megabytes_per_s:9.1f}{row.taken:7.2f}{row.scheduler_cpu:10.0%}",
             flush=True,
         )
 

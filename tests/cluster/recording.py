@@ -6,6 +6,7 @@ the module, and the channel's interface.
 
 import json
 import os
+import resource
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -168,6 +169,7 @@ class Recording(Exchange):
             received=channel.received,
             folds=channel.folds,
             leads=channel.leads,
+            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 
     # Abstract methods are looked up on the class, not by __getattr__.

@@ -121,8 +121,15 @@ def growing():
         yield client
 
 
-def test_one_replica_becomes_several(growing, tmp_path):
-    script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))
+MORE = {
+    "scale": lambda cluster: cluster.scale(2),
+    "adapt": lambda cluster: cluster.adapt(minimum=2, maximum=2),
+}
+
+
+@pytest.mark.parametrize("add", MORE.values(), ids=MORE)
+def test_one_replica_becomes_several(growing, add, tmp_path):
+    script = Script((1, lambda: add(growing.cluster)), (2, enough))
     master = Recorded(str(tmp_path), kept())
 
     own = script.run(trainer(growing, master=master, model=normalised), X, Y)

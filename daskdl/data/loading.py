@@ -83,7 +83,9 @@ def load(
                 )
             if not still_there():
                 raise LostPieceError(f"piece {key} is on a worker that hangs")
-        rows: Rows = moved.result()
+        # It is here: a client would fetch it through a connection to this worker.
+        held = worker.data.get(moved.key)
+        rows: Rows = moved.result() if held is None else held
     except FutureCancelledError as error:
         raise LostPieceError(
             f"piece {key} was lost with the worker that held it"

@@ -193,8 +193,9 @@ class TestLoad:
         def fetch(worker, key, timeout_s=30):
             def task():
                 secede()
+                held = get_worker().data.get(key, [None])[0]
                 rows = load(key, timeout_s)
-                return rows, rows[0] is get_worker().data.get(key, [None])[0]
+                return rows, rows[0] is held
 
             futures.append(client.submit(task, workers=[worker], pure=False))
             return futures[-1]

@@ -153,6 +153,6 @@ def test_a_newcomer_that_could_not_be_started_is_tried_again(growing, monkeypatc
     script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))
 
     with dask.config.set({"daskdl.timeouts.request": "5s"}):
-        script.run(trainer(growing, model=normalised))
+        script.run(trainer(growing, model=normalised), X, Y)
 
     assert len(refused) == 1

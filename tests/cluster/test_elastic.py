@@ -88,6 +88,25 @@ class TestThree:
         go.clear()
         assert history[0]["examples"] >= 2 * len(X) // 3
 
+    def test_a_worker_that_dies_while_the_fit_begins_is_left_out(
+        self, three, worker, monkeypatch
+    ):
+        (address, pid), scatter, killed = worker, cluster_stage.scatter, []
+
+        def kill_first(client, *args):
+            if not killed:
+                killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+                poll_for(lambda: address not in client.nthreads(), timeout=60)
+            return scatter(client, *args)
+
+        monkeypatch.setattr(cluster_stage, "scatter", kill_first)
+
+        history = trainer(three).fit(X, Y, batch_size=16)
+
+        assert killed
+        assert history[0]["examples"] == len(X)
+
 
 def pieces_there(client):
     """Keys of the pieces that some worker has."""

@@ -141,12 +141,13 @@ class ClusterStage(Stage):
 
     def _lost_pieces(self) -> Iterator[Event]:
         """What died with its worker: a replica that comes to it shall find it there."""
-        training = sorted({self.seats[replica] for replica in self._futures})
-        for phase, pieces in self._pieces.items():
-            for piece in pieces.lost() if training else ():
-                worker = training[piece.index % len(training)]
-                asked = {"phase": phase, "piece": piece.index, "key": piece.key}
-                yield {"kind": "missing", "worker": worker, "avoid": (), **asked}
+        lost = [(phase, p) for phase, own in self._pieces.items() for p in own.lost()]
+        there = set(self._client.nthreads()) if lost else set()
+        training = sorted(there.intersection(self.seats[r] for r in self._futures))
+        for phase, piece in lost if training else ():
+            worker = training[piece.index % len(training)]
+            asked = {"phase": phase, "piece": piece.index, "key": piece.key}
+            yield {"kind": "missing", "worker": worker, "avoid": (), **asked}
 
     @override
     def heed(self, event: Event) -> None:

@@ -13,14 +13,23 @@ from daskdl.channel.scheduler import NAME
 logger = logging.getLogger(__name__)
 
 PAUSE_S = (1.0, 5.0)  # between two things that happen
-FREEZE_S = (0.5, 6.0)  # shorter and longer than the silence that is borne
+SILENCE_S = 6.0  # that is borne
+FREEZE_S = (0.5, 8.0)  # shorter and longer
+HEARD_S = SILENCE_S / 3  # ago, of one that is well; it says something each quarter
 
 
 def training(dask_scheduler):
-    """Addresses of the workers whose replicas train, of all runs."""
-    runs = dask_scheduler.extensions[NAME].runs.values()
-    members = [live.record.members for live in runs]
-    return [m.seats[r] for m in members for r in m.expected if m.here(r)]
+    """Addresses of the workers whose replicas train and are well, of all runs.
+
+    One that says nothing, because its machine is busy, may be given up too.
+    """
+    return [
+        live.record.members.seats[replica]
+        for live in dask_scheduler.extensions[NAME].runs.values()
+        for replica in live.record.members.expected
+        if replica in live.record.members.progress
+        and live.now() - live.record.members.progress[replica].heard_at < HEARD_S
+    ]
 
 
 class Disturbance(threading.Thread):

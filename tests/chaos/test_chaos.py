@@ -13,7 +13,7 @@ from distributed import Client, LocalCluster
 
 from daskdl import Callback, GradientSharing, KeepResidual
 from daskdl.trainer import INBOX_BYTES, OUTBOX_BYTES
-from tests.chaos.disturbance import Disturbance
+from tests.chaos.disturbance import SILENCE_S, Disturbance
 from tests.cluster.barriers import ATOL, check_barrier
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.recording import Recorded, records
@@ -69,7 +69,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
     )
     with (
         dask.config.set(
-            {"daskdl.timeouts.silence": "4s", "daskdl.timeouts.request": "10s"}
+            {"daskdl.timeouts.silence": SILENCE_S, "daskdl.timeouts.request": "10s"}
         ),
         Disturbance(four, seed, WORKERS) as disturbance,
     ):

@@ -256,20 +256,18 @@ class Trainer:
         examples: int,
     ) -> History:
         self.history_ = History()
-        with Follower(
-            self.history_,
-            self.callbacks,
-            options.size,
-            examples * options.epochs,
-            self.progress,
-        ) as follower:
-            final, reason = driver.run(recipe, follower.follow)
-        self._epochs += len(self.history_)
-        if final is not None:
-            self._adopt(model, final)
-        if reason is not None:
-            raise reason
-        if final is None:
+        rows = examples * options.epochs
+        follower = Follower(
+            self.history_, self.callbacks, options.size, rows, self.progress
+        )
+        try:
+            with follower:
+                driver.run(recipe, follower.follow)
+        finally:  # what was trained until it ended early is not lost
+            self._epochs += len(self.history_)
+            if driver.final is not None:
+                self._adopt(model, driver.final)
+        if driver.final is None:
             raise RunError("the run ended without a result")
         return self.history_
 

@@ -4,6 +4,7 @@ A piece is one Dask future whose value is a pair of numpy arrays, so tensors nev
 cross Dask. How data are cut is the business of :mod:`daskdl.data.sources`.
 """
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,11 +57,10 @@ class Pieces:
         self._client = client
         self._bound = bound
         self._futures = {}
-        try:
+        with contextlib.ExitStack() as unless_complete:
+            unless_complete.callback(self.release)  # also after Ctrl-C
             self._start(range(len(source.lengths)), workers)
-        except BaseException:  # also Ctrl-C: what is there already must not stay
-            self.release()
-            raise
+            unless_complete.pop_all()
 
     @property
     def futures(self) -> list[Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator
+from types import TracebackType
 
 import cloudpickle
 
@@ -33,40 +34,53 @@ class Driver:
 
     Args:
         stage: Where it takes place.
+
+    Attributes:
+        final: What it ended with: the last agreed state if it did not come to its
+            end, None if there was none.
     """
 
+    final: Final | None
+
     def __init__(self, stage: Stage) -> None:
+        self.final = None
         self._stage = stage
         self._failure: Exception | None = None
         self._stopped: str | None = None
 
-    def run(
-        self, recipe: Packed[Recipe], on_event: Callable[[Event], None]
-    ) -> tuple[Final | None, BaseException | None]:
+    def run(self, recipe: Packed[Recipe], on_event: Callable[[Event], None]) -> None:
         """Train, and leave nothing of the run on the stage.
 
         Args:
             recipe: The user's objects.
             on_event: Called with each event, in order, as it comes.
 
-        Returns:
-            What the run ended with, the last agreed state if it did not come to
-            its end, None if there was none; and why it ended early, or None.
+        Raises:
+            DaskDLError: Why the run ended early. Whatever `on_event` raises, and
+                Ctrl-C, end it too and come out as they are.
         """
-        stage = self._stage
-        stage.open()
-        interruption: BaseException | None = None
+        self._stage.open()
+        with contextlib.ExitStack() as ending:
+            ending.push(self._end)
+            self._stage.start(recipe)
+            self._follow(on_event)
+        reason = self._reason()
+        if reason is not None:
+            raise reason
+
+    def _end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the stage clean; an exception that is under way goes on."""
         try:
-            try:
-                stage.start(recipe)
-                self._follow(on_event)
-            except BaseException as error:  # also Ctrl-C: the stage is left clean
-                interruption = error
-                stage.stop(f"the client stopped it: {type(error).__name__}")
-            final = stage.collect()
+            if kind is not None:
+                self._stage.stop(f"the client stopped it: {kind.__name__}")
+            self.final = self._stage.collect()
         finally:
-            stage.close()
-        return final, interruption or self._reason()
+            self._stage.close()
 
     def _follow(self, on_event: Callable[[Event], None]) -> None:
         for event in self._events():

@@ -70,6 +70,5 @@ class WorkerStore(Store):
                 )
             except LostPieceError:
                 piece = self._channel.missing(phase, piece)
-            except Exception:
+            finally:
                 self._channel.check()  # Dask fails as it likes while a worker closes
-                raise

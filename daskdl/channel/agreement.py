@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskdl.channel import messages
-from daskdl.channel.base import Gathered, Load
+from daskdl.channel.base import Gathered, Last, Load
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Barrier
 from daskdl.channel.payloads import unwrap_note
@@ -36,13 +36,7 @@ class Agreement:
         self._gather = gather
         self._replica = link.connection.endpoint.replica
 
-    def reach(
-        self,
-        key: str,
-        published: Mapping[int, int],
-        gone: Mapping[int, int],
-        load: Load,
-    ) -> None:
+    def reach(self, key: str, published: Last, gone: Last, load: Load) -> None:
         """Return when all survivors have the same; arguments of :meth:`Channel.agree`.
 
         Raises:
@@ -64,9 +58,7 @@ class Agreement:
                 self._take_state(have, load)
                 repaired = False
 
-    def _wait_for_the_living(
-        self, published: Mapping[int, int], gone: Mapping[int, int]
-    ) -> None:
+    def _wait_for_the_living(self, published: Last, gone: Last) -> None:
         def behind() -> Mapping[int, Sequence[int]]:
             without = {self._replica, *gone, *self._inbox.lost()}
             target = {o: s for o, s in published.items() if o not in without}
@@ -102,7 +94,7 @@ class Agreement:
                 return not lacking
             former = lacking[origin]
             pulling = self._link.pull(helper, origin, former)
-            self._waiting.result("repair", pulling)
+            self._waiting.until_true("repair", pulling.done, None)  # it has a bound
 
     def _take_state(self, have: Have, load: Load) -> None:
         """Begin again from one who has what this replica cannot get."""

@@ -19,6 +19,9 @@ from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
 from daskdl.codec import Stamp
 
+Last = Mapping[int, int]  # sequence number of the last update of each replica
+Finished = Sequence[Mapping[str, Any]]  # of each piece: number, examples, loss
+
 
 class Stopped(BaseException):  # not an error: the way out of a wait
     """The run was stopped; leave now. Not an `Exception`, as `KeyboardInterrupt`."""
@@ -28,7 +31,7 @@ class Gathered(NamedTuple):
     """What all members said at a barrier."""
 
     notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
-    gone: Mapping[int, int]  # last update of each replica that left or was lost
+    gone: Last  # of those that left or were lost
 
 
 class Piece(NamedTuple):
@@ -199,12 +202,7 @@ class Channel(ABC):
 
     @abstractmethod
     def lease(
-        self,
-        phase: str,
-        epoch: int,
-        finished: Sequence[Mapping[str, Any]],
-        *,
-        wait: bool = False,
+        self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
     ) -> Piece | None:
         """Give finished pieces back and take the next; None: none free.
 
@@ -213,23 +211,6 @@ class Channel(ABC):
             epoch: Counted from 0.
             finished: Of each ``{"piece": ..., "examples": ..., "loss": ...}``.
             wait: Until there is one, or all pieces are finished, by whomever.
-        """
-
-    @abstractmethod
-    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
-        """Wait for a future of Dask's, but leave when the run stops.
-
-        Returns:
-            Whether it is done.
-        """
-
-    @abstractmethod
-    def missing(self, phase: str, piece: Piece) -> Piece:
-        """A leased piece does not come: is it lost with the worker that held it?
-
-        Returns:
-            The same if it is not lost; else, once it has been started again, the
-            piece under its new key.
         """
 
     @abstractmethod
@@ -245,13 +226,7 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def agree(
-        self,
-        key: str,
-        published: Mapping[int, int],
-        gone: Mapping[int, int],
-        load: Load,
-    ) -> None:
+    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
         """All have met at an ``AGREE`` barrier: return when all have the same updates.
 
         Until the next barrier of another kind nothing else is taken in.

@@ -56,8 +56,10 @@ class Connection:
         request = getattr(self._worker.rpc(worker), operation)
         return await request(run=self.endpoint.run, **fields)
 
-    def fail(self, error: DaskDLError) -> None:
+    def fail(self, error: DaskDLError | OSError) -> None:
         """Nothing works without the scheduler: end every wait."""
+        if not isinstance(error, DaskDLError):
+            error = ChannelError(f"the scheduler cannot be reached: {error}")
         self.failure = error
         self._inbox.stop(str(error))
 

@@ -157,14 +157,7 @@ class Link:
         try:
             update = await self._reader.read(item)
         except UNREADABLE as error:
-            self.inbox.refuse()
-            logger.warning(
-                "replica %s refused update %s of replica %s: %s",
-                self._endpoint.replica,
-                item.sequence,
-                item.origin,
-                error,
-            )
+            self._reader.refuse(item, error)
             return False
         if not self.inbox.put(item, update):
             return False

@@ -5,8 +5,7 @@ is always room: what bounds memory is that a full inbox is folded. The run's rec
 the one a scheduler keeps, and all inboxes are guarded by one condition.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import Entry, Gathered, Load, Piece, Seating, Serve
+from daskdl.channel.base import Entry, Finished, Gathered, Piece, Seating, Serve
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.local_run import LocalRun
 from daskdl.channel.local_waits import LocalWaits
@@ -23,8 +22,6 @@ from daskdl.channel.outbox import Outbox
 from daskdl.channel.reading import UNREADABLE, Reader
 from daskdl.channel.receiver import Receiver
 from daskdl.errors import ChannelError
-
-logger = logging.getLogger(__name__)
 
 
 class LocalChannel(Receiver):
@@ -90,14 +87,7 @@ class LocalChannel(Receiver):
 
     def _put(self, item: Item) -> None:
         if isinstance(item.payload, Exception):
-            self._inbox.refuse()
-            logger.warning(
-                "replica %s refused update %s of replica %s: %s",
-                self._replica,
-                item.sequence,
-                item.origin,
-                item.payload,
-            )
+            self._reader.refuse(item, item.payload)
         else:
             self._inbox.put(item, item.payload)
 
@@ -171,12 +161,7 @@ class LocalChannel(Receiver):
 
     @override
     def lease(
-        self,
-        phase: str,
-        epoch: int,
-        finished: Sequence[Mapping[str, Any]],
-        *,
-        wait: bool = False,
+        self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
     ) -> Piece | None:
         record, replica = self._record, self._replica
 
@@ -196,15 +181,6 @@ class LocalChannel(Receiver):
             return Piece(number, record.schedule.key(phase, number))
 
     @override
-    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
-        future.add_done_callback(lambda _: self._inbox.wake())
-        return self._waits.until_done("data", future, timeout_s)
-
-    @override
-    def missing(self, phase: str, piece: Piece) -> Piece:
-        return piece  # it is in this process, as the run is
-
-    @override
     def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
         record = self._record
         with self._changed:
@@ -218,14 +194,3 @@ class LocalChannel(Receiver):
                 self._changed.notify_all()
             notes = {r: gathering.notes[r] for r in sorted(gathering.notes)}
             return Gathered(notes, dict(gathering.gone or {}))
-
-    @override
-    def agree(
-        self,
-        key: str,
-        published: Mapping[int, int],
-        gone: Mapping[int, int],
-        load: Load,
-    ) -> None:
-        # Of one that left since it arrived here, what it handed over counts too.
-        self.wait_for_updates({**published, **gone})

@@ -19,7 +19,7 @@ from daskdl.channel.pump import Pump
 from daskdl.channel.ring import Ring
 from daskdl.channel.routes import RouteBook, Routes
 from daskdl.channel.unconfirmed import Unconfirmed
-from daskdl.errors import ChannelError, DaskDLError
+from daskdl.errors import DaskDLError
 
 BEAT_PACE_S = 0.05  # least time between two signs of life
 
@@ -78,12 +78,8 @@ class Mesh(Carrier):
     async def run(self) -> None:
         try:
             await self._beat.run()
-        except DaskDLError as error:
+        except (DaskDLError, OSError) as error:
             self._connection.fail(error)
-        except OSError as error:
-            self._connection.fail(
-                ChannelError(f"the scheduler cannot be reached: {error}")
-            )
 
     async def _live(self, items: Sequence[Item]) -> int:
         self._unreported.clear()

@@ -1,6 +1,7 @@
 """From the bytes of a frame to an update that may be applied, or a refusal."""
 
 import asyncio
+import logging
 from typing import Any
 
 from daskdl import codec
@@ -10,6 +11,8 @@ from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import Item
 from daskdl.channel.payloads import unwrap
 from daskdl.errors import CodecError
+
+logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 2**20  # larger frames are decoded beside the event loop
 
@@ -22,7 +25,7 @@ class Reader:
 
     Args:
         endpoint: Which replica it is.
-        inbox: Knows the grid of the run.
+        inbox: Knows the grid of the run, and counts what is refused.
     """
 
     def __init__(self, endpoint: Endpoint, inbox: Inbox) -> None:
@@ -50,3 +53,14 @@ class Reader:
         elif update.grid != self._inbox.grid:
             raise CodecError(f"grid must be {self._inbox.grid}, got {update.grid}")
         return update
+
+    def refuse(self, item: Item, error: Exception) -> None:
+        """Count and log an update that could not be read; it is dropped."""
+        self._inbox.refuse()
+        logger.warning(
+            "replica %s refused update %s of replica %s: %s",
+            self._endpoint.replica,
+            item.sequence,
+            item.origin,
+            error,
+        )

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import Channel, Traffic
+from daskdl.channel.base import Channel, Last, Load, Traffic
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.pile import Arrived
@@ -71,6 +71,11 @@ class Receiver(Channel):
             lambda: not self._inbox.behind(others),
             lambda: self._inbox.behind(others),
         )
+
+    @override
+    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
+        # Of one that left since it arrived here, what it handed over counts too.
+        self.wait_for_updates({**published, **gone})
 
     @override
     def traffic(self) -> Traffic:

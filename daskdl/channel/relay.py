@@ -13,7 +13,7 @@ from daskdl.channel.outbox import Outbox
 from daskdl.channel.pump import Pump
 from daskdl.channel.ring import Ring
 from daskdl.channel.routes import Routes
-from daskdl.errors import ChannelError, DaskDLError
+from daskdl.errors import DaskDLError
 
 PACE_S = 0.005  # least time between two requests to the relay
 
@@ -53,12 +53,8 @@ class Relay(Carrier):
         self._outbox.on_offer = lambda: loop.call_soon_threadsafe(pump.wake)
         try:
             await pump.run()
-        except DaskDLError as error:
+        except (DaskDLError, OSError) as error:
             self._connection.fail(error)
-        except OSError as error:
-            self._connection.fail(
-                ChannelError(f"the scheduler cannot be reached: {error}")
-            )
 
     async def _send(self, items: Sequence[Item]) -> int:
         # Progress beyond the batch would overtake the updates still waiting. It is

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,9 @@ from daskdl.channel import messages
 from daskdl.channel.agreement import Agreement
 from daskdl.channel.base import (
     Entry,
+    Finished,
     Gathered,
+    Last,
     Load,
     Piece,
     Seating,
@@ -191,12 +193,7 @@ class RelayedChannel(Receiver):
 
     @override
     def lease(
-        self,
-        phase: str,
-        epoch: int,
-        finished: Sequence[Mapping[str, Any]],
-        *,
-        wait: bool = False,
+        self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
     ) -> Piece | None:
         answer = self._waiting.ask(
             messages.LEASE,
@@ -209,13 +206,22 @@ class RelayedChannel(Receiver):
         piece = answer["piece"]
         return None if piece is None else Piece(int(piece), answer["key"])
 
-    @override
     def wait_for_data(self, future: Any, timeout_s: float) -> bool:
+        """Wait for a future of Dask's, but leave when the run stops.
+
+        Returns:
+            Whether it is done.
+        """
         future.add_done_callback(lambda _: self._inbox.wake())
         return self._waiting.until_done("data", future, timeout_s)
 
-    @override
     def missing(self, phase: str, piece: Piece) -> Piece:
+        """A leased piece does not come: is it lost with the worker that held it?
+
+        Returns:
+            The same if it is not lost; else, once it has been started again, the
+            piece under its new key.
+        """
         answer = self._waiting.ask(
             messages.MISSING,
             self._timeouts.bound("data"),
@@ -239,16 +245,9 @@ class RelayedChannel(Receiver):
         return Gathered(notes, dict(answer["gone"]))
 
     @override
-    def agree(
-        self,
-        key: str,
-        published: Mapping[int, int],
-        gone: Mapping[int, int],
-        load: Load,
-    ) -> None:
+    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
         if self._endpoint.routing == "plain":
-            # Of one that left since it arrived here, what it handed over counts too.
-            self.wait_for_updates({**published, **gone})
+            super().agree(key, published, gone, load)
         else:
             self._agreement.reach(key, published, gone, load)
 

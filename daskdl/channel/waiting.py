@@ -128,10 +128,6 @@ class Waiting(Waits):
             return None
         return answer if isinstance(answer, dict) else None
 
-    def result(self, cause: str, future: concurrent.futures.Future[Any]) -> None:
-        """Wait for work on the event loop, which wakes the inbox at its end."""
-        self.until_true(cause, future.done, None)
-
     def tell(self, operation: str, **fields: Any) -> None:
         """Send the scheduler a last word, whether the run goes on or not."""
         future = self._connection.request(

@@ -244,11 +244,6 @@ class Inbox:
         with self._changed:
             return self._positions.behind(target)
 
-    def vector(self) -> dict[int, int]:
-        """The last update received from each origin."""
-        with self._changed:
-            return self._positions.vector()
-
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Block until ready or stopped; False on time-out.
 

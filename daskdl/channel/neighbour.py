@@ -35,19 +35,16 @@ class Neighbour:
     Attributes:
         worker: As given.
         forwarded_bytes: Of what waits here and is of other replicas.
-        dropped: Items that were dropped here.
     """
 
     worker: str
     forwarded_bytes: int
-    dropped: int
 
     def __init__(
         self, replica: int, worker: str, connection: Connection, inbox: Inbox
     ) -> None:
         self.worker = worker
         self.forwarded_bytes = 0
-        self.dropped = 0
         self._replica = replica
         self._connection = connection
         self._own = connection.endpoint.replica
@@ -74,7 +71,6 @@ class Neighbour:
     def forward(self, item: Item) -> None:
         """Queue an update of another replica; the caller has looked for room."""
         if self._down:
-            self.dropped += 1
             return
         self.forwarded_bytes += item.weight()
         self._outbox.offer(item, force=True)
@@ -141,7 +137,6 @@ class Neighbour:
 
     def _discard(self) -> None:
         waiting = self._outbox.head(self._outbox.nbytes)
-        self.dropped += len(waiting)
         self._count(waiting)
         self._outbox.drop(len(waiting))
 
@@ -158,7 +153,6 @@ class Neighbour:
     def offer(self, item: Item) -> None:
         """Queue an update of one's own; it is one of a bounded number."""
         if self._down:
-            self.dropped += 1
             return
         self._offered = item.sequence
         self._outbox.offer(item, force=True)

@@ -83,8 +83,3 @@ class Outbox:
         """Block until `ready(self)`, checked after each drop; False on time-out."""
         with self._changed:
             return self._changed.wait_for(lambda: ready(self), timeout_s)
-
-    def wake(self) -> None:
-        """Let whoever waits look again, because something else changed."""
-        with self._changed:
-            self._changed.notify_all()

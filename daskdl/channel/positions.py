@@ -49,10 +49,6 @@ class Positions:
         """All updates of an origin up to this one have been received."""
         return self._complete.get(origin, 0)
 
-    def reached(self, target: Mapping[int, int]) -> bool:
-        """Whether every update up to the target has been received."""
-        return not self.behind(target)
-
     def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
         """The sequence numbers still missing up to a target, by origin."""
         behind: dict[int, list[int]] = {}
@@ -63,13 +59,6 @@ class Positions:
             if gaps:
                 behind[origin] = gaps
         return behind
-
-    def vector(self) -> dict[int, int]:
-        """The last sequence number received from each origin."""
-        return {
-            origin: max(self._beyond[origin], default=complete)
-            for origin, complete in self._complete.items()
-        }
 
     def received(self) -> dict[int, tuple[int, tuple[int, ...]]]:
         """What exactly was received of each origin, in plain values for the wire.

@@ -22,8 +22,8 @@ somebody's vector. Where no survivor has what is in the gap, it stays out, for
 everybody.
 
 **Which updates can be lost.** None of a survivor, on one condition: a replica
-keeps its own updates in a ring of their own at least until they are :func:`stable`,
-and publishes nothing while that ring is full (the update waits in the residual).
+keeps its own updates at least until all have them, and publishes nothing while there
+is no room for more (:class:`~daskdl.channel.unconfirmed.Unconfirmed`).
 An update of a lost replica is given up only if no survivor has it in a ring any
 more and nobody has the whole target; then it is given up by all.
 """
@@ -152,7 +152,7 @@ def donors(have: Have, asker: int) -> list[int]:
 
     Raises:
         ChannelError: If every state lacks an update of a survivor. That does not
-            happen while each keeps its own until they are stable.
+            happen while each keeps its own until all have them.
 
     Example:
         >>> have = {0: {0: (4, ()), 1: (2, ())}, 1: {0: (4, ()), 1: (2, ())}, 2: {}}
@@ -171,24 +171,6 @@ def donors(have: Have, asker: int) -> list[int]:
         )
     same = max(fit, key=lambda group: _count(have[group[0]]))
     return [] if asker in same else _rotated(same, asker)
-
-
-def stable(have: Have) -> dict[int, int]:
-    """Up to where everybody has an origin's updates: its ring may forget them.
-
-    Args:
-        have: What each member has received, not necessarily up to date; a member
-            that has not said yet is in it with nothing.
-
-    Example:
-        >>> stable({0: {0: (6, ())}, 1: {0: (4, (6,))}, 2: {0: (5, ()), 9: (1, ())}})
-        {0: 4, 9: 0}
-    """
-    origins = sorted({origin for received in have.values() for origin in received})
-    return {
-        origin: min(received.get(origin, NOTHING)[0] for received in have.values())
-        for origin in origins
-    }
 
 
 class Fence:

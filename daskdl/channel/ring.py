@@ -15,9 +15,8 @@ class Ring:
     those takes a snapshot instead. Payloads are shared, not copied: nobody may
     write to them, and one that is a view keeps alive what it is a view of.
 
-    What a replica has published itself belongs in a ring of its own that it does
-    not let overflow, see :mod:`daskdl.channel.repair`: then no update of anybody
-    alive is ever out of reach.
+    What a replica of a mesh has published itself must not be forgotten like that: it
+    belongs in an :class:`~daskdl.channel.unconfirmed.Unconfirmed`.
 
     All methods may be called from any thread.
 
@@ -71,9 +70,3 @@ class Ring:
         keys = [(origin, sequence) for sequence in sorted(set(sequences))]
         with self._lock:
             return [self._items[key] for key in keys if key in self._items]
-
-    def forget(self, origin: int) -> None:
-        """Drop all updates of an origin: it is gone, and everybody has them."""
-        with self._lock:
-            for key in [key for key in self._items if key[0] == origin]:
-                self.nbytes -= self._items.pop(key).weight()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from daskdl.channel.messages import Item, ItemKind
 from daskdl.channel.positions import Positions
-from daskdl.channel.repair import Fence, donors, helpers, missing, settle, stable
+from daskdl.channel.repair import Fence, donors, helpers, missing, settle
 from daskdl.channel.ring import Ring
 from daskdl.channel.routes import RouteBook, Routes
 
@@ -119,7 +119,8 @@ class Crowd:
     def publish(self, number):
         """One more update, unless too many of its own are unconfirmed."""
         member = self.members[number]
-        if member.published - stable(self.told()).get(number, 0) >= OWN:
+        everywhere = min(m.positions.complete(number) for m in self.members.values())
+        if member.published - everywhere >= OWN:
             return
         member.published += 1
         self.published.add((number, member.published))

@@ -66,9 +66,6 @@ class ChannelMachine(RuleBasedStateMachine):
     def pass_a_barrier(self, seed, deaths):
         everything = self.crowd.agree(random.Random(seed), deaths)
         self.crowd.check(everything)
-        for member in self.crowd.members.values():
-            for origin in self.crowd.lost:
-                member.others.forget(origin)
 
     def teardown(self):
         if hasattr(self, "crowd"):

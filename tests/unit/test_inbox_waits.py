@@ -87,7 +87,7 @@ def test_it_knows_what_it_has_not_received():
     inbox = filled(sparse(1, 1, [1]), sparse(1, 3, [1]))
 
     assert inbox.behind({1: 3, 2: 1}) == {1: [2], 2: [1]}
-    assert inbox.vector() == {1: 3}
+    assert inbox.received() == {1: (1, (3,))}
 
 
 def test_the_first_word_to_stop_is_the_one_that_counts():

@@ -16,7 +16,7 @@ def test_updates_in_order_are_accepted_once_each():
     positions, accepted = received((0, 1), (0, 2), (1, 1), (0, 2), (1, 1))
 
     assert accepted == [True, True, True, False, False]
-    assert positions.vector() == {0: 2, 1: 1}
+    assert positions.received() == {0: (2, ()), 1: (1, ())}
 
 
 def test_a_gap_is_missing_until_it_is_filled():
@@ -26,7 +26,7 @@ def test_a_gap_is_missing_until_it_is_filled():
     assert positions.accept(0, 3)
     assert positions.behind({0: 4}) == {0: [2]}
     assert positions.accept(0, 2)
-    assert positions.reached({0: 4})
+    assert positions.behind({0: 4}) == {}
 
 
 def test_a_filled_gap_is_not_filled_again():
@@ -35,21 +35,15 @@ def test_a_filled_gap_is_not_filled_again():
     assert accepted == [True, True, True, False, False]
 
 
-def test_the_vector_names_the_last_update_even_beyond_a_gap():
-    positions, _ = received((0, 1), (0, 5), (1, 2))
-
-    assert positions.vector() == {0: 5, 1: 2}
-
-
 def test_what_was_never_heard_of_is_behind_from_its_first_update():
     assert Positions().behind({7: 2}) == {7: [1, 2]}
-    assert Positions().reached({7: 0})
+    assert Positions().behind({7: 0}) == {}
 
 
 def test_a_gap_beyond_the_target_is_not_waited_for():
     positions, _ = received((0, 1), (0, 2), (0, 9))
 
-    assert positions.reached({0: 2})
+    assert positions.behind({0: 2}) == {}
 
 
 def test_what_came_in_order_takes_no_memory():
@@ -78,10 +72,6 @@ def test_each_update_is_accepted_exactly_once_whatever_order_they_come_in(
         for origin, last in target.items()
     }
     assert positions.behind(target) == {o: gaps for o, gaps in missing.items() if gaps}
-    assert positions.reached(target) == (not any(missing.values()))
-    assert positions.vector() == {
-        origin: max(s for o, s in taken if o == origin) for origin, _ in taken
-    }
 
 
 def test_what_was_received_is_the_run_without_a_gap_and_what_is_beyond():
@@ -96,7 +86,7 @@ def test_positions_start_from_what_a_snapshot_has_received():
     assert positions.received() == {0: (2, (4,)), 1: (3, ())}
     assert [positions.accept(0, s) for s in (1, 2, 4)] == [False, False, False]
     assert positions.accept(0, 3)
-    assert positions.vector() == {0: 4, 1: 3}
+    assert positions.received() == {0: (4, ()), 1: (3, ())}
 
 
 def test_positions_that_start_from_others_are_their_own():

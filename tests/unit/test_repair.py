@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl.channel.positions import Positions
-from daskdl.channel.repair import Fence, donors, helpers, missing, settle, stable
+from daskdl.channel.repair import Fence, donors, helpers, missing, settle
 from daskdl.errors import ChannelError
 
 UPDATES = st.sets(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=20)
@@ -197,19 +197,6 @@ def test_after_all_took_a_state_they_are_the_same(have):
     everything = set().union(*have.values())
     if everything in have.values():
         assert after == dict.fromkeys(have, everything)
-
-
-# ---- what rings may forget
-
-
-def test_stable_is_what_everybody_has_without_a_gap():
-    have = {0: {0: (6, ()), 1: (3, ())}, 1: {0: (4, (6,)), 1: (3, ())}}
-
-    assert stable(have) == {0: 4, 1: 3}
-
-
-def test_nothing_is_stable_while_a_member_has_said_nothing():
-    assert stable({0: {0: (6, ())}, 1: {}}) == {0: 0}
 
 
 # ---- the fence

@@ -10,11 +10,7 @@ from daskdl.errors import OptionError
 
 WEIGHT = 36 + ITEM_OVERHEAD_BYTES
 KEYS = st.tuples(st.integers(0, 2), st.integers(1, 6))
-ACTIONS = st.lists(
-    st.tuples(st.just("keep"), KEYS, st.integers(0, 150))
-    | st.tuples(st.just("forget"), st.integers(0, 2), st.just(0)),
-    max_size=40,
-)
+KEPT = st.lists(st.tuples(KEYS, st.integers(0, 150)), max_size=40)
 
 
 def update(origin, sequence, nbytes=36, payload=None):
@@ -82,15 +78,6 @@ def test_a_payload_is_shared():
     assert ring.find(0, [1])[0].payload is frame
 
 
-def test_what_is_forgotten_makes_room():
-    ring = ring_of((0, 1), (1, 1), (0, 2), limit_bytes=3 * WEIGHT)
-
-    ring.forget(0)
-
-    assert (kept(ring, 0), kept(ring, 1)) == ([], [1])
-    assert (len(ring), ring.nbytes) == (1, WEIGHT)
-
-
 def test_a_ring_without_room_keeps_nothing():
     assert len(ring_of((0, 1), limit_bytes=0)) == 0
 
@@ -100,18 +87,14 @@ def test_a_negative_bound_is_refused():
         Ring(-1)
 
 
-@given(ACTIONS, st.integers(0, 1000))
-def test_it_holds_the_latest_that_fit_and_counts_them(actions, limit_bytes):
+@given(KEPT, st.integers(0, 1000))
+def test_it_holds_the_latest_that_fit_and_counts_them(updates, limit_bytes):
     ring, expected = Ring(limit_bytes), []
 
-    for action, what, nbytes in actions:
-        if action == "forget":
-            ring.forget(what)
-            expected = [item for item in expected if item.origin != what]
-            continue
-        item = update(*what, nbytes)
+    for key, nbytes in updates:
+        item = update(*key, nbytes)
         ring.keep(item)
-        if item.weight() <= limit_bytes and what not in {i[1:3] for i in expected}:
+        if item.weight() <= limit_bytes and key not in {i[1:3] for i in expected}:
             expected.append(item)
         while sum(item.weight() for item in expected) > limit_bytes:
             expected.pop(0)
@@ -129,8 +112,6 @@ def test_two_threads_lose_no_count():
         for sequence in range(1, 3000):
             ring.keep(update(origin, sequence))
             ring.find(1 - origin, [sequence])
-            if sequence % 100 == 0:
-                ring.forget(origin)
 
     threads = [threading.Thread(target=fill, args=(origin,)) for origin in (0, 1)]
     for thread in threads:

@@ -5,7 +5,6 @@ What follows from the choice is here, and in the two kinds of
 """
 
 import contextlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from daskdl.data.pieces import place
 from daskdl.data.sources import source_of
 from daskdl.training.cluster_stage import ClusterStage, Limits
 from daskdl.training.local_stage import LocalStage
-from daskdl.training.seats import replicas_here, seats_of
+from daskdl.training.seats import most_replicas, replicas_here, seats_of
 from daskdl.training.stage import Stage
 from daskdl.training.task import Loss, TaskOptions
 
@@ -74,12 +73,12 @@ class Cluster(Site):
                         sorted(set(seats.values())),
                         batch_size=batch_size,
                         replicas=len(seats),
-                        shuffle_seed=options.seed if options.shuffle else None,
+                        shuffle_seed=options.shuffle_seed,
                     )
                 )
                 for phase, own in phases.items()
             }
-            limits = Limits(RELAY_BYTES, math.ceil(examples / batch_size))
+            limits = Limits(RELAY_BYTES, most_replicas(examples, batch_size))
             yield ClusterStage(self._client, options, seats, pieces, limits)
 
     @override
@@ -103,9 +102,8 @@ class Process(Site):
     def stage(self, options: TaskOptions, phases: Phases) -> Iterator[Stage]:
         examples, batch_size = len(phases["train"][0]), options.batch_size
         replicas = replicas_here(options.master, examples, batch_size)
-        seed = options.seed if options.shuffle else None
         sources = {
-            phase: source_of(*own, batch_size, replicas, seed)
+            phase: source_of(*own, batch_size, replicas, options.shuffle_seed)
             for phase, own in phases.items()
         }
         yield LocalStage(options, replicas, sources)

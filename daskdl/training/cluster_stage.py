@@ -169,7 +169,11 @@ class ClusterStage(Stage):
 
     def _seat(self, worker: str) -> None:
         """A worker is there, or free again: let it take part."""
-        wanted = replicas_on(self._options.master, self._client, [worker])[worker]
+        try:
+            wanted = replicas_on(self._options.master, self._client, [worker])[worker]
+        except OSError as error:
+            self._try_later(worker, error)
+            return
         room = self._limits.most_replicas - len(self._futures)
         answer = self._ask(messages.SEAT, worker=worker, replicas=min(wanted, room))
         newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
@@ -177,12 +181,17 @@ class ClusterStage(Stage):
         if newcomers:
             try:
                 self._submit(newcomers)
-            except OSError as error:  # it may have gone again, or hangs
-                logger.warning("no replica on %s: %s", worker, error)
+            except OSError as error:
                 self._dismiss(newcomers)
-                # Not at once: to wait for it holds up the others' news.
-                bound_s = self._options.timeouts.request
-                self._asked_again[worker] = time.monotonic() + bound_s
+                self._try_later(worker, error)
+
+    def _try_later(self, worker: str, error: OSError) -> None:
+        """A worker has gone again, or hangs."""
+        logger.warning("no replica on %s: %s", worker, error)
+        if worker in self._client.nthreads():
+            # Not at once: to wait for it holds up the others' news.
+            bound_s = self._options.timeouts.request
+            self._asked_again[worker] = time.monotonic() + bound_s
 
     def _restore(self, event: Event) -> None:
         """Start a lost piece again: where it is wanted, else on any that takes it."""

@@ -1,17 +1,24 @@
 """How many replicas, and on which workers."""
 
+import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from distributed import Client
 
 from daskdl.data.pieces import workers_of
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, WaitTimeoutError
 from daskdl.training.base import TrainingMaster
 
 logger = logging.getLogger(__name__)
+
+
+def most_replicas(examples: int, batch_size: int) -> int:
+    """One for each batch in an epoch: more would have nothing to do."""
+    return math.ceil(examples / batch_size)
 
 
 def seats_of(
@@ -19,20 +26,15 @@ def seats_of(
 ) -> dict[int, str]:
     """Choose a worker address for each replica, by number from 0.
 
-    There are at most as many replicas as there are batches in an epoch: more would
-    have nothing to do.
-
     Raises:
         OptionError: If the cluster has no workers.
+        OSError: If one of them is gone, or does not answer.
     """
     workers = workers_of(client)
     each = replicas_on(master, client, workers)
     # Round robin, so that leaving some out leaves the workers evenly used.
     seats = [w for i in range(max(each.values())) for w in workers if i < each[w]]
-    useful = math.ceil(examples / batch_size)
-    if len(seats) > useful:
-        logger.info("%s batches only: %s of %s replicas", useful, useful, len(seats))
-    return dict(enumerate(seats[:useful]))
+    return dict(enumerate(seats[: _useful(len(seats), examples, batch_size)]))
 
 
 def replicas_here(master: TrainingMaster, examples: int, batch_size: int) -> int:
@@ -43,10 +45,7 @@ def replicas_here(master: TrainingMaster, examples: int, batch_size: int) -> int
     """
     each = master.replicas_per_worker
     wanted = max(1, torch.cuda.device_count()) if each == "auto" else int(each)
-    useful = math.ceil(examples / batch_size)
-    if wanted > useful:
-        logger.info("%s batches only: %s of %s replicas", useful, useful, wanted)
-    replicas = min(wanted, useful)
+    replicas = _useful(wanted, examples, batch_size)
     if master.min_replicas > replicas:
         raise OptionError(
             f"min_replicas must be at most {replicas}, the number of replicas in this "
@@ -56,11 +55,36 @@ def replicas_here(master: TrainingMaster, examples: int, batch_size: int) -> int
     return replicas
 
 
+def _useful(wanted: int, examples: int, batch_size: int) -> int:
+    most = most_replicas(examples, batch_size)
+    if wanted > most:
+        logger.info("%s batches only: %s of %s replicas", most, most, wanted)
+    return min(wanted, most)
+
+
 def replicas_on(
     master: TrainingMaster, client: Client, workers: Sequence[str]
 ) -> dict[str, int]:
-    """How many replicas each of these workers is to have."""
+    """How many replicas each of these workers is to have.
+
+    Raises:
+        OSError: If a worker is gone, or does not answer; the latter is a
+            WaitTimeoutError.
+    """
     if master.replicas_per_worker != "auto":
         return dict.fromkeys(workers, int(master.replicas_per_worker))
-    devices = client.run(torch.cuda.device_count, workers=workers)
+    bound = master.timeouts().bound("request")
+
+    async def ask() -> Any:
+        # Dask by itself waits for a worker that hangs.
+        asking = client.run(torch.cuda.device_count, workers=list(workers))
+        return await asyncio.wait_for(asking, bound.seconds)
+
+    try:
+        devices = client.sync(ask)
+    except TimeoutError as error:
+        raise WaitTimeoutError(
+            f"not all of {', '.join(workers)} said within {bound} how many CUDA "
+            "devices they have"
+        ) from error
     return {worker: max(1, devices[worker]) for worker in workers}

@@ -91,7 +91,7 @@ def plan_of(
         run=options.run,
         replicas=dict(seats),
         pieces={phase: tuple(keys) for phase, keys in pieces.items()},
-        seed=options.seed if options.shuffle else None,
+        seed=options.shuffle_seed,
         epochs_before=options.epochs_before,
         synchronous=options.master.synchronous,
         relay_bytes=relay_bytes,

@@ -85,6 +85,11 @@ class TaskOptions:
     timeouts: Timeouts
     routing: str = "plain"
 
+    @property
+    def shuffle_seed(self) -> int | None:
+        """Of the order of rows and pieces; None keeps it."""
+        return self.seed if self.shuffle else None
+
     def endpoint(self, replica: int, recipe: Recipe) -> Endpoint:
         """What the channel of a replica has to know.
 

@@ -159,16 +159,20 @@ def test_one_replica_becomes_several(growing, add, tmp_path):
     assert own.evaluate(X, Y)["accuracy"] > 0.8
 
 
-def test_a_newcomer_that_could_not_be_started_is_tried_again(growing, monkeypatch):
-    scatter, refused = cluster_stage.scatter, []
+@pytest.mark.parametrize("what", ["scatter", "replicas_on"])
+def test_a_newcomer_that_could_not_be_started_is_tried_again(
+    growing, monkeypatch, what
+):
+    function, refused = getattr(cluster_stage, what), []
 
-    def refuse_once(client, data, workers, *args):
-        if next(iter(data)).endswith("-1") and not refused:
+    def refuse_once(first, second, workers, *args):
+        if workers != founder and not refused:
             refused.append(workers)
             raise TimeoutError("it did not take it")
-        return scatter(client, data, workers, *args)
+        return function(first, second, workers, *args)
 
-    monkeypatch.setattr(cluster_stage, "scatter", refuse_once)
+    founder = list(growing.nthreads())
+    monkeypatch.setattr(cluster_stage, what, refuse_once)
     script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))
 
     with dask.config.set({"daskdl.timeouts.request": "5s"}):

@@ -1,10 +1,12 @@
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import dask
 import pytest
 import torch
 
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, WaitTimeoutError
 from daskdl.training.seats import replicas_here, seats_of
 from daskdl.training.sharing import GradientSharing
 
@@ -20,7 +22,10 @@ class Cluster:
     def nthreads(self) -> dict[str, int]:
         return dict.fromkeys(self.devices, 4)
 
-    def run(self, function: Callable[[], Any], workers: Iterable[str]) -> Any:
+    def sync(self, function: Callable[[], Any]) -> Any:
+        return asyncio.run(function())
+
+    async def run(self, function: Callable[[], Any], workers: Iterable[str]) -> Any:
         assert function is torch.cuda.device_count
         return {worker: self.devices[worker] for worker in workers}
 
@@ -40,6 +45,23 @@ def test_several_replicas_per_worker_go_round():
 
 def test_auto_is_one_for_each_device_and_one_without_any():
     assert seats(Cluster(a=0, b=3), each="auto") == {0: "a", 1: "b", 2: "b", 3: "b"}
+
+
+def test_a_worker_that_does_not_say_how_many_devices_it_has_is_not_waited_for():
+    class Hanging(Cluster):
+        async def run(self, function, workers):
+            await asyncio.Event().wait()
+
+    with (
+        dask.config.set({"daskdl.timeouts.request": "10ms"}),
+        pytest.raises(WaitTimeoutError) as caught,
+    ):
+        seats(Hanging(b=1, a=1), each="auto")
+
+    assert str(caught.value) == (
+        "not all of a, b said within 0.01 s (daskdl.timeouts.request) how many CUDA "
+        "devices they have"
+    )
 
 
 def test_a_number_does_not_ask_for_devices():

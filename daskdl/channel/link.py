@@ -7,7 +7,7 @@ carrier, and in the few plain values that are named here.
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from daskdl.channel.reading import UNREADABLE, Reader
 from daskdl.channel.relay import Relay
 from daskdl.channel.repairs import Repairs
 from daskdl.channel.routes import Routes
+from daskdl.errors import WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -260,8 +261,17 @@ class Link:
         future.add_done_callback(lambda _: self.inbox.wake())
         return future
 
-    def _now(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self.connection.loop).result()
+    def _now(self, work: Coroutine[Any, Any, None]) -> None:
+        future = asyncio.run_coroutine_threadsafe(work, self.connection.loop)
+        bound = self._endpoint.timeouts.bound("request")
+        try:
+            future.result(bound.seconds)
+        except TimeoutError as error:
+            future.cancel()
+            raise WaitTimeoutError(
+                f"replica {self._endpoint.replica} waited {bound} for the event loop "
+                "of its own worker; is it busy, or closed?"
+            ) from error
 
     def serve(self, wanted: Wanted, snapshot: dict[str, Any]) -> None:
         """Give a newcomer what it waits for."""

@@ -29,16 +29,15 @@ def counts(client):
 
 
 class TestOneAfterTheOther:
-    @pytest.mark.timeout(400)
-    @pytest.mark.parametrize("routing", ["plain", "mesh"])
-    def test_fifty_runs_leave_nothing(self, client, routing):
-        own = trainer(client, master=kept(routing=routing))
-        for _ in range(2):  # what is made once and kept is there then
+    @pytest.mark.timeout(200)
+    def test_fifty_runs_leave_nothing(self, client):
+        both = [trainer(client, master=kept(routing=r)) for r in ("plain", "mesh")]
+        for own in 2 * both:  # what is made once and kept is there then
             own.fit(X[:64], Y[:64], batch_size=8)
         assert still_left_behind(client) == {}
         before = at_rest(client)
 
-        for _ in range(50):
+        for own in 25 * both:
             assert own.fit(X[:64], Y[:64], batch_size=8).column("replicas") == [2]
 
         assert changed_since(client, before) == {}

@@ -3,8 +3,8 @@
 import logging
 
 import pytest
-from distributed import Client, LocalCluster
 
+from tests.cluster.clusters import cluster_of
 from tests.cluster.leftovers import still_left_behind
 
 # Two files of this name would be one module to the collection of doctests.
@@ -21,10 +21,7 @@ def pytest_unconfigure():
 
 @pytest.fixture(scope="session")
 def shared_client():
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as two,
-        Client(two, set_as_default=False) as client,
-    ):
+    with cluster_of(2) as client:
         yield client
 
 

@@ -9,12 +9,12 @@ import time
 
 import dask.config
 import pytest
-from distributed import Client, LocalCluster
 
 from daskdl import Callback, GradientSharing, KeepResidual
 from daskdl.trainer import INBOX_BYTES, OUTBOX_BYTES
 from tests.chaos.disturbance import SILENCE_S, Disturbance
 from tests.cluster.barriers import ATOL, check_barrier
+from tests.cluster.clusters import cluster_of
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.recording import Recorded, records
 from tests.learning.digits import accuracy, images, trainer
@@ -40,10 +40,7 @@ def four():
     """A client of four workers that can be lost for long before Dask gives them up."""
     with (
         dask.config.set({"distributed.deploy.lost-worker-timeout": "90s"}),
-        LocalCluster(
-            n_workers=WORKERS, threads_per_worker=1, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster, set_as_default=False) as client,
+        cluster_of(WORKERS) as client,
     ):
         yield client
 

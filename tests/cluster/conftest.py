@@ -4,10 +4,10 @@ import os
 
 import dask
 import pytest
-from distributed import Client, LocalCluster
 from distributed.utils_test import poll_for
 
 from daskdl.channel.scheduler import NAME
+from tests.cluster.clusters import cluster_of
 from tests.cluster.leftovers import still_left_behind
 
 
@@ -23,10 +23,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def lone_client():
     """A client of a cluster with one worker."""
-    with (
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as one,
-        Client(one, set_as_default=False) as client,
-    ):
+    with cluster_of(1) as client:
         yield client
 
 
@@ -34,8 +31,7 @@ def lone_client():
 def mortal_client():
     with (
         dask.config.set({"distributed.deploy.lost-worker-timeout": "90s"}),
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as own,
-        Client(own, set_as_default=False) as client,
+        cluster_of(3) as client,
     ):
         yield client
 
@@ -58,12 +54,7 @@ def three(mortal_client):
 
 @pytest.fixture(scope="session")
 def threads_client():
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):
+    with cluster_of(2, processes=False) as client:
         yield client
 
 
@@ -77,20 +68,14 @@ def threads(threads_client):
 @pytest.fixture(scope="session")
 def no_workers():
     """A client of a cluster without workers."""
-    with (
-        LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):
+    with cluster_of(0, processes=False) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def idle():
     """A client of a cluster that must never be asked for anything."""
-    with (
-        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):
+    with cluster_of(1, processes=False) as client:
         yield client
 
 

@@ -28,10 +28,14 @@ class Script(Callback):
             act()
 
     def run(self, own, x, y, **options):
-        own.callbacks = [self]
+        own.callbacks = [*own.callbacks, self]
         with pytest.raises(EnoughError):
             own.fit(x, y, epochs=10**6, batch_size=16, **options)
         return own
+
+
+def nothing():
+    """It was worth waiting for, and what comes next is another number."""
 
 
 def enough():

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distributed import Client, LocalCluster
 from torch import nn
 
+from tests.cluster.clusters import cluster_of
 from tests.cluster.problems import kept, parameters_of, rows, trainer
 from tests.cluster.recording import Notes, executed
 
@@ -105,15 +105,7 @@ class TestThreads:
         torch.set_num_threads(2)
         notes = Notes(tmp_path)
         try:
-            with (
-                LocalCluster(
-                    n_workers=1,
-                    threads_per_worker=3,
-                    processes=False,
-                    dashboard_address=":0",
-                ) as cluster,
-                Client(cluster, set_as_default=False) as client,
-            ):
+            with cluster_of(1, threads_per_worker=3, processes=False) as client:
                 master = kept(replicas_per_worker=replicas)
                 trainer(client, master=master, callbacks=[notes]).fit(X, Y)
             # This thread has its own setting by now; a new one takes the process's.

@@ -6,9 +6,9 @@ import signal
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
 
 from daskdl import Callback
+from tests.cluster.clusters import cluster_of
 from tests.cluster.problems import kept, rows, trainer
 from tests.cluster.recording import Recorded, vector
 
@@ -61,10 +61,7 @@ class TestKilled:
 
 
 def test_one_that_retires_hands_over_what_only_it_has(tmp_path):
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as own,
-        Client(own, set_as_default=False) as client,
-    ):
+    with cluster_of(3) as client:
         leaving = sorted(client.nthreads())[2]  # the worker of replica 2
         trained = trainer(
             client,

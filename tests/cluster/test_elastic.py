@@ -8,14 +8,15 @@ from pathlib import Path
 import dask.config
 import numpy as np
 import pytest
-from distributed import Client, Event, LocalCluster
+from distributed import Event
 from distributed.utils_test import poll_for
 
 from daskdl import Callback
 from daskdl.training import cluster_stage
+from tests.cluster.clusters import cluster_of
 from tests.cluster.problems import kept, normalised, rows, trainer
 from tests.cluster.recording import Recorded, records
-from tests.cluster.script import Script, enough
+from tests.cluster.script import Script, enough, nothing
 
 X, Y = rows(count=960)
 
@@ -35,7 +36,7 @@ class TestThree:
     def test_a_worker_that_is_restarted_takes_part_again(self, three, worker, tmp_path):
         _, pid = worker
         script = Script(
-            (3, lambda: os.kill(pid, signal.SIGKILL)), (2, int), (3, enough)
+            (3, lambda: os.kill(pid, signal.SIGKILL)), (2, nothing), (3, enough)
         )
 
         own = script.run(trainer(three, master=Recorded(str(tmp_path), kept())), X, Y)
@@ -133,10 +134,7 @@ class Stalled(Callback):
 @pytest.fixture
 def growing():
     """A client of one worker, whose cluster may have more."""
-    with (
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as one,
-        Client(one, set_as_default=False) as client,
-    ):
+    with cluster_of(1) as client:
         yield client
 
 

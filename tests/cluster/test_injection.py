@@ -7,29 +7,13 @@ import numpy as np
 import pytest
 from distributed.utils_test import poll_for
 
-from daskdl import Callback, FailureInjection, OptionError, ReplicaError
+from daskdl import FailureInjection, OptionError, ReplicaError
 from tests.cluster.problems import kept, rows, trainer
 from tests.cluster.recording import Recorded, records
+from tests.cluster.script import Script, enough, nothing
 
 X, Y = rows()
 ROUTINGS = pytest.mark.parametrize("routing", ["plain", "mesh"])
-
-
-class EnoughError(Exception):
-    """What the test waited for has happened."""
-
-
-class Until(Callback):
-    """Stops the run on the client when it has had these numbers of replicas."""
-
-    def __init__(self, *replicas):
-        self._wanted = list(replicas)
-
-    def on_epoch(self, row):
-        if row["replicas"] == self._wanted[0]:
-            del self._wanted[0]
-        if not self._wanted:
-            raise EnoughError
 
 
 def test_one_that_raises_ends_the_run_as_the_users_own_code_would(client):
@@ -47,10 +31,7 @@ def test_one_that_exits_is_a_killed_process_and_comes_back_as_another(three):
     worker = sorted(pids)[1]
     rule = FailureInjection("exit", replicas=[1], steps=[12])
 
-    with pytest.raises(EnoughError):
-        trainer(three, callbacks=[rule, Until(2, 3)]).fit(
-            X, Y, epochs=10**6, batch_size=16
-        )
+    Script((2, nothing), (3, enough)).run(trainer(three, callbacks=[rule]), X, Y)
 
     poll_for(lambda: len(three.nthreads()) == 3, timeout=60, period=0.1)
     after = three.run(os.getpid)
@@ -69,15 +50,10 @@ def test_one_that_sleeps_is_there_and_takes_its_time(client):
 
 def test_one_that_freezes_too_long_is_given_up_and_begins_again(three, tmp_path):
     rule = FailureInjection("freeze", replicas=[1], steps=[12], seconds=10)
-    master = Recorded(str(tmp_path), kept())
+    own = trainer(three, master=Recorded(str(tmp_path), kept()), callbacks=[rule])
 
-    with (
-        dask.config.set({"daskdl.timeouts.silence": "4s"}),
-        pytest.raises(EnoughError),
-    ):
-        trainer(three, master=master, callbacks=[rule, Until(2, 3)]).fit(
-            X, Y, epochs=10**6, batch_size=16
-        )
+    with dask.config.set({"daskdl.timeouts.silence": "4s"}):
+        Script((2, nothing), (3, enough)).run(own, X, Y)
 
     last = max(int(path.stem.split("-")[1]) for path in tmp_path.glob("3-[0-9]*.npz"))
     ends = records(tmp_path, last)

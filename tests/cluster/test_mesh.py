@@ -6,56 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
-from distributed import Client, LocalCluster
 
-from daskdl import (
-    AdaptiveThreshold,
-    Callback,
-    GradientSharing,
-    KeepResidual,
-    Trainer,
-)
-from tests.cluster.conftest import still_left_behind
-from tests.cluster.problems import mlp, rows, sgd
-from tests.cluster.recording import Recorded, records
+from daskdl import Callback
+from tests.cluster.problems import kept, rows, trainer
+from tests.cluster.recording import Recorded, records, vector
 
 X, Y = rows(960)
 
 
-@pytest.fixture(scope="module")
-def three():
-    """A client of three workers: with `fan_out=1` the second passes on to the third."""
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as own,
-        Client(own, set_as_default=False) as client,
-    ):
-        yield client
-        assert still_left_behind(client) == {}
-
-
-def trainer(client, folder, **options):
-    sharing = GradientSharing(
-        AdaptiveThreshold(initial=1e-3),
-        KeepResidual(),
-        routing="mesh",
-        fan_out=1,
-        max_staleness=options.pop("max_staleness", 8),
-    )
-    return Trainer(
-        mlp,
-        torch.nn.CrossEntropyLoss(),
-        sgd,
-        master=Recorded(str(folder), sharing),
-        client=client,
-        progress=False,
-        **options,
-    )
+def recorded(folder, **options):
+    """With three replicas the second passes on to the third."""
+    return Recorded(str(folder), kept(routing="mesh", fan_out=1, **options))
 
 
 @pytest.mark.parametrize("max_staleness", [8, 0])
 def test_a_mesh_agrees_and_loses_nothing(three, tmp_path, max_staleness):
-    own = trainer(three, tmp_path, max_staleness=max_staleness)
+    own = trainer(three, master=recorded(tmp_path, max_staleness=max_staleness))
 
     own.fit(X, Y, epochs=3, batch_size=16)
 
@@ -66,8 +32,8 @@ def test_a_mesh_agrees_and_loses_nothing(three, tmp_path, max_staleness):
         np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=4e-6)
         assert len({tuple(u) for u in end["received"]}) == len(end["received"]) > 0
     expected = ends[0]["start"] + sum(end["progress"] for end in ends)
-    got = torch.cat([p.detach().reshape(-1) for p in own.model_.parameters()])
-    np.testing.assert_allclose(got.double().numpy(), expected, rtol=0, atol=6e-6)
+    got = vector(own.model_).numpy()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=6e-6)
 
 
 @dataclass
@@ -83,7 +49,8 @@ class Killing(Callback):
 
 
 def test_after_a_loss_in_the_middle_of_sending_all_go_on_with_the_same(three, tmp_path):
-    own = trainer(three, tmp_path, callbacks=[Killing(replica=1, step=25)])
+    killing = Killing(replica=1, step=25)
+    own = trainer(three, master=recorded(tmp_path), callbacks=[killing])
 
     history = own.fit(X, Y, epochs=6, batch_size=16)
 

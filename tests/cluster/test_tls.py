@@ -9,11 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 from distributed.security import Security
 
 from daskdl.channel import messages
 from daskdl.channel.scheduler import NAME
+from tests.cluster.clusters import cluster_of
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.problems import kept, rows, trainer
 
@@ -23,15 +24,7 @@ REFUSED_S = 10  # who is not let in has to be told within this
 
 @pytest.fixture(scope="module")
 def secured_client():
-    with (
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            dashboard_address=":0",
-            security=Security.temporary(),
-        ) as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):
+    with cluster_of(2, security=Security.temporary()) as client:
         yield client
 
 

@@ -18,6 +18,7 @@ from daskdl.channel import messages
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.problems import kept, rows, trainer
 from tests.cluster.recording import Notes, Recorded, records
+from tests.cluster.script import EnoughError
 
 X, Y = rows()
 
@@ -103,10 +104,6 @@ def soon(**bounds):
     """Configure time-outs; replicas that cannot leave are not waited for either."""
     bounds = {"stop": "1s", **bounds}
     return {f"daskdl.timeouts.{name}": bound for name, bound in bounds.items()}
-
-
-class EnoughError(Exception):
-    """What the test waited for has happened."""
 
 
 def deafen(dask_scheduler):

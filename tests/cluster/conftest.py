@@ -9,6 +9,7 @@ from distributed.utils_test import poll_for
 from daskdl.channel.scheduler import NAME
 from tests.cluster.clusters import cluster_of
 from tests.cluster.leftovers import still_left_behind
+from tests.cluster.promises import Place
 
 
 def pytest_collection_modifyitems(items):
@@ -25,6 +26,18 @@ def lone_client():
     """A client of a cluster with one worker."""
     with cluster_of(1) as client:
         yield client
+
+
+@pytest.fixture
+def place(client):
+    """Where several replicas train."""
+    return Place(client, replicas=2)
+
+
+@pytest.fixture
+def lone(lone_client):
+    """Where one replica trains."""
+    return Place(lone_client, replicas=1)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The cluster of worker processes that nearly all tests share."""
 
 import logging
+import signal
 
 import pytest
 
@@ -30,3 +31,11 @@ def client(shared_client):
     """A client of two workers; afterwards nothing may be left on them."""
     yield shared_client
     assert still_left_behind(shared_client) == {}
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, also where a shell in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

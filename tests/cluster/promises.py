@@ -35,6 +35,11 @@ class Place(NamedTuple):
     replicas: int
     per_worker: int = 1
 
+    @property
+    def where(self):
+        """A pattern of what messages call it."""
+        return r"tcp://\S+" if self.client else "this machine"
+
     def sharing(self, **options):
         return kept(replicas_per_worker=self.per_worker, **options)
 

@@ -15,6 +15,7 @@ from distributed import Event, secede
 import daskdl
 from daskdl import Callback, GradientSharing
 from daskdl.channel import messages
+from tests.cluster.endings import Interrupt
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.problems import kept, rows, trainer
 from tests.cluster.recording import Notes, Recorded, records
@@ -83,21 +84,6 @@ class TestBoundedStaleness:
         assert steps.count(0) >= 40  # halves would be thirty each
         assert history[0]["examples"] == len(X)
         assert "staleness" not in history[0]["waits"]
-
-
-@pytest.fixture
-def ctrl_c():
-    """Python's own handler, also where a shell in the background ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-class Interrupt(Callback):
-    """Presses Ctrl-C on the client after the first epoch."""
-
-    def on_epoch(self, row):
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def soon(**bounds):

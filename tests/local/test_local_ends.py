@@ -10,21 +10,21 @@ import dask
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from daskdl import (
-    Callback,
-    DivergedError,
-    ModelError,
-    ReplicaError,
-    RunError,
-    WaitTimeoutError,
-)
+from daskdl import Callback, ModelError, ReplicaError, RunError, WaitTimeoutError
+from tests.cluster.endings import EarlyEnds, FailAt, Interrupt
 from tests.cluster.problems import kept, mlp, rows, start_of, trainer
+from tests.cluster.promises import Place
 from tests.cluster.recording import Recorded, records, vector
 
 X, Y = rows()
 TWO = kept(replicas_per_worker=2)
+
+
+@pytest.fixture
+def place():
+    """Where two replicas train: among threads of this process."""
+    return Place(False, replicas=2, per_worker=2)
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +35,7 @@ def nothing_left():
     assert left == []
 
 
-class FailAt(Callback):
-    """Raises on replica 1 at a step."""
-
-    def __init__(self, make, number=3):
-        self.make = make
-        self.number = number
-
-    def on_step(self, step):
-        if step.replica == 1 and step.number == self.number:
-            raise self.make()
-
-
-class TestFailures:
+class TestFailures(EarlyEnds):
     def test_the_caller_gets_the_traceback_and_the_cause(self):
         own = trainer(False, master=TWO, callbacks=[FailAt(lambda: KeyError("wanted"))])
 
@@ -58,18 +46,6 @@ class TestFailures:
         assert message.startswith("replica 1 on this machine: KeyError: 'wanted'")
         assert "raise self.make()" in message  # the very line
         assert type(caught.value.__cause__) is KeyError
-
-    def test_a_run_after_a_failed_one_works(self):
-        callback = FailAt(RuntimeError, number=20)
-        own = trainer(False, master=TWO, callbacks=[callback])
-        with pytest.raises(ReplicaError):
-            own.fit(X, Y, epochs=100, batch_size=16)
-        own.callbacks = []
-
-        history = own.fit(X, Y, epochs=5, batch_size=16)
-
-        assert history.column("replicas") == [2] * 5
-        assert own.evaluate(X, Y)["accuracy"] > 0.8
 
     def test_what_ends_the_thread_itself_is_an_error_too(self):
         own = trainer(False, master=TWO, callbacks=[FailAt(lambda: SystemExit(3))])
@@ -108,51 +84,6 @@ class Rare(Callback):
 
 def missing():
     raise ImportError("no such module")
-
-
-class Diverging(nn.CrossEntropyLoss):
-    """The loss of this copy is not finite from a call on."""
-
-    def __init__(self, calls, value):
-        super().__init__()
-        self.calls = calls
-        self.value = value
-
-    def forward(self, output, labels):
-        self.calls -= 1
-        return super().forward(output, labels) + (self.value if self.calls < 0 else 0)
-
-
-def test_after_divergence_the_last_agreed_state_is_kept(tmp_path):
-    # In step, 15 steps of each replica in each epoch: in the third epoch.
-    sharing = kept(replicas_per_worker=2, max_staleness=0)
-    master = Recorded(str(tmp_path), sharing)
-    own = trainer(False, loss=Diverging(33, float("nan")), master=master)
-
-    with pytest.raises(DivergedError) as caught:
-        own.fit(X, Y, epochs=10, batch_size=16)
-
-    pattern = r"replica (\d) on this machine: the loss became nan at step 34 of replica"
-    assert re.match(pattern, str(caught.value))
-    shared = records(tmp_path, epoch=1)[0]["shared"]
-    np.testing.assert_array_equal(vector(own.model_).numpy(), shared)
-    assert len(own.history_) == 2
-
-
-class Interrupt(Callback):
-    """Presses Ctrl-C after the first epoch, and notes when."""
-
-    def on_epoch(self, row):
-        self.at = time.perf_counter()
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.fixture
-def ctrl_c():
-    """Python's own handler, also where a shell in the background ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 class TestCtrlC:

@@ -12,7 +12,7 @@ from daskdl import codec
 from daskdl.channel import scheduler as scheduler_end
 from daskdl.channel import worker as worker_end
 from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.messages import Item, ItemKind
+from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.payloads import wrap
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
@@ -74,6 +74,16 @@ async def in_thread(function, *arguments, **keywords):
 
 def begin(function, *arguments, **keywords):
     return asyncio.ensure_future(in_thread(function, *arguments, **keywords))
+
+
+def wait_until(ready):
+    return async_poll_for(ready, PATIENCE_S)
+
+
+async def meet(run, key, kind=Barrier.MEET):
+    """Let all replicas meet at a barrier, each with its number as its note."""
+    channels = run.channels.items()
+    await asyncio.gather(*(in_thread(c.gather, key, r, kind) for r, c in channels))
 
 
 class Run:
@@ -214,3 +224,41 @@ async def a_run(
         yield run
     finally:
         await run.close()
+
+
+def held_up(handlers, operation, monkeypatch):
+    """Let requests of one kind wait; the event lets them go on."""
+    released, handler = asyncio.Event(), handlers[operation]
+
+    async def waiting(**fields):
+        await released.wait()
+        return await handler(**fields)
+
+    monkeypatch.setitem(handlers, operation, waiting)
+    return released
+
+
+def applied_by(channel):
+    """A replica that serves what it has applied; entries as in `totals`."""
+    total_N = np.zeros(SIZE, np.int32)
+
+    def make():
+        nonlocal total_N
+        arrived, received = channel.take_all()
+        total_N = total_N + np.array(totals(arrived), np.int32)
+        return {
+            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
+            "grid": GRID,
+            "step": 3,
+            "total_N": total_N,
+        }
+
+    return make
+
+
+async def newcomer(run, worker):
+    """Seat one more replica, on this worker; its channel has not joined."""
+    answer = await run.ask("daskdl_seat", run=RUN, worker=worker.address, replicas=2)
+    (replica,) = answer["replicas"]
+    run.workers.append(worker)
+    return replica, run.open_channel(replica)

@@ -15,6 +15,7 @@ from tests.cluster.channels import (
     begin,
     frame_of,
     in_thread,
+    meet,
     publish,
     totals,
 )
@@ -32,13 +33,6 @@ def recorded(run, replica):
 
     inbox.put = noting
     return seen
-
-
-async def gather_all(run, key, kind=Barrier.MEET):
-    """Let all meet; each says who it is."""
-    channels = run.channels.items()
-    gathers = [in_thread(c.gather, key, {"from": r}, kind) for r, c in channels]
-    return await asyncio.gather(*gathers)
 
 
 class TestJoining:
@@ -203,14 +197,14 @@ class TestBarriers:
     @every_channel()
     async def test_the_client_is_told_once_of_one_that_reports(self, a_run):
         async with a_run() as run:
-            await gather_all(run, "quiet")
-            await gather_all(run, "loud", Barrier.REPORT)
+            await meet(run, "quiet")
+            await meet(run, "loud", Barrier.REPORT)
 
             (event,) = await run.events()
             assert (event["kind"], event["key"]) == ("gathered", "loud")
             assert [list(note) for note in event["notes"]] == [
-                [0, {"from": 0}],
-                [1, {"from": 1}],
+                [0, 0],
+                [1, 1],
             ]
             assert run.record._gatherings == {}
 
@@ -233,13 +227,13 @@ class TestBarriers:
     @every_channel(kinds=("plain", "local"))
     async def test_what_is_published_after_it_waits_for_the_next_one(self, a_run):
         async with a_run() as run:
-            await gather_all(run, "end", Barrier.AGREE)
+            await meet(run, "end", Barrier.AGREE)
             assert publish(run.channels[0], 3, step=1)
             run.channels[0].complete(7)  # what comes later has overtaken nothing
             await in_thread(run.channels[1].wait_for_others, 7, 0, 0)
 
             early = run.channels[1].receive()
-            await gather_all(run, "report", Barrier.REPORT)
+            await meet(run, "report", Barrier.REPORT)
             await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
             assert early.updates == []

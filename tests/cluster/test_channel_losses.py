@@ -17,6 +17,7 @@ from tests.cluster.channels import (
     begin,
     bounds,
     in_thread,
+    meet,
     publish,
     three_workers,
     two_workers,
@@ -63,8 +64,7 @@ async def test_a_lost_replica_is_not_waited_for_in_the_next_epoch(
     async with a_run(c, s, *workers, routing=routing, fan_out=1) as run:
         run.vanish(2)
         await workers[2].close()
-        gathers = [in_thread(run.channels[r].gather, "end", None) for r in (0, 1)]
-        await asyncio.gather(*gathers)
+        await meet(run, "end")
         for channel in run.channels.values():
             channel.align(5, GRID)
 

@@ -2,33 +2,28 @@
 
 import asyncio
 
-import numpy as np
-from distributed.utils_test import async_poll_for
-
 from daskdl.channel.messages import Barrier
 from tests.cluster.channels import (
     EITHER,
     PATIENCE_S,
     SIZE,
     a_run,
+    applied_by,
     begin,
     bounds,
     frame_of,
+    held_up,
     in_thread,
     item_of,
+    meet,
     publish,
     three_workers,
     totals,
     two_workers,
+    wait_until,
 )
-from tests.cluster.test_channel_newcomers import applied_by, newcomer
-from tests.cluster.test_channel_waits import held_up
 
 CHAIN = {"routing": "mesh", "fan_out": 1}  # each update goes by two hops
-
-
-def wait_until(ready):
-    return async_poll_for(ready, PATIENCE_S)
 
 
 def sent_by(run, replica, *entries):
@@ -52,13 +47,6 @@ async def agree(run, replicas, key="end", load=lambda snapshot: None):
 
     ends = [in_thread(end, run.channels[r]) for r in replicas]
     return await asyncio.gather(*ends)
-
-
-async def report(run, replicas, key="report"):
-    ends = [
-        in_thread(run.channels[r].gather, key, None, Barrier.REPORT) for r in replicas
-    ]
-    await asyncio.gather(*ends)
 
 
 @three_workers()
@@ -173,7 +161,7 @@ async def test_what_one_survivor_has_of_a_lost_one_all_get(c, s, *workers):
         assert one == [1, 1] + [0] * (SIZE - 2)
         assert other == [1, 1] + [0] * 6 + [1] + [0] * (SIZE - 9)
         await run.deliver(0, third)  # it was long on its way
-        await report(run, [0, 1])
+        await meet(run, "report", Barrier.REPORT)
         await run.deliver(1, third)
         assert run.link(0).inbox.received()[2] == (2, ())
         assert run.link(1).inbox.received()[2] == (2, ())
@@ -214,7 +202,7 @@ async def test_one_that_is_lost_while_the_others_agree_is_left_out(c, s, *worker
 
         one, other = await ends
         assert one == other == [0] * 4 + [1] + [0] * (SIZE - 5)
-        await report(run, [0, 1])
+        await meet(run, "report", Barrier.REPORT)
         await run.deliver(0, second)  # it was long on its way
         assert run.link(0).inbox.received()[2] == (1, ())
 
@@ -230,95 +218,9 @@ async def test_what_is_sent_after_all_have_agreed_is_taken_in_after_the_barrier(
         assert await run.deliver(1, item) == {"status": "ok", "accepted": 0}
         assert totals(run.channels[1].receive()) == [0] * SIZE
 
-        await report(run, [0, 1])
+        await meet(run, "report", Barrier.REPORT)
         assert await run.deliver(1, item) == {"status": "ok", "accepted": 1}
         assert totals(run.channels[1].receive()) == [0] * 3 + [1] + [0] * (SIZE - 4)
-
-
-@two_workers()
-async def test_a_newcomer_in_the_middle_of_traffic_has_all_of_it_once(c, s, a, b):
-    async with a_run(c, s, a, b, **CHAIN) as run:
-        donor, made = run.channels[0], applied_by(run.channels[0])
-        donor.serve(made)
-        stop = asyncio.Event()
-
-        async def traffic(replica):
-            step = 0
-            while not stop.is_set():
-                publish(run.channels[replica], replica + 1, step=step)
-                step += 1
-                if replica == 0:
-                    await in_thread(donor.check)
-                await asyncio.sleep(0.001)
-
-        senders = [asyncio.ensure_future(traffic(replica)) for replica in (0, 1)]
-        await wait_until(lambda: donor.published() > 20)
-        replica, channel = await newcomer(run, b)
-        entry = await in_thread(channel.join)
-        known_N = entry.snapshot["total_N"].copy()
-        (own,) = (last for o, last, _ in entry.snapshot["received"] if o == 0)
-        known_N[0] += own  # what a donor has published itself does not arrive there
-        at_entry = donor.published()
-        await wait_until(lambda: donor.published() > at_entry + 20)
-        stop.set()
-        await asyncio.gather(*senders)
-
-        last = {r: run.channels[r].published() for r in (0, 1)}
-        await in_thread(channel.wait_for_updates, last)
-        known_N += np.array(totals(channel.receive()), np.int32)
-        assert known_N.tolist() == [last[0], last[1]] + [0] * (SIZE - 2)
-        assert replica == 2
-
-
-@two_workers()
-async def test_a_newcomer_waits_until_all_know_that_it_is_there(c, s, a, b):
-    async with a_run(c, s, a, b, routing="mesh") as run:
-        donor, other = run.channels[0], run.channels[1]
-        donor.serve(applied_by(donor))
-        run.live._tasks[1].cancel()  # the relay to the other one
-        _, channel = await newcomer(run, b)
-        joining = begin(channel.join)
-        waiting = begin(donor.wait_for_updates, {1: 2})
-        await wait_until(lambda: run.link(0).carrier._book.current.members == (0, 1, 2))
-        assert publish(other, 1)  # by the old routes
-        await wait_until(lambda: 1 in run.link(0).inbox.received())
-        assert not joining.done()
-
-        routes = [i for i in run.record.outboxes[1].head(10**6) if i.kind == "routes"]
-        await run.deliver(1, *routes)
-        entry = await joining
-        assert publish(other, 2)
-        await waiting
-
-        assert entry.snapshot["total_N"].tolist() == [1] + [0] * (SIZE - 1)
-        await in_thread(channel.wait_for_updates, {1: 2})
-        assert totals(channel.receive())[:2] == [0, 1]
-
-
-@two_workers()
-async def test_a_donor_has_first_what_a_newcomer_is_not_sent(c, s, a, b):
-    async with a_run(c, s, a, b, routing="mesh") as run:
-        donor, other = run.channels[0], run.channels[1]
-        donor.serve(applied_by(donor))
-        link = run.link(0)
-        deliver = link.deliver
-
-        async def losing(item):
-            return item.kind == "update" or await deliver(item)
-
-        link.deliver = losing  # until the donor asks for it
-        assert publish(other, 1)
-        _, channel = await newcomer(run, b)
-        joining = begin(channel.join)
-        await wait_until(lambda: link.wanted)
-
-        donor.check()
-        assert not joining.done()
-        await in_thread(donor.wait_for_updates, {1: 1})
-        donor.check()
-
-        total_N = (await joining).snapshot["total_N"]
-        assert total_N.tolist() == [1] + [0] * (SIZE - 1)
 
 
 @three_workers()

@@ -1,56 +1,28 @@
-"""Replicas that join while a run goes on, and pieces that others take over."""
+"""Replicas that join while a run goes on."""
 
 import asyncio
 import functools
 
 import numpy as np
 import pytest
-from distributed.utils_test import async_poll_for
 
 from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Barrier
 from tests.cluster.channels import (
     EITHER,
-    GRID,
-    PATIENCE_S,
     SIZE,
     a_run,
+    applied_by,
     begin,
-    bounds,
     in_thread,
+    meet,
+    newcomer,
     publish,
     three_workers,
     totals,
     two_workers,
+    wait_until,
 )
-
-
-def applied_by(channel):
-    """A replica that serves what it has applied; entries as in `totals`."""
-    total_N = np.zeros(SIZE, np.int32)
-
-    def make():
-        nonlocal total_N
-        arrived, received = channel.take_all()
-        total_N = total_N + np.array(totals(arrived), np.int32)
-        return {
-            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
-            "grid": GRID,
-            "step": 3,
-            "total_N": total_N,
-        }
-
-    return make
-
-
-async def newcomer(run, worker):
-    """Seat one more replica, on this worker; its channel has not joined."""
-    (answer,) = (
-        await run.ask("daskdl_seat", run=7, worker=worker.address, replicas=2),
-    )
-    (replica,) = answer["replicas"]
-    run.workers.append(worker)
-    return replica, run.open_channel(replica)
 
 
 @EITHER
@@ -77,10 +49,6 @@ async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
         known_N = entry.snapshot["total_N"] + np.array(totals(channel.receive()))
         assert entry.members == [replica] == [2]
         assert known_N.tolist() == [1, 1, 1, 1] + [0] * (SIZE - 4)
-
-
-def wait_until(ready):
-    return async_poll_for(ready, PATIENCE_S)
 
 
 @two_workers()
@@ -157,13 +125,8 @@ async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(
     async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
         donor.serve(applied_by(donor))
-        ends = [in_thread(run.channels[r].gather, "end 0", r) for r in (0, 1)]
-        await asyncio.gather(*ends)
-        reports = [
-            in_thread(run.channels[r].gather, "report 0", r, Barrier.REPORT)
-            for r in (0, 1)
-        ]
-        await asyncio.gather(*reports)
+        await meet(run, "end 0")
+        await meet(run, "report 0", Barrier.REPORT)
         waiting = begin(donor.gather, "end 1", 0)
         replica, channel = await newcomer(run, b)
         entry = await in_thread(channel.join)
@@ -188,15 +151,13 @@ async def test_a_newcomer_begins_between_the_barriers_of_two_epochs(
     async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
         donor.serve(applied_by(donor))
-        ends = [
-            in_thread(run.channels[r].gather, "end 0", r, Barrier.AGREE) for r in (0, 1)
-        ]
-        await asyncio.gather(*ends)
+        await meet(run, "end 0", Barrier.AGREE)
         waiting = begin(donor.gather, "report 0", 0, Barrier.REPORT)
         _, channel = await newcomer(run, b)
         entry = await in_thread(channel.join)
         activating = begin(channel.activate, entry.snapshot["step"])
-        await asyncio.sleep(0)
+        await wait_until(lambda: len(run.live._changed._waiters or ()) == 2)
+        assert not activating.done()
 
         await in_thread(run.channels[1].gather, "report 0", 1, Barrier.REPORT)
 
@@ -212,10 +173,7 @@ async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
     async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
         donor.serve(applied_by(donor))
-        ends = [
-            in_thread(run.channels[r].gather, "end 0", r, Barrier.AGREE) for r in (0, 1)
-        ]
-        await asyncio.gather(*ends)
+        await meet(run, "end 0", Barrier.AGREE)
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
         await wait_until(lambda: run.link(0).wanted)
@@ -244,28 +202,6 @@ async def test_nobody_to_begin_from_is_no_failure(c, s, a, b, routing):
             await in_thread(channel.join)
 
 
-@EITHER
-@two_workers()
-async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b, routing):
-    pieces = {"train": ("p", "q")}
-    async with a_run(c, s, a, b, pieces=pieces, routing=routing) as run:
-        one, two = (run.channels[r].lease for r in (0, 1))
-        mine = await in_thread(one, "train", 0, [])
-        its = await in_thread(two, "train", 0, [])
-        done = {"piece": mine.number, "examples": 1, "loss": 0.0}
-        waiting = begin(one, "train", 0, [done], wait=True)
-        await wait_until(
-            lambda: run.record.schedule.open("train", 0, None).unfinished() == 1
-        )
-        assert not waiting.done()
-
-        await run.live.lose(1, "for the test")
-
-        assert await waiting == its
-        done = {"piece": its.number, "examples": 1, "loss": 0.0}
-        assert await in_thread(one, "train", 0, [done], wait=True) is None
-
-
 @two_workers()
 async def test_the_seat_of_a_newcomer_that_was_not_started_is_free_again(c, s, a, b):
     async with a_run(c, s, a, b) as run:
@@ -282,55 +218,3 @@ async def test_the_seat_of_a_newcomer_that_was_not_started_is_free_again(c, s, a
         (lost,) = await run.events()
         assert (lost["kind"], lost["replica"]) == ("lost", first)
         assert lost["summary"].endswith("has not joined: it was not started")
-
-
-@EITHER
-@two_workers()
-async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(
-    c, s, a, b, routing
-):
-    async with a_run(c, s, a, b, pieces={"train": ("p",)}, routing=routing) as run:
-        piece = await in_thread(run.channels[0].lease, "train", 0, [])
-        waiting = begin(run.channels[0].missing, "train", piece)
-
-        (missing,) = await run.events()
-        assert missing.pop("kind") == "missing"
-        assert missing.pop("worker") == a.address
-        assert missing == {"phase": "train", "piece": 0, "key": "p", "avoid": ()}
-        await run.ask("daskdl_restore", run=7, phase="train", piece=0, key="again")
-
-        assert await waiting == (0, "again")
-
-
-@two_workers()
-async def test_a_piece_that_only_takes_its_time_stays_as_it_is(c, s, a, b):
-    data = await c.scatter({"daskdl-p": 1}, workers=[b.address])
-    async with a_run(c, s, a, b, pieces={"train": tuple(data)}) as run:
-        piece = await in_thread(run.channels[0].lease, "train", 0, [])
-
-        assert await in_thread(run.channels[0].missing, "train", piece) == piece
-
-        run.live.hanging.add(b.address)
-        waiting = begin(run.channels[0].missing, "train", piece)
-        (missing,) = await run.events()
-        assert missing["avoid"] == (b.address,)
-        await run.ask("daskdl_restore", run=7, phase="train", piece=0, key="again")
-        assert await waiting == (0, "again")
-
-
-@EITHER
-@two_workers()
-async def test_with_too_few_replicas_nobody_gets_a_piece(c, s, a, b, routing):
-    options = {"min_replicas": 2, "timeouts": bounds(rejoin=0.5)}
-    async with a_run(
-        c, s, a, b, pieces={"train": ("p",)}, **options, routing=routing
-    ) as run:
-        await run.live.lose(1, "for the test")
-
-        assert await in_thread(run.channels[0].lease, "train", 0, []) is None
-        with pytest.raises(Stopped, match=r"fewer than min_replicas=2 .* for 0\.5 s"):
-            await in_thread(run.channels[0].lease, "train", 0, [], wait=True)
-
-        *_, failed, _ = await run.events()
-        assert failed["type"] == "WaitTimeoutError"
-        assert f"1 left; gone: replica 1 on {b.address}" in failed["summary"]

@@ -1,0 +1,200 @@
+"""What is said when a wait ends with its time: for what, on whom, what was heard."""
+
+import re
+
+import pytest
+
+from daskdl import codec
+from daskdl.channel.messages import ITEM_OVERHEAD_BYTES
+from daskdl.errors import WaitTimeoutError
+from tests.cluster.channels import (
+    EITHER,
+    RUN,
+    a_run,
+    begin,
+    bounds,
+    frame_of,
+    held_up,
+    in_thread,
+    publish,
+    two_workers,
+)
+
+# What a replica heard of the scheduler and of the other one.
+HEARD = r"the scheduler \d+\.\d s ago; replica \d at step 0, update 0, \d+\.\d s ago"
+
+
+def unsent_to(destination):
+    """What is said of one update of replica 0 that waits."""
+    nbytes = len(frame_of(codec.Stamp(RUN, 0, 1, 0), 1)) + ITEM_OVERHEAD_BYTES
+    return (
+        rf"1 updates \({nbytes} bytes\) could not be passed to {destination}; last "
+        rf"heard: {HEARD}"
+    )
+
+
+@EITHER
+@two_workers()
+async def test_a_request_without_an_answer_is_an_error_that_names_it(
+    c, s, a, b, monkeypatch, routing
+):
+    async with a_run(c, s, a, b, timeouts=bounds(request=0.5), routing=routing) as run:
+        released = held_up(s.handlers, "daskdl_lease", monkeypatch)
+
+        with pytest.raises(WaitTimeoutError) as caught:
+            await in_thread(run.channels[0].lease, "train", 0, [])
+
+        assert re.fullmatch(
+            r"the scheduler did not answer daskdl_lease of replica 0 within 0\.5 s "
+            rf"\(daskdl\.timeouts\.request\); last heard: {HEARD}",
+            str(caught.value),
+        )
+        released.set()
+
+
+@EITHER
+@two_workers()
+async def test_a_scheduler_that_takes_no_updates_fails_the_link(
+    c, s, a, b, monkeypatch, routing
+):
+    async with a_run(c, s, a, b, timeouts=bounds(request=0.3), routing=routing) as run:
+        released = held_up(s.handlers, "daskdl_publish", monkeypatch)
+        waiting = begin(run.channels[0].wait_for_updates, {1: 1})
+
+        with pytest.raises(WaitTimeoutError, match="the scheduler did not answer"):
+            await waiting
+
+        released.set()
+
+
+@two_workers()
+async def test_without_room_for_too_long_a_wait_names_what_waits(
+    c, s, a, b, monkeypatch
+):
+    options = {"outbox_bytes": 1, "timeouts": bounds(silence=1.0)}
+    async with a_run(c, s, a, b, **options) as run:
+        monkeypatch.setattr(run.record.members, "silent_since", lambda bound: [])
+        released = held_up(s.handlers, "daskdl_publish", monkeypatch)
+        assert publish(run.channels[0])
+
+        with pytest.raises(WaitTimeoutError) as caught:
+            await in_thread(run.channels[0].wait_for_room)
+
+        assert re.fullmatch(
+            r"replica 0 waited 1 s \(daskdl\.timeouts\.silence\) for room: "
+            + unsent_to("the scheduler"),
+            str(caught.value),
+        )
+        released.set()
+
+
+@two_workers()
+async def test_without_word_from_others_for_too_long_a_wait_names_what_waits(
+    c, s, a, b
+):
+    timeouts = bounds(silence=4.0, request=0.5)
+    async with a_run(c, s, a, b, timeouts=timeouts, routing="mesh") as run:
+        run.link(0).carrier.ready = lambda: False
+        run.link(0).carrier._own.confirm = lambda sequence: False
+        assert publish(run.channels[0])
+
+        with pytest.raises(WaitTimeoutError) as caught:
+            await in_thread(run.channels[0].wait_for_room)
+
+        assert re.fullmatch(
+            r"replica 0 waited 4\.5 s \(daskdl\.timeouts\.silence \+ request\) for "
+            "room: " + unsent_to("all others"),
+            str(caught.value),
+        )
+
+
+AHEAD = {
+    "staleness": (
+        lambda channel: channel.wait_for_others(9, 0, 2),
+        r"staleness; by replica: \{1: 4\}",
+    ),
+    "updates": (
+        lambda channel: channel.wait_for_updates({1: 3}),
+        r"updates; by replica: \{1: \[2, 3\]\}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("block", "what"), AHEAD.values(), ids=AHEAD)
+@EITHER
+@two_workers()
+async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
+    c, s, a, b, block, what, routing, monkeypatch
+):
+    timeouts = bounds(silence=2.0, data=1.0)
+    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
+        monkeypatch.setattr(run.record.members, "silent_since", lambda bound: [])
+        assert publish(run.channels[1], step=4)
+        run.channels[1].complete(4)
+        await in_thread(run.channels[0].wait_for_others, 4, 0, 0)
+
+        with pytest.raises(WaitTimeoutError) as caught:
+            await in_thread(block, run.channels[0])
+
+        assert re.fullmatch(
+            r"replica 0 waited 3 s \(daskdl\.timeouts\.data \+ silence\) for "
+            rf"{what}; last heard: the scheduler \d+\.\d s ago; replica 1 at step 4, "
+            r"update 1, \d+\.\d s ago",
+            str(caught.value),
+        )
+
+
+@EITHER
+@two_workers()
+async def test_one_that_gets_no_snapshot_names_the_donor_and_why(c, s, a, b, routing):
+    timeouts = bounds(join=2.0, request=0.5)  # the founders have to join too
+    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
+        answer = await run.ask("daskdl_seat", run=RUN, worker=b.address, replicas=2)
+        run.workers.append(b)
+        newcomer = run.open_channel(answer["replicas"][0])
+
+        with pytest.raises(WaitTimeoutError) as caught:  # nobody serves
+            await in_thread(newcomer.join)
+
+        assert re.fullmatch(
+            r"replica 2 waited 2 s \(daskdl\.timeouts\.join\) for a snapshot, last "
+            rf"of replica \d on (?:{a.address}|{b.address}): it (?:did not answer|was "
+            r"not ready in time); last heard: the scheduler \d+\.\d s ago.*",
+            str(caught.value),
+        )
+
+
+@two_workers()
+async def test_who_leaves_with_updates_unsent_says_how_many_and_to_whom(
+    c, s, a, b, monkeypatch, caplog
+):
+    async with a_run(c, s, a, b, timeouts=bounds(stop=0.2)) as run:
+        released = held_up(s.handlers, "daskdl_publish", monkeypatch)
+        leaver = run.channels[0]
+        stamp = leaver.next_stamp(0)
+
+        await in_thread(leaver.publish_last, stamp, frame_of(stamp, 1))
+
+        assert re.search(
+            r"replica 0 leaves after 0\.2 s \(daskdl\.timeouts\.stop\); "
+            + unsent_to("the scheduler"),
+            caplog.text,
+        )
+        released.set()
+
+
+@EITHER
+@two_workers()
+async def test_those_that_do_not_leave_a_run_without_a_client_are_named(
+    c, s, a, b, routing, caplog
+):
+    timeouts = bounds(stop=0.2)
+    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
+        await run.plugin._abandon(RUN, run.live)
+
+        assert re.search(
+            rf"run 7: after 0\.2 s \(daskdl\.timeouts\.stop\) these have not left: "
+            rf"replica 0 on {a.address}, last heard at step 0, update 0, \d\.\d s ago; "
+            rf"replica 1 on {b.address}, last heard at",
+            caplog.text,
+        )

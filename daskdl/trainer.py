@@ -128,7 +128,7 @@ class Trainer:
         validation: tuple[Any, Any] | None = None,
         shuffle: bool = True,
     ) -> History:
-        """Train on the cluster; calling it again goes on from `model_`.
+        """Train; calling it again goes on from `model_`.
 
         Args:
             X: Inputs: numpy array, torch tensor or `dask.array`, rows first.
@@ -165,7 +165,7 @@ class Trainer:
             return self._run(Driver(stage), options, recipe, model, len(X))
 
     def evaluate(self, X: Any, y: Any, *, batch_size: int = 64) -> dict[str, float]:
-        """Score `model_` on the cluster.
+        """Score `model_`, on the cluster or in this process.
 
         Args:
             X: Inputs, of the kinds that :meth:`fit` takes.
@@ -179,7 +179,7 @@ class Trainer:
             return site.evaluate(self._fitted(), self.loss, X, y, batch_size)
 
     def predict(self, X: Any, *, batch_size: int = 64) -> Any:
-        """Apply `model_` to every row, on the cluster.
+        """Apply `model_` to every row, on the cluster or in this process.
 
         Args:
             X: Inputs, of the kinds that :meth:`fit` takes.

@@ -1,4 +1,4 @@
-"""Where a training thread waits on a cluster: for answers too, never idle for others.
+"""Where a training thread waits on a cluster, for others and for answers.
 
 A newcomer that wants this replica's state gets it wherever the thread waits.
 """

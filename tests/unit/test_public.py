@@ -99,7 +99,7 @@ def test_the_page_on_tuning_lists_every_cause_of_waiting():
     for path in (Path(daskdl.__file__).parent / "channel").glob("*.py"):
         text = path.read_text()
         named |= set(
-            re.findall(r"_wait(?:ing|s)\.(?:until(?:_\w+)?|result)\(\s*\"(\w+)\"", text)
+            re.findall(r"_wait(?:ing|s)\.(?:until(?:_\w+)?)\(\s*\"(\w+)\"", text)
         )
         asked |= set(
             re.findall(r"_waiting\.ask(?:_worker)?\([^)]*?messages\.([A-Z]+)", text)

@@ -1,17 +1,9 @@
 """The record of a run whose replicas send to each other."""
 
-import dataclasses
-
 from records import joined, queued, said
 
 from daskdl.channel.run import RunRecord
 from daskdl.channel.standings import Standing
-
-
-def in_mesh(replicas=2):
-    record = joined(replicas)
-    record.plan = dataclasses.replace(record.plan, routing="mesh")
-    return record
 
 
 def newcomer(record):
@@ -37,7 +29,7 @@ def test_nobody_is_told_of_routes_before_all_founders_are_there():
 
 
 def test_every_join_and_loss_changes_the_routes_for_all():
-    record = in_mesh()
+    record = joined(2)
 
     replica = newcomer(record)
     record.remove(0)
@@ -51,7 +43,7 @@ def test_every_join_and_loss_changes_the_routes_for_all():
 
 
 def test_the_routes_come_after_the_word_of_the_loss():
-    record = in_mesh()
+    record = joined(2)
 
     record.remove(0)
 
@@ -59,7 +51,7 @@ def test_the_routes_come_after_the_word_of_the_loss():
 
 
 def test_a_newcomer_is_cut_off_where_all_have_heard_of_it():
-    record = in_mesh()
+    record = joined(2)
     replica = newcomer(record)
     generation = record.members.generation
     record.hear(0, 1, -1, 9, Standing(generation, adopted_at=7))
@@ -72,7 +64,7 @@ def test_a_newcomer_is_cut_off_where_all_have_heard_of_it():
 
 
 def test_nothing_is_forgotten_that_a_newcomer_may_still_need():
-    record = in_mesh()
+    record = joined(2)
     record.hear(0, 1, -1, 5, Standing(2))
     replica = newcomer(record)  # at that time it needs nothing up to 5
     record.hear(0, 1, -1, 9, Standing(3, adopted_at=7))
@@ -87,7 +79,7 @@ def test_nothing_is_forgotten_that_a_newcomer_may_still_need():
 
 
 def test_one_that_is_lost_keeps_nothing_from_being_forgotten():
-    record = in_mesh(3)
+    record = joined(3)
     record.hear(0, 1, -1, 5, Standing(3))
     record.hear(1, 1, -1, 0, Standing(3, received={0: 5}))
     assert record.stable(0) == 0
@@ -98,7 +90,7 @@ def test_one_that_is_lost_keeps_nothing_from_being_forgotten():
 
 
 def test_the_words_are_of_those_that_train():
-    record = in_mesh()
+    record = joined(2)
     newcomer(record)
     record.hear(0, 6, 1, 5, Standing(2))
 

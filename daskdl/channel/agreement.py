@@ -14,8 +14,8 @@ from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Barrier
 from daskdl.channel.payloads import unwrap_note
 from daskdl.channel.positions import Received
+from daskdl.channel.remote_waits import RemoteWaits
 from daskdl.channel.repair import Have, donors, helpers, missing, settle
-from daskdl.channel.waiting import Waiting
 
 Gather = Callable[[str, Any, Barrier], Gathered]
 
@@ -25,14 +25,14 @@ class Agreement:
 
     Args:
         link: The event loop's half of its channel.
-        waiting: Where it waits.
+        waits: Where it waits.
         gather: Meets the others: :meth:`Channel.gather`.
     """
 
-    def __init__(self, link: Link, waiting: Waiting, gather: Gather) -> None:
+    def __init__(self, link: Link, waits: RemoteWaits, gather: Gather) -> None:
         self._link = link
         self._inbox = link.inbox
-        self._waiting = waiting
+        self._waits = waits
         self._gather = gather
         self._replica = link.connection.endpoint.replica
 
@@ -64,7 +64,7 @@ class Agreement:
             target = {o: s for o, s in published.items() if o not in without}
             return self._inbox.behind(target)
 
-        self._waiting.until("updates", lambda: not behind(), behind)
+        self._waits.until("updates", lambda: not behind(), behind)
 
     def _tell(self, key: str, gone: set[int]) -> tuple[Have, set[int]]:
         """What each survivor has, after nothing more can come; and who is gone."""
@@ -94,7 +94,7 @@ class Agreement:
                 return not lacking
             former = lacking[origin]
             pulling = self._link.pull(helper, origin, former)
-            self._waiting.until_true("repair", pulling.done, None)  # it has a bound
+            self._waits.until_true("repair", pulling.done, None)  # it has a bound
 
     def _take_state(self, have: Have, load: Load) -> None:
         """Begin again from one who has what this replica cannot get."""
@@ -102,7 +102,7 @@ class Agreement:
         for donor in donors(have, self._replica):
             if donor not in workers:
                 continue
-            answer = self._waiting.ask_worker(
+            answer = self._waits.ask_worker(
                 workers[donor], messages.SNAPSHOT, replica=donor, cut=[]
             )
             if answer is None or answer["status"] != Answer.OK:

@@ -1,6 +1,6 @@
 """The event loop's half of a replica's channel: what is sent and what arrives.
 
-The training thread's half is in `relayed.py`. The two meet in the inbox, in the
+The training thread's half is in `remote.py`. The two meet in the inbox, in the
 carrier, and in the few plain values that are named here.
 """
 

@@ -13,7 +13,7 @@ from daskdl.channel import messages
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Item
-from daskdl.channel.relayed import RelayedChannel
+from daskdl.channel.remote import RemoteChannel
 from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self.refused += link is None
         return link
 
-    def open(self, endpoint: Endpoint) -> RelayedChannel:
+    def open(self, endpoint: Endpoint) -> RemoteChannel:
         """Make the channel of a replica; items for it are kept from now on.
 
         Raises:
@@ -128,4 +128,4 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         if key in links:
             raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
         links[key] = Link(self._worker, endpoint)
-        return RelayedChannel(links[key], endpoint, lambda: links.pop(key, None))
+        return RemoteChannel(links[key], endpoint, lambda: links.pop(key, None))

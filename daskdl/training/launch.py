@@ -2,7 +2,7 @@
 
 from distributed import Worker, get_worker, secede
 
-from daskdl.channel.relayed import RelayedChannel
+from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.worker import NAME, ChannelWorkerPlugin
 from daskdl.errors import ChannelError
 from daskdl.packed import Packed
@@ -49,7 +49,7 @@ def train_replica(
 
 def _open_channel(
     worker: Worker, options: TaskOptions, number: int, own: Recipe
-) -> RelayedChannel:
+) -> RemoteChannel:
     plugin = worker.extensions.get(NAME)
     if not isinstance(plugin, ChannelWorkerPlugin):
         raise ChannelError(

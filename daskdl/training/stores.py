@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing_extensions import override
 
 from daskdl.channel.base import Piece
-from daskdl.channel.relayed import RelayedChannel
+from daskdl.channel.remote import RemoteChannel
 from daskdl.data.loading import load
 from daskdl.data.sources import Rows, Source
 from daskdl.errors import LostPieceError
@@ -51,7 +51,7 @@ class WorkerStore(Store):
         timeouts: Bounds on waiting.
     """
 
-    def __init__(self, channel: RelayedChannel, timeouts: Timeouts) -> None:
+    def __init__(self, channel: RemoteChannel, timeouts: Timeouts) -> None:
         self._channel = channel
         self._timeouts = timeouts
 

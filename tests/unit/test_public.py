@@ -98,11 +98,9 @@ def test_the_page_on_tuning_lists_every_cause_of_waiting():
     named, asked = set(), set()
     for path in (Path(daskdl.__file__).parent / "channel").glob("*.py"):
         text = path.read_text()
-        named |= set(
-            re.findall(r"_wait(?:ing|s)\.(?:until(?:_\w+)?)\(\s*\"(\w+)\"", text)
-        )
+        named |= set(re.findall(r"_waits\.until(?:_\w+)?\(\s*\"(\w+)\"", text))
         asked |= set(
-            re.findall(r"_waiting\.ask(?:_worker)?\([^)]*?messages\.([A-Z]+)", text)
+            re.findall(r"_waits\.ask(?:_worker)?\([^)]*?messages\.([A-Z]+)", text)
         )
     operations = {getattr(messages, name).removeprefix("daskdl_") for name in asked}
 

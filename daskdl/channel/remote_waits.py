@@ -22,7 +22,7 @@ from daskdl.timeouts import Bound
 logger = logging.getLogger(__name__)
 
 
-class Waiting(Waits):
+class RemoteWaits(Waits):
     """The waits and the requests of one replica's training thread.
 
     Args:

@@ -1,4 +1,4 @@
-"""The training thread's half of a replica's channel."""
+"""The channel among replicas on workers of Dask: the training thread's half."""
 
 import logging
 import time
@@ -29,14 +29,14 @@ from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Barrier, Item, ItemKind
 from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
 from daskdl.channel.receiver import Receiver
-from daskdl.channel.waiting import Waiting
+from daskdl.channel.remote_waits import RemoteWaits
 from daskdl.errors import WaitTimeoutError
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
 
 
-class RelayedChannel(Receiver):
+class RemoteChannel(Receiver):
     """The channel of one replica, over Dask's connections.
 
     Args:
@@ -45,15 +45,16 @@ class RelayedChannel(Receiver):
         forget: Called when the replica has left.
     """
 
+    _waits: RemoteWaits
+
     def __init__(
         self, link: Link, endpoint: Endpoint, forget: Callable[[], object]
     ) -> None:
-        self._waiting = Waiting(link, endpoint)
-        super().__init__(link.inbox, self._waiting, endpoint)
+        super().__init__(link.inbox, RemoteWaits(link, endpoint), endpoint)
         self._link = link
         self._carrier = link.carrier
         self._forget = forget
-        self._agreement = Agreement(link, self._waiting, self.gather)
+        self._agreement = Agreement(link, self._waits, self.gather)
         self._repaired = 0  # as told by the last `traffic`
 
     @property
@@ -83,14 +84,14 @@ class RelayedChannel(Receiver):
 
     def _join(self) -> dict[str, Any]:
         bound = self._timeouts.bound("join", "request")
-        return self._waiting.ask(messages.JOIN, bound, version=VERSION)
+        return self._waits.ask(messages.JOIN, bound, version=VERSION)
 
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Ask the donor that was named, or another one if that has gone."""
         bound = self._timeouts.bound("join")
         deadline = time.monotonic() + bound.seconds
         while answer["donor"] is not None:
-            given = self._waiting.ask_worker(
+            given = self._waits.ask_worker(
                 answer["worker"],
                 messages.SNAPSHOT,
                 replica=answer["donor"],
@@ -103,14 +104,14 @@ class RelayedChannel(Receiver):
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {bound} for a snapshot, last of "
                     f"replica {answer['donor']} on {answer['worker']}: {why}; last "
-                    f"heard: {self._waiting.last_heard()}"
+                    f"heard: {self._waits.last_heard()}"
                 )
             answer = self._join()
         raise Stopped("nobody is left to begin from")
 
     @override
     def activate(self, step: int) -> Seating:
-        answer = self._waiting.ask(messages.ACTIVATE, None, step=step)
+        answer = self._waits.ask(messages.ACTIVATE, None, step=step)
         members = dict(answer["members"])
         self._carrier.progress = (step, answer["epoch"] - 1)
         self._inbox.meet({r: s for r, s in members.items() if r != self._replica})
@@ -118,16 +119,16 @@ class RelayedChannel(Receiver):
 
     @override
     def serve(self, make: Serve | None) -> None:
-        self._waiting.make = make
+        self._waits.make = make
 
     @override
     def fail(self, failure: Mapping[str, Any]) -> None:
-        self._waiting.tell(messages.FAIL, failure=dict(failure))
+        self._waits.tell(messages.FAIL, failure=dict(failure))
 
     @override
     def leave(self) -> None:
         self._link.stop_sending()
-        self._waiting.tell(messages.LEAVE)
+        self._waits.tell(messages.LEAVE)
         self._forget()
         self._link.end()
 
@@ -156,7 +157,7 @@ class RelayedChannel(Receiver):
                 self._replica,
                 bound,
                 *self._carrier.backlog(),
-                self._waiting.last_heard(),
+                self._waits.last_heard(),
             )
 
     def _publish(
@@ -187,7 +188,7 @@ class RelayedChannel(Receiver):
 
     @override
     def wait_for_room(self) -> None:
-        self._waiting.until_sent("room", self._carrier.ready)
+        self._waits.until_sent("room", self._carrier.ready)
 
     # ---- requests
 
@@ -195,7 +196,7 @@ class RelayedChannel(Receiver):
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
     ) -> Piece | None:
-        answer = self._waiting.ask(
+        answer = self._waits.ask(
             messages.LEASE,
             None if wait else self._timeouts.bound("request"),
             phase=phase,
@@ -213,7 +214,7 @@ class RelayedChannel(Receiver):
             Whether it is done.
         """
         future.add_done_callback(lambda _: self._inbox.wake())
-        return self._waiting.until_done("data", future, timeout_s)
+        return self._waits.until_done("data", future, timeout_s)
 
     def missing(self, phase: str, piece: Piece) -> Piece:
         """A leased piece does not come: is it lost with the worker that held it?
@@ -222,7 +223,7 @@ class RelayedChannel(Receiver):
             The same if it is not lost; else, once it has been started again, the
             piece under its new key.
         """
-        answer = self._waiting.ask(
+        answer = self._waits.ask(
             messages.MISSING,
             self._timeouts.bound("data"),
             phase=phase,
@@ -235,8 +236,8 @@ class RelayedChannel(Receiver):
     def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
         if kind == Barrier.AGREE and self._endpoint.routing == "plain":
             # What is still here would be held back with what others hand over.
-            self._waiting.until_sent("flush", self._carrier.sent)
-        answer = self._waiting.ask(
+            self._waits.until_sent("flush", self._carrier.sent)
+        answer = self._waits.ask(
             messages.GATHER, None, key=key, note=wrap_note(note), kind=kind.value
         )
         if kind != Barrier.AGREE:

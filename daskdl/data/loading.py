@@ -1,6 +1,5 @@
 """Getting a piece where it is trained on, inside a task."""
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,22 +19,12 @@ def connect() -> None:
     get_client()
 
 
-def wait_until_done(future: Any, timeout_s: float) -> bool:
-    """Wait for a future of Dask's; returns whether it is done."""
-    try:
-        future.result(timeout=timeout_s)
-    except TimeoutError:
-        # What the user's own loading raised may be a time-out too.
-        return bool(future.done())
-    return True
-
-
 def load(
     key: str,
     timeout_s: float,
-    look_s: float = math.inf,
-    still_there: Callable[[], bool] = lambda: True,
-    wait: Callable[[Any, float], bool] = wait_until_done,
+    look_s: float,
+    still_there: Callable[[], bool],
+    wait: Callable[[Any, float], bool],
 ) -> Rows:
     """Get a piece from this worker's store, else from another's.
 

@@ -1,8 +1,7 @@
-import itertools
 import os
 import re
 import signal
-import time
+import threading
 
 import dask.array as da
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from dask import delayed
 from distributed import Event, get_worker, secede, wait
+from distributed.utils_test import poll_for
 
 from daskdl.data.loading import load
 from daskdl.data.pieces import place, workers_of
@@ -28,15 +28,6 @@ def put(client, workers, X=X, y=Y, seed=None):
     return place(
         X, y, client, workers, batch_size=4, replicas=len(workers), shuffle_seed=seed
     )
-
-
-def until(condition, timeout_s=20):
-    """Ask again until it is true; each question is a round trip to the scheduler."""
-    end = time.monotonic() + timeout_s
-    for _ in itertools.count():
-        if condition():
-            return
-        assert time.monotonic() < end, "did not become true"
 
 
 def until_there(client, things):
@@ -93,7 +84,7 @@ def test_released_pieces_leave_nothing_behind(client, workers):
         placed.release()
         placed.release()
 
-    until(lambda: not piece_keys(client))
+    poll_for(lambda: not piece_keys(client), timeout=20)
     assert len(kept) == 16 + 4
     assert len(pieces) == 0
     with pytest.raises(OptionError, match="the pieces have been released"):
@@ -112,7 +103,7 @@ def test_an_error_while_placing_leaves_nothing_behind(client, workers):
             shuffle_seed=None,
         )
 
-    until(lambda: not piece_keys(client))
+    poll_for(lambda: not piece_keys(client), timeout=20)
     assert kept.traceback
 
 
@@ -184,6 +175,14 @@ class TestDaskArrays:
             client.gather(pieces.futures)
 
 
+def wait_until_done(future, timeout_s):
+    """As a channel does, but for a run that nobody stops."""
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    done.wait(timeout_s)
+    return future.done()
+
+
 class TestLoad:
     @pytest.fixture
     def fetch(self, client):
@@ -194,7 +193,7 @@ class TestLoad:
             def task():
                 secede()
                 held = get_worker().data.get(key, [None])[0]
-                rows = load(key, timeout_s)
+                rows = load(key, timeout_s, timeout_s, lambda: True, wait_until_done)
                 return rows, rows[0] is held
 
             futures.append(client.submit(task, workers=[worker], pure=False))
@@ -261,7 +260,7 @@ def test_pieces_lost_with_their_worker_can_be_restored(three):
     with put(three, [first, second]) as pieces:
         keys = [piece.key for piece in pieces]
         os.kill(pids[first], signal.SIGKILL)
-        until(lambda: len(pieces.lost()) == 8)
+        poll_for(lambda: len(pieces.lost()) == 8, timeout=20)
 
         assert [piece.index for piece in pieces.lost()] == list(range(0, 16, 2))
         restored = [pieces.restore(i, keys[i], [second]) for i in range(0, 16, 2)]

@@ -178,10 +178,12 @@ class LiveRun:
             return
         what = f"lost {record.members.describe(replica, self.now())}: {why}"
         logger.warning("run %s %s", record.plan.run, what)
+        trained = replica in record.members.expected
         record.remove(replica)
         record.events.post("lost", replica=replica, summary=what)
         self._forget(replica)
-        if not record.members.expected:
+        # Else it came too late, and the others may have come to the end meanwhile.
+        if trained and not record.members.expected:
             await self.fail(WaitTimeoutError(f"no replica is left; {what}"))
         await self.notify()
 

@@ -218,3 +218,19 @@ async def test_the_seat_of_a_newcomer_that_was_not_started_is_free_again(c, s, a
         (lost,) = await run.events()
         assert (lost["kind"], lost["replica"]) == ("lost", first)
         assert lost["summary"].endswith("has not joined: it was not started")
+
+
+@two_workers()
+async def test_a_newcomer_that_is_lost_when_the_others_are_through_fails_nothing(
+    c, s, a, b
+):
+    async with a_run(c, s, a, b) as run:
+        replica, _ = await newcomer(run, b)
+        for founder in (0, 1):
+            await in_thread(run.channels[founder].leave)
+        assert run.record.members.expected == []
+
+        await run.ask("daskdl_unseat", run=7, replica=replica)
+
+        assert [event["kind"] for event in await run.events()] == ["over", "lost"]
+        assert run.record.stopped is None

@@ -5,6 +5,8 @@ read the same notes, and decide from these alone, so that all go the same way.
 """
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from daskdl.channel.payloads import unwrap_note
 from daskdl.channel.positions import Received
 from daskdl.channel.remote_waits import RemoteWaits
 from daskdl.channel.repair import Have, donors, helpers, missing, settle
+from daskdl.errors import WaitTimeoutError
 
 Gather = Callable[[str, Any, Barrier], Gathered]
 
@@ -41,22 +44,32 @@ class Agreement:
 
         Raises:
             ChannelError: If updates of a survivor are out of reach.
+            WaitTimeoutError: If nobody gives a replica what it misses.
         """
         self._wait_for_the_living(published, gone)
         known = set(gone)
         repaired = False  # by asking for updates; then only a state can help
+        deadline = math.inf
         for turn in itertools.count():
             have, lost = self._tell(f"{key}, round {turn}", known)
             if lost != known:  # somebody told before that was known
-                known, repaired = lost, False
-            elif _same(have):
+                known, repaired, deadline = lost, False, math.inf
+                continue
+            if _same(have):
                 return
-            elif not repaired:
-                self._pull_all(have)
-                repaired = True
-            else:
+            now, patience = time.monotonic(), self._waits.patience
+            if now > deadline:
+                raise WaitTimeoutError(
+                    f"replicas {sorted(have)} did not come to the same updates within "
+                    f"{patience}, {turn + 1} rounds; last heard: "
+                    f"{self._waits.last_heard()}"
+                )
+            deadline = min(deadline, now + patience.seconds)
+            if repaired:
                 self._take_state(have, load)
-                repaired = False
+            else:
+                self._pull_all(have)
+            repaired = not repaired
 
     def _wait_for_the_living(self, published: Last, gone: Last) -> None:
         def behind() -> Mapping[int, Sequence[int]]:

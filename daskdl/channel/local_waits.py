@@ -33,6 +33,6 @@ class LocalWaits(Waits):
         with run.changed, run.waiting(self._replica):
             if timeout_s is not None:
                 return super()._until(ready, timeout_s)
-            while not super()._until(ready, run.patience_s(self._patience)):
-                run.look_for_silent(self._patience)
+            while not super()._until(ready, run.patience_s(self.patience)):
+                run.look_for_silent(self.patience)
             return True  # or the run was given up, which ends the wait too

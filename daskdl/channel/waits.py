@@ -8,6 +8,7 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.inbox import Inbox
 from daskdl.errors import WaitTimeoutError
+from daskdl.timeouts import Bound
 
 
 class Waits:
@@ -18,15 +19,17 @@ class Waits:
         endpoint: Which replica it is, and the bounds.
 
     Attributes:
+        patience: For what others do.
         waited_s: Seconds waited since the last `count_off`, by cause.
     """
 
+    patience: Bound
     waited_s: dict[str, float]
 
     def __init__(self, inbox: Inbox, endpoint: Endpoint) -> None:
         self.waited_s = {}
         # The longest that a piece and a step of another may take.
-        self._patience = endpoint.timeouts.bound("data", "silence")
+        self.patience = endpoint.timeouts.bound("data", "silence")
         self._inbox = inbox
         self._timeouts = endpoint.timeouts
         self._replica = endpoint.replica
@@ -50,9 +53,9 @@ class Waits:
             WaitTimeoutError: If it takes too long. Where there is a scheduler it gives
                 up who is silent; the bound is for one that says nothing either.
         """
-        if not self.until_true(cause, ready, self._patience.seconds):
+        if not self.until_true(cause, ready, self.patience.seconds):
             raise WaitTimeoutError(
-                f"replica {self._replica} waited {self._patience} for {cause}; by "
+                f"replica {self._replica} waited {self.patience} for {cause}; by "
                 f"replica: {state()}; last heard: {self.last_heard()}"
             )
 

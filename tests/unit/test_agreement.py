@@ -1,0 +1,73 @@
+"""What one replica does until all survivors have the same, by what they tell it."""
+
+import concurrent.futures
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from daskdl.channel.agreement import Agreement
+from daskdl.channel.base import Gathered
+from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.waits import Waits
+from daskdl.errors import WaitTimeoutError
+from tests.unit.inboxes import GRID, SIZE, filled, item_of, sparse
+from tests.unit.records import TIMEOUTS
+
+BOUNDS = dataclasses.replace(TIMEOUTS, data=0.05, silence=0.05)
+ENDPOINT = Endpoint(7, 0, SIZE, GRID, 2**20, 2**20, BOUNDS, routing="mesh")
+
+
+class Link:
+    """As much of replica 0's link as agreeing needs; replica 1 keeps one update."""
+
+    def __init__(self, kept=()):
+        self.inbox = filled()
+        self.carrier = SimpleNamespace(sequence=0)
+        self.connection = SimpleNamespace(endpoint=ENDPOINT)
+        self.repairs = SimpleNamespace(workers={})  # nobody answers
+        self.asked = []
+        self._kept = kept
+
+    def pull(self, helper, origin, sequences):
+        self.asked.append((helper, origin, list(sequences)))
+        for update in self._kept:
+            self.inbox.put(item_of(update), update)
+        future = concurrent.futures.Future()
+        future.set_result(len(self._kept))
+        return future
+
+
+def agree(link):
+    """Meet a replica 1 that has the first update of itself, and say how often."""
+    keys = []
+
+    def gather(key, note, kind):
+        keys.append(key)
+        return Gathered({0: note, 1: {"received": [[1, 1, []]]}}, {})
+
+    agreement = Agreement(link, Waits(link.inbox, ENDPOINT), gather)
+    agreement.reach("end", {0: 0}, {}, lambda snapshot: None)
+    return keys
+
+
+def test_what_is_missing_is_asked_for_and_told_again():
+    link = Link(kept=[sparse(1, 1, [1])])
+
+    assert agree(link) == ["end, round 0", "end, round 1"]
+    assert link.asked == [(1, 1, [1])]
+    assert link.inbox.received() == {1: (1, ())}
+
+
+def test_replicas_that_never_have_the_same_end_the_run():
+    link = Link()
+
+    with pytest.raises(WaitTimeoutError) as caught:
+        agree(link)
+
+    assert re.match(
+        r"replicas \[0, 1\] did not come to the same updates within 0\.1 s "
+        r"\(daskdl\.timeouts\.data \+ silence\), \d+ rounds; last heard: ",
+        str(caught.value),
+    )

@@ -5,6 +5,7 @@ read the same notes, and decide from these alone, so that all go the same way.
 """
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from daskdl.channel.positions import Received
 from daskdl.channel.remote_waits import RemoteWaits
 from daskdl.channel.repair import Have, donors, helpers, missing, settle
 from daskdl.errors import WaitTimeoutError
+
+logger = logging.getLogger(__name__)
 
 Gather = Callable[[str, Any, Barrier], Gathered]
 
@@ -127,6 +130,12 @@ class Agreement:
             received.pop(self._replica, None)
             self._inbox.begin(received, snapshot["grid"])
             load(snapshot)
+            logger.warning(
+                "replica %s has taken the state of replica %s, which had more of those "
+                "that are lost; its own residual stays",
+                self._replica,
+                donor,
+            )
             return
 
 

@@ -68,6 +68,7 @@ class RecordingChannel:
         received: Origin and sequence of each update that arrived unfolded.
         received_N: The sum of all that arrived.
         folds: How often updates arrived folded into one vector.
+        states: How often another replica's state was taken instead of updates.
         leads: How far ahead this replica was after each wait for the others.
     """
 
@@ -79,6 +80,7 @@ class RecordingChannel:
         self.received = []
         self.received_N = 0
         self.folds = 0
+        self.states = 0
         self.leads = []
 
     def __getattr__(self, name):
@@ -110,6 +112,15 @@ class RecordingChannel:
             self.received_N = self.received_N + arrived.folded_N.astype(np.int64)
         return arrived
 
+    def agree(self, key, published, gone, load):
+        def note(snapshot):
+            load(snapshot)
+            self.states += 1
+            counts_N = snapshot["counts_N"].astype(np.int64)
+            self.received_N = counts_N - self.start_N - self.sent_N
+
+        self._inner.agree(key, published, gone, note)
+
     def wait_for_others(self, step, epoch, max_staleness):
         self._inner.wait_for_others(step, epoch, max_staleness)
         self.leads.append(self._inner.lead(step, epoch))
@@ -125,6 +136,7 @@ class Recording(Exchange):
         self._folder = Path(folder)
         self._atol = atol
         self._start = vector(seat.module)
+        channel.start_N = np.rint(self._start.numpy() / GRID).astype(np.int64)
         self._progress = torch.zeros_like(self._start)
 
     def __getattr__(self, name):
@@ -168,6 +180,7 @@ class Recording(Exchange):
             published=channel.sent,
             received=channel.received,
             folds=channel.folds,
+            states=channel.states,
             leads=channel.leads,
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )

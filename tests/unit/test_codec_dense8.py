@@ -1,4 +1,6 @@
-"""Eight bits for each parameter: how counts are rounded, as bytes, there and back."""
+"""Eight bits for each parameter: rounded, as bytes, there and back, and refused."""
+
+import re
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from daskdl.codec import (
     quantize,
 )
 from daskdl.codec.dense8 import BLOCK, MAX_SCALE
+from daskdl.errors import CodecError
+from tests.unit.damage import patched, rebodied, repaired
 
 STAMP = Stamp(run=0x1122334455667788, origin=0xAABBCCDD, sequence=3, step=4)
 LITERAL = bytes.fromhex(
@@ -143,3 +147,59 @@ def test_counts_have_memory_of_their_own():
     decode(frame).counts_N[:] = 0
 
     assert frame.tobytes() == LITERAL
+
+
+def integers(*values):
+    return np.array(values, "<i4").tobytes()
+
+
+# Blocks of 256 and of 4 parameters: scales 3 and 2, then the values.
+DENSE8 = encode_dense8(
+    STAMP, 0.5, quantize(np.array([381, *[0] * 255, 2, 0, -254, 0], np.int32))
+).tobytes()
+DENSE8_BODY = integers(3, 2) + b"\x7f" + bytes(255) + b"\x01\x00\x81\x00"
+REFUSED = {
+    "entries": (patched(DENSE8, 40, "I", 1), "must be in 0 .. 0, got 1"),
+    "body": (patched(DENSE8, 48, "Q", 264), "have 268 .. 268 bytes, got 264"),
+    "truncated": (repaired(DENSE8[:-1]), "of "),
+    "minus 128": (
+        rebodied(DENSE8, DENSE8_BODY[:-1] + b"\x80"),
+        "values must be in -127 .. 127, got -128 in block 1",
+    ),
+    "scale without values": (
+        rebodied(DENSE8, DENSE8_BODY[:-4] + bytes(4)),
+        "block 1 must have the scale 0 if, and only if, all of it is 0",
+    ),
+    "values without scale": (
+        rebodied(DENSE8, integers(0) + DENSE8_BODY[4:]),
+        "block 0 must have the scale 0 if",
+    ),
+    "product beyond int32": (
+        rebodied(DENSE8, integers(3, 16_909_321) + DENSE8_BODY[8:]),
+        "scales must be in 0 .. 16909320, got 16909321 of block 1",
+    ),
+    "scale negative": (
+        rebodied(DENSE8, integers(3, -1) + DENSE8_BODY[8:]),
+        "scales must be in 0 .. 16909320, got 4294967295 of block 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("frame", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_damaged_frame_is_refused(frame, message):
+    with pytest.raises(CodecError, match=re.escape(message)):
+        decode(frame)
+
+
+def test_the_body_of_eight_bits_is_as_built_above():
+    assert decode(rebodied(DENSE8, DENSE8_BODY)).counts_N.tolist() == [
+        *(381, *[0] * 255),
+        *(2, 0, -254, 0),
+    ]
+
+
+def test_the_largest_scale_is_read():
+    body = integers(16_909_320) + b"\x7f\x81"
+    frame = rebodied(patched(DENSE8, 36, "I", 2), body)
+
+    assert decode(frame).counts_N.tolist() == [2_147_483_640, -2_147_483_640]

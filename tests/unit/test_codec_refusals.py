@@ -13,10 +13,8 @@ from daskdl.codec import (
     decode,
     encode,
     encode_dense,
-    encode_dense8,
     gaps,
     gaps_reading,
-    quantize,
     read_stamp,
 )
 from daskdl.errors import CodecError
@@ -34,11 +32,6 @@ RAW32, GAPS, BITMAP = (
     for kind in (Kind.RAW32, Kind.GAPS, Kind.BITMAP)
 )
 DENSE32 = encode_dense(STAMP, 0.5, np.array([1, 2], np.int32)).tobytes()
-# Blocks of 256 and of 4 parameters: scales 3 and 2, then the values.
-DENSE8 = encode_dense8(
-    STAMP, 0.5, quantize(np.array([381, *[0] * 255, 2, 0, -254, 0], np.int32))
-).tobytes()
-DENSE8_BODY = integers(3, 2) + b"\x7f" + bytes(255) + b"\x01\x00\x81\x00"
 EMPTY = encode(STAMP, 10, 0.5, ENTRIES[:0]).tobytes()
 ROW = encode(STAMP, 8_000, 0.5, np.arange(1, 4_001, dtype=np.int32), Kind.BITMAP)
 ROW = ROW.tobytes()  # 1,500 bytes of body, lz4
@@ -83,7 +76,6 @@ HEADERS = {
     "too many parameters": (patched(EMPTY, 36, "I", 2**31), "got 2147483648"),
     "too many entries": (patched(RAW32, 40, "I", 11), "must be in 0 .. 10, got 11"),
     "dense entries": (patched(DENSE32, 40, "I", 1), "must be in 0 .. 0, got 1"),
-    "dense8 entries": (patched(DENSE8, 40, "I", 1), "must be in 0 .. 0, got 1"),
     "threshold zero": (patched(RAW32, 44, "f", 0), "finite and > 0, got 0.0"),
     "threshold negative": (patched(RAW32, 44, "f", -1), "finite and > 0, got -1.0"),
     "threshold nan": (patched(RAW32, 44, "f", np.nan), "finite and > 0, got nan"),
@@ -93,7 +85,6 @@ LENGTHS = {
     "raw32 body": (patched(RAW32, 48, "Q", 16), "must have 12 .. 12 bytes, got 16"),
     "bitmap body": (patched(BITMAP, 48, "Q", 4), "must have 3 .. 3 bytes, got 4"),
     "dense32 body": (patched(DENSE32, 48, "Q", 4), "must have 8 .. 8 bytes, got 4"),
-    "dense8 body": (patched(DENSE8, 48, "Q", 264), "have 268 .. 268 bytes, got 264"),
     "gaps body short": (patched(GAPS, 48, "Q", 2), "must have 3 .. 4 bytes, got 2"),
     "gaps body long": (patched(GAPS, 48, "Q", 5), "must have 3 .. 4 bytes, got 5"),
     "body without entries": (patched(EMPTY, 48, "Q", 1), "must have 0 .. 0 bytes"),
@@ -126,28 +117,6 @@ BODIES = {
     "map count": (rebodied(BITMAP, b"\x0b\x02\x02"), "has 4 bits for 3 entries"),
     "map padding": (rebodied(BITMAP, b"\x09\x04\x02"), "must be 0, got a bit at 10"),
     "bitmap sign padding": (rebodied(BITMAP, b"\x09\x02\x0a"), "after 3 sign bits"),
-}
-EIGHT_BITS = {
-    "minus 128": (
-        rebodied(DENSE8, DENSE8_BODY[:-1] + b"\x80"),
-        "values must be in -127 .. 127, got -128 in block 1",
-    ),
-    "scale without values": (
-        rebodied(DENSE8, DENSE8_BODY[:-4] + bytes(4)),
-        "block 1 must have the scale 0 if, and only if, all of it is 0",
-    ),
-    "values without scale": (
-        rebodied(DENSE8, integers(0) + DENSE8_BODY[4:]),
-        "block 0 must have the scale 0 if",
-    ),
-    "product beyond int32": (
-        rebodied(DENSE8, integers(3, 16_909_321) + DENSE8_BODY[8:]),
-        "scales must be in 0 .. 16909320, got 16909321 of block 1",
-    ),
-    "scale negative": (
-        rebodied(DENSE8, integers(3, -1) + DENSE8_BODY[8:]),
-        "scales must be in 0 .. 16909320, got 4294967295 of block 1",
-    ),
 }
 # RAW32's example in GAPS is 01, then bits 1 0 | 0 1 0 | 0 0 1 1 in 2 bytes, then 02.
 CODES = {
@@ -214,7 +183,7 @@ CODES = {
 }
 
 
-REFUSED = (HEADERS, LENGTHS, BODIES, EIGHT_BITS, CODES)
+REFUSED = (HEADERS, LENGTHS, BODIES, CODES)
 
 
 @pytest.mark.parametrize(
@@ -227,23 +196,9 @@ def test_a_damaged_frame_is_refused(frame, message):
         decode(frame)
 
 
-@pytest.mark.parametrize("frame", [RAW32, GAPS, BITMAP, DENSE8, DENSE32, EMPTY, ROW])
+@pytest.mark.parametrize("frame", [RAW32, GAPS, BITMAP, DENSE32, EMPTY, ROW])
 def test_the_frames_damaged_above_are_sound_before(frame):
     assert decode(frame, run=1).stamp == STAMP
-
-
-def test_the_body_of_eight_bits_is_as_built_above():
-    assert decode(rebodied(DENSE8, DENSE8_BODY)).counts_N.tolist() == [
-        *(381, *[0] * 255),
-        *(2, 0, -254, 0),
-    ]
-
-
-def test_the_largest_scale_is_read():
-    body = integers(16_909_320) + b"\x7f\x81"
-    frame = rebodied(patched(DENSE8, 36, "I", 2), body)
-
-    assert decode(frame).counts_N.tolist() == [2_147_483_640, -2_147_483_640]
 
 
 def test_frames_of_blocks_as_built_above_are_sound():

@@ -271,17 +271,3 @@ def test_there_is_always_room_and_it_never_closes():
 
     assert channel.has_room()
     assert not channel.closing
-
-
-def test_a_part_of_what_a_step_sends_does_not_complete_it():
-    run = run_of()
-    one, other = channel_of(run, 0), channel_of(run, 1)
-    with joined(one):
-        other.join()
-    heard = []
-
-    for publish in (one.publish_part, one.publish):
-        publish(*update_of(one))
-        heard.append((other.lead(1, 0), len(other.receive(1).updates)))
-
-    assert heard == [(1, 1), (0, 1)]

@@ -11,58 +11,23 @@ import contextlib
 import math
 import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
-import torch
-
-from daskdl.codec import DenseUpdate, Update
+from daskdl import kernels
+from daskdl.codec import DenseUpdate, Update, counts_of, quantize
 from daskdl.errors import CodecError, OptionError, RunError
-from daskdl.progress import (
-    Counts,
-    Progress,
-    Residuals,
-    join_counts,
-    split_counts,
-    split_entries,
-)
+from daskdl.layers import LayerThresholds
+from daskdl.progress import Counts, Progress, join_counts, split_counts, split_entries
+from daskdl.proposals import DenseProposal, Proposal
+from daskdl.quanta import count_of
 from daskdl.residuals import ResidualPostProcessor
+from daskdl.sections import Section, segments_of
 from daskdl.thresholds import Sent, ThresholdAlgorithm
 from daskdl.vectors import FlatParameters, grid_for
 
-# 22 of float32's 24 bits: a quantum times a small multiple stays exact.
-MAX_COUNT = 2**22
 REGRID_ABOVE = 2**28  # a quarter of where the kernels stop sending
 REGRID_BELOW = 2**25
-
-
-def count_of(threshold: float, grid: float) -> int:
-    """Return how many steps of the grid a received quantum is.
-
-    Raises:
-        CodecError: If it is not a whole number of steps in [1, 2**22].
-
-    Example:
-        >>> count_of(0.75, grid=0.25)
-        3
-    """
-    count = threshold / grid
-    if not (1 <= count <= MAX_COUNT and count == int(count)):
-        raise CodecError(
-            f"threshold must be 1 to {MAX_COUNT} whole steps of {grid}, got {threshold}"
-        )
-    return int(count)
-
-
-@dataclass(frozen=True, eq=False)
-class Proposal:
-    """What a replica would send now."""
-
-    threshold: float  # the quantum: on the grid, exact in float32, parameter units
-    rule: float  # what the rule said, within what the grid can express
-    count: int  # the quantum in steps of the grid, in [1, 2**22]
-    entries_K: Counts  # +(i + 1) or -(i + 1), ascending in i
 
 
 class Accumulator:
@@ -75,13 +40,14 @@ class Accumulator:
 
     Args:
         parameters: The module's flat parameters, changed in place from now on.
-        threshold: Chooses the threshold of each exchange.
+        threshold: Chooses the threshold of each exchange; or several that do, by
+            pattern of parameter names.
         residual: Limits what is carried over.
         apply: "eager" (the module computes with local) or "strict" (with shared).
-        last: Outcome to carry on from, of an earlier run or the other replicas.
+        last: Outcomes to carry on from, of an earlier run, by pattern.
 
     Raises:
-        OptionError: If ``apply`` is neither.
+        OptionError: If ``apply`` is neither, or patterns and parameters do not match.
 
     Example:
         >>> from daskdl import FixedThreshold, KeepResidual
@@ -90,38 +56,48 @@ class Accumulator:
         >>> parameters = FlatParameters(layer)
         >>> accumulator = Accumulator(parameters, FixedThreshold(0.25), KeepResidual())
         >>> _ = layer.weight.data.copy_(torch.tensor([[0.75, 0.0]]))  # a step
-        >>> accumulator.take_(accumulator.propose())
+        >>> [proposal] = accumulator.propose()
+        >>> accumulator.take_(proposal)
         >>> accumulator.residual_norm()
         0.5
     """
 
     size: int  # N
     grid: float  # one step of shared, parameter units, a power of two
-    sent: Sent | None  # outcome of the last exchange
-    exchanges: int  # of this accumulator
+    sections: Mapping[str, Section]  # parameters with an algorithm each, by pattern
     clipped: float  # mass removed so far, parameter units
 
     def __init__(
         self,
         parameters: FlatParameters,
-        threshold: ThresholdAlgorithm,
+        threshold: ThresholdAlgorithm | Mapping[str, ThresholdAlgorithm],
         residual: ResidualPostProcessor,
         apply: Literal["eager", "strict"] = "eager",
-        last: Sent | None = None,
+        last: Mapping[str, Sent] | None = None,
     ) -> None:
         if apply not in {"eager", "strict"}:
             raise OptionError(f"apply must be 'eager' or 'strict', got {apply!r}")
         self.size = parameters.size
         self.grid = grid_for(parameters)
-        self.sent = last
-        self.exchanges = 0
         self.clipped = 0.0
-        self._threshold = threshold
-        self._residual = residual
         self._showing = False
+        thresholds = LayerThresholds.of(threshold)
+        assigned = thresholds.assign(parameters.slices)  # before anything is changed
         self._groups = [
             Progress(group, self.grid, apply == "strict") for group in parameters.groups
         ]
+        segments = segments_of(parameters, self._groups, assigned)
+        sent = {} if last is None else last
+        self.sections = {
+            p: Section(p, thresholds[p], residual, segments[p], sent.get(p))
+            for p in thresholds
+        }
+
+    @property
+    def sent(self) -> dict[str, Sent]:
+        """Outcome of the last exchange of each pattern that has had one."""
+        outcomes = {p: section.sent for p, section in self.sections.items()}
+        return {p: sent for p, sent in outcomes.items() if sent is not None}
 
     def absorb_(self) -> None:
         """Take notice of a step of the optimizer; needed where no exchange follows.
@@ -131,54 +107,74 @@ class Accumulator:
         for group in self._free():
             group.absorb_()
 
-    def propose(self) -> Proposal:
+    def propose(self) -> list[Proposal]:
         """List what would be sent now; nothing is taken out before :meth:`take_`.
 
+        Returns:
+            One for each pattern, first those that were taken least often.
+
         Raises:
-            OptionError: If the rule returns a threshold that is not finite and > 0.
+            OptionError: If a rule returns a threshold that is not finite and > 0.
         """
         self.absorb_()
-        rule = self._threshold.next_threshold(Residuals(self._groups), self.sent)
-        if not 0 < rule < math.inf:
-            raise OptionError(
-                f"a threshold must be finite and > 0, got {rule!r} "
-                f"from {self._threshold!r}"
-            )
-        # Or a rule with nothing to send would sink to 0, and take as long to return.
-        rule = min(max(rule, self.grid), MAX_COUNT * self.grid)
-        count = round(rule / self.grid)
-        entries_K = torch.cat([group.find(count) for group in self._groups])
-        return Proposal(count * self.grid, rule, count, entries_K.numpy())
+        sections = sorted(self.sections.values(), key=lambda s: s.exchanges)
+        return [section.propose(self.size, self.grid) for section in sections]
 
-    def take_(self, proposal: Proposal) -> None:
+    def propose_dense(self) -> DenseProposal:
+        """Round the whole residual to eight bits; see :func:`daskdl.codec.quantize`.
+
+        As with entries, shared is not moved beyond ``2**30`` steps; what would be
+        stays in the residual.
+
+        Raises:
+            OptionError: If a rule returns a threshold that is not finite and > 0.
+        """
+        self.absorb_()
+        rules = {p: s.rule_beside_dense(self.grid) for p, s in self.sections.items()}
+        counts = [group.residual_counts(kernels.GUARD) for group in self._groups]
+        return DenseProposal(self.grid, quantize(join_counts(counts)), rules)
+
+    def take_(self, proposal: Proposal | DenseProposal) -> None:
         """Take a proposal out of the residual, once the channel has accepted it.
 
-        Shared moves by the entries; then the residual is limited, and what that
-        removes is added to ``clipped``. A refused proposal is just forgotten.
+        Shared moves by it. Of a sparse one the residual is then limited, and what that
+        removes is added to ``clipped``; a dense one leaves nothing to limit, but what
+        rounding left. A refused proposal is just forgotten.
 
         Args:
-            proposal: The last one made, taken once; empty ones count as exchanges too.
+            proposal: Of the last ones made, taken once; empty ones count as exchanges
+                too.
 
         Raises:
             OptionError: If the grid has changed since, or the residual rule returns a
                 bound below the threshold; nothing is changed.
         """
+        if isinstance(proposal, DenseProposal):
+            self._take_dense_(proposal)
+            return
         threshold, count = proposal.threshold, proposal.count
         if threshold != count * self.grid:
             raise OptionError(
                 f"threshold must be {count} steps of {self.grid}, got {threshold}; "
                 "propose again after a change of grid"
             )
-        bound = self._residual.bound(self.exchanges, threshold)
-        if not bound >= threshold:
-            raise OptionError(
-                f"a bound must be >= the threshold {threshold}, got {bound!r} "
-                f"from {self._residual!r}"
-            )
+        section = self.sections[proposal.pattern]
+        bound = section.bound(threshold)
         for group, entries_K in split_entries(self._free(), proposal.entries_K):
             self.clipped += group.take_(entries_K, count, bound)
-        self.sent = Sent(proposal.rule, len(proposal.entries_K) / self.size)
-        self.exchanges += 1
+        section.note(proposal)
+
+    def _take_dense_(self, proposal: DenseProposal) -> None:
+        if proposal.grid != self.grid:
+            raise OptionError(
+                f"the grid must be {self.grid}, got {proposal.grid}; propose again "
+                "after a change of grid"
+            )
+        counts_N = counts_of(proposal.quantized)
+        for group, part_N in split_counts(self._free(), counts_N):
+            group.take_counts_(part_N)
+        for pattern, rule in proposal.rules.items():
+            self.sections[pattern].note_dense(rule)
 
     def apply_(self, update: Update) -> None:
         """Move local and shared by another replica's update; the residual stays.

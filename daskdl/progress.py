@@ -96,11 +96,11 @@ class Progress:
             for piece in self._pieces():
                 self._absorb_(piece)
 
-    def find(self, count: int) -> Tensor:
-        """List entries, on the CPU; see :func:`daskdl.kernels.find`."""
-        return kernels.find(
-            self.local_N, self.shared_N, count, self.grid, self.start
-        ).cpu()
+    def find(self, count: int, where: slice) -> Tensor:
+        """List entries there, on the CPU; see :func:`daskdl.kernels.find`."""
+        local_N, shared_N = self.local_N[where], self.shared_N[where]
+        base = self.start + int(where.start)
+        return kernels.find(local_N, shared_N, count, self.grid, base).cpu()
 
     def take_(self, entries_K: Tensor, count: int, bound: float) -> float:
         """Take own entries out of the residual; see :func:`daskdl.kernels.take_`."""
@@ -128,25 +128,26 @@ class Progress:
         kernels.apply_counts_(self.local_N, self.shared_N, counts_N, self.grid)
         self._show_all_()
 
-    def residual_counts(self) -> Tensor:
-        """Return the residual in whole steps, int32, on the CPU.
-
-        Rounded to even; limited so that neither it nor shared plus it leaves int32.
-        NaN counts as 0: a replica that diverged keeps that to itself.
-        """
+    def residual_counts(self, most: int = INT32_MAX) -> Tensor:
+        """Return the residual in whole steps; see the kernel of this name."""
         counts_N = torch.empty_like(self.shared_N, device="cpu")
         for piece in self._pieces():
-            local = self.local_N[piece].cpu().double()
-            target = torch.round(local / self.grid).clamp(-INT32_MAX, INT32_MAX)
-            counts = (target - self.shared_N[piece].cpu().double()).nan_to_num(0.0)
-            counts_N[piece] = counts.clamp(-INT32_MAX, INT32_MAX).to(torch.int32)
+            local_N, shared_N = self.local_N[piece], self.shared_N[piece]
+            counts_N[piece] = kernels.residual_counts(
+                local_N, shared_N, self.grid, most
+            )
         return counts_N
 
-    def hand_over_(self) -> Tensor:
-        """Return :meth:`residual_counts` and move shared by it; local stays."""
-        counts_N = self.residual_counts()
+    def take_counts_(self, counts_N: Tensor) -> None:
+        """Take counts out of the residual: shared moves by them, local stays."""
+        self.absorb_()
         self.shared_N += counts_N.to(self.shared_N.device)
         self._show_all_()
+
+    def hand_over_(self) -> Tensor:
+        """Return :meth:`residual_counts` and take them."""
+        counts_N = self.residual_counts()
+        self.take_counts_(counts_N)
         return counts_N
 
     def replace_shared_(self, shared_N: Tensor, grid: float) -> None:
@@ -236,19 +237,6 @@ class Progress:
         self._absorb_(where)
         yield
         self._show_(where)
-
-
-class Residuals:
-    """The residual of all groups, for rules that look at it."""
-
-    def __init__(self, groups: Sequence[Progress]) -> None:
-        self._groups = groups
-
-    def tensor(self) -> Tensor:
-        """See :class:`daskdl.thresholds.Residual`."""
-        device = self._groups[0].flat.device
-        whole = slice(None)
-        return torch.cat([g.residual(whole).to(device) for g in self._groups])
 
 
 def split_entries(

@@ -27,8 +27,7 @@ from daskdl.errors import OptionError, RunError
 from daskdl.history import History
 from daskdl.packed import Packed, PackedModel
 from daskdl.sites import site_of
-from daskdl.thresholds import Sent
-from daskdl.training.base import TrainingMaster
+from daskdl.training.base import Outcome, TrainingMaster
 from daskdl.training.driver import Driver
 from daskdl.training.follow import Follower
 from daskdl.training.merge import Final
@@ -115,7 +114,7 @@ class Trainer:
         check_trainer(
             self.master, self.device, self.seed, self.callbacks, self.progress
         )
-        self._sent: Sent | None = None
+        self._sent: Outcome | None = None
         self._epochs = 0  # of all fits so far
 
     def fit(
@@ -228,6 +227,7 @@ class Trainer:
         labels: ClassRange | None,
     ) -> TaskOptions:
         flat = FlatParameters(PackedModel(model).unpack())
+        self.master.check(flat)
         return TaskOptions(
             run=secrets.randbits(63),
             master=self.master,

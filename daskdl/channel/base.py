@@ -139,9 +139,18 @@ class Channel(ABC):
     def publish(self, stamp: Stamp, frame: NDArray[np.uint8]) -> bool:
         """Send an encoded update to all others; False if the outbox is full.
 
+        Who receives it takes its step for completed.
+
         Args:
             stamp: From :meth:`next_stamp`, as encoded in the frame.
             frame: Bytes that the caller will not touch again.
+        """
+
+    @abstractmethod
+    def publish_part(self, stamp: Stamp, frame: NDArray[np.uint8]) -> bool:
+        """Send one of several updates of a step, but the last; see :meth:`publish`.
+
+        Who receives it expects more of its step.
         """
 
     @abstractmethod

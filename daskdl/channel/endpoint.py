@@ -23,6 +23,7 @@ class Endpoint:
         routing: ``"plain"`` or ``"mesh"``.
         fan_out: Most replicas that one passes an update on to, in a mesh.
         drops: On purpose: which updates that arrive here are dropped.
+        in_step: Replicas make each step together.
     """
 
     run: int
@@ -35,3 +36,4 @@ class Endpoint:
     routing: str = "plain"
     fan_out: int = FAN_OUT
     drops: Sequence[FailureInjection] = ()
+    in_step: bool = False

@@ -23,6 +23,7 @@ class Inbox:
         limit_bytes: Bytes of waiting updates beyond which they are folded.
         in_order: Updates of one origin never overtake each other or what it says
             of itself. If they may, a step counts once its updates are here.
+        in_step: Replicas go in step; see :class:`Pile`.
         changed: Of whoever else has to know, and guards more than this; None: its own.
     """
 
@@ -37,6 +38,7 @@ class Inbox:
         limit_bytes: int,
         *,
         in_order: bool = True,
+        in_step: bool = False,
         changed: threading.Condition | None = None,
     ) -> None:
         self.received_bytes = 0
@@ -46,7 +48,7 @@ class Inbox:
         self._positions = Positions()
         self._fence = Fence()
         self._heard = Heard()
-        self._pile = Pile(size, grid, limit_bytes)
+        self._pile = Pile(size, grid, limit_bytes, in_step=in_step)
         self._changed = threading.Condition() if changed is None else changed
 
     @property
@@ -210,9 +212,8 @@ class Inbox:
         """Take what waits, all of it or only what was sent up to a step.
 
         Args:
-            up_to_step: For synchronous runs, in which an update from a replica's
-                next step must not be applied before one's own. The bound is
-                then never reached: nobody is more than one step ahead.
+            up_to_step: For runs in step, in which an update from a replica's next
+                step must not be applied before one's own.
         """
         with self._changed:
             return self._pile.take(up_to_step)

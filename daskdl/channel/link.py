@@ -89,6 +89,7 @@ class Link:
             endpoint.grid,
             endpoint.inbox_bytes,
             in_order=not mesh and not endpoint.drops,
+            in_step=endpoint.in_step,
         )
         self.connection = Connection(worker, endpoint, self.inbox)
         self.carrier = (

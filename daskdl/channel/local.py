@@ -115,9 +115,17 @@ class LocalChannel(Receiver):
 
     @override
     def publish(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
+        return self._publish(stamp.step, stamp, frame)
+
+    @override
+    def publish_part(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
+        return self._publish(stamp.step - 1, stamp, frame)
+
+    def _publish(
+        self, completed: int, stamp: codec.Stamp, frame: NDArray[np.uint8]
+    ) -> bool:
         # Read once for all, and outside of the lock.
-        kind = ItemKind.UPDATE.value
-        item = Item(kind, *stamp[1:], frame.nbytes)
+        item = Item.update(stamp, completed, frame.nbytes)
         item = item._replace(payload=self._read(item, frame))
         with self._changed:
             self._run.hear(self._replica)

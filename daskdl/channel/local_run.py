@@ -62,6 +62,7 @@ class LocalRun:
                 endpoint.size,
                 endpoint.grid,
                 endpoint.inbox_bytes,
+                in_step=endpoint.in_step,
                 changed=self.changed,
             )
             inbox.stopped = self.record.stopped

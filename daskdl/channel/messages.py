@@ -9,6 +9,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from daskdl.codec import Stamp
+
 # requests to the scheduler, from a client
 OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
 SEAT, UNSEAT, RESTORE = "daskdl_seat", "daskdl_unseat", "daskdl_restore"
@@ -45,6 +47,22 @@ class Item(NamedTuple):
     nbytes: int  # of the payload
     payload: Any = None  # a frame, never unpacked by the scheduler; or plain values
     generation: int = 0  # in which the origin sent it, replica to replica
+
+    @classmethod
+    def update(
+        cls, stamp: Stamp, completed: int, nbytes: int, payload: Any = None
+    ) -> "Item":
+        """Make the item of a frame.
+
+        Args:
+            stamp: Of the frame.
+            completed: Steps the origin has completed with it: without the one of the
+                stamp, if others of that step follow.
+            nbytes: Of the frame.
+            payload: The frame, as it is carried.
+        """
+        kind = ItemKind.UPDATE.value
+        return cls(kind, stamp.origin, stamp.sequence, completed, nbytes, payload)
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> "Item":

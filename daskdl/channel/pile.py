@@ -1,5 +1,7 @@
 """Updates that wait to be applied: bounded in bytes, in no order. No lock, no I/O."""
 
+import math
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -7,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from daskdl import kernels
-from daskdl.accumulator import count_of
 from daskdl.codec import DenseUpdate, SparseUpdate, Update
+from daskdl.quanta import count_of
 
 
 class Arrived(NamedTuple):
@@ -24,10 +26,16 @@ class Pile:
     Beyond the bound all of them are folded into one dense vector of counts, which is
     exact, because sums of whole grid steps do not depend on their order.
 
+    In step the bound is one for each step, and what comes of a step that was folded is
+    folded too: whether it is applied as one vector, which rounds local otherwise, then
+    depends on how much is sent in the step, and not on what arrives when.
+
     Args:
         size: Parameters of the model.
         grid: Of the run, parameter units.
-        limit_bytes: Bytes of waiting updates beyond which they are folded.
+        limit_bytes: Bytes of waiting updates beyond which they are folded; in step,
+            of those of one step.
+        in_step: Replicas go in step, so that updates of two steps wait at most.
 
     Attributes:
         grid: Of the run, parameter units.
@@ -37,54 +45,69 @@ class Pile:
     grid: float
     folds: int
 
-    def __init__(self, size: int, grid: float, limit_bytes: int) -> None:
+    def __init__(
+        self, size: int, grid: float, limit_bytes: int, *, in_step: bool = False
+    ) -> None:
         self.grid = grid
         self.folds = 0
         self._size = size
         self._limit_bytes = limit_bytes
+        self._in_step = in_step
         self._updates: list[Update] = []
-        self._bytes = 0
-        self._folded_N: NDArray[np.int32] | None = None
+        # By step where they go in step, else all at 0.
+        self._bytes: Counter[int] = Counter()
+        self._folded: dict[int, NDArray[np.int32]] = {}
 
     def __len__(self) -> int:
         return len(self._updates)
 
     def add(self, update: Update) -> None:
         """Keep an update until it is taken."""
+        heap = self._heap_of(update)
         self._updates.append(update)
-        self._bytes += _bytes_of(update)
-        if self._bytes > self._limit_bytes:
-            self._fold()
+        self._bytes[heap] += _bytes_of(update)
+        again = self._in_step and heap in self._folded
+        if again or self._bytes[heap] > self._limit_bytes:
+            self.folds += not again
+            self._fold(heap)
 
     def take(self, up_to_step: int | None = None) -> Arrived:
         """Take all, or only what was sent up to a step, and what is folded."""
-        if up_to_step is None:
-            now, later = self._updates, []
-        else:
-            now = [u for u in self._updates if u.stamp.step <= up_to_step]
-            later = [u for u in self._updates if u.stamp.step > up_to_step]
-        folded_N, self._folded_N = self._folded_N, None
-        self._updates = later
-        self._bytes = sum(_bytes_of(update) for update in later)
-        return Arrived(sorted(now, key=lambda u: u.stamp), folded_N)
+        last = math.inf if up_to_step is None else up_to_step
+        now = [u for u in self._updates if u.stamp.step <= last]
+        self._updates = [u for u in self._updates if u.stamp.step > last]
+        self._bytes.clear()
+        for update in self._updates:
+            self._bytes[self._heap_of(update)] += _bytes_of(update)
+        due = [self._folded.pop(heap) for heap in [*self._folded] if heap <= last]
+        for other_N in due[1:]:
+            due[0] += other_N
+        return Arrived(sorted(now, key=lambda u: u.stamp), due[0] if due else None)
 
     def clear(self) -> None:
         """Forget what waits."""
-        self._updates, self._bytes, self._folded_N = [], 0, None
+        self._updates.clear()
+        self._bytes.clear()
+        self._folded.clear()
 
-    def _fold(self) -> None:
-        if self._folded_N is None:
-            self._folded_N = np.zeros(self._size, np.int32)
+    def _heap_of(self, update: Update) -> int:
+        return update.stamp.step if self._in_step else 0
+
+    def _fold(self, heap: int) -> None:
+        if heap not in self._folded:
+            self._folded[heap] = np.zeros(self._size, np.int32)
+        folded_N = self._folded[heap]
         for update in self._updates:
+            if self._heap_of(update) != heap:
+                continue
             if isinstance(update, DenseUpdate):
-                self._folded_N += update.counts_N
+                folded_N += update.counts_N
             else:
                 count = count_of(update.threshold, self.grid)
                 entries_K = torch.from_numpy(np.require(update.entries_K, None, "W"))
-                kernels.fold_(torch.from_numpy(self._folded_N), entries_K, count)
-        self._updates.clear()
-        self._bytes = 0
-        self.folds += 1
+                kernels.fold_(torch.from_numpy(folded_N), entries_K, count)
+        self._updates = [u for u in self._updates if self._heap_of(u) != heap]
+        self._bytes[heap] = 0
 
 
 def _bytes_of(update: Update) -> int:

@@ -5,12 +5,12 @@ import logging
 from typing import Any
 
 from daskdl import codec
-from daskdl.accumulator import count_of
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import Item
 from daskdl.channel.payloads import unwrap
 from daskdl.errors import CodecError
+from daskdl.quanta import count_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,9 @@ from daskdl.channel.routes import Routes
 from daskdl.errors import DaskDLError
 
 PACE_S = 0.005  # least time between two requests to the relay
+# Updates that are kept though they fill more than an outbox. Who misses one asks for it
+# a second later; as many dense ones of some MB take about that long to be sent.
+RECENT = 16
 
 
 class Relay(Carrier):
@@ -34,6 +37,7 @@ class Relay(Carrier):
         self._outbox = Outbox(endpoint.outbox_bytes)
         self._outbox.on_drop = inbox.wake
         self._ring = Ring(endpoint.outbox_bytes)
+        self._ring_most = endpoint.inbox_bytes
         self._last_step = 0
 
     # ---- event loop
@@ -97,6 +101,9 @@ class Relay(Carrier):
     def offer(self, item: Item, *, force: bool = False) -> bool:
         if not self._outbox.offer(item, force=force):
             return False
+        # Never less again: small ones may follow before it is asked for.
+        wanted = min(RECENT * item.weight(), self._ring_most)
+        self._ring.limit_bytes = max(self._ring.limit_bytes, wanted)
         self._ring.keep(item)
         self.sequence = item.sequence
         self._last_step = item.step

@@ -26,7 +26,7 @@ from daskdl.channel.base import (
 )
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link
-from daskdl.channel.messages import Answer, Barrier, Item, ItemKind
+from daskdl.channel.messages import Answer, Barrier, Item
 from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.remote_waits import RemoteWaits
@@ -142,13 +142,22 @@ class RemoteChannel(Receiver):
 
     @override
     def publish(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
-        accepted = self._publish(stamp, frame, force=False)
+        return self._offer(Item.update(stamp, stamp.step, frame.nbytes, wrap(frame)))
+
+    @override
+    def publish_part(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
+        completed = stamp.step - 1
+        return self._offer(Item.update(stamp, completed, frame.nbytes, wrap(frame)))
+
+    def _offer(self, item: Item) -> bool:
+        accepted = self._publish(item, force=False)
         self._traffic.withheld += not accepted
         return accepted
 
     @override
     def publish_last(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> None:
-        self._publish(stamp, frame, force=True)
+        item = Item.update(stamp, stamp.step, frame.nbytes, wrap(frame))
+        self._publish(item, force=True)
         bound = self._timeouts.bound("stop")
         if not self._carrier.wait_until_sent(bound.seconds):
             logger.warning(
@@ -160,14 +169,10 @@ class RemoteChannel(Receiver):
                 self._waits.last_heard(),
             )
 
-    def _publish(
-        self, stamp: codec.Stamp, frame: NDArray[np.uint8], *, force: bool
-    ) -> bool:
-        kind = ItemKind.UPDATE.value
-        item = Item(kind, *stamp[1:], frame.nbytes, wrap(frame))
+    def _publish(self, item: Item, *, force: bool) -> bool:
         if not self._carrier.offer(item, force=force):
             return False
-        self._traffic.sent_bytes += frame.nbytes
+        self._traffic.sent_bytes += item.nbytes
         self._traffic.frames += 1
         return True
 

@@ -1,5 +1,6 @@
 """Updates as bytes and back: numpy in, numpy out; no torch, no Dask, no state."""
 
+from daskdl.codec.dense8 import Quantized, counts_of, quantize
 from daskdl.codec.frames import (
     DenseUpdate,
     SparseUpdate,
@@ -7,6 +8,7 @@ from daskdl.codec.frames import (
     decode,
     encode,
     encode_dense,
+    encode_dense8,
     payload_sizes,
 )
 from daskdl.codec.header import Kind, Stamp, read_stamp
@@ -14,12 +16,16 @@ from daskdl.codec.header import Kind, Stamp, read_stamp
 __all__ = [
     "DenseUpdate",
     "Kind",
+    "Quantized",
     "SparseUpdate",
     "Stamp",
     "Update",
+    "counts_of",
     "decode",
     "encode",
     "encode_dense",
+    "encode_dense8",
     "payload_sizes",
+    "quantize",
     "read_stamp",
 ]

@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-from daskdl.codec import bitmap, gaps, gaps_reading
+from daskdl.codec import bitmap, dense8, gaps, gaps_reading
+from daskdl.codec.dense8 import Quantized, check_counts
 from daskdl.codec.entries import positions_of
 from daskdl.codec.header import (
+    DENSE_KINDS,
     LAYOUT,
     Header,
     Kind,
@@ -128,14 +130,38 @@ def encode_dense(
         >>> decode(frame).counts_N
         array([ 3, -1], dtype=int32)
     """
-    if counts_N.ndim != 1 or counts_N.dtype != np.int32:
-        raise CodecError(
-            "counts must be one-dimensional int32, "
-            f"got {counts_N.dtype} of shape {counts_N.shape}"
-        )
+    check_counts(counts_N)
     header = Header(stamp, Kind.DENSE32, False, len(counts_N), 0, grid, 0)
     check_fields(header)
     return seal(header, bytes_of_integers(counts_N))
+
+
+def encode_dense8(
+    stamp: Stamp, grid: float, quantized: Quantized
+) -> npt.NDArray[np.uint8]:
+    """Write counts rounded to eight bits as a DENSE8 frame.
+
+    Args:
+        stamp: Which update this is.
+        grid: One step, parameter units, > 0 and exact in float32.
+        quantized: What :func:`quantize` returned; not empty.
+
+    Returns:
+        The frame, uint8, one-dimensional, an array of its own. It is read as
+        :func:`counts_of` the same.
+
+    Raises:
+        CodecError: If an argument is not as above.
+
+    Example:
+        >>> import numpy as np
+        >>> quantized = dense8.quantize(np.array([300, -1], np.int32))
+        >>> decode(encode_dense8(Stamp(7, 1, 12, 40), 0.25, quantized)).counts_N
+        array([300,   0], dtype=int32)
+    """
+    header = Header(stamp, Kind.DENSE8, False, len(quantized.values_N), 0, grid, 0)
+    check_fields(header)
+    return seal(header, dense8.pack(quantized))
 
 
 def payload_sizes(size: int, entries_K: npt.NDArray[np.int32]) -> dict[Kind, int]:
@@ -182,8 +208,8 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
     range and strictly ascending.
 
     Args:
-        frame: What :func:`encode` or :func:`encode_dense` wrote, in any
-            contiguous buffer. Never changed.
+        frame: What one of the functions above wrote, in any contiguous buffer.
+            Never changed.
         run: Refuse updates of any other run.
         size: Refuse updates for any other number of parameters.
 
@@ -209,8 +235,8 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
     if size is not None and header.size != size:
         raise CodecError(f"frame for {header.size} parameters, this model has {size}")
     body = open_payload(header, view[LAYOUT.size :])
-    if header.kind is Kind.DENSE32:
-        counts_N = body.view("<i4").astype(np.int32)
+    if header.kind in DENSE_KINDS:
+        counts_N = unpack_counts(header, body)
         return DenseUpdate(header.stamp, header.size, header.threshold, counts_N)
     entries_K = unpack_entries(header, body)
     return SparseUpdate(
@@ -233,3 +259,14 @@ def unpack_entries(
     entries_K = body.view("<i4").astype(np.int32)
     positions_of(entries_K, header.size)
     return entries_K
+
+
+def unpack_counts(header: Header, body: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
+    """Read the body of a dense kind.
+
+    Raises:
+        CodecError: If eight bits and scales are not as documented.
+    """
+    if header.kind is Kind.DENSE8:
+        return dense8.unpack(body, header.size)
+    return body.view("<i4").astype(np.int32)

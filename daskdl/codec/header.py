@@ -28,12 +28,16 @@ MAX_SIZE = 2**31 - 1  # an entry is a signed one-based int32 position
 
 
 class Kind(enum.IntEnum):
-    """How the body of a frame is packed; 4 is reserved for DENSE8."""
+    """How the body of a frame is packed."""
 
     RAW32 = 1  # an int32 per entry
     GAPS = 2  # Golomb-Rice coded gaps, signs apart
     BITMAP = 3  # a bit per parameter, signs apart
+    DENSE8 = 4  # eight bits per parameter, a scale in grid steps per block
     DENSE32 = 5  # an int32 count of grid steps per parameter
+
+
+DENSE_KINDS = (Kind.DENSE8, Kind.DENSE32)
 
 
 class Stamp(NamedTuple):
@@ -55,8 +59,8 @@ class Header(NamedTuple):
     kind: Kind
     compressed: bool  # the payload is an lz4 block
     size: int  # N
-    entries: int  # K; 0 for DENSE32
-    threshold: float  # parameter units; the grid for DENSE32
+    entries: int  # K; 0 for the dense kinds
+    threshold: float  # parameter units; the grid for the dense kinds
     body_length: int  # bytes, before lz4
 
 
@@ -127,7 +131,7 @@ def check_numbers(header: Header) -> None:
     """
     size, count, threshold = header.size, header.entries, header.threshold
     check_size(size)
-    most = 0 if header.kind is Kind.DENSE32 else size
+    most = 0 if header.kind in DENSE_KINDS else size
     if not 0 <= count <= most:
         raise CodecError(
             f"entries of a {header.kind.name} frame of {size} parameters "

@@ -7,7 +7,7 @@ import lz4.block
 import numpy as np
 import numpy.typing as npt
 
-from daskdl.codec import bitmap, gaps_reading
+from daskdl.codec import bitmap, dense8, gaps_reading
 from daskdl.codec.header import Header, Kind, pack_frame
 from daskdl.errors import CodecError
 
@@ -40,6 +40,7 @@ def body_range(header: Header) -> tuple[int, int]:
     exact = {
         Kind.RAW32: 4 * count,
         Kind.BITMAP: bitmap.length(size, count),
+        Kind.DENSE8: dense8.length(size),
         Kind.DENSE32: 4 * size,
     }[header.kind]
     return exact, exact

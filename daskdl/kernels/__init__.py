@@ -19,7 +19,19 @@ from torch import Tensor
 
 from daskdl.kernels import cpu, generic
 
-__all__ = ["apply_", "apply_counts_", "check", "find", "fold_", "from_counts", "take_"]
+__all__ = [
+    "GUARD",
+    "apply_",
+    "apply_counts_",
+    "check",
+    "find",
+    "fold_",
+    "from_counts",
+    "residual_counts",
+    "take_",
+]
+
+GUARD = generic.GUARD  # entries wait, and dense updates end, at this |shared|
 
 Counts = npt.NDArray[np.int32]
 
@@ -218,3 +230,32 @@ def fold_(total_N: Tensor | Counts, entries_K: Tensor | Counts, count: int) -> N
     entries_K = entries_K.to(total_N.device)
     on_cpu = total_N.device.type == "cpu" and total_N.is_contiguous()
     (cpu if on_cpu else generic).fold_(total_N, entries_K, count)
+
+
+def residual_counts(
+    local_N: Tensor, shared_N: Tensor, grid: float, most: int
+) -> Tensor:
+    """Return the residual in whole steps of the grid. Reads only.
+
+    Rounded to even, and limited so that neither it nor shared plus it leaves int32.
+    NaN counts as 0: a replica that diverged keeps that to itself.
+
+    Args:
+        local_N: A replica's own parameters, floating.
+        shared_N: What has been shared, int32, steps of ``grid``.
+        grid: Size of one step, parameter units, a power of two.
+        most: Largest ``|shared|`` that shared plus the result reaches, in steps, in
+            [1, 2**31 - 1].
+
+    Returns:
+        Counts, int32, shape (N,), on the CPU, fresh.
+
+    Example:
+        >>> import torch
+        >>> local, shared = torch.tensor([1.1, -9.0]), torch.tensor([2, 0]).int()
+        >>> residual_counts(local, shared, grid=0.25, most=30)
+        tensor([  2, -30], dtype=torch.int32)
+    """
+    kernels = _pick(local_N)
+    counts_N: Tensor = kernels.residual_counts(local_N, shared_N, grid, most)
+    return counts_N

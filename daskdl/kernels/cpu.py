@@ -28,6 +28,7 @@ ENTRIES_AHEAD = 32
 LINE = 64  # bytes that a processor fetches at once
 # An entry beyond it waits in the residual: 2**30 steps are left before int32 wraps.
 GUARD = 2**30
+INT32_MAX = 2.0**31 - 1
 
 
 def compiled(function: Function) -> Function:
@@ -179,6 +180,21 @@ def _fold(total_N: Array, entries_K: Array, count: int) -> None:
         total_N[abs(entry) - 1] += count if entry > 0 else -count
 
 
+@compiled
+def _residual_counts(
+    local_N: Array, shared_N: Array, counts_N: Array, grid: float, most: float
+) -> None:
+    per_step = 1.0 / grid  # exact, as the grid is a power of two
+    for i in range(local_N.size):
+        target = np.rint(np.float64(local_N[i]) * per_step)
+        target = most if target > most else target
+        target = -most if target < -most else target
+        count = target - np.float64(shared_N[i])
+        count = INT32_MAX if count > INT32_MAX else count
+        count = -INT32_MAX if count < -INT32_MAX else count
+        counts_N[i] = np.int32(count if count == count else 0.0)  # NaN is not itself
+
+
 def check(entries_K: Tensor, base: int, size: int) -> None:
     """See :func:`daskdl.kernels.check`; entries on the CPU."""
     entries = entries_K.numpy()
@@ -251,3 +267,12 @@ def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
     """See :func:`daskdl.kernels.fold_`."""
     check(entries_K, 0, total_N.numel())
     _fold(total_N.numpy(), entries_K.numpy(), count)
+
+
+def residual_counts(
+    local_N: Tensor, shared_N: Tensor, grid: float, most: int
+) -> Tensor:
+    """See :func:`daskdl.kernels.residual_counts`."""
+    counts = np.empty(local_N.numel(), np.int32)
+    _residual_counts(local_N.numpy(), shared_N.numpy(), counts, grid, float(most))
+    return torch.from_numpy(counts)

@@ -13,6 +13,7 @@ from torch import Tensor
 from daskdl.errors import CodecError
 
 GUARD = 2**30  # as in daskdl.kernels.cpu; a test holds the two together
+INT32_MAX = 2**31 - 1
 
 
 def _sent(local_N: Tensor, shared_N: Tensor, grid: float) -> Tensor:
@@ -101,3 +102,13 @@ def apply_counts_(
 def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
     """See :func:`daskdl.kernels.fold_`."""
     total_N[_positions(entries_K, 0, total_N.numel())] += count * entries_K.sign()
+
+
+def residual_counts(
+    local_N: Tensor, shared_N: Tensor, grid: float, most: int
+) -> Tensor:
+    """See :func:`daskdl.kernels.residual_counts`."""
+    # On the CPU, as not every device has float64.
+    target_N = torch.round(local_N.cpu().double() / grid).clamp(-most, most)
+    counts_N = (target_N - shared_N.cpu().double()).nan_to_num(0.0)
+    return counts_N.clamp(-INT32_MAX, INT32_MAX).to(torch.int32)

@@ -15,8 +15,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from daskdl.thresholds import Sent
-from daskdl.training.base import Exchange, Parameters, Seat, Statistics
+from daskdl.training.base import (
+    Exchange,
+    Outcome,
+    Parameters,
+    Seat,
+    Statistics,
+)
 
 
 class Alone(Exchange):
@@ -25,16 +30,20 @@ class Alone(Exchange):
     Args:
         seat: Where to work.
         scale: Factor on the learning rate.
-        share: Makes the exchange that takes over when others come.
+        share: Makes the exchange that takes over when others come; told how many
+            steps were made by then.
     """
 
     learning_rate_scale: float
 
-    def __init__(self, seat: Seat, scale: float, share: Callable[[], Exchange]) -> None:
+    def __init__(
+        self, seat: Seat, scale: float, share: Callable[[int], Exchange]
+    ) -> None:
         self.learning_rate_scale = scale
         self._share = share
         self._module = seat.module
-        self._last = seat.last
+        self._sent = {} if seat.last is None else seat.last.sent
+        self._made = 0 if seat.last is None else seat.last.steps
         self._agreed = _state(seat.module)
         self._steps = 0
 
@@ -45,6 +54,7 @@ class Alone(Exchange):
     @override
     def after_step(self, epoch: int) -> None:
         self._steps += 1
+        self._made += 1
 
     @override
     def rest(self, epoch: int) -> None:
@@ -69,7 +79,7 @@ class Alone(Exchange):
 
     @override
     def opened(self) -> Exchange:
-        return self._share()
+        return self._share(self._made)
 
     @override
     def snapshot(self) -> dict[str, Any]:
@@ -88,8 +98,8 @@ class Alone(Exchange):
         return Parameters(exact=self._agreed)
 
     @override
-    def outcome(self) -> Sent | None:
-        return self._last
+    def outcome(self) -> Outcome:
+        return Outcome(self._sent, self._made)
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -21,7 +21,14 @@ from daskdl.channel.base import Channel
 from daskdl.channel.routes import FAN_OUT
 from daskdl.thresholds import Sent
 from daskdl.timeouts import Timeouts
-from daskdl.vectors import load_counts_
+from daskdl.vectors import FlatParameters, load_counts_
+
+
+class Outcome(NamedTuple):
+    """What one run leaves to the next: how far it came with compression."""
+
+    sent: Mapping[str, Sent]  # what the last exchange of each pattern did
+    steps: int  # made in all, by whoever made most of them
 
 
 class Statistics(NamedTuple):
@@ -29,7 +36,7 @@ class Statistics(NamedTuple):
 
     exchanges: int
     density_sum: float  # entries sent / parameters, summed over exchanges
-    threshold: float  # the last one, parameter units; NaN if there was none
+    threshold: float  # the last one, parameter units; of several the mean; or NaN
     clipped: float  # mass removed by clipping
     lead_sum: int  # steps ahead of the slowest, summed over steps
     steps: int
@@ -71,7 +78,7 @@ class Seat:
         channel: The replica's end of the run.
         replica: Its number.
         members: All replicas of the run, ascending.
-        last: The threshold's state from an earlier fit, or None.
+        last: What an earlier fit left, or None.
         snapshot: Of another replica, which a newcomer begins with; else None.
     """
 
@@ -79,7 +86,7 @@ class Seat:
     channel: Channel
     replica: int
     members: Sequence[int] = field(default_factory=list)
-    last: Sent | None = None
+    last: Outcome | None = None
     snapshot: Mapping[str, Any] | None = None
 
 
@@ -146,8 +153,8 @@ class Exchange(ABC):
         """The parameters at the last `end_epoch`, or at the start."""
 
     @abstractmethod
-    def outcome(self) -> Sent | None:
-        """State of the threshold, for the next fit."""
+    def outcome(self) -> Outcome:
+        """What this replica leaves to the next fit."""
 
 
 class TrainingMaster(ABC):
@@ -177,6 +184,15 @@ class TrainingMaster(ABC):
         if self.rejoin_timeout is None:
             return timeouts
         return dataclasses.replace(timeouts, rejoin=self.rejoin_timeout)
+
+    def check(  # noqa: B027 - most take any
+        self, parameters: FlatParameters
+    ) -> None:
+        """Refuse a model that its options are not for; on the client.
+
+        Raises:
+            OptionError: Naming the option and the parameter.
+        """
 
     def warm_up(  # noqa: B027 - most need not
         self, device: torch.device, dtype: torch.dtype

@@ -1,14 +1,14 @@
 """From the replicas' results to one; runs on a worker, not on the client."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from daskdl.packed import Packed
-from daskdl.thresholds import Sent, average_sent
-from daskdl.training.base import Parameters
+from daskdl.thresholds import average_sent
+from daskdl.training.base import Outcome, Parameters
 from daskdl.training.optimizer_state import OptimizerState, add
 from daskdl.training.task import Result
 
@@ -22,12 +22,12 @@ class Final:
     Attributes:
         parameters: Of all replicas together; residuals are already added.
         optimizer: Averaged state; None if the run did not come to its end.
-        outcome: Averaged state of the threshold.
+        outcome: What is left to the next fit; None if no replica left anything.
     """
 
     parameters: Parameters
     optimizer: OptimizerState | None
-    outcome: Sent | None
+    outcome: Outcome | None
 
 
 def merge(results: Sequence[Result]) -> Packed[Final]:
@@ -46,9 +46,28 @@ def merge(results: Sequence[Result]) -> Packed[Final]:
     final = Final(
         _sum(parts),
         add(states) if states else None,
-        average_sent([result.outcome for result in results]),
+        average_outcome([result.outcome for result in results]),
     )
     return Packed(final, "result")
+
+
+def average_outcome(outcomes: Iterable[Outcome | None]) -> Outcome | None:
+    """Merge what several replicas leave to the next fit.
+
+    Args:
+        outcomes: One per replica; None where it did not even start.
+
+    Returns:
+        The mean of each pattern over those that have sent, and the most steps; None
+        if there is nothing to merge.
+    """
+    used = [outcome for outcome in outcomes if outcome is not None]
+    if not used:
+        return None
+    patterns = dict.fromkeys(p for outcome in used for p in outcome.sent)
+    means = {p: average_sent([o.sent.get(p) for o in used]) for p in patterns}
+    sent = {p: mean for p, mean in means.items() if mean is not None}
+    return Outcome(sent, max(outcome.steps for outcome in used))
 
 
 def _agreed(results: Sequence[Result]) -> Parameters:

@@ -1,7 +1,7 @@
 """One replica that shares its updates as they happen."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -15,15 +15,22 @@ from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
 from daskdl.channel.base import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
-from daskdl.thresholds import Sent
-from daskdl.training.base import Exchange, Parameters, Seat, Statistics
+from daskdl.proposals import DenseProposal, Proposal
+from daskdl.training.base import (
+    Exchange,
+    Outcome,
+    Parameters,
+    Seat,
+    Statistics,
+)
 
 
 class Pace(NamedTuple):
-    """When a replica waits, and when it shares."""
+    """When a replica waits, when it shares, and until when it does so densely."""
 
     max_staleness: int | None  # steps it may be ahead of the slowest; None: any
     exchange_every: int  # steps between exchanges
+    warmup_steps: int  # what was made in these is sent whole
 
     @property
     def in_step(self) -> bool:
@@ -39,6 +46,8 @@ class Sharer(Exchange):
         accumulator: Of the module there.
         pace: When to wait, and when to share.
         scale: Factor on the learning rate of each of so many replicas.
+        made: Steps that were made before those that are counted here: in earlier
+            fits, or alone. A newcomer learns it from its snapshot.
     """
 
     learning_rate_scale: float
@@ -49,6 +58,7 @@ class Sharer(Exchange):
         accumulator: Accumulator,
         pace: Pace,
         scale: Callable[[int], float],
+        made: int,
     ) -> None:
         self._pace = pace
         self._scale = scale
@@ -57,8 +67,10 @@ class Sharer(Exchange):
         self._replica = seat.replica
         self._accumulator = accumulator
         self.learning_rate_scale = scale(len(seat.members))
+        self._made = made
         self._step = 0
-        self._due = False  # steps were made since the last exchange
+        self._due = False  # steps were made since the last exchange was tried
+        self._unshared = 0  # steps since the last one that was accepted
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
         self._agreed: tuple[NDArray[np.int32], float, Buffers]
@@ -70,7 +82,7 @@ class Sharer(Exchange):
         load_buffers_(
             self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
         )
-        self._step = snapshot["step"]
+        self._made, self._step = snapshot["made"], snapshot["step"]
 
     @override
     def before_step(self, epoch: int) -> None:
@@ -85,6 +97,7 @@ class Sharer(Exchange):
     def after_step(self, epoch: int) -> None:
         self._step += 1
         self._steps += 1
+        self._unshared += 1
         self._accumulator.absorb_()
         self._due = True
         if self._step % self._pace.exchange_every == 0:
@@ -97,20 +110,45 @@ class Sharer(Exchange):
             self._channel.wait_for_room()
         elif not self._channel.has_room():
             return
-        proposal = self._accumulator.propose()
-        if proposal.entries_K.size and not self._send(proposal):
-            return
-        # Only what is on its way leaves the residual.
-        self._accumulator.take_(proposal)
-        self._exchanges += 1
-        self._density_sum += proposal.entries_K.size / self._accumulator.size
+        self._exchange(self._proposals())
 
-    def _send(self, proposal: Any) -> bool:
-        stamp = self._channel.next_stamp(self._step)
-        frame = codec.encode(
-            stamp, self._accumulator.size, proposal.threshold, proposal.entries_K
-        )
-        return self._channel.publish(stamp, frame)
+    def _proposals(self) -> Sequence[Proposal | DenseProposal]:
+        # All that was made in the warm-up goes densely, however late it can.
+        shared = self._made + self._step - self._unshared
+        if shared < self._pace.warmup_steps:
+            return [self._accumulator.propose_dense()]
+        return self._accumulator.propose()
+
+    def _exchange(self, proposals: Sequence[Proposal | DenseProposal]) -> None:
+        """Send what there is to send, a frame each, as far as there is room."""
+        waiting = [proposal for proposal in proposals if proposal.entries]
+        sent = self._send_all(waiting)
+        if waiting and not sent:
+            return
+        for proposal in proposals:
+            if not proposal.entries:
+                self._accumulator.take_(proposal)
+        if len(sent) == len(waiting):
+            self._unshared = 0
+        self._exchanges += 1
+        entries = sum(proposal.entries for proposal in sent)
+        self._density_sum += entries / self._accumulator.size
+
+    def _send_all(
+        self, waiting: Sequence[Proposal | DenseProposal]
+    ) -> Sequence[Proposal | DenseProposal]:
+        for i, proposal in enumerate(waiting):
+            if i and self._pace.in_step:  # all of them, or it could not be repeated
+                self._channel.wait_for_room()
+            stamp = self._channel.next_stamp(self._step)
+            frame = proposal.encode(stamp)
+            last = i + 1 == len(waiting)
+            publish = self._channel.publish if last else self._channel.publish_part
+            if not publish(stamp, frame):
+                return waiting[:i]
+            # Only what is on its way leaves the residual.
+            self._accumulator.take_(proposal)
+        return waiting
 
     def _take_in(self, up_to_step: int | None = None) -> None:
         self._apply(self._channel.receive(up_to_step))
@@ -183,10 +221,11 @@ class Sharer(Exchange):
     @override
     def statistics(self) -> Statistics:
         accumulator = self._accumulator
+        thresholds = [sent.threshold for sent in accumulator.sent.values()]
         now = Statistics(
             self._exchanges,
             self._density_sum,
-            accumulator.sent.threshold if accumulator.sent else math.nan,
+            math.fsum(thresholds) / len(thresholds) if thresholds else math.nan,
             accumulator.clipped - self._clipped_before,
             self._lead_sum,
             self._steps,
@@ -212,6 +251,7 @@ class Sharer(Exchange):
             "received": [[o, last, list(more)] for o, (last, more) in received.items()],
             "counts_N": self._accumulator.shared_counts(),
             "grid": self._accumulator.grid,
+            "made": self._made,
             "step": self._step,
             "floating_F": buffers.floating_F,
             "integer_I": buffers.integer_I,
@@ -237,5 +277,5 @@ class Sharer(Exchange):
         return Parameters(None, shared_N, None, grid, buffers)
 
     @override
-    def outcome(self) -> Sent | None:
-        return self._accumulator.sent
+    def outcome(self) -> Outcome:
+        return Outcome(self._accumulator.sent, self._made + self._step)

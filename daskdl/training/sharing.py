@@ -6,6 +6,7 @@ rest stays where it is, in the replica, and is sent later.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +18,8 @@ from daskdl import codec
 from daskdl.accumulator import Accumulator
 from daskdl.channel.routes import FAN_OUT
 from daskdl.errors import OptionError
+from daskdl.layers import LayerThresholds
+from daskdl.proposals import DenseProposal, Proposal
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import AdaptiveThreshold, ThresholdAlgorithm
 from daskdl.training.alone import Alone
@@ -35,7 +38,9 @@ class GradientSharing(TrainingMaster):
     """Share updates as they happen, compressed by a threshold.
 
     Args:
-        threshold: Chooses the size of a quantum before each exchange.
+        threshold: Chooses the size of a quantum before each exchange. Or a mapping
+            from patterns of parameter names, as of `fnmatch`, to such: each parameter
+            has the first one that matches its name in ``named_parameters``.
         residual: Limits what is carried over.
         apply: ``"eager"``: a replica uses its own progress at once.
             ``"strict"``: only once it has been sent, as Strom and
@@ -47,6 +52,9 @@ class GradientSharing(TrainingMaster):
             an exchange interval. 0 goes in step and makes a run repeatable bit
             for bit; None is unbounded.
         exchange_every: Steps between exchanges.
+        warmup_steps: What the first so many steps make is sent whole, in eight bits
+            per parameter, and without a threshold. They are counted over all fits of
+            a trainer, so that a later one does not begin again, nor does a newcomer.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
             worker to worker; ``"auto"`` is mesh from 9 replicas on, counted when
             the run starts.
@@ -69,12 +77,15 @@ class GradientSharing(TrainingMaster):
         There updates are summed and the residual is dropped at each epoch's end.
     """
 
-    threshold: ThresholdAlgorithm = field(default_factory=AdaptiveThreshold)
+    threshold: ThresholdAlgorithm | Mapping[str, ThresholdAlgorithm] = field(
+        default_factory=AdaptiveThreshold
+    )
     residual: ResidualPostProcessor = field(default_factory=ResidualClipping)
     apply: Literal["eager", "strict"] = "eager"
     update_scale: Literal["mean", "sum"] | float = "mean"
     max_staleness: int | None = 8
     exchange_every: int = 1
+    warmup_steps: int = 0
     routing: Literal["auto", "plain", "mesh"] = "auto"
     replicas_per_worker: int | Literal["auto"] = 1
     min_replicas: int = 1
@@ -82,7 +93,10 @@ class GradientSharing(TrainingMaster):
     fan_out: int = FAN_OUT
 
     def __post_init__(self) -> None:
-        check_type("threshold", self.threshold, ThresholdAlgorithm)
+        thresholds = self.thresholds  # refuses what is none
+        if isinstance(self.threshold, Mapping):
+            # Frozen like the rest, whatever becomes of the user's mapping.
+            object.__setattr__(self, "threshold", thresholds)
         check_type("residual", self.residual, ResidualPostProcessor)
         if self.apply not in ("eager", "strict"):
             raise OptionError(f"apply must be 'eager' or 'strict', got {self.apply!r}")
@@ -90,6 +104,7 @@ class GradientSharing(TrainingMaster):
         if self.max_staleness is not None:
             check_whole("max_staleness", self.max_staleness, 0, "or None")
         check_whole("exchange_every", self.exchange_every, 1)
+        check_whole("warmup_steps", self.warmup_steps, 0)
         if self.routing not in ("auto", "plain", "mesh"):
             raise OptionError(
                 f"routing must be 'auto', 'plain' or 'mesh', got {self.routing!r}"
@@ -112,6 +127,11 @@ class GradientSharing(TrainingMaster):
             )
 
     @property
+    def thresholds(self) -> LayerThresholds:
+        """The algorithm, or all of them, by pattern of parameter names."""
+        return LayerThresholds.of(self.threshold)
+
+    @property
     @override
     def synchronous(self) -> bool:
         return self.max_staleness == 0
@@ -123,40 +143,43 @@ class GradientSharing(TrainingMaster):
         return "mesh" if replicas >= MESH_FROM else "plain"
 
     @override
+    def check(self, parameters: FlatParameters) -> None:
+        self.thresholds.assign(parameters.slices)
+
+    @override
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
         small = nn.Linear(8, 8, device=device, dtype=dtype)
+        rule = next(iter(self.thresholds.values()))  # the names are not its own
         accumulator = Accumulator(
-            FlatParameters(small), self.threshold, self.residual, self.apply, None
+            FlatParameters(small), rule, self.residual, self.apply
         )
         with torch.no_grad():
             small.weight.add_(1.0)
         accumulator.absorb_()
-        proposal = accumulator.propose()
-        frame = codec.encode(
-            codec.Stamp(0, 0, 1, 1),
-            accumulator.size,
-            proposal.threshold,
-            proposal.entries_K,
-        )
-        accumulator.take_(proposal)
-        accumulator.apply_(codec.decode(frame.tobytes()))
+        proposals: list[Proposal | DenseProposal] = [*accumulator.propose()]
+        if self.warmup_steps:
+            proposals.append(accumulator.propose_dense())
+        for proposal in proposals:
+            frame = proposal.encode(codec.Stamp(0, 0, 1, 1))
+            accumulator.take_(proposal)
+            accumulator.apply_(codec.decode(frame.tobytes()))
 
     @override
     def attach(self, seat: Seat) -> Exchange:
         if len(seat.members) == 1 and seat.snapshot is None:
-            return Alone(seat, self.scale(1), lambda: self._share(seat))
-        return self._share(seat)
+            return Alone(seat, self.scale(1), lambda made: self._share(seat, made))
+        return self._share(seat, 0 if seat.last is None else seat.last.steps)
 
-    def _share(self, seat: Seat) -> Exchange:
+    def _share(self, seat: Seat, made: int) -> Exchange:
         accumulator = Accumulator(
             FlatParameters(seat.module),
             self.threshold,
             self.residual,
             self.apply,
-            seat.last,
+            None if seat.last is None else seat.last.sent,
         )
-        pace = Pace(self.max_staleness, self.exchange_every)
-        return Sharer(seat, accumulator, pace, self.scale)
+        pace = Pace(self.max_staleness, self.exchange_every, self.warmup_steps)
+        return Sharer(seat, accumulator, pace, self.scale, made)
 
     def scale(self, replicas: int) -> float:
         """Factor on the learning rate of each of so many replicas.

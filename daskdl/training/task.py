@@ -14,9 +14,8 @@ from daskdl.channel.endpoint import Endpoint
 from daskdl.data.rehearsal import ClassRange
 from daskdl.failures import FailureInjection
 from daskdl.packed import Packed
-from daskdl.thresholds import Sent
 from daskdl.timeouts import Timeouts
-from daskdl.training.base import Parameters, TrainingMaster
+from daskdl.training.base import Outcome, Parameters, TrainingMaster
 from daskdl.training.optimizer_state import OptimizerState
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -60,7 +59,7 @@ class TaskOptions:
         labels: What integer labels of pieces are held to, or None.
         size: Trainable parameters of the model.
         grid: Of the run at its start, parameter units.
-        last: State of the threshold from an earlier fit.
+        last: What an earlier fit left, or None.
         outbox_bytes: Bound of what waits to be sent.
         inbox_bytes: Bound of what waits to be applied.
         timeouts: Bounds on waiting.
@@ -79,7 +78,7 @@ class TaskOptions:
     labels: ClassRange | None
     size: int
     grid: float
-    last: Sent | None
+    last: Outcome | None
     outbox_bytes: int
     inbox_bytes: int
     timeouts: Timeouts
@@ -109,6 +108,7 @@ class TaskOptions:
             self.routing,
             self.master.fan_out,
             [failure for failure in injected if failure.kind == "drop"],
+            self.master.synchronous,
         )
 
 
@@ -122,14 +122,14 @@ class Result:
             on which all agreed.
         parameters: As a pack, so that Dask never serialises a tensor.
         optimizer: The replica's weighted share, or None.
-        outcome: State of the threshold, or None.
+        outcome: What it leaves to the next fit, or None.
     """
 
     replica: int
     finished: bool
     parameters: Packed[Parameters]
     optimizer: Packed[OptimizerState] | None = None
-    outcome: Sent | None = None
+    outcome: Outcome | None = None
 
 
 @dataclass

@@ -64,6 +64,7 @@ class RecordingChannel:
 
     Attributes:
         sent: Origin and sequence of each update that was accepted.
+        kinds: Of each of these, as a number.
         sent_N: Their sum, steps of the grid.
         received: Origin and sequence of each update that arrived unfolded.
         received_N: The sum of all that arrived.
@@ -76,6 +77,7 @@ class RecordingChannel:
         self._inner = inner
         self._copies = copies
         self.sent = []
+        self.kinds = []
         self.sent_N = 0
         self.received = []
         self.received_N = 0
@@ -87,13 +89,20 @@ class RecordingChannel:
         return getattr(self._inner, name)
 
     def publish(self, stamp, frame):
-        accepted = self._inner.publish(stamp, frame)
+        return self._publish(self._inner.publish, stamp, frame)
+
+    def publish_part(self, stamp, frame):
+        return self._publish(self._inner.publish_part, stamp, frame)
+
+    def _publish(self, publish, stamp, frame):
+        accepted = publish(stamp, frame)
         if accepted:
             update = codec.decode(frame.tobytes())
             self.sent.append(update.stamp[1:3])
+            self.kinds.append(int(frame[5]))
             self.sent_N = self.sent_N + counts_of(update, GRID)
             for _ in range(self._copies - 1):  # as a retried request would
-                self._inner.publish(stamp, frame)
+                publish(stamp, frame)
         return accepted
 
     def receive(self, up_to_step=None):
@@ -179,6 +188,7 @@ class Recording(Exchange):
             start=self._start.numpy(),
             published=channel.sent,
             received=channel.received,
+            kinds=channel.kinds,
             folds=channel.folds,
             states=channel.states,
             leads=channel.leads,

@@ -99,6 +99,19 @@ class TestUpdates:
             assert totals(run.channels[1].receive())[:2] == [1, 1]
 
     @every_channel()
+    async def test_a_part_of_what_a_step_sends_does_not_complete_it(self, a_run):
+        async with a_run() as run:
+            one, other = run.channels[0], run.channels[1]
+            heard = []
+            for send in (one.publish_part, one.publish):
+                stamp = one.next_stamp(step=1)
+                assert send(stamp, frame_of(stamp, 1))
+                await in_thread(other.wait_for_updates, {0: stamp.sequence})
+                heard.append(other.lead(1, 0))
+
+            assert heard == [1, 0]
+
+    @every_channel()
     async def test_what_was_carried_is_counted_where_it_was_carried(self, a_run):
         async with a_run() as run:
             stamp = run.channels[0].next_stamp(step=1)

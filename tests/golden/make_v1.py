@@ -9,7 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from daskdl.codec import DenseUpdate, Kind, SparseUpdate, Stamp, encode, encode_dense
+from daskdl.codec import (
+    DenseUpdate,
+    Kind,
+    SparseUpdate,
+    Stamp,
+    encode,
+    encode_dense,
+    encode_dense8,
+    quantize,
+)
 
 FOLDER = Path(__file__).parent / "v1"
 STAMP = Stamp(run=0x0123456789ABCDEF, origin=3, sequence=2**40, step=41)
@@ -33,6 +42,16 @@ def sparse(kind, size, threshold, entries):
     return SparseUpdate(STAMP, kind, size, threshold, np.asarray(entries, np.int32))
 
 
+class Dense8Update(DenseUpdate):
+    """Counts that eight bits for each, and a scale for each block, hold exactly."""
+
+
+# Three blocks: of scale 3, of scale 1,000, and as far as int32 reaches, cut short.
+SPREAD = np.arange(256) * 37 % 255 - 127  # each of -127 .. 127, one of them twice
+ENDS = np.array([0, 16_909_320 * 127, -16_909_320 * 127, 16_909_320])
+EIGHT = np.concatenate([3 * SPREAD, -1_000 * SPREAD, ENDS]).astype(np.int32)
+
+
 FAR = scattered(30_000, 300)
 UNEVEN = np.concatenate([scattered(4_000, 5), FAR + 10_000 * np.sign(FAR)])
 ROWS = np.concatenate([scattered(500, 2), 12_001 + np.arange(900)]).astype(np.int32)
@@ -46,6 +65,11 @@ UPDATES = {
     "gaps_lz4": sparse(Kind.GAPS, 40_000, 2.0**-10, ROWS),
     "bitmap": sparse(Kind.BITMAP, 203, 2.0**-3, scattered(203, 3)),
     "bitmap_lz4": sparse(Kind.BITMAP, 20_001, 2.0**-3, scattered(5_000, 100)),
+    "dense8": Dense8Update(STAMP, 516, 2.0**-24, EIGHT),
+    # The block from 2,048 is all 0.
+    "dense8_lz4": Dense8Update(
+        STAMP, 4_000, 2.0**-24, (np.arange(4_000) // 600 - 3).astype(np.int32)
+    ),
     "dense32": DenseUpdate(
         STAMP, 5, 2.0**-24, np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int32)
     ),
@@ -56,6 +80,9 @@ UPDATES = {
 
 
 def frame_of(update):
+    if isinstance(update, Dense8Update):
+        quantized = quantize(update.counts_N)
+        return encode_dense8(update.stamp, update.grid, quantized)
     if isinstance(update, DenseUpdate):
         return encode_dense(update.stamp, update.grid, update.counts_N)
     return encode(

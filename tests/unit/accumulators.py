@@ -37,6 +37,12 @@ def make(module, threshold=None, residual=None, **options):
     )
 
 
+def proposed(accumulator):
+    """What an accumulator with one algorithm would send."""
+    [proposal] = accumulator.propose()
+    return proposal
+
+
 def sparse(size, entries, threshold=2.0**-4):
     entries = np.array(entries, np.int32)
     entries.flags.writeable = False  # as decode may return them

@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from accumulators import GRID, STAMP, Vector, make, sparse
+from accumulators import GRID, STAMP, Vector, make, proposed, sparse
 
-from daskdl.accumulator import MAX_COUNT, Accumulator, count_of
+from daskdl.accumulator import Accumulator
 from daskdl.codec import DenseUpdate
 from daskdl.errors import CodecError, OptionError
+from daskdl.quanta import MAX_COUNT, count_of
 from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import (
     AdaptiveThreshold,
@@ -49,7 +50,7 @@ class TestPropose:
     def test_the_threshold_is_put_on_the_grid(self):
         accumulator = make(Vector([0.5]), FixedThreshold(1.2e-3))
 
-        proposal = accumulator.propose()
+        proposal = proposed(accumulator)
 
         assert proposal.count == 20133  # 20132.66 steps: the nearest, not the first
         assert proposal.threshold == proposal.count * GRID
@@ -60,7 +61,7 @@ class TestPropose:
         ("value", "count"), [(1e-30, 1), (1e9, MAX_COUNT)], ids=["small", "large"]
     )
     def test_a_rule_cannot_leave_the_grid(self, value, count):
-        proposal = make(Vector([0.5]), FixedThreshold(value)).propose()
+        proposal = proposed(make(Vector([0.5]), FixedThreshold(value)))
 
         assert (proposal.count, proposal.rule) == (count, count * GRID)
 
@@ -70,12 +71,12 @@ class TestPropose:
         module.step(0.1, -0.1)
         before, digest = module.first.clone(), accumulator.digest()
 
-        first, second = accumulator.propose(), accumulator.propose()
+        first, second = proposed(accumulator), proposed(accumulator)
 
         assert first.entries_K.tolist() == second.entries_K.tolist() == [1, -2]
         assert torch.equal(module.first, before)
         assert accumulator.digest() == digest
-        assert (accumulator.sent, accumulator.exchanges) == (None, 0)
+        assert (accumulator.sent, accumulator.sections["*"].exchanges) == ({}, 0)
 
     def test_groups_follow_each_other(self):
         module = Vector([0.0, 0.0], second=[0.0, 0.0])
@@ -84,7 +85,7 @@ class TestPropose:
         with torch.no_grad():
             module.second[1] = -0.5
 
-        proposal = accumulator.propose()
+        proposal = proposed(accumulator)
         accumulator.take_(proposal)
 
         assert proposal.entries_K.tolist() == [1, -4]
@@ -109,7 +110,7 @@ class TestPropose:
         accumulator = make(module, Largest())
         module.step(0.0, 2.0**-5)
 
-        proposal = accumulator.propose()
+        proposal = proposed(accumulator)
 
         assert (proposal.rule, proposal.entries_K.tolist()) == (2.0**-5, [2])
 
@@ -121,34 +122,34 @@ class TestTake:
         accumulator = make(module, rule)
         module.step(0.5, 0.0, 0.0, 0.0)
 
-        accumulator.take_(accumulator.propose())
+        accumulator.take_(proposed(accumulator))
 
-        assert accumulator.sent == Sent(1e-3, 0.25)
-        assert accumulator.exchanges == 1
-        assert accumulator.propose().rule == 2e-3
+        assert accumulator.sent == {"*": Sent(1e-3, 0.25)}
+        assert accumulator.sections["*"].exchanges == 1
+        assert proposed(accumulator).rule == 2e-3
 
     def test_nothing_to_send_is_an_outcome_too(self):
         accumulator = make(Vector([0.0]), AdaptiveThreshold(initial=1e-3, decay=0.5))
 
-        accumulator.take_(accumulator.propose())
+        accumulator.take_(proposed(accumulator))
 
-        assert accumulator.sent == Sent(1e-3, 0.0)
-        assert accumulator.propose().rule == 5e-4
+        assert accumulator.sent == {"*": Sent(1e-3, 0.0)}
+        assert proposed(accumulator).rule == 5e-4
 
     def test_the_last_outcome_can_be_carried_on(self):
         rule = AdaptiveThreshold(decay=0.5)
 
-        accumulator = make(Vector([0.0]), rule, last=Sent(0.125, 0.5))
+        accumulator = make(Vector([0.0]), rule, last={"*": Sent(0.125, 0.5)})
 
-        assert accumulator.propose().rule == 0.25
+        assert proposed(accumulator).rule == 0.25
 
     def test_clipping_is_counted(self):
         module = Vector([0.0, 0.0])
         accumulator = make(module, residual=ResidualClipping(2.0, frequency=1))
-        accumulator.take_(accumulator.propose())
+        accumulator.take_(proposed(accumulator))
         module.step(0.5, -0.0625)
 
-        accumulator.take_(accumulator.propose())
+        accumulator.take_(proposed(accumulator))
 
         assert module.first.tolist() == [0.1875, -0.0625]  # 1 quantum sent, 2 kept
         assert accumulator.clipped == 0.5 - 0.1875
@@ -158,28 +159,28 @@ class TestTake:
         accumulator = make(module, residual=ResidualClipping(2.0, frequency=1))
         module.step(0.5)
 
-        accumulator.take_(accumulator.propose())
+        accumulator.take_(proposed(accumulator))
 
         assert (module.first.item(), accumulator.clipped) == (0.5, 0.0)
 
     def test_a_bound_may_be_the_threshold_itself(self):
         module = Vector([0.0])
         accumulator = make(module, residual=ResidualClipping(1.0, frequency=1))
-        accumulator.take_(accumulator.propose())
+        accumulator.take_(proposed(accumulator))
         module.step(0.5)
 
-        accumulator.take_(accumulator.propose())
+        accumulator.take_(proposed(accumulator))
 
         assert module.first.item() == 0.125
 
     def test_what_is_clipped_adds_up(self):
         module = Vector([0.0])
         accumulator = make(module, residual=ResidualClipping(1.0, frequency=1))
-        accumulator.take_(accumulator.propose())
+        accumulator.take_(proposed(accumulator))
 
         for _ in range(2):
             module.step(0.5)
-            accumulator.take_(accumulator.propose())
+            accumulator.take_(proposed(accumulator))
 
         assert accumulator.clipped == 0.375 + 0.4375
 
@@ -192,7 +193,7 @@ class TestTake:
         module = Vector([0.0])
         accumulator = make(module, residual=Tight())
         module.step(0.5)
-        proposal = accumulator.propose()
+        proposal = proposed(accumulator)
 
         with pytest.raises(
             OptionError, match=f"bound must be >= .* got {0.0625 * factor}"
@@ -200,11 +201,11 @@ class TestTake:
             accumulator.take_(proposal)
 
         assert accumulator.shared_counts().tolist() == [0]
-        assert accumulator.exchanges == 0
+        assert accumulator.sections["*"].exchanges == 0
 
     def test_a_proposal_of_another_grid_is_refused(self):
         accumulator = make(Vector([0.0]))
-        proposal = accumulator.propose()
+        proposal = proposed(accumulator)
         accumulator.replace_shared_(np.zeros(1, np.int32), 2 * GRID)
 
         with pytest.raises(OptionError, match="propose again"):

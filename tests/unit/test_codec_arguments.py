@@ -5,7 +5,16 @@ import re
 import numpy as np
 import pytest
 
-from daskdl.codec import Kind, Stamp, encode, encode_dense, payload_sizes
+from daskdl.codec import (
+    Kind,
+    Quantized,
+    Stamp,
+    encode,
+    encode_dense,
+    encode_dense8,
+    payload_sizes,
+    quantize,
+)
 from daskdl.errors import CodecError
 
 STAMP = Stamp(run=1, origin=2, sequence=3, step=4)
@@ -64,6 +73,50 @@ def test_dense_counts_that_could_not_be_read_back_are_not_written(
 ):
     with pytest.raises(CodecError, match=re.escape(message)):
         encode_dense(STAMP, grid, counts)
+
+
+def eight(scales, values):
+    return Quantized(np.array(scales, np.int32), np.array(values, np.int8))
+
+
+@pytest.mark.parametrize(
+    ("grid", "quantized", "message"),
+    [
+        (0.1, eight([1], [1]), "threshold must be exact in float32, got 0.1"),
+        (0.5, eight([], []), "parameters must be in 1 .. 2**31 - 1, got 0"),
+        (0.5, eight([1, 1], [1]), "got (2,) scales for (1,)"),
+        (0.5, eight([], [1]), "got (0,) scales for (1,)"),
+        (0.5, eight([[1]], [1]), "got (1, 1) scales for (1,)"),
+        (0.5, eight([1], [[1]]), "got (1,) scales for (1, 1)"),
+        (0.5, eight([1], [-128]), "got -128 in block 0"),
+        (0.5, eight([0], [1]), "block 0 must have the scale 0 if"),
+        (0.5, eight([-1], [1]), "got 4294967295 of block 0"),
+        (0.5, Quantized(DENSE[:1].astype(np.int64), DENSE.astype(np.int8)), "int64"),
+        (0.5, Quantized(DENSE[:1], DENSE), "and values of int8, got int32 and int32"),
+    ],
+    ids=[
+        *("grid", "empty", "scales", "no scale", "scales shape", "values shape"),
+        *("low", "zero", "negative", "scales dtype", "values dtype"),
+    ],
+)
+def test_eight_bits_that_could_not_be_read_back_are_not_written(
+    grid, quantized, message
+):
+    with pytest.raises(CodecError, match=re.escape(message)):
+        encode_dense8(STAMP, grid, quantized)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (DENSE.astype(np.int64), "got int64 of shape (4,)"),
+        (DENSE[None], "got int32 of shape (1, 4)"),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_only_counts_are_rounded_to_eight_bits(counts, message):
+    with pytest.raises(CodecError, match=re.escape(message)):
+        quantize(counts)
 
 
 @pytest.mark.parametrize("size", [0, 2**31], ids=str)

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from daskdl.codec import DenseUpdate, Kind, Stamp, decode, encode, encode_dense
+from daskdl.codec import (
+    DenseUpdate,
+    Kind,
+    Stamp,
+    decode,
+    encode,
+    encode_dense,
+    encode_dense8,
+    quantize,
+)
 from daskdl.errors import CodecError
 from tests.golden.make_v1 import UPDATES, frame_of
 from tests.unit.damage import repaired
@@ -15,7 +24,8 @@ COUNT = 25_000
 def sound_frames():
     """Small frames of every kind, each way of GAPS, with lz4 and without."""
     for name, update in UPDATES.items():
-        if name != "gaps_blocks":  # 700 bytes: most flips would be in its codes
+        # 700 and 500 bytes: most flips would be in their codes and values.
+        if name not in ("gaps_blocks", "dense8"):
             yield frame_of(update).tobytes()
     generator = np.random.default_rng(0)
     for size, density in [(1, 1), (50, 0.2), (300, 0.02), (9_000, 0.002)]:
@@ -28,6 +38,8 @@ def sound_frames():
     clustered = np.array([*range(1, 61), *range(8_200, 8_230)], np.int32)
     yield encode(STAMP, 20_000, 0.5, clustered, Kind.GAPS).tobytes()
     yield encode_dense(STAMP, 0.5, np.arange(20, dtype=np.int32)).tobytes()
+    few = quantize(np.array([300, -7, 0, 20, 0, 0], np.int32))
+    yield encode_dense8(STAMP, 0.5, few).tobytes()
 
 
 FRAMES = list(sound_frames())

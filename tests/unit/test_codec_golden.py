@@ -14,6 +14,8 @@ from tests.golden.make_v1 import FOLDER, UPDATES, frame_of
 SHA256 = {
     "bitmap": "71ca48766b73b77518b483c230f9298bbca0fe934b76a74437e78f76d7078914",
     "bitmap_lz4": "8d94cea082399d5f22a98ccdf834136126ac0898640181d7f249971e9a616917",
+    "dense8": "5b516440d6376a1a03d1e397247477d78293f10b9d6b9cef286fe5142da95156",
+    "dense8_lz4": "42f0ebcbbc7d6afd747812ee307ba6841b26f9a9edd8b04cea9d710d7a77103e",
     "dense32": "30654661d31f2a5a399bc75f48ec53efc262ac1ecc9b2243bb970334ccd04149",
     "dense32_lz4": "26ad60bd6becfc12ca512132ee2403881050da3e8b29e01bc1934b4734dc8bcd",
     "gaps_blocks": "cc8c6eb8eb7d21bb3797b8d8c5f0494d194a00153eb5f06f7578ff628b91ff04",
@@ -72,5 +74,6 @@ def test_the_files_hold_both_ways_of_gaps_and_lz4_of_every_kind_that_has_it():
     assert {name for name, frame in frames.items() if frame[6]} == {
         "gaps_lz4",
         "bitmap_lz4",
+        "dense8_lz4",
         "dense32_lz4",
     }

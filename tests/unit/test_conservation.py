@@ -1,8 +1,9 @@
 """Several replicas, any order of events: nothing is lost, and shared agrees.
 
-Replicas step, propose, are refused, take, and receive each other's updates late, one
-by one, folded, or dense, each replica in an order of its own. A float64 ledger keeps
-what every optimizer step added.
+Replicas step, propose, are refused, take all or some of what they proposed, switch
+between entries, eight bits and whole counts, and receive each other's updates late, one
+by one or folded, each replica in an order of its own. A float64 ledger keeps what every
+optimizer step added.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from torch import nn
 from daskdl import codec, kernels
 from daskdl.accumulator import Accumulator
 from daskdl.residuals import KeepResidual, ResidualClipping
-from daskdl.thresholds import AdaptiveThreshold
+from daskdl.thresholds import AdaptiveThreshold, FixedThreshold
 from daskdl.vectors import FlatParameters
 
 SIZES = {"a": (5, 3), "b": (8,), "c": (2, 2, 2)}
@@ -39,12 +40,14 @@ class Net(nn.Module):
 class Replica:
     """An accumulator, what it has not received yet, and the ledger of its steps."""
 
-    def __init__(self, dtype, apply, clipping, seed):
-        self.module = Net(dtype)
+    def __init__(self, case, seed):
+        self.module = Net(case.dtype)
         parameters = FlatParameters(self.module)
-        residual = ResidualClipping(1.5, 2) if clipping else KeepResidual()
+        residual = ResidualClipping(1.5, 2) if case.clipping else KeepResidual()
         rule = AdaptiveThreshold(initial=0.02, max_density=0.3, decay=0.7)
-        self.accumulator = Accumulator(parameters, rule, residual, apply)
+        if case.layers:
+            rule = {"b": FixedThreshold(0.03), "[ac]": rule}
+        self.accumulator = Accumulator(parameters, rule, residual, case.apply)
         self.start = self.accumulator.shared_counts().astype(np.float64)
         self.made = np.zeros(parameters.size)
         self.waiting = []
@@ -70,17 +73,21 @@ class Replica:
         named = dict(self.module.named_parameters())
         return [named[name] for name in ("a", "b", "c")]
 
-    def share(self, amount=0):
-        """Propose and take; the update as counts and as it travels."""
-        proposal = self.accumulator.propose()
+    def share(self, amount=4):
+        """Propose, and take so many of the proposals; the updates as they travel."""
+        return [self.take(p) for p in self.accumulator.propose()[:amount]]
+
+    def share_dense(self, amount=0):
+        return [self.take(self.accumulator.propose_dense())]
+
+    def take(self, proposal):
+        frame = proposal.encode(codec.Stamp(1, 0, 0, 0))
         self.accumulator.take_(proposal)
-        stamp = codec.Stamp(1, 0, 0, 0)
-        size = self.accumulator.size
-        frame = codec.encode(stamp, size, proposal.threshold, proposal.entries_K)
-        return codec.decode(frame, run=1, size=size)
+        return codec.decode(frame, run=1, size=self.accumulator.size)
 
     def be_refused(self, amount):
         self.accumulator.propose()
+        self.accumulator.propose_dense()
 
     def absorb(self, amount):
         self.accumulator.absorb_()
@@ -88,7 +95,8 @@ class Replica:
     def hand_over(self, amount=0):
         counts = self.accumulator.hand_over_()
         stamp = codec.Stamp(1, 0, 0, 0)
-        return codec.decode(codec.encode_dense(stamp, self.accumulator.grid, counts))
+        frame = codec.encode_dense(stamp, self.accumulator.grid, counts)
+        return [codec.decode(frame)]
 
     def receive(self, amount):
         """Apply some of what waits, in an order of its own."""
@@ -113,23 +121,21 @@ class Case(NamedTuple):
     dtype: torch.dtype
     apply: str
     clipping: bool
+    layers: bool = False
 
 
 EVENTS = [
-    *("step", "step", "share", "be_refused", "receive", "receive_folded"),
-    *("hand_over", "absorb"),
+    *("step", "step", "share", "share_dense", "be_refused", "receive"),
+    *("receive_folded", "hand_over", "absorb"),
 ]
 
 
 def run(case, replicas, events):
-    group = [
-        Replica(case.dtype, case.apply, case.clipping, seed) for seed in range(replicas)
-    ]
+    group = [Replica(case, seed) for seed in range(replicas)]
     sent = np.zeros(group[0].accumulator.size)
     for which, event, amount in events:
         replica = group[which % replicas]
-        update = getattr(replica, event)(amount)
-        if update is not None:
+        for update in getattr(replica, event)(amount) or ():
             sent += counts_of(update, replica.accumulator.grid)
             for other in group:
                 if other is not replica:
@@ -176,7 +182,11 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("apply", ["eager", "strict"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestReplicas:
-    @pytest.mark.parametrize("clipping", [False, True], ids=["kept", "clipped"])
+    @pytest.mark.parametrize(
+        ("clipping", "layers"),
+        [(False, False), (True, False), (False, True), (True, True)],
+        ids=["kept", "clipped", "kept-layers", "clipped-layers"],
+    )
     @given(replicas=st.integers(1, 4), events=events)
     @settings(
         max_examples=20,
@@ -184,9 +194,9 @@ class TestReplicas:
         suppress_health_check=[HealthCheck.too_slow],
     )
     def test_nothing_is_lost_and_shared_agrees(
-        self, dtype, apply, clipping, replicas, events
+        self, dtype, apply, clipping, layers, replicas, events
     ):
-        group, sent = run(Case(dtype, apply, clipping), replicas, events)
+        group, sent = run(Case(dtype, apply, clipping, layers), replicas, events)
 
         for replica in group:
             replica.receive(len(replica.waiting))
@@ -196,12 +206,15 @@ class TestReplicas:
             group[0].accumulator.shared_counts(), group[0].start + sent
         )
 
-    def test_a_long_run_in_different_orders_ends_bit_identical(self, dtype, apply):
+    @pytest.mark.parametrize("layers", [False, True], ids=["one", "layers"])
+    def test_a_long_run_in_different_orders_ends_bit_identical(
+        self, dtype, apply, layers
+    ):
         random = np.random.default_rng(5)
         choices = [
             (int(random.integers(4)), str(random.choice(EVENTS)), 3) for _ in range(300)
         ]
-        group, sent = run(Case(dtype, apply, clipping=False), 4, choices)
+        group, sent = run(Case(dtype, apply, False, layers), 4, choices)
 
         for replica in group:
             replica.receive(len(replica.waiting))
@@ -214,7 +227,7 @@ class TestReplicas:
                 assert apply == "eager" or torch.equal(one, other)
 
     def test_a_new_grid_loses_nothing_and_agrees(self, dtype, apply):
-        group = [Replica(dtype, apply, clipping=False, seed=seed) for seed in range(3)]
+        group = [Replica(Case(dtype, apply, False), seed) for seed in range(3)]
         growth = np.full(group[0].accumulator.size, 2**29 + 3, np.int32)
         for replica in group:
             replica.step()
@@ -231,7 +244,7 @@ class TestReplicas:
 
 
 def test_the_mass_that_clipping_removes_is_what_is_missing():
-    replica = Replica(torch.float64, "eager", clipping=True, seed=0)
+    replica = Replica(Case(torch.float64, "eager", clipping=True), seed=0)
     missing = []
     for _ in range(9):
         replica.step()

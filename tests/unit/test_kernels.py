@@ -255,3 +255,44 @@ class TestFold:
         kernels.fold_(total, entries, 5)
 
         assert total.tolist() == [5, 0, -5]
+
+
+class TestResidualCounts:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    def test_it_is_rounded_to_even_and_nothing_changes(self, kernel, dtype):
+        module, make = kernel
+        steps = make([10.5, -11.5, 0.4, -0.6], dtype)
+        local, shared = steps * GRID, make([0, 0, 3, -1], torch.int32)
+        before = local.clone(), shared.clone()
+
+        counts = module.residual_counts(local, shared, GRID, 2**31 - 1)
+
+        assert counts.tolist() == [10, -12, -3, 0]
+        assert (counts.dtype, counts.device.type) == (torch.int32, "cpu")
+        assert (local == before[0]).all()
+        assert (shared == before[1]).all()
+
+    @pytest.mark.parametrize(
+        ("local", "shared", "most", "expected"),
+        [
+            (math.inf, 0, 2**31 - 1, 2**31 - 1),
+            (-math.inf, 0, 2**31 - 1, 1 - 2**31),
+            (math.nan, 7, 2**31 - 1, 0),
+            (1e30, 1 - 2**31, 2**31 - 1, 2**31 - 1),
+            (-1e30, 2**31 - 1, 2**31 - 1, 1 - 2**31),
+            (1e30, 5, 2**30, 2**30 - 5),
+            (-1e30, 5, 2**30, -(2**30) - 5),
+            (0.0, 2**31 - 1, 2**30, 1 - 2**31),
+        ],
+        ids=str,
+    )
+    def test_it_keeps_shared_within_a_bound(
+        self, kernel, local, shared, most, expected
+    ):
+        module, make = kernel
+
+        counts = module.residual_counts(
+            make([local]), make([shared], torch.int32), GRID, most
+        )
+
+        assert counts.tolist() == [expected]

@@ -125,9 +125,10 @@ class TestBothKernels:
             module.take_(local_N, shared_N, entries, count, GRID, 1.3 * count * GRID)
             module.apply_(local_N, shared_N, entries, count, GRID)
             module.apply_counts_(local_N, shared_N, ints(shared), GRID)
+            residual = module.residual_counts(local_N, shared_N, GRID, 2**22)
             total = torch.zeros_like(shared_N)
             module.fold_(total, entries, count)
-            outcomes.append((entries, local_N, shared_N, total))
+            outcomes.append((entries, local_N, shared_N, total, residual))
 
         for one, other in zip(*outcomes, strict=True):
             assert torch.equal(one, other)

@@ -6,7 +6,7 @@ from torch import nn
 from daskdl.buffers import Buffers
 from daskdl.packed import Packed
 from daskdl.thresholds import Sent
-from daskdl.training.base import Parameters
+from daskdl.training.base import Outcome, Parameters
 from daskdl.training.merge import merge
 from daskdl.training.optimizer_state import OptimizerState, weigh
 from daskdl.training.task import Result
@@ -157,9 +157,25 @@ def test_the_optimizer_state_is_the_sum_of_the_weighted_shares():
 
 def test_the_threshold_goes_on_from_the_mean_of_all_that_have_sent():
     final = merged(
-        result(0, shared([1]), finished=False, outcome=Sent(1.0, 0.25)),
-        result(1, shared([1], [0]), outcome=Sent(2.0, 0.75)),
-        result(2, shared([1], [0])),
+        result(
+            0, shared([1]), finished=False, outcome=Outcome({"*": Sent(1.0, 0.25)}, 7)
+        ),
+        result(1, shared([1], [0]), outcome=Outcome({"*": Sent(2.0, 0.75)}, 5)),
+        result(2, shared([1], [0]), outcome=Outcome({}, 6)),
+        result(3, NOTHING, finished=False),
     )
 
-    assert final.outcome == Sent(1.5, 0.5)
+    assert final.outcome == Outcome({"*": Sent(1.5, 0.5)}, steps=7)
+
+
+def test_each_pattern_goes_on_from_those_that_have_sent_it():
+    final = merged(
+        result(
+            0,
+            shared([1], [0]),
+            outcome=Outcome({"a": Sent(1.0, 0.25), "b": Sent(4.0, 0.5)}, 1),
+        ),
+        result(1, shared([1], [0]), outcome=Outcome({"a": Sent(2.0, 0.75)}, 1)),
+    )
+
+    assert final.outcome.sent == {"a": Sent(1.5, 0.5), "b": Sent(4.0, 0.5)}

@@ -77,3 +77,48 @@ def test_a_vector_counts_in_steps_of_the_grid_of_the_run():
     pile.add(sparse(1, 1, [1]))
 
     assert pile.take().folded_N[0] == 2
+
+
+class TestInStep:
+    def piled(self, *updates, limit_bytes=EACH):
+        pile = Pile(SIZE, GRID, limit_bytes, in_step=True)
+        for update in updates:
+            pile.add(update)
+        return pile
+
+    def test_what_is_folded_of_a_later_step_stays(self):
+        pile = self.piled(
+            *(sparse(origin, 1, [1], step=4) for origin in (1, 2)),
+            *(sparse(origin, 2, [2], step=5) for origin in (1, 2)),
+        )
+
+        four, nothing, five = pile.take(4), pile.take(4), pile.take(5)
+
+        assert nothing == ([], None)
+        assert (four.folded_N[:2].tolist(), four.updates) == ([2, 0], [])
+        assert (five.folded_N[:2].tolist(), five.updates) == ([0, 2], [])
+
+    def test_one_step_does_not_count_for_the_bound_of_another(self):
+        updates = [sparse(1, 1, [1], step=4), sparse(1, 2, [2], step=5)]
+        pile = self.piled(*updates)
+
+        assert pile.folds == 0
+        assert pile.take() == (updates, None)
+
+    def test_whether_it_is_folded_does_not_depend_on_the_order(self):
+        large, small = sparse(1, 1, [1, 2], step=4), sparse(2, 1, [3], step=4)
+
+        first = self.piled(large, small).take(4)
+        last = self.piled(small, large).take(4)
+
+        assert first.updates == last.updates == []
+        assert first.folded_N.tolist() == last.folded_N.tolist()
+
+    def test_all_that_is_folded_is_taken_as_one(self):
+        pile = self.piled(
+            *(sparse(1, n, [n], step=step) for n, step in ((1, 4), (2, 5))),
+            limit_bytes=0,
+        )
+
+        assert pile.take().folded_N[:3].tolist() == [1, 1, 0]
+        assert pile.folds == 2

@@ -11,9 +11,18 @@ from daskdl.thresholds import AdaptiveThreshold, FixedThreshold
 from daskdl.training.sharing import GradientSharing
 
 WRONG = [
-    ("threshold", 1e-3, "must be a daskdl.thresholds.ThresholdAlgorithm"),
-    ("threshold", None, "must be a daskdl.thresholds.ThresholdAlgorithm"),
-    ("threshold", AdaptiveThreshold, "must be a daskdl.thresholds.ThresholdAlgorithm"),
+    *[
+        (
+            "threshold",
+            value,
+            "must be a daskdl.ThresholdAlgorithm, or a mapping from patterns of "
+            "parameter names to such",
+        )
+        for value in (
+            *(1e-3, None, AdaptiveThreshold, {}, {"*": 1e-3}, {1: FixedThreshold()}),
+            [("*", FixedThreshold())],
+        )
+    ],
     ("residual", 5.0, "must be a daskdl.residuals.ResidualPostProcessor"),
     ("residual", None, "must be a daskdl.residuals.ResidualPostProcessor"),
     *[
@@ -31,6 +40,10 @@ WRONG = [
     *[
         ("exchange_every", value, "must be a whole number >= 1")
         for value in (0, -1, 2.0, True, None, "1")
+    ],
+    *[
+        ("warmup_steps", value, "must be a whole number >= 0")
+        for value in (-1, 2.0, True, None, "1")
     ],
     *[
         ("routing", value, "must be 'auto', 'plain' or 'mesh'")
@@ -63,6 +76,7 @@ def test_the_defaults_are_those_that_are_documented():
         update_scale="mean",
         max_staleness=8,
         exchange_every=1,
+        warmup_steps=0,
         routing="auto",
         replicas_per_worker=1,
         min_replicas=1,
@@ -98,7 +112,10 @@ def test_every_option_has_been_given_a_wrong_value():
         ("update_scale", 0.5),
         ("max_staleness", None),
         ("max_staleness", 0),
+        ("threshold", {"*.bias": FixedThreshold(), "*": AdaptiveThreshold()}),
         ("exchange_every", 4),
+        ("warmup_steps", 0),
+        ("warmup_steps", 100),
         ("routing", "plain"),
         ("routing", "mesh"),
         ("min_replicas", 4),
@@ -144,9 +161,30 @@ def test_only_a_staleness_of_zero_is_synchronous(max_staleness, synchronous):
     assert GradientSharing(max_staleness=max_staleness).synchronous is synchronous
 
 
-def test_a_master_travels_and_cannot_be_changed():
-    master = GradientSharing(apply="strict", update_scale=0.5)
+PER_LAYER = {"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold()}
 
-    assert pickle.loads(pickle.dumps(master)) == master
+
+@pytest.mark.parametrize("threshold", [FixedThreshold(), PER_LAYER], ids=["", "layers"])
+def test_a_master_travels_and_cannot_be_changed(threshold):
+    master = GradientSharing(threshold, apply="strict", update_scale=0.5)
+
+    travelled = pickle.loads(pickle.dumps(master))
+    assert (travelled, hash(travelled)) == (master, hash(master))
     with pytest.raises(dataclasses.FrozenInstanceError):
         master.apply = "eager"
+
+
+def test_a_mapping_that_is_changed_later_changes_no_master():
+    mapping = dict(PER_LAYER)
+    master = GradientSharing(mapping)
+
+    mapping.clear()
+
+    assert master.threshold == PER_LAYER
+
+
+def test_the_order_of_the_patterns_matters():
+    turned = dict(reversed(PER_LAYER.items()))
+
+    assert GradientSharing(PER_LAYER) != GradientSharing(turned)
+    assert GradientSharing(PER_LAYER).threshold != turned

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from daskdl.codec import Kind, Stamp, decode, encode
+from daskdl.codec import Kind, Stamp, decode, encode, encode_dense8, quantize
+from daskdl.codec.dense8 import MAX_SCALE
 from daskdl.codec.header import LAYOUT, MAGIC, VERSION
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
@@ -27,16 +28,19 @@ def test_the_worked_examples_are_what_is_written():
         encode(STAMP, size, 0.5, np.array(entries, np.int32), kind).tobytes()
         for kind, size, entries in EXAMPLES
     ]
+    eight = quantize(np.array([381, -381, 1, 127], np.int32))
+    written.append(encode_dense8(STAMP, 2.0**-24, eight).tobytes())
 
     assert [frame.hex(" ") for frame in examples()] == [f.hex(" ") for f in written]
 
 
 def test_the_worked_examples_are_read():
-    read = [decode(frame) for frame in examples()]
+    *read, dense = [decode(frame) for frame in examples()]
 
     assert [(u.stamp, u.kind, u.size, u.entries_K.tolist()) for u in read] == [
         (STAMP, *example) for example in EXAMPLES
     ]
+    assert (dense.stamp, dense.counts_N.tolist()) == (STAMP, [381, -381, 0, 126])
 
 
 def test_the_header_table_has_every_byte_once():
@@ -57,4 +61,11 @@ def test_every_kind_is_in_the_table():
 
     documented = {int(number): name for number, name in rows}
 
-    assert documented == {**{kind.value: kind.name for kind in Kind}, 4: "DENSE8"}
+    assert documented == {kind.value: kind.name for kind in Kind}
+
+
+def test_the_largest_scale_is_the_documented_one():
+    digits = f"{MAX_SCALE:,}".replace(",", " ")
+
+    assert PAGE.count(digits) == 4
+    assert MAX_SCALE == (2**31 - 1) // 127

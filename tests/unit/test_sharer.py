@@ -1,0 +1,279 @@
+"""What one replica sends, and when, and what becomes of what there is no room for."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from daskdl import codec
+from daskdl.channel.base import Channel
+from daskdl.channel.pile import Arrived
+from daskdl.residuals import KeepResidual
+from daskdl.thresholds import FixedThreshold, Sent
+from daskdl.training.base import Outcome, Seat
+from daskdl.training.sharing import GradientSharing
+
+DENSE = codec.DenseUpdate
+SPARSE = codec.SparseUpdate
+
+
+class Published(NamedTuple):
+    update: codec.Update
+    part: bool  # others of its step follow
+
+
+class Room(Channel):
+    """A channel of one replica of two, that takes as much as it is told to."""
+
+    closing = False
+
+    def __init__(self):
+        self.published_ = []
+        self.room = 10**9  # updates that are taken
+        self.waited = []  # updates published whenever it was waited for room
+
+    def others(self):
+        return [1]
+
+    def has_room(self):
+        return self.room > 0
+
+    def wait_for_room(self):
+        self.waited.append(len(self.published_))
+
+    def next_stamp(self, step):
+        return codec.Stamp(1, 0, self.published() + 1, step)
+
+    def published(self):
+        return len(self.published_)
+
+    def publish(self, stamp, frame):
+        return self._publish(frame, part=False)
+
+    def publish_part(self, stamp, frame):
+        return self._publish(frame, part=True)
+
+    def _publish(self, frame, part):
+        if self.room <= 0:
+            return False
+        self.room -= 1
+        self.published_.append(Published(codec.decode(frame), part))
+        return True
+
+    def complete(self, step, done=-1):
+        pass
+
+    def receive(self, up_to_step=None):
+        return Arrived([], None)
+
+    def take_all(self):
+        return self.receive(), {}
+
+    def lead(self, step, epoch):
+        return 0
+
+    def wait_for_others(self, step, epoch, max_staleness):
+        pass
+
+    publish_last = activate = join = serve = align = wait_for_updates = None
+    lease = wait_for_data = missing = gather = agree = fail = leave = None
+    traffic = check = None
+
+
+class Three(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("a", "b", "c"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(4)))
+
+
+QUANTUM = FixedThreshold(2.0**-4)
+MAPPING = dict.fromkeys(("a", "b", "c"), QUANTUM)
+
+
+class Case:
+    """A replica that moves every parameter by some quanta in each step."""
+
+    def __init__(self, threshold=None, last=None, snapshot=None, **options):
+        self.channel = Room()
+        self.module = Three()
+        options = {"residual": KeepResidual(), "max_staleness": None, **options}
+        master = GradientSharing(threshold or QUANTUM, **options)
+        seat = Seat(self.module, self.channel, 0, [0, 1], last, snapshot)
+        self.exchange = master.attach(seat)
+
+    def step(self, amount=0.25, names=("a", "b", "c")):
+        """Make one, and return what was published."""
+        before = self.channel.published()
+        self.exchange.before_step(0)
+        with torch.no_grad():
+            for name in names:
+                getattr(self.module, name).add_(amount)
+        self.exchange.after_step(0)
+        return self.channel.published_[before:]
+
+    def positions(self, published):
+        return [abs(int(p.update.entries_K[0])) - 1 for p in published]
+
+
+def kinds(case, steps):
+    return [[type(p.update) for p in case.step()] for _ in range(steps)]
+
+
+class TestWarmUp:
+    def test_the_first_steps_are_sent_whole(self):
+        case = Case(warmup_steps=3)
+
+        assert kinds(case, 5) == [[DENSE]] * 3 + [[SPARSE]] * 2
+
+    def test_without_one_nothing_is(self):
+        assert kinds(Case(), 2) == [[SPARSE]] * 2
+
+    @pytest.mark.parametrize(
+        ("warmup", "dense"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)]
+    )
+    def test_what_the_first_steps_made_is_whether_or_not_an_exchange_is_among_them(
+        self, warmup, dense
+    ):
+        case = Case(warmup_steps=warmup, exchange_every=4)
+
+        sent = [kind for step in kinds(case, 16) for kind in step]
+
+        assert sent == [DENSE] * dense + [SPARSE] * (4 - dense)
+
+    def test_what_there_was_no_room_for_is_sent_whole_later(self):
+        case = Case(warmup_steps=1)
+
+        case.channel.room = 0
+        assert kinds(case, 2) == [[], []]
+        case.channel.room = 9
+
+        assert kinds(case, 2) == [[DENSE], [SPARSE]]
+        moved = case.channel.published_[0].update
+        assert moved.counts_N * moved.grid == pytest.approx(0.75, abs=0.003)
+
+    def test_what_the_rest_of_an_epoch_sends_is_whole_too(self):
+        case = Case(warmup_steps=2, exchange_every=4)
+        case.step()
+
+        case.exchange.rest(0)
+
+        assert [type(p.update) for p in case.channel.published_] == [DENSE]
+
+    def test_it_goes_on_where_an_earlier_fit_ended(self):
+        case = Case(warmup_steps=5, last=Outcome({"*": Sent(0.25, 0.5)}, steps=3))
+
+        assert kinds(case, 3) == [[DENSE]] * 2 + [[SPARSE]]
+        assert case.exchange.outcome().steps == 6
+
+    def test_a_newcomer_learns_how_far_it_is(self):
+        donor = Case(warmup_steps=6, last=Outcome({}, steps=2))
+        for _ in range(3):
+            donor.step()
+
+        # It was told of an earlier fit, or of none.
+        newcomer = Case(warmup_steps=6, snapshot=donor.exchange.snapshot())
+
+        assert kinds(newcomer, 2) == [[DENSE], [SPARSE]]
+
+    def test_one_that_was_alone_has_not_warmed_up_for_nothing(self):
+        channel, module = Room(), Three()
+        master = GradientSharing(QUANTUM, warmup_steps=4)
+        alone = master.attach(Seat(module, channel, 0, [0], Outcome({}, 1)))
+        alone.after_step(0)
+        alone.after_step(0)
+
+        opened = alone.opened()
+
+        assert channel.published_ == []
+        assert alone.outcome() == Outcome({}, 3)
+        assert opened.snapshot()["made"] == opened.outcome().steps == 3
+
+    def test_all_of_it_counts_as_sent(self):
+        case = Case(warmup_steps=1)
+        case.step(amount=0.01)
+        case.step(amount=0.01)
+
+        statistics = case.exchange.statistics()
+
+        assert (statistics.exchanges, statistics.density_sum) == (2, 1.0)
+        assert statistics.threshold == QUANTUM.value
+
+    def test_where_nothing_moved_nothing_is_sent(self):
+        case = Case(warmup_steps=2)
+
+        assert case.step(amount=0.0) == []
+        assert case.exchange.statistics().exchanges == 1
+
+
+class TestLayers:
+    def test_each_pattern_has_a_frame_of_its_own_of_the_same_step(self):
+        case = Case(MAPPING)
+
+        published = case.step()
+
+        assert [p.update.stamp[1:] for p in published] == [
+            (0, 1, 1),
+            (0, 2, 1),
+            (0, 3, 1),
+        ]
+        assert [p.part for p in published] == [True, True, False]
+        assert case.positions(published) == [0, 4, 8]
+
+    def test_one_that_has_nothing_to_send_sends_nothing(self):
+        case = Case(MAPPING)
+
+        published = case.step(names=("a", "b"))
+
+        assert [p.part for p in published] == [True, False]
+        assert case.exchange.statistics()[:2] == (1, 8 / 12)
+
+    def test_what_there_was_no_room_for_is_not_taken_and_comes_first_next_time(self):
+        case = Case(MAPPING)
+        order = []
+
+        for _ in range(4):
+            case.channel.room = 1
+            order += case.positions(case.step())
+
+        assert order == [0, 4, 8, 0]
+        shared = case.exchange.snapshot()
+        quanta = shared["counts_N"] * shared["grid"] / QUANTUM.value
+        assert quanta.tolist() == [2.0] * 4 + [1.0] * 8
+
+    def test_only_what_was_taken_counts(self):
+        case = Case(MAPPING)
+        case.channel.room = 2
+        case.step()
+        case.channel.room = 0
+        case.step()
+
+        statistics = case.exchange.statistics()
+
+        assert (statistics.exchanges, statistics.density_sum) == (1, 8 / 12)
+
+    def test_in_step_there_is_room_for_each_before_it_is_sent(self):
+        case = Case(MAPPING, max_staleness=0)
+
+        case.step()
+
+        assert case.channel.waited == [0, 1, 2]
+
+    def test_the_threshold_told_is_the_mean(self):
+        mapping = {**MAPPING, "c": FixedThreshold(0.25)}
+        case = Case(mapping)
+        case.step()
+
+        assert case.exchange.statistics().threshold == (0.25 + 2 * QUANTUM.value) / 3
+
+    def test_what_is_left_to_the_next_fit_is_by_pattern(self):
+        case = Case(MAPPING, last=Outcome({"b": Sent(0.125, 0.5)}, 0))
+
+        assert case.exchange.outcome().sent == {"b": Sent(0.125, 0.5)}
+        case.step(names=("a",))
+        assert case.exchange.outcome().sent == {
+            "a": Sent(QUANTUM.value, 1.0),
+            "b": Sent(QUANTUM.value, 0.0),
+            "c": Sent(QUANTUM.value, 0.0),
+        }

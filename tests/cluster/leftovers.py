@@ -140,7 +140,7 @@ def at_rest(client):
     """The census when nothing is on its way any more."""
     for worker in client.nthreads():  # each makes itself a client once
         client.submit(_with_client, workers=[worker], pure=False).result(30)
-    before = None
+    before = census(client)
     deadline = time.monotonic() + 20.0
     while (now := census(client)) != before:
         assert time.monotonic() < deadline, _changed(before, now)

@@ -63,9 +63,7 @@ def test_runs_in_step_repeat_bit_for_bit(client, routing):
 
 @ROUTINGS
 @pytest.mark.parametrize("max_staleness", [0, 8])
-def test_frames_of_some_megabytes_go_through_within_the_bounds(
-    client, tmp_path, routing, max_staleness
-):
+def test_frames_of_some_megabytes_go_through(client, tmp_path, routing, max_staleness):
     options = {"routing": routing, "max_staleness": max_staleness, "warmup_steps": 1000}
     master = Recorded(str(tmp_path), kept(**options), atol=4e-6)
     own = trainer(client, model=wide, optimizer=plain, master=master)

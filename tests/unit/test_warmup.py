@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import GradientSharing, codec
+from daskdl import FixedThreshold, GradientSharing, codec
 from daskdl.objective import OwnStep
 from daskdl.training import warmup
 from daskdl.training.stepping import Stepping
@@ -104,5 +104,24 @@ def test_the_exchange_sends_something_and_takes_it_in(apply, dtype, monkeypatch)
     monkeypatch.setattr(codec, "encode", counted)
 
     GradientSharing(apply=apply).warm_up(CPU, dtype)
+
+    assert sizes == [64]
+
+
+def test_where_the_run_begins_densely_the_exchange_does_too(monkeypatch):
+    sizes, encode = [], codec.encode_dense8
+
+    def counted(stamp, grid, quantized):
+        sizes.append(np.count_nonzero(quantized.values_N))
+        return encode(stamp, grid, quantized)
+
+    monkeypatch.setattr(codec, "encode_dense8", counted)
+    rule = FixedThreshold(1e-3)
+
+    for warmup_steps in (0, 1):
+        master = GradientSharing(
+            {"embedding": rule, "*": rule}, warmup_steps=warmup_steps
+        )
+        master.warm_up(CPU, torch.float32)
 
     assert sizes == [64]

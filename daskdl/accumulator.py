@@ -50,6 +50,7 @@ class Accumulator:
         OptionError: If ``apply`` is neither, or patterns and parameters do not match.
 
     Example:
+        >>> import torch
         >>> from daskdl import FixedThreshold, KeepResidual
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(layer.weight)

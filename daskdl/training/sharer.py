@@ -128,8 +128,7 @@ class Sharer(Exchange):
         for proposal in proposals:
             if not proposal.entries:
                 self._accumulator.take_(proposal)
-        if len(sent) == len(waiting):
-            self._unshared = 0
+        self._unshared = 0
         self._exchanges += 1
         entries = sum(proposal.entries for proposal in sent)
         self._density_sum += entries / self._accumulator.size

@@ -31,13 +31,14 @@ class Room(Channel):
     def __init__(self):
         self.published_ = []
         self.room = 10**9  # updates that are taken
+        self.filling = False  # there is room until it is tried
         self.waited = []  # updates published whenever it was waited for room
 
     def others(self):
         return [1]
 
     def has_room(self):
-        return self.room > 0
+        return self.room > 0 or self.filling
 
     def wait_for_room(self):
         self.waited.append(len(self.published_))
@@ -252,6 +253,14 @@ class TestLayers:
         statistics = case.exchange.statistics()
 
         assert (statistics.exchanges, statistics.density_sum) == (1, 8 / 12)
+
+    def test_an_exchange_of_which_nothing_was_taken_is_none(self):
+        case = Case(MAPPING)
+        case.channel.room, case.channel.filling = 0, True
+
+        assert case.step(names=("a", "b")) == []
+        assert case.exchange.statistics().exchanges == 0
+        assert case.exchange.outcome().sent == {}
 
     def test_in_step_there_is_room_for_each_before_it_is_sent(self):
         case = Case(MAPPING, max_staleness=0)

@@ -5,7 +5,7 @@ they should and any way of cutting the data gives the same answer.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,9 +26,8 @@ from daskdl.data.rehearsal import (
 from daskdl.data.sources import DaskBlocks, Rows, source_of
 from daskdl.data.validate import check_data, check_loss, check_module
 from daskdl.errors import DataError
+from daskdl.objective import Objective, OwnStep, batch_loss, is_sum, on_device
 from daskdl.packed import Packed, PackedModel
-
-Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Score:
 
 def evaluate(
     model: nn.Module,
-    loss: Loss,
+    loss: Objective,
     X: Any,
     y: Any,
     client: Client,
@@ -96,7 +95,8 @@ def evaluate(
     Args:
         model: Not changed, whatever mode it is in.
         loss: ``loss(output, labels)``, a mean over a batch, or a sum if it has
-            ``reduction="sum"``. Batches weigh by their examples.
+            ``reduction="sum"``; or a step of the user's own. Batches weigh by their
+            examples.
         X: Examples: a numpy array, a torch tensor or a ``dask.array``, whose blocks
             are computed and dropped one after the other.
         y: Their labels, of the same kind.
@@ -106,6 +106,7 @@ def evaluate(
     Returns:
         ``"loss"``, the mean over the examples, and ``"accuracy"``, the share of right
         labels, if the labels are class indices and the outputs one score per class.
+        A step of the user's own shows no outputs: of it there is only the loss.
 
     Raises:
         DataError: If the data cannot be used, see `check_data`.
@@ -142,7 +143,7 @@ def evaluate(
 
 
 def evaluate_here(
-    model: nn.Module, loss: Loss, X: Any, y: Any, *, batch_size: int = 64
+    model: nn.Module, loss: Objective, X: Any, y: Any, *, batch_size: int = 64
 ) -> dict[str, float]:
     """The same in this process, piece after piece; arguments as of `evaluate`.
 
@@ -161,21 +162,22 @@ def evaluate_here(
 
 
 def _prepared(
-    model: nn.Module, loss: Loss, X: Any, y: Any, batch_size: int
-) -> tuple[tuple[PackedModel, Packed[Loss]], ClassRange | None]:
+    model: nn.Module, loss: Objective, X: Any, y: Any, batch_size: int
+) -> tuple[tuple[PackedModel, Packed[Objective]], ClassRange | None]:
     """Check everything; what travels, and the labels that the loss accepts."""
     check_data(X, y)
     check_batch_size(batch_size)
     check_module(model)
     check_loss(loss)
-    packed = PackedModel(model), Packed(loss, "loss")
+    argument = "step" if isinstance(loss, OwnStep) else "loss"
+    packed = PackedModel(model), Packed(loss, argument)
     with random_state_left_alone():
         return packed, rehearse(packed[0].unpack().eval(), loss, X, y)
 
 
 def score_batches(
     module: nn.Module,
-    loss: Loss,
+    loss: Objective,
     batches: Iterable[tuple[Tensor, Tensor]],
     device: torch.device | str,
 ) -> Score:
@@ -203,10 +205,12 @@ def score_batches(
     return total
 
 
-def _score_batch(module: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Score:
+def _score_batch(module: nn.Module, loss: Objective, x: Tensor, y: Tensor) -> Score:
+    if isinstance(loss, OwnStep):
+        return Score(batch_loss(loss, module, (x, y)).item() * len(x), examples=len(x))
     output = module(x)
     loss_sum = loss(output, y).item()
-    if getattr(loss, "reduction", "mean") != "sum":
+    if not is_sum(loss):
         loss_sum *= len(x)
     if not _is_classification(output, y):
         return Score(loss_sum, examples=len(x))
@@ -265,7 +269,7 @@ def _score_on_workers(rows: list[Any], task: _Task, client: Client) -> dict[str,
 
 def score_rows(
     model: PackedModel,
-    loss: Packed[Loss],
+    loss: Packed[Objective],
     batch_size: int,
     accepted: ClassRange | None,
     rows: Rows,
@@ -281,8 +285,8 @@ def score_rows(
         check_labels(rows[1], accepted.classes, where, accepted.ignore_index)
     device = auto_device()
     module = model.module(lambda copy: copy.eval().to(device))
-    own_loss = loss.shared(
-        lambda copy: copy.to(device) if isinstance(copy, nn.Module) else copy
-    )
-    with torch.inference_mode():
+    own_loss = loss.shared(lambda copy: on_device(copy, device))
+    # What a step of the user's own computes may need gradients with respect to x.
+    own = isinstance(own_loss, OwnStep)
+    with torch.no_grad() if own else torch.inference_mode():
         return score_batches(module, own_loss, batches([rows], batch_size), device)

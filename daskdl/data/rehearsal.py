@@ -8,7 +8,7 @@ import functools
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.nn import functional
 from daskdl.data.arrays import check_labels, first_rows, is_dask_array
 from daskdl.data.batches import floating_dtype, inputs_to_device, to_device
 from daskdl.errors import ModelError
+from daskdl.objective import Objective, OwnStep
 from daskdl.packed import Packed
 
 # What user code raises when it does not fit the data. Not Exception: what is none of
@@ -49,14 +50,13 @@ class ClassRange(NamedTuple):
     ignore_index: int  # the one label outside that is accepted
 
 
-def rehearse(
-    module: nn.Module, loss: Callable[..., Any], X: Any, y: Any
-) -> ClassRange | None:
+def rehearse(module: nn.Module, loss: Objective, X: Any, y: Any) -> ClassRange | None:
     """Run model and loss on two rows; raise if they do not fit them.
 
     Args:
         module: A copy on the CPU in evaluation mode.
-        loss: ``loss(output, labels)``, a mean over the examples.
+        loss: ``loss(output, labels)``, a mean over the examples; or a step of the
+            user's own, which runs the model itself.
         X: Examples that `check_data` has accepted; a ``dask.array`` counts as zeros.
         y: Their labels, likewise.
 
@@ -64,7 +64,8 @@ def rehearse(
         The labels the loss accepts if it takes class indices, else None.
 
     Raises:
-        ModelError: If the model or the loss fails, or the loss is not one number.
+        ModelError: If the model, the loss or the step fails, or the loss is not one
+            number.
         DataError: If a label in memory is a class that the model does not have.
     """
     x, labels = to_device(
@@ -73,23 +74,42 @@ def rehearse(
         "cpu",
         floating_dtype(module),
     )
+    if isinstance(loss, OwnStep):
+        _rehearse_step(Packed(loss, "step").unpack(), module, x, labels)
+        return None
     output = forward(module, x)
     accepted = _class_range(loss, output, labels)
     if accepted is not None and not is_dask_array(y):
         check_labels(y, accepted.classes, "y", accepted.ignore_index)
     loss = Packed(loss, "loss").unpack()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            # torch only warns when (n,) meets (n, 1), and then trains on n * n pairs.
-            warnings.filterwarnings("error", "Using a target size")
+        with _strictly():
             value = loss(output, labels)
     except MISFITS as error:
         raise ModelError(
             f"loss failed on two rows, the output being {_shown(output)} and the "
             f"labels {_shown(labels)}: {error}"
         ) from error
-    _check_loss_value(value)
+    _check_loss_value("loss", value)
     return accepted
+
+
+def _rehearse_step(step: OwnStep, module: nn.Module, x: Tensor, y: Tensor) -> None:
+    shapes = f"x being {_shown(x)} and y {_shown(y)}"
+    try:
+        with _strictly():
+            value = step.function(module, (x, y))
+    except MISFITS as error:
+        raise ModelError(f"step failed on two rows, {shapes}: {error}") from error
+    _check_loss_value("step", value)
+
+
+@contextlib.contextmanager
+def _strictly() -> Iterator[None]:
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch only warns when (n,) meets (n, 1), and then trains on n * n pairs.
+        warnings.filterwarnings("error", "Using a target size")
+        yield
 
 
 def forward(module: nn.Module, x: Tensor) -> Any:
@@ -157,12 +177,12 @@ def _class_range(loss: Any, output: Any, labels: Tensor) -> ClassRange | None:
     return ClassRange(output.shape[1], ignored)
 
 
-def _check_loss_value(value: Any) -> None:
+def _check_loss_value(argument: str, value: Any) -> None:
     if not isinstance(value, Tensor):
-        raise ModelError(f"loss must return a tensor, got {value!r}")
+        raise ModelError(f"{argument} must return a tensor, got {value!r}")
     if value.numel() != 1 or not value.is_floating_point():
         raise ModelError(
-            "loss must return one floating number for a batch, got "
+            f"{argument} must return one floating number for a batch, got "
             f'{_shown(value)} for two rows; use reduction="mean", or take the mean()'
         )
 

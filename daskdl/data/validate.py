@@ -19,6 +19,7 @@ from daskdl.data.rehearsal import (
     rehearse,
 )
 from daskdl.errors import DataError, ModelError, OptionError
+from daskdl.objective import Objective, OwnStep
 from daskdl.packed import PackedModel
 
 __all__ = [
@@ -123,7 +124,7 @@ def check_module(model: Any) -> None:
 
 
 def check_step(
-    model: nn.Module, loss: Callable[..., Any], optimizer: Any, X: Any, y: Any
+    model: nn.Module, loss: Objective, optimizer: Any, X: Any, y: Any
 ) -> ClassRange | None:
     """Rehearse one step on two rows, so that what does not fit is found here.
 
@@ -133,7 +134,8 @@ def check_step(
 
     Args:
         model: The module to train; not changed.
-        loss: ``loss(output, labels)``, a mean over the examples.
+        loss: ``loss(output, labels)``, a mean over the examples; or a step of the
+            user's own.
         optimizer: Makes a ``torch.optim.Optimizer`` from a list of parameters.
         X: Examples; `check_data` has accepted them.
         y: Labels, likewise.
@@ -153,9 +155,7 @@ def check_step(
         return rehearse(copy, loss, X, y)
 
 
-def check_validation(
-    model: nn.Module, loss: Callable[..., Any], validation: Any
-) -> None:
+def check_validation(model: nn.Module, loss: Objective, validation: Any) -> None:
     """Refuse validation data that model and loss cannot be scored on.
 
     Raises:
@@ -204,6 +204,8 @@ def check_loss(loss: Any) -> None:
         Traceback (most recent call last):
         daskdl.errors.ModelError: loss is the class MSELoss; create one, MSELoss()
     """
+    if isinstance(loss, OwnStep):
+        return  # it was looked at when it was made
     if isinstance(loss, type):
         name = loss.__name__
         raise ModelError(f"loss is the class {name}; create one, {name}()")

@@ -10,6 +10,7 @@ from torch.nn import functional
 from daskdl.data.batches import batches
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation import Score, evaluate, score_batches, score_rows
+from daskdl.objective import OwnStep
 from daskdl.packed import Packed, PackedModel
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.recording import executed
@@ -233,6 +234,16 @@ class TestScoreBatches:
         score_batches(model, loss, batches([(X, Y)], 60), "cpu")
 
         assert seen == [False, False]
+
+    def test_of_a_step_of_ones_own_there_is_the_loss_only(self):
+        step = OwnStep(lambda model, batch: model(batch[0]).mean())
+        x, y = torch.tensor([[1.0], [2.0], [6.0]]), torch.zeros(3, dtype=torch.int64)
+
+        score = score_batches(
+            nn.Identity(), step, [(x[:2], y[:2]), (x[2:], y[2:])], "cpu"
+        )
+
+        assert score.metrics() == {"loss": 3.0}
 
     def test_ignored_labels_count_neither_as_right_nor_as_wrong(self):
         loss = functools.partial(functional.cross_entropy, ignore_index=1)

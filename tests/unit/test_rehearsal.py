@@ -18,6 +18,7 @@ from daskdl.data.rehearsal import (
     rehearse,
 )
 from daskdl.errors import DataError, ModelError
+from daskdl.objective import OwnStep
 
 X = np.arange(12.0).reshape(6, 2)
 CLASSES = np.array([0, 1, 2, 0, 1, 2])
@@ -77,6 +78,7 @@ class TestRehearse:
         with pytest.raises(ModelError, match=re.escape(message)):
             rehearse(linear(), loss, X, np.zeros(6))
 
+    @pytest.mark.filterwarnings("ignore:Using a target size")  # as in a user's program
     def test_outputs_and_targets_of_different_shapes_are_refused(self):
         """Torch only warns, and then takes the mean over all pairs of rows."""
         with pytest.raises(ModelError, match=r"\(2, 1\).*labels shape \(2,\)"):
@@ -137,6 +139,48 @@ class TestRehearse:
         rehearse(linear(), loss, X, CLASSES)
 
         assert loss.calls == 0
+
+
+SEEN = []
+
+
+def noting(model, batch):
+    x, y = batch
+    kinds = [part.dtype for part in batch]
+    SEEN.append((model.training, torch.is_grad_enabled(), len(x), kinds))
+    return model(x).mean() + y.sum()
+
+
+class TestOwnStep:
+    def test_it_is_run_as_it_will_be_scored(self):
+        SEEN.clear()
+
+        rehearse(linear().eval(), OwnStep(noting), X, CLASSES)
+
+        assert [(False, False, 2, [torch.float32, torch.int64])] == SEEN
+
+    def test_which_labels_it_accepts_is_not_known(self):
+        step = OwnStep(lambda model, batch: model(batch[0]).mean())
+
+        assert rehearse(linear(), step, X, np.array([0, 1, 9, 2, 1, 0])) is None
+
+    @pytest.mark.filterwarnings("ignore:Using a target size")  # as in a user's program
+    @pytest.mark.parametrize(
+        ("step", "message"),
+        [
+            (lambda model: 0, "step failed on two rows, x being shape (2, 2) and dtype "
+             "torch.float32 and y shape (2,) and dtype torch.int64: "),
+            (lambda model, batch: model(batch[0]), "step must return one floating "
+             "number for a batch, got shape (2, 3)"),
+            (lambda model, batch: 2.0, "step must return a tensor, got 2.0"),
+            (lambda model, batch: functional.mse_loss(model(batch[0])[:, 0],
+             torch.zeros(2, 1)), "Using a target size"),
+        ],
+        ids=["fails", "not a mean", "not a tensor", "pairs"],
+    )  # fmt: skip
+    def test_one_that_gives_no_number_is_refused(self, step, message):
+        with pytest.raises(ModelError, match=re.escape(message)):
+            rehearse(linear(), OwnStep(step), X, CLASSES)
 
 
 class TestForward:

@@ -1,0 +1,89 @@
+"""What training makes small: a loss of the model's output, or a step of the user's own.
+
+Everything that runs a model on labelled rows takes either, and asks here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from daskdl.errors import OptionError
+
+Loss = Callable[[Any, Tensor], Tensor]  # of the model's output and the labels
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """For models whose forward pass is not ``model(x)``.
+
+    Attributes:
+        function: Of the model and a batch (x, y); returns the batch's mean loss.
+    """
+
+    function: Callable[[nn.Module, Batch], Tensor]
+
+
+Objective = Loss | OwnStep
+
+
+def objective_of(loss: Any, step: Any) -> Any:
+    """Choose between the two arguments of a trainer; exactly one must be given.
+
+    A loss is returned as it is, whatever it is: who uses it checks it.
+
+    Raises:
+        OptionError: If both are given, or neither, or the step cannot be called.
+
+    Example:
+        >>> objective_of(None, None)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: exactly one of loss and step must be given, got \
+neither
+    """
+    if (loss is None) == (step is None):
+        got = "neither" if loss is None else f"loss={loss!r} and step={step!r}"
+        raise OptionError(f"exactly one of loss and step must be given, got {got}")
+    if step is None:
+        return loss
+    if not callable(step):
+        raise OptionError(
+            "step must be a function of (model, (x, y)) that returns the batch's mean "
+            f"loss, got {step!r}"
+        )
+    return OwnStep(step)
+
+
+def batch_loss(objective: Objective, module: nn.Module, batch: Batch) -> Tensor:
+    """Run a model on a batch; the loss of it.
+
+    Example:
+        >>> x = torch.tensor([[3.0]])
+        >>> batch_loss(OwnStep(lambda model, batch: batch[0].sum()), nn.ReLU(), (x, x))
+        tensor(3.)
+    """
+    if isinstance(objective, OwnStep):
+        return objective.function(module, batch)
+    x, y = batch
+    return objective(module(x), y)
+
+
+def on_device(objective: Objective, device: torch.device) -> Objective:
+    """Move what it holds, class weights for one; a module is changed in place."""
+    holder = objective.function if isinstance(objective, OwnStep) else objective
+    if isinstance(holder, nn.Module):
+        holder.to(device)
+    return objective
+
+
+def is_sum(objective: Objective) -> bool:
+    """Whether it says that it sums over the rows of a batch; else it is a mean.
+
+    Example:
+        >>> is_sum(nn.MSELoss(reduction="sum")), is_sum(nn.MSELoss())
+        (True, False)
+    """
+    return getattr(objective, "reduction", "mean") == "sum"

@@ -10,8 +10,8 @@ class Step(NamedTuple):
     replica: int
     epoch: int  # from 0
     number: int  # steps this replica has made, from 1
-    loss: float  # of this step's batch
-    examples: int  # in this step's batch
+    loss: float  # over this step's rows
+    examples: int  # in this step's batch, or in all it was accumulated over
 
 
 class Callback:

@@ -15,6 +15,8 @@ COLUMNS: Mapping[str, str] = {
     "examples_per_s": "examples / seconds",
     "density": "entries sent / parameters, mean over exchanges and replicas",
     "threshold": "mean of the replicas' last thresholds, parameter units",
+    "learning_rate": "of the first parameter group at the end of the epoch, before "
+    "update_scale",
     "sent_bytes": "of frames published, all replicas together",
     "received_bytes": "of frames received, all replicas together",
     "dense_bytes": "what sending every update whole would have taken instead",

@@ -18,11 +18,12 @@ from daskdl import evaluation, inference
 from daskdl.cluster import client_of
 from daskdl.data.pieces import place
 from daskdl.data.sources import source_of
+from daskdl.objective import Objective
 from daskdl.training.cluster_stage import ClusterStage, Limits
 from daskdl.training.local_stage import LocalStage
 from daskdl.training.seats import most_replicas, replicas_here, seats_of
 from daskdl.training.stage import Stage
-from daskdl.training.task import Loss, TaskOptions
+from daskdl.training.task import TaskOptions
 
 RELAY_BYTES = 8 * 2**20  # for each replica
 
@@ -40,7 +41,7 @@ class Site(ABC):
 
     @abstractmethod
     def evaluate(
-        self, model: nn.Module, loss: Loss, X: Any, y: Any, batch_size: int
+        self, model: nn.Module, loss: Objective, X: Any, y: Any, batch_size: int
     ) -> dict[str, float]:
         """See :func:`daskdl.evaluation.evaluate`."""
 
@@ -62,8 +63,8 @@ class Cluster(Site):
     @override
     @contextlib.contextmanager
     def stage(self, options: TaskOptions, phases: Phases) -> Iterator[Stage]:
-        examples, batch_size = len(phases["train"][0]), options.batch_size
-        seats = seats_of(options.master, self._client, examples, batch_size)
+        examples, rows = len(phases["train"][0]), options.step_rows
+        seats = seats_of(options.master, self._client, examples, rows)
         with contextlib.ExitStack() as stack:
             pieces = {
                 phase: stack.enter_context(
@@ -71,19 +72,19 @@ class Cluster(Site):
                         *own,
                         self._client,
                         sorted(set(seats.values())),
-                        batch_size=batch_size,
+                        batch_size=options.piece_rows(phase),
                         replicas=len(seats),
                         shuffle_seed=options.shuffle_seed,
                     )
                 )
                 for phase, own in phases.items()
             }
-            limits = Limits(RELAY_BYTES, most_replicas(examples, batch_size))
+            limits = Limits(RELAY_BYTES, most_replicas(examples, rows))
             yield ClusterStage(self._client, options, seats, pieces, limits)
 
     @override
     def evaluate(
-        self, model: nn.Module, loss: Loss, X: Any, y: Any, batch_size: int
+        self, model: nn.Module, loss: Objective, X: Any, y: Any, batch_size: int
     ) -> dict[str, float]:
         return evaluation.evaluate(
             model, loss, X, y, self._client, batch_size=batch_size
@@ -100,17 +101,18 @@ class Process(Site):
     @override
     @contextlib.contextmanager
     def stage(self, options: TaskOptions, phases: Phases) -> Iterator[Stage]:
-        examples, batch_size = len(phases["train"][0]), options.batch_size
-        replicas = replicas_here(options.master, examples, batch_size)
+        examples, rows = len(phases["train"][0]), options.step_rows
+        replicas = replicas_here(options.master, examples, rows)
+        seed = options.shuffle_seed
         sources = {
-            phase: source_of(*own, batch_size, replicas, options.shuffle_seed)
+            phase: source_of(*own, options.piece_rows(phase), replicas, seed)
             for phase, own in phases.items()
         }
         yield LocalStage(options, replicas, sources)
 
     @override
     def evaluate(
-        self, model: nn.Module, loss: Loss, X: Any, y: Any, batch_size: int
+        self, model: nn.Module, loss: Objective, X: Any, y: Any, batch_size: int
     ) -> dict[str, float]:
         return evaluation.evaluate_here(model, loss, X, y, batch_size=batch_size)
 

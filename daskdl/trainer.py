@@ -1,7 +1,5 @@
 """The user's object: fit, evaluate, predict."""
 
-import dataclasses
-import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -9,36 +7,33 @@ from typing import Any, Literal
 
 import torch
 from distributed import Client
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks import Callback
 from daskdl.cluster import check_outlives
-from daskdl.data.arrays import first_rows, is_dask_array
-from daskdl.data.rehearsal import ClassRange, random_state_left_alone
-from daskdl.data.validate import (
-    check_data,
-    check_module,
-    check_step,
-    check_validation,
-    trainable,
-)
+from daskdl.data.arrays import is_dask_array
+from daskdl.data.rehearsal import ClassRange
+from daskdl.data.validate import check_data, trainable
 from daskdl.errors import OptionError, RunError
 from daskdl.history import History
+from daskdl.objective import Loss, objective_of
 from daskdl.packed import Packed, PackedModel
 from daskdl.sites import site_of
 from daskdl.thresholds import Sent
+from daskdl.training.adoption import Moved, adopt, starting_model
 from daskdl.training.base import TrainingMaster
 from daskdl.training.driver import Driver
 from daskdl.training.follow import Follower
+from daskdl.training.learning_rate import Scheduling
 from daskdl.training.merge import Final
-from daskdl.training.optimizer_state import restore_
+from daskdl.training.method import Method
 from daskdl.training.options import check_fit, check_trainer
 from daskdl.training.sharing import GradientSharing
-from daskdl.training.task import Loss, Recipe, TaskOptions
+from daskdl.training.stepping import Stepping
+from daskdl.training.task import Recipe, TaskOptions
 from daskdl.vectors import FlatParameters, grid_for
-
-logger = logging.getLogger(__name__)
 
 OUTBOX_BYTES = 2**20  # more would only grow old; the residual is the better queue
 INBOX_BYTES = 64 * 2**20  # of decoded entries; beyond it they are folded
@@ -60,9 +55,9 @@ class Trainer:
 
     Args:
         model: An `nn.Module`, which is copied, or a function that returns one.
-        loss: ``loss(model(x), y)``, a scalar tensor.
+        loss: ``loss(model(x), y)``, a scalar tensor. Left out if `step` is given.
         optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
-            parameters.
+            parameters; it has to be given.
         master: The way of training.
         client: A synchronous `distributed.Client`; None: the default client if
             there is one, else a `LocalCluster` that is closed again; False: none,
@@ -74,10 +69,28 @@ class Trainer:
             dropout: replica i seeds torch with ``seed + i``.
         callbacks: See :class:`daskdl.Callback`.
         progress: Show a bar while fitting; None: if standard error is a terminal.
+        autocast: Training computes forward passes under `torch.autocast` in this
+            dtype, ``torch.bfloat16``, or ``torch.float16`` with a
+            `torch.amp.GradScaler` of each replica. Whatever scores or predicts
+            computes in the model's own dtype.
+        accumulate: Batches of `batch_size` rows for each step of the optimizer, one
+            after the other; with a mean loss the step is that of one large batch.
+        clip_grad_norm: Largest norm of all gradients together, > 0, after
+            accumulation and before the optimizer; None: any.
+        step: ``step(model, (x, y))``, the mean loss of a batch, a scalar tensor, for
+            models whose forward pass is not ``model(x)``. Of validation and
+            evaluation there is then the loss only.
+        scheduler: Makes a `torch.optim.lr_scheduler.LRScheduler` from an optimizer.
+            At the end of an epoch all replicas go on from the one that is farthest.
+            `ReduceLROnPlateau` gets the loss on the validation data, or the mean
+            training loss without.
+        scheduler_every: Step it after each ``"epoch"``, or after each optimizer
+            ``"step"`` of a replica.
 
     Attributes:
         model_: The trained model, an ordinary module on the CPU.
         optimizer_: Its optimizer, with the replicas' averaged state.
+        scheduler_: Of that optimizer, or None; the next fit goes on from it.
         history_: The rows of the last fit.
 
     Raises:
@@ -97,8 +110,9 @@ class Trainer:
     """
 
     model: nn.Module | Callable[[], nn.Module]
-    loss: Loss
-    optimizer: Callable[[Any], Optimizer]
+    loss: Loss | None = None
+    # A default only because `loss` before it has one.
+    optimizer: Callable[[Any], Optimizer] = None  # type: ignore[assignment]
     _: KW_ONLY
     master: TrainingMaster = field(default_factory=GradientSharing)
     client: Client | Literal[False] | None = None
@@ -106,15 +120,24 @@ class Trainer:
     seed: int = 0
     callbacks: Sequence[Callback] = ()
     progress: bool | None = None
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+    step: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    scheduler_every: Literal["epoch", "step"] = "epoch"
 
     model_: nn.Module = field(init=False, repr=False)
     optimizer_: Optimizer = field(init=False, repr=False)
+    scheduler_: LRScheduler | None = field(init=False, repr=False)
     history_: History = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_trainer(
             self.master, self.device, self.seed, self.callbacks, self.progress
         )
+        self._method()
+        self._moved: Moved | None = None
         self._sent: Sent | None = None
         self._epochs = 0  # of all fits so far
 
@@ -143,7 +166,8 @@ class Trainer:
 
         Raises:
             DataError: If the data cannot be trained on; no worker was touched.
-            ModelError: If model, loss or optimizer cannot be used, likewise.
+            ModelError: If model, loss, step or optimizer cannot be used, likewise.
+            OptionError: If another argument cannot, the scheduler included, likewise.
             ReplicaError: If the user's code raised on a worker.
             DivergedError: If the loss became NaN or infinite.
             RunError: If the run ended early for another reason. In these three
@@ -151,16 +175,16 @@ class Trainer:
         """
         check_fit(epochs, batch_size, shuffle)
         check_data(X, y)
-        model = self._starting_model()
-        labels = check_step(model, self.loss, self.optimizer, X, y)
-        if validation is not None:
-            check_validation(model, self.loss, validation)
-        recipe = Packed(self._recipe(model, X, y), "trainer")
-        options = self._options(model, epochs, batch_size, shuffle, labels)
-        options = dataclasses.replace(options, validates=validation is not None)
+        method, model = self._method(), getattr(self, "model_", None)
+        if model is None:
+            model = starting_model(self.model, self.seed)
+        labels = method.check(model, X, y, validation)
+        recipe = method.recipe(model, self._moved, self.callbacks, (X, y))
         phases = {"train": (X, y)}
         if validation is not None:
             phases["validation"] = validation
+        validates = "validation" in phases
+        options = self._options(model, epochs, batch_size, shuffle, validates, labels)
         with site_of(self.client) as site, site.stage(options, phases) as stage:
             return self._run(Driver(stage), options, recipe, model, len(X))
 
@@ -173,13 +197,15 @@ class Trainer:
             batch_size: Rows per forward pass.
 
         Returns:
-            ``"loss"``, and for class indices ``"accuracy"``, means over all rows.
+            ``"loss"``, and for class indices ``"accuracy"``, means over all rows;
+            with a `step` the loss only.
         """
         with site_of(self.client) as site:
-            return site.evaluate(self._fitted(), self.loss, X, y, batch_size)
+            objective = self._method().objective
+            return site.evaluate(self._fitted(), objective, X, y, batch_size)
 
     def predict(self, X: Any, *, batch_size: int = 64) -> Any:
-        """Apply `model_` to every row, on the cluster or in this process.
+        """Apply `model_(x)` to every row, on the cluster or in this process.
 
         Args:
             X: Inputs, of the kinds that :meth:`fit` takes.
@@ -201,23 +227,13 @@ class Trainer:
             raise OptionError("the trainer has no model_ yet; call fit first")
         return self.model_
 
-    def _starting_model(self) -> nn.Module:
-        if hasattr(self, "model_"):
-            return self.model_
-        if isinstance(self.model, nn.Module) or not callable(self.model):
-            check_module(self.model)
-            # Not a deep copy: what cannot travel is then named here.
-            return PackedModel(self.model).unpack()
-        with random_state_left_alone():
-            torch.manual_seed(self.seed)
-            return self.model()
-
-    def _recipe(self, model: nn.Module, X: Any, y: Any) -> Recipe:
-        state = self.optimizer_.state_dict() if hasattr(self, "optimizer_") else None
-        # The others stay here, and may hold what cannot be pickled.
-        travelling = [c for c in self.callbacks if c.runs_on_workers]
-        rows = first_rows(X, 2).copy(), first_rows(y, 2).copy()
-        return Recipe(model, self.loss, self.optimizer, state, travelling, rows)
+    def _method(self) -> Method:
+        return Method(
+            objective_of(self.loss, self.step),
+            self.optimizer,
+            Stepping(self.autocast, self.accumulate, self.clip_grad_norm),
+            Scheduling(self.scheduler, self.scheduler_every),
+        )
 
     def _options(
         self,
@@ -225,6 +241,7 @@ class Trainer:
         epochs: int,
         batch_size: int,
         shuffle: bool,
+        validates: bool,
         labels: ClassRange | None,
     ) -> TaskOptions:
         flat = FlatParameters(PackedModel(model).unpack())
@@ -237,7 +254,7 @@ class Trainer:
             seed=self.seed,
             shuffle=shuffle,
             device=str(self.device),
-            validates=False,
+            validates=validates,
             labels=labels,
             size=flat.size,
             grid=grid_for(flat),
@@ -245,6 +262,7 @@ class Trainer:
             outbox_bytes=OUTBOX_BYTES,
             inbox_bytes=INBOX_BYTES,
             timeouts=self.master.timeouts(),
+            stepping=self._method().stepping,
         )
 
     def _run(
@@ -274,10 +292,8 @@ class Trainer:
     def _adopt(self, model: nn.Module, final: Final) -> None:
         final.parameters.load_into(model)
         self.model_ = model
-        former = getattr(self, "optimizer_", None)
         self.optimizer_ = self.optimizer(trainable(model))
-        if final.optimizer is not None:
-            restore_(self.optimizer_, final.optimizer)
-        elif former is not None:  # a run that ended early: the last state there is
-            self.optimizer_.load_state_dict(former.state_dict())
+        scheduling = self._method().scheduling
+        self._moved = adopt(self.optimizer_, scheduling, final, self._moved)
+        self.scheduler_ = self._moved.rate.scheduler
         self._sent = final.outcome or self._sent

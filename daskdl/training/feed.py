@@ -1,15 +1,17 @@
 """What one replica trains on in an epoch: leased pieces, cut into batches."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from torch import Tensor
 
 from daskdl.channel.base import Channel, Piece
 from daskdl.data.arrays import check_labels
 from daskdl.data.batches import batches
 from daskdl.data.sources import Rows
+from daskdl.objective import Batch
+from daskdl.training.stepping import Group, rows_of
 from daskdl.training.stores import Store
 from daskdl.training.task import TaskOptions
 
@@ -17,8 +19,9 @@ from daskdl.training.task import TaskOptions
 class Feed:
     """Batches of one phase of one epoch, until nobody has anything left to do.
 
-    A piece is given back when all its rows have been trained on, so that nothing of
-    it is left out if this replica is lost before. Whoever comes to the end first
+    They come in groups, one for each step of the optimizer. A piece is given back when
+    the steps with all its rows have been made, so that nothing of it is left out if
+    this replica is lost before. Whoever comes to the end first
     waits for the others: what a lost one held is then trained on here.
 
     Args:
@@ -51,20 +54,27 @@ class Feed:
         self._held: deque[tuple[Piece, int, int]] = deque()  # rows, and `_given` after
         self.loss = 0.0
 
-    def batches(self, rest: Callable[[], None]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches; the one before has been trained on when the next is asked for.
+    def batches(self) -> Iterator[Batch]:
+        """Yield batches; the one before is done with when the next is asked for."""
+        for group in self.groups(lambda: None, size=1):
+            yield from group
+
+    def groups(self, rest: Callable[[], None], size: int) -> Iterator[Group]:
+        """Yield groups; the one before has been trained on when the next is asked for.
 
         Args:
-            rest: Called before waiting for others.
+            rest: Called before waiting for others; nothing is begun and not done then.
+            size: Batches of a group. The last before a wait may have fewer.
 
         Yields:
-            Tensors (x, y), see :func:`daskdl.data.batches.batches`.
+            Pairs (x, y), see :func:`daskdl.data.batches.batches`.
         """
         piece = self._lease(wait=False)
         while True:
-            for x, y in batches(self._rows(piece), self._options.batch_size):
-                yield x, y
-                self._done += len(x)
+            rows = batches(self._rows(piece), self._options.batch_size)
+            while group := list(itertools.islice(rows, size)):
+                yield group
+                self._done += rows_of(group)
             rest()
             piece = self._lease(wait=True)
             if piece is None:

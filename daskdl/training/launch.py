@@ -41,7 +41,7 @@ def train_replica(
         with surroundings(options.device, threads) as device:
             replica = Replica(number, options, own, channel, device, store)
             if not founder:
-                warm_up(own, options.master, device)
+                warm_up(own, options.master, options.stepping, device)
             return replica.run()
     finally:
         channel.leave()

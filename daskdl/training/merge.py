@@ -23,11 +23,13 @@ class Final:
         parameters: Of all replicas together; residuals are already added.
         optimizer: Averaged state; None if the run did not come to its end.
         outcome: Averaged state of the threshold.
+        schedule: Where it stands; empty if there is none, or no optimizer.
     """
 
     parameters: Parameters
     optimizer: OptimizerState | None
     outcome: Sent | None
+    schedule: bytes = b""
 
 
 def merge(results: Sequence[Result]) -> Packed[Final]:
@@ -47,6 +49,7 @@ def merge(results: Sequence[Result]) -> Packed[Final]:
         _sum(parts),
         add(states) if states else None,
         average_sent([result.outcome for result in results]),
+        ended[0].schedule if ended else b"",  # there all have agreed
     )
     return Packed(final, "result")
 

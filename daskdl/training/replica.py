@@ -5,31 +5,29 @@ its exchange do the rest. It leaves for one of four reasons: all epochs are done
 the run was stopped, its worker closes, or it failed.
 """
 
-import contextlib
 import dataclasses
 import math
 import pickle
 import time
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from daskdl.callbacks import Step
 from daskdl.channel.base import Channel, Stopped
 from daskdl.channel.messages import Barrier
-from daskdl.data.batches import floating_dtype, to_device
 from daskdl.data.validate import trainable
-from daskdl.errors import ChannelError, DaskDLError, DivergedError, ModelError
+from daskdl.errors import ChannelError, DaskDLError, DivergedError
 from daskdl.evaluation import Score, score_batches
 from daskdl.packed import Packed
 from daskdl.training.base import Exchange, Parameters, Seat
 from daskdl.training.feed import Feed
+from daskdl.training.learning_rate import LearningRate
 from daskdl.training.optimizer_state import load_optimizer_, weigh
+from daskdl.training.stepping import Group, Stepper, rows_of
 from daskdl.training.stores import Store
 from daskdl.training.task import Recipe, Result, Tally, TaskOptions
 
@@ -71,7 +69,6 @@ class Replica:
         self._device = device
         self._store = store
         self._module = recipe.model.to(device).train()
-        self._dtype = floating_dtype(self._module)
         self._steps = 0
         self._seen = 0  # examples, over all epochs
         self._weight = 0.0  # share of the examples all replicas saw
@@ -109,11 +106,22 @@ class Replica:
         self._optimizer: Optimizer = self._recipe.optimizer(trainable(self._module))
         if self._recipe.optimizer_state is not None:
             self._optimizer.load_state_dict(self._recipe.optimizer_state)
+        scheduling, before = self._recipe.scheduling, self._recipe.schedule
+        self._rate = LearningRate(self._optimizer, scheduling, before)
+        self._stepper = Stepper(
+            self._module,
+            self._recipe.objective,
+            self._optimizer,
+            self._options.stepping,
+            self._device,
+        )
         torch.manual_seed(self._options.seed + self._number)
         epoch = 0
         if entry.snapshot is not None:
             load_optimizer_(self._optimizer, entry.snapshot["optimizer"])
+            self._rate.load_(entry.snapshot["schedule"])
             epoch = self._channel.activate(entry.snapshot["step"]).epoch
+            self._rate.catch_up_(epoch)
         self._exchange = exchange
         self._channel.serve(self._snapshot)
         return epoch
@@ -124,14 +132,16 @@ class Replica:
         return {
             **self._exchange.snapshot(),
             "optimizer": Packed(self._optimizer.state_dict(), "optimizer").payload,
+            "schedule": self._rate.state(),
         }
 
     def _train(self, epoch: int) -> None:
         started = time.perf_counter()
         self._tally = Tally()
         feed = Feed(self._channel, self._options, "train", epoch, self._store)
-        for x, y in feed.batches(lambda: self._live.rest(epoch)):
-            self._step(epoch, *to_device(x, y, self._device, self._dtype))
+        size = self._options.stepping.accumulate
+        for group in feed.groups(lambda: self._live.rest(epoch), size):
+            self._step(epoch, group)
             feed.loss = self._tally.loss_sum / self._tally.examples
         self._tally.seconds = time.perf_counter() - started
 
@@ -140,23 +150,20 @@ class Replica:
         assert self._exchange is not None
         return self._exchange
 
-    def _step(self, epoch: int, x: Tensor, y: Tensor) -> None:
+    def _step(self, epoch: int, group: Group) -> None:
         self._channel.check()
         exchange = self._live
         exchange.before_step(epoch)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss = self._recipe.loss(self._module(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        value = float(loss.detach())
+        value, rows = self._stepper.backward(group), rows_of(group)
         if not math.isfinite(value):
             raise self._diverged(epoch, value)
-        with scaled(self._optimizer, exchange.learning_rate_scale):
-            self._optimizer.step()
+        self._stepper.update(exchange.learning_rate_scale)
+        self._rate.after_step()
         exchange.after_step(epoch)
         self._steps += 1
-        self._tally.loss_sum += value * len(x)
-        self._tally.examples += len(x)
-        step = Step(self._number, epoch, self._steps, value, len(x))
+        self._tally.loss_sum += value * rows
+        self._tally.examples += rows
+        step = Step(self._number, epoch, self._steps, value, rows)
         for callback in self._recipe.callbacks:
             callback.on_step(step)
 
@@ -174,6 +181,7 @@ class Replica:
             "statistics": list(exchange.statistics()),
             "traffic": vars(self._channel.traffic()),
             "score": self._validate(epoch),
+            **self._rate.note(),
         }
         gathered = self._channel.gather(f"report {epoch}", note, Barrier.REPORT)
         digests = {r: other["digest"] for r, other in gathered.notes.items()}
@@ -184,6 +192,7 @@ class Replica:
             )
         seen = sum(other["seen"] for other in gathered.notes.values())
         self._weight = self._seen / seen if seen else 0.0
+        self._rate.end_epoch([gathered.notes[r] for r in sorted(gathered.notes)])
 
     def _validate(self, epoch: int) -> list[float] | None:
         if not self._options.validates:
@@ -193,8 +202,8 @@ class Replica:
         with self._live.showing_agreed():
             score: Score = score_batches(
                 self._module,
-                self._recipe.loss,
-                feed.batches(lambda: None),
+                self._recipe.objective,
+                feed.batches(),
                 self._device,
             )
         self._channel.serve(self._snapshot)
@@ -214,6 +223,7 @@ class Replica:
             Packed(exchange.final(), "result"),
             Packed(weigh(self._optimizer, self._weight), "optimizer state"),
             exchange.outcome(),
+            self._rate.state(),
         )
 
     def _diverged(self, epoch: int, value: float) -> DivergedError:
@@ -221,7 +231,7 @@ class Replica:
         return DivergedError(
             f"the loss became {value} at step {self._steps + 1} of replica "
             f"{self._number}, in epoch {epoch}; the last agreed state is that of "
-            f"{good}; lower the learning rate, clip gradients, or look for NaN in X"
+            f"{good}; lower the learning rate, set clip_grad_norm, or look for NaN in X"
         )
 
     def _failure(self, error: Exception) -> dict[str, Any]:
@@ -238,30 +248,3 @@ class Replica:
             "step": self._steps,
             "pickled": pickled,
         }
-
-
-@contextlib.contextmanager
-def scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Multiply the learning rate of every parameter group meanwhile.
-
-    Raises:
-        ModelError: If a group has no learning rate to scale.
-    """
-    if factor == 1.0:
-        yield
-        return
-    groups = optimizer.param_groups
-    missing = [i for i, group in enumerate(groups) if "lr" not in group]
-    if missing:
-        raise ModelError(
-            f"parameter groups {missing} of the optimizer have no 'lr' to scale by "
-            f"{factor:g}; use GradientSharing(update_scale='sum')"
-        )
-    rates = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate

@@ -30,12 +30,13 @@ def row_of(
     thresholds = [s.threshold for s in statistics if not math.isnan(s.threshold)]
     row = {
         "epoch": epoch,
-        "loss": _mean([note["tally"][0] for note in notes], examples),
+        "loss": training_loss(notes),
         "examples": examples,
         "seconds": seconds,
         "examples_per_s": examples / seconds,
         "density": sum(s.density_sum for s in statistics) / max(exchanges, 1),
         "threshold": sum(thresholds) / len(thresholds) if thresholds else math.nan,
+        "learning_rate": _learning_rate(notes),
         "sent_bytes": sum(t["sent_bytes"] for t in traffic),
         "received_bytes": sum(t["received_bytes"] for t in traffic),
         "dense_bytes": 4 * size * exchanges,
@@ -49,12 +50,24 @@ def row_of(
         "withheld": sum(t["withheld"] for t in traffic),
         "folds": sum(t["folds"] for t in traffic),
     }
-    return {**row, **_validation(notes)}
+    return {**row, **validation(notes)}
 
 
-def _mean(sums: Sequence[float], count: int) -> float:
-    """NaN of nothing: all who trained in the epoch may be gone."""
-    return sum(sums) / count if count else math.nan
+def training_loss(notes: Sequence[Note]) -> float:
+    """Mean over the examples of all replicas.
+
+    NaN of nothing: all who trained in the epoch may be gone.
+    """
+    examples = sum(note["tally"][1] for note in notes)
+    total = sum(note["tally"][0] for note in notes)
+    return total / examples if examples else math.nan
+
+
+def _learning_rate(notes: Sequence[Note]) -> float:
+    """Of the replica whose schedule is farthest: the others go on from there."""
+    first = {"scheduled": 0, "learning_rate": math.nan}
+    farthest = max(notes, key=lambda note: int(note["scheduled"]), default=first)
+    return float(farthest["learning_rate"])
 
 
 def _waits(traffic: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -65,7 +78,8 @@ def _waits(traffic: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return total
 
 
-def _validation(notes: Sequence[Note]) -> dict[str, float]:
+def validation(notes: Sequence[Note]) -> dict[str, float]:
+    """What the agreed model was scored with, by column; empty if it was not."""
     scores = [Score(*note["score"]) for note in notes if note["score"] is not None]
     if not scores:
         return {}

@@ -17,7 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 def most_replicas(examples: int, batch_size: int) -> int:
-    """One for each batch in an epoch: more would have nothing to do."""
+    """One for each step in an epoch: more would have nothing to do.
+
+    Args:
+        examples: Rows of the data.
+        batch_size: Rows of a step, which may be those of several batches.
+    """
     return math.ceil(examples / batch_size)
 
 

@@ -1,10 +1,9 @@
 """What is sent to a worker to make a replica there, and what comes back."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
@@ -13,13 +12,14 @@ from daskdl.callbacks import Callback
 from daskdl.channel.endpoint import Endpoint
 from daskdl.data.rehearsal import ClassRange
 from daskdl.failures import FailureInjection
+from daskdl.objective import Objective
 from daskdl.packed import Packed
 from daskdl.thresholds import Sent
 from daskdl.timeouts import Timeouts
 from daskdl.training.base import Parameters, TrainingMaster
+from daskdl.training.learning_rate import Scheduling
 from daskdl.training.optimizer_state import OptimizerState
-
-Loss = Callable[[Any, Any], torch.Tensor]
+from daskdl.training.stepping import Stepping
 
 
 @dataclass
@@ -28,19 +28,23 @@ class Recipe:
 
     Attributes:
         model: At its start, on the CPU.
-        loss: Called with the model's output and the labels.
+        objective: What to make small.
         optimizer: Makes an optimizer from an iterable of parameters.
         optimizer_state: A state dict to begin with, or None.
         callbacks: Run after each step.
         rows: Two rows of X and y, to warm up with.
+        scheduling: Makes the scheduler of an optimizer.
+        schedule: Where its earlier fits have left it; empty: at its start.
     """
 
     model: nn.Module
-    loss: Loss
+    objective: Objective
     optimizer: Callable[[Any], Optimizer]
     optimizer_state: dict[str, Any] | None
     callbacks: Sequence[Callback]
     rows: tuple[NDArray[Any], NDArray[Any]]
+    scheduling: Scheduling = field(default_factory=Scheduling)
+    schedule: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class TaskOptions:
         master: The way of training.
         epochs: How many times to go through the data.
         epochs_before: Of earlier fits of the same trainer.
-        batch_size: Rows per step.
+        batch_size: Rows per batch.
         seed: Of shuffling and of torch's generator.
         shuffle: Whether rows are shuffled within their pieces.
         device: ``"auto"`` or a torch device.
@@ -65,6 +69,7 @@ class TaskOptions:
         inbox_bytes: Bound of what waits to be applied.
         timeouts: Bounds on waiting.
         routing: ``"plain"`` or ``"mesh"``.
+        stepping: How an optimizer step is made.
     """
 
     run: int
@@ -84,6 +89,16 @@ class TaskOptions:
     inbox_bytes: int
     timeouts: Timeouts
     routing: str = "plain"
+    stepping: Stepping = field(default_factory=Stepping)
+
+    @property
+    def step_rows(self) -> int:
+        """Rows per optimizer step."""
+        return self.batch_size * self.stepping.accumulate
+
+    def piece_rows(self, phase: str) -> int:
+        """Pieces are multiples of so many rows, so that few steps cross their edges."""
+        return self.step_rows if phase == "train" else self.batch_size
 
     @property
     def shuffle_seed(self) -> int | None:
@@ -123,6 +138,7 @@ class Result:
         parameters: As a pack, so that Dask never serialises a tensor.
         optimizer: The replica's weighted share, or None.
         outcome: State of the threshold, or None.
+        schedule: Where it stands, the same for all that finished.
     """
 
     replica: int
@@ -130,6 +146,7 @@ class Result:
     parameters: Packed[Parameters]
     optimizer: Packed[OptimizerState] | None = None
     outcome: Sent | None = None
+    schedule: bytes = b""
 
 
 @dataclass

@@ -8,15 +8,18 @@ import copy
 
 import torch
 
-from daskdl.data.batches import floating_dtype, to_device
+from daskdl.data.batches import floating_dtype
 from daskdl.data.loading import connect
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.data.validate import trainable
 from daskdl.training.base import TrainingMaster
+from daskdl.training.stepping import Stepper, Stepping
 from daskdl.training.task import Recipe
 
 
-def warm_up(recipe: Recipe, master: TrainingMaster, device: torch.device) -> None:
+def warm_up(
+    recipe: Recipe, master: TrainingMaster, stepping: Stepping, device: torch.device
+) -> None:
     """Do once, on a copy of the model, what the first step does.
 
     What the user's code raises comes out as it is: the real step would raise it too.
@@ -25,16 +28,15 @@ def warm_up(recipe: Recipe, master: TrainingMaster, device: torch.device) -> Non
         recipe: The model is on its device. Callables with a state of their own are
             called once more.
         master: Warms up what it does between steps.
+        stepping: How a step is made.
         device: Where the replica computes.
     """
     connect()
     module = copy.deepcopy(recipe.model)
-    dtype = floating_dtype(module)
     x, y = (torch.from_numpy(rows) for rows in recipe.rows)
     with random_state_left_alone():
         optimizer = recipe.optimizer(trainable(module))
-        x, y = to_device(x, y, device, dtype)
-        loss = recipe.loss(module(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        master.warm_up(device, dtype)
+        stepper = Stepper(module, recipe.objective, optimizer, stepping, device)
+        stepper.backward([(x, y)])
+        stepper.update(scale=1.0)
+        master.warm_up(device, floating_dtype(module))

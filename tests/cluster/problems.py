@@ -69,20 +69,43 @@ def parameters_of(module):
     return {name: value.numpy().copy() for name, value in module.state_dict().items()}
 
 
-def plain_loop(model, optimizer, *, seed, epochs, batch_size, x, y):
-    """What a user would write without daskdl, on one thread, in order."""
+def plain_loop(model, optimizer, *, seed, epochs, batch_size, x, y, more=None):
+    """What a user would write without daskdl, on one thread, in order.
+
+    Args:
+        more: Options of a trainer that change the step, by name.
+    """
+    more = {"accumulate": 1, **(more or {})}
+    dtype, norm = more.get("autocast"), more.get("clip_grad_norm")
+    size = batch_size * more["accumulate"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     module = model().train()
     steps = optimizer(module.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    scheduler = more["scheduler"](steps) if "scheduler" in more else None
     torch.manual_seed(seed)
     for _ in range(epochs):
-        for i in range(0, len(x), batch_size):
+        for start in range(0, len(x), size):
             steps.zero_grad(set_to_none=True)
-            output = module(torch.from_numpy(x[i : i + batch_size]))
-            labels = torch.from_numpy(y[i : i + batch_size])
-            nn.functional.cross_entropy(output, labels).backward()
-            steps.step()
+            stop = min(start + size, len(x))
+            for i in range(start, stop, batch_size):
+                part = slice(i, min(i + batch_size, stop))
+                with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                    output = module(torch.from_numpy(x[part]))
+                    labels = torch.from_numpy(y[part])
+                    loss = nn.functional.cross_entropy(output, labels)
+                loss = loss / ((stop - start) / (part.stop - part.start))
+                scaler.scale(loss).backward()
+            if norm is not None:
+                scaler.unscale_(steps)
+                nn.utils.clip_grad_norm_(module.parameters(), norm)
+            scaler.step(steps)
+            scaler.update()
+            if scheduler and more.get("scheduler_every") == "step":
+                scheduler.step()
+        if scheduler and more.get("scheduler_every") != "step":
+            scheduler.step()
     torch.set_num_threads(threads)
     return parameters_of(module)

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from tests.cluster import promises
 from tests.cluster.problems import mlp, rows
@@ -19,15 +18,9 @@ def place(request):
 
 
 @pytest.fixture
-def lone():
-    """Where one replica trains, with one thread of torch's.
-
-    As the plain loop has it: sums over a batch depend on how they are shared out.
-    """
-    former = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Place(False, replicas=1)
-    torch.set_num_threads(former)
+def lone(one_thread):
+    """Where one replica trains, with one thread of torch's."""
+    return Place(False, replicas=1)
 
 
 class TestConservation(promises.Conservation):

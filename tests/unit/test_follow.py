@@ -17,6 +17,8 @@ NOTE = {
     "statistics": list(Statistics(1, 0.5, 0.25, 0.0, 0, 2)),
     "traffic": dataclasses.asdict(Traffic()),
     "score": None,
+    "scheduled": 0,
+    "learning_rate": 0.1,
 }
 GATHERED = {"kind": "gathered", "notes": [(0, NOTE)], "repeated": 0, "refused": 0}
 PROGRESS = {"kind": "progress", "examples": 4, "epoch": 0, "loss": 1.5}

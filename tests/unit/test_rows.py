@@ -37,13 +37,21 @@ MORE = Traffic(
 
 
 def note(
-    loss_sum, examples, statistics=FIRST, traffic=CARRIED, score=None, seconds=1.0
+    loss_sum,
+    examples,
+    statistics=FIRST,
+    traffic=CARRIED,
+    score=None,
+    seconds=1.0,
+    rate=(0, 0.5),
 ):
     return {
         "tally": [loss_sum, examples, seconds],
         "statistics": list(statistics),
         "traffic": dataclasses.asdict(traffic),
         "score": score,
+        "scheduled": rate[0],
+        "learning_rate": rate[1],
     }
 
 
@@ -65,6 +73,7 @@ TWO = [note(30.0, 10), note(10.0, 30, SECOND, MORE)]
         ("examples_per_s", 20.0),
         ("density", 0.25),
         ("threshold", 0.5),
+        ("learning_rate", 0.5),
         ("sent_bytes", 111),
         ("received_bytes", 47),
         ("dense_bytes", 4 * 10 * 5),
@@ -94,10 +103,17 @@ def test_a_replica_that_has_sent_nothing_has_no_threshold_to_count():
     assert math.isnan(row(note(1.0, 1, silent))["threshold"])
 
 
+def test_the_learning_rate_is_that_of_the_replica_whose_schedule_is_farthest():
+    rates = [(3, 0.3), (7, 0.7), (7, 0.8), (5, 0.5)]
+
+    assert row(*[note(1.0, 1, rate=rate) for rate in rates])["learning_rate"] == 0.7
+
+
 def test_an_epoch_whose_replicas_are_gone_has_no_loss():
     empty = row()
 
     assert math.isnan(empty["loss"])
+    assert math.isnan(empty["learning_rate"])
     assert (empty["examples"], empty["replicas"], empty["waits"]) == (0, 0, {})
 
 

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from daskdl import GradientSharing, codec
+from daskdl.objective import OwnStep
 from daskdl.training import warmup
+from daskdl.training.stepping import Stepping
 from daskdl.training.task import Recipe
 from daskdl.training.warmup import warm_up
 
@@ -37,7 +39,8 @@ class Counting(nn.Module):
 def recipe(**changes):
     rows = np.ones((2, 3), np.float32), np.array([0, 3])
     optimizer = functools.partial(torch.optim.Adam, lr=0.1)
-    parts = {"model": Counting(), "loss": nn.CrossEntropyLoss(), "optimizer": optimizer}
+    loss = nn.CrossEntropyLoss()
+    parts = {"model": Counting(), "objective": loss, "optimizer": optimizer}
     return Recipe(**{**parts, **changes}, optimizer_state=None, callbacks=(), rows=rows)
 
 
@@ -56,7 +59,7 @@ def test_the_model_is_called_and_nothing_of_it_is_changed(connected, monkeypatch
     before = {k: v.clone() for k, v in own.model.state_dict().items()}
     state = torch.get_rng_state()
 
-    warm_up(own, GradientSharing(), CPU)
+    warm_up(own, GradientSharing(), Stepping(), CPU)
 
     assert Counting.training_modes == (True,)
     assert steps == [[True] * 4]
@@ -71,7 +74,22 @@ def test_what_the_users_code_raises_comes_out(connected):
         raise ValueError("not today")
 
     with pytest.raises(ValueError, match="not today"):
-        warm_up(recipe(loss=loss), GradientSharing(), CPU)
+        warm_up(recipe(objective=loss), GradientSharing(), Stepping(), CPU)
+
+
+def test_it_is_the_step_that_will_be_made(connected):
+    seen = []
+
+    def step(model, batch):
+        x, y = batch
+        output = model(x)
+        seen.append((output.dtype, y.dtype))
+        return output.float().mean()
+
+    stepping = Stepping(autocast=torch.bfloat16, clip_grad_norm=1.0)
+    warm_up(recipe(objective=OwnStep(step)), GradientSharing(), stepping, CPU)
+
+    assert seen == [(torch.bfloat16, torch.int64)]
 
 
 @pytest.mark.parametrize("apply", ["eager", "strict"])

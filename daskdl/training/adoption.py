@@ -1,0 +1,75 @@
+"""What a trainer goes on from: the start of a fit, and the end of the one before."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.data.validate import check_module
+from daskdl.packed import PackedModel
+from daskdl.training.learning_rate import LearningRate, Scheduling
+from daskdl.training.merge import Final
+from daskdl.training.optimizer_state import restore_
+
+
+class Moved(NamedTuple):
+    """What a run changes beside the parameters.
+
+    Attributes:
+        optimizer: With state.
+        rate: Of the optimizer.
+        scheduling: That the rate follows.
+    """
+
+    optimizer: Optimizer
+    rate: LearningRate
+    scheduling: Scheduling
+
+    def schedule(self, scheduling: Scheduling) -> bytes:
+        """Where the scheduler stands; empty if another one is to begin."""
+        return self.rate.state() if scheduling == self.scheduling else b""
+
+
+def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Copy the user's module, or make it.
+
+    Args:
+        model: Not changed.
+        seed: Of torch's generator, which is left as it was.
+
+    Raises:
+        ModelError: If it is no module, or cannot be copied.
+    """
+    if isinstance(model, nn.Module) or not callable(model):
+        check_module(model)
+        # Not a deep copy: what cannot travel is then named here.
+        return PackedModel(model).unpack()
+    with random_state_left_alone():
+        torch.manual_seed(seed)
+        return model()
+
+
+def adopt(
+    optimizer: Optimizer, scheduling: Scheduling, final: Final, former: Moved | None
+) -> Moved:
+    """Give a new optimizer, and its scheduler, the state that a run ended with.
+
+    Args:
+        optimizer: Over the model's parameters; changed in place.
+        scheduling: Of the run.
+        final: What the run ended with. If it ended early there is no state in it:
+            then the last there is counts.
+        former: Of the fit before, if there was one.
+    """
+    rate = LearningRate(optimizer, scheduling)
+    if final.optimizer is not None:
+        restore_(optimizer, final.optimizer)
+        rate.load_(final.schedule)
+    elif former is not None:
+        state: dict[str, Any] = former.optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        rate.load_(former.schedule(scheduling))
+    return Moved(optimizer, rate, scheduling)

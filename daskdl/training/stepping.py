@@ -1,0 +1,200 @@
+"""One optimizer step of one replica: forward, backward, and what comes between them.
+
+A step is made of a *group* of batches, whose gradients are added up. No channel, no
+exchange, no epochs: those are the replica's.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from daskdl.data.batches import floating_dtype, to_device
+from daskdl.data.validate import trainable
+from daskdl.errors import ModelError, OptionError
+from daskdl.objective import Batch, Objective, batch_loss, is_sum, on_device
+from daskdl.training.options import check_whole
+
+Group = Sequence[Batch]
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """How an optimizer step is made; the options of the same names of a trainer.
+
+    Args:
+        autocast: Computes forward passes in this dtype; None: in the model's own.
+        accumulate: Batches of a group, at most.
+        clip_grad_norm: Largest norm of all gradients together; None: any.
+
+    Raises:
+        OptionError: Naming the option, what was given and what is allowed.
+
+    Example:
+        >>> Stepping(torch.float64)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: autocast must be torch.bfloat16, torch.float16 or \
+None, got torch.float64
+    """
+
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        # By identity: a numpy dtype, for one, is not comparable with torch's.
+        if not any(self.autocast is d for d in (None, torch.bfloat16, torch.float16)):
+            raise OptionError(
+                "autocast must be torch.bfloat16, torch.float16 or None, got "
+                f"{self.autocast!r}"
+            )
+        check_whole("accumulate", self.accumulate, 1)
+        norm: Any = self.clip_grad_norm
+        number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (number and 0 < norm < math.inf):
+            raise OptionError(
+                f"clip_grad_norm must be a number > 0 or None, got {norm!r}"
+            )
+
+    def check_model(self, module: nn.Module) -> None:
+        """Refuse a model with which these options do not go.
+
+        Raises:
+            OptionError: If gradients were to be scaled that are in half precision.
+        """
+        half = [n for n, p in module.named_parameters() if p.dtype == torch.float16]
+        if self.autocast is torch.float16 and half:
+            raise OptionError(
+                "autocast=torch.float16 needs a model with float32 parameters, got "
+                f"{half[0]!r} in torch.float16; use model.float(), or no autocast"
+            )
+
+
+class Stepper:
+    """Makes the optimizer steps of a model.
+
+    Args:
+        module: The model, on its device.
+        objective: What to make small; moved to the device.
+        optimizer: Of the model's trainable parameters.
+        stepping: How.
+        device: Where to compute.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective,
+        optimizer: Optimizer,
+        stepping: Stepping,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._objective = on_device(objective, device)
+        self._optimizer = optimizer
+        self._stepping = stepping
+        self._device = device
+        self._dtype = floating_dtype(module)
+        self._parameters = trainable(module)
+        # Gradients in float16 are too small without; this finds the factor by itself.
+        scaling = stepping.autocast is torch.float16
+        self._scaler = torch.amp.GradScaler(device.type) if scaling else None
+
+    def backward(self, group: Group) -> float:
+        """Compute the gradients of a group of batches; the parameters stay.
+
+        Every batch weighs as many as it has rows, so that a mean loss has the
+        gradients of one large batch.
+
+        Args:
+            group: On any device; one batch after the other is moved.
+
+        Returns:
+            The loss over all rows of the group.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        rows = rows_of(group)
+        parts = [self._backward(batch, rows) for batch in group]
+        # Only now: reading one waits for an accelerator.
+        return sum(float(part) for part in parts)
+
+    def _backward(self, batch: Batch, rows: int) -> Tensor:
+        batch = to_device(*batch, self._device, self._dtype)
+        with self._autocast():
+            loss = batch_loss(self._objective, self._module, batch)
+            if len(batch[0]) != rows and not is_sum(self._objective):
+                # Not times a share: of equal batches this is the plain loss / k.
+                loss = loss / (rows / len(batch[0]))
+        scaled_loss = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled_loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stepping.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._stepping.autocast)
+
+    def update(self, scale: float) -> None:
+        """Move the parameters by the gradients that are there.
+
+        In float16, gradients that overflowed move nothing: the factor on them is
+        lowered for the next step.
+
+        Args:
+            scale: Factor on the learning rate.
+
+        Raises:
+            ModelError: If there is no learning rate to scale.
+        """
+        if self._stepping.clip_grad_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(self._parameters, self._stepping.clip_grad_norm)
+        with scaled(self._optimizer, scale):
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
+
+
+def rows_of(group: Group) -> int:
+    """How many rows a group of batches has.
+
+    Example:
+        >>> rows_of([(torch.zeros(4, 2), torch.zeros(4)), (torch.zeros(3, 2),) * 2])
+        7
+    """
+    return sum(len(x) for x, _ in group)
+
+
+@contextlib.contextmanager
+def scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply the learning rate of every parameter group meanwhile.
+
+    Raises:
+        ModelError: If a group has no learning rate to scale.
+    """
+    if factor == 1.0:
+        yield
+        return
+    groups = optimizer.param_groups
+    missing = [i for i, group in enumerate(groups) if "lr" not in group]
+    if missing:
+        raise ModelError(
+            f"parameter groups {missing} of the optimizer have no 'lr' to scale by "
+            f"{factor:g}; use GradientSharing(update_scale='sum')"
+        )
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate

@@ -1,0 +1,108 @@
+"""Groups of batches from leased pieces, and when a piece is given back."""
+
+import dataclasses
+
+import numpy as np
+
+from daskdl.channel.base import Piece
+from daskdl.training.feed import Feed
+
+
+@dataclasses.dataclass
+class Options:
+    """Of a run, as far as a feed looks at them."""
+
+    batch_size: int = 2
+    shuffle: bool = False
+    labels: None = None
+    seed: int = 0
+    epochs_before: int = 0
+
+
+class Leasing:
+    """Hands out pieces; more of them come, or not, to whoever waits.
+
+    Attributes:
+        returned: What was given back, and at which waits or requests.
+    """
+
+    def __init__(self, pieces, later=()):
+        self._free, self._later = list(pieces), list(later)
+        self.returned = []
+        self.waits = 0
+
+    def lease(self, phase, epoch, finished, *, wait):
+        self.returned += [piece["piece"] for piece in finished]
+        self.waits += wait
+        if wait:
+            self._free += self._later[:1]
+            del self._later[:1]
+        return Piece(self._free.pop(0), "key") if self._free else None
+
+
+class Rows:
+    """Pieces of so many rows; row i of piece p is 100 p + i."""
+
+    def __init__(self, *lengths):
+        self._lengths = lengths
+
+    def rows(self, phase, piece):
+        numbers = 100 * piece.number + np.arange(self._lengths[piece.number])
+        return numbers.astype(np.float32), numbers
+
+
+def feed(channel, store):
+    return Feed(channel, Options(), "train", 0, store)
+
+
+def numbers(group):
+    return [[int(i) for i in x] for x, _ in group]
+
+
+def test_a_group_has_as_many_batches_as_asked_for():
+    own = feed(Leasing([0]), Rows(8))
+
+    groups = [numbers(group) for group in own.groups(lambda: None, size=2)]
+
+    assert groups == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_groups_and_batches_go_across_pieces_and_the_last_have_what_is_left():
+    own = feed(Leasing([0, 1]), Rows(3, 4))
+
+    groups = [numbers(group) for group in own.groups(lambda: None, size=2)]
+
+    assert groups == [[[0, 1], [2, 100]], [[101, 102], [103]]]
+
+
+def test_a_piece_is_given_back_only_after_the_step_with_its_last_row():
+    channel = Leasing([0, 1, 2])
+    groups = feed(channel, Rows(2, 2, 2)).groups(lambda: None, size=2)
+
+    seen = [(numbers(group), list(channel.returned)) for group in groups]
+
+    # The second piece was asked for while the first had no step yet.
+    assert seen == [([[0, 1], [100, 101]], []), ([[200, 201]], [0, 1])]
+    assert channel.returned == [0, 1, 2]
+
+
+def test_what_is_left_is_stepped_before_anybody_is_waited_for():
+    channel = Leasing([0], later=[1])
+    events = []
+
+    def rest():
+        events.append(("rest", channel.waits))
+
+    groups = feed(channel, Rows(2, 2)).groups(rest, size=3)
+    events.extend((numbers(group), channel.waits) for group in groups)
+
+    assert events == [([[0, 1]], 0), ("rest", 0), ([[100, 101]], 1), ("rest", 1)]
+
+
+def test_batches_are_done_with_one_by_one():
+    channel = Leasing([0, 1])
+    own = feed(channel, Rows(2, 2))
+
+    seen = [(numbers([batch]), list(channel.returned)) for batch in own.batches()]
+
+    assert seen == [([[0, 1]], []), ([[100, 101]], [0])]

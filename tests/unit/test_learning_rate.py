@@ -1,0 +1,247 @@
+"""Schedules of the learning rate: how they step, agree, and go on."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from daskdl.training.learning_rate import LearningRate, Scheduling
+
+
+def sgd(module=None, lr=1.0):
+    module = module or nn.Linear(2, 1)
+    return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+
+
+def halved(optimizer):
+    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def plateau(optimizer):
+    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+
+
+KINDS = {
+    "StepLR": halved,
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=2.0, total_steps=20),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=3),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=9),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, gamma=0.9),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 6]),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=3), lr_scheduler.StepLR(o, 3)], [3]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+def groups_of(rate):
+    return [{k: v for k, v in g.items() if k != "params"} for g in groups(rate)]
+
+
+def groups(rate):
+    return rate._optimizer.param_groups
+
+
+def rate_of(rate):
+    return groups(rate)[0]["lr"]
+
+
+def end_epoch(*rates, loss=1.0, scores=None):
+    """All replicas meet; what each reports is read by all."""
+    scores = scores or [None] * len(rates)
+    notes = [
+        {**rate.note(), "tally": [loss, 1, 0.0], "score": score}
+        for rate, score in zip(rates, scores, strict=True)
+    ]
+    for rate in rates:
+        rate.end_epoch(notes)
+
+
+class TestSteps:
+    def test_each_epoch(self):
+        rate = LearningRate(sgd(), Scheduling(halved))
+
+        rate.after_step()
+        before = rate_of(rate)
+        end_epoch(rate)
+
+        assert (before, rate_of(rate)) == (1.0, 0.5)
+
+    def test_each_step(self):
+        rate = LearningRate(sgd(), Scheduling(halved, "step"))
+
+        rate.after_step()
+        before = rate_of(rate)
+        end_epoch(rate)
+
+        assert (before, rate_of(rate)) == (0.5, 0.5)
+
+    def test_without_a_scheduler_nothing_changes(self):
+        rate = LearningRate(sgd(), Scheduling())
+
+        rate.after_step()
+        end_epoch(rate)
+        rate.catch_up_(3)
+
+        assert (rate.scheduler, rate.state(), rate_of(rate)) == (None, b"", 1.0)
+        assert rate.note()["scheduled"] == 0
+
+    def test_what_the_epoch_had_is_reported(self):
+        rate = LearningRate(sgd(), Scheduling(halved))
+        end_epoch(rate)
+
+        assert rate.note()["learning_rate"] == 0.5
+        assert rate.note()["scheduled"] == 1
+
+    def test_an_optimizer_without_a_rate_has_none_to_report(self):
+        optimizer = sgd()
+        del optimizer.param_groups[0]["lr"]
+
+        note = LearningRate(optimizer, Scheduling()).note()
+
+        assert math.isnan(note["learning_rate"])
+
+    @pytest.mark.parametrize("every", ["epoch", "step"])
+    def test_a_step_before_the_optimizers_is_no_reason_to_warn(self, every):
+        rate = LearningRate(sgd(), Scheduling(halved, every))
+
+        rate.after_step()
+        end_epoch(rate)
+
+
+class TestPlateau:
+    def test_it_is_told_the_training_loss_of_all(self):
+        rates = [LearningRate(sgd(), Scheduling(plateau)) for _ in range(2)]
+        notes = [
+            {**rate.note(), "tally": [total, rows, 0.0], "score": None}
+            for rate, total, rows in zip(rates, (6.0, 1.0), (3, 1), strict=True)
+        ]
+
+        for rate in rates:
+            rate.end_epoch(notes)
+
+        assert [rate.scheduler.best for rate in rates] == [1.75, 1.75]
+
+    def test_it_is_told_the_validation_loss_if_there_is_one(self):
+        rates = [LearningRate(sgd(), Scheduling(plateau)) for _ in range(2)]
+
+        end_epoch(*rates, loss=9.0, scores=[[3.0, 0, 0, 2], [1.0, 0, 0, 6]])
+
+        assert [rate.scheduler.best for rate in rates] == [0.5, 0.5]
+
+    def test_it_reduces_the_rate_when_the_loss_stays(self):
+        rate = LearningRate(sgd(), Scheduling(plateau))
+
+        end_epoch(rate, loss=1.0)
+        before = rate_of(rate)
+        end_epoch(rate, loss=1.0)
+
+        assert (before, rate_of(rate)) == (1.0, 0.5)
+
+    def test_a_newcomer_that_missed_a_loss_learns_of_it_at_the_end_of_the_epoch(self):
+        old, new = (LearningRate(sgd(), Scheduling(plateau)) for _ in range(2))
+        new.load_(old.state())
+        end_epoch(old, loss=1.0)
+        end_epoch(old, loss=1.0)
+
+        new.catch_up_(2)
+        assert rate_of(new) == 1.0  # as it was in the snapshot
+        end_epoch(old, new, loss=1.0)
+
+        assert rate_of(new) == rate_of(old) == 0.25
+        assert new.scheduler.state_dict() == old.scheduler.state_dict()
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+class TestAgreement:
+    def test_one_that_made_fewer_steps_goes_on_from_the_farthest(self, make):
+        rates = [LearningRate(sgd(), Scheduling(make, "step")) for _ in range(3)]
+        for rate, steps in zip(rates, (2, 5, 0), strict=True):
+            for _ in range(steps):
+                rate.after_step()
+        expected = groups_of(rates[1])
+
+        end_epoch(*rates)
+        after = [groups_of(rate) for rate in rates]
+        for rate in rates:
+            rate.after_step()
+
+        assert after == [expected] * 3
+        assert [groups_of(rate) for rate in rates] == [groups_of(rates[1])] * 3
+        assert groups_of(rates[1]) != expected
+
+    def test_another_fit_goes_on_from_the_state_of_the_one_before(self, make):
+        whole = LearningRate(sgd(), Scheduling(make))
+        for _ in range(3):
+            end_epoch(whole)
+        module = nn.Linear(2, 1)
+        first = LearningRate(sgd(module), Scheduling(make))
+        end_epoch(first)
+
+        second = LearningRate(sgd(module), Scheduling(make), first.state())
+        for _ in range(2):
+            end_epoch(second)
+
+        assert groups_of(second) == groups_of(whole)
+        assert second.note()["scheduled"] == 3
+
+    def test_a_newcomer_makes_up_for_the_epochs_since_its_snapshot(self, make):
+        old = LearningRate(sgd(), Scheduling(make))
+        end_epoch(old)
+        snapshot = old.state()
+        end_epoch(old)
+        end_epoch(old)
+
+        new = LearningRate(sgd(), Scheduling(make))
+        new.load_(snapshot)
+        new.catch_up_(3)
+
+        assert groups_of(new) == groups_of(old)
+
+    def test_epochs_of_earlier_fits_count_too(self, make):
+        former = LearningRate(sgd(), Scheduling(make))
+        end_epoch(former)
+        end_epoch(former)
+        old = LearningRate(sgd(), Scheduling(make), former.state())
+        end_epoch(old)
+
+        new = LearningRate(sgd(), Scheduling(make), former.state())
+        new.load_(former.state())
+        new.catch_up_(1)
+
+        assert groups_of(new) == groups_of(old)
+
+
+class TestState:
+    def test_it_is_a_copy(self):
+        rate = LearningRate(sgd(), Scheduling(KINDS["MultiStepLR"]))
+        state = rate.state()
+
+        end_epoch(rate)
+        end_epoch(rate)
+        rate.load_(state)
+
+        assert rate_of(rate) == 1.0
+        assert rate.note()["scheduled"] == 0
+
+    def test_what_the_user_changed_by_hand_goes_along(self):
+        rate = LearningRate(sgd(), Scheduling(KINDS["ExponentialLR"]))
+        groups(rate)[0]["lr"] = 5.0
+
+        other = LearningRate(sgd(), Scheduling(KINDS["ExponentialLR"]), rate.state())
+
+        assert rate_of(other) == 5.0
+
+    def test_an_empty_one_changes_nothing(self):
+        rate = LearningRate(sgd(), Scheduling(halved))
+        end_epoch(rate)
+
+        rate.load_(b"")
+
+        assert rate_of(rate) == 0.5

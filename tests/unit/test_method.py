@@ -1,0 +1,103 @@
+"""What a trainer makes its steps with: checked together, packed together."""
+
+import functools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from daskdl import Callback
+from daskdl.data.rehearsal import ClassRange
+from daskdl.errors import ModelError, OptionError
+from daskdl.training.adoption import Moved
+from daskdl.training.learning_rate import LearningRate, Scheduling
+from daskdl.training.method import Method
+from daskdl.training.stepping import Stepping
+
+X = np.arange(12.0, dtype=np.float32).reshape(6, 2)
+CLASSES = np.array([0, 1, 2, 0, 1, 2])
+LOSS = nn.CrossEntropyLoss()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def method(**changes):
+    parts = {"objective": LOSS, "optimizer": sgd}
+    parts |= {"stepping": Stepping(), "scheduling": Scheduling()}
+    return Method(**{**parts, **changes})
+
+
+class OnSteps(Callback):
+    def on_step(self, step):
+        """It would have to travel."""
+
+
+def test_what_goes_together_tells_the_labels_that_the_loss_accepts():
+    labels = method().check(nn.Linear(2, 3), X, CLASSES, (X, CLASSES))
+
+    assert labels == ClassRange(3, -100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "validation", "kind", "message"),
+    [
+        ({"objective": nn.BCELoss()}, nn.Linear(2, 3), None, ModelError, "loss failed"),
+        ({"stepping": Stepping(torch.float16)}, nn.Linear(2, 3).half(), None,
+         OptionError, "autocast=torch.float16 needs"),
+        ({"scheduling": Scheduling(lambda o: 3)}, nn.Linear(2, 3), None, OptionError,
+         "scheduler must return .* got 3"),
+        ({}, nn.Linear(2, 3), (X, CLASSES[:3]), OptionError, "validation: X and y"),
+    ],
+    ids=["loss", "stepping", "scheduling", "validation"],
+)  # fmt: skip
+def test_what_does_not_is_refused(changes, model, validation, kind, message):
+    with pytest.raises(kind, match=message):
+        method(**changes).check(model, X, CLASSES, validation)
+
+
+def test_there_has_to_be_an_optimizer():
+    with pytest.raises(OptionError, match=r"optimizer must be a function .* got None"):
+        method(optimizer=None)
+
+
+def test_a_recipe_has_what_a_replica_needs_and_no_more():
+    model = nn.Linear(2, 3)
+    scheduling = Scheduling(lambda optimizer: StepLR(optimizer, 1))
+
+    recipe = (
+        method(scheduling=scheduling)
+        .recipe(model, None, [Callback(), OnSteps()], (X, CLASSES))
+        .unpack()
+    )
+
+    assert torch.equal(recipe.model.weight, model.weight)
+    assert [type(callback) for callback in recipe.callbacks] == [OnSteps]
+    assert [part.tolist() for part in recipe.rows] == [[[0, 1], [2, 3]], [0, 1]]
+    assert (recipe.optimizer_state, recipe.schedule) == (None, b"")
+    assert recipe.scheduling.make is not None
+
+
+def test_a_recipe_goes_on_from_what_has_moved():
+    scheduling = Scheduling(lambda optimizer: StepLR(optimizer, 1))
+    optimizer = sgd(nn.Linear(2, 3).parameters())
+    rate = LearningRate(optimizer, scheduling)
+    rate.end_epoch([{**rate.note(), "tally": [1.0, 1, 0.0], "score": None}])
+
+    own = method(scheduling=scheduling)
+    moved = Moved(optimizer, rate, scheduling)
+    recipe = own.recipe(nn.Linear(2, 3), moved, [], (X, CLASSES)).unpack()
+
+    assert recipe.optimizer_state["param_groups"][0]["lr"] == pytest.approx(0.05)
+    assert recipe.schedule == rate.state()
+
+
+def test_what_cannot_travel_is_named():
+    scheduling = Scheduling(functools.partial(StepLR, lock=threading.Lock()))
+
+    with pytest.raises(ModelError, match=r"trainer cannot be sent .*scheduling"):
+        method(scheduling=scheduling).recipe(nn.Linear(2, 3), None, [], (X, CLASSES))

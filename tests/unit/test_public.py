@@ -67,18 +67,31 @@ def test_the_reference_lists_the_columns_of_the_history():
     assert rows == COLUMNS
 
 
-def test_the_page_of_options_lists_those_of_gradient_sharing_with_their_defaults():
-    defaults = {
+def defaults_of(fields):
+    return {
         field.name: (
             repr(field.default)
             if field.default is not dataclasses.MISSING
             else f"{type(field.default_factory()).__name__}()"
         )
-        for field in dataclasses.fields(daskdl.GradientSharing)
+        for field in fields
     }
+
+
+def test_the_page_of_options_lists_those_of_gradient_sharing_with_their_defaults():
+    defaults = defaults_of(dataclasses.fields(daskdl.GradientSharing))
 
     rows = table("options.md", "Ways of training")
 
+    assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
+
+
+def test_the_page_of_options_lists_those_of_a_trainer_with_their_defaults():
+    fields = [f for f in dataclasses.fields(daskdl.Trainer) if f.init and f.kw_only]
+
+    rows = table("options.md", "The trainer")
+
+    defaults = defaults_of(fields)
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
 
 

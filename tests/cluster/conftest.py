@@ -65,6 +65,13 @@ def three(mortal_client):
     assert still_left_behind(mortal_client) == {}
 
 
+@pytest.fixture
+def growing():
+    """A client of one worker, whose cluster may have more."""
+    with cluster_of(1) as client:
+        yield client
+
+
 @pytest.fixture(scope="session")
 def threads_client():
     with cluster_of(2, processes=False) as client:

@@ -5,7 +5,9 @@ import asyncio
 import dask.array as da
 import dask.config
 import pytest
+import torch
 from distributed import Client
+from torch.optim import lr_scheduler
 
 from daskdl import Callback, GradientSharing, OptionError
 from tests.cluster.problems import mlp, rows, trainer
@@ -47,6 +49,15 @@ TRAINER_OPTIONS = {
     "progress": ({"progress": "yes"}, "progress must be True, False or None, got 'yes"),
     "one": ({"callbacks": Callback()}, "callbacks must be a list of daskdl.Callback"),
     "print": ({"callbacks": [print]}, "callbacks must be daskdl.Callback, got <built"),
+    "double": ({"autocast": torch.float64}, "autocast must be .* got torch.float64"),
+    "no batch": ({"accumulate": 0}, "accumulate must be a whole number >= 1, got 0"),
+    "norm 0": ({"clip_grad_norm": 0}, "clip_grad_norm must be a number > 0 or None"),
+    "no loss": ({"loss": None}, "exactly one of loss and step must be given, got nei"),
+    "two": ({"step": print}, "exactly one of loss and step must be given, got loss="),
+    "no step": ({"loss": None, "step": 3}, r"step must be a function of \(model, "),
+    "scheduler": ({"scheduler": 3}, "scheduler must be a function .*; got 3"),
+    "every": ({"scheduler_every": "day"}, "scheduler_every must be 'epoch' or 'step'"),
+    "no scheduler": ({"scheduler_every": "step"}, "'step' needs a scheduler, got None"),
 }
 
 
@@ -56,6 +67,26 @@ TRAINER_OPTIONS = {
 def test_options_of_a_trainer(untouched, options, message):
     with pytest.raises(OptionError, match=message):
         trainer(untouched, **options)
+
+
+MISFITS = {
+    "nothing": ({"scheduler": lambda optimizer: None}, "scheduler must return a torch"),
+    "fails": ({"scheduler": lr_scheduler.StepLR}, "scheduler failed on a SGD: "),
+    "plateau": (
+        {"scheduler": lr_scheduler.ReduceLROnPlateau, "scheduler_every": "step"},
+        "scheduler_every must be 'epoch' for ReduceLROnPlateau",
+    ),
+    "half": (
+        {"model": lambda: mlp().half(), "autocast": torch.float16},
+        "autocast=torch.float16 needs a model with float32 parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), MISFITS.values(), ids=MISFITS)
+def test_what_does_not_go_with_the_model_or_the_optimizer(untouched, options, message):
+    with pytest.raises(OptionError, match=message):
+        trainer(untouched, **options).fit(X, Y)
 
 
 def test_a_time_out_that_is_no_time(untouched):

@@ -13,7 +13,6 @@ from distributed.utils_test import poll_for
 
 from daskdl import Callback
 from daskdl.training import cluster_stage
-from tests.cluster.clusters import cluster_of
 from tests.cluster.problems import kept, normalised, rows, trainer
 from tests.cluster.recording import Recorded, records
 from tests.cluster.script import Script, enough, nothing
@@ -129,13 +128,6 @@ class Stalled(Callback):
         if step.number == 1:
             Path(self._folder, str(step.replica)).touch()
             assert Event("go").wait(90)
-
-
-@pytest.fixture
-def growing():
-    """A client of one worker, whose cluster may have more."""
-    with cluster_of(1) as client:
-        yield client
 
 
 MORE = {

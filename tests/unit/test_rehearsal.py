@@ -78,6 +78,7 @@ class TestRehearse:
         with pytest.raises(ModelError, match=re.escape(message)):
             rehearse(linear(), loss, X, np.zeros(6))
 
+    @pytest.mark.filterwarnings("ignore:Using a target size")  # as in a user's program
     def test_outputs_and_targets_of_different_shapes_are_refused(self):
         """Torch only warns, and then takes the mean over all pairs of rows."""
         with pytest.raises(ModelError, match=r"\(2, 1\).*labels shape \(2,\)"):

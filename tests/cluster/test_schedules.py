@@ -55,6 +55,11 @@ def falling(optimizer):
     return lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
 
 
+def rate_of(epoch):
+    """By `falling`, from 0.05, to the last bit."""
+    return 0.05 * (1 / (1 + epoch))
+
+
 def never_better(optimizer):
     """Reduces the rate after every epoch, and has a state of its own to agree on."""
     return lr_scheduler.ReduceLROnPlateau(
@@ -80,8 +85,8 @@ class TestNewcomers:
         rates, history = grow(growing, tmp_path, scheduler=falling)
 
         for replica, epoch in ((r, e) for r in rates for e in rates[r]):
-            assert set(rates[replica][epoch]) == {0.05 / (1 + epoch)}
-        expected = [0.05 / (1 + epoch) for epoch in range(len(history))]
+            assert set(rates[replica][epoch]) == {rate_of(epoch)}
+        expected = [rate_of(epoch) for epoch in range(len(history))]
         assert [row["learning_rate"] for row in history] == expected
 
     @pytest.mark.parametrize(
@@ -137,9 +142,9 @@ class TestTwo:
             for rate in own.fit(X, Y, epochs=2).column("learning_rate")
         ]
 
-        assert rates == [0.05, 0.05 / 2, 0.05 / 3, 0.05 / 4]
+        assert rates == [rate_of(epoch) for epoch in range(4)]
         assert own.scheduler_.last_epoch == 4
-        assert own.optimizer_.param_groups[0]["lr"] == 0.05 / 5
+        assert own.optimizer_.param_groups[0]["lr"] == rate_of(4)
 
     def test_every_option_of_a_step_is_taken_along(self, client, tmp_path):
         steps = Steps(tmp_path)

@@ -164,6 +164,7 @@ class TestOwnStep:
 
         assert rehearse(linear(), step, X, np.array([0, 1, 9, 2, 1, 0])) is None
 
+    @pytest.mark.filterwarnings("ignore:Using a target size")  # as in a user's program
     @pytest.mark.parametrize(
         ("step", "message"),
         [

@@ -12,12 +12,12 @@ from tests.cluster.leftovers import still_left_behind
 collect_ignore = ["conftest.py"]
 
 
-def pytest_unconfigure():
-    """Dask's threads may log when pytest has closed what they log to; its line is last.
+def pytest_sessionfinish():
+    """Dask's threads may still log when all is over; pytest's line is the last.
 
-    They belong to workers that were threads of this process.
+    They belong to clients and workers that were threads of this process.
     """
-    logging.raiseExceptions = False
+    logging.disable()
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,8 @@ class Feed:
 
     They come in groups, one for each step of the optimizer. A piece is given back when
     the steps with all its rows have been made, so that nothing of it is left out if
-    this replica is lost before. Whoever comes to the end first
-    waits for the others: what a lost one held is then trained on here.
+    this replica is lost before. Whoever comes to the end first waits for the others:
+    what a lost one held is then trained on here.
 
     Args:
         channel: Leases the pieces.

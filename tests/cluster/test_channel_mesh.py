@@ -2,7 +2,7 @@
 
 import asyncio
 
-from daskdl.channel.messages import Barrier
+from daskdl.channel.messages import Barrier, Item
 from tests.cluster.channels import (
     EITHER,
     PATIENCE_S,
@@ -47,6 +47,28 @@ async def agree(run, replicas, key="end", load=lambda snapshot: None):
 
     ends = [in_thread(end, run.channels[r]) for r in replicas]
     return await asyncio.gather(*ends)
+
+
+@three_workers()
+async def test_no_update_goes_through_the_scheduler(c, s, *workers, monkeypatch):
+    async with a_run(c, s, *workers, **CHAIN) as run:
+        carried = []
+        for operation, handler in list(s.handlers.items()):
+            if operation.startswith("daskdl_"):
+
+                async def noted(*arguments, handler=handler, **fields):
+                    items = [Item(*item) for item in fields.get("items", ())]
+                    carried.extend(item.payload for item in items)
+                    return await handler(*arguments, **fields)
+
+                monkeypatch.setitem(s.handlers, operation, noted)
+        for step in range(3):
+            assert publish(run.channels[0], step + 1, step=step)
+
+        await in_thread(run.channels[1].wait_for_updates, {0: 3})
+        await in_thread(run.channels[2].wait_for_updates, {0: 3})
+
+        assert [payload for payload in carried if payload is not None] == []
 
 
 @three_workers()

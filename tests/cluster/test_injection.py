@@ -31,8 +31,11 @@ def test_one_that_exits_is_a_killed_process_and_comes_back_as_another(three):
     worker = sorted(pids)[1]
     rule = FailureInjection("exit", replicas=[1], steps=[12])
 
-    Script((2, nothing), (3, enough)).run(trainer(three, callbacks=[rule]), X, Y)
+    script = Script((2, nothing), (3, enough))
+    script.run(trainer(three, callbacks=[rule]), X, Y)
 
+    # What it was at when it ended, another has trained on again.
+    assert sum(row["repeated_pieces"] for row in script.rows) >= 1
     poll_for(lambda: len(three.nthreads()) == 3, timeout=60, period=0.1)
     after = three.run(os.getpid)
     assert pids[worker] not in after.values()

@@ -1,6 +1,7 @@
+import dask.config
 import numpy as np
 import pytest
-from distributed.protocol import Serialized, to_serialize
+from distributed.protocol import Serialized, dumps, to_serialize
 
 from daskdl.channel.payloads import unwrap, unwrap_note, wrap, wrap_note
 
@@ -22,6 +23,19 @@ def test_an_array_comes_back_as_it_was_wrapped(array):
 
 def test_a_wrapped_array_is_serialised_already():
     assert isinstance(wrap(ARRAYS[0]), Serialized)
+
+
+def on_the_wire(payload):
+    """Bytes that Dask would send, told to compress."""
+    with dask.config.set({"distributed.comm.compression": "lz4"}):
+        return sum(len(frame) for frame in dumps({"payload": payload}))
+
+
+def test_dask_does_not_compress_what_is_wrapped():
+    array = np.zeros(2**20, np.uint8)
+
+    assert on_the_wire(to_serialize(array)) < array.nbytes / 10  # it does otherwise
+    assert on_the_wire(wrap(array)) >= array.nbytes
 
 
 @pytest.mark.parametrize("payload", [None, "text", 5, b"bytes"], ids=repr)

@@ -32,10 +32,11 @@ class Room(Channel):
         self.published_ = []
         self.room = 10**9  # updates that are taken
         self.filling = False  # there is room until it is tried
+        self.there = [1]  # the other replicas
         self.waited = []  # updates published whenever it was waited for room
 
     def others(self):
-        return [1]
+        return self.there
 
     def has_room(self):
         return self.room > 0 or self.filling
@@ -120,6 +121,20 @@ class Case:
 
 def kinds(case, steps):
     return [[type(p.update) for p in case.step()] for _ in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("update_scale", "expected"),
+    [("mean", [1 / 2, 1 / 3, 1]), ("sum", [1, 1, 1]), (0.7, [0.7, 0.7, 0.7])],
+)
+def test_the_scale_of_the_rate_follows_those_that_train(update_scale, expected):
+    case, scales = Case(update_scale=update_scale), []
+    for others in ([1], [1, 2], []):
+        case.channel.there = others
+        case.step()
+        scales.append(case.exchange.learning_rate_scale)
+
+    assert scales == expected
 
 
 class TestWarmUp:

@@ -28,8 +28,8 @@ from daskdl.training.options import check_bound, check_type, check_whole
 from daskdl.training.sharer import Pace, Sharer
 from daskdl.vectors import FlatParameters
 
-# Where "auto" changes over: relaying for 8 takes 41% of a scheduler's core, nearly twice
-# what it takes for 4 (benchmarks/channel.py). With fewer, the relay needs no repair.
+# Where "auto" changes over: relaying for 8 takes 41% of a scheduler's core, for 4 it
+# takes 23% (benchmarks/channel.py). With fewer, a relay needs no repair.
 MESH_FROM = 9
 
 

@@ -18,6 +18,7 @@ from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
 from daskdl.codec import Stamp
+from daskdl.link import Drained
 
 Last = Mapping[int, int]  # sequence number of the last update of each replica
 Finished = Sequence[Mapping[str, Any]]  # of each piece: number, examples, loss
@@ -263,6 +264,14 @@ class Channel(ABC):
     @abstractmethod
     def traffic(self) -> Traffic:
         """Counters since the last call."""
+
+    @abstractmethod
+    def drained(self) -> Drained:
+        """What has left since the last call, and how long that took.
+
+        A frame counts when it has arrived where it goes first: at the relay, or at
+        each neighbour. Among threads it has when `publish` returns, and takes no time.
+        """
 
     @abstractmethod
     def check(self) -> None:

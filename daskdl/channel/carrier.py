@@ -4,8 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from daskdl.channel.gauge import Gauge
 from daskdl.channel.messages import Item
 from daskdl.channel.routes import Routes
+from daskdl.link import Drained
 
 BEAT_S = 1.0  # most time between two signs of life
 
@@ -24,14 +26,17 @@ class Carrier(ABC):
     Attributes:
         progress: Steps completed, and the last epoch done.
         sequence: Of the last update that was accepted, 0 if there is none.
+        gauge: Of what leaves here.
     """
 
     progress: tuple[int, int]
     sequence: int
+    gauge: Gauge
 
     def __init__(self) -> None:
         self.progress = (0, -1)
         self.sequence = 0
+        self.gauge = Gauge()
 
     # ---- event loop
 
@@ -98,6 +103,10 @@ class Carrier(ABC):
     @abstractmethod
     def backlog(self) -> Backlog:
         """What waits to be sent."""
+
+    @abstractmethod
+    def drained(self) -> Drained:
+        """What has left since the last call."""
 
     @abstractmethod
     def complete(self, step: int, done: int) -> None:

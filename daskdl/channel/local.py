@@ -15,6 +15,7 @@ from typing_extensions import override
 from daskdl import codec
 from daskdl.channel.base import Entry, Finished, Gathered, Piece, Seating, Serve
 from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.gauge import Gauge
 from daskdl.channel.local_run import LocalRun
 from daskdl.channel.local_waits import LocalWaits
 from daskdl.channel.messages import Barrier, Item, ItemKind
@@ -22,6 +23,7 @@ from daskdl.channel.outbox import Outbox
 from daskdl.channel.reading import UNREADABLE, Reader
 from daskdl.channel.receiver import Receiver
 from daskdl.errors import ChannelError
+from daskdl.link import Drained
 
 
 class LocalChannel(Receiver):
@@ -46,6 +48,7 @@ class LocalChannel(Receiver):
         self._record = run.record
         self._changed = run.changed
         self._reader = Reader(endpoint, inbox)
+        self._gauge = Gauge()
         self._step, self._done, self._sequence = 0, -1, 0
 
     @property
@@ -131,6 +134,7 @@ class LocalChannel(Receiver):
             self._run.hear(self._replica)
             self._record.publish(self._replica, [item], self._step, self._done)
         self._sequence = stamp.sequence
+        self._gauge.arrived([item])
         self._traffic.sent_bytes += frame.nbytes
         self._traffic.frames += 1
         return True
@@ -164,6 +168,10 @@ class LocalChannel(Receiver):
     @override
     def wait_for_room(self) -> None:
         self.check()
+
+    @override
+    def drained(self) -> Drained:
+        return self._gauge.take(copies=1)
 
     # ---- requests
 

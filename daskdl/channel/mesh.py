@@ -20,6 +20,7 @@ from daskdl.channel.ring import Ring
 from daskdl.channel.routes import RouteBook, Routes
 from daskdl.channel.unconfirmed import Unconfirmed
 from daskdl.errors import DaskDLError
+from daskdl.link import Drained
 
 BEAT_PACE_S = 0.05  # least time between two signs of life
 
@@ -140,7 +141,7 @@ class Mesh(Carrier):
 
     def _connect(self, replica: int) -> Neighbour:
         worker = self._workers[replica]
-        return Neighbour(replica, worker, self._connection, self._inbox)
+        return Neighbour(replica, worker, self._connection, self._inbox, self.gauge)
 
     @override
     def forward(self, item: Item) -> None:
@@ -233,6 +234,12 @@ class Mesh(Carrier):
     @override
     def backlog(self) -> Backlog:
         return Backlog(len(self._own), self._own.nbytes, "all others")
+
+    @override
+    def drained(self) -> Drained:
+        # In a round of all, a replica sends as many frames as there are others: those
+        # of its own that others pass on are as many as it passes on for them.
+        return self.gauge.take(copies=max(len(self._book.current.members) - 1, 1))
 
     @override
     def complete(self, step: int, done: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from daskdl.channel import messages
 from daskdl.channel.connection import Connection
+from daskdl.channel.gauge import Gauge
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import Answer, Item
 from daskdl.channel.outbox import Outbox
@@ -31,6 +32,7 @@ class Neighbour:
         worker: Address of its worker.
         connection: Of the replica that sends.
         inbox: Whoever waits there is woken when there may be room again.
+        gauge: Of what leaves the replica that sends.
 
     Attributes:
         worker: As given.
@@ -41,12 +43,18 @@ class Neighbour:
     forwarded_bytes: int
 
     def __init__(
-        self, replica: int, worker: str, connection: Connection, inbox: Inbox
+        self,
+        replica: int,
+        worker: str,
+        connection: Connection,
+        inbox: Inbox,
+        gauge: Gauge,
     ) -> None:
         self.worker = worker
         self.forwarded_bytes = 0
         self._replica = replica
         self._connection = connection
+        self._gauge = gauge
         self._own = connection.endpoint.replica
         self._outbox = Outbox(connection.endpoint.outbox_bytes)
         self._outbox.on_drop = inbox.wake
@@ -108,17 +116,19 @@ class Neighbour:
             progress = list(self._progress.values()) if last else []
         if not items and not progress:
             return 0
-        answer = await self._connection.tell(
-            self.worker,
-            messages.DELIVER,
-            replica=self._replica,
-            items=[tuple(item) for item in (*items, *progress)],
-        )
+        with self._gauge.request(items):
+            answer = await self._connection.tell(
+                self.worker,
+                messages.DELIVER,
+                replica=self._replica,
+                items=[tuple(item) for item in (*items, *progress)],
+            )
         if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
             raise OSError(f"{self.worker} answered {answer!r}")
         accepted = min(int(answer["accepted"]), len(items))
         if answer["accepted"] == len(items) + len(progress):
             self._said(progress)
+        self._gauge.arrived(items[:accepted])
         self._count(items[:accepted])
         return accepted
 

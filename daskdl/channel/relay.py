@@ -14,6 +14,7 @@ from daskdl.channel.pump import Pump
 from daskdl.channel.ring import Ring
 from daskdl.channel.routes import Routes
 from daskdl.errors import DaskDLError
+from daskdl.link import Drained
 
 PACE_S = 0.005  # least time between two requests to the relay
 # Updates that are kept though they fill more than an outbox. Who misses one asks for it
@@ -66,14 +67,17 @@ class Relay(Carrier):
         step, done = self.progress
         if len(items) != len(self._outbox):
             step, done = 0, -1
-        answer = await self._connection.tell_scheduler(
-            messages.PUBLISH,
-            origin=self._replica,
-            items=[tuple(item) for item in items],
-            step=step,
-            done=done,
-        )
-        return int(answer.get("accepted", 0))
+        with self.gauge.request(items):
+            answer = await self._connection.tell_scheduler(
+                messages.PUBLISH,
+                origin=self._replica,
+                items=[tuple(item) for item in items],
+                step=step,
+                done=done,
+            )
+        accepted = int(answer.get("accepted", 0))
+        self.gauge.arrived(items[:accepted])
+        return accepted
 
     @override
     def end(self) -> None:
@@ -129,6 +133,10 @@ class Relay(Carrier):
     @override
     def backlog(self) -> Backlog:
         return Backlog(len(self._outbox), self._outbox.nbytes, "the scheduler")
+
+    @override
+    def drained(self) -> Drained:
+        return self.gauge.take(copies=1)
 
     @override
     def complete(self, step: int, done: int) -> None:

@@ -31,6 +31,7 @@ from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.remote_waits import RemoteWaits
 from daskdl.errors import WaitTimeoutError
+from daskdl.link import Drained
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,10 @@ class RemoteChannel(Receiver):
     def align(self, step: int, grid: float) -> None:
         self._carrier.progress = (step, self._carrier.progress[1])
         self._inbox.align(self._inbox.others(), step, grid)
+
+    @override
+    def drained(self) -> Drained:
+        return self._carrier.drained()
 
     # ---- waiting
 

@@ -7,10 +7,13 @@ import pytest
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
+from daskdl.channel.local import LocalChannel
 from daskdl.channel.messages import Barrier
 from daskdl.errors import ChannelError
+from daskdl.link import Drained
 from tests.cluster.channels import (
     GRID,
+    PATIENCE_S,
     SIZE,
     begin,
     frame_of,
@@ -33,6 +36,12 @@ def recorded(run, replica):
 
     inbox.put = noting
     return seen
+
+
+async def has_left(channel):
+    """All that was published has arrived where it goes first."""
+    if not isinstance(channel, LocalChannel):
+        assert await in_thread(channel._link.carrier.wait_until_sent, PATIENCE_S)
 
 
 class TestJoining:
@@ -127,6 +136,39 @@ class TestUpdates:
             nothing = run.channels[1].traffic()
             assert (nothing.received_bytes, nothing.waits_s) == (0, {})
             assert run.channels[0].published() == 1
+
+    @every_channel(replicas=3)
+    async def test_what_has_left_is_counted_until_it_is_asked_for(self, a_run):
+        async with a_run() as run:
+            channel, expected = run.channels[0], 0
+            for step in range(3):
+                stamp = channel.next_stamp(step)
+                frame = frame_of(stamp, 1, -5, 7)
+                assert channel.publish(stamp, frame)
+                expected += frame.nbytes
+            await has_left(channel)
+
+            drained = channel.drained()
+
+            # Along a tree with a fan-out of 1 only one of two others gets them from it.
+            assert (drained.nbytes, drained.frames) == (expected, 3)
+            assert 1 <= drained.requests <= 3
+            assert drained.copies == (2 if run.endpoint.routing == "mesh" else 1)
+            assert (drained.busy_s > 0) == (not isinstance(channel, LocalChannel))
+            assert channel.drained() == Drained(copies=drained.copies)
+
+    @every_channel()
+    async def test_the_next_frame_takes_time_of_its_own(self, a_run):
+        async with a_run() as run:
+            channel, taken = run.channels[0], []
+            for step in range(2):
+                assert publish(channel, step=step)
+                await has_left(channel)
+                taken.append(channel.drained())
+
+            assert [drained.frames for drained in taken] == [1, 1]
+            remote = not isinstance(channel, LocalChannel)
+            assert [drained.busy_s > 0 for drained in taken] == [remote, remote]
 
     @every_channel()
     async def test_what_cannot_be_read_is_refused_by_who_gets_it(self, a_run, caplog):

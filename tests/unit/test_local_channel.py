@@ -16,6 +16,7 @@ from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
 from daskdl.channel.plan import RunPlan
 from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
+from daskdl.link import Drained
 from daskdl.timeouts import Bound
 from tests.unit.records import TIMEOUTS
 
@@ -59,6 +60,22 @@ def joined(channel):
 def update_of(channel):
     stamp = channel.next_stamp(1)
     return stamp, codec.encode(stamp, 50, 2.0**-24, np.array([1], np.int32))
+
+
+def test_what_is_published_has_left_and_took_no_time():
+    run = run_of()
+    channel, other = channel_of(run), channel_of(run, 1)
+    frames = []
+    with joined(other):
+        channel.join()
+        for _ in range(2):
+            stamp, frame = update_of(channel)
+            channel.publish(stamp, frame)
+            frames.append(frame.nbytes)
+
+    assert channel.drained() == Drained(sum(frames), 2, 2, 0.0, 1)
+    assert channel.drained() == Drained()
+    assert other.drained() == Drained()
 
 
 def test_one_that_comes_to_a_stopped_run_leaves_at_once():

@@ -1,0 +1,95 @@
+"""What leaves a replica; times are those of a clock that the test turns."""
+
+import contextlib
+
+import pytest
+
+from daskdl.channel import gauge as gauge_module
+from daskdl.channel.gauge import Gauge
+from daskdl.channel.messages import Item, ItemKind
+from daskdl.link import Drained
+
+
+def update(nbytes=100):
+    return Item(ItemKind.UPDATE.value, 3, 1, 0, nbytes)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 50.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(gauge_module, "time", clock)
+    return clock
+
+
+def test_time_counts_while_a_request_with_frames_is_under_way(clock):
+    gauge = Gauge()
+
+    with gauge.request([update()]):
+        clock.now += 2.0
+    clock.now += 10.0  # the pause
+    with gauge.request([update()]):
+        clock.now += 0.5
+
+    assert gauge.take(1).busy_s == 2.5
+
+
+def test_a_request_without_frames_takes_no_time(clock):
+    gauge = Gauge()
+
+    with gauge.request([]):
+        clock.now += 2.0
+    gauge.arrived([])
+
+    assert gauge.take(1) == Drained()
+
+
+def test_requests_side_by_side_count_once_and_at_the_end_of_each(clock):
+    gauge = Gauge()
+
+    first, second = gauge.request([update()]), gauge.request([update()])
+    first.__enter__()
+    clock.now += 1.0
+    second.__enter__()
+    clock.now += 2.0
+    first.__exit__(None, None, None)
+    half_way = gauge.take(1)
+    clock.now += 4.0
+    second.__exit__(None, None, None)
+
+    assert (half_way.busy_s, gauge.take(1).busy_s) == (3.0, 4.0)
+
+
+def test_one_that_fails_took_its_time_all_the_same(clock):
+    gauge = Gauge()
+
+    with contextlib.suppress(OSError), gauge.request([update()]):
+        clock.now += 2.0
+        raise OSError("reset")
+    with gauge.request([update()]):
+        clock.now += 1.0
+
+    assert gauge.take(1) == Drained(busy_s=3.0)
+
+
+def test_what_was_accepted_is_counted_without_the_queues_overhead():
+    gauge = Gauge()
+
+    gauge.arrived([update(100), update(20)])
+    gauge.arrived([update(3)])
+
+    assert gauge.take(copies=4) == Drained(123, 3, 2, 0.0, 4)
+
+
+def test_each_is_counted_once():
+    gauge = Gauge()
+    gauge.arrived([update()])
+
+    first, second = gauge.take(1), gauge.take(1)
+
+    assert (first.frames, second) == (1, Drained())

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from daskdl.errors import OptionError
+from daskdl.link import Link, Measured
 
 HALVES_IN_20 = 0.5 ** (1 / 20)  # Deeplearning4j's decay
 # The density that a dense message counts as: above every default band, so that the
@@ -26,6 +27,7 @@ class Sent(NamedTuple):
 
     threshold: float  # as the rule said, before the grid; parameter units
     density: float  # entries sent / parameters, in [0, 1]
+    link: Link | None = None  # what `learn` made of it; of this replica, now
 
 
 class Residual(Protocol):
@@ -33,6 +35,13 @@ class Residual(Protocol):
 
     def tensor(self) -> Tensor:
         """Return ``local - shared``, shape (N,), parameter units, a fresh tensor."""
+
+    def sample(self, most: int) -> Tensor:
+        """Return about so many of its values, or all if there are no more.
+
+        They come in short runs from the whole vector, always of the same positions; a
+        fresh tensor, on the CPU.
+        """
 
 
 class ThresholdAlgorithm(ABC):
@@ -52,6 +61,25 @@ class ThresholdAlgorithm(ABC):
             last: Outcome of the previous exchange; None on the first one.
         """
 
+    def sends_dense(self, last: Sent | None) -> bool:
+        """Return whether to send 8 bits for every parameter, and no entries.
+
+        Args:
+            last: As of :meth:`next_threshold`, which is not asked then.
+        """
+        return False
+
+    def learn(self, link: Link | None, measured: Measured) -> Link | None:
+        """Return what is known of the link after one more exchange.
+
+        It comes back in ``last.link``. None, the default: nothing has to be measured.
+
+        Args:
+            link: What this returned last, or None the first time.
+            measured: What the exchange took.
+        """
+        return None
+
 
 def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
     """Merge what several replicas did, to carry it on to the next run or newcomer.
@@ -61,6 +89,7 @@ def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
 
     Returns:
         Mean threshold and mean density over those that have sent; None if none has.
+        Nothing of their links: who carries on measures its own.
 
     Example:
         >>> average_sent([Sent(1.0, 0.25), None, Sent(2.0, 0.75)])

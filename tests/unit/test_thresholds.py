@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError
+from daskdl.link import Aim, Drained, Link, Measured
+from daskdl.link_threshold import LinkThreshold
 from daskdl.thresholds import (
     DENSE_DENSITY,
     AdaptiveThreshold,
@@ -15,14 +17,23 @@ from daskdl.thresholds import (
     average_sent,
 )
 
-ALGORITHMS = [AdaptiveThreshold(), FixedThreshold(), TargetSparsityThreshold()]
+ALGORITHMS = [
+    AdaptiveThreshold(),
+    FixedThreshold(),
+    TargetSparsityThreshold(),
+    LinkThreshold(),
+]
+MEASURED = Measured(1000, 0.01, 90, False, 0.1, Drained(90, 1, 1, 0.01))
 
 
 class Untouched:
-    """A residual that must not be asked for."""
+    """A residual of which the whole must not be asked for."""
 
     def tensor(self):
         raise AssertionError("a built-in rule made the residual")
+
+    def sample(self, most):
+        return torch.tensor([0.5, -1.0, 0.0])
 
 
 RESIDUAL = Untouched()
@@ -33,6 +44,15 @@ class TestEveryThreshold:
     @pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
     def test_is_a_positive_number_and_makes_no_residual(self, algorithm, last):
         assert 0 < algorithm.next_threshold(RESIDUAL, last) < math.inf
+
+    def test_what_it_learns_comes_back_to_it(self, algorithm):
+        link = algorithm.learn(None, MEASURED)
+        link = algorithm.learn(link, MEASURED)
+        last = Sent(1e-3, 0.01, link)
+
+        assert 0 < algorithm.next_threshold(RESIDUAL, last) < math.inf
+        assert algorithm.sends_dense(last) is False
+        assert algorithm.sends_dense(None) is False
 
     def test_travels_to_a_worker(self, algorithm):
         assert pickle.loads(pickle.dumps(algorithm)) == algorithm
@@ -170,6 +190,11 @@ class TestAverageSent:
         sent = [Sent(value, value) for value in (0.1, 0.2, 0.3)]
 
         assert average_sent(sent) == average_sent(sent[::-1])
+
+    def test_nobody_carries_on_with_the_link_of_another(self):
+        sent = Sent(0.5, 0.25, Link(10, Aim(0.25)))
+
+        assert average_sent([sent, sent]) == Sent(0.5, 0.25)
 
     def test_equal_states_stay(self):
         assert average_sent([Sent(0.5, 0.25), Sent(0.5, 0.25)]) == Sent(0.5, 0.25)

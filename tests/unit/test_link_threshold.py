@@ -176,7 +176,7 @@ class TestWhereTheLeastSeemsTooMuch:
         return densities
 
     def test_a_little_more_shows_that_it_is_the_way_that_is_long(self):
-        assert max(self.densities(lambda nbytes: 0.05)) == pytest.approx(MOST)
+        assert max(self.densities(lambda nbytes: 0.05)) >= 0.9 * MOST
 
     def test_a_little_more_is_little_and_seldom_where_it_is_the_bytes(self):
         densities = self.densities(lambda nbytes: 1e-3 * nbytes)

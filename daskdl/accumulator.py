@@ -22,7 +22,8 @@ from daskdl.progress import Counts, Progress, join_counts, split_counts, split_e
 from daskdl.proposals import DenseProposal, Proposal
 from daskdl.quanta import count_of
 from daskdl.residuals import ResidualPostProcessor
-from daskdl.sections import Section, segments_of
+from daskdl.sections import Section, Sections
+from daskdl.segments import segments_of
 from daskdl.thresholds import Sent, ThresholdAlgorithm
 from daskdl.vectors import FlatParameters, grid_for
 
@@ -65,7 +66,7 @@ class Accumulator:
 
     size: int  # N
     grid: float  # one step of shared, parameter units, a power of two
-    sections: Mapping[str, Section]  # parameters with an algorithm each, by pattern
+    sections: Sections  # parameters with an algorithm each
     clipped: float  # mass removed so far, parameter units
 
     def __init__(
@@ -89,16 +90,10 @@ class Accumulator:
         ]
         segments = segments_of(parameters, self._groups, assigned)
         sent = {} if last is None else last
-        self.sections = {
-            p: Section(p, thresholds[p], residual, segments[p], sent.get(p))
+        self.sections = Sections(
+            Section(p, thresholds[p], residual, segments[p], sent.get(p))
             for p in thresholds
-        }
-
-    @property
-    def sent(self) -> dict[str, Sent]:
-        """Outcome of the last exchange of each pattern that has had one."""
-        outcomes = {p: section.sent for p, section in self.sections.items()}
-        return {p: sent for p, sent in outcomes.items() if sent is not None}
+        )
 
     def absorb_(self) -> None:
         """Take notice of a step of the optimizer; needed where no exchange follows.
@@ -108,17 +103,20 @@ class Accumulator:
         for group in self._free():
             group.absorb_()
 
-    def propose(self) -> list[Proposal]:
+    def propose(self) -> list[Proposal] | list[DenseProposal]:
         """List what would be sent now; nothing is taken out before :meth:`take_`.
 
         Returns:
-            One for each pattern, first those that were taken least often.
+            One for each pattern, first those that were taken least often; a dense one
+            alone where a rule wants that.
 
         Raises:
             OptionError: If a rule returns a threshold that is not finite and > 0.
         """
+        if self.sections.send_dense:
+            return [self.propose_dense()]
         self.absorb_()
-        sections = sorted(self.sections.values(), key=lambda s: s.exchanges)
+        sections = self.sections.by_exchanges()
         return [section.propose(self.size, self.grid) for section in sections]
 
     def propose_dense(self) -> DenseProposal:
@@ -131,7 +129,7 @@ class Accumulator:
             OptionError: If a rule returns a threshold that is not finite and > 0.
         """
         self.absorb_()
-        rules = {p: s.rule_beside_dense(self.grid) for p, s in self.sections.items()}
+        rules = self.sections.rules_beside_dense(self.grid)
         counts = [group.residual_counts(kernels.GUARD) for group in self._groups]
         return DenseProposal(self.grid, quantize(join_counts(counts)), rules)
 
@@ -174,8 +172,7 @@ class Accumulator:
         counts_N = counts_of(proposal.quantized)
         for group, part_N in split_counts(self._free(), counts_N):
             group.take_counts_(part_N)
-        for pattern, rule in proposal.rules.items():
-            self.sections[pattern].note_dense(rule)
+        self.sections.note_dense(proposal.rules)
 
     def apply_(self, update: Update) -> None:
         """Move local and shared by another replica's update; the residual stays.

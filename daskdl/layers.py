@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing_extensions import override
 
 from daskdl.errors import OptionError
-from daskdl.thresholds import ThresholdAlgorithm
+from daskdl.thresholds import LinkAlgorithm, ThresholdAlgorithm
 
 ALL = "*"  # the pattern of an algorithm that is alone
 SHOWN = 5  # names in a message
@@ -26,7 +26,8 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
         pairs: A pattern, as of :mod:`fnmatch`, and its algorithm, each.
 
     Raises:
-        OptionError: If there is none, or one is not a pattern and an algorithm.
+        OptionError: If there is none, or one is not a pattern and an algorithm, or
+            one that follows the link is not alone.
 
     Example:
         >>> from daskdl import FixedThreshold
@@ -43,6 +44,13 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
         )
         if not self.pairs or not sound:
             raise OptionError(refusal(dict(self.pairs)))
+        for pattern, algorithm in self.pairs:
+            if len(self.pairs) > 1 and isinstance(algorithm, LinkAlgorithm):
+                raise OptionError(
+                    f"threshold pattern {pattern!r} has an algorithm that follows the "
+                    f"link, got {algorithm!r} beside others; the link is that of all "
+                    "parameters, so give it alone"
+                )
 
     @classmethod
     def of(cls, threshold: object) -> "LayerThresholds":

@@ -9,6 +9,8 @@ import math
 from statistics import median
 from typing import NamedTuple
 
+from daskdl.codec import dense8
+
 # Outcomes that are looked at together. Their median bears two outliers, and has
 # followed a change after three.
 WINDOW = 5
@@ -21,7 +23,7 @@ class Drained(NamedTuple):
 
     nbytes: int = 0  # of frames that arrived where they went, each copy counted
     frames: int = 0  # those frames
-    requests: int = 0  # that they went in
+    requests: int = 0  # that they went in; none among threads, where there is no link
     busy_s: float = 0.0  # while at least one request with frames was under way
     copies: int = 1  # of one published frame that go out from here, or are to
 
@@ -157,9 +159,9 @@ class Link(NamedTuple):
         """Bytes that a frame of a density would have, judged by the last one."""
         return self.packing * plain_bytes(self.size, density)
 
-    def dense_bytes(self) -> float:
-        """Bytes of a frame with 8 bits for every parameter."""
-        return HEADER_BYTES + self.size
+    def dense_bytes(self) -> int:
+        """Bytes of a DENSE8 frame."""
+        return HEADER_BYTES + dense8.length(self.size)
 
 
 def plain_bytes(size: int, density: float) -> float:

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from daskdl.errors import OptionError
 from daskdl.link import WINDOW, Aim, Link, Measured, Request
-from daskdl.thresholds import Residual, Sent, ThresholdAlgorithm
+from daskdl.thresholds import LinkAlgorithm, Residual, Sent
 
 # Of the parameters that moved, most that are sent as entries. One quantum for each of
 # the 1/e largest moves the most mass at once where residuals are Laplacian; beyond,
@@ -37,7 +37,7 @@ HOLD, LONGEST_HOLD, LASTING = 16, 1024, 64
 
 
 @dataclass(frozen=True)
-class LinkThreshold(ThresholdAlgorithm):
+class LinkThreshold(LinkAlgorithm):
     """Choose the density at which sending takes at most a share of a step.
 
     It measures how long a step takes, and by how much longer a request takes for each
@@ -109,6 +109,8 @@ class LinkThreshold(ThresholdAlgorithm):
         link = former.after(measured)
         if link.arrivals == former.arrivals:
             return link
+        if not measured.drained.requests:  # nothing but memory lies between
+            return link._replace(aim=Aim(MOST, dense=True))
         return link._replace(aim=self._decide(link))
 
     def _decide(self, link: Link) -> Aim:

@@ -1,48 +1,22 @@
 """The parameters on which one threshold algorithm decides, and what it did last.
 
-Where they are in the vectors, their outcome and their count of exchanges; the vectors
-themselves are :mod:`daskdl.progress`'s.
+Their outcome and their count of exchanges; where they are is
+:mod:`daskdl.segments`'s, the vectors themselves are :mod:`daskdl.progress`'s.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from typing_extensions import override
 
 from daskdl.errors import OptionError
-from daskdl.progress import Progress
+from daskdl.link import Measured
 from daskdl.proposals import Proposal
 from daskdl.quanta import MAX_COUNT
 from daskdl.residuals import ResidualPostProcessor
-from daskdl.thresholds import DENSE_DENSITY, Sent, ThresholdAlgorithm
-from daskdl.vectors import FlatParameters
-
-
-class Segment(NamedTuple):
-    """Neighbouring positions of one vector."""
-
-    progress: Progress
-    where: slice  # within it
-
-    @property
-    def size(self) -> int:
-        """How many positions."""
-        return int(self.where.stop - self.where.start)
-
-
-class Residuals:
-    """The residual of some segments, for rules that look at it."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
-
-    def tensor(self) -> Tensor:
-        """See :class:`daskdl.thresholds.Residual`."""
-        device = self._segments[0].progress.flat.device
-        parts = [progress.residual(where) for progress, where in self._segments]
-        return torch.cat([part.to(device) for part in parts])
+from daskdl.segments import Residuals, Segment
+from daskdl.thresholds import DENSE_DENSITY, LinkAlgorithm, Sent, ThresholdAlgorithm
 
 
 class Section:
@@ -119,8 +93,7 @@ class Section:
 
     def note(self, proposal: Proposal) -> None:
         """A proposal was taken."""
-        self.sent = Sent(proposal.rule, proposal.entries / max(self.size, 1))
-        self.exchanges += 1
+        self._note(proposal.rule, proposal.entries / max(self.size, 1))
 
     def rule_beside_dense(self, grid: float) -> float:
         """Return the threshold that goes on through a dense exchange.
@@ -139,30 +112,79 @@ class Section:
         Args:
             rule: What :meth:`rule_beside_dense` returned.
         """
-        self.sent = Sent(rule, DENSE_DENSITY)
+        self._note(rule, DENSE_DENSITY)
+
+    def _note(self, rule: float, density: float) -> None:
+        self.sent = Sent(rule, density, None if self.sent is None else self.sent.link)
         self.exchanges += 1
 
+    @property
+    def sends_dense(self) -> bool:
+        """Whether its rule wants all parameters of the model to be sent dense."""
+        rule = self._threshold
+        return isinstance(rule, LinkAlgorithm) and rule.sends_dense(self.sent)
 
-def segments_of(
-    parameters: FlatParameters,
-    vectors: Sequence[Progress],
-    assigned: Mapping[str, str],
-) -> dict[str, list[Segment]]:
-    """Find the positions of each pattern, neighbours joined.
+    def learn(self, measured: Measured) -> None:
+        """Let a rule that follows the link know what the exchange just taken took.
+
+        A dense one that it did not ask for is one of the warm-up. It says nothing of
+        what the rule has chosen, and is passed over.
+        """
+        rule = self._threshold
+        if not isinstance(rule, LinkAlgorithm) or self.sent is None:
+            return
+        if measured.dense == self.sends_dense:
+            link = rule.learn(self.sent.link, measured)
+            self.sent = self.sent._replace(link=link)
+
+
+class Sections(Mapping[str, Section]):
+    """All parameters of a model, by pattern; what they do together.
 
     Args:
-        parameters: Of the model.
-        vectors: One for each of its groups.
-        assigned: The pattern of each parameter.
+        sections: In the order of their patterns.
     """
-    found: dict[str, list[Segment]] = {}
-    for group, progress in zip(parameters.groups, vectors, strict=True):
-        at, former = 0, None
-        for name, numel in zip(group.names, group.numels, strict=True):
-            pattern, where = assigned[name], slice(at, at + numel)
-            segments = found.setdefault(pattern, [])
-            if pattern == former:
-                where = slice(segments.pop().where.start, where.stop)
-            segments.append(Segment(progress, where))
-            at, former = where.stop, pattern
-    return found
+
+    def __init__(self, sections: Iterable[Section]) -> None:
+        self._sections = {section.pattern: section for section in sections}
+
+    @property
+    def sent(self) -> dict[str, Sent]:
+        """Outcome of the last exchange of each pattern that has had one."""
+        outcomes = {p: section.sent for p, section in self.items()}
+        return {p: sent for p, sent in outcomes.items() if sent is not None}
+
+    @property
+    def send_dense(self) -> bool:
+        """Whether what comes next is to be sent dense."""
+        return any(section.sends_dense for section in self.values())
+
+    def by_exchanges(self) -> list[Section]:
+        """List them, first those that were taken least often."""
+        return sorted(self.values(), key=lambda section: section.exchanges)
+
+    def rules_beside_dense(self, grid: float) -> dict[str, float]:
+        """Return :meth:`Section.rule_beside_dense` of each."""
+        return {p: section.rule_beside_dense(grid) for p, section in self.items()}
+
+    def note_dense(self, rules: Mapping[str, float]) -> None:
+        """A dense proposal was taken, of these thresholds to go on from."""
+        for pattern, rule in rules.items():
+            self[pattern].note_dense(rule)
+
+    def learn(self, measured: Measured) -> None:
+        """Tell each what the exchange just taken took, see :meth:`Section.learn`."""
+        for section in self.values():
+            section.learn(measured)
+
+    @override
+    def __getitem__(self, pattern: str) -> Section:
+        return self._sections[pattern]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sections)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._sections)

@@ -61,24 +61,31 @@ class ThresholdAlgorithm(ABC):
             last: Outcome of the previous exchange; None on the first one.
         """
 
+
+class LinkAlgorithm(ThresholdAlgorithm):
+    """A threshold algorithm that follows what was measured of the link.
+
+    It decides for all parameters at once: all of them go over the same link.
+    """
+
+    @abstractmethod
     def sends_dense(self, last: Sent | None) -> bool:
         """Return whether to send 8 bits for every parameter, and no entries.
 
         Args:
             last: As of :meth:`next_threshold`, which is not asked then.
         """
-        return False
 
-    def learn(self, link: Link | None, measured: Measured) -> Link | None:
+    @abstractmethod
+    def learn(self, link: Link | None, measured: Measured) -> Link:
         """Return what is known of the link after one more exchange.
 
-        It comes back in ``last.link``. None, the default: nothing has to be measured.
+        It comes back in ``last.link``.
 
         Args:
             link: What this returned last, or None the first time.
             measured: What the exchange took.
         """
-        return None
 
 
 def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
@@ -93,7 +100,7 @@ def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
 
     Example:
         >>> average_sent([Sent(1.0, 0.25), None, Sent(2.0, 0.75)])
-        Sent(threshold=1.5, density=0.5)
+        Sent(threshold=1.5, density=0.5, link=None)
 
     Source:
         Deeplearning4j, AdaptiveThresholdAlgorithm.Reducer (2021).

@@ -270,7 +270,7 @@ class Channel(ABC):
         """What has left since the last call, and how long that took.
 
         A frame counts when it has arrived where it goes first: at the relay, or at
-        each neighbour. Among threads it has when `publish` returns, and takes no time.
+        each neighbour. Among threads it has when `publish` returns, without a request.
         """
 
     @abstractmethod

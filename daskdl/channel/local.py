@@ -15,7 +15,6 @@ from typing_extensions import override
 from daskdl import codec
 from daskdl.channel.base import Entry, Finished, Gathered, Piece, Seating, Serve
 from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.gauge import Gauge
 from daskdl.channel.local_run import LocalRun
 from daskdl.channel.local_waits import LocalWaits
 from daskdl.channel.messages import Barrier, Item, ItemKind
@@ -48,7 +47,7 @@ class LocalChannel(Receiver):
         self._record = run.record
         self._changed = run.changed
         self._reader = Reader(endpoint, inbox)
-        self._gauge = Gauge()
+        self._drained = Drained()
         self._step, self._done, self._sequence = 0, -1, 0
 
     @property
@@ -134,7 +133,8 @@ class LocalChannel(Receiver):
             self._run.hear(self._replica)
             self._record.publish(self._replica, [item], self._step, self._done)
         self._sequence = stamp.sequence
-        self._gauge.arrived([item])
+        nbytes, frames = self._drained.nbytes + frame.nbytes, self._drained.frames + 1
+        self._drained = Drained(nbytes, frames)
         self._traffic.sent_bytes += frame.nbytes
         self._traffic.frames += 1
         return True
@@ -171,7 +171,8 @@ class LocalChannel(Receiver):
 
     @override
     def drained(self) -> Drained:
-        return self._gauge.take(copies=1)
+        drained, self._drained = self._drained, Drained()
+        return drained
 
     # ---- requests
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,8 @@ from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
 from daskdl.channel.base import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
-from daskdl.proposals import DenseProposal, Proposal
+from daskdl.link import Measured
+from daskdl.proposals import DenseProposal, Frame, Proposal
 from daskdl.training.base import (
     Exchange,
     Outcome,
@@ -23,19 +24,8 @@ from daskdl.training.base import (
     Seat,
     Statistics,
 )
-
-
-class Pace(NamedTuple):
-    """When a replica waits, when it shares, and until when it does so densely."""
-
-    max_staleness: int | None  # steps it may be ahead of the slowest; None: any
-    exchange_every: int  # steps between exchanges
-    warmup_steps: int  # what was made in these is sent whole
-
-    @property
-    def in_step(self) -> bool:
-        """Whether everybody makes each step together."""
-        return self.max_staleness == 0
+from daskdl.training.pace import Pace
+from daskdl.training.step_clock import StepClock
 
 
 class Sharer(Exchange):
@@ -71,6 +61,7 @@ class Sharer(Exchange):
         self._step = 0
         self._due = False  # steps were made since the last exchange was tried
         self._unshared = 0  # steps since the last one that was accepted
+        self._clock = StepClock()
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
         self._agreed: tuple[NDArray[np.int32], float, Buffers]
@@ -92,9 +83,11 @@ class Sharer(Exchange):
             self._channel.wait_for_others(self._step, epoch, pace.max_staleness)
         self._lead_sum += self._channel.lead(self._step, epoch)
         self._take_in(self._step if pace.in_step else None)
+        self._clock.begin()
 
     @override
     def after_step(self, epoch: int) -> None:
+        self._clock.end()
         self._step += 1
         self._steps += 1
         self._unshared += 1
@@ -106,13 +99,14 @@ class Sharer(Exchange):
 
     def _share(self) -> None:
         self._due = False
+        self._clock.chance()
         if self._pace.in_step:
             self._channel.wait_for_room()
         elif not self._channel.has_room():
             return
         self._exchange(self._proposals())
 
-    def _proposals(self) -> Sequence[Proposal | DenseProposal]:
+    def _proposals(self) -> Sequence[Proposal] | Sequence[DenseProposal]:
         # All that was made in the warm-up goes densely, however late it can.
         shared = self._made + self._step - self._unshared
         if shared < self._pace.warmup_steps:
@@ -122,32 +116,43 @@ class Sharer(Exchange):
     def _exchange(self, proposals: Sequence[Proposal | DenseProposal]) -> None:
         """Send what there is to send, a frame each, as far as there is room."""
         waiting = [proposal for proposal in proposals if proposal.entries]
-        sent = self._send_all(waiting)
-        if waiting and not sent:
+        frames = self._send_all(waiting)
+        if waiting and not frames:
             return
         for proposal in proposals:
             if not proposal.entries:
                 self._accumulator.take_(proposal)
         self._unshared = 0
         self._exchanges += 1
-        entries = sum(proposal.entries for proposal in sent)
-        self._density_sum += entries / self._accumulator.size
+        entries = sum(proposal.entries for proposal in waiting[: len(frames)])
+        density = entries / self._accumulator.size
+        self._density_sum += density
+        measured = Measured(
+            self._accumulator.size,
+            density,
+            sum(frame.nbytes for frame in frames),
+            isinstance(proposals[0], DenseProposal),
+            self._clock.take(),
+            self._channel.drained(),
+        )
+        self._accumulator.sections.learn(measured)
 
-    def _send_all(
-        self, waiting: Sequence[Proposal | DenseProposal]
-    ) -> Sequence[Proposal | DenseProposal]:
-        for i, proposal in enumerate(waiting):
-            if i and self._pace.in_step:  # all of them, or it could not be repeated
+    def _send_all(self, waiting: Sequence[Proposal | DenseProposal]) -> list[Frame]:
+        """Return the frames that were accepted, of the first of these."""
+        frames: list[Frame] = []
+        for proposal in waiting:
+            if frames and self._pace.in_step:  # all, or it could not be repeated
                 self._channel.wait_for_room()
             stamp = self._channel.next_stamp(self._step)
             frame = proposal.encode(stamp)
-            last = i + 1 == len(waiting)
+            last = proposal is waiting[-1]
             publish = self._channel.publish if last else self._channel.publish_part
             if not publish(stamp, frame):
-                return waiting[:i]
+                break
             # Only what is on its way leaves the residual.
             self._accumulator.take_(proposal)
-        return waiting
+            frames.append(frame)
+        return frames
 
     def _take_in(self, up_to_step: int | None = None) -> None:
         self._apply(self._channel.receive(up_to_step))
@@ -220,7 +225,7 @@ class Sharer(Exchange):
     @override
     def statistics(self) -> Statistics:
         accumulator = self._accumulator
-        thresholds = [sent.threshold for sent in accumulator.sent.values()]
+        thresholds = [sent.threshold for sent in accumulator.sections.sent.values()]
         now = Statistics(
             self._exchanges,
             self._density_sum,
@@ -277,4 +282,4 @@ class Sharer(Exchange):
 
     @override
     def outcome(self) -> Outcome:
-        return Outcome(self._accumulator.sent, self._made + self._step)
+        return Outcome(self._accumulator.sections.sent, self._made + self._step)

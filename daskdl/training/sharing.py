@@ -21,11 +21,12 @@ from daskdl.errors import OptionError
 from daskdl.layers import LayerThresholds
 from daskdl.proposals import DenseProposal, Proposal
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
-from daskdl.thresholds import AdaptiveThreshold, ThresholdAlgorithm
+from daskdl.thresholds import AdaptiveThreshold, LinkAlgorithm, ThresholdAlgorithm
 from daskdl.training.alone import Alone
 from daskdl.training.base import Exchange, Seat, TrainingMaster
 from daskdl.training.options import check_bound, check_type, check_whole
-from daskdl.training.sharer import Pace, Sharer
+from daskdl.training.pace import Pace
+from daskdl.training.sharer import Sharer
 from daskdl.vectors import FlatParameters
 
 # Where "auto" changes over: relaying for 8 takes 41% of a scheduler's core, for 4 it
@@ -157,7 +158,7 @@ class GradientSharing(TrainingMaster):
             small.weight.add_(1.0)
         accumulator.absorb_()
         proposals: list[Proposal | DenseProposal] = [*accumulator.propose()]
-        if self.warmup_steps:
+        if self.warmup_steps or isinstance(rule, LinkAlgorithm):
             proposals.append(accumulator.propose_dense())
         for proposal in proposals:
             frame = proposal.encode(codec.Stamp(0, 0, 1, 1))

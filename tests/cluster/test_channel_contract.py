@@ -152,9 +152,10 @@ class TestUpdates:
 
             # Along a tree with a fan-out of 1 only one of two others gets them from it.
             assert (drained.nbytes, drained.frames) == (expected, 3)
-            assert 1 <= drained.requests <= 3
+            remote = not isinstance(channel, LocalChannel)
+            assert 1 <= drained.requests <= 3 if remote else drained.requests == 0
             assert drained.copies == (2 if run.endpoint.routing == "mesh" else 1)
-            assert (drained.busy_s > 0) == (not isinstance(channel, LocalChannel))
+            assert (drained.busy_s > 0) == remote
             assert channel.drained() == Drained(copies=drained.copies)
 
     @every_channel()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from daskdl import codec
+from daskdl.codec import dense8
 from daskdl.link import Drained, Measured
 from daskdl.thresholds import Sent
 
@@ -177,7 +178,7 @@ class Training:
     def _send_dense(self):
         # What is left is the rounding: a 254th of the largest at most.
         self.residual *= 1e-3 * self.updates.random.standard_normal(len(self.residual))
-        return self.sent.threshold, self.size + HEADER_BYTES, 1.0
+        return self.sent.threshold, dense8.length(self.size) + HEADER_BYTES, 1.0
 
     def _send(self):
         threshold = self.rule.next_threshold(Residual(self.residual), self.sent)

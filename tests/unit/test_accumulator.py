@@ -76,7 +76,10 @@ class TestPropose:
         assert first.entries_K.tolist() == second.entries_K.tolist() == [1, -2]
         assert torch.equal(module.first, before)
         assert accumulator.digest() == digest
-        assert (accumulator.sent, accumulator.sections["*"].exchanges) == ({}, 0)
+        assert (accumulator.sections.sent, accumulator.sections["*"].exchanges) == (
+            {},
+            0,
+        )
 
     def test_groups_follow_each_other(self):
         module = Vector([0.0, 0.0], second=[0.0, 0.0])
@@ -124,7 +127,7 @@ class TestTake:
 
         accumulator.take_(proposed(accumulator))
 
-        assert accumulator.sent == {"*": Sent(1e-3, 0.25)}
+        assert accumulator.sections.sent == {"*": Sent(1e-3, 0.25)}
         assert accumulator.sections["*"].exchanges == 1
         assert proposed(accumulator).rule == 2e-3
 
@@ -133,7 +136,7 @@ class TestTake:
 
         accumulator.take_(proposed(accumulator))
 
-        assert accumulator.sent == {"*": Sent(1e-3, 0.0)}
+        assert accumulator.sections.sent == {"*": Sent(1e-3, 0.0)}
         assert proposed(accumulator).rule == 5e-4
 
     def test_the_last_outcome_can_be_carried_on(self):

@@ -39,7 +39,10 @@ class TestPropose:
 
         assert torch.equal(module.first, before)
         assert accumulator.digest() == digest
-        assert (accumulator.sent, accumulator.sections["*"].exchanges) == ({}, 0)
+        assert (accumulator.sections.sent, accumulator.sections["*"].exchanges) == (
+            {},
+            0,
+        )
 
     def test_the_frame_is_what_is_taken(self):
         module = Vector([0.0, 0.0], second=[0.0])
@@ -158,7 +161,7 @@ class TestTake:
             with pytest.raises(RunError, match="shows shared"):
                 accumulator.take_(proposal)
 
-        assert accumulator.sent == {}
+        assert accumulator.sections.sent == {}
 
 
 class TestThreshold:
@@ -169,7 +172,7 @@ class TestThreshold:
 
         taken(accumulator)
 
-        assert accumulator.sent == {"*": Sent(1e-3, DENSE_DENSITY)}
+        assert accumulator.sections.sent == {"*": Sent(1e-3, DENSE_DENSITY)}
         assert accumulator.sections["*"].exchanges == 1
 
     def test_it_stands_still_from_one_to_the_next_and_rises_once_after(self):
@@ -178,7 +181,7 @@ class TestThreshold:
         for _ in range(30):
             taken(accumulator)
 
-        assert accumulator.sent["*"].threshold == 1e-3
+        assert accumulator.sections.sent["*"].threshold == 1e-3
         assert proposed(accumulator).rule == 2e-3
 
     def test_it_goes_on_from_where_entries_left_it(self):
@@ -186,14 +189,14 @@ class TestThreshold:
 
         taken(accumulator)
 
-        assert accumulator.sent == {"*": Sent(0.125, DENSE_DENSITY)}
+        assert accumulator.sections.sent == {"*": Sent(0.125, DENSE_DENSITY)}
 
     def test_the_first_is_within_what_the_grid_can_express(self):
         accumulator = make(Vector([0.0]), FixedThreshold(1e-30))
 
         taken(accumulator)
 
-        assert accumulator.sent["*"].threshold == GRID
+        assert accumulator.sections.sent["*"].threshold == GRID
 
     def test_a_rule_that_is_none_is_told_before_anything_is_sent(self):
         class Odd(ThresholdAlgorithm):

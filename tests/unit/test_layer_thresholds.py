@@ -12,6 +12,7 @@ from torch import nn
 
 from daskdl.errors import OptionError
 from daskdl.layers import LayerThresholds
+from daskdl.link_threshold import LinkThreshold
 from daskdl.residuals import ResidualPostProcessor
 from daskdl.thresholds import (
     DENSE_DENSITY,
@@ -20,6 +21,7 @@ from daskdl.thresholds import (
     Sent,
     ThresholdAlgorithm,
 )
+from daskdl.training.sharing import GradientSharing
 
 SMALL, LARGE = FixedThreshold(2.0**-6), FixedThreshold(2.0**-3)
 NAMES = ["embedding.weight", "0.weight", "0.bias", "1.weight", "1.bias"]
@@ -106,6 +108,16 @@ class TestValue:
     def test_it_differs_from(self, other):
         assert LayerThresholds.of({"a": SMALL, "*": LARGE}) != other
 
+    def test_one_that_follows_the_link_has_none_beside_it(self):
+        with pytest.raises(
+            OptionError,
+            match=r"pattern '\*' has .* the link, got LinkThreshold.* alone",
+        ):
+            GradientSharing({"a": SMALL, "*": LinkThreshold()})
+
+    def test_one_that_follows_the_link_may_be_for_all(self):
+        assert LayerThresholds.of({"*": LinkThreshold()}) == {"*": LinkThreshold()}
+
     def test_one_algorithm_is_for_all(self):
         assert LayerThresholds.of(SMALL) == {"*": SMALL}
 
@@ -154,7 +166,7 @@ class TestAccumulator:
         shared = accumulator.shared_counts() * GRID
         assert shared.nonzero()[0].tolist() == [5]
         assert shared[5] == 2.0**-6
-        assert list(accumulator.sent) == ["bias"]
+        assert list(accumulator.sections.sent) == ["bias"]
 
     def test_density_is_of_the_pattern(self):
         module = Layers()
@@ -164,7 +176,7 @@ class TestAccumulator:
         for proposal in accumulator.propose():
             accumulator.take_(proposal)
 
-        assert accumulator.sent == {
+        assert accumulator.sections.sent == {
             "bias": Sent(2.0**-6, 1 / 4),
             "*": Sent(2.0**-3, 1 / 12),
         }
@@ -250,7 +262,7 @@ class TestAccumulator:
         accumulator.take_(accumulator.propose_dense())
 
         assert accumulator.residual_norm() == 0.0
-        assert accumulator.sent == {
+        assert accumulator.sections.sent == {
             "bias": Sent(2.0**-6, DENSE_DENSITY),
             "*": Sent(2.0**-3, DENSE_DENSITY),
         }
@@ -283,5 +295,5 @@ class TestAccumulator:
         for proposal in accumulator.propose():
             accumulator.take_(proposal)
 
-        assert accumulator.sent["bias"].density == 0.0
+        assert accumulator.sections.sent["bias"].density == 0.0
         assert np.count_nonzero(accumulator.shared_counts()) == 1

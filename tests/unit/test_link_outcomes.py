@@ -48,6 +48,18 @@ def test_all_entries_have_signs_only():
     assert plain_bytes(800, 1.0) == HEADER_BYTES + 100
 
 
+@pytest.mark.parametrize("size", [1, 256, 257, 10_000])
+def test_a_dense_frame_is_as_large_as_foreseen(size):
+    # Random, so that lz4 does not make it smaller.
+    counts_N = np.random.default_rng(0).integers(-(10**6), 10**6, size, np.int32)
+
+    frame = codec.encode_dense8(
+        codec.Stamp(1, 0, 1, 1), 2.0**-24, codec.quantize(counts_N)
+    )
+
+    assert Link(size, Aim(1.0)).dense_bytes() == frame.nbytes
+
+
 class TestAfter:
     def test_the_median_of_the_steps_bears_two_outliers(self):
         link = Link(10, Aim(0.01))

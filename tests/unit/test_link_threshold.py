@@ -185,14 +185,15 @@ class TestWhereTheLeastSeemsTooMuch:
         assert sum(d > 1e-4 for d in densities) < 20
 
 
-def test_without_a_link_everything_is_free():
-    rule, link = LinkThreshold(), None
-    for _ in range(25):
-        density = link.aim.density if link else 0.01
-        drained = Drained(10**5, 1, 1, 0.0)
-        link = rule.learn(link, Measured(10**5, density, 10**5, False, 1.0, drained))
+def test_without_a_link_everything_is_sent_from_the_second_exchange_on():
+    rule = LinkThreshold()
+    drained = Drained(100, 1, requests=0)
 
-    assert rule.sends_dense(Sent(1.0, 0.3, link))
+    link = rule.learn(None, Measured(10**5, 1e-4, 100, False, 1.0, drained))
+
+    assert rule.sends_dense(Sent(1.0, 1e-4, link))
+    link = rule.learn(link, Measured(10**5, 1.0, 10**5, True, 1.0, drained))
+    assert rule.sends_dense(Sent(1.0, 1.0, link))
 
 
 def test_equal_outcomes_make_equal_decisions():

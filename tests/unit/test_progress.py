@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.progress import PIECE, RUN, Progress, Residuals
+from daskdl.progress import PIECE, Progress
 from daskdl.vectors import FlatParameters
 
 GRID = 2.0**-24
@@ -172,40 +172,3 @@ def test_vectors_longer_than_a_piece_are_done_to_the_end(strict):
     own.hand_over_()
     assert own.checksum(0) != before
     assert own.flat[-1] == 0.5
-
-
-def residuals(*sizes):
-    """Of groups in which each value is its position."""
-    module, dtypes = nn.Module(), (torch.float32, torch.float64)
-    for name, size, dtype in zip("ab", sizes, dtypes, strict=False):
-        module.register_parameter(name, nn.Parameter(torch.zeros(size, dtype=dtype)))
-    groups = [Progress(g, GRID, strict=False) for g in FlatParameters(module).groups]
-    for group in groups:
-        group.flat += torch.arange(group.start, group.stop)
-    return Residuals(groups)
-
-
-class TestSample:
-    def test_a_small_residual_is_sampled_whole(self):
-        sample = residuals(40, 3).sample(most=43)
-
-        assert sample.tolist() == [float(i) for i in range(43)]
-
-    def test_of_a_large_one_runs_are_taken_evenly(self):
-        sample = residuals(100).sample(most=50)
-
-        runs = [*range(RUN), *range(2 * RUN, 3 * RUN), *range(4 * RUN, 5 * RUN)]
-        assert sample.tolist() == [*runs, 96.0, 97.0, 98.0, 99.0]
-
-    def test_every_group_is_in_it(self):
-        sample = residuals(1000, 5).sample(most=100)
-
-        assert sample[-5:].tolist() == [1000.0, 1001.0, 1002.0, 1003.0, 1004.0]
-        assert len(sample) <= 1.3 * 100
-
-    def test_it_may_be_changed(self):
-        whole = residuals(4)
-
-        whole.sample(most=4).zero_()
-
-        assert whole.sample(most=4).tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,10 +10,12 @@ from torch import nn
 from daskdl import codec
 from daskdl.channel.base import Channel
 from daskdl.channel.pile import Arrived
+from daskdl.link import Aim, Drained, Link
 from daskdl.residuals import KeepResidual
-from daskdl.thresholds import FixedThreshold, Sent
+from daskdl.thresholds import FixedThreshold, LinkAlgorithm, Sent
 from daskdl.training.base import Outcome, Seat
 from daskdl.training.sharing import GradientSharing
+from daskdl.training.step_clock import StepClock
 
 DENSE = codec.DenseUpdate
 SPARSE = codec.SparseUpdate
@@ -34,6 +37,7 @@ class Room(Channel):
         self.filling = False  # there is room until it is tried
         self.there = [1]  # the other replicas
         self.waited = []  # updates published whenever it was waited for room
+        self.drained_ = Drained()  # what it says has left
 
     def others(self):
         return self.there
@@ -71,6 +75,10 @@ class Room(Channel):
 
     def take_all(self):
         return self.receive(), {}
+
+    def drained(self):
+        drained, self.drained_ = self.drained_, Drained()
+        return drained
 
     def lead(self, step, epoch):
         return 0
@@ -301,3 +309,131 @@ class TestLayers:
             "b": Sent(QUANTUM.value, 0.0),
             "c": Sent(QUANTUM.value, 0.0),
         }
+
+
+class Wired(LinkAlgorithm):
+    """Writes down what it is asked and told, and sends dense when it is told to."""
+
+    def __init__(self):
+        self.told, self.links, self.asked, self.dense = [], [], [], False
+
+    def next_threshold(self, residual, last):
+        self.asked.append(last)
+        return QUANTUM.value
+
+    def sends_dense(self, last):
+        return self.dense
+
+    def learn(self, link, measured):
+        self.links.append(link)
+        self.told.append(measured)
+        return Link(measured.size, Aim(0.5), arrivals=len(self.told))
+
+
+class TestMeasuring:
+    """What a rule that follows the link is told, and what comes of it."""
+
+    def wired(self, **options):
+        rule = Wired()
+        return rule, Case(rule, **options)
+
+    def test_it_is_told_what_was_sent(self):
+        rule, case = self.wired()
+        stamp = codec.Stamp(1, 0, 1, 1)
+        entries_K = np.arange(1, 5, dtype=np.int32)
+
+        case.step(names=("a",))
+
+        [told] = rule.told
+        nbytes = codec.encode(stamp, 12, QUANTUM.value, entries_K).nbytes
+        assert told[:4] == (12, 4 / 12, nbytes, False)
+
+    def test_it_is_told_what_left_since_the_last_exchange(self):
+        rule, case = self.wired()
+        for nbytes in (100, 200):
+            case.channel.drained_ = Drained(nbytes, 1, 1, 0.5)
+            case.step()
+
+        assert [told.drained.nbytes for told in rule.told] == [100, 200]
+
+    def test_what_it_learned_comes_back_to_it(self):
+        rule, case = self.wired()
+        for _ in range(3):
+            case.step()
+
+        assert [link and link.arrivals for link in rule.links] == [None, 1, 2]
+        assert [last and last.link.arrivals for last in rule.asked] == [None, 1, 2]
+        assert case.exchange.outcome().sent["*"].link.arrivals == 3
+
+    def test_nothing_is_learned_from_a_refused_exchange(self):
+        rule, case = self.wired()
+        case.step()
+        case.channel.room, case.channel.filling = 0, True
+
+        case.step()
+
+        assert len(rule.told) == 1
+
+    def test_an_empty_exchange_has_no_bytes(self):
+        rule, case = self.wired()
+
+        case.step(names=())
+
+        assert rule.told[0][1:4] == (0.0, 0, False)
+
+    def test_it_is_sent_dense_where_the_rule_says_so(self):
+        rule, case = self.wired()
+
+        assert kinds(case, 1) == [[SPARSE]]
+        rule.dense = True
+        assert kinds(case, 2) == [[DENSE]] * 2
+        rule.dense = False
+        assert kinds(case, 1) == [[SPARSE]]
+        assert [told.dense for told in rule.told] == [False, True, True, False]
+        assert rule.told[1][1:3] == (1.0, Link(12, Aim(1.0)).dense_bytes())
+
+    def test_the_warm_up_is_not_told(self):
+        rule, case = self.wired(warmup_steps=2)
+        case.channel.drained_ = Drained(1000, 1, 1, 9.0)
+
+        assert kinds(case, 3) == [[DENSE]] * 2 + [[SPARSE]]
+        [told] = rule.told
+        assert (told.dense, told.drained) == (False, Drained())
+
+    def test_the_steps_are_timed_and_nothing_else(self, monkeypatch):
+        rule, case = self.wired(exchange_every=2)
+        clock = Clock(monkeypatch, case.exchange)
+        for _ in range(4):
+            clock.now += 100.0  # between steps
+            case.exchange.before_step(0)
+            clock.now += 1.0
+            case.exchange.after_step(0)
+
+        assert [told.step_s for told in rule.told] == [2.0, 2.0]
+
+    def test_chances_without_room_divide_the_time(self, monkeypatch):
+        rule, case = self.wired()
+        clock = Clock(monkeypatch, case.exchange)
+        for room in (0, 0, 1):
+            case.channel.room = room
+            case.exchange.before_step(0)
+            clock.now += 1.0
+            case.exchange.after_step(0)
+
+        assert [told.step_s for told in rule.told] == [1.0]
+
+    def test_other_rules_know_of_no_link(self):
+        case = Case()
+        case.channel.drained_ = Drained(1000, 1, 1, 9.0)
+
+        case.step()
+
+        assert case.exchange.outcome().sent["*"].link is None
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch, sharer):
+        self.now = 0.0
+        monkeypatch.setattr(sharer, "_clock", StepClock(now=lambda: self.now))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError
-from daskdl.link import Aim, Drained, Link, Measured
+from daskdl.link import Aim, Link
 from daskdl.link_threshold import LinkThreshold
 from daskdl.thresholds import (
     DENSE_DENSITY,
@@ -23,7 +23,6 @@ ALGORITHMS = [
     TargetSparsityThreshold(),
     LinkThreshold(),
 ]
-MEASURED = Measured(1000, 0.01, 90, False, 0.1, Drained(90, 1, 1, 0.01))
 
 
 class Untouched:
@@ -44,15 +43,6 @@ class TestEveryThreshold:
     @pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
     def test_is_a_positive_number_and_makes_no_residual(self, algorithm, last):
         assert 0 < algorithm.next_threshold(RESIDUAL, last) < math.inf
-
-    def test_what_it_learns_comes_back_to_it(self, algorithm):
-        link = algorithm.learn(None, MEASURED)
-        link = algorithm.learn(link, MEASURED)
-        last = Sent(1e-3, 0.01, link)
-
-        assert 0 < algorithm.next_threshold(RESIDUAL, last) < math.inf
-        assert algorithm.sends_dense(last) is False
-        assert algorithm.sends_dense(None) is False
 
     def test_travels_to_a_worker(self, algorithm):
         assert pickle.loads(pickle.dumps(algorithm)) == algorithm

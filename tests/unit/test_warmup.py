@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import FixedThreshold, GradientSharing, codec
+from daskdl import FixedThreshold, GradientSharing, LinkThreshold, codec
 from daskdl.objective import OwnStep
 from daskdl.training import warmup
 from daskdl.training.stepping import Stepping
@@ -108,7 +108,7 @@ def test_the_exchange_sends_something_and_takes_it_in(apply, dtype, monkeypatch)
     assert sizes == [64]
 
 
-def test_where_the_run_begins_densely_the_exchange_does_too(monkeypatch):
+def test_where_the_run_may_send_densely_the_exchange_does_too(monkeypatch):
     sizes, encode = [], codec.encode_dense8
 
     def counted(stamp, grid, quantized):
@@ -123,5 +123,7 @@ def test_where_the_run_begins_densely_the_exchange_does_too(monkeypatch):
             {"embedding": rule, "*": rule}, warmup_steps=warmup_steps
         )
         master.warm_up(CPU, torch.float32)
-
     assert sizes == [64]
+
+    GradientSharing(LinkThreshold()).warm_up(CPU, torch.float32)
+    assert sizes == [64, 64]

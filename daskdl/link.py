@@ -54,6 +54,13 @@ class Request(NamedTuple):
     seconds: float
     nbytes: float
 
+    def price_s(self, floor: "Request") -> float:
+        """Seconds for each byte beyond a smallest request.
+
+        Less than 0 where it took less time, which its bytes do not explain.
+        """
+        return (self.seconds - floor.seconds) / (self.nbytes - floor.nbytes)
+
 
 class Aim(NamedTuple):
     """What was decided, and what the next decision has to know of the ones before."""
@@ -61,14 +68,9 @@ class Aim(NamedTuple):
     density: float  # entries to send / parameters
     dense: bool = False  # send a number for every parameter instead
     floor: Request = Request(math.inf, math.inf)  # with the smallest frames
-    price_s: float | None = None  # seconds for each byte beyond that; None: not known
-    probe: Request | None = None  # what the floor may be, if that turns out to be so
-    sounded: int = 0  # arrivals since the floor was last looked for
-    highest: float = 0.0  # density since then, fading
-    growth: float = 1.0  # most times the density, from one arrival to the next
-    lasted: int = 0  # arrivals since dense was begun
-    rest: int = 0  # arrivals until more may be tried than seems to fit
-    hold: int = 0  # arrivals to rest once it did not
+    price_s: float | None = None  # seconds for each byte beyond that; None: not seen
+    rest: int = 0  # arrivals until more is tried than was too much
+    hold: int = 0  # arrivals to rest the next time
 
 
 class Link(NamedTuple):
@@ -78,7 +80,7 @@ class Link(NamedTuple):
         >>> link = Link(size=1000, aim=Aim(density=0.01))
         >>> drained = Drained(nbytes=300, frames=2, requests=1, busy_s=0.003)
         >>> link = link.after(Measured(1000, 0.01, 90, False, 0.5, drained))
-        >>> link.request(), link.seconds_per_byte(floor=Request(0.001, 100))
+        >>> link.request(), link.request().price_s(floor=Request(0.001, 100))
         (Request(seconds=0.003, nbytes=300.0), 1e-05)
     """
 
@@ -121,28 +123,17 @@ class Link(NamedTuple):
         seconds = median(r.seconds for r in requests)
         return Request(seconds, median(r.nbytes for r in requests))
 
-    def smallest_request(self) -> Request:
-        """A request of the three times with the smallest frames."""
-        smallest = sorted(self.carried, key=lambda c: c.nbytes / c.frames)[:3]
-        seconds = median(c.busy_s / max(c.requests, 1) for c in smallest)
-        return Request(seconds, median(c.nbytes / max(c.requests, 1) for c in smallest))
+    def telling(self, floor: Request) -> Request | None:
+        """The request with the price of the median byte.
 
-    def seconds_per_byte(self, floor: Request) -> float | None:
-        """Seconds for each byte beyond a smallest request; the median byte's.
-
-        None if no request was so much larger that this could be seen. Less than 0 where
-        the times of the requests differ by more than their bytes explain.
+        None if no request was so much larger than a smallest one that it tells a price.
         """
         larger = [r for r in self._requests() if r.nbytes > LARGER * floor.nbytes]
-        prices = sorted(
-            ((r.seconds - floor.seconds) / (r.nbytes - floor.nbytes), r.nbytes)
-            for r in larger
-        )
-        half = sum(nbytes for _, nbytes in prices) / 2
-        for price_s, nbytes in prices:
-            half -= nbytes
+        half = sum(request.nbytes for request in larger) / 2
+        for request in sorted(larger, key=lambda r: r.price_s(floor)):
+            half -= request.nbytes
             if half <= 0:
-                return price_s
+                return request
         return None
 
     def _requests(self) -> list[Request]:

@@ -109,37 +109,28 @@ class TestAfter:
 
 class TestPrice:
     def test_it_is_what_a_byte_takes_beyond_a_smallest_request(self):
-        link = link_after(carried(2100, 0.3, requests=1), carried(6200, 0.8, 2, 2))
-
-        price_s = link.seconds_per_byte(Request(0.1, 100))
-
-        assert price_s == pytest.approx(1e-4)
-
-    def test_it_is_not_known_where_no_request_is_larger(self):
-        assert link_after(carried(149, 9.0)).seconds_per_byte(Request(1.0, 100)) is None
-
-    def test_the_median_byte_has_it(self):
-        link = link_after(
-            carried(200, 9.0), carried(1100, 2.0), carried(1100, 2.0), carried(200, 1.0)
-        )
-
-        assert link.seconds_per_byte(Request(1.0, 100)) == pytest.approx(1e-3)
+        assert Request(0.3, 2100).price_s(Request(0.1, 100)) == pytest.approx(1e-4)
 
     def test_times_that_bytes_do_not_explain_make_it_negative(self):
-        link = link_after(carried(1100, 0.9))
+        assert Request(0.9, 1100).price_s(Request(1.0, 100)) == pytest.approx(-1e-4)
 
-        assert link.seconds_per_byte(Request(1.0, 100)) == pytest.approx(-1e-4)
-
-    def test_a_smallest_request_is_the_median_of_three_with_small_frames(self):
+    def test_the_request_of_the_median_byte_tells_it(self):
         link = link_after(
-            carried(9000, 5.0),
-            carried(100, 1.0),
-            carried(120, 1.2),
-            carried(11_000, 110.0, 100, 100),
-            carried(8000, 4.0),
+            carried(1200, 9.0),
+            carried(140, 9.0),
+            carried(1100, 3.0),
+            carried(1000, 2.0),
         )
 
-        assert link.smallest_request() == pytest.approx(Request(1.1, 110))
+        assert link.telling(Request(1.0, 100)) == Request(3.0, 1100)
+
+    def test_what_goes_in_several_requests_tells_of_one(self):
+        link = link_after(carried(6200, 0.8, 2, requests=2))
+
+        assert link.telling(Request(0.1, 100)) == Request(0.4, 3100)
+
+    def test_nothing_tells_it_where_no_request_is_larger(self):
+        assert link_after(carried(149, 9.0)).telling(Request(1.0, 100)) is None
 
     def test_the_largest_frame_is_not_the_largest_request(self):
         link = link_after(carried(1000, 1.0, frames=10), carried(300, 1.0))

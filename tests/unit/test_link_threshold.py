@@ -112,6 +112,28 @@ class TestOnAFastLink:
         assert min(densities) > 0.3
 
 
+@pytest.mark.parametrize(
+    ("step_s", "latency_s"), [(0.001, 0.005), (0.001, 0.01), (0.005, 0.01)]
+)
+class TestWhereStepsAreShorterThanRequests:
+    def test_all_is_sent_over_a_fast_link(self, step_s, latency_s):
+        replica = training(size=10**4, step_s=step_s, latency_s=latency_s)
+
+        densities, _ = settled(replica)
+
+        assert densities == [1.0] * len(densities)
+
+    def test_about_the_share_is_taken_of_a_slow_one_at_most(self, step_s, latency_s):
+        replica = training(
+            size=10**4, step_s=step_s, latency_s=latency_s, bandwidth=SLOW / 5
+        )
+
+        _, costs = settled(replica)
+
+        # Times of requests that are 20 % off differ by as much as the share is.
+        assert 0.05 < mean(costs) < 0.4
+
+
 class TestAChange:
     def test_it_follows_a_link_down_and_up_again(self):
         replica = training()
@@ -147,10 +169,10 @@ class TestAChange:
 
     def test_one_that_gives_up_dense_waits_longer_each_time(self):
         rule, held = LinkThreshold(), []
-        aim = Aim(MOST, dense=True, floor=Request(0.001, 100), sounded=30, hold=HOLD)
+        aim = Aim(MOST, dense=True, floor=Request(0.001, 100), hold=HOLD)
         link = Link(10**6, aim)
         for _ in range(2):
-            link = link._replace(aim=link.aim._replace(dense=True, lasted=5))
+            link = link._replace(aim=link.aim._replace(dense=True))
             for _ in range(6):
                 slow = Drained(10**6, 1, 1, 5.0)
                 link = rule.learn(link, Measured(10**6, 1.0, 10**6, True, 1.0, slow))
@@ -162,7 +184,7 @@ class TestAChange:
 class TestWhereTheLeastSeemsTooMuch:
     """On a link of which it was learned that a byte takes a millisecond."""
 
-    AIM = Aim(1e-4, floor=Request(1e-3, 200), price_s=1e-3, sounded=20, hold=HOLD)
+    AIM = Aim(1e-4, floor=Request(1e-3, 200), price_s=1e-3, hold=HOLD)
 
     def densities(self, takes, count=60):
         """What is aimed at after each arrival, where a request takes that long."""
@@ -183,6 +205,16 @@ class TestWhereTheLeastSeemsTooMuch:
 
         assert max(densities) < 2.2e-4
         assert sum(d > 1e-4 for d in densities) < 20
+
+
+def test_what_a_warm_up_left_over_is_not_taken_for_the_least():
+    rule, link = LinkThreshold(), None
+    for nbytes, busy_s in [(10**6, 0.2)] * 2 + [(300, 0.001)] * 3:
+        drained = Drained(nbytes, 1, 1, busy_s)
+        link = rule.learn(link, Measured(10**6, 1e-4, 300, False, 0.1, drained))
+
+    assert link.aim.floor == (0.001, 300)
+    assert link.aim.density == pytest.approx(1.9e-4)
 
 
 def test_without_a_link_everything_is_sent_from_the_second_exchange_on():

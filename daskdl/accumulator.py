@@ -83,10 +83,11 @@ class Accumulator:
         self.grid = grid_for(parameters)
         self.clipped = 0.0
         self._showing = False
+        self._strict = apply == "strict"
         thresholds = LayerThresholds.of(threshold)
         assigned = thresholds.assign(parameters.slices)  # before anything is changed
         self._groups = [
-            Progress(group, self.grid, apply == "strict") for group in parameters.groups
+            Progress(group, self.grid, self._strict) for group in parameters.groups
         ]
         segments = segments_of(parameters, self._groups, assigned)
         sent = {} if last is None else last
@@ -102,6 +103,31 @@ class Accumulator:
         """
         for group in self._free():
             group.absorb_()
+
+    def scale_(self, scale: float) -> float:
+        """Let a replica's own updates count so many times for the group.
+
+        Eager: the module goes on at the whole learning rate, as if the others went the
+        same way, and what is sent is scaled. Strict: the learning rate itself is. What
+        is in the residual already has been scaled.
+
+        Args:
+            scale: > 0; 1 / replicas: shared moves by the mean of what all do.
+
+        Returns:
+            Factor on the learning rate.
+        """
+        if self._strict:
+            return scale
+        for group in self._free():
+            if group.weight != 1.0 / scale:
+                group.weigh_(1.0 / scale)
+        return 1.0
+
+    @property
+    def weight(self) -> float:
+        """How many times the residual local is ahead of shared."""
+        return self._groups[0].weight
 
     def propose(self) -> list[Proposal] | list[DenseProposal]:
         """List what would be sent now; nothing is taken out before :meth:`take_`.

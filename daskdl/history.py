@@ -15,8 +15,7 @@ COLUMNS: Mapping[str, str] = {
     "examples_per_s": "examples / seconds",
     "density": "sent / parameters, mean over exchanges and replicas; 1: sent whole",
     "threshold": "mean of the replicas' (and patterns') last ones, parameter units",
-    "learning_rate": "of the first parameter group at the end of the epoch, before "
-    "update_scale",
+    "learning_rate": "of the first parameter group at the end of the epoch",
     "sent_bytes": "of frames published, all replicas together",
     "received_bytes": "of frames received, all replicas together",
     "dense_bytes": "what sending every update whole would have taken instead",

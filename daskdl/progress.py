@@ -1,7 +1,8 @@
 """The three vectors of a group of parameters, and how they follow each other.
 
 ``flat`` is what the module computes with, ``local`` the replica's own progress,
-``shared`` (int32, steps of the grid) what all replicas have in common. Between steps
+``shared`` (int32, steps of the grid) what all replicas have in common. Local is shared
+plus ``weight`` times the residual, which is what has yet to be sent. Between steps
 of the optimizer flat shows local (eager) or shared (strict). Eager float32 and
 float64: local *is* flat. Otherwise local is a vector of its own (float32 for half
 types, so that quanta below their resolution add up), and what the optimizer changed
@@ -56,11 +57,13 @@ class Progress:
     shared_N: Tensor  # int32, steps of the grid
     start: int  # position of the first parameter in the model
     grid: float  # parameter units
+    weight: float  # local is shared plus so many times the residual
 
     def __init__(self, group: Group, grid: float, strict: bool) -> None:
         self.flat = group.flat
         self.start = group.start
         self.grid = grid
+        self.weight = 1.0
         self._strict = strict
         dtype = working_dtype(group.flat.dtype)
         self._aliased = not strict and dtype == group.flat.dtype
@@ -85,7 +88,19 @@ class Progress:
 
     def residual(self, where: Where) -> Tensor:
         """Return the progress not sent yet, parameter units; a fresh tensor."""
+        return self._ahead(where) / self.weight
+
+    def _ahead(self, where: Where) -> Tensor:
         return self.local_N[where] - self.sent(where)
+
+    def weigh_(self, weight: float) -> None:
+        """Let local be so many times the residual ahead; the residual stays."""
+        self.absorb_()
+        for piece in self._pieces():
+            ahead = self._ahead(piece) * (weight / self.weight)
+            self.local_N[piece] = self.sent(piece) + ahead
+        self.weight = weight
+        self._show_all_()
 
     def absorb_(self) -> None:
         """Move what the optimizer changed in flat to local; show what is to be shown.
@@ -100,20 +115,26 @@ class Progress:
         """List entries there, on the CPU; see :func:`daskdl.kernels.find`."""
         local_N, shared_N = self.local_N[where], self.shared_N[where]
         base = self.start + int(where.start)
-        return kernels.find(local_N, shared_N, count, self.grid, base).cpu()
+        return kernels.find(
+            local_N, shared_N, count, self.grid, base, self.weight
+        ).cpu()
 
     def take_(self, entries_K: Tensor, count: int, bound: float) -> float:
         """Take own entries out of the residual; see :func:`daskdl.kernels.take_`."""
+        back = (1.0 - self.weight) * count * self.grid
         with self._showing_(entries_K):
-            return kernels.take_(
+            if back:
+                kernels.move_(self.local_N, entries_K, back, self.start)
+            removed = kernels.take_(
                 self.local_N,
                 self.shared_N,
                 entries_K,
                 count,
                 self.grid,
-                bound,
+                self.weight * bound,
                 self.start,
             )
+        return removed / self.weight
 
     def apply_(self, entries_K: Tensor, count: int) -> None:
         """Apply another replica's entries; see :func:`daskdl.kernels.apply_`."""
@@ -134,14 +155,15 @@ class Progress:
         for piece in self._pieces():
             local_N, shared_N = self.local_N[piece], self.shared_N[piece]
             counts_N[piece] = kernels.residual_counts(
-                local_N, shared_N, self.grid, most
+                local_N, shared_N, self.grid, most, self.weight
             )
         return counts_N
 
     def take_counts_(self, counts_N: Tensor) -> None:
-        """Take counts out of the residual: shared moves by them, local stays."""
+        """Take counts out of the residual: shared moves by them, the sum stays."""
         self.absorb_()
-        self.shared_N += counts_N.to(self.shared_N.device)
+        factor = 1.0 - self.weight
+        kernels.apply_counts_(self.local_N, self.shared_N, counts_N, self.grid, factor)
         self._show_all_()
 
     def hand_over_(self) -> Tensor:
@@ -154,10 +176,10 @@ class Progress:
         """Take another replica's shared, and keep the own residual."""
         self.absorb_()
         for piece in self._pieces():
-            residual = self.residual(piece)
+            ahead = self._ahead(piece)
             counts = shared_N[piece].to(self.flat.device)
             self.shared_N[piece] = counts
-            self.local_N[piece] = counts.to(residual.dtype) * grid + residual
+            self.local_N[piece] = counts.to(ahead.dtype) * grid + ahead
         self.grid = grid
         self._show_all_()
 

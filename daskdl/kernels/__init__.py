@@ -1,10 +1,11 @@
 """Numbers of one flat vector: torch in, torch out, no state, no bytes.
 
 Every vector is a pair: ``local_N`` (floating, parameter units) and ``shared_N``
-(int32, steps of ``grid``). The residual is ``local - shared * grid`` and is never
-stored. As ``shared`` counts whole steps, sums of quanta are exact and do not depend
-on their order. Each function picks :mod:`daskdl.kernels.cpu` (numba) or
-:mod:`daskdl.kernels.generic` (torch) by the vector it gets; both give the same bits.
+(int32, steps of ``grid``). The residual is ``(local - shared * grid) / weight`` and is
+never stored: local is ahead by ``weight`` times what has yet to be sent, as if as many
+others had gone the same way. As ``shared`` counts whole steps, sums of quanta are exact
+and do not depend on their order. Each function picks :mod:`daskdl.kernels.cpu` (numba)
+or :mod:`daskdl.kernels.generic` (torch) by the vector it gets; both give the same bits.
 
 Shape suffixes: N = parameters of one flat vector, K = entries of one update.
 """
@@ -27,6 +28,7 @@ __all__ = [
     "find",
     "fold_",
     "from_counts",
+    "move_",
     "residual_counts",
     "take_",
 ]
@@ -76,13 +78,18 @@ def check(entries_K: Tensor, base: int, size: int) -> None:
 
 
 def find(
-    local_N: Tensor, shared_N: Tensor, count: int, grid: float, base: int = 0
+    local_N: Tensor,
+    shared_N: Tensor,
+    count: int,
+    grid: float,
+    base: int = 0,
+    weight: float = 1.0,
 ) -> Tensor:
     """List where the residual has reached one quantum. Reads only.
 
-    An entry is emitted where ``|local - shared * grid| >= count * grid``, one per
-    position, unless ``|shared| > 2**30``: those wait, so that int32 never wraps. NaN
-    is never an entry.
+    An entry is emitted where ``|local - shared * grid| >= weight * count * grid``, one
+    per position, unless ``|shared| > 2**30``: those wait, so that int32 never wraps.
+    NaN is never an entry.
 
     Args:
         local_N: A replica's own parameters, floating.
@@ -90,6 +97,7 @@ def find(
         count: Quantum in steps of ``grid``, in [1, 2**22].
         grid: Size of one step, parameter units, a power of two.
         base: Position of the vector's first parameter.
+        weight: How many times the residual local is ahead of shared, > 0.
 
     Returns:
         Entries, int32, shape (K,), on the vector's device: ``+(i + 1)`` means one
@@ -105,7 +113,9 @@ def find(
         Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
         Computing", Interspeech 2015; here the residual is a difference.
     """
-    entries_K: Tensor = _pick(local_N).find(local_N, shared_N, count, grid, base)
+    entries_K: Tensor = _pick(local_N).find(
+        local_N, shared_N, count, grid, base, weight
+    )
     return entries_K
 
 
@@ -129,7 +139,7 @@ def take_(
         entries_K: What :func:`find` returned, int32, any device.
         count: Quantum in steps of ``grid``, in [1, 2**22].
         grid: Size of one step, parameter units, a power of two.
-        bound: Largest residual carried over, parameter units; infinity: no limit.
+        bound: Most that local is ahead of shared, parameter units; infinity: no limit.
         base: Position of the vector's first parameter.
 
     Returns:
@@ -149,6 +159,28 @@ def take_(
     """
     kernels, entries_K = _pick(local_N), entries_K.to(local_N.device)
     return float(kernels.take_(local_N, shared_N, entries_K, count, grid, bound, base))
+
+
+def move_(local_N: Tensor, entries_K: Tensor, amount: float, base: int = 0) -> None:
+    """Move local where a replica's own entries are, and shared not.
+
+    Args:
+        local_N: A replica's own parameters. Changed in place.
+        entries_K: What :func:`find` returned, int32, any device.
+        amount: Added for an entry up, taken away for one down; parameter units.
+        base: Position of the vector's first parameter.
+
+    Raises:
+        CodecError: If an entry is refused by :func:`check`; nothing is written.
+
+    Example:
+        >>> import torch
+        >>> local = torch.tensor([1.5, 0.0])
+        >>> move_(local, torch.tensor([-1], dtype=torch.int32), amount=0.5)
+        >>> local
+        tensor([1., 0.])
+    """
+    _pick(local_N).move_(local_N, entries_K.to(local_N.device), amount, base)
 
 
 def apply_(
@@ -184,15 +216,21 @@ def apply_(
 
 
 def apply_counts_(
-    local_N: Tensor, shared_N: Tensor, counts_N: Tensor, grid: float
+    local_N: Tensor,
+    shared_N: Tensor,
+    counts_N: Tensor,
+    grid: float,
+    factor: float = 1.0,
 ) -> None:
-    """Move local and shared by a dense update; the residual stays.
+    """Move shared by a dense update, and local by so many times of it.
 
     Args:
         local_N: A replica's own parameters. Changed in place.
         shared_N: What has been shared, int32. Changed in place.
         counts_N: The update, int32, steps of ``grid``, any device.
         grid: Size of one step, parameter units, a power of two.
+        factor: 1 for another replica's update, so that the residual stays; 1 less the
+            weight of the residual for an own one, which leaves it.
 
     Example:
         >>> import torch
@@ -202,7 +240,7 @@ def apply_counts_(
         (tensor([ 0.7500, -0.2500]), tensor([ 3, -1], dtype=torch.int32))
     """
     counts_N = counts_N.to(local_N.device)
-    _pick(local_N).apply_counts_(local_N, shared_N, counts_N, grid)
+    _pick(local_N).apply_counts_(local_N, shared_N, counts_N, grid, factor)
 
 
 def fold_(total_N: Tensor | Counts, entries_K: Tensor | Counts, count: int) -> None:
@@ -233,7 +271,7 @@ def fold_(total_N: Tensor | Counts, entries_K: Tensor | Counts, count: int) -> N
 
 
 def residual_counts(
-    local_N: Tensor, shared_N: Tensor, grid: float, most: int
+    local_N: Tensor, shared_N: Tensor, grid: float, most: int, weight: float = 1.0
 ) -> Tensor:
     """Return the residual in whole steps of the grid. Reads only.
 
@@ -246,6 +284,7 @@ def residual_counts(
         grid: Size of one step, parameter units, a power of two.
         most: Largest ``|shared|`` that shared plus the result reaches, in steps, in
             [1, 2**31 - 1].
+        weight: How many times the residual local is ahead of shared, > 0.
 
     Returns:
         Counts, int32, shape (N,), on the CPU, fresh.
@@ -257,5 +296,5 @@ def residual_counts(
         tensor([  2, -30], dtype=torch.int32)
     """
     kernels = _pick(local_N)
-    counts_N: Tensor = kernels.residual_counts(local_N, shared_N, grid, most)
+    counts_N: Tensor = kernels.residual_counts(local_N, shared_N, grid, most, weight)
     return counts_N

@@ -141,6 +141,16 @@ def _take(
 
 
 @compiled
+def _move(local_N: Array, entries_K: Array, base: int, amount: float) -> None:
+    last = entries_K.size - 1
+    for k in range(entries_K.size):
+        coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
+        prefetch(local_N, coming)
+        entry = np.int64(entries_K[k])
+        local_N[abs(entry) - 1 - base] += amount if entry > 0 else -amount
+
+
+@compiled
 def _apply(
     local_N: Array,
     shared_N: Array,
@@ -166,11 +176,11 @@ def _apply(
 
 @compiled
 def _apply_counts(
-    local_N: Array, shared_N: Array, counts_N: Array, grid: float
+    local_N: Array, shared_N: Array, counts_N: Array, step: float
 ) -> None:
     for i in range(local_N.size):
         shared_N[i] += counts_N[i]
-        local_N[i] += local_N.dtype.type(counts_N[i]) * grid
+        local_N[i] += local_N.dtype.type(counts_N[i]) * step
 
 
 @compiled
@@ -182,14 +192,21 @@ def _fold(total_N: Array, entries_K: Array, count: int) -> None:
 
 @compiled
 def _residual_counts(
-    local_N: Array, shared_N: Array, counts_N: Array, grid: float, most: float
+    local_N: Array,
+    shared_N: Array,
+    counts_N: Array,
+    step: tuple[float, float],
+    most: float,
 ) -> None:
+    grid, weight = step
     per_step = 1.0 / grid  # exact, as the grid is a power of two
     for i in range(local_N.size):
-        target = np.rint(np.float64(local_N[i]) * per_step)
+        before = np.float64(shared_N[i])
+        ahead = np.float64(local_N[i]) * per_step - before
+        target = np.rint(before + ahead / weight)
         target = most if target > most else target
         target = -most if target < -most else target
-        count = target - np.float64(shared_N[i])
+        count = target - before
         count = INT32_MAX if count > INT32_MAX else count
         count = -INT32_MAX if count < -INT32_MAX else count
         counts_N[i] = np.int32(count if count == count else 0.0)  # NaN is not itself
@@ -207,11 +224,16 @@ def check(entries_K: Tensor, base: int, size: int) -> None:
 
 
 def find(
-    local_N: Tensor, shared_N: Tensor, count: int, grid: float, base: int = 0
+    local_N: Tensor,
+    shared_N: Tensor,
+    count: int,
+    grid: float,
+    base: int = 0,
+    weight: float = 1.0,
 ) -> Tensor:
     """See :func:`daskdl.kernels.find`."""
     local, shared = local_N.numpy(), shared_N.numpy()
-    step = (local.dtype.type(count * grid), local.dtype.type(grid))
+    step = (local.dtype.type(weight * count * grid), local.dtype.type(grid))
     # Density 1/64 before the first growth: above what thresholds are steered to.
     entries = np.empty(min(local.size, local.size // 64 + LANES), np.int32)
     place = (0, 0)
@@ -240,6 +262,13 @@ def take_(
     return float(_take(local, shared, entries, (base, count), limits))
 
 
+def move_(local_N: Tensor, entries_K: Tensor, amount: float, base: int = 0) -> None:
+    """See :func:`daskdl.kernels.move_`."""
+    check(entries_K, base, local_N.numel())
+    local = local_N.numpy()
+    _move(local, entries_K.numpy(), base, local.dtype.type(amount))
+
+
 def apply_(
     local_N: Tensor,
     shared_N: Tensor,
@@ -256,11 +285,16 @@ def apply_(
 
 
 def apply_counts_(
-    local_N: Tensor, shared_N: Tensor, counts_N: Tensor, grid: float
+    local_N: Tensor,
+    shared_N: Tensor,
+    counts_N: Tensor,
+    grid: float,
+    factor: float = 1.0,
 ) -> None:
     """See :func:`daskdl.kernels.apply_counts_`."""
     local = local_N.numpy()
-    _apply_counts(local, shared_N.numpy(), counts_N.numpy(), local.dtype.type(grid))
+    step = local.dtype.type(factor * grid)
+    _apply_counts(local, shared_N.numpy(), counts_N.numpy(), step)
 
 
 def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
@@ -270,9 +304,10 @@ def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
 
 
 def residual_counts(
-    local_N: Tensor, shared_N: Tensor, grid: float, most: int
+    local_N: Tensor, shared_N: Tensor, grid: float, most: int, weight: float = 1.0
 ) -> Tensor:
     """See :func:`daskdl.kernels.residual_counts`."""
     counts = np.empty(local_N.numel(), np.int32)
-    _residual_counts(local_N.numpy(), shared_N.numpy(), counts, grid, float(most))
+    local, shared = local_N.numpy(), shared_N.numpy()
+    _residual_counts(local, shared, counts, (grid, weight), float(most))
     return torch.from_numpy(counts)

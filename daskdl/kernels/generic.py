@@ -39,15 +39,22 @@ def check(entries_K: Tensor, base: int, size: int) -> None:
 
 
 def find(
-    local_N: Tensor, shared_N: Tensor, count: int, grid: float, base: int = 0
+    local_N: Tensor,
+    shared_N: Tensor,
+    count: int,
+    grid: float,
+    base: int = 0,
+    weight: float = 1.0,
 ) -> Tensor:
     """See :func:`daskdl.kernels.find`."""
-    residual_N = local_N - _sent(local_N, shared_N, grid)
+    ahead_N = local_N - _sent(local_N, shared_N, grid)
     # Two comparisons, not abs: int32's minimum is its own absolute value.
     safe_N = (shared_N >= -GUARD) & (shared_N <= GUARD)
-    emitted_N = (residual_N.abs() >= count * grid) & safe_N
+    # Rounded as local is: a comparison with a Python number would not round.
+    quantum = torch.tensor(weight * count * grid, dtype=local_N.dtype)
+    emitted_N = (ahead_N.abs() >= quantum) & safe_N
     positions_K = emitted_N.nonzero().squeeze(1)
-    signs_K = residual_N[positions_K].sign().to(torch.int32)
+    signs_K = ahead_N[positions_K].sign().to(torch.int32)
     # Integer product: float32 cannot hold positions above 2**24.
     return signs_K * (positions_K + (base + 1)).to(torch.int32)
 
@@ -68,12 +75,18 @@ def take_(
         return 0.0
     sent_K = _sent(local_N, shared_N[positions_K], grid)
     before_K = local_N[positions_K]
-    residual_K = before_K - sent_K
-    after_K = torch.where(residual_K > bound, sent_K + bound, before_K)
-    after_K = torch.where(residual_K < -bound, sent_K - bound, after_K)
+    ahead_K = before_K - sent_K
+    after_K = torch.where(ahead_K > bound, sent_K + bound, before_K)
+    after_K = torch.where(ahead_K < -bound, sent_K - bound, after_K)
     local_N[positions_K] = after_K
     # Moved first: not every device has float64.
     return float((before_K.cpu().double() - after_K.cpu().double()).abs().sum())
+
+
+def move_(local_N: Tensor, entries_K: Tensor, amount: float, base: int = 0) -> None:
+    """See :func:`daskdl.kernels.move_`."""
+    positions_K = _positions(entries_K, base, local_N.numel())
+    local_N[positions_K] += entries_K.sign().to(local_N.dtype) * amount
 
 
 def apply_(
@@ -92,11 +105,15 @@ def apply_(
 
 
 def apply_counts_(
-    local_N: Tensor, shared_N: Tensor, counts_N: Tensor, grid: float
+    local_N: Tensor,
+    shared_N: Tensor,
+    counts_N: Tensor,
+    grid: float,
+    factor: float = 1.0,
 ) -> None:
     """See :func:`daskdl.kernels.apply_counts_`."""
     shared_N += counts_N
-    local_N += _sent(local_N, counts_N, grid)
+    local_N += _sent(local_N, counts_N, factor * grid)
 
 
 def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
@@ -105,10 +122,12 @@ def fold_(total_N: Tensor, entries_K: Tensor, count: int) -> None:
 
 
 def residual_counts(
-    local_N: Tensor, shared_N: Tensor, grid: float, most: int
+    local_N: Tensor, shared_N: Tensor, grid: float, most: int, weight: float = 1.0
 ) -> Tensor:
     """See :func:`daskdl.kernels.residual_counts`."""
     # On the CPU, as not every device has float64.
-    target_N = torch.round(local_N.cpu().double() / grid).clamp(-most, most)
-    counts_N = (target_N - shared_N.cpu().double()).nan_to_num(0.0)
+    before_N = shared_N.cpu().double()
+    target_N = before_N + (local_N.cpu().double() / grid - before_N) / weight
+    target_N = torch.round(target_N).clamp(-most, most)
+    counts_N = (target_N - before_N).nan_to_num(0.0)
     return counts_N.clamp(-INT32_MAX, INT32_MAX).to(torch.int32)

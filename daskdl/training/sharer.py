@@ -35,7 +35,7 @@ class Sharer(Exchange):
         seat: Where to work.
         accumulator: Of the module there.
         pace: When to wait, and when to share.
-        scale: Factor on the learning rate of each of so many replicas.
+        scale: How much an update of each of so many replicas counts.
         made: Steps that were made before those that are counted here: in earlier
             fits, or alone. A newcomer learns it from its snapshot.
     """
@@ -56,7 +56,7 @@ class Sharer(Exchange):
         self._channel = seat.channel
         self._replica = seat.replica
         self._accumulator = accumulator
-        self.learning_rate_scale = scale(len(seat.members))
+        self.learning_rate_scale = accumulator.scale_(scale(len(seat.members)))
         self._made = made
         self._step = 0
         self._due = False  # steps were made since the last exchange was tried
@@ -78,7 +78,8 @@ class Sharer(Exchange):
     @override
     def before_step(self, epoch: int) -> None:
         pace = self._pace
-        self.learning_rate_scale = self._scale(1 + len(self._channel.others()))
+        scale = self._scale(1 + len(self._channel.others()))
+        self.learning_rate_scale = self._accumulator.scale_(scale)
         if pace.max_staleness is not None and self._step % pace.exchange_every == 0:
             self._channel.wait_for_others(self._step, epoch, pace.max_staleness)
         self._lead_sum += self._channel.lead(self._step, epoch)

@@ -46,9 +46,10 @@ class GradientSharing(TrainingMaster):
         apply: ``"eager"``: a replica uses its own progress at once.
             ``"strict"``: only once it has been sent, as Strom and
             Deeplearning4j have it.
-        update_scale: Factor on each replica's learning rate: ``"mean"`` is 1 /
-            replicas, so that the group moves like data-parallel training at the
-            same learning rate; ``"sum"`` is 1; or a number > 0.
+        update_scale: How much of each replica's updates the group gets: ``"mean"`` is
+            1 / replicas, so that it moves like data-parallel training at the same
+            learning rate; ``"sum"`` is 1; or a number > 0. With ``apply="strict"``
+            this is a factor on each replica's learning rate.
         max_staleness: Steps a replica may be ahead of the slowest when it starts
             an exchange interval. 0 goes in step and makes a run repeatable bit
             for bit; None is unbounded.
@@ -183,7 +184,7 @@ class GradientSharing(TrainingMaster):
         return Sharer(seat, accumulator, pace, self.scale, made)
 
     def scale(self, replicas: int) -> float:
-        """Factor on the learning rate of each of so many replicas.
+        """How much of its updates the group gets from each of so many replicas.
 
         Example:
             >>> GradientSharing().scale(4), GradientSharing(update_scale=2).scale(4)

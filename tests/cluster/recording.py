@@ -161,17 +161,25 @@ class Recording(Exchange):
         self._before = vector(self._seat.module)
 
     def after_step(self, epoch):
-        self._progress += vector(self._seat.module) - self._before
+        moved = vector(self._seat.module) - self._before
+        self._progress += moved / self._weight()
         self._inner.after_step(epoch)
         self._check()
 
     def _check(self):
-        """Eager: local = start + own progress + what others have sent."""
-        others = self._channel.received_N * GRID
-        expected = self._start + self._progress + torch.as_tensor(others)
+        """Eager: local = start + what all have sent + the weighted residual."""
+        channel = self._channel
+        sent, others = channel.sent_N * GRID, channel.received_N * GRID
+        residual = self._progress - torch.as_tensor(sent)
+        shared = self._start + torch.as_tensor(sent + others)
+        expected = shared + self._weight() * residual
         torch.testing.assert_close(
             vector(self._seat.module), expected, rtol=0, atol=self._atol
         )
+
+    def _weight(self):
+        accumulator = getattr(self._inner, "_accumulator", None)  # alone: none
+        return 1.0 if accumulator is None else accumulator.weight
 
     def end_epoch(self, epoch, examples):
         self._inner.end_epoch(epoch, examples)

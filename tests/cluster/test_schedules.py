@@ -73,8 +73,7 @@ def grow(growing, folder, **options):
         (1, lambda: growing.cluster.scale(2)), (2, nothing), (2, nothing), (2, enough)
     )
     rates = Rates(folder)
-    # The factor on the rate would change with the number of replicas.
-    options = {"master": kept(update_scale="sum"), "callbacks": [rates], **options}
+    options = {"master": kept(), "callbacks": [rates], **options}
     script.run(trainer(growing, optimizer=noting, **options), X, Y)
     assert sorted(rates.read()) == [0, 1]
     return rates.read(), script.rows

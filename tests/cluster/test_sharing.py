@@ -16,12 +16,13 @@ class TestSharing:
     @pytest.mark.parametrize(
         ("scale", "factor"), [("mean", 0.5), ("sum", 1), (0.25, 0.25)]
     )
-    def test_update_scale_multiplies_the_learning_rate(self, client, scale, factor):
+    @pytest.mark.parametrize("apply", ["eager", "strict"])
+    def test_update_scale_multiplies_updates(self, client, apply, scale, factor):
         # One step of each replica, from the same start, on half of the rows each.
         own = trainer(
             client,
             optimizer=plain,
-            master=kept(update_scale=scale, max_staleness=0),
+            master=kept(apply=apply, update_scale=scale, max_staleness=0),
         )
         own.fit(X, Y, batch_size=240)
 

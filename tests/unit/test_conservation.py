@@ -1,9 +1,9 @@
 """Several replicas, any order of events: nothing is lost, and shared agrees.
 
 Replicas step, propose, are refused, take all or some of what they proposed, switch
-between entries, eight bits and whole counts, and receive each other's updates late, one
-by one or folded, each replica in an order of its own. A float64 ledger keeps what every
-optimizer step added.
+between entries, eight bits and whole counts, are scaled, and receive each other's
+updates late, one by one or folded, each replica in an order of its own. A float64
+ledger keeps what every optimizer step added.
 """
 
 from typing import NamedTuple
@@ -50,6 +50,8 @@ class Replica:
         self.accumulator = Accumulator(parameters, rule, residual, case.apply)
         self.start = self.accumulator.shared_counts().astype(np.float64)
         self.made = np.zeros(parameters.size)
+        self.scale = 1.0  # so many times an update of the module's counts
+        self.strict = case.apply == "strict"
         self.waiting = []
         self.random = np.random.default_rng(seed)
 
@@ -62,7 +64,13 @@ class Replica:
             with torch.no_grad():
                 parameter += noise.to(parameter.dtype)
             moved.append((parameter.detach().double() - before).flatten())
-        self.made += torch.cat(moved).numpy()
+        self.made += self.scale * torch.cat(moved).numpy()
+
+    def be_scaled(self, amount):
+        """As when others come and go."""
+        factor = self.accumulator.scale_(1 / amount)
+        assert factor == (1 / amount if self.strict else 1.0)
+        self.scale = 1.0 if self.strict else 1 / amount
 
     def local(self):
         """Whichever vector it is kept in: no public method shows it."""
@@ -126,7 +134,7 @@ class Case(NamedTuple):
 
 EVENTS = [
     *("step", "step", "share", "share_dense", "be_refused", "receive"),
-    *("receive_folded", "hand_over", "absorb"),
+    *("receive_folded", "hand_over", "absorb", "be_scaled"),
 ]
 
 
@@ -159,7 +167,8 @@ def check(group, sent, case):
     residuals = np.zeros_like(sent)
     for replica in group:
         replica.accumulator.absorb_()
-        residuals += replica.local() - replica.accumulator.shared_counts() * grid
+        ahead = replica.local() - replica.accumulator.shared_counts() * grid
+        residuals += replica.scale * ahead
     start = group[0].start
     lost = start * grid + sum(r.made for r in group) - (start + sent) * grid - residuals
     clipped = sum(replica.accumulator.clipped for replica in group)

@@ -38,6 +38,16 @@ BAD_ENTRIES = pytest.mark.parametrize(
 
 class TestRefusal:
     @BAD_ENTRIES
+    def test_nothing_is_moved(self, kernel, entries, place):
+        module, make = kernel
+        local = make([1.0, 2.0, 3.0])
+
+        with pytest.raises(CodecError, match=rf"entry {place} is .* in \[1, 3\]"):
+            module.move_(local, make(entries, torch.int32), 1.0)
+
+        assert local.tolist() == [1.0, 2.0, 3.0]
+
+    @BAD_ENTRIES
     @pytest.mark.parametrize("name", ["take_", "apply_"])
     def test_nothing_is_written(self, kernel, name, entries, place):
         module, make = kernel
@@ -109,23 +119,26 @@ def problems(draw):
     count = draw(st.sampled_from([1, 3, 64, 2**18, 2**22]))
     steps = st.integers(-(2**23), 2**23)
     shared = draw(st.lists(steps, min_size=size, max_size=size))
-    return local, shared, count
+    weight = draw(st.sampled_from([1.0, 2.0, 3.0, 8.0, 0.7]))
+    return local, shared, count, weight
 
 
 class TestBothKernels:
     @given(problems(), st.sampled_from([torch.float32, torch.float64]))
     @settings(max_examples=150, deadline=None)
     def test_they_give_the_same_bits(self, problem, dtype):
-        local, shared, count = problem
+        local, shared, count, weight = problem
         outcomes = []
         for module in (cpu, generic):
             local_N = torch.tensor(local, dtype=dtype)
             shared_N = ints(shared)
-            entries = module.find(local_N, shared_N, count, GRID)
-            module.take_(local_N, shared_N, entries, count, GRID, 1.3 * count * GRID)
+            entries = module.find(local_N, shared_N, count, GRID, 0, weight)
+            bound = 1.3 * count * GRID
+            module.move_(local_N, entries, (1 - weight) * count * GRID)
+            module.take_(local_N, shared_N, entries, count, GRID, weight * bound)
             module.apply_(local_N, shared_N, entries, count, GRID)
-            module.apply_counts_(local_N, shared_N, ints(shared), GRID)
-            residual = module.residual_counts(local_N, shared_N, GRID, 2**22)
+            module.apply_counts_(local_N, shared_N, ints(shared), GRID, 1 - weight)
+            residual = module.residual_counts(local_N, shared_N, GRID, 2**22, weight)
             total = torch.zeros_like(shared_N)
             module.fold_(total, entries, count)
             outcomes.append((entries, local_N, shared_N, total, residual))
@@ -136,18 +149,18 @@ class TestBothKernels:
     @given(problems())
     @settings(max_examples=100, deadline=None)
     def test_the_other_way_round_is_the_negative(self, problem):
-        local, shared, count = problem
+        local, shared, count, weight = problem
         local_N, shared_N = torch.tensor(local), ints(shared)
 
-        entries = kernels.find(local_N, shared_N, count, GRID)
-        mirrored = kernels.find(-local_N, -shared_N, count, GRID)
+        entries = kernels.find(local_N, shared_N, count, GRID, 0, weight)
+        mirrored = kernels.find(-local_N, -shared_N, count, GRID, 0, weight)
 
         assert torch.equal(entries, -mirrored)
 
     @given(problems())
     @settings(max_examples=100, deadline=None)
     def test_taking_until_nothing_is_found_leaves_less_than_a_quantum(self, problem):
-        local, shared, count = problem
+        local, shared, count, _ = problem
         count = max(count, 2**18)  # 64 rounds at most
         local_N, shared_N = torch.tensor(local), ints(shared)
 

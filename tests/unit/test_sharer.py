@@ -108,7 +108,12 @@ class Case:
     def __init__(self, threshold=None, last=None, snapshot=None, **options):
         self.channel = Room()
         self.module = Three()
-        options = {"residual": KeepResidual(), "max_staleness": None, **options}
+        options = {
+            "residual": KeepResidual(),
+            "max_staleness": None,
+            "update_scale": "sum",
+            **options,
+        }
         master = GradientSharing(threshold or QUANTUM, **options)
         seat = Seat(self.module, self.channel, 0, [0, 1], last, snapshot)
         self.exchange = master.attach(seat)
@@ -135,14 +140,18 @@ def kinds(case, steps):
     ("update_scale", "expected"),
     [("mean", [1 / 2, 1 / 3, 1]), ("sum", [1, 1, 1]), (0.7, [0.7, 0.7, 0.7])],
 )
-def test_the_scale_of_the_rate_follows_those_that_train(update_scale, expected):
-    case, scales = Case(update_scale=update_scale), []
+@pytest.mark.parametrize("apply", ["eager", "strict"])
+def test_the_scale_follows_those_that_train(apply, update_scale, expected):
+    case, scales = Case(apply=apply, update_scale=update_scale), []
     for others in ([1], [1, 2], []):
         case.channel.there = others
         case.step()
-        scales.append(case.exchange.learning_rate_scale)
+        weight = case.exchange._accumulator.weight
+        scales.append((case.exchange.learning_rate_scale, 1 / weight))
 
-    assert scales == expected
+    # Strict: the rate is scaled. Eager: what is sent of steps at the whole rate.
+    pairs = [(e, 1) if apply == "strict" else (1, e) for e in expected]
+    assert scales == [pytest.approx(pair) for pair in pairs]
 
 
 class TestWarmUp:

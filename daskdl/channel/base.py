@@ -224,7 +224,9 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
+    def gather(
+        self, key: str, note: Any, kind: Barrier = Barrier.MEET, told: bytes = b""
+    ) -> Gathered:
         """Wait at a barrier for all members, and read what each has to say.
 
         Args:
@@ -233,6 +235,7 @@ class Channel(ABC):
             kind: ``AGREE``: everything published is passed on first, and what is
                 published later is held back until the next barrier is complete.
                 ``REPORT``: the client reads the notes too.
+            told: With ``REPORT``, what the client reads and nobody else.
         """
 
     @abstractmethod

@@ -12,15 +12,17 @@ class Gathering:
     """
 
     notes: dict[int, Any]
+    told: dict[int, bytes]  # for the client alone
     gone: dict[int, int] | None  # set once: everybody has to read the same
 
     def __init__(self) -> None:
-        self.notes = {}
+        self.notes, self.told = {}, {}
         self.gone = None
 
-    def arrive(self, replica: int, note: Any) -> None:
+    def arrive(self, replica: int, note: Any, told: bytes = b"") -> None:
         """A member is here; arriving again (a retried request) changes nothing."""
         self.notes.setdefault(replica, note)
+        self.told.setdefault(replica, told)
 
     def awaited(self, members: Collection[int]) -> list[int]:
         """Present members that have not arrived yet, ascending."""

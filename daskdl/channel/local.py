@@ -198,11 +198,13 @@ class LocalChannel(Receiver):
             return Piece(number, record.schedule.key(phase, number))
 
     @override
-    def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
+    def gather(
+        self, key: str, note: Any, kind: Barrier = Barrier.MEET, told: bytes = b""
+    ) -> Gathered:
         record = self._record
         with self._changed:
             self.check()
-            gathering = record.arrive(key, self._replica, note)
+            gathering = record.arrive(key, self._replica, note, told)
             self._changed.notify_all()
             self._waits.until_true(
                 "gather", lambda: gathering.over(record.members.expected), None

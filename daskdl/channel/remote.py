@@ -243,12 +243,19 @@ class RemoteChannel(Receiver):
         return Piece(piece.number, answer["key"])
 
     @override
-    def gather(self, key: str, note: Any, kind: Barrier = Barrier.MEET) -> Gathered:
+    def gather(
+        self, key: str, note: Any, kind: Barrier = Barrier.MEET, told: bytes = b""
+    ) -> Gathered:
         if kind == Barrier.AGREE and self._endpoint.routing == "plain":
             # What is still here would be held back with what others hand over.
             self._waits.until_sent("flush", self._carrier.sent)
         answer = self._waits.ask(
-            messages.GATHER, None, key=key, note=wrap_note(note), kind=kind.value
+            messages.GATHER,
+            None,
+            key=key,
+            note=wrap_note(note),
+            told=told,
+            kind=kind.value,
         )
         if kind != Barrier.AGREE:
             self._inbox.release()

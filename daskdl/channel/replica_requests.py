@@ -155,12 +155,12 @@ async def handle_missing(
 
 
 async def handle_gather(
-    live: LiveRun, replica: int, key: str, note: Any, kind: str
+    live: LiveRun, replica: int, key: str, note: Any, told: bytes, kind: str
 ) -> dict[str, Any]:
     """A replica is at a barrier; answered with all notes when all are."""
     record = live.record
     check_present(replica, record)
-    gathering = record.arrive(key, replica, note)
+    gathering = record.arrive(key, replica, note, told)
     await live.notify()
 
     await live.until(lambda: gathering.over(record.members.expected), None)

@@ -228,10 +228,10 @@ class RunRecord:
         shares = self.members.expected if self.plan.synchronous else None
         return self.schedule.open(phase, epoch, shares)
 
-    def arrive(self, key: str, replica: int, note: Any) -> Gathering:
+    def arrive(self, key: str, replica: int, note: Any, told: bytes = b"") -> Gathering:
         """A replica is at a barrier."""
         gathering = self._gatherings.setdefault(key, Gathering())
-        gathering.arrive(replica, note)
+        gathering.arrive(replica, note, told)
         return gathering
 
     def complete(self, key: str, gathering: Gathering, kind: str) -> bool:
@@ -260,8 +260,9 @@ class RunRecord:
         self._gatherings.pop(key, None)
         if kind == Barrier.REPORT:
             notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
+            told = [gathering.told[r] for r in sorted(gathering.told)]
             counted = {"refused": self.refused, "repeated": self.schedule.repeated}
-            self.events.post("gathered", key=key, notes=notes, **counted)
+            self.events.post("gathered", key=key, notes=notes, told=told, **counted)
             self.epoch += 1
         return True
 

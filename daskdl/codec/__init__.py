@@ -11,7 +11,7 @@ from daskdl.codec.frames import (
     encode_dense8,
     payload_sizes,
 )
-from daskdl.codec.header import Kind, Stamp, read_stamp
+from daskdl.codec.header import Kind, Stamp, read_kind, read_stamp
 
 __all__ = [
     "DenseUpdate",
@@ -27,5 +27,6 @@ __all__ = [
     "encode_dense8",
     "payload_sizes",
     "quantize",
+    "read_kind",
     "read_stamp",
 ]

@@ -173,6 +173,23 @@ def read_stamp(frame: Buffer) -> Stamp:
     return Stamp(run, origin, sequence, step)
 
 
+def read_kind(frame: Buffer) -> Kind:
+    """Read how a frame is packed, without looking at the rest.
+
+    Args:
+        frame: A whole frame or its beginning, 64 bytes or more.
+
+    Raises:
+        CodecError: If the frame is too short, its magic or version is wrong, or its
+            kind is unknown.
+    """
+    view = bytes_of(frame)
+    check_opening(view)
+    kind, flags = LAYOUT.unpack_from(view)[2:4]
+    check_constant_fields(kind, flags, reserved=(0, 0))
+    return Kind(kind)
+
+
 def check_opening(frame: memoryview) -> None:
     """Refuse what is not a frame of this version at all.
 

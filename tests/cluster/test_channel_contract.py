@@ -254,10 +254,17 @@ class TestBarriers:
     async def test_the_client_is_told_once_of_one_that_reports(self, a_run):
         async with a_run() as run:
             await meet(run, "quiet")
-            await meet(run, "loud", Barrier.REPORT)
+            answers = await asyncio.gather(
+                *(
+                    in_thread(c.gather, "loud", r, Barrier.REPORT, b"rows %d" % r)
+                    for r, c in run.channels.items()
+                )
+            )
 
             (event,) = await run.events()
             assert (event["kind"], event["key"]) == ("gathered", "loud")
+            assert list(event["told"]) == [b"rows 0", b"rows 1"]
+            assert [dict(answer.notes) for answer in answers] == [{0: 0, 1: 1}] * 2
             assert [list(note) for note in event["notes"]] == [
                 [0, 0],
                 [1, 1],

@@ -99,7 +99,10 @@ REQUESTS = {
         "daskdl_lease",
         {"phase": "train", "epoch": 0, "finished": [], "wait": False},
     ),
-    "gather": ("daskdl_gather", {"key": "end", "note": None, "kind": "meet"}),
+    "gather": (
+        "daskdl_gather",
+        {"key": "end", "note": None, "told": b"", "kind": "meet"},
+    ),
     "fail": ("daskdl_fail", {"failure": {"type": "E", "summary": "boom"}}),
 }
 

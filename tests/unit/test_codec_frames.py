@@ -13,6 +13,7 @@ from daskdl.codec import (
     encode,
     encode_dense,
     payload_sizes,
+    read_kind,
     read_stamp,
 )
 
@@ -76,6 +77,11 @@ def test_deeplearning4js_vector_has_its_entries_as_they_are():
 
 def test_the_stamp_is_read_from_the_header_alone():
     assert read_stamp(bytes.fromhex(LITERAL[Kind.GAPS])[:64]) == STAMP
+
+
+@pytest.mark.parametrize("kind", LITERAL)
+def test_the_kind_is_read_from_the_header_alone(kind):
+    assert read_kind(bytes.fromhex(LITERAL[kind])[:64]) is kind
 
 
 def test_the_stamp_reaches_the_ends_of_its_fields():

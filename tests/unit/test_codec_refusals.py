@@ -15,6 +15,7 @@ from daskdl.codec import (
     encode_dense,
     gaps,
     gaps_reading,
+    read_kind,
     read_stamp,
 )
 from daskdl.errors import CodecError
@@ -238,6 +239,13 @@ def test_a_frame_for_another_model_is_refused(frame, size):
 def test_no_stamp_is_read_from_what_is_no_frame(frame, message):
     with pytest.raises(CodecError, match=re.escape(message)):
         read_stamp(frame)
+    with pytest.raises(CodecError, match=re.escape(message)):
+        read_kind(frame)
+
+
+def test_no_kind_is_read_that_there_is_not():
+    with pytest.raises(CodecError, match="kind must be one of"):
+        read_kind(patched(RAW32, 5, "B", 6))
 
 
 def test_a_frame_in_pieces_is_refused():

@@ -35,5 +35,16 @@ def test_a_member_lost_after_it_arrived_keeps_its_note():
     assert gathering.notes[1] == "one"
 
 
+def test_what_is_told_to_the_client_is_kept_apart_and_once():
+    gathering = Gathering()
+    gathering.arrive(1, "one", b"rows")
+    gathering.arrive(0, "zero")
+
+    gathering.arrive(1, "one", b"others")
+
+    assert gathering.notes == {0: "zero", 1: "one"}
+    assert gathering.told == {0: b"", 1: b"rows"}
+
+
 def test_it_is_not_settled_at_first():
     assert Gathering().gone is None

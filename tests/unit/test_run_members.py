@@ -201,15 +201,16 @@ def test_updates_are_held_between_two_barriers_and_then_passed_on():
 def test_the_client_is_told_what_all_said_and_what_was_counted():
     record = joined(2)
     record.refused = 3
-    record.arrive("end", 1, "one")
+    record.arrive("end", 1, "one", b"of one")
 
-    record.complete("end", record.arrive("end", 0, "zero"), "report")
+    record.complete("end", record.arrive("end", 0, "zero", b"of zero"), "report")
 
     assert record.events.since(0) == [
         {
             "kind": "gathered",
             "key": "end",
             "notes": [[0, "zero"], [1, "one"]],
+            "told": [b"of zero", b"of one"],
             "refused": 3,
             "repeated": 0,
         }

@@ -9,7 +9,7 @@ DaskDLError
 ├── WaitTimeoutError      something awaited did not come in time
 └── RunError              a run ended before it was finished
     ├── ReplicaError      user code raised on a worker
-    ├── DivergedError     the loss became NaN or infinite
+    ├── DivergedError     the loss became NaN or infinite, or ran away
     └── ChannelError      the channel between the replicas failed
 """
 
@@ -51,7 +51,7 @@ class ReplicaError(RunError):
 
 
 class DivergedError(RunError):
-    """The loss became NaN or infinite."""
+    """The loss became NaN or infinite, or ran away; the message says what is known."""
 
 
 class ChannelError(RunError):

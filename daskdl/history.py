@@ -5,6 +5,8 @@ from typing import Any, overload
 
 from typing_extensions import override
 
+from daskdl.steps import StepTable
+
 Row = Mapping[str, Any]
 
 COLUMNS: Mapping[str, str] = {
@@ -37,14 +39,20 @@ class History(Sequence[Row]):
     Every row has the keys of :data:`COLUMNS`, and with validation data
     ``val_loss`` and, for classification, ``val_accuracy``.
 
+    Attributes:
+        steps: A sample of the steps of each replica.
+
     Example:
         >>> history = History([{"epoch": 0, "loss": 0.5}, {"epoch": 1, "loss": 0.25}])
         >>> history[-1]["loss"], history.column("loss")
         (0.25, [0.5, 0.25])
     """
 
+    steps: StepTable
+
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self._rows = list(rows)
+        self.steps = StepTable()
 
     def append(self, row: Row) -> None:
         """Add the row of an epoch."""

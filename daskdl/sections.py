@@ -6,8 +6,10 @@ Their outcome and their count of exchanges; where they are is
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from daskdl.errors import OptionError
@@ -17,6 +19,14 @@ from daskdl.quanta import MAX_COUNT
 from daskdl.residuals import ResidualPostProcessor
 from daskdl.segments import Residuals, Segment
 from daskdl.thresholds import DENSE_DENSITY, LinkAlgorithm, Sent, ThresholdAlgorithm
+
+
+class Sample(NamedTuple):
+    """Some of the residuals of a section."""
+
+    size: int  # parameters of the section
+    residuals: Tensor  # on the CPU, parameter units
+    threshold: float  # of the last exchange, parameter units; NaN: there was none
 
 
 class Section:
@@ -118,6 +128,11 @@ class Section:
         self.sent = Sent(rule, density, None if self.sent is None else self.sent.link)
         self.exchanges += 1
 
+    def sample(self, most: int) -> Sample:
+        """Look at about so many of the residuals, or all if there are no more."""
+        threshold = math.nan if self.sent is None else self.sent.threshold
+        return Sample(self.size, Residuals(self._segments).sample(most), threshold)
+
     @property
     def sends_dense(self) -> bool:
         """Whether its rule wants all parameters of the model to be sent dense."""
@@ -153,6 +168,11 @@ class Sections(Mapping[str, Section]):
         """Outcome of the last exchange of each pattern that has had one."""
         outcomes = {p: section.sent for p, section in self.items()}
         return {p: sent for p, sent in outcomes.items() if sent is not None}
+
+    def samples(self, most: int) -> list[Sample]:
+        """Look at about so many residuals of the model, of each section its share."""
+        size = max(sum(section.size for section in self.values()), 1)
+        return [s.sample(max(most * s.size // size, 1)) for s in self.values()]
 
     @property
     def send_dense(self) -> bool:

@@ -1,7 +1,7 @@
 """The user's object: fit, evaluate, predict."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from daskdl.history import History
 from daskdl.objective import Loss, objective_of
 from daskdl.packed import Packed, PackedModel
 from daskdl.sites import site_of
+from daskdl.steps import unpack_rows
 from daskdl.training.adoption import Moved, adopt, starting_model
 from daskdl.training.base import Outcome, TrainingMaster
 from daskdl.training.driver import Driver
@@ -29,6 +30,7 @@ from daskdl.training.learning_rate import Scheduling
 from daskdl.training.merge import Final
 from daskdl.training.method import Method
 from daskdl.training.options import check_fit, check_trainer
+from daskdl.training.oversight import Oversight
 from daskdl.training.sharing import GradientSharing
 from daskdl.training.stepping import Stepping
 from daskdl.training.task import Recipe, TaskOptions
@@ -43,14 +45,8 @@ class Trainer:
     """Train a PyTorch model on a Dask cluster, or with threads of this process.
 
     With ``client=False`` there is no cluster and no scheduler: the replicas are
-    ``replicas_per_worker`` threads of this process, each with a copy of the model,
-    and share torch's threads. Everything else is the same, with these differences.
-    There is nothing to route, nobody comes later, and there is always room to send:
-    `routing`, `fan_out` and `rejoin_timeout` have no effect. Blocks of a `dask.array`
-    are computed one at a time by each replica, in its own thread, again in each epoch;
-    nothing is kept of them. Replicas on the CPU share torch's one generator, so with
-    several of them a model that draws random numbers, as dropout does, is not
-    repeatable.
+    ``replicas_per_worker`` threads of this process. The page on how it works lists
+    what else is different then.
 
     Args:
         model: An `nn.Module`, which is copied, or a function that returns one.
@@ -58,9 +54,8 @@ class Trainer:
         optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
             parameters; it has to be given.
         master: The way of training.
-        client: A synchronous `distributed.Client`; None: the default client if
-            there is one, else a `LocalCluster` that is closed again; False: none,
-            see above.
+        client: A synchronous `distributed.Client`; None: the default one, else a
+            `LocalCluster` that is closed again; False: none, see above.
         device: Where replicas compute: ``"auto"`` is CUDA where a worker has it, its
             devices shared out evenly among its replicas, else the CPU; or a torch
             device.
@@ -80,11 +75,13 @@ class Trainer:
             models whose forward pass is not ``model(x)``. Of validation and
             evaluation there is then the loss only.
         scheduler: Makes a `torch.optim.lr_scheduler.LRScheduler` from an optimizer.
-            At the end of an epoch all replicas go on from the one that is farthest.
-            `ReduceLROnPlateau` gets the loss on the validation data, or the mean
-            training loss without.
-        scheduler_every: Step it after each ``"epoch"``, or after each optimizer
-            ``"step"`` of a replica.
+            At the end of an epoch all go on from the one that is farthest, and
+            `ReduceLROnPlateau` gets the validation loss, or the mean training loss.
+        scheduler_every: Step it after each ``"epoch"``, or ``"step"`` of a replica.
+        telemetry_every: Steps of a replica for each row of `history.steps`; ``"auto"``:
+            10, or more where rows would take 1 % of the time; None: no rows.
+        max_loss_rise: A fit ends when a replica's loss stays above its first one by so
+            many times that, or 1 if that is larger; None: it does not.
 
     Attributes:
         model_: The trained model, an ordinary module on the CPU.
@@ -125,6 +122,8 @@ class Trainer:
     step: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     scheduler_every: Literal["epoch", "step"] = "epoch"
+    telemetry_every: int | Literal["auto"] | None = "auto"
+    max_loss_rise: float | None = 10.0
 
     model_: nn.Module = field(init=False, repr=False)
     optimizer_: Optimizer = field(init=False, repr=False)
@@ -168,7 +167,7 @@ class Trainer:
             ModelError: If model, loss, step or optimizer cannot be used, likewise.
             OptionError: If another argument cannot, the scheduler included, likewise.
             ReplicaError: If the user's code raised on a worker.
-            DivergedError: If the loss became NaN or infinite.
+            DivergedError: If the loss became NaN or infinite, or ran away.
             RunError: If the run ended early for another reason. In these three
                 cases `model_` is what all replicas agreed on last.
         """
@@ -182,10 +181,9 @@ class Trainer:
         phases = {"train": (X, y)}
         if validation is not None:
             phases["validation"] = validation
-        validates = "validation" in phases
-        options = self._options(model, epochs, batch_size, shuffle, validates, labels)
+        options = self._options(model, epochs, batch_size, shuffle, phases, labels)
         with site_of(self.client) as site, site.stage(options, phases) as stage:
-            return self._run(Driver(stage), options, recipe, model, len(X))
+            return self._run(Driver(stage), options, recipe, model, len(X) * epochs)
 
     def evaluate(self, X: Any, y: Any, *, batch_size: int = 64) -> dict[str, float]:
         """Score `model_`, on the cluster or in this process.
@@ -232,6 +230,7 @@ class Trainer:
             self.optimizer,
             Stepping(self.autocast, self.accumulate, self.clip_grad_norm),
             Scheduling(self.scheduler, self.scheduler_every),
+            Oversight(self.telemetry_every, self.max_loss_rise),
         )
 
     def _options(
@@ -240,10 +239,10 @@ class Trainer:
         epochs: int,
         batch_size: int,
         shuffle: bool,
-        validates: bool,
+        phases: Collection[str],
         labels: ClassRange | None,
     ) -> TaskOptions:
-        flat = FlatParameters(PackedModel(model).unpack())
+        method, flat = self._method(), FlatParameters(PackedModel(model).unpack())
         self.master.check(flat)
         return TaskOptions(
             run=secrets.randbits(63),
@@ -254,7 +253,7 @@ class Trainer:
             seed=self.seed,
             shuffle=shuffle,
             device=str(self.device),
-            validates=validates,
+            validates="validation" in phases,
             labels=labels,
             size=flat.size,
             grid=grid_for(flat),
@@ -262,7 +261,8 @@ class Trainer:
             outbox_bytes=OUTBOX_BYTES,
             inbox_bytes=INBOX_BYTES,
             timeouts=self.master.timeouts(),
-            stepping=self._method().stepping,
+            stepping=method.stepping,
+            oversight=method.oversight,
         )
 
     def _run(
@@ -271,10 +271,9 @@ class Trainer:
         options: TaskOptions,
         recipe: Packed[Recipe],
         model: nn.Module,
-        examples: int,
+        rows: int,
     ) -> History:
         self.history_ = History()
-        rows = examples * options.epochs
         follower = Follower(
             self.history_, self.callbacks, options.size, rows, self.progress
         )
@@ -297,3 +296,4 @@ class Trainer:
         self._moved = adopt(self.optimizer_, scheduling, final, self._moved)
         self.scheduler_ = self._moved.rate.scheduler
         self._sent = final.outcome or self._sent
+        self.history_.steps.extend(unpack_rows(final.steps))

@@ -5,6 +5,7 @@ A :class:`TrainingMaster` is chosen by the user and travels; the
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,6 +41,23 @@ class Statistics(NamedTuple):
     clipped: float  # mass removed by clipping
     lead_sum: int  # steps ahead of the slowest, summed over steps
     steps: int
+
+
+class Exchanged(NamedTuple):
+    """What an exchange did in one step, and what it left; see `steps.STEP_COLUMNS`."""
+
+    threshold: float = math.nan
+    density: float = math.nan
+    sent_bytes: int = 0
+    kind: str | None = None
+    residual_norm: float = math.nan
+    residual_p50: float = math.nan
+    residual_p90: float = math.nan
+    residual_p99: float = math.nan
+    staleness: int = 0
+    wait_s: float = 0.0
+    encode_s: float = 0.0
+    apply_s: float = 0.0
 
 
 @dataclass
@@ -94,6 +112,7 @@ class Exchange(ABC):
     """One replica's part in training together. One thread uses it."""
 
     learning_rate_scale: float  # factor on the optimizer's learning rate, this step
+    exchange_tried: bool = True  # in the last step; or there never is one
 
     @abstractmethod
     def before_step(self, epoch: int) -> None:
@@ -127,6 +146,10 @@ class Exchange(ABC):
     @abstractmethod
     def statistics(self) -> Statistics:
         """What was done since the last call."""
+
+    def exchanged(self) -> Exchanged:
+        """What was done in the last step; looks at the residual, or a part of it."""
+        return Exchanged()
 
     @abstractmethod
     def opened(self) -> "Exchange":

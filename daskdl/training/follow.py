@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from daskdl.callbacks import Callback
 from daskdl.history import History
+from daskdl.steps import unpack_rows
 from daskdl.training.rows import row_of
 
 
@@ -63,5 +64,7 @@ class Follower:
         seconds, self._before = now - self._before, now
         row = row_of(len(self._history), event, self._size, seconds)
         self._history.append(row)
+        for packed in event["told"]:
+            self._history.steps.extend(unpack_rows(packed))
         for callback in self._callbacks:
             callback.on_epoch(row)

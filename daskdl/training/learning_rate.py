@@ -156,12 +156,16 @@ class LearningRate:
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(saved)
 
+    @property
+    def value(self) -> float:
+        """That of the first group of parameters; NaN if it has none."""
+        return float(self._optimizer.param_groups[0].get("lr", math.nan))
+
     def note(self) -> dict[str, Any]:
         """What the others are told at the end of an epoch; plain values."""
-        rate = self._optimizer.param_groups[0].get("lr", math.nan)
         return {
             "scheduled": self._count,
-            "learning_rate": float(rate),
+            "learning_rate": self.value,
             "schedule": self.state(),
         }
 

@@ -24,12 +24,14 @@ class Final:
         optimizer: Averaged state; None if the run did not come to its end.
         outcome: What is left to the next fit; None if no replica left anything.
         schedule: Where it stands; empty if there is none, or no optimizer.
+        steps: Rows of steps that were not reported before, packed.
     """
 
     parameters: Parameters
     optimizer: OptimizerState | None
     outcome: Outcome | None
     schedule: bytes = b""
+    steps: bytes = b""
 
 
 def merge(results: Sequence[Result]) -> Packed[Final]:
@@ -50,6 +52,7 @@ def merge(results: Sequence[Result]) -> Packed[Final]:
         add(states) if states else None,
         average_outcome([result.outcome for result in results]),
         ended[0].schedule if ended else b"",  # there all have agreed
+        b"".join(result.steps for result in results),
     )
     return Packed(final, "result")
 

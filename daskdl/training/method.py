@@ -1,7 +1,7 @@
 """How one trainer makes its steps: what the user chose, checked and packed together."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from daskdl.objective import Objective
 from daskdl.packed import Packed
 from daskdl.training.adoption import Moved
 from daskdl.training.learning_rate import Scheduling
+from daskdl.training.oversight import Oversight
 from daskdl.training.stepping import Stepping
 from daskdl.training.task import Recipe
 
@@ -29,6 +30,7 @@ class Method:
         optimizer: Makes an optimizer from parameters.
         stepping: How a step is made.
         scheduling: How the learning rate changes.
+        oversight: What is watched meanwhile.
 
     Raises:
         OptionError: If there is no optimizer.
@@ -38,6 +40,7 @@ class Method:
     optimizer: Callable[[Any], Optimizer]
     stepping: Stepping
     scheduling: Scheduling
+    oversight: Oversight = field(default_factory=Oversight)
 
     def __post_init__(self) -> None:
         if self.optimizer is None:

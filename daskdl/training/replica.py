@@ -23,10 +23,14 @@ from daskdl.data.validate import trainable
 from daskdl.errors import ChannelError, DaskDLError, DivergedError
 from daskdl.evaluation import Score, score_batches
 from daskdl.packed import Packed
+from daskdl.steps import StepRow
 from daskdl.training.base import Exchange, Parameters, Seat
+from daskdl.training.diagnosis import Symptoms, diagnosis
 from daskdl.training.feed import Feed
 from daskdl.training.learning_rate import LearningRate
+from daskdl.training.loss_watch import LossWatch
 from daskdl.training.optimizer_state import load_optimizer_, weigh
+from daskdl.training.step_log import StepLog
 from daskdl.training.stepping import Group, Stepper, rows_of
 from daskdl.training.stores import Store
 from daskdl.training.task import Recipe, Result, Tally, TaskOptions
@@ -73,6 +77,8 @@ class Replica:
         self._seen = 0  # examples, over all epochs
         self._weight = 0.0  # share of the examples all replicas saw
         self._tally = Tally()
+        self._log = StepLog(options.oversight.telemetry_every)
+        self._watch = LossWatch(options.oversight.max_loss_rise)
         self._exchange: Exchange | None = None
 
     def run(self) -> Result:
@@ -152,10 +158,11 @@ class Replica:
 
     def _step(self, epoch: int, group: Group) -> None:
         self._channel.check()
+        started = time.perf_counter()
         exchange = self._live
         exchange.before_step(epoch)
         value, rows = self._stepper.backward(group), rows_of(group)
-        if not math.isfinite(value):
+        if not math.isfinite(value) or self._watch.note(value):
             raise self._diverged(epoch, value)
         self._stepper.update(exchange.learning_rate_scale)
         self._rate.after_step()
@@ -163,6 +170,11 @@ class Replica:
         self._steps += 1
         self._tally.loss_sum += value * rows
         self._tally.examples += rows
+        step_s = time.perf_counter() - started
+        if self._log.due(self._steps, exchange.exchange_tried):
+            done = exchange.exchanged()
+            number, made = self._number, self._steps
+            self._log.add(StepRow(epoch, made, number, value, *done, step_s))
         step = Step(self._number, epoch, self._steps, value, rows)
         for callback in self._recipe.callbacks:
             callback.on_step(step)
@@ -183,7 +195,8 @@ class Replica:
             "score": self._validate(epoch),
             **self._rate.note(),
         }
-        gathered = self._channel.gather(f"report {epoch}", note, Barrier.REPORT)
+        key, rows = f"report {epoch}", self._log.take()
+        gathered = self._channel.gather(key, note, Barrier.REPORT, rows)
         digests = {r: other["digest"] for r, other in gathered.notes.items()}
         if len(set(digests.values())) > 1:
             raise ChannelError(
@@ -215,8 +228,13 @@ class Replica:
             nothing: Packed[Parameters] = Packed(Parameters(), "result")
             return Result(self._number, finished, nothing)
         if not finished:
-            agreed = Packed(exchange.agreed(), "result")
-            return Result(self._number, finished, agreed, None, exchange.outcome())
+            return Result(
+                self._number,
+                finished,
+                Packed(exchange.agreed(), "result"),
+                outcome=exchange.outcome(),
+                steps=self._log.take(),
+            )
         return Result(
             self._number,
             finished,
@@ -226,13 +244,25 @@ class Replica:
             self._rate.state(),
         )
 
-    def _diverged(self, epoch: int, value: float) -> DivergedError:
-        good = f"epoch {epoch - 1}" if epoch else "the start"
-        return DivergedError(
-            f"the loss became {value} at step {self._steps + 1} of replica "
-            f"{self._number}, in epoch {epoch}; the last agreed state is that of "
-            f"{good}; lower the learning rate, set clip_grad_norm, or look for NaN in X"
+    def _diverged(self, epoch: int, loss: float) -> DivergedError:
+        exchange, statistics = self._live, self._live.statistics()
+        symptoms = Symptoms(
+            replica=self._number,
+            epoch=epoch,
+            step=self._steps + 1,
+            loss=loss,
+            first=self._watch.first,
+            before=self._watch.last,
+            high_steps=self._watch.recent if math.isfinite(loss) else 0,
+            learning_rate=self._rate.value,
+            scale=exchange.learning_rate_scale,
+            replicas=1 + len(self._channel.others()),
+            staleness=statistics.lead_sum / max(statistics.steps, 1),
+            residual=exchange.exchanged().residual_p99,
+            gradient_norm=self._stepper.gradient_norm(),
+            clip_grad_norm=self._options.stepping.clip_grad_norm,
         )
+        return DivergedError(diagnosis(symptoms))
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         summary = f"{type(error).__name__}: {error}"

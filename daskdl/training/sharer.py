@@ -1,6 +1,5 @@
 """One replica that shares its updates as they happen."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,11 +18,13 @@ from daskdl.link import Measured
 from daskdl.proposals import DenseProposal, Frame, Proposal
 from daskdl.training.base import (
     Exchange,
+    Exchanged,
     Outcome,
     Parameters,
     Seat,
     Statistics,
 )
+from daskdl.training.observer import SAMPLE, Observer
 from daskdl.training.pace import Pace
 from daskdl.training.step_clock import StepClock
 
@@ -62,11 +63,12 @@ class Sharer(Exchange):
         self._due = False  # steps were made since the last exchange was tried
         self._unshared = 0  # steps since the last one that was accepted
         self._clock = StepClock()
+        self._observer = Observer()
+        self._clipped_before = 0.0  # at the last `statistics`
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
         self._agreed: tuple[NDArray[np.int32], float, Buffers]
         self._keep_agreed()
-        self._clear_statistics()
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
         self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
@@ -78,11 +80,13 @@ class Sharer(Exchange):
     @override
     def before_step(self, epoch: int) -> None:
         pace = self._pace
+        self._observer.begin_step()
         scale = self._scale(1 + len(self._channel.others()))
         self.learning_rate_scale = self._accumulator.scale_(scale)
         if pace.max_staleness is not None and self._step % pace.exchange_every == 0:
-            self._channel.wait_for_others(self._step, epoch, pace.max_staleness)
-        self._lead_sum += self._channel.lead(self._step, epoch)
+            with self._observer.waiting:
+                self._channel.wait_for_others(self._step, epoch, pace.max_staleness)
+        self._observer.leads(self._channel.lead(self._step, epoch))
         self._take_in(self._step if pace.in_step else None)
         self._clock.begin()
 
@@ -90,11 +94,12 @@ class Sharer(Exchange):
     def after_step(self, epoch: int) -> None:
         self._clock.end()
         self._step += 1
-        self._steps += 1
         self._unshared += 1
-        self._accumulator.absorb_()
+        with self._observer.encoding:
+            self._accumulator.absorb_()
         self._due = True
-        if self._step % self._pace.exchange_every == 0:
+        self.exchange_tried = self._step % self._pace.exchange_every == 0
+        if self.exchange_tried:
             self._share()
         self._channel.complete(self._step)
 
@@ -102,10 +107,16 @@ class Sharer(Exchange):
         self._due = False
         self._clock.chance()
         if self._pace.in_step:
-            self._channel.wait_for_room()
+            self._wait_for_room()
         elif not self._channel.has_room():
             return
-        self._exchange(self._proposals())
+        with self._observer.encoding:
+            proposals = self._proposals()
+        self._exchange(proposals)
+
+    def _wait_for_room(self) -> None:
+        with self._observer.waiting:
+            self._channel.wait_for_room()
 
     def _proposals(self) -> Sequence[Proposal] | Sequence[DenseProposal]:
         # All that was made in the warm-up goes densely, however late it can.
@@ -124,10 +135,9 @@ class Sharer(Exchange):
             if not proposal.entries:
                 self._accumulator.take_(proposal)
         self._unshared = 0
-        self._exchanges += 1
         entries = sum(proposal.entries for proposal in waiting[: len(frames)])
         density = entries / self._accumulator.size
-        self._density_sum += density
+        self._observer.exchanged(density, frames)
         measured = Measured(
             self._accumulator.size,
             density,
@@ -143,27 +153,34 @@ class Sharer(Exchange):
         frames: list[Frame] = []
         for proposal in waiting:
             if frames and self._pace.in_step:  # all, or it could not be repeated
-                self._channel.wait_for_room()
-            stamp = self._channel.next_stamp(self._step)
-            frame = proposal.encode(stamp)
-            last = proposal is waiting[-1]
-            publish = self._channel.publish if last else self._channel.publish_part
-            if not publish(stamp, frame):
+                self._wait_for_room()
+            with self._observer.encoding:
+                frame = self._send(proposal, last=proposal is waiting[-1])
+            if frame is None:
                 break
-            # Only what is on its way leaves the residual.
-            self._accumulator.take_(proposal)
             frames.append(frame)
         return frames
+
+    def _send(self, proposal: Proposal | DenseProposal, *, last: bool) -> Frame | None:
+        stamp = self._channel.next_stamp(self._step)
+        frame = proposal.encode(stamp)
+        publish = self._channel.publish if last else self._channel.publish_part
+        if not publish(stamp, frame):
+            return None
+        # Only what is on its way leaves the residual.
+        self._accumulator.take_(proposal)
+        return frame
 
     def _take_in(self, up_to_step: int | None = None) -> None:
         self._apply(self._channel.receive(up_to_step))
 
     def _apply(self, arrived: Arrived) -> None:
         updates, folded_N = arrived
-        if folded_N is not None:
-            self._accumulator.apply_counts_(folded_N)
-        for update in updates:
-            self._accumulator.apply_(update)
+        with self._observer.applying:
+            if folded_N is not None:
+                self._accumulator.apply_counts_(folded_N)
+            for update in updates:
+                self._accumulator.apply_(update)
 
     @override
     def rest(self, epoch: int) -> None:
@@ -227,21 +244,12 @@ class Sharer(Exchange):
     def statistics(self) -> Statistics:
         accumulator = self._accumulator
         thresholds = [sent.threshold for sent in accumulator.sections.sent.values()]
-        now = Statistics(
-            self._exchanges,
-            self._density_sum,
-            math.fsum(thresholds) / len(thresholds) if thresholds else math.nan,
-            accumulator.clipped - self._clipped_before,
-            self._lead_sum,
-            self._steps,
-        )
-        self._clear_statistics()
-        return now
+        before, self._clipped_before = self._clipped_before, accumulator.clipped
+        return self._observer.statistics(thresholds, accumulator.clipped - before)
 
-    def _clear_statistics(self) -> None:
-        self._exchanges = self._steps = self._lead_sum = 0
-        self._density_sum = 0.0
-        self._clipped_before = self._accumulator.clipped
+    @override
+    def exchanged(self) -> Exchanged:
+        return self._observer.step(self._accumulator.sections.samples(SAMPLE))
 
     @override
     def opened(self) -> Exchange:

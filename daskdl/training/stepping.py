@@ -139,6 +139,16 @@ class Stepper:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._stepping.autocast)
 
+    def gradient_norm(self) -> float:
+        """Return the norm of all gradients together, before they are clipped."""
+        squares = sum(
+            float(p.grad.double().square().sum())
+            for p in self._parameters
+            if p.grad is not None
+        )
+        factor = 1.0 if self._scaler is None else self._scaler.get_scale()
+        return math.sqrt(squares) / factor
+
     def update(self, scale: float) -> None:
         """Move the parameters by the gradients that are there.
 

@@ -18,6 +18,7 @@ from daskdl.timeouts import Timeouts
 from daskdl.training.base import Outcome, Parameters, TrainingMaster
 from daskdl.training.learning_rate import Scheduling
 from daskdl.training.optimizer_state import OptimizerState
+from daskdl.training.oversight import Oversight
 from daskdl.training.stepping import Stepping
 
 
@@ -69,6 +70,7 @@ class TaskOptions:
         timeouts: Bounds on waiting.
         routing: ``"plain"`` or ``"mesh"``.
         stepping: How an optimizer step is made.
+        oversight: What is watched.
     """
 
     run: int
@@ -89,6 +91,7 @@ class TaskOptions:
     timeouts: Timeouts
     routing: str = "plain"
     stepping: Stepping = field(default_factory=Stepping)
+    oversight: Oversight = field(default_factory=Oversight)
 
     @property
     def step_rows(self) -> int:
@@ -139,6 +142,7 @@ class Result:
         optimizer: The replica's weighted share, or None.
         outcome: What it leaves to the next fit, or None.
         schedule: Where it stands, the same for all that finished.
+        steps: Rows of steps that it has not reported, packed.
     """
 
     replica: int
@@ -147,6 +151,7 @@ class Result:
     optimizer: Packed[OptimizerState] | None = None
     outcome: Outcome | None = None
     schedule: bytes = b""
+    steps: bytes = b""
 
 
 @dataclass

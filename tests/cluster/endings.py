@@ -80,7 +80,9 @@ class EarlyEnds:
 
         pattern = (
             rf"replica (\d) on {place.where}: the loss became {value} at step 34 of "
-            r"replica \1, in epoch 2; the last agreed state is that of epoch 1; lower"
+            r"replica \1, in epoch 2; it was \S+ at its first step and \S+ just "
+            r"before; the last agreed state is that of epoch 1, and in model_; it came "
+            r"from one step to the next: look for NaN in X"
         )
         assert re.match(pattern, str(caught.value))
         shared = records(tmp_path, epoch=1)[0]["shared"]

@@ -155,6 +155,13 @@ class Recording(Exchange):
     def learning_rate_scale(self):
         return self._inner.learning_rate_scale
 
+    @property
+    def exchange_tried(self):
+        return self._inner.exchange_tried
+
+    def exchanged(self):
+        return self._inner.exchanged()
+
     def before_step(self, epoch):
         self._inner.before_step(epoch)
         self._check()

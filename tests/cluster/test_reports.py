@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl import Callback
+from daskdl import Callback, ReplicaError
 from daskdl.history import COLUMNS
 from tests.cluster.problems import normalised, rows, trainer
 from tests.cluster.recording import Notes
@@ -65,6 +65,43 @@ class TestHistory:
         # Every row is scored once: shares of 480.
         assert np.array(scores) * 480 == pytest.approx(np.rint(np.array(scores) * 480))
         assert all(math.isfinite(loss) for loss in history.column("val_loss"))
+
+
+class TestSteps:
+    def test_each_replica_reports_those_that_were_asked_for(self, client, tmp_path):
+        notes = Notes(tmp_path)
+        own = trainer(client, telemetry_every=3, callbacks=[notes])
+
+        history = own.fit(X, Y, epochs=3, batch_size=8)
+
+        wanted = {
+            (line["epoch"], line["replica"], line["number"], line["loss"])
+            for line in notes.read()
+            if line["number"] % 3 == 0
+        }
+        columns = ("epoch", "replica", "step", "loss")
+        got = [tuple(row[name] for name in columns) for row in history.steps]
+        assert set(got) == wanted
+        assert len(got) == len(wanted)
+        kinds = {"RAW32", "GAPS", "BITMAP", None}  # None: nothing, or no room
+        assert set(history.steps.column("kind")) <= kinds
+        assert sum(history.steps.column("sent_bytes")) > 0
+        assert all(row["step_s"] > row["encode_s"] > 0 for row in history.steps)
+
+    def test_those_of_an_epoch_that_did_not_end_are_there(self, client):
+        own = trainer(client, telemetry_every=1, callbacks=[FailAt40()])
+
+        with pytest.raises(ReplicaError, match="enough"):
+            own.fit(X, Y, epochs=1000, batch_size=8)
+
+        steps = [r["step"] for r in own.history_.steps if r["replica"] == 1]
+        assert steps == list(range(1, 41))
+
+
+class FailAt40(Callback):
+    def on_step(self, step):
+        if step.replica == 1 and step.number == 40:
+            raise RuntimeError("enough")
 
 
 class Enough(Exception):

@@ -9,6 +9,7 @@ import pytest
 from daskdl.callbacks import Callback
 from daskdl.channel.base import Traffic
 from daskdl.history import History
+from daskdl.steps import StepRow, pack_rows
 from daskdl.training.base import Statistics
 from daskdl.training.follow import Follower
 
@@ -20,7 +21,13 @@ NOTE = {
     "scheduled": 0,
     "learning_rate": 0.1,
 }
-GATHERED = {"kind": "gathered", "notes": [(0, NOTE)], "repeated": 0, "refused": 0}
+GATHERED = {
+    "kind": "gathered",
+    "notes": [(0, NOTE)],
+    "told": [],
+    "repeated": 0,
+    "refused": 0,
+}
 PROGRESS = {"kind": "progress", "examples": 4, "epoch": 0, "loss": 1.5}
 
 
@@ -47,6 +54,18 @@ def test_each_epoch_adds_a_row_and_calls_every_callback_with_it():
     assert history.column("epoch") == [0, 1]
     assert history.column("loss") == [1.5, 1.5]
     assert [callback.rows for callback in callbacks] == [list(history)] * 2
+
+
+def test_the_rows_of_steps_that_came_with_an_epoch_are_added():
+    history = History()
+    told = [pack_rows([(1, StepRow(0, 10, replica, 0.5))]) for replica in (0, 1)]
+
+    with follower(history) as own:
+        own.follow({**GATHERED, "told": [*told, b""]})
+        own.follow({**GATHERED, "told": [pack_rows([(2, StepRow(1, 20, 0, 0.5))])]})
+
+    assert history.steps.column("step") == [10, 10, 20]
+    assert history.steps.column("replica") == [0, 1, 0]
 
 
 def test_epochs_are_counted_on_from_those_of_the_fit_before():

@@ -13,6 +13,7 @@ import pytest
 import daskdl
 from daskdl.channel import messages
 from daskdl.history import COLUMNS
+from daskdl.steps import STEP_COLUMNS
 from daskdl.timeouts import FILE
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,12 @@ def test_the_reference_lists_the_columns_of_the_history():
     }
 
     assert rows == COLUMNS
+
+
+def test_the_reference_lists_the_columns_of_the_steps():
+    rows = {name: cells[0] for name, cells in table("api.md", "Steps").items()}
+
+    assert rows == STEP_COLUMNS
 
 
 def defaults_of(fields):

@@ -1,5 +1,6 @@
 """What one replica sends, and when, and what becomes of what there is no room for."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -446,3 +447,97 @@ class Clock:
     def __init__(self, monkeypatch, sharer):
         self.now = 0.0
         monkeypatch.setattr(sharer, "_clock", StepClock(now=lambda: self.now))
+
+
+class Watch:
+    """A stopwatch that only knows whether it runs."""
+
+    running = False
+
+    def __enter__(self):
+        self.running = True
+
+    def __exit__(self, *error):
+        self.running = False
+
+
+class TestStep:
+    """What is told of the last step; the times are the observer's matter."""
+
+    def test_it_is_what_was_sent_and_what_is_left(self):
+        case = Case()
+        published = case.step(amount=0.25)
+
+        told = case.exchange.exchanged()
+
+        frame_bytes = told.sent_bytes
+        assert told[:2] == (QUANTUM.value, 1.0)
+        assert 64 < frame_bytes < 64 + 4 * 12
+        assert told.kind == published[0].update.kind.name
+        assert told.residual_norm == pytest.approx(0.1875 * 12**0.5)
+        assert told[5:8] == (3.0, 3.0, 3.0)
+
+    def test_a_step_without_an_exchange_says_so(self):
+        case = Case(exchange_every=2)
+        case.step(), case.step(), case.step()
+
+        told = case.exchange.exchanged()
+
+        assert not case.exchange.exchange_tried
+        assert told[2:4] == (0, None)
+        assert math.isnan(told.density)
+        assert told.threshold == QUANTUM.value
+        case.step()
+        assert case.exchange.exchange_tried
+        assert case.exchange.exchanged().kind is not None
+
+    def test_one_that_found_no_room_has_sent_nothing(self):
+        case = Case()
+        case.channel.room = 0
+        case.step()
+
+        told = case.exchange.exchanged()
+
+        assert case.exchange.exchange_tried
+        assert told[2:4] == (0, None)
+        assert math.isnan(told.density)
+        assert math.isnan(told.residual_p99)
+        assert told.residual_norm == pytest.approx(0.25 * 12**0.5)
+
+    def test_the_lead_is_that_of_this_step(self):
+        case = Case()
+        for lead in (2, 5):
+            case.channel.lead = lambda step, epoch, lead=lead: lead
+            case.step()
+
+        assert case.exchange.exchanged().staleness == 5
+        assert case.exchange.statistics().lead_sum == 7
+
+    def test_times_are_those_of_what_they_are_called(self):
+        case = Case(MAPPING, max_staleness=0)
+        watches = {name: Watch() for name in ("waiting", "encoding", "applying")}
+        vars(case.exchange._observer).update(watches)
+        running = []
+
+        def note(name, method):
+            def noted(*args, **options):
+                running.append((name, {n for n, w in watches.items() if w.running}))
+                return method(*args, **options)
+
+            return noted
+
+        for name in ("wait_for_others", "wait_for_room", "publish", "publish_part"):
+            setattr(case.channel, name, note(name, getattr(case.channel, name)))
+        accumulator = case.exchange._accumulator
+        for name in ("propose", "take_", "absorb_", "apply_"):
+            setattr(accumulator, name, note(name, getattr(accumulator, name)))
+        update = case.step()[0].update
+        case.channel.receive = lambda up_to_step=None: Arrived([update], None)
+
+        case.step()
+
+        kinds = {"wait_for_others": "waiting", "wait_for_room": "waiting"}
+        assert {name for name, _ in running} >= {*kinds, "propose", "apply_", "take_"}
+        for name, watch in running:
+            expected = "applying" if name == "apply_" else "encoding"
+            assert watch == {kinds.get(name, expected)}, name

@@ -267,3 +267,26 @@ class TestOptions:
     @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
     def test_other_models_may_be_in_float16(self, dtype):
         assert Stepping(dtype).check_model(linear().half()) is None
+
+
+class TestGradientNorm:
+    @pytest.mark.parametrize("clip", [None, 1e-3])
+    def test_it_is_that_of_all_gradients_before_they_are_clipped(self, clip):
+        module = linear()
+        own = stepper(module, clip_grad_norm=clip)
+        own.backward(batches(4, 4))
+
+        assert own.gradient_norm() == pytest.approx(float(gradients(module).norm()))
+
+    def test_it_is_without_the_factor_of_float16(self):
+        plain, scaled_up = stepper(linear()), stepper(linear(), autocast=torch.float16)
+        for own in (plain, scaled_up):
+            own.backward(batches(4))
+
+        norm = plain.gradient_norm()
+        assert scaled_up.gradient_norm() == pytest.approx(norm, rel=0.01)
+
+    def test_a_parameter_without_a_gradient_counts_for_nothing(self):
+        own = stepper(linear())
+
+        assert own.gradient_norm() == 0.0

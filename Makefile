@@ -44,6 +44,7 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.first_step
 	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.channel
+	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.kill
 
 clean:

@@ -28,6 +28,7 @@ LAYERS = [
     {"training"},
     {"sites"},
     {"trainer"},
+    {"planning"},
     {"__init__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -73,6 +74,14 @@ OUTSIDE = {
     },
     "sites": {"distributed", "torch", "typing_extensions"},
     "trainer": {"distributed", "torch"},
+    "planning": {
+        "dask",
+        "distributed",
+        "numpy",
+        "pandas",
+        "torch",
+        "typing_extensions",
+    },
     "__init__": set(),
 }
 
@@ -90,6 +99,7 @@ DISTRIBUTED = {
     "data.pieces",
     "evaluation",
     "inference",
+    "planning.requests",
     "sites",
     "trainer",
     "training.cluster_stage",

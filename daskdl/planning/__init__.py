@@ -1,0 +1,1 @@
+"""What a cluster would be worth: costs measured here, predictions from them."""

@@ -1,0 +1,78 @@
+"""Costs of a replica on this machine, as medians over rehearsed steps."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.packed import Packed
+from daskdl.planning.costs import Costs
+from daskdl.planning.requests import request_costs
+from daskdl.planning.scene import Scene, Script, Times
+from daskdl.training.surroundings import surroundings
+
+WARM_STEPS = 2  # the first compile, and allocate
+LEAST_STEPS, MOST_STEPS = 3, 200
+TIMED_S = 1.5  # how long steps are timed, unless too few were
+
+
+@contextmanager
+def prepared(script: Packed[Script]) -> Iterator[Scene]:
+    """Set the scene, with the first steps made and thresholds settled.
+
+    The process is as it was afterwards: torch's threads, all generators.
+
+    Args:
+        script: A copy of it is rehearsed.
+    """
+    own = script.unpack()
+    with (
+        random_state_left_alone(),
+        surroundings(own.device, own.threads) as device,
+    ):
+        scene = Scene(own, device)
+        for _ in range(WARM_STEPS):
+            scene.step()
+        scene.settle()
+        yield scene
+
+
+def rehearse(script: Packed[Script]) -> Costs:
+    """Rehearse for about three seconds, or six exchanges, if these take longer.
+
+    Args:
+        script: A copy of it is rehearsed.
+
+    Raises:
+        DivergedError: If the loss is not finite.
+    """
+    with prepared(script) as scene:
+        times = _timed(scene)
+    parts = {
+        name: float(np.median([getattr(each, name) for each in times]))
+        for name in Times._fields
+    }
+    own = script.unpack()
+    # Of some exchanges nothing may be sent: a median would forget the others.
+    for name in ("update_bytes", "density"):
+        parts[name] = float(np.mean([getattr(each, name) for each in times]))
+    frame = np.zeros(max(1, round(parts["update_bytes"])), np.uint8)
+    return Costs(
+        rows=len(own.rows[0]),
+        parameters=scene.parameters,
+        threads=own.threads,
+        **parts,
+        **request_costs(frame)._asdict(),
+    )
+
+
+def _timed(scene: Scene) -> list[Times]:
+    times: list[Times] = []
+    deadline = time.perf_counter() + TIMED_S
+    while len(times) < LEAST_STEPS or (
+        len(times) < MOST_STEPS and time.perf_counter() < deadline
+    ):
+        times.append(scene.step())
+    return times

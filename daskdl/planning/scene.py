@@ -1,0 +1,219 @@
+"""Steps and exchanges of one replica without others, each part timed.
+
+They are those of a replica: the same stepper, the same accumulator, the same codec. In
+the place of another replica's update the replica's own last one comes back to it.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from daskdl import codec
+from daskdl.accumulator import Accumulator
+from daskdl.data.validate import trainable
+from daskdl.errors import DivergedError
+from daskdl.objective import Objective
+from daskdl.thresholds import Sent
+from daskdl.training.sharing import GradientSharing
+from daskdl.training.stepping import Stepper, Stepping
+from daskdl.vectors import FlatParameters
+
+Frames = Sequence[NDArray[np.uint8]]
+
+SETTLING = 100  # exchanges, at most, in which a threshold may settle
+SETTLING_S = 1.0  # and how long, seconds
+LEAP = 3  # how often more a threshold's last change is made while it settles
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is rehearsed; packed, so that it works on copies only.
+
+    Attributes:
+        model: The user's.
+        objective: What to make small.
+        optimizer: Makes one from parameters.
+        rows: X and y of a step.
+        master: How updates are shared.
+        threads: That torch computes with.
+        device: As of a trainer.
+    """
+
+    model: nn.Module
+    objective: Objective
+    optimizer: Any
+    rows: tuple[NDArray[Any], NDArray[Any]]
+    master: GradientSharing
+    threads: int
+    device: str = "auto"
+
+
+class Times(NamedTuple):
+    """Of one step, seconds; and what its exchange made."""
+
+    gradients_s: float
+    optimizer_s: float
+    encode_s: float
+    apply_s: float
+    decode_s: float
+    update_bytes: float
+    density: float
+
+
+class Scene:
+    """A replica on its own.
+
+    Args:
+        script: The caller's own copy; its model is trained.
+        device: Where to compute.
+
+    Attributes:
+        parameters: Trainable ones.
+        frames: The last update.
+    """
+
+    parameters: int
+    frames: Frames
+
+    def __init__(self, script: Script, device: torch.device) -> None:
+        master, module = script.master, script.model.to(device).train()
+        self._accumulator = Accumulator(
+            FlatParameters(module), master.threshold, master.residual, master.apply
+        )
+        self._weights = trainable(module)
+        optimizer: Optimizer = script.optimizer(self._weights)
+        self._stepper = Stepper(module, script.objective, optimizer, Stepping(), device)
+        # As of one of two; with more, each moves less, and its threshold follows.
+        self._scale = master.scale(2)
+        self._every = master.exchange_every
+        self._rows, self._device = script.rows, device
+        self._random = np.random.default_rng(0)
+        self._exchanges = 0
+        self.parameters = self._accumulator.size
+        self.frames = ()
+
+    def step(self) -> Times:
+        """Make the steps up to an exchange, the last one timed, and the exchange.
+
+        Before that last one the former update is taken in.
+
+        Raises:
+            DivergedError: If the loss is not finite.
+        """
+        for _ in range(self._every - 1):
+            self._move()
+            self._accumulator.absorb_()
+        marks = [self._now()]
+        updates = [codec.decode(frame.data) for frame in self.frames]
+        marks.append(self._now())
+        for update in updates:
+            self._accumulator.apply_(update)
+        marks.append(self._now())
+        marks += self._move()
+        entries = self._exchange()
+        marks.append(self._now())
+        decode_s, apply_s, gradients_s, optimizer_s, encode_s = np.diff(marks).tolist()
+        return Times(
+            gradients_s,
+            optimizer_s,
+            encode_s,
+            apply_s,
+            decode_s,
+            sum(frame.nbytes for frame in self.frames),
+            entries / self.parameters,
+        )
+
+    def _move(self) -> tuple[float, float]:
+        """Make a step; when its gradients were there, and when it was made."""
+        value = self._stepper.backward([self._batch()])
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"the loss became {value} in a rehearsal of some steps; lower the "
+                "learning rate of optimizer, or look for NaN in batch"
+            )
+        computed = self._now()
+        self._stepper.update(self._scale)
+        return computed, self._now()
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the batch, drawn anew: one and the same would be learned by heart."""
+        x, y = self._rows
+        drawn = self._random.integers(0, len(x), len(x))
+        return torch.from_numpy(x[drawn]), torch.from_numpy(y[drawn])
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _exchange(self) -> int:
+        """Make an update of what moved and take it out; how many entries it has."""
+        self._exchanges += 1
+        accumulator = self._accumulator
+        accumulator.absorb_()
+        proposals = accumulator.propose()
+        stamp = codec.Stamp(0, 0, self._exchanges, self._exchanges)
+        self.frames = [p.encode(stamp) for p in proposals if p.entries]
+        for proposal in proposals:
+            accumulator.take_(proposal)
+        return sum(proposal.entries for proposal in proposals)
+
+    def settle(self) -> None:
+        """Let the thresholds come to where they are after some hundred steps.
+
+        A threshold moves by a few per cent in each exchange. So a step's movement is
+        made again and again, without computing it anew, until no threshold moves on;
+        and each of their changes is made several times over. Where the parameters were
+        brought by that, they are brought back from; what is in the residual stays.
+        """
+        before = [weight.detach().clone() for weight in self._weights]
+        self._move()
+        pairs = zip(self._weights, before, strict=True)
+        movement = [self._every * (w.detach() - former) for w, former in pairs]
+        del before
+        self._exchange()
+        shared_N = self._accumulator.shared_counts()
+        deadline = time.perf_counter() + SETTLING_S
+        changes: Mapping[str, float] = {}
+        for _ in range(SETTLING):
+            former_changes, sent = changes, self._accumulator.sent
+            self._repeat(movement)
+            changes = _changes(sent, self._accumulator.sent)
+            if not _moving(former_changes, changes) or time.perf_counter() > deadline:
+                break
+            self._leap(changes)
+        self._accumulator.apply_counts_(shared_N - self._accumulator.shared_counts())
+
+    def _repeat(self, movement: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for weight, moved in zip(self._weights, movement, strict=True):
+                weight.add_(moved)
+        self._exchange()
+
+    def _leap(self, changes: Mapping[str, float]) -> None:
+        for pattern, change in changes.items():
+            section = self._accumulator.sections[pattern]
+            if section.sent is not None:
+                threshold = section.sent.threshold * change**LEAP
+                section.sent = section.sent._replace(threshold=threshold)
+
+
+def _changes(before: Mapping[str, Sent], now: Mapping[str, Sent]) -> dict[str, float]:
+    """By what factor each threshold has changed."""
+    return {p: s.threshold / before[p].threshold for p, s in now.items() if p in before}
+
+
+def _moving(former: Mapping[str, float], changes: Mapping[str, float]) -> bool:
+    """Whether a threshold moves on: it changes, and not back again."""
+    return any(
+        change != 1 and (former.get(pattern, change) > 1) == (change > 1)
+        for pattern, change in changes.items()
+    )

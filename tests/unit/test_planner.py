@@ -1,0 +1,343 @@
+"""Measuring here: what is refused, and what is left as it was."""
+
+import asyncio
+import copy
+import dataclasses
+import random
+import re
+
+import dask.array as da
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import daskdl
+from daskdl.data.validate import trainable
+from daskdl.packed import Packed
+from daskdl.planning import planner, rehearsal
+from daskdl.planning.requests import request_costs
+from daskdl.planning.scene import Scene, Script
+from daskdl.thresholds import Sent
+
+NETWORK = daskdl.Network(1e9, 1e-3)
+WORKERS = "workers must be a whole number >= 1, or several"
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(16, 6, generator=GENERATOR)
+Y = torch.arange(16) % 3
+
+
+class Net(nn.Module):
+    """With what a copy has to leave alone: buffers, and random numbers drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+        )
+
+    def forward(self, x):
+        random.random()
+        np.random.random()
+        return self.layers(x)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Few steps: nothing here is about how long they take."""
+    monkeypatch.setattr(rehearsal, "TIMED_S", 0.0)
+    monkeypatch.setattr("daskdl.planning.requests.TIMED", 3)
+    monkeypatch.setattr("daskdl.planning.requests.WARM", 1)
+
+
+def state():
+    numpy_state = [str(part) for part in np.random.get_state()]
+    threads = torch.get_num_threads()
+    return torch.get_rng_state().tolist(), random.getstate(), numpy_state, threads
+
+
+@pytest.mark.usefixtures("quick")
+class TestLeftAlone:
+    def test_the_model_and_every_generator_and_torchs_threads_are_as_they_were(self):
+        model = Net()
+        weights = copy.deepcopy(model.state_dict())
+        before = state()
+
+        daskdl.plan(model, (X, Y), 2, NETWORK, threads=torch.get_num_threads() + 1)
+
+        assert state() == before
+        assert model.training
+        after = model.state_dict()
+        assert all(torch.equal(weights[name], after[name]) for name in weights)
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_the_batch_is_as_it_was(self):
+        x, y = X.clone(), Y.clone()
+
+        daskdl.plan(lambda: nn.Sequential(nn.ReLU(inplace=True), Net()), (x, y), 1)
+
+        assert torch.equal(x, X)
+        assert torch.equal(y, Y)
+
+    def test_it_works_where_an_event_loop_runs(self):
+        async def cell():
+            return daskdl.plan(Net(), (X, Y), [2], NETWORK)
+
+        assert asyncio.run(cell()).rows[0].workers == 2
+
+
+@pytest.mark.usefixtures("quick")
+class TestPlan:
+    def test_costs_are_those_of_the_batch_and_the_model(self):
+        plan = daskdl.plan(Net, (X.numpy(), Y.numpy()), 4, NETWORK, threads=1)
+
+        costs = plan.measured.alone
+        assert [row.workers for row in plan.rows] == [1, 2, 3, 4]
+        assert (costs.rows, costs.threads) == (16, 1)
+        assert costs.parameters == sum(p.numel() for p in Net().parameters())
+        times = {
+            name: value
+            for name, value in dataclasses.asdict(costs).items()
+            if name.endswith("_s")
+        }
+        assert {n: v for n, v in times.items() if not 0 < v < 1 and n != "item_s"} == {}
+
+    def test_machines_of_their_own_are_measured_alone(self):
+        assert daskdl.plan(Net(), (X, Y), 2, NETWORK).measured.together is None
+
+    def test_as_many_threads_as_torch_has_are_taken(self):
+        plan = daskdl.plan(Net(), (X, Y), 1)
+
+        assert plan.measured.alone.threads == torch.get_num_threads()
+
+    def test_other_ways_of_sharing_make_other_updates(self):
+        fine = daskdl.GradientSharing(threshold=daskdl.FixedThreshold(1e-6))
+        coarse = daskdl.GradientSharing(threshold=daskdl.FixedThreshold(0.2))
+
+        dense, sparse = (
+            daskdl.plan(Net(), (X, Y), 2, NETWORK, master=master).measured.alone
+            for master in (fine, coarse)
+        )
+
+        assert dense.density > 0.5
+        assert dense.density > 10 * sparse.density
+        assert dense.update_bytes > sparse.update_bytes
+
+    @pytest.mark.parametrize("y", [Y, torch.rand(16, 3)], ids=["classes", "values"])
+    def test_a_loss_follows_from_the_labels(self, y):
+        assert daskdl.plan(Net(), (X, y), 2, NETWORK).rows[0].efficiency == 1.0
+
+    def test_loss_and_optimizer_of_ones_own_are_used(self):
+        called = []
+
+        def loss(output, y):
+            called.append("loss")
+            return output.square().mean()
+
+        def optimizer(params):
+            called.append("optimizer")
+            return torch.optim.Adam(params)
+
+        with pytest.MonkeyPatch.context() as patch:  # the same objects, seen from here
+            patch.setattr(Packed, "unpack", lambda self: self.kept)
+            patch.setattr(Packed, "kept", None, raising=False)
+            init = Packed.__init__
+
+            def keep(self, content, argument):
+                init(self, content, argument)
+                self.kept = content
+
+            patch.setattr(Packed, "__init__", keep)
+            daskdl.plan(Net(), (X, Y), 1, loss=loss, optimizer=optimizer)
+
+        assert set(called) == {"loss", "optimizer"}
+
+    def test_several_updates_of_an_exchange_are_one(self):
+        layers = {
+            "*.bias": daskdl.FixedThreshold(1e-6),
+            "*": daskdl.FixedThreshold(1e-5),
+        }
+        master = daskdl.GradientSharing(threshold=layers)
+
+        costs = daskdl.plan(Net(), (X, Y), 2, NETWORK, master=master).measured.alone
+
+        assert costs.update_bytes > 2 * 64  # two headers
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("arguments", "options", "message"),
+        [
+            (
+                (0,),
+                {},
+                "workers must be a whole number >= 1, or several of them, got 0",
+            ),
+            (
+                ([],),
+                {},
+                "workers must be a whole number >= 1, or several of them, got []",
+            ),
+            (([2, 0],), {}, WORKERS),
+            (([2, 1.5],), {}, WORKERS),
+            ((True,), {}, WORKERS),
+            (("2",), {}, WORKERS),
+            ((2, 1e9), {}, "link must be a daskdl.planning.network.Network, got 1000"),
+            ((2, None), {"threads": 0}, "threads must be a whole number >= 1 or None"),
+            (
+                (2, None),
+                {"master": "mesh"},
+                "master must be a daskdl.training.sharing.",
+            ),
+            (
+                (2, None),
+                {"master": daskdl.GradientSharing(replicas_per_worker=2)},
+                "replicas_per_worker must be 1 in the master of a plan, got 2; plan ",
+            ),
+        ],
+        ids=str,
+    )
+    def test_options(self, arguments, options, message):
+        with pytest.raises(daskdl.OptionError, match=f"^{re.escape(message)}"):
+            daskdl.plan(Net(), (X, Y), *arguments, **options)
+
+    @pytest.mark.parametrize(
+        ("batch", "error", "message"),
+        [
+            ([X, Y], daskdl.OptionError, "batch must be a tuple (X, y), got a list"),
+            ((X,), daskdl.OptionError, "batch must be a tuple (X, y), got a tuple"),
+            ((X, Y[:3]), daskdl.DataError, "batch: X and y must have the same length"),
+            (
+                (da.from_array(X.numpy()), Y),
+                daskdl.DataError,
+                "batch must be in memory, got a dask.array; use compute()",
+            ),
+            ((X[:, :2], Y), daskdl.ModelError, "model failed on 2 rows of X"),
+        ],
+        ids=["list", "one", "lengths", "dask", "shape"],
+    )
+    def test_batches(self, batch, error, message):
+        with pytest.raises(error, match=f"^{re.escape(message)}"):
+            daskdl.plan(Net(), batch, 2)
+
+    def test_workers_that_would_share_a_cuda_device(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+        with pytest.raises(
+            daskdl.OptionError, match=r"^link must be a daskdl\.Network"
+        ):
+            daskdl.plan(Net(), (X, Y), 2)
+
+    @pytest.mark.usefixtures("quick")
+    def test_a_loss_that_diverges(self):
+        def sgd(params):
+            return torch.optim.SGD(params, lr=1e30)
+
+        with pytest.raises(daskdl.DivergedError, match="in a rehearsal of some steps"):
+            daskdl.plan(Net(), (X, X[:, :3]), 2, NETWORK, optimizer=sgd)
+
+
+def test_all_cores_are_measured_where_they_are_shared(monkeypatch):
+    asked = []
+    costs = daskdl.plan(Net(), (X, Y), 1).measured.alone
+    monkeypatch.setattr(planner, "CPU_COUNT", 4)
+    monkeypatch.setattr(
+        planner, "company", lambda script, n: asked.append(n) or torch.no_grad()
+    )
+
+    for workers, threads in [(1, 1), (2, 1), (9, 1), (9, 2), (9, 4)]:
+        monkeypatch.setattr(
+            planner,
+            "rehearse",
+            lambda s, t=threads: dataclasses.replace(costs, threads=t),
+        )
+        daskdl.plan(Net(), (X, Y), workers, threads=threads)
+
+    assert asked == [1, 3, 1]
+
+
+class TestScene:
+    def scene(self, lr=0.1, **options):
+        script = Script(
+            nn.Linear(6, 3),
+            nn.functional.cross_entropy,
+            lambda params: torch.optim.SGD(params, lr=lr),
+            (X.numpy(), Y.numpy()),
+            daskdl.GradientSharing(**options),
+            1,
+        )
+        return Scene(script, torch.device("cpu"))
+
+    @pytest.mark.parametrize("apply", ["eager", "strict"])
+    def test_a_threshold_settles_inside_its_band(self, apply):
+        rule = daskdl.AdaptiveThreshold(initial=1e-9, min_density=0.2, max_density=0.5)
+        scene = self.scene(threshold=rule, apply=apply)
+        scene.step()
+
+        scene.settle()
+
+        densities = [scene.step().density for _ in range(20)]
+        assert scene._accumulator.sent["*"].threshold > 1e-5
+        assert 0.1 < sum(densities) / len(densities) < 0.6
+
+    def test_settling_leaves_shared_where_it_was(self):
+        scene = self.scene(threshold=daskdl.AdaptiveThreshold(initial=1e-7))
+        scene.step()
+        scene._accumulator.sections["*"].sent = Sent(1e-7, 1.0)
+        before = scene._accumulator.shared_counts()
+
+        scene.settle()
+
+        moved = abs(scene._accumulator.shared_counts() - before) * 2.0**-24
+        assert moved.max() < 0.01  # what one exchange sent
+
+    def test_with_an_interval_there_is_an_exchange_after_so_many_steps(self):
+        scene = self.scene(exchange_every=3)
+        counted = []
+        step = scene._stepper.update
+        scene._stepper.update = lambda scale: counted.append(scale) or step(scale)
+
+        scene.step()
+        scene.step()
+
+        assert len(counted) == 6
+        assert scene._exchanges == 2
+
+    def test_the_rate_is_that_of_one_of_two(self):
+        scene = self.scene(update_scale="mean")
+        scales = []
+        scene._stepper.update = scales.append
+
+        scene.step()
+
+        assert scales == [0.5]
+
+    def test_an_update_is_taken_in_before_the_next_step(self):
+        scene = self.scene(lr=1.0, threshold=daskdl.FixedThreshold(2.0**-10))
+        scene.step()
+        taken = []
+        apply = scene._accumulator.apply_
+        scene._accumulator.apply_ = lambda update: taken.append(update) or apply(update)
+
+        times = scene.step()
+
+        assert [update.stamp.sequence for update in taken] == [1]
+        assert times.update_bytes == sum(frame.nbytes for frame in scene.frames) > 64
+
+    def test_training_goes_on_meanwhile(self):
+        scene = self.scene()
+        before = [p.detach().clone() for p in trainable(scene._stepper._module)]
+
+        scene.step()
+
+        after = trainable(scene._stepper._module)
+        assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_larger_requests_cost_more():
+    small = request_costs(np.zeros(100, np.uint8))
+    large = request_costs(np.zeros(2_000_000, np.uint8))
+
+    assert 0 < small.request_s < 0.1
+    assert large.request_s > small.request_s
+    assert large.item_s > small.item_s

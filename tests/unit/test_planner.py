@@ -27,6 +27,14 @@ X = torch.randn(16, 6, generator=GENERATOR)
 Y = torch.arange(16) % 3
 
 
+threads_seen = []
+
+
+def noting_threads(output, y):
+    threads_seen.append(torch.get_num_threads())
+    return output.square().mean()
+
+
 class Net(nn.Module):
     """With what a copy has to leave alone: buffers, and random numbers drawn."""
 
@@ -109,6 +117,11 @@ class TestPlan:
         plan = daskdl.plan(Net(), (X, Y), 1)
 
         assert plan.measured.alone.threads == torch.get_num_threads()
+
+    def test_torch_computes_with_the_threads_that_were_asked_for(self):
+        daskdl.plan(Net(), (X, Y), 1, loss=noting_threads, threads=3)
+
+        assert threads_seen[-1] == 3
 
     def test_other_ways_of_sharing_make_other_updates(self):
         fine = daskdl.GradientSharing(threshold=daskdl.FixedThreshold(1e-6))

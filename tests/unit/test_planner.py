@@ -110,8 +110,13 @@ class TestPlan:
         }
         assert {n: v for n, v in times.items() if not 0 < v < 1 and n != "item_s"} == {}
 
-    def test_machines_of_their_own_are_measured_alone(self):
-        assert daskdl.plan(Net(), (X, Y), 2, NETWORK).measured.together is None
+    def test_machines_of_their_own_are_measured_alone(self, monkeypatch):
+        monkeypatch.setattr(planner, "CPU_COUNT", 4)
+        monkeypatch.setattr(planner, "company", lambda *_: pytest.fail("not alone"))
+
+        plan = daskdl.plan(Net(), (X, Y), 2, NETWORK, threads=1)
+
+        assert plan.measured.together is None
 
     def test_as_many_threads_as_torch_has_are_taken(self):
         plan = daskdl.plan(Net(), (X, Y), 1)

@@ -1,0 +1,91 @@
+"""Steps and exchanges of one replica without others."""
+
+import pytest
+import torch
+from torch import nn
+
+import daskdl
+from daskdl.data.validate import trainable
+from daskdl.planning.scene import Scene, Script
+from daskdl.thresholds import Sent
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(16) % 3
+
+
+class TestScene:
+    def scene(self, lr=0.1, **options):
+        script = Script(
+            nn.Linear(6, 3),
+            nn.functional.cross_entropy,
+            lambda params: torch.optim.SGD(params, lr=lr),
+            (X.numpy(), Y.numpy()),
+            daskdl.GradientSharing(**options),
+            1,
+        )
+        return Scene(script, torch.device("cpu"))
+
+    @pytest.mark.parametrize("apply", ["eager", "strict"])
+    def test_a_threshold_settles_inside_its_band(self, apply):
+        rule = daskdl.AdaptiveThreshold(initial=1e-9, min_density=0.2, max_density=0.5)
+        scene = self.scene(threshold=rule, apply=apply)
+        scene.step()
+
+        scene.settle()
+
+        densities = [scene.step().density for _ in range(20)]
+        assert scene._accumulator.sent["*"].threshold > 1e-5
+        assert 0.1 < sum(densities) / len(densities) < 0.6
+
+    def test_settling_leaves_shared_where_it_was(self):
+        scene = self.scene(threshold=daskdl.AdaptiveThreshold(initial=1e-7))
+        scene.step()
+        scene._accumulator.sections["*"].sent = Sent(1e-7, 1.0)
+        before = scene._accumulator.shared_counts()
+
+        scene.settle()
+
+        moved = abs(scene._accumulator.shared_counts() - before) * 2.0**-24
+        assert moved.max() < 0.01  # what one exchange sent
+
+    def test_with_an_interval_there_is_an_exchange_after_so_many_steps(self):
+        scene = self.scene(exchange_every=3)
+        counted = []
+        step = scene._stepper.update
+        scene._stepper.update = lambda scale: counted.append(scale) or step(scale)
+
+        scene.step()
+        scene.step()
+
+        assert len(counted) == 6
+        assert scene._exchanges == 2
+
+    def test_the_rate_is_that_of_one_of_two(self):
+        scene = self.scene(update_scale="mean")
+        scales = []
+        scene._stepper.update = scales.append
+
+        scene.step()
+
+        assert scales == [0.5]
+
+    def test_an_update_is_taken_in_before_the_next_step(self):
+        scene = self.scene(lr=1.0, threshold=daskdl.FixedThreshold(2.0**-10))
+        scene.step()
+        taken = []
+        apply = scene._accumulator.apply_
+        scene._accumulator.apply_ = lambda update: taken.append(update) or apply(update)
+
+        times = scene.step()
+
+        assert [update.stamp.sequence for update in taken] == [1]
+        assert times.update_bytes == sum(frame.nbytes for frame in scene.frames) > 64
+
+    def test_training_goes_on_meanwhile(self):
+        scene = self.scene()
+        before = [p.detach().clone() for p in trainable(scene._stepper._module)]
+
+        scene.step()
+
+        after = trainable(scene._stepper._module)
+        assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -91,8 +91,8 @@ class Scene:
         self._weights = trainable(module)
         optimizer: Optimizer = script.optimizer(self._weights)
         self._stepper = Stepper(module, script.objective, optimizer, Stepping(), device)
-        # As of one of two; with more, each moves less, and its threshold follows.
-        self._scale = master.scale(2)
+        # As of one of two; with more, each sends less, and its threshold follows.
+        self._scale = self._accumulator.scale_(master.scale(2))
         self._every = master.exchange_every
         self._rows, self._device = script.rows, device
         self._random = np.random.default_rng(0)
@@ -184,9 +184,9 @@ class Scene:
         deadline = time.perf_counter() + SETTLING_S
         changes: Mapping[str, float] = {}
         for _ in range(SETTLING):
-            former_changes, sent = changes, self._accumulator.sent
+            former_changes, sent = changes, self._accumulator.sections.sent
             self._repeat(movement)
-            changes = _changes(sent, self._accumulator.sent)
+            changes = _changes(sent, self._accumulator.sections.sent)
             if not _moving(former_changes, changes) or time.perf_counter() > deadline:
                 break
             self._leap(changes)

@@ -35,11 +35,12 @@ class Alone(Exchange):
     """
 
     learning_rate_scale: float
+    scale: float
 
     def __init__(
         self, seat: Seat, scale: float, share: Callable[[int], Exchange]
     ) -> None:
-        self.learning_rate_scale = scale
+        self.learning_rate_scale = self.scale = scale
         self._share = share
         self._module = seat.module
         self._sent = {} if seat.last is None else seat.last.sent

@@ -112,6 +112,7 @@ class Exchange(ABC):
     """One replica's part in training together. One thread uses it."""
 
     learning_rate_scale: float  # factor on the optimizer's learning rate, this step
+    scale: float  # how much an update of this replica counts for the group
     exchange_tried: bool = True  # in the last step; or there never is one
 
     @abstractmethod

@@ -22,7 +22,7 @@ class Symptoms:
         before: Loss of the step before; None: it was the first.
         high_steps: For so many it was too high; 0 if it is not a number.
         learning_rate: Of the optimizer's first group; NaN if it has none.
-        scale: That each replica multiplies it by.
+        scale: How much an update of each replica counts.
         replicas: That train.
         staleness: Steps ahead of the slowest replica, mean of this epoch.
         residual: In multiples of the threshold, that 1 % of the parameters reach; NaN

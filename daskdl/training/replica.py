@@ -255,7 +255,7 @@ class Replica:
             before=self._watch.last,
             high_steps=self._watch.recent if math.isfinite(loss) else 0,
             learning_rate=self._rate.value,
-            scale=exchange.learning_rate_scale,
+            scale=exchange.scale,
             replicas=1 + len(self._channel.others()),
             staleness=statistics.lead_sum / max(statistics.steps, 1),
             residual=exchange.exchanged().residual_p99,

@@ -42,6 +42,7 @@ class Sharer(Exchange):
     """
 
     learning_rate_scale: float
+    scale: float
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Sharer(Exchange):
         self._channel = seat.channel
         self._replica = seat.replica
         self._accumulator = accumulator
-        self.learning_rate_scale = accumulator.scale_(scale(len(seat.members)))
+        self._weigh(len(seat.members))
         self._made = made
         self._step = 0
         self._due = False  # steps were made since the last exchange was tried
@@ -70,6 +71,10 @@ class Sharer(Exchange):
         self._agreed: tuple[NDArray[np.int32], float, Buffers]
         self._keep_agreed()
 
+    def _weigh(self, replicas: int) -> None:
+        self.scale = self._scale(replicas)
+        self.learning_rate_scale = self._accumulator.scale_(self.scale)
+
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
         self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
         load_buffers_(
@@ -81,8 +86,7 @@ class Sharer(Exchange):
     def before_step(self, epoch: int) -> None:
         pace = self._pace
         self._observer.begin_step()
-        scale = self._scale(1 + len(self._channel.others()))
-        self.learning_rate_scale = self._accumulator.scale_(scale)
+        self._weigh(1 + len(self._channel.others()))
         if pace.max_staleness is not None and self._step % pace.exchange_every == 0:
             with self._observer.waiting:
                 self._channel.wait_for_others(self._step, epoch, pace.max_staleness)

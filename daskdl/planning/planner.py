@@ -21,6 +21,7 @@ from daskdl.planning.network import Network
 from daskdl.planning.plan import Plan
 from daskdl.planning.rehearsal import rehearse
 from daskdl.planning.scene import Script
+from daskdl.thresholds import LinkAlgorithm
 from daskdl.training.adoption import starting_model
 from daskdl.training.options import check_type, check_whole
 from daskdl.training.sharing import GradientSharing
@@ -114,6 +115,13 @@ def _counts(workers: Any) -> tuple[int, ...]:
 
 def _check_master(master: Any) -> None:
     check_type("master", master, GradientSharing)
+    for rule in master.thresholds.values():
+        if isinstance(rule, LinkAlgorithm):
+            raise OptionError(
+                "threshold must not follow the link in the master of a plan, which has "
+                f"no link to send on, got {rule}; plan for each density in question, "
+                "with TargetSparsityThreshold(target=...)"
+            )
     replicas = master.replicas_per_worker
     if replicas == 1 or (replicas == "auto" and torch.cuda.device_count() <= 1):
         return

@@ -209,6 +209,11 @@ class TestRefused:
                 {"master": daskdl.GradientSharing(replicas_per_worker=2)},
                 "replicas_per_worker must be 1 in the master of a plan, got 2; plan ",
             ),
+            (
+                (2, None),
+                {"master": daskdl.GradientSharing(daskdl.LinkThreshold())},
+                "threshold must not follow the link in the master of a plan, which ",
+            ),
         ],
         ids=str,
     )

@@ -34,7 +34,7 @@ class TestScene:
         scene.settle()
 
         densities = [scene.step().density for _ in range(20)]
-        assert scene._accumulator.sent["*"].threshold > 1e-5
+        assert scene._accumulator.sections.sent["*"].threshold > 1e-5
         assert 0.1 < sum(densities) / len(densities) < 0.6
 
     def test_settling_leaves_shared_where_it_was(self):
@@ -60,14 +60,17 @@ class TestScene:
         assert len(counted) == 6
         assert scene._exchanges == 2
 
-    def test_the_rate_is_that_of_one_of_two(self):
-        scene = self.scene(update_scale="mean")
+    @pytest.mark.parametrize(
+        ("apply", "expected"), [("eager", (2.0, 1.0)), ("strict", (1.0, 0.5))]
+    )
+    def test_the_scale_is_that_of_one_of_two(self, apply, expected):
+        scene = self.scene(update_scale="mean", apply=apply)
         scales = []
         scene._stepper.update = scales.append
 
         scene.step()
 
-        assert scales == [0.5]
+        assert (scene._accumulator.weight, *scales) == expected
 
     def test_an_update_is_taken_in_before_the_next_step(self):
         scene = self.scene(lr=1.0, threshold=daskdl.FixedThreshold(2.0**-10))

@@ -223,7 +223,8 @@ def main() -> None:
 def table(rows: Sequence[Row]) -> str:
     """Means over seeds, a line for each task and candidate."""
     lines = [
-        f"{'task':9} {'optimizer':9} {'candidate':28} {'agreed':>7} {'+-':>6} {'returned':>8} {'sent':>8}"
+        f"{'task':9} {'optimizer':9} {'candidate':28} {'agreed':>7} {'+-':>6} "
+        f"{'returned':>8} {'sent':>8}"
     ]
     for key in dict.fromkeys((r.task, r.optimizer, r.candidate) for r in rows):
         own = [r for r in rows if (r.task, r.optimizer, r.candidate) == key]

@@ -94,7 +94,7 @@ def order(item: tuple[tuple[str, str, int, str], object]) -> tuple[int, ...]:
         list(TASKS).index(task),
         list(TASKS[task].rates).index(optimizer),
         replicas,
-        WAYS.index(way),
+        WAYS.index(way.split(",")[0]),
     )
 
 

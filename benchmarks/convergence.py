@@ -14,7 +14,7 @@ Counted:  accuracy or loss on rows that were not trained on, mean and standard
           "synchronous" is one process that adds up the gradients of as many batches as
           there are replicas before each step, which is what DistributedDataParallel
           computes; "DDP" is PyTorch's own, over gloo, with two processes.
-Run:      python -m benchmarks.convergence --tasks digits diabetes --seeds 3
+Run:      python -m benchmarks.convergence --tasks digits diabetes --seeds 0 1 2
 """
 
 import argparse
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -169,13 +169,23 @@ def _rank(
     torch.distributed.destroy_process_group()
 
 
-def one(task_name: str, optimizer: str, replicas: int, way: str, seed: int) -> Row:
+def one(
+    task_name: str,
+    optimizer: str,
+    replicas: int,
+    way: str,
+    seed: int,
+    factor: float = 1.0,
+) -> Row:
     """One run of any way."""
     torch.set_num_threads(1)
     task = TASKS[task_name]
     split = task.split()
     if way in MASTERS:
-        return shared(task, split, optimizer, replicas, way, seed)
+        rates = {name: factor * rate for name, rate in task.rates.items()}
+        task = replace(task, rates=rates)
+        row = shared(task, split, optimizer, replicas, way, seed)
+        return row if factor == 1 else replace(row, way=f"{way}, x{factor:g}")
     began = time.perf_counter()
     if way == "DDP":
         with tempfile.TemporaryDirectory() as folder:
@@ -193,9 +203,7 @@ def one(task_name: str, optimizer: str, replicas: int, way: str, seed: int) -> R
 
 def runs(a: argparse.Namespace) -> Iterator[tuple[str, str, int, str, int]]:
     """What is to be run: task, optimizer, replicas, way, seed."""
-    for seed, task, optimizer in itertools.product(
-        range(a.seeds), a.tasks, a.optimizers
-    ):
+    for seed, task, optimizer in itertools.product(a.seeds, a.tasks, a.optimizers):
         for replicas in a.replicas:
             for way in a.ways:
                 alone = way == "one process"
@@ -214,14 +222,15 @@ def main() -> None:
         choices=[*BASELINES, *MASTERS],
         default=[*BASELINES, "default"],
     )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--factor", type=float, default=1.0, help="of daskdl's rates")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--rows", type=Path, help="file to which each run is added")
     a = parser.parse_args()
     print(f"# torch {torch.__version__}, {platform.machine()}")
     rows = []
     with ProcessPoolExecutor(a.jobs, mp_context=get_context("spawn")) as pool:
-        for under_way in [pool.submit(one, *run) for run in runs(a)]:
+        for under_way in [pool.submit(one, *run, a.factor) for run in runs(a)]:
             row = under_way.result()
             rows.append(row)
             print(

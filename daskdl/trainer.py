@@ -45,8 +45,7 @@ class Trainer:
     """Train a PyTorch model on a Dask cluster, or with threads of this process.
 
     With ``client=False`` there is no cluster and no scheduler: the replicas are
-    ``replicas_per_worker`` threads of this process. The page on how it works lists
-    what else is different then.
+    ``replicas_per_worker`` threads of this process; see the page on how it works.
 
     Args:
         model: An `nn.Module`, which is copied, or a function that returns one.
@@ -160,7 +159,7 @@ class Trainer:
             shuffle: New random order in each epoch, from the seed.
 
         Returns:
-            One row for each epoch, also kept in `history_`.
+            One row for each epoch, as in `history_`.
 
         Raises:
             DataError: If the data cannot be trained on; no worker was touched.
@@ -183,6 +182,8 @@ class Trainer:
             phases["validation"] = validation
         options = self._options(model, epochs, batch_size, shuffle, phases, labels)
         with site_of(self.client) as site, site.stage(options, phases) as stage:
+            if self.master.averages:
+                method.warn(model, len(stage.seats))
             return self._run(Driver(stage), options, recipe, model, len(X) * epochs)
 
     def evaluate(self, X: Any, y: Any, *, batch_size: int = 64) -> dict[str, float]:

@@ -194,6 +194,11 @@ class TrainingMaster(ABC):
     def synchronous(self) -> bool:
         """Whether replicas go in step, so that a run is repeatable from its seed."""
 
+    @property
+    def averages(self) -> bool:
+        """Whether the mean of the replicas' updates counts, as of one large batch."""
+        return False
+
     def routing_for(self, replicas: int) -> str:
         """``"plain"`` or ``"mesh"``, for a run that begins with so many replicas."""
         return "plain"

@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 from daskdl.callbacks import Callback
 from daskdl.data.arrays import first_rows
 from daskdl.data.rehearsal import ClassRange
-from daskdl.data.validate import check_step, check_validation
+from daskdl.data.validate import check_step, check_validation, trainable
 from daskdl.errors import OptionError
 from daskdl.objective import Objective
 from daskdl.packed import Packed
 from daskdl.training.adoption import Moved
 from daskdl.training.learning_rate import Scheduling
 from daskdl.training.oversight import Oversight
+from daskdl.training.short_steps import warn_of_short_steps
 from daskdl.training.stepping import Stepping
 from daskdl.training.task import Recipe
 
@@ -69,6 +70,15 @@ class Method:
         if validation is not None:
             check_validation(model, self.objective, validation)
         return labels
+
+    def warn(self, model: nn.Module, replicas: int) -> None:
+        """Warn of what so many replicas, of whose updates the mean counts, do worse.
+
+        Args:
+            model: Not changed.
+            replicas: At the start of the fit.
+        """
+        warn_of_short_steps(self.optimizer(trainable(model)), replicas)
 
     def recipe(
         self,

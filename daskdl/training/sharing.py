@@ -138,6 +138,11 @@ class GradientSharing(TrainingMaster):
     def synchronous(self) -> bool:
         return self.max_staleness == 0
 
+    @property
+    @override
+    def averages(self) -> bool:
+        return self.update_scale == "mean"
+
     @override
     def routing_for(self, replicas: int) -> str:
         if self.routing != "auto":

@@ -147,6 +147,7 @@ class Recording(Exchange):
         self._start = vector(seat.module)
         channel.start_N = np.rint(self._start.numpy() / GRID).astype(np.int64)
         self._progress = torch.zeros_like(self._start)
+        self._alone = torch.zeros_like(self._start)
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -177,8 +178,8 @@ class Recording(Exchange):
         """Eager: local = start + what all have sent + the weighted residual."""
         channel = self._channel
         sent, others = channel.sent_N * GRID, channel.received_N * GRID
-        residual = self._progress - torch.as_tensor(sent)
-        shared = self._start + torch.as_tensor(sent + others)
+        residual = self._progress - self._alone - torch.as_tensor(sent)
+        shared = self._start + self._alone + torch.as_tensor(sent + others)
         expected = shared + self._weight() * residual
         torch.testing.assert_close(
             vector(self._seat.module), expected, rtol=0, atol=self._atol
@@ -224,7 +225,9 @@ class Recording(Exchange):
         self._inner.rest(epoch)
 
     def opened(self):
-        self._inner = self._inner.opened()  # rounds the module to the grid
+        inner = self._inner.opened()  # rounds the module to the grid
+        if inner is not self._inner:  # what one made alone is in shared from now on
+            self._inner, self._alone = inner, self._progress.clone()
         return self
 
     def snapshot(self):

@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos lint bench clean
+.PHONY: help demo test chaos lint bench study clean
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
@@ -13,6 +13,7 @@ help:
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make lint   formatting, lint, types, documentation"
 	@echo "make bench  run the benchmarks"
+	@echo "make study  compare with synchronous training: some hours"
 	@echo "make clean  remove the environment and everything that was built"
 
 # Written last, so that an installation that broke off is done again.
@@ -46,6 +47,16 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.channel
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.kill
+
+study: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e ".[bench]"
+	rm -f benchmarks/results/convergence.jsonl
+	$(BIN)/python -m benchmarks.convergence --tasks digits diabetes text --jobs 2 \
+		--rows benchmarks/results/convergence.jsonl
+	$(BIN)/python -m benchmarks.comparison benchmarks/results/convergence.jsonl \
+		--plots docs/images
+	$(BIN)/python -m benchmarks.candidates --seeds 3 --jobs 2
 
 clean:
 	rm -rf .venv build dist site *.egg-info

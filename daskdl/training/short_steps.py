@@ -7,7 +7,6 @@ from torch.optim import Optimizer
 
 # The groups of optimizers that divide by a root of squared gradients have one of these.
 ADAPTIVE = ("betas", "alpha", "rho", "lr_decay")
-MANY = 4  # replicas from which on it was seen; docs/benchmarks.md
 
 
 def divides_by_noise(optimizer: Optimizer) -> bool:
@@ -43,7 +42,7 @@ def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
         >>> str(caught[0].message)[:42]
         '4 replicas with AdamW may learn slower tha'
     """
-    if replicas < MANY or not divides_by_noise(optimizer):
+    if replicas < 2 or not divides_by_noise(optimizer):
         return
     name = type(optimizer).__name__
     warnings.warn(

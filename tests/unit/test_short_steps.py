@@ -34,8 +34,8 @@ def test_those_of_sgd_are_not():
     warn_of_short_steps(made(optim.SGD), 9)
 
 
-def test_few_replicas_are_no_reason():
-    warn_of_short_steps(made(optim.Adam), 3)
+def test_one_replica_is_no_reason():
+    warn_of_short_steps(made(optim.Adam), 1)
 
 
 def adam(parameters):

@@ -45,7 +45,7 @@ def main():
         trainer = daskdl.Trainer(
             model=network,
             loss=nn.CrossEntropyLoss(),
-            optimizer=lambda params: torch.optim.Adam(params, lr=5e-3),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9),
             client=client,
         )
         history = trainer.fit(X, y, epochs=6, batch_size=100)

@@ -108,6 +108,10 @@ def rows(steps: int, rounds: int) -> list[Row]:
             plans[case.name].append(predicted(case))
             for workers in WORKERS:
                 rates[case.name, workers].append(measured(case, workers, steps))
+                said, did = plans[case.name][-1][workers][0], rates[case.name, workers]
+                print(
+                    f"# {case.name} {workers}: {said:,.0f}, {did[-1]:,.0f}", flush=True
+                )
     table = []
     for (name, workers), found in rates.items():
         said = [plan[workers] for plan in plans[name]]

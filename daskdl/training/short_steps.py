@@ -6,7 +6,7 @@ import warnings
 from torch.optim import Optimizer
 
 # The groups of optimizers that divide by a root of squared gradients have one of these.
-ADAPTIVE = ("betas", "alpha", "rho", "lr_decay")
+ADAPTIVE = ("betas", "beta2_decay", "centered", "rho", "lr_decay")
 
 
 def divides_by_noise(optimizer: Optimizer) -> bool:
@@ -51,5 +51,5 @@ def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
         f"batch, and {name} makes it shorter for that. Try a learning rate up to "
         f"{math.sqrt(replicas):.2g} times as high; see 'Adam and its like' in "
         "docs/tuning.md",
-        stacklevel=2,
+        stacklevel=4,  # where `fit` was called
     )

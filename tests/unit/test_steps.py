@@ -4,6 +4,7 @@ import pytest
 
 from daskdl import steps
 from daskdl.steps import STEP_COLUMNS, StepRow, StepTable, pack_rows, unpack_rows
+from daskdl.training.base import Exchanged
 
 FULL = StepRow(
     epoch=3,
@@ -36,6 +37,12 @@ def table(*batches):
     for batch in batches:
         made.extend(batch)
     return made
+
+
+def test_what_an_exchange_says_is_the_middle_of_a_row():
+    # A row is made of it by position.
+    assert StepRow._fields[4:-1] == Exchanged._fields
+    assert ALONE[4:-1] == pytest.approx(tuple(Exchanged()), nan_ok=True)
 
 
 def test_a_row_has_the_documented_columns():

@@ -7,7 +7,8 @@ Counted:  samples/s of one and of two workers of one torch thread each, processe
           and in which the scheduler's work takes its share of the cores. Measured: of
           the second epoch of a `fit` on a `LocalCluster`; the end of that epoch is in
           it, and not in the prediction. Client and scheduler share the cores with the
-          workers. One and the other take turns, `--rounds` times. The models: the MLP
+          workers. One and the other take turns, `--rounds` times, and each round has a
+          ratio of its own, since a machine's speed may drift. The models: the MLP
           784-2048-2048-10 (5.8 M parameters, expensive to encode), and a small CNN
           (20 thousand, cheap). Batch 64, SGD.
 Run:      python -m benchmarks.plan --rounds 5
@@ -49,7 +50,7 @@ class Row:
     workers: int
     predicted: float  # samples/s, median over rounds
     measured: float  # samples/s, median over rounds
-    ratio: float  # predicted / measured, of these medians
+    ratio: float  # predicted / measured, median over rounds
     limit: str  # that was predicted most often
 
 
@@ -116,8 +117,9 @@ def rows(steps: int, rounds: int) -> list[Row]:
     for (name, workers), found in rates.items():
         said = [plan[workers] for plan in plans[name]]
         expected, rate = statistics.median(s for s, _ in said), statistics.median(found)
+        ratio = statistics.median(s / f for (s, _), f in zip(said, found, strict=True))
         limit = statistics.mode(limit for _, limit in said)
-        table.append(Row(name, workers, expected, rate, expected / rate, limit))
+        table.append(Row(name, workers, expected, rate, ratio, limit))
     return table
 
 

@@ -1,9 +1,12 @@
-"""A process beside another one that measures.
+"""A process that measures at the same time as others.
 
 It is started by :mod:`daskdl.planning.company`, reads what to rehearse from its
-standard input, says when it is ready, and ends with the input.
+standard input, says when it is ready, measures when it is told to, and goes on
+rehearsing until the input ends, so that others are not measured alone.
 """
 
+import dataclasses
+import json
 import os
 import sys
 import threading
@@ -11,8 +14,8 @@ import threading
 import numpy as np
 
 from daskdl.packed import Packed
-from daskdl.planning.company import READY
-from daskdl.planning.rehearsal import prepared
+from daskdl.planning.company import GO, READY
+from daskdl.planning.rehearsal import measure, prepared
 from daskdl.planning.scene import Script
 
 
@@ -22,17 +25,23 @@ def main() -> None:
     sys.stdout = sys.stderr  # what the user's code prints is not meant for the other
     nbytes = int.from_bytes(heard.read(8), "little")
     payload = np.frombuffer(heard.read(nbytes), np.uint8)
+    going = threading.Event()
 
     def listen() -> None:
         # Not the buffered reader: its lock would be in the way of an end by an error.
-        while os.read(heard.fileno(), 1):
-            pass
+        while os.read(heard.fileno(), len(GO)):
+            going.set()
         os._exit(0)  # at once, also in the middle of a long step: nobody waits for it
 
     threading.Thread(target=listen, daemon=True).start()
     script: Packed[Script] = Packed.of(payload, "model")
     with prepared(script) as scene:
         told.write(READY)
+        told.flush()
+        while not going.is_set():
+            scene.step()
+        costs = dataclasses.asdict(measure(scene))
+        told.write(json.dumps(costs).encode() + b"\n")
         told.flush()
         while True:
             scene.step()

@@ -1,7 +1,7 @@
 """What a step and an exchange cost one replica, as numbers. Nothing is measured."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -79,6 +79,21 @@ class Costs:
         )
 
 
+def mean(several: Sequence[Costs]) -> Costs:
+    """Of some processes that did the same: no two cores are alike.
+
+    Args:
+        several: At least one.
+    """
+    first = several[0]
+    changed = {
+        field.name: sum(getattr(each, field.name) for each in several) / len(several)
+        for field in dataclasses.fields(first)
+        if isinstance(getattr(first, field.name), float)
+    }
+    return dataclasses.replace(first, **changed)
+
+
 @dataclass(frozen=True)
 class Measured:
     """What was measured on this machine.
@@ -86,8 +101,8 @@ class Measured:
     Attributes:
         alone: Costs of one process.
         cores: Of this machine.
-        together: Costs while several processes did the same; None if that was not
-            measured.
+        together: Costs of each while several processes did the same, the mean; None if
+            that was not measured.
         processes: How many did, >= 2; 1 if that was not measured.
     """
 

@@ -1,5 +1,6 @@
 """The user's function: measure here, predict for there."""
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,8 +16,8 @@ from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
 from daskdl.packed import Packed
 from daskdl.planning.advice import Question, advise
-from daskdl.planning.company import company
-from daskdl.planning.costs import Measured
+from daskdl.planning.company import rehearse_together
+from daskdl.planning.costs import Measured, mean
 from daskdl.planning.network import Network
 from daskdl.planning.plan import Plan
 from daskdl.planning.rehearsal import rehearse
@@ -27,6 +28,7 @@ from daskdl.training.options import check_type, check_whole
 from daskdl.training.sharing import GradientSharing
 
 MOST_PROCESSES = 8  # that measure at once; each imports torch
+SLOWER = 4  # times as long as in turn, at most, if they measure at once
 
 
 def plan(  # noqa: PLR0913 - those of a trainer, by name
@@ -167,10 +169,12 @@ def _plain(parameters: Any) -> Optimizer:
 
 def _measure(script: Packed[Script], workers_here: int) -> Measured:
     """Measure alone, and beside others where so many workers share this machine."""
+    began = time.perf_counter()
     alone, cores = rehearse(script), CPU_COUNT
+    took_s = time.perf_counter() - began
     measured = Measured(alone, cores)
     processes = min(workers_here, measured.most_at_once, MOST_PROCESSES)
     if processes < 2:
         return measured
-    with company(script, processes - 1):
-        return Measured(alone, cores, rehearse(script), processes)
+    costs = rehearse_together(script, processes, SLOWER * processes * took_s)
+    return Measured(alone, cores, mean(costs), processes)

@@ -1,10 +1,12 @@
 """Costs of a replica on this machine, as medians over rehearsed steps."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+from distributed import LocalCluster
 
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.packed import Packed
@@ -22,6 +24,9 @@ TIMED_S = 1.5  # how long steps are timed, unless too few were
 def prepared(script: Packed[Script]) -> Iterator[Scene]:
     """Set the scene, with the first steps made and thresholds settled.
 
+    Beside it an idle Dask worker does what it does beside a replica too: heartbeats,
+    samples for its profile, a look at its memory, all with Python's lock.
+
     The process is as it was afterwards: torch's threads, all generators.
 
     Args:
@@ -31,6 +36,15 @@ def prepared(script: Packed[Script]) -> Iterator[Scene]:
     with (
         random_state_left_alone(),
         surroundings(own.device, own.threads) as device,
+        LocalCluster(
+            n_workers=1,
+            threads_per_worker=1,
+            processes=False,
+            protocol="tcp",
+            host="127.0.0.1",
+            dashboard_address=":0",
+            silence_logs=logging.CRITICAL,  # a heartbeat may be cut off in the end
+        ),
     ):
         scene = Scene(own, device)
         for _ in range(WARM_STEPS):
@@ -49,22 +63,30 @@ def rehearse(script: Packed[Script]) -> Costs:
         DivergedError: If the loss is not finite.
     """
     with prepared(script) as scene:
-        times = _timed(scene)
+        return measure(scene)
+
+
+def measure(scene: Scene) -> Costs:
+    """The costs of a prepared scene; steps go on while requests are measured.
+
+    Raises:
+        DivergedError: If the loss is not finite.
+    """
+    times = _timed(scene)
     parts = {
         name: float(np.median([getattr(each, name) for each in times]))
         for name in Times._fields
     }
-    own = script.unpack()
     # Of some exchanges nothing may be sent: a median would forget the others.
     for name in ("update_bytes", "density"):
         parts[name] = float(np.mean([getattr(each, name) for each in times]))
     frame = np.zeros(max(1, round(parts["update_bytes"])), np.uint8)
     return Costs(
-        rows=len(own.rows[0]),
+        rows=scene.rows,
         parameters=scene.parameters,
-        threads=own.threads,
+        threads=scene.threads,
         **parts,
-        **request_costs(frame)._asdict(),
+        **request_costs(frame, scene.step)._asdict(),
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +24,17 @@ class RequestCosts(NamedTuple):
     item_s: float  # for each further one
 
 
-def request_costs(frame: NDArray[np.uint8]) -> RequestCosts:
+def request_costs(
+    frame: NDArray[np.uint8], meanwhile: Callable[[], object]
+) -> RequestCosts:
     """Send a frame to and fro, over TCP on this machine.
 
     It has an event loop of its own, in a thread: the caller may be in one.
 
     Args:
         frame: Of an update.
+        meanwhile: What the caller does again and again until it is done, as a replica
+            trains beside its worker's event loop.
     """
     measured: list[RequestCosts] = []
     failed: list[BaseException] = []
@@ -42,7 +47,8 @@ def request_costs(frame: NDArray[np.uint8]) -> RequestCosts:
 
     thread = threading.Thread(target=measure, name="daskdl-plan", daemon=True)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        meanwhile()
     if failed:
         raise failed[0]
     return measured[0]

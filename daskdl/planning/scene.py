@@ -76,10 +76,14 @@ class Scene:
         device: Where to compute.
 
     Attributes:
+        rows: Of a step.
+        threads: That torch computes with.
         parameters: Trainable ones.
         frames: The last update.
     """
 
+    rows: int
+    threads: int
     parameters: int
     frames: Frames
 
@@ -94,9 +98,10 @@ class Scene:
         # As of one of two; with more, each sends less, and its threshold follows.
         self._scale = self._accumulator.scale_(master.scale(2))
         self._every = master.exchange_every
-        self._rows, self._device = script.rows, device
+        self._data, self._device = script.rows, device
         self._random = np.random.default_rng(0)
         self._exchanges = 0
+        self.rows, self.threads = len(script.rows[0]), script.threads
         self.parameters = self._accumulator.size
         self.frames = ()
 
@@ -145,7 +150,7 @@ class Scene:
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the batch, drawn anew: one and the same would be learned by heart."""
-        x, y = self._rows
+        x, y = self._data
         drawn = self._random.integers(0, len(x), len(x))
         return torch.from_numpy(x[drawn]), torch.from_numpy(y[drawn])
 

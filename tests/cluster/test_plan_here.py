@@ -1,19 +1,23 @@
-"""A plan for processes of this machine, which measure beside each other."""
+"""A plan for processes of this machine, which measure at the same time."""
 
+import os
 import sys
+import threading
 import time
 
+import dask
 import pytest
 import torch
 from torch import nn
 
 import daskdl
 from daskdl.packed import Packed
-from daskdl.planning import company as company_module
-from daskdl.planning.company import company
+from daskdl.planning import company
+from daskdl.planning.company import rehearse_together
 from daskdl.planning.scene import Script
 
 X, Y = torch.randn(16, 6), torch.arange(16) % 3
+PATIENCE_S = 60.0
 
 
 def sgd(params):
@@ -29,23 +33,28 @@ def script(model=None, loss=nn.functional.cross_entropy):
 
 @pytest.fixture
 def started(monkeypatch):
-    """Processes that were started."""
+    """Processes that were started to rehearse; Dask starts others, to know the CPU."""
     processes = []
-    popen = company_module.subprocess.Popen
+    popen = company.subprocess.Popen
 
-    def start(*arguments, **options):
-        processes.append(popen(*arguments, **options))
-        return processes[-1]
+    def start(command, **options):
+        process = popen(command, **options)
+        if "daskdl.planning.companion" in command:
+            processes.append(process)
+        return process
 
-    monkeypatch.setattr(company_module.subprocess, "Popen", start)
+    monkeypatch.setattr(company.subprocess, "Popen", start)
     return processes
 
 
-def test_others_rehearse_meanwhile_and_are_gone_afterwards(started):
-    with company(script(), 2):
-        assert [process.poll() for process in started] == [None, None]
+def test_each_has_costs_of_its_own_and_is_gone_afterwards(started):
+    one, other = rehearse_together(script(), 2, PATIENCE_S)
 
-    assert [process.returncode for process in started] == [0, 0]
+    assert (one.rows, one.threads, one.parameters) == (16, 1, 21)
+    assert one.gradients_s > 0
+    assert one.gradients_s != other.gradients_s
+    assert len(started) == 2
+    assert None not in [process.returncode for process in started]
 
 
 def test_what_users_code_prints_there_does_no_harm():
@@ -54,37 +63,36 @@ def test_what_users_code_prints_there_does_no_harm():
             sys.stdout.write("forward\n")
             return super().forward(x)
 
-    with company(script(Loud(6, 3)), 1):
-        pass
+    assert rehearse_together(script(Loud(6, 3)), 1, PATIENCE_S)[0].rows == 16
 
 
 def test_one_that_fails_says_why(started):
     def loss(output, y):
         raise RuntimeError("not on a Saturday")
 
-    with (
-        pytest.raises(daskdl.RunError, match="not on a Saturday"),
-        company(script(loss=loss), 1),
-    ):
-        pass
+    with pytest.raises(daskdl.RunError, match="not on a Saturday"):
+        rehearse_together(script(loss=loss), 1, PATIENCE_S)
     assert started[0].returncode == 1
 
 
-def test_one_that_ends_meanwhile_is_noticed(started):
-    def kill():
-        with company(script(), 1):
-            started[0].kill()
-            started[0].wait()
+def test_one_that_ends_meanwhile_is_noticed():
+    def loss(output, y):
+        os._exit(3)
 
     with pytest.raises(daskdl.RunError, match="ended: it said nothing"):
-        kill()
+        rehearse_together(script(loss=loss), 2, PATIENCE_S)
 
 
-def test_they_end_when_what_they_are_for_fails(started):
-    with pytest.raises(ZeroDivisionError), company(script(), 1):
-        raise ZeroDivisionError
+def test_one_that_hangs_is_not_waited_for_without_an_end(started):
+    def loss(output, y):
+        threading.Event().wait()
 
-    assert started[0].returncode == 0
+    with (
+        dask.config.set({"daskdl.timeouts.join": "5s"}),
+        pytest.raises(daskdl.WaitTimeoutError, match=r"within 5\.5 s \(daskdl.timeo"),
+    ):
+        rehearse_together(script(loss=loss), 1, 0.5)
+    assert started[0].returncode is not None
 
 
 def test_two_workers_here_share_its_cores(monkeypatch, started):
@@ -94,7 +102,7 @@ def test_two_workers_here_share_its_cores(monkeypatch, started):
     plan = daskdl.plan(nn.Linear(6, 3), (X, Y), 4, threads=1)
 
     assert time.perf_counter() - began < 100
-    assert len(started) == 1
+    assert len(started) == 2
     assert plan.measured.processes == 2
     assert plan.measured.together.rows == 16
     assert plan.rows[3].samples_per_s < 4 * plan.rows[0].samples_per_s

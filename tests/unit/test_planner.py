@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import random
 import re
+import time
 
 import dask.array as da
 import numpy as np
@@ -109,7 +110,9 @@ class TestPlan:
 
     def test_machines_of_their_own_are_measured_alone(self, monkeypatch):
         monkeypatch.setattr(planner, "CPU_COUNT", 4)
-        monkeypatch.setattr(planner, "company", lambda *_: pytest.fail("not alone"))
+        monkeypatch.setattr(
+            planner, "rehearse_together", lambda *_: pytest.fail("not alone")
+        )
 
         plan = daskdl.plan(Net(), (X, Y), 2, NETWORK, threads=1)
 
@@ -262,7 +265,9 @@ def test_all_cores_are_measured_where_they_are_shared(monkeypatch):
     costs = daskdl.plan(Net(), (X, Y), 1).measured.alone
     monkeypatch.setattr(planner, "CPU_COUNT", 4)
     monkeypatch.setattr(
-        planner, "company", lambda script, n: asked.append(n) or torch.no_grad()
+        planner,
+        "rehearse_together",
+        lambda script, n, patience_s: asked.append(n) or [costs] * n,
     )
 
     for workers, threads in [(1, 1), (2, 1), (9, 1), (9, 2), (9, 4)]:
@@ -273,12 +278,15 @@ def test_all_cores_are_measured_where_they_are_shared(monkeypatch):
         )
         daskdl.plan(Net(), (X, Y), workers, threads=threads)
 
-    assert asked == [1, 3, 1]
+    assert asked == [2, 4, 2]
 
 
 def test_larger_requests_cost_more():
-    small = request_costs(np.zeros(100, np.uint8))
-    large = request_costs(np.zeros(2_000_000, np.uint8))
+    def idle():
+        time.sleep(0.001)
+
+    small = request_costs(np.zeros(100, np.uint8), idle)
+    large = request_costs(np.zeros(2_000_000, np.uint8), idle)
 
     assert 0 < small.request_s < 0.1
     assert large.request_s > small.request_s

@@ -5,13 +5,21 @@ import dataclasses
 import pytest
 from planned import COSTS
 
-from daskdl.planning.costs import Measured
+from daskdl.planning.costs import Measured, mean
 
 SLOWER = dataclasses.replace(COSTS, gradients_s=0.15, encode_s=0.03, request_s=0.0005)
 
 
 def beside(workers, processes=2, cores=2):
     return Measured(COSTS, cores, SLOWER, processes).here(workers)
+
+
+def test_the_mean_of_several_is_one_of_their_times_and_bytes_only():
+    costs = mean([COSTS, SLOWER])
+
+    assert costs.gradients_s == pytest.approx((COSTS.gradients_s + 0.15) / 2)
+    assert costs.request_s == pytest.approx((COSTS.request_s + 0.0005) / 2)
+    assert (costs.rows, costs.parameters) == (COSTS.rows, COSTS.parameters)
 
 
 def test_alone_nothing_is_shared():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one replica, medians, seconds; an update is all frames of an exchange.
+    """Times of one replica, means, seconds; an update is all frames of an exchange.
 
     Attributes:
         rows: Of a step.

@@ -1,4 +1,4 @@
-"""Costs of a replica on this machine, as medians over rehearsed steps."""
+"""Costs of a replica on this machine, as means over rehearsed steps."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ from daskdl.training.surroundings import surroundings
 
 WARM_STEPS = 2  # the first compile, and allocate
 LEAST_STEPS, MOST_STEPS = 3, 200
-TIMED_S = 1.5  # how long steps are timed, unless too few were
+TIMED_S = 2.5  # how long steps are timed, unless too few were
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def prepared(script: Packed[Script]) -> Iterator[Scene]:
 
 
 def rehearse(script: Packed[Script]) -> Costs:
-    """Rehearse for about three seconds, or six exchanges, if these take longer.
+    """Rehearse for about four seconds, or six exchanges, if these take longer.
 
     Args:
         script: A copy of it is rehearsed.
@@ -72,20 +72,16 @@ def measure(scene: Scene) -> Costs:
     Raises:
         DivergedError: If the loss is not finite.
     """
-    times = _timed(scene)
-    parts = {
-        name: float(np.median([getattr(each, name) for each in times]))
-        for name in Times._fields
-    }
-    # Of some exchanges nothing may be sent: a median would forget the others.
-    for name in ("update_bytes", "density"):
-        parts[name] = float(np.mean([getattr(each, name) for each in times]))
-    frame = np.zeros(max(1, round(parts["update_bytes"])), np.uint8)
+    # Means: medians would not see the pauses that others' work on the same cores makes,
+    # and if many exchanges send nothing, they would forget those that do.
+    parts = np.mean(_timed(scene), axis=0).tolist()
+    costs = dict(zip(Times._fields, parts, strict=True))
+    frame = np.zeros(max(1, round(costs["update_bytes"])), np.uint8)
     return Costs(
         rows=scene.rows,
         parameters=scene.parameters,
         threads=scene.threads,
-        **parts,
+        **costs,
         **request_costs(frame, scene.step)._asdict(),
     )
 

@@ -6,7 +6,7 @@ the place of another replica's update the replica's own last one comes back to i
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from daskdl.vectors import FlatParameters
 Frames = Sequence[NDArray[np.uint8]]
 
 SETTLING = 100  # exchanges, at most, in which a threshold may settle
-SETTLING_S = 1.0  # and how long, seconds
+SETTLING_S = 1.0  # and how long, seconds, with steps; as long again without
 LEAP = 3  # how often more a threshold's last change is made while it settles
 
 
@@ -89,11 +89,12 @@ class Scene:
 
     def __init__(self, script: Script, device: torch.device) -> None:
         master, module = script.master, script.model.to(device).train()
+        parameters = FlatParameters(module)
+        self._flats = [group.flat for group in parameters.groups]
         self._accumulator = Accumulator(
-            FlatParameters(module), master.threshold, master.residual, master.apply
+            parameters, master.threshold, master.residual, master.apply
         )
-        self._weights = trainable(module)
-        optimizer: Optimizer = script.optimizer(self._weights)
+        optimizer: Optimizer = script.optimizer(trainable(module))
         self._stepper = Stepper(module, script.objective, optimizer, Stepping(), device)
         # As of one of two; with more, each sends less, and its threshold follows.
         self._scale = self._accumulator.scale_(master.scale(2))
@@ -174,34 +175,46 @@ class Scene:
     def settle(self) -> None:
         """Let the thresholds come to where they are after some hundred steps.
 
-        A threshold moves by a few per cent in each exchange. So a step's movement is
-        made again and again, without computing it anew, until no threshold moves on;
-        and each of their changes is made several times over. Where the parameters were
-        brought by that, they are brought back from; what is in the residual stays.
+        A threshold moves by a few per cent in each exchange. So each of its changes is
+        made several times over, until no threshold moves on, first while steps are
+        made. Where these take too long, what the last one moved is then made again and
+        again, without computing it anew; where the parameters were brought by that,
+        they are brought back from, and what is in the residual stays.
         """
-        before = [weight.detach().clone() for weight in self._weights]
+        if self._settles(self.step):
+            return
+        before = [flat.clone() for flat in self._flats]
         self._move()
-        pairs = zip(self._weights, before, strict=True)
-        movement = [self._every * (w.detach() - former) for w, former in pairs]
-        del before
-        self._exchange()
-        shared_N = self._accumulator.shared_counts()
+        pairs = zip(self._flats, before, strict=True)
+        movement = [self._every * (flat - former) for flat, former in pairs]
+        self._settles(lambda: self._repeat(movement))
+        self._accumulator.apply_counts_(self._way_to(before))
+
+    def _settles(self, exchange: Callable[[], object]) -> bool:
+        """Whether the thresholds moved no further in the end."""
         deadline = time.perf_counter() + SETTLING_S
         changes: Mapping[str, float] = {}
         for _ in range(SETTLING):
             former_changes, sent = changes, self._accumulator.sections.sent
-            self._repeat(movement)
+            exchange()
             changes = _changes(sent, self._accumulator.sections.sent)
-            if not _moving(former_changes, changes) or time.perf_counter() > deadline:
+            if not _moving(former_changes, changes):
+                return True
+            if time.perf_counter() > deadline:
                 break
             self._leap(changes)
-        self._accumulator.apply_counts_(shared_N - self._accumulator.shared_counts())
+        return False
 
     def _repeat(self, movement: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for weight, moved in zip(self._weights, movement, strict=True):
-                weight.add_(moved)
+        for flat, moved in zip(self._flats, movement, strict=True):
+            flat.add_(moved)
         self._exchange()
+
+    def _way_to(self, values: Sequence[torch.Tensor]) -> NDArray[np.int32]:
+        """From the parameters as they are to these, in steps of the grid."""
+        grid, pairs = self._accumulator.grid, zip(values, self._flats, strict=True)
+        ways = [((to.double() - flat.double()) / grid).round() for to, flat in pairs]
+        return torch.cat([way.int().cpu() for way in ways]).numpy()
 
     def _leap(self, changes: Mapping[str, float]) -> None:
         for pattern, change in changes.items():

@@ -1,13 +1,15 @@
 """Steps and exchanges of one replica without others."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
 import daskdl
 from daskdl.data.validate import trainable
+from daskdl.planning import scene as scene_module
 from daskdl.planning.scene import Scene, Script
-from daskdl.thresholds import Sent
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(16) % 3
@@ -37,16 +39,36 @@ class TestScene:
         assert scene._accumulator.sections.sent["*"].threshold > 1e-5
         assert 0.1 < sum(densities) / len(densities) < 0.6
 
-    def test_settling_leaves_shared_where_it_was(self):
-        scene = self.scene(threshold=daskdl.AdaptiveThreshold(initial=1e-7))
+    @pytest.mark.parametrize("apply", ["eager", "strict"])
+    def test_where_steps_take_too_long_settling_makes_two_and_harms_no_parameter(
+        self, apply, monkeypatch
+    ):
+        monkeypatch.setattr(scene_module, "SETTLING_S", 0.3)
+        rule = daskdl.AdaptiveThreshold(initial=1e-7)
+        scene = self.scene(lr=1e-4, threshold=rule, apply=apply)
+        backward, made = scene._stepper.backward, []
+
+        def slow(group):
+            made.append(group)
+            time.sleep(0.31)
+            return backward(group)
+
         scene.step()
-        scene._accumulator.sections["*"].sent = Sent(1e-7, 1.0)
-        before = scene._accumulator.shared_counts()
+        before = [p.detach().clone() for p in trainable(scene._stepper._module)]
+        scene._stepper.backward = slow
 
         scene.settle()
 
-        moved = abs(scene._accumulator.shared_counts() - before) * 2.0**-24
-        assert moved.max() < 0.01  # what one exchange sent
+        after = trainable(scene._stepper._module)
+        moved = max(
+            float((a.detach() - b).abs().max())
+            for a, b in zip(after, before, strict=True)
+        )
+        sent = scene._accumulator.sections.sent["*"]
+        assert len(made) == 2
+        assert sent.threshold > 10 * rule.initial  # others have followed the two
+        assert moved < 3 * 1e-4  # what one step moves, gradients being below 1
+        assert abs(scene._accumulator.residual_counts()).max() > 0
 
     def test_with_an_interval_there_is_an_exchange_after_so_many_steps(self):
         scene = self.scene(exchange_every=3)

@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -65,17 +66,15 @@ class Fit:
         return history[-1]["examples_per_s"], len(history.steps) / 4
 
 
-def table(client: Client, steps: int, rounds: int) -> list[Row]:
+def table(client: Client, steps: int, rounds: int) -> Iterator[Row]:
     models = {
         "784-16-10": Fit(client, small, SHORT_STEPS * steps),
         "784-2048-2048-10": Fit(client, mlp, steps),
     }
-    rows = []
     for name, fit in models.items():
         fit.measure(None)  # compiles, and starts what is started once
         for case, every in CASES.items():
-            rows.append(compare(name, case, fit, every, rounds))
-    return rows
+            yield compare(name, case, fit, every, rounds)
 
 
 def compare(name: str, case: str, fit: Fit, every, rounds: int) -> Row:
@@ -115,12 +114,15 @@ def main() -> None:
     )
     cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0")
     with cluster, Client(cluster, set_as_default=False) as client:
-        rows = table(client, arguments.steps, arguments.rounds)
-    for row in rows:
-        print(
-            f"{row.model:18}{row.case:12}{row.samples_per_s:>10,.0f}{row.ratio:>8.3f}"
-            f"{row.lowest:>8.3f}{row.highest:>8.3f}{row.rows_per_epoch:>12.1f}"
-        )
+        rows = []
+        for row in table(client, arguments.steps, arguments.rounds):
+            rows.append(row)
+            print(
+                f"{row.model:18}{row.case:12}{row.samples_per_s:>10,.0f}"
+                f"{row.ratio:>8.3f}{row.lowest:>8.3f}{row.highest:>8.3f}"
+                f"{row.rows_per_epoch:>12.1f}",
+                flush=True,
+            )
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump([asdict(row) for row in rows], file, indent=2)

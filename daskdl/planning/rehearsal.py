@@ -1,16 +1,15 @@
 """Costs of a replica on this machine, as means over rehearsed steps."""
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from distributed import LocalCluster
 
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.packed import Packed
 from daskdl.planning.costs import Costs
+from daskdl.planning.idle_worker import idle_worker
 from daskdl.planning.requests import request_costs
 from daskdl.planning.scene import Scene, Script, Times
 from daskdl.training.surroundings import surroundings
@@ -24,8 +23,7 @@ TIMED_S = 2.5  # how long steps are timed, unless too few were
 def prepared(script: Packed[Script]) -> Iterator[Scene]:
     """Set the scene, with the first steps made and thresholds settled.
 
-    Beside it an idle Dask worker does what it does beside a replica too: heartbeats,
-    samples for its profile, a look at its memory, all with Python's lock.
+    Beside it is an idle Dask worker, as beside a replica.
 
     The process is as it was afterwards: torch's threads, all generators.
 
@@ -36,15 +34,7 @@ def prepared(script: Packed[Script]) -> Iterator[Scene]:
     with (
         random_state_left_alone(),
         surroundings(own.device, own.threads) as device,
-        LocalCluster(
-            n_workers=1,
-            threads_per_worker=1,
-            processes=False,
-            protocol="tcp",
-            host="127.0.0.1",
-            dashboard_address=":0",
-            silence_logs=logging.CRITICAL,  # a heartbeat may be cut off in the end
-        ),
+        idle_worker(),
     ):
         scene = Scene(own, device)
         for _ in range(WARM_STEPS):

@@ -99,6 +99,7 @@ DISTRIBUTED = {
     "data.pieces",
     "evaluation",
     "inference",
+    "planning.idle_worker",
     "planning.requests",
     "sites",
     "trainer",

@@ -4,8 +4,10 @@ The accumulator, the codec and the models are the real ones; the channel is a li
 a run depends on its seed alone, and a rule can be tried that the library does not have.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -63,6 +65,8 @@ class Rules:
         apply: As of the library.
         scaled_rate: Apply the mean to the learning rate, and not to what is sent.
         rate: One more factor on the learning rate, from the delay.
+        gap_aware: Divide each gradient by 1 + the way its parameter went during the
+            last `delay` steps, in steps of the mean length.
         clip: Largest norm of a replica's gradients.
         outer: Momentum and rate of a Nesterov optimizer on the sum of what all sent;
             needs a delay of 0.
@@ -77,6 +81,7 @@ class Rules:
     apply: Literal["eager", "strict"] = "eager"
     scaled_rate: bool = False
     rate: Callable[[int], float] = lambda delay: 1.0
+    gap_aware: bool = False
     clip: float | None = None
     outer: tuple[float, float] | None = None
 
@@ -121,6 +126,9 @@ class Simulation:
             rate = scale if rules.scaled_rate else accumulator.scale_(scale)
             rule = task.optimizer(optimizer)(module.parameters())
             self._members.append(Member(module, flat, accumulator, rule, rate))
+        self._past: list[deque[Tensor]] = [
+            deque(maxlen=rules.delay + 1) for _ in self._members
+        ]
         self._under_way: list[tuple[int, int, bytes]] = []  # step, origin, frame
         self._velocity_N = np.zeros(flat.size)
 
@@ -161,14 +169,15 @@ class Simulation:
         for start in range(0, len(order), task.batch_size * len(members)):
             rows = order[start:][: task.batch_size * len(members)]
             for i, own in enumerate(rows.split(task.batch_size)):
-                self._train(members[i], own)
+                self._train(i, own)
             self._step += 1
             self._deliver(self._step - 1)
             if self._step % self._rules.every == 0:
                 self._exchange()
 
-    def _train(self, member: Member, rows: Tensor) -> None:
-        rules, module = self._rules, member.module
+    def _train(self, number: int, rows: Tensor) -> None:
+        rules, member = self._rules, self._members[number]
+        module = member.module
         x = torch.from_numpy(self._split.x)[rows]
         y = torch.from_numpy(self._split.y)[rows]
         module.train()
@@ -176,6 +185,8 @@ class Simulation:
         self._task.loss(module(x), y).backward()
         if rules.clip is not None:
             nn.utils.clip_grad_norm_(module.parameters(), rules.clip)
+        if rules.gap_aware:
+            _divide_by_gap_(member, self._past[number])
         with scaled(member.optimizer, member.rate * rules.rate(rules.delay)):
             member.optimizer.step()
         member.accumulator.absorb_()
@@ -217,6 +228,24 @@ class Simulation:
             for i, member in enumerate(self._members):
                 if i != origin:
                     member.accumulator.apply_(update)
+
+
+def _divide_by_gap_(member: Member, past: deque[Tensor]) -> None:
+    """Make gradients smaller where parameters have gone far lately.
+
+    Source:
+        Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", ICLR 2020. There
+        the server knows how far; here a replica takes it to be as far as of late.
+    """
+    past.append(torch.cat([group.flat for group in member.flat.groups]))
+    steps = [(now - before).abs().mean() for before, now in pairwise(past)]
+    length = sum(steps) / max(len(steps), 1)
+    if not length:
+        return
+    divisor = 1 + (past[-1] - past[0]).abs() / length
+    for name, parameter in member.module.named_parameters():
+        where = member.flat.slices[name]
+        parameter.grad /= divisor[where].view_as(parameter)
 
 
 def _add(total_N: np.ndarray, frame: bytes) -> None:

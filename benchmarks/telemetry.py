@@ -1,42 +1,43 @@
 """What rows of steps cost while training.
 
-Question: how much slower is training with `telemetry_every` at its default than with
-          no rows at all, on a model whose steps are short and on one whose are not?
-Counted:  examples per second of the last of two epochs of `fit`, 2 replicas as worker
-          processes with one torch thread each; the first epoch is not counted, so that
-          the threshold has adapted. With and without rows in turns, in one run, who
-          begins changing with each round; the ratio is the median over the rounds of
-          that of neighbours. Baseline: no rows, and the same against itself, which
-          says how much of a ratio is noise.
-Run:      python -m benchmarks.telemetry --rounds 15
+Question: what share of training goes into the rows of steps, with `telemetry_every` at
+          its default, on a model whose steps are short and on one whose are not?
+Counted:  seconds of the training threads inside all that makes rows, or times for them
+          what a step does (`MAKERS` of `benchmarks.row_time`), over the seconds that
+          these threads train. `fit` of two epochs, 2 replicas as worker processes with
+          one torch thread each. The counting itself is in it. Speeds with and without
+          rows are not compared: on the machine of the tables they differ by a tenth
+          from run to run, ten times what is looked for. Baseline: no rows.
+Run:      python -m benchmarks.telemetry --rounds 5
 """
 
 import argparse
 import json
 import platform
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
+from benchmarks.row_time import count, taken
 from benchmarks.step import BATCH, mlp, samples, sgd
 
 SHORT_STEPS = 5  # times as many, of the small model
-CASES = {"auto": "auto", "every step": 1, "none again": None}
+CASES = {"auto": "auto", "every step": 1, "none": None}
 
 
 @dataclass(frozen=True)
 class Row:
     model: str
     case: str
-    samples_per_s: float  # of both replicas together, median over rounds
-    ratio: float  # to no rows, median over rounds
-    lowest: float  # of the middle half of the ratios
-    highest: float
+    step_ms: float  # median over rounds
+    share: float  # of the training threads' time, median over rounds
+    largest: float  # of the rounds
     rows_per_epoch: float  # of each replica
 
 
@@ -48,12 +49,14 @@ def small() -> nn.Module:
 class Fit:
     """`fit` on two worker processes."""
 
-    def __init__(self, client: Client, model, steps: int) -> None:
+    def __init__(self, client: Client, model: Callable[[], nn.Module], steps: int):
         self._client = client
         self._model = model
+        self._steps = steps
         self._data = samples(steps * BATCH * 2)
 
-    def measure(self, every) -> tuple[float, float]:
+    def measure(self, every: Any) -> tuple[float, float, float]:
+        """Milliseconds of a step, the share of rows in it, and how many there are."""
         trainer = daskdl.Trainer(
             self._model,
             nn.CrossEntropyLoss(),
@@ -62,8 +65,12 @@ class Fit:
             progress=False,
             telemetry_every=every,
         )
+        self._client.run(taken)
         history = trainer.fit(*self._data, epochs=2, batch_size=BATCH)
-        return history[-1]["examples_per_s"], len(history.steps) / 4
+        rows_s = sum(self._client.run(taken).values())
+        trained_s = sum(row["seconds"] for row in history)
+        step_ms = 1000 * trained_s / (2 * self._steps)
+        return step_ms, rows_s / (2 * trained_s), len(history.steps) / 4
 
 
 def table(client: Client, steps: int, rounds: int) -> Iterator[Row]:
@@ -74,28 +81,16 @@ def table(client: Client, steps: int, rounds: int) -> Iterator[Row]:
     for name, fit in models.items():
         fit.measure(None)  # compiles, and starts what is started once
         for case, every in CASES.items():
-            yield compare(name, case, fit, every, rounds)
-
-
-def compare(name: str, case: str, fit: Fit, every, rounds: int) -> Row:
-    rates, ratios, counts = [], [], []
-    for i in range(rounds):
-        first, second = (every, None) if i % 2 else (None, every)
-        taken = [fit.measure(first), fit.measure(second)]
-        (rate, count), (base, _) = taken if i % 2 else reversed(taken)
-        rates.append(rate)
-        ratios.append(rate / base)
-        counts.append(count)
-    middle = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
-    return Row(
-        name,
-        case,
-        statistics.median(rates),
-        statistics.median(ratios),
-        middle[0],
-        middle[-1],
-        statistics.median(counts),
-    )
+            found = [fit.measure(every) for _ in range(rounds)]
+            step_ms, shares, counts = zip(*found, strict=True)
+            yield Row(
+                name,
+                case,
+                statistics.median(step_ms),
+                statistics.median(shares),
+                max(shares),
+                statistics.median(counts),
+            )
 
 
 def main() -> None:
@@ -103,24 +98,26 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=150, help="steps per epoch and replica"
     )
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="also write the rows here")
     arguments = parser.parse_args()
 
     print(f"# torch {torch.__version__}, {platform.machine()}, 1 thread per process")
     print(
-        f"{'model':18}{'rows':12}{'samples/s':>10}{'ratio':>8}{'middle half':>16}"
+        f"{'model':18}{'rows':12}{'step ms':>9}{'share':>9}{'largest':>9}"
         f"{'rows/epoch':>12}"
     )
-    cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0")
-    with cluster, Client(cluster, set_as_default=False) as client:
-        rows = []
+    rows = []
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as own,
+        Client(own, set_as_default=False) as client,
+    ):
+        client.run(count)
         for row in table(client, arguments.steps, arguments.rounds):
             rows.append(row)
             print(
-                f"{row.model:18}{row.case:12}{row.samples_per_s:>10,.0f}"
-                f"{row.ratio:>8.3f}{row.lowest:>8.3f}{row.highest:>8.3f}"
-                f"{row.rows_per_epoch:>12.1f}",
+                f"{row.model:18}{row.case:12}{row.step_ms:>9.2f}{row.share:>9.2%}"
+                f"{row.largest:>9.2%}{row.rows_per_epoch:>12.1f}",
                 flush=True,
             )
     if arguments.json:

@@ -21,8 +21,9 @@ from daskdl.planning.scene import Script
 
 def main() -> None:
     """Rehearse until the input ends."""
-    heard, told = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # what the user's code prints is not meant for the other
+    heard, told = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    # What the user's code prints, or a library of C's, is not meant for the other.
+    os.dup2(2, 1)
     nbytes = int.from_bytes(heard.read(8), "little")
     payload = np.frombuffer(heard.read(nbytes), np.uint8)
     going = threading.Event()

@@ -61,9 +61,37 @@ def test_what_users_code_prints_there_does_no_harm():
     class Loud(nn.Linear):
         def forward(self, x):
             sys.stdout.write("forward\n")
+            os.write(1, b"as a library of C's would\n")
             return super().forward(x)
 
     assert rehearse_together(script(Loud(6, 3)), 1, PATIENCE_S)[0].rows == 16
+
+
+def test_none_measures_before_all_are_ready(tmp_path):
+    first, ready, early = (tmp_path / name for name in ("first", "ready", "early"))
+    steps = tmp_path / "steps"
+
+    def loss(output, y):
+        measuring = any(t.name == "daskdl-plan" for t in threading.enumerate())
+        if measuring and not ready.exists():
+            early.touch()
+        try:
+            first.mkdir()
+        except FileExistsError:
+            with steps.open("ab") as file:
+                file.write(b".")
+        else:  # until the other one could have settled, and measured
+            deadline = time.monotonic() + PATIENCE_S
+            while not steps.exists() or steps.stat().st_size < 450:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            ready.touch()
+        return nn.functional.cross_entropy(output, y)
+
+    rehearse_together(script(loss=loss), 2, PATIENCE_S)
+
+    assert ready.exists()
+    assert not early.exists()
 
 
 def test_one_that_fails_says_why(started):

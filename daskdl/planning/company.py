@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -62,9 +63,14 @@ class _Member:
     """One of the processes, and how long to wait for it."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], said: IO[bytes], bound: Bound
+        self,
+        process: subprocess.Popen[bytes],
+        said: IO[bytes],
+        bound: Bound,
+        stop: Bound,
     ) -> None:
-        self._process, self._said, self._bound = process, said, bound
+        self._process, self._said = process, said
+        self._bound, self._stop = bound, stop
 
     def send(self, payload: NDArray[np.uint8]) -> None:
         """Tell it what to rehearse."""
@@ -84,8 +90,8 @@ class _Member:
         return line
 
     def failed(self) -> RunError:
-        """Why it ended."""
-        return RunError(f"a process that rehearses ended: {self._last()}")
+        """Why it says no more; it is given the time to end by itself."""
+        return RunError(f"a process that rehearses {self._end()}: {self._last()}")
 
     def _write(self, *parts: bytes | memoryview) -> None:
         stream = self._process.stdin
@@ -113,6 +119,15 @@ class _Member:
                 f"{self._bound}: {self._last()}"
             ) from error
 
+    def _end(self) -> str:
+        try:
+            status = self._process.wait(self._stop.seconds)
+        except subprocess.TimeoutExpired:
+            return f"says no more, and did not end within {self._stop}"
+        if status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"ended with status {status}"
+
     def _last(self) -> str:
         self._said.seek(0)
         text = self._said.read().decode(errors="replace").strip()
@@ -133,7 +148,7 @@ def _member(bound: Bound) -> Iterator[_Member]:
             env=environment,
         )
         try:
-            yield _Member(process, said, bound)
+            yield _Member(process, said, bound, stop)
         finally:
             process.kill()  # it has nothing to put away
             process.wait(stop.seconds)

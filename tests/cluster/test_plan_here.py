@@ -1,6 +1,7 @@
 """A plan for processes of this machine, which measure at the same time."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -98,17 +99,40 @@ def test_one_that_fails_says_why(started):
     def loss(output, y):
         raise RuntimeError("not on a Saturday")
 
-    with pytest.raises(daskdl.RunError, match="not on a Saturday"):
+    with pytest.raises(
+        daskdl.RunError, match=r"(?s)ended with status 1: .*not on a Saturday"
+    ):
         rehearse_together(script(loss=loss), 1, PATIENCE_S)
-    assert started[0].returncode == 1
+    assert started[0].returncode == 1  # by itself: it had not to be killed
 
 
-def test_one_that_ends_meanwhile_is_noticed():
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda: os._exit(3), "ended with status 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was ended by SIGKILL"),
+    ],
+    ids=["exit", "killed"],
+)
+def test_one_that_ends_meanwhile_is_noticed(end, how):
     def loss(output, y):
-        os._exit(3)
+        end()
 
-    with pytest.raises(daskdl.RunError, match="ended: it said nothing"):
+    with pytest.raises(daskdl.RunError, match=rf"{how}: it said nothing"):
         rehearse_together(script(loss=loss), 2, PATIENCE_S)
+
+
+def test_one_that_says_no_more_but_lives_is_ended(started):
+    def loss(output, y):
+        os.closerange(3, 256)
+        threading.Event().wait()
+
+    with (
+        dask.config.set({"daskdl.timeouts.stop": "1s"}),
+        pytest.raises(daskdl.RunError, match=r"did not end within 1 s \(daskdl.timeo"),
+    ):
+        rehearse_together(script(loss=loss), 1, PATIENCE_S)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_one_that_hangs_is_not_waited_for_without_an_end(started):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from daskdl.data.arrays import check_batch_size, check_labels, is_dask_array
 from daskdl.data.batches import auto_device, batches, floating_dtype, to_device
+from daskdl.data.checks import check_data, check_loss, check_module
 from daskdl.data.pieces import new_key, place, release, workers_of
 from daskdl.data.rehearsal import (
     ClassRange,
@@ -24,7 +25,6 @@ from daskdl.data.rehearsal import (
     rehearse,
 )
 from daskdl.data.sources import DaskBlocks, Rows, source_of
-from daskdl.data.validate import check_data, check_loss, check_module
 from daskdl.errors import DataError
 from daskdl.objective import Objective, OwnStep, batch_loss, is_sum, on_device
 from daskdl.packed import Packed, PackedModel

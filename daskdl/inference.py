@@ -20,10 +20,10 @@ from daskdl.data.arrays import (
     is_dask_array,
 )
 from daskdl.data.batches import auto_device, floating_dtype, inputs_to_device
+from daskdl.data.checks import check_module
 from daskdl.data.pieces import new_key, release, workers_of
 from daskdl.data.rehearsal import forward, prepared_rows, random_state_left_alone
 from daskdl.data.sources import PIECES_PER_REPLICA, cut
-from daskdl.data.validate import check_module
 from daskdl.errors import ModelError
 from daskdl.packed import PackedModel
 

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from daskdl.callbacks import Callback
 from daskdl.cluster import check_outlives
 from daskdl.data.arrays import is_dask_array
+from daskdl.data.checks import check_data, trainable
 from daskdl.data.rehearsal import ClassRange
-from daskdl.data.validate import check_data, trainable
 from daskdl.errors import OptionError, RunError
 from daskdl.history import History
 from daskdl.objective import Loss, objective_of

@@ -2,7 +2,7 @@
 
 Accepted are numpy arrays, torch tensors and ``dask.array``. No Dask import: a
 ``dask.array`` can only exist if somebody else has imported it. Pairs of arrays,
-models and losses are checked in :mod:`daskdl.data.validate`.
+models and losses are checked in :mod:`daskdl.data.checks`.
 """
 
 import math

@@ -18,8 +18,8 @@ from daskdl.data.arrays import (
     check_labels,
     is_dask_array,
 )
+from daskdl.data.checks import check_data
 from daskdl.data.scattering import scatter
-from daskdl.data.validate import check_data
 from daskdl.errors import DataError, OptionError
 from daskdl.timeouts import Bound
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from daskdl.data.arrays import first_rows, is_dask_array
-from daskdl.data.validate import check_data, check_step
+from daskdl.data.checks import check_data, check_step
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
 from daskdl.packed import Packed

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from daskdl.data.checks import check_module
 from daskdl.data.rehearsal import random_state_left_alone
-from daskdl.data.validate import check_module
 from daskdl.packed import PackedModel
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.merge import Final

@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from daskdl.data.checks import trainable
 from daskdl.data.rehearsal import MISFITS
-from daskdl.data.validate import trainable
 from daskdl.errors import OptionError
 from daskdl.packed import Packed, PackedModel
 from daskdl.training.rows import training_loss, validation

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from daskdl.callbacks import Callback
 from daskdl.data.arrays import first_rows
+from daskdl.data.checks import check_step, check_validation, trainable
 from daskdl.data.rehearsal import ClassRange
-from daskdl.data.validate import check_step, check_validation, trainable
 from daskdl.errors import OptionError
 from daskdl.objective import Objective
 from daskdl.packed import Packed

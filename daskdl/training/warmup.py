@@ -9,9 +9,9 @@ import copy
 import torch
 
 from daskdl.data.batches import floating_dtype
+from daskdl.data.checks import trainable
 from daskdl.data.loading import connect
 from daskdl.data.rehearsal import random_state_left_alone
-from daskdl.data.validate import trainable
 from daskdl.training.base import TrainingMaster
 from daskdl.training.stepping import Stepper, Stepping
 from daskdl.training.task import Recipe

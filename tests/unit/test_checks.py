@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.data.rehearsal import ClassRange
-from daskdl.data.validate import (
+from daskdl.data.checks import (
     check_data,
     check_loss,
     check_model,
     check_step,
     check_validation,
 )
+from daskdl.data.rehearsal import ClassRange
 from daskdl.errors import DataError, ModelError, OptionError
 
 X = np.arange(12.0).reshape(6, 2)

@@ -1,0 +1,108 @@
+"""What the user gave, in parts that are loaded one at a time.
+
+A part is what comes in one go: a chunk, a partition, a file, a range of a dataset. How
+an epoch goes through the rows of the parts is decided in :mod:`daskdl.channel`. A new
+kind of data is a subclass of :class:`Source` in a file of its own, and a line in
+:func:`daskdl.data.sources.source_of`. No cluster here: who has one passes results in.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+from daskdl.data import trees
+from daskdl.data.trees import Rows
+
+SHOWN_ROWS = 2  # of the first part, to rehearse a step with
+
+
+class Facts(NamedTuple):
+    """What is known of a part that has been loaded once."""
+
+    rows: int
+    first: Rows  # its first rows, at most `SHOWN_ROWS`
+
+
+class Source(ABC):
+    """One kind of data. It travels to each worker once, and parts are loaded there.
+
+    Attributes:
+        parts: How many there are, >= 1.
+        lengths: Rows of each part; None: not known before each was looked at.
+        first: Rows like all others, at least one, to rehearse a step with; None: not
+            known before. Their values may be zeros.
+        sequential: Whether a part can only be gone through from its beginning, and may
+            not fit into memory: `stream` is then used instead of `load`, and neither
+            are rows shuffled nor is a part shared.
+        classes: Names of the labels 0, 1, ... where there are names; else None.
+    """
+
+    parts: int
+    lengths: Sequence[int] | None
+    first: Rows | None
+    sequential: bool = False
+    classes: Sequence[str] | None = None
+
+    @abstractmethod
+    def load(self, part: int) -> Rows:
+        """Load a part, here and now; any thread may, and several at a time.
+
+        Args:
+            part: Its number, from 0.
+
+        Returns:
+            Trees (x, y) of numpy arrays of equal length, to be read only; y is None if
+            there are no labels.
+
+        Raises:
+            DataError: Naming the part if it cannot be used. What the user's own
+                loading raises comes out as it is.
+        """
+
+    def stream(self, part: int, rows: int) -> Iterator[Rows]:
+        """Yield a part bit by bit.
+
+        Args:
+            part: Its number, from 0.
+            rows: About so many at a time.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not sequential")
+
+    def name(self, part: int) -> str:
+        """What a part is called in messages; of a file its URL."""
+        return f"part {part}"
+
+    def look(self, part: int) -> Facts:
+        """Learn how many rows a part has, by loading it; cheaper where that can be.
+
+        Args:
+            part: Its number, from 0.
+        """
+        return facts_of(self.load(part))
+
+    def known(self, facts: Sequence[Facts]) -> Self:
+        """The same source, now that each part has been looked at.
+
+        Args:
+            facts: Of each part, in order.
+        """
+        raise NotImplementedError(f"{type(self).__name__} knows its lengths")
+
+
+def facts_of(rows: Rows) -> Facts:
+    """What is to be known of a part that is here."""
+    x, y = rows
+    few = slice(SHOWN_ROWS)
+    shown = trees.rows(x, few), None if y is None else trees.rows(y, few)
+    return Facts(trees.length(x), shown)
+
+
+def shown_rows(rows: Any, count: int) -> Any:
+    """So many rows of a tree, repeated if there are fewer; copied.
+
+    Example:
+        >>> import numpy as np
+        >>> shown_rows({"a": np.array([7])}, 2)
+        {'a': array([7, 7])}
+    """
+    return trees.mapped(lambda leaf: leaf[[i % len(leaf) for i in range(count)]], rows)

@@ -1,0 +1,123 @@
+"""Several inputs or outputs: arrays in tuples and dicts, nested as the user likes.
+
+A tree is an array, or a tuple (also a named one) or a dict of trees. What an array is,
+is up to the caller: numpy's, torch's and Dask's are all used here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+Tree = Any
+Rows = tuple[Tree, Tree]  # x and y; y is None where there are no labels
+
+
+def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
+    """Each array with the name that a user would write for it, in order.
+
+    Example:
+        >>> list(named({"image": 1, "size": (2, 3)}, "X"))
+        [("X['image']", 1), ("X['size'][0]", 2), ("X['size'][1]", 3)]
+    """
+    for key, child in _children(tree):
+        if key is None:
+            yield name, child
+        else:
+            yield from named(child, f"{name}[{key!r}]")
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """All arrays, in order.
+
+    Example:
+        >>> leaves(({"a": 1}, 2))
+        [1, 2]
+    """
+    return [leaf for _, leaf in named(tree, "")]
+
+
+def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """Apply a function to each array, and to those of others in the same places.
+
+    Args:
+        function: Of as many arrays as there are trees.
+        tree: Says what the result looks like.
+        others: Of the same structure.
+
+    Raises:
+        ValueError: If another one has another structure.
+
+    Example:
+        >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
+        {'a': 11, 'b': (22,)}
+    """
+    parts = [dict(_children(tree)), *(dict(_children(other)) for other in others)]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        shown = ", ".join(outline(other) for other in (tree, *others))
+        raise ValueError(f"trees must have the same structure, got {shown}")
+    if None in parts[0]:
+        return function(tree, *others)
+    inner = {key: mapped(function, *(p[key] for p in parts)) for key in parts[0]}
+    if isinstance(tree, dict):
+        return inner
+    if hasattr(tree, "_fields"):
+        return type(tree)(*inner.values())
+    return tuple(inner.values())
+
+
+def outline(tree: Tree) -> str:
+    """The structure without what is in it, for messages.
+
+    Example:
+        >>> outline({"a": 1, "b": (2, 3)})
+        "{'a': ., 'b': (., .)}"
+    """
+    children = list(_children(tree))
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{k!r}: {outline(v)}" for k, v in children) + "}"
+    if isinstance(tree, tuple):
+        return "(" + ", ".join(outline(v) for _, v in children) + ")"
+    return "."
+
+
+def length(tree: Tree) -> int:
+    """Rows: the length of the first array.
+
+    Example:
+        >>> length({"a": np.zeros((3, 2))})
+        3
+    """
+    return len(leaves(tree)[0])
+
+
+def rows(tree: Tree, which: Any) -> Tree:
+    """Some rows of each array: a slice, or indices.
+
+    Example:
+        >>> rows((np.arange(4),), slice(1, 3))
+        (array([1, 2]),)
+    """
+    return mapped(lambda leaf: leaf[which], tree)
+
+
+def joined(trees: Sequence[Tree]) -> Tree:
+    """Numpy arrays one after the other, along the first axis.
+
+    Example:
+        >>> joined([{"a": np.array([1])}, {"a": np.array([2, 3])}])
+        {'a': array([1, 2, 3])}
+    """
+    if len(trees) == 1:
+        return trees[0]
+    return mapped(lambda *parts: np.concatenate(parts), *trees)
+
+
+def _children(tree: Tree) -> Iterator[tuple[Any, Any]]:
+    """Parts with their keys; of an array itself, with None."""
+    if isinstance(tree, dict):
+        yield from tree.items()
+    elif isinstance(tree, tuple):
+        yield from enumerate(tree)
+    else:
+        yield None, tree

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from daskdl.data.arrays import check_batch_size, check_labels, is_dask_array
 from daskdl.data.batches import auto_device, batches, floating_dtype, to_device
 from daskdl.data.checks import check_data, check_loss, check_module
-from daskdl.data.pieces import new_key, place, release, workers_of
+from daskdl.data.futures import new_key, release, workers_of
+from daskdl.data.pieces import place
 from daskdl.data.rehearsal import (
     ClassRange,
     ignored_label,

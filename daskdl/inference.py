@@ -21,7 +21,7 @@ from daskdl.data.arrays import (
 )
 from daskdl.data.batches import auto_device, floating_dtype, inputs_to_device
 from daskdl.data.checks import check_module
-from daskdl.data.pieces import new_key, release, workers_of
+from daskdl.data.futures import new_key, release, workers_of
 from daskdl.data.rehearsal import forward, prepared_rows, random_state_left_alone
 from daskdl.data.sources import PIECES_PER_REPLICA, cut
 from daskdl.errors import ModelError

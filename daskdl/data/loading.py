@@ -7,7 +7,7 @@ from typing import Any
 from distributed import Future, get_client, get_worker
 from distributed.client import FutureCancelledError
 
-from daskdl.data.pieces import new_key
+from daskdl.data.futures import new_key
 from daskdl.data.sources import Rows
 from daskdl.errors import LostPieceError, WaitTimeoutError
 

@@ -6,13 +6,13 @@ cross Dask. How data are cut is the business of :mod:`daskdl.data.sources`.
 
 import contextlib
 import logging
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from distributed import Client
 
+from daskdl.data.futures import new_key, release
 from daskdl.data.sources import Source, source_of
 from daskdl.errors import OptionError
 from daskdl.timeouts import Bound, Timeouts
@@ -185,34 +185,6 @@ def place(
     return Pieces(source, client, workers, bound)
 
 
-def release(futures: Iterable[Any]) -> None:
-    """Let go of Dask futures, so that what is not computed yet never is.
-
-    Not by cancelling them, which the scheduler logs key by key.
-    """
-    for future in futures:
-        future.release()
-
-
-def workers_of(client: Client) -> list[str]:
-    """Addresses of the workers of a synchronous client, in a fixed order, >= 1.
-
-    Raises:
-        OptionError: If it has none, or if it is asynchronous.
-    """
-    if client.asynchronous:
-        raise OptionError(
-            f"client must be synchronous, got {client}; use Client(...) instead of "
-            "await Client(..., asynchronous=True)"
-        )
-    addresses = sorted(client.nthreads())
-    if not addresses:
-        raise OptionError(
-            f"{client} has no workers; wait for some with client.wait_for_workers(1)"
-        )
-    return addresses
-
-
 def _spread(
     indices: Sequence[int], workers: Sequence[str], homes: Mapping[int, str]
 ) -> dict[int, str]:
@@ -226,8 +198,3 @@ def _spread(
             chosen[index] = min(workers, key=pieces.__getitem__)
             pieces[chosen[index]] += 1
     return chosen
-
-
-def new_key(what: str) -> str:
-    """A key for Dask that says whose it is, and that nothing else has."""
-    return f"daskdl-{what}-{uuid.uuid4().hex}"

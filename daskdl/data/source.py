@@ -7,7 +7,7 @@ kind of data is a subclass of :class:`Source` in a file of its own, and a line i
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from daskdl.data import trees
@@ -35,6 +35,7 @@ class Source(ABC):
             not fit into memory: `stream` is then used instead of `load`, and neither
             are rows shuffled nor is a part shared.
         classes: Names of the labels 0, 1, ... where there are names; else None.
+        here: Whether the rows are in this process's memory; then it does not travel.
     """
 
     parts: int
@@ -42,6 +43,7 @@ class Source(ABC):
     first: Rows | None
     sequential: bool = False
     classes: Sequence[str] | None = None
+    here: bool = False
 
     @abstractmethod
     def load(self, part: int) -> Rows:
@@ -67,6 +69,18 @@ class Source(ABC):
             rows: About so many at a time.
         """
         raise NotImplementedError(f"{type(self).__name__} is not sequential")
+
+    def needs(self, part: int) -> tuple[str, ...]:
+        """Dask keys of results that a part is made from; see `holding`."""
+        return ()
+
+    def holding(self, values: Mapping[str, Any]) -> Self:
+        """The same source, which finds what its parts need among these values.
+
+        Args:
+            values: By Dask key.
+        """
+        return self
 
     def name(self, part: int) -> str:
         """What a part is called in messages; of a file its URL."""

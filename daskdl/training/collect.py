@@ -9,7 +9,7 @@ from typing import Any
 
 from distributed import Client, Future, wait
 
-from daskdl.data.pieces import new_key
+from daskdl.data.futures import new_key
 from daskdl.errors import WaitTimeoutError
 from daskdl.packed import Packed
 from daskdl.training.merge import Final, merge

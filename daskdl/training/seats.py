@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from distributed import Client
 
-from daskdl.data.pieces import workers_of
+from daskdl.data.futures import workers_of
 from daskdl.errors import OptionError, WaitTimeoutError
 from daskdl.training.base import TrainingMaster
 

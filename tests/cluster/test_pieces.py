@@ -11,8 +11,9 @@ from dask import delayed
 from distributed import Event, get_worker, secede, wait
 from distributed.utils_test import poll_for
 
+from daskdl.data.futures import workers_of
 from daskdl.data.loading import load
-from daskdl.data.pieces import place, workers_of
+from daskdl.data.pieces import place
 from daskdl.errors import DataError, OptionError, WaitTimeoutError
 
 X = np.arange(200.0, dtype=np.float32).reshape(100, 2)

@@ -60,7 +60,7 @@ OUTSIDE = {
     "failures": {"typing_extensions"},
     "history": {"pandas", "typing_extensions"},
     "channel": {"distributed", "numpy", "torch", "typing_extensions"},
-    "data": {"dask", "distributed", "numpy", "torch", "typing_extensions"},
+    "data": {"dask", "distributed", "fsspec", "numpy", "torch", "typing_extensions"},
     "cluster": {"distributed"},
     "evaluation": {"dask", "distributed", "torch"},
     "inference": {"dask", "distributed", "numpy", "torch"},

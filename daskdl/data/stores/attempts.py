@@ -6,6 +6,7 @@ it must be harmless when it is done twice.
 
 import errno
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ logger = logging.getLogger(__name__)
 # Seconds before each further attempt. Most drops are over at once; a server that is
 # away for longer is a matter for who runs it, and a run must not hang on one file.
 WAITS_S = (0.1, 0.4, 1.6)
+
+# No further attempt begins after so many seconds: s3fs and botocore try again too, and
+# by default spend half a minute on it, which must not be multiplied by ours.
+ENOUGH_S = 20.0
 
 # What file systems raise besides OSError. Their modules are looked up, not imported:
 # an error can only have come if its module is there.
@@ -64,6 +69,8 @@ _SERVER_ERRORS = 500
 def attempt(action: Callable[[], T], what: str) -> T:
     """Do something, and again after each of `WAITS_S` while its connection drops.
 
+    After `ENOUGH_S` it is not tried again, however often it has been.
+
     Args:
         action: What to do; harmless when done twice.
         what: What it does to which URL, for the message: ``read s3://bucket/x``.
@@ -79,17 +86,18 @@ def attempt(action: Callable[[], T], what: str) -> T:
         >>> attempt(lambda: 7, "read memory://x")
         7
     """
-    for wait_s in (*WAITS_S, None):
+    began = time.monotonic()
+    for times, wait_s in enumerate((*WAITS_S, math.inf), 1):
         try:
             return action()
         except FileNotFoundError:
             raise
         except _failures() as error:
             dropped = is_dropped(error)
-            if wait_s is None or not dropped:
-                times = f" ({len(WAITS_S) + 1} attempts)" if dropped else ""
+            if not dropped or time.monotonic() - began + wait_s > ENOUGH_S:
                 shown = f"{type(error).__name__}: {error}".removesuffix(": ")
-                raise DataError(f"cannot {what}: {shown}{times}") from error
+                count = f" (attempts: {times})" if dropped else ""
+                raise DataError(f"cannot {what}: {shown}{count}") from error
             logger.debug("attempt to %s failed, again in %s s", what, wait_s)
         time.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")

@@ -39,3 +39,20 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint():
+    """A real S3 server on loopback, in this process."""
+    from tests import s3
+
+    with s3.server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def bucket(s3_endpoint):
+    """The URL of a new bucket there; `tests.s3.options` are its storage options."""
+    from tests import s3
+
+    return s3.new_bucket(s3_endpoint)

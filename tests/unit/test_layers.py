@@ -63,6 +63,7 @@ OUTSIDE = {
     "data": {
         "dask",
         "distributed",
+        "fsspec",
         "numpy",
         "pandas",
         "pyarrow",

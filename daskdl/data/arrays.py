@@ -5,7 +5,6 @@ Accepted are numpy arrays, torch tensors and ``dask.array``. No Dask import: a
 models and losses are checked in :mod:`daskdl.data.checks`.
 """
 
-import math
 import sys
 from typing import Any
 

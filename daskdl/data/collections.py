@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import numpy as np
 from dask.delayed import Delayed
-from torch import Tensor
 from typing_extensions import override
 
 from daskdl.data import trees
@@ -102,9 +101,7 @@ class Collections(Source):
     @override
     def load(self, part: int) -> Rows:
         graph = self.packed(part)
-        return graph.rows(
-            {key: self._tasks.done[key].result() for key in graph.needs}
-        )
+        return graph.rows({key: self._tasks.done[key].result() for key in graph.needs})
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
@@ -114,21 +111,24 @@ class Collections(Source):
         return whole
 
 
-def plain(value: Any, name: str) -> np.ndarray:
+def plain(value: Any, name: str, classes: Sequence[str] | None = None) -> np.ndarray:
     """One array of a part, as numpy, whatever tasks made of it.
 
     Args:
         value: An array, a tensor, or a table.
         name: For messages.
+        classes: Of a table of labels: names that become their numbers.
 
     Raises:
         DataError: If it is none of these, or cannot be used.
     """
     if is_frame(value):
-        return columns_of(value, name)
+        return columns_of(value, name, classes)
     check_kind(value, name)
     if value.ndim == 0:
-        raise DataError(f"{name} must have examples along its first axis, got one value")
+        raise DataError(
+            f"{name} must have examples along its first axis, got one value"
+        )
     check_dtype(value, name)
     return as_numpy(value)
 

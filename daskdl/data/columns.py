@@ -22,6 +22,7 @@ from daskdl.errors import DataError
 class _Place(NamedTuple):
     number: int  # among the values of a part
     name: str  # for messages
+    classes: Sequence[str] | None  # of labels that are names
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class _Columns(Finish):
     @override
     def __call__(self, values: list[Any], part: int) -> Rows:
         def rows_at(place: list[_Place]) -> np.ndarray:
-            ((number, name),) = place
-            return plain(values[number], f"{name} of part {part}")
+            ((number, name, classes),) = place
+            return plain(values[number], f"{name} of part {part}", classes)
 
         rows = trees.of_both(lambda tree: trees.mapped(rows_at, tree), (self.x, self.y))
         return checked(rows, part, None if self.lengths is None else self.lengths[part])
@@ -59,21 +60,23 @@ def columns(x: Tree, y: Tree) -> Collections:
         DataError: Naming the argument, if one cannot be used, or they do not go
             together.
     """
-    named = [*trees.named(x, "X"), *([] if y is None else trees.named(y, "y"))]
-    for name, value in named:
-        _check(value, name)
+    labels = {} if y is None else dict(trees.named(y, "y"))
+    named = [*trees.named(x, "X"), *labels.items()]
+    classes = {name: _check(value, name, name in labels) for name, value in named}
     aligned = _aligned(named)
     taken = [tasks_of(value) for value in aligned]
     lengths = _lengths(aligned)
-    places = _filled((x, y), [[_Place(i, name)] for i, (name, _) in enumerate(named)])
-    zeros = [_zeros(value, name) for name, value in named]
-    return Collections(
+    places = [[_Place(i, n, classes[n])] for i, (n, _) in enumerate(named)]
+    zeros = [_zeros(value, name, classes[name]) for name, value in named]
+    source = Collections(
         reduce(or_, (tasks for tasks, _ in taken)),
         list(zip(*(keys for _, keys in taken), strict=True)),
-        _Columns(*places, lengths),
+        _Columns(*_filled((x, y), places), lengths),
         lengths,
         None if any(row is None for row in zeros) else _filled((x, y), zeros),
     )
+    source.classes = classes.get("y")
+    return source
 
 
 def _filled(rows: Rows, values: Sequence[Any]) -> Rows:
@@ -84,17 +87,18 @@ def _filled(rows: Rows, values: Sequence[Any]) -> Rows:
     )
 
 
-def _check(value: Any, name: str) -> None:
+def _check(value: Any, name: str, label: bool) -> tuple[str, ...] | None:
+    """Refuse what cannot be used; the names of labels that have such."""
     if is_dask_frame(value):
-        check_columns(value._meta, name)
-    elif is_dask_array(value):
+        return check_columns(value._meta, name, label)
+    if is_dask_array(value):
         check_array(value, name)
-    else:
-        raise DataError(
-            f"{name} is in memory and the other data are Dask's; use "
-            f"dask.array.from_array({name}, chunks=...) with the chunks of the others, "
-            "or compute() the others"
-        )
+        return None
+    raise DataError(
+        f"{name} is in memory and the other data are Dask's; use "
+        f"dask.array.from_array({name}, chunks=...) with the chunks of the others, or "
+        "compute() the others"
+    )
 
 
 def _aligned(named: Sequence[tuple[str, Any]]) -> list[Any]:
@@ -107,7 +111,9 @@ def _aligned(named: Sequence[tuple[str, Any]]) -> list[Any]:
     totals = {name: sum(_rows(value) or ()) for name, value in known}
     if len(set(totals.values())) > 1:
         shown = " and ".join(str(total) for total in totals.values())
-        raise DataError(f"{' and '.join(totals)} must have the same length, got {shown}")
+        raise DataError(
+            f"{' and '.join(totals)} must have the same length, got {shown}"
+        )
     aligned = [value for _, value in named]
     if len(known) == len(named):
         rows = aligned[0].chunks[0]
@@ -137,10 +143,10 @@ def _lengths(collections: Sequence[Any]) -> tuple[int, ...] | None:
     return next((rows for c in collections if (rows := _rows(c)) is not None), None)
 
 
-def _zeros(value: Any, name: str) -> np.ndarray | None:
+def _zeros(value: Any, name: str, classes: Sequence[str] | None) -> np.ndarray | None:
     """One row of the right shape and dtype; None if the shape is not known."""
     if is_dask_frame(value):
-        meta = columns_of(value._meta, name)
+        meta = columns_of(value._meta, name, classes)
         return np.zeros((1, *meta.shape[1:]), meta.dtype)
     if any(math.isnan(size) for size in value.shape[1:]):
         return None

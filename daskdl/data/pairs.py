@@ -79,7 +79,9 @@ def stacked(examples: Sequence[Any], name: str) -> Rows:
 
 def _stacked(examples: Sequence[Tree], argument: str, part: str) -> Tree:
     def stack(*leaves: Any) -> np.ndarray:
-        arrays = [as_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for x in leaves]
+        arrays = [
+            as_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for x in leaves
+        ]
         return plain(np.stack(arrays), f"{argument} of {part}")
 
     try:

@@ -11,8 +11,8 @@ from distributed import Client, Future, as_completed, default_client
 from typing_extensions import override
 
 from daskdl.data.futures import new_key, release, workers_of
-from daskdl.data.scattering import scatter
 from daskdl.data.part_graph import PartGraph
+from daskdl.data.scattering import scatter
 from daskdl.data.source import Source
 from daskdl.data.supplies import content_of
 from daskdl.data.trees import Rows

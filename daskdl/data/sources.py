@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
-
 from daskdl.data import trees
-from daskdl.data.arrays import check_array, check_labels, is_dask_array
+from daskdl.data.arrays import is_dask_array
+from daskdl.data.checks import check_arrays
 from daskdl.data.collections import is_bag, is_dask_frame, is_lazy_list
 from daskdl.data.columns import columns
+from daskdl.data.datasets.collation import Collation
+from daskdl.data.datasets.iterable_style import IterableStyle, is_iterable_style
+from daskdl.data.datasets.map_style import MapStyle, is_map_style
+from daskdl.data.frames.columns import check_columns, columns_of, is_frame
 from daskdl.data.in_memory import InMemory
 from daskdl.data.pairs import pairs
 from daskdl.data.source import Source
@@ -28,7 +31,7 @@ class SourceOptions:
     Attributes:
         batch_size: Rows of a step; parts of data in memory are whole numbers of it.
         shuffle_seed: Of the order in which data in memory are dealt out, or None.
-        loader: Makes (x, y) of a file; see `daskdl.data.Files`.
+        loader: Makes (x, y) of a file.
         collate_fn: Makes a batch of a list of a dataset's items.
         shards: Into how many a dataset that is only iterable is split.
     """
@@ -40,7 +43,10 @@ class SourceOptions:
     shards: int = 1
 
 
-def source_of(X: Any, y: Any = None, options: SourceOptions = SourceOptions()) -> Source:
+DEFAULT = SourceOptions()
+
+
+def source_of(X: Any, y: Any = None, options: SourceOptions = DEFAULT) -> Source:
     """Choose the class that knows this kind of data.
 
     Args:
@@ -52,4 +58,69 @@ def source_of(X: Any, y: Any = None, options: SourceOptions = SourceOptions()) -
         DataError: If the kind is not known, or the data cannot be used.
         OptionError: If an option does not go with the kind.
     """
-    return InMemory(X, y, options.batch_size, options.shuffle_seed)
+    if y is None:
+        whole = _whole(X, options)
+        if whole is not None:
+            return whole
+    elif _brings_labels(X):
+        raise DataError(
+            f"y must not be given with a {type(X).__name__}, which brings its labels"
+        )
+    _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
+    leaves = [*trees.leaves(X), *([] if y is None else trees.leaves(y))]
+    if any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves):
+        return columns(X, y)
+    return _in_memory(X, y, options)
+
+
+def _whole(X: Any, options: SourceOptions) -> Source | None:
+    """The source of what has inputs and labels together; None if it is no such."""
+    if isinstance(X, Source):
+        _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
+        return X
+    if is_map_style(X) or is_iterable_style(X):
+        _refuse(options, loader="paths and URLs")
+        return _dataset(X, options)
+    if is_bag(X) or is_lazy_list(X):
+        _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
+        return pairs(X)
+    return None
+
+
+def _brings_labels(X: Any) -> bool:
+    kinds = (is_map_style, is_iterable_style, is_bag, is_lazy_list)
+    return isinstance(X, Source) or any(is_kind(X) for is_kind in kinds)
+
+
+def _dataset(X: Any, options: SourceOptions) -> Source:
+    collation = Collation(options.collate_fn, options.batch_size)
+    if is_iterable_style(X):
+        return IterableStyle(X, options.shards, collation)
+    return MapStyle(X, collation, options.shuffle_seed)
+
+
+def _in_memory(X: Tree, y: Tree, options: SourceOptions) -> Source:
+    labels = None if y is None or not is_frame(y) else check_columns(y, "y", label=True)
+    x = _without_tables(X, "X", None)
+    y = None if y is None else _without_tables(y, "y", labels)
+    check_arrays(x, y)
+    source = InMemory(x, y, options.batch_size, options.shuffle_seed)
+    source.classes = labels
+    return source
+
+
+def _without_tables(tree: Tree, argument: str, classes: Any) -> Tree:
+    named = trees.named(tree, argument)
+    made = iter([_array(leaf, name, classes) for name, leaf in named])
+    return trees.mapped(lambda _: next(made), tree)
+
+
+def _array(leaf: Any, name: str, classes: Any) -> Any:
+    return columns_of(leaf, name, classes) if is_frame(leaf) else leaf
+
+
+def _refuse(options: SourceOptions, **kinds: str) -> None:
+    """Refuse options that do not go with the kind of data."""
+    for name, kind in kinds.items():
+        if getattr(options, name) is not None:
+            raise OptionError(f"{name} is for {kind}, got other data")

@@ -13,7 +13,7 @@ from daskdl.data.arrays import check_labels
 from daskdl.data.batches import Chunk, whole
 from daskdl.data.rehearsal import MISFITS, ClassRange
 from daskdl.data.trees import Rows
-from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
+from daskdl.errors import LostPieceError, WaitTimeoutError
 from daskdl.training.stores import Store
 
 logger = logging.getLogger(__name__)

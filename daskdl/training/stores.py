@@ -93,9 +93,7 @@ class Store(ABC):
                 self._drop((phase, part))
                 self._channel.check()  # Dask fails as it likes while a worker closes
 
-    def stream(
-        self, phase: str, part: int, size: int, ahead: int
-    ) -> Iterator[Rows]:
+    def stream(self, phase: str, part: int, size: int, ahead: int) -> Iterator[Rows]:
         """Go through a part that is sequential, bit by bit.
 
         Args:

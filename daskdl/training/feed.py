@@ -52,6 +52,7 @@ class Feed:
         self._epoch = epoch
         self._given = self._done = 0  # rows: passed to the batches, and trained on
         self._held: deque[tuple[Piece, int, int]] = deque()  # rows, and `_given` after
+        self._loaded: tuple[int, Rows] | None = None  # the last part, and its rows
         self.loss = 0.0
 
     def batches(self) -> Iterator[Batch]:
@@ -91,22 +92,28 @@ class Feed:
 
     def _rows(self, piece: Piece | None) -> Iterator[Rows]:
         while piece is not None:
-            x, y = self._load(piece)
-            if self._phase == "train" and self._options.shuffle:
-                # The same rows in the same order, whoever trains on the piece.
-                turn = self._options.epochs_before + self._epoch
-                seed = [self._options.seed, turn, piece.number]
-                order = np.random.default_rng(seed).permutation(len(x))
-                x, y = x[order], y[order]
-            self._given += len(x)
-            self._held.append((piece, len(x), self._given))
-            yield x, y
+            self._given += sum(one.rows for one in piece.ranges)
+            self._held.append((piece, sum(r.rows for r in piece.ranges), self._given))
+            for part, start, stop in piece.ranges:
+                x, y = self._load(part, piece.keys[part])
+                yield x[start:stop], y[start:stop]
             piece = self._lease(wait=False)
 
-    def _load(self, piece: Piece) -> Rows:
+    def _load(self, part: int, key: str) -> Rows:
+        if self._loaded is None or self._loaded[0] != part:
+            self._loaded = (part, self._shuffled(part, key))
+        return self._loaded[1]
+
+    def _shuffled(self, part: int, key: str) -> Rows:
         labels = self._options.labels
-        rows = self._store.rows(self._phase, piece)
+        x, y = self._store.rows(self._phase, part, key)
         if labels is not None:
-            where = f"y of piece {piece.number} of the {self._phase} data"
-            check_labels(rows[1], labels.classes, where, labels.ignore_index)
-        return rows
+            where = f"y of piece {part} of the {self._phase} data"
+            check_labels(y, labels.classes, where, labels.ignore_index)
+        if self._phase == "train" and self._options.shuffle:
+            # The same rows in the same order, whoever trains on the part.
+            turn = self._options.epochs_before + self._epoch
+            order = np.random.default_rng([self._options.seed, turn, part])
+            rows = order.permutation(len(x))
+            x, y = x[rows], y[rows]
+        return x, y

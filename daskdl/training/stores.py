@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 from typing_extensions import override
 
-from daskdl.channel.base import Piece
 from daskdl.channel.remote import RemoteChannel
 from daskdl.data.loading import load
 from daskdl.data.sources import Rows, Source
@@ -17,12 +16,13 @@ class Store(ABC):
     """The data of a run, as one replica sees them."""
 
     @abstractmethod
-    def rows(self, phase: str, piece: Piece) -> Rows:
-        """Get a piece: arrays (x, y), to be read only.
+    def rows(self, phase: str, part: int, key: str) -> Rows:
+        """Get a part: arrays (x, y), to be read only.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
-            piece: As leased.
+            part: Of a piece that was leased.
+            key: Dask's.
         """
 
 
@@ -39,8 +39,8 @@ class LocalStore(Store):
         self._sources = sources
 
     @override
-    def rows(self, phase: str, piece: Piece) -> Rows:
-        return self._sources[phase].rows(piece.number)
+    def rows(self, phase: str, part: int, key: str) -> Rows:
+        return self._sources[phase].rows(part)
 
 
 class WorkerStore(Store):
@@ -56,20 +56,20 @@ class WorkerStore(Store):
         self._timeouts = timeouts
 
     @override
-    def rows(self, phase: str, piece: Piece) -> Rows:
+    def rows(self, phase: str, part: int, key: str) -> Rows:
         def is_there() -> bool:
-            return self._channel.missing(phase, piece) == piece
+            return self._channel.missing(phase, part, key) == key
 
         while True:
             try:
                 return load(
-                    piece.key,
+                    key,
                     self._timeouts.data,
                     self._timeouts.silence / 4,
                     is_there,
                     self._channel.wait_for_data,
                 )
             except LostPieceError:
-                piece = self._channel.missing(phase, piece)
+                key = self._channel.missing(phase, part, key)
             finally:
                 self._channel.check()  # Dask fails as it likes while a worker closes

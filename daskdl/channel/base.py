@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from daskdl.channel.leases import Range
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
@@ -36,10 +37,15 @@ class Gathered(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of the data that is leased to a replica."""
+    """Rows that are leased to a replica at a time.
 
-    number: int  # among those of its phase
-    key: str  # of the Dask future that holds it
+    Ranges are of positions in the order in which the rows of a part are trained on.
+    """
+
+    number: int  # in its phase and epoch
+    ranges: tuple[Range, ...]  # in the order to train on them
+    keys: Mapping[int, str]  # Dask's, of the parts named here; "": on no worker
+    ahead: int | None = None  # the part that this replica will probably load next
 
 
 class Entry(NamedTuple):

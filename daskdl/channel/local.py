@@ -192,10 +192,11 @@ class LocalChannel(Receiver):
             self._changed.notify_all()
             if wait:
                 self._waits.until_true("lease", settled, None)
-            number = record.lease(replica, phase, epoch, lambda key: False)
-            if number is None:
+            lease = record.lease(replica, phase, epoch, lambda key: False)
+            if lease is None:
                 return None
-            return Piece(number, record.schedule.key(phase, number))
+            keys = record.schedule.keys(phase, lease)
+            return Piece(lease.number, lease.ranges, keys, lease.ahead)
 
     @override
     def gather(

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from daskdl.channel import messages
 from daskdl.channel.messages import Answer
+from daskdl.channel.plan import extent_of
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.data.pieces import Pieces
@@ -71,8 +72,16 @@ class ClusterStage(Stage):
     def open(self) -> None:
         self._client.register_plugin(ChannelSchedulerPlugin())
         self._client.register_plugin(ChannelWorkerPlugin())
-        keys = {p: [piece.key for piece in own] for p, own in self._pieces.items()}
-        plan = plan_of(self._options, self.seats, keys, self._limits.relay_bytes)
+        extents = {
+            phase: extent_of(
+                [piece.examples for piece in own],
+                self._options.piece_rows(phase),
+                len(self.seats),
+                [piece.key for piece in own],
+            )
+            for phase, own in self._pieces.items()
+        }
+        plan = plan_of(self._options, self.seats, extents, self._limits.relay_bytes)
         answer = self._ask(messages.OPEN, plan=vars(plan), client=self._client.id)
         if answer.get("version") != VERSION:
             self._ask(messages.CLOSE)
@@ -146,7 +155,7 @@ class ClusterStage(Stage):
         training = sorted(there.intersection(self.seats[r] for r in self._futures))
         for phase, piece in lost if training else ():
             worker = training[piece.index % len(training)]
-            asked = {"phase": phase, "piece": piece.index, "key": piece.key}
+            asked = {"phase": phase, "part": piece.index, "key": piece.key}
             yield {"kind": "missing", "worker": worker, "avoid": (), **asked}
 
     @override
@@ -195,7 +204,7 @@ class ClusterStage(Stage):
 
     def _restore(self, event: Event) -> None:
         """Start a lost piece again: where it is wanted, else on any that takes it."""
-        phase, index = event["phase"], event["piece"]
+        phase, index = event["phase"], event["part"]
         others = set(self._client.nthreads()) - {event["worker"], *event["avoid"]}
         for home in (event["worker"], *sorted(others)):
             try:
@@ -203,7 +212,7 @@ class ClusterStage(Stage):
             except OSError as error:  # it has gone, or hangs
                 logger.info("piece %s is not put on %s: %s", index, home, error)
                 continue
-            self._ask(messages.RESTORE, phase=phase, piece=index, key=piece.key)
+            self._ask(messages.RESTORE, phase=phase, part=index, key=piece.key)
             return
 
     @override

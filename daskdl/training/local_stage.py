@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
+from daskdl.channel.plan import extent_of
 from daskdl.data.sources import Source
 from daskdl.packed import Packed
 from daskdl.training.merge import Final, merge
@@ -40,12 +41,12 @@ class LocalStage(Stage):
         self.seats = dict.fromkeys(range(replicas), HERE)
         self._options = options
         self._store = LocalStore(sources)
-        keys = {
-            phase: [str(i) for i in range(len(source.lengths))]
+        extents = {
+            phase: extent_of(source.lengths, options.piece_rows(phase), replicas)
             for phase, source in sources.items()
         }
         # Nothing waits in the relay's queues: they are emptied by whoever fills them.
-        self._run = LocalRun(plan_of(options, self.seats, keys, relay_bytes=0))
+        self._run = LocalRun(plan_of(options, self.seats, extents, relay_bytes=0))
         self._results: dict[int, concurrent.futures.Future[Result]] = {}
         self._threads: list[threading.Thread] = []
 

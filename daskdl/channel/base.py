@@ -230,6 +230,18 @@ class Channel(ABC):
         """
 
     @abstractmethod
+    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
+        """Wait for a future that another thread completes, but leave when told to.
+
+        Args:
+            future: Has `done` and `add_done_callback`.
+            timeout_s: Seconds.
+
+        Returns:
+            Whether it is done.
+        """
+
+    @abstractmethod
     def gather(
         self, key: str, note: Any, kind: Barrier = Barrier.MEET, told: bytes = b""
     ) -> Gathered:

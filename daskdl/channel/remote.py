@@ -220,12 +220,8 @@ class RemoteChannel(Receiver):
         ranges = tuple(Range(*one) for one in answer["ranges"])
         return Piece(answer["piece"], ranges, dict(answer["keys"]), answer["ahead"])
 
+    @override
     def wait_for_data(self, future: Any, timeout_s: float) -> bool:
-        """Wait for a future of Dask's, but leave when the run stops.
-
-        Returns:
-            Whether it is done.
-        """
         future.add_done_callback(lambda _: self._inbox.wake())
         return self._waits.until_done("data", future, timeout_s)
 

@@ -15,13 +15,15 @@ from torch import nn
 from daskdl.data import trees
 from daskdl.data.arrays import check_array, check_labels
 from daskdl.data.batches import Transform
+from daskdl.data.in_memory import InMemory
 from daskdl.data.rehearsal import (
     MISFITS,
     ClassRange,
     random_state_left_alone,
     rehearse,
 )
-from daskdl.data.trees import Tree
+from daskdl.data.source import Source
+from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.objective import Objective, OwnStep
 from daskdl.packed import PackedModel
@@ -33,8 +35,11 @@ __all__ = [
     "check_loss",
     "check_model",
     "check_module",
+    "check_rows",
     "check_step",
-    "check_validation",
+    "check_whole",
+    "of_validation",
+    "rows_like",
     "trainable",
 ]
 
@@ -159,21 +164,42 @@ def check_step(
         return rehearse(copy, loss, X, y, transform)
 
 
-def check_validation(
+def check_rows(
     model: nn.Module,
     loss: Objective,
     X: Tree,
     y: Tree,
     transform: Transform | None = None,
-) -> None:
-    """Refuse validation data that model and loss cannot be scored on.
+) -> ClassRange | None:
+    """Refuse data that model and loss cannot be scored on; as `check_step`."""
+    with random_state_left_alone():
+        return rehearse(PackedModel(model).unpack().eval(), loss, X, y, transform)
+
+
+def rows_like(source: Source) -> Rows:
+    """Rows like all those of a source, to rehearse with.
 
     Raises:
-        DataError: Or ModelError, as `check_step` has it; the message says that it is
-            about validation.
+        DataError: If it has none.
     """
-    with of_validation(), random_state_left_alone():
-        rehearse(PackedModel(model).unpack().eval(), loss, X, y, transform)
+    if source.first is None:
+        raise DataError("X must not be empty, got no rows in any part")
+    return source.first
+
+
+def check_whole(
+    source: Source, labels: ClassRange | None, transform: Transform | None
+) -> None:
+    """Refuse labels in memory that a loss does not accept.
+
+    Args:
+        source: Any; what is not in memory is looked at when it is loaded.
+        labels: What the loss accepts, or None.
+        transform: Makes other labels of these, it may be; then they are not looked at.
+    """
+    if labels is not None and transform is None and isinstance(source, InMemory):
+        y = source.whole[1]
+        check_labels(y, labels.classes, "y", labels.ignore_index)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,13 @@ from dask.delayed import Delayed
 from typing_extensions import override
 
 from daskdl.data import trees
-from daskdl.data.arrays import as_numpy, check_dtype, check_kind, check_labels
+from daskdl.data.arrays import (
+    as_numpy,
+    check_dtype,
+    check_kind,
+    check_labels,
+    is_dask_array,
+)
 from daskdl.data.frames.columns import columns_of, is_frame
 from daskdl.data.graphs import Tasks, is_future
 from daskdl.data.part_graph import PartGraph
@@ -43,6 +49,14 @@ def is_lazy_list(value: Any) -> bool:
         and bool(value)
         and all(isinstance(part, Delayed) or is_future(part) for part in value)
     )
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether what a model makes of it is lazy: it is a collection, or of such."""
+    if is_bag(value) or is_lazy_list(value):
+        return True
+    leaves = trees.leaves(value) if isinstance(value, tuple | dict) else [value]
+    return any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves)
 
 
 class Finish(ABC):

@@ -103,6 +103,17 @@ class Source(ABC):
         raise NotImplementedError(f"{type(self).__name__} knows its lengths")
 
 
+def is_known(source: Source) -> bool:
+    """Whether as much is known of it as is needed to begin."""
+    lengths = source.sequential or source.lengths is not None
+    return lengths and source.first is not None
+
+
+def rows_in(source: Source) -> int | None:
+    """Rows of all parts together; None if that is not known."""
+    return None if source.lengths is None else sum(source.lengths)
+
+
 def facts_of(rows: Rows) -> Facts:
     """What is to be known of a part that is here."""
     few = slice(SHOWN_ROWS)

@@ -4,8 +4,6 @@ A new kind is a subclass of :class:`~daskdl.data.source.Source` in a file of its
 and a line in :func:`source_of`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from daskdl.data import trees
@@ -18,30 +16,11 @@ from daskdl.data.datasets.iterable_style import IterableStyle, is_iterable_style
 from daskdl.data.datasets.map_style import MapStyle, is_map_style
 from daskdl.data.frames.columns import check_columns, columns_of, is_frame
 from daskdl.data.in_memory import InMemory
+from daskdl.data.options import SourceOptions
 from daskdl.data.pairs import pairs
 from daskdl.data.source import Source
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
-
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """How data are to be read.
-
-    Attributes:
-        batch_size: Rows of a step; parts of data in memory are whole numbers of it.
-        shuffle_seed: Of the order in which data in memory are dealt out, or None.
-        loader: Makes (x, y) of a file.
-        collate_fn: Makes a batch of a list of a dataset's items.
-        shards: Into how many a dataset that is only iterable is split.
-    """
-
-    batch_size: int = 32
-    shuffle_seed: int | None = None
-    loader: Callable[..., Any] | None = None
-    collate_fn: Callable[..., Any] | None = None
-    shards: int = 1
-
 
 DEFAULT = SourceOptions()
 
@@ -93,7 +72,7 @@ def _brings_labels(X: Any) -> bool:
 
 
 def _dataset(X: Any, options: SourceOptions) -> Source:
-    collation = Collation(options.collate_fn, options.batch_size)
+    collation = Collation(options.collate_fn, options.batch_size, options.labelled)
     if is_iterable_style(X):
         return IterableStyle(X, options.shards, collation)
     return MapStyle(X, collation, options.shuffle_seed)

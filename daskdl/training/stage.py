@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from daskdl.channel.plan import Extent, RunPlan
+from daskdl.data.source import Source
 from daskdl.packed import Packed
 from daskdl.training.merge import Final
 from daskdl.training.task import Recipe, TaskOptions
@@ -71,6 +72,13 @@ class Stage(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave nothing of the run."""
+
+
+def rows_of_parts(source: Source) -> Sequence[int]:
+    """How many rows each part has; -1 where only going through it tells."""
+    if source.lengths is None:
+        return [-1] * source.parts
+    return source.lengths
 
 
 def plan_of(

@@ -4,12 +4,13 @@ Nothing here is shuffled, and how many items there are is not known before their
 A shard that never ends is an epoch that never does.
 """
 
+import copy
 import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -68,9 +69,14 @@ class IterableStyle(Source):
         shards: How many, if `dataset` does not say it.
         collation: How items become rows.
 
+    Attributes:
+        fixed: Whether the user has said how many shards there are.
+
     Raises:
         OptionError: If `shards` is not a whole number of at least 1.
     """
+
+    fixed: bool
 
     sequential = True
     lengths = None
@@ -88,6 +94,7 @@ class IterableStyle(Source):
         else:
             self._function = WorkerShards(dataset)
         _check_shards(shards)
+        self.fixed = isinstance(dataset, Sharded) and dataset.shards is not None
         self.parts = shards
         self._collation = collation
 
@@ -117,6 +124,13 @@ class IterableStyle(Source):
             )
         return there[0]
 
+    def in_shards(self, shards: int) -> Self:
+        """The same dataset in so many shards."""
+        other = copy.copy(self)
+        other.parts = shards
+        other.__dict__.pop("first", None)
+        return other
+
     @override
     def load(self, part: int) -> Rows:
         raise NotImplementedError(f"{type(self).__name__} is sequential; use stream")
@@ -137,6 +151,18 @@ class IterableStyle(Source):
         items = itertools.islice(self._function(part, self.parts), SHOWN_ROWS)
         some = list(items)
         return self._collation.rows(some) if some else None
+
+
+def sharded(source: Source, shards: int) -> Source:
+    """A source in so many shards, if it is in shards and the user did not say how many.
+
+    Args:
+        source: Of any kind.
+        shards: As many as there are replicas, >= 1.
+    """
+    if isinstance(source, IterableStyle) and not source.fixed:
+        return source.in_shards(shards)
+    return source
 
 
 def is_iterable_style(value: Any) -> bool:

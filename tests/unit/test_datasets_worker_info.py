@@ -76,6 +76,32 @@ class TestEveryDataset:
         assert seen == [[i, i + 5] for i in range(5)]
 
 
+def test_nobody_takes_a_step_while_another_does():
+    first_in, second_in, looked = (threading.Event() for _ in range(3))
+
+    class Slow(IterableDataset):
+        def __iter__(self):
+            if get_worker_info().id == 0:
+                first_in.set()
+                second_in.wait(0.1)  # it must not come in
+                seen = get_worker_info().id
+                looked.set()
+            else:
+                second_in.set()
+                looked.wait(10)
+                seen = get_worker_info().id
+            yield seen
+
+    shards = WorkerShards(Slow())
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(list, shards(0, 2))
+        assert first_in.wait(10)
+        second = pool.submit(list, shards(1, 2))
+
+    assert (first.result(), second.result()) == ([0], [1])
+
+
 def test_the_dataset_of_the_worker_is_a_copy_of_its_own():
     class Own(IterableDataset):
         def __iter__(self):

@@ -165,6 +165,7 @@ def _numbers(column: Any, place: Place) -> np.ndarray:
     if not missing:
         if hasattr(column.dtype, "categories"):
             column = column.astype(column.dtype.categories.dtype)
+        # The dtype is said because pandas before 2.2 would make objects of some.
         numbers = as_numpy(column.to_numpy(dtype=plain(column.dtype)))
         if numbers.dtype.kind != "f":
             return numbers

@@ -47,7 +47,7 @@ def kind_of(dtype: Any) -> Kind:
         return Kind.NUMBERS if numbers else Kind.NAMES
     if dtype.kind in "biuf" and np.dtype(plain(dtype)).itemsize <= LARGEST_ITEM_BYTES:
         return Kind.NUMBERS
-    if dtype.type is str or dtype.kind in "US":
+    if dtype.type is str:
         return Kind.STRINGS
     if dtype.kind == "M" or str(dtype).startswith("period"):
         return Kind.DATES

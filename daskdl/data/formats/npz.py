@@ -29,11 +29,13 @@ class Npz(Format):
 
     @override
     def __call__(self, content: bytes, name: str) -> Rows:
-        with reading(name), np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            if not isinstance(arrays, Mapping):
+        with reading(name):
+            loaded = np.load(io.BytesIO(content), allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
                 raise DataError(f"{name} must be an .npz file, got one array; use Npy")
-            check_names((self.x, self.y), arrays, name)
-            return rows_of((picked(self.x, arrays), picked(self.y, arrays)), name)
+            with loaded as arrays:
+                check_names((self.x, self.y), arrays, name)
+                return rows_of((picked(self.x, arrays), picked(self.y, arrays)), name)
 
 
 def check_names(wanted: tuple[Tree, Tree], there: Collection[str], url: str) -> None:

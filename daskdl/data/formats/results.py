@@ -140,7 +140,9 @@ def _checked(leaf: Any, name: str) -> int:
 
 def _as_row(tree: Tree) -> Tree:
     def one(leaf: Any) -> Any:
-        number = isinstance(leaf, bool | int | float)
-        return np.asarray(leaf)[None] if number else leaf[None]
+        if isinstance(leaf, bool | int | float | np.generic):
+            leaf = np.asarray(leaf)
+        # What is no array is refused when it is checked.
+        return leaf[None] if isinstance(leaf, np.ndarray | Tensor) else leaf
 
     return trees.mapped(one, tree)

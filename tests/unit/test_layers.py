@@ -65,8 +65,13 @@ OUTSIDE = {
         "distributed",
         "fsspec",
         "numpy",
+<<<<<<< HEAD
         "pandas",
         "pyarrow",
+=======
+        "pyarrow",
+        "safetensors",
+>>>>>>> 64457578d1b9e7cc2d07778c0389cb4c92911cf9
         "torch",
         "typing_extensions",
     },

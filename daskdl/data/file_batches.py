@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from distributed import Client
-
 from daskdl.data.passes import each_part
 from daskdl.data.shards.archives import archived, check_archive, members_of
 from daskdl.data.shards.files import check_files
@@ -34,7 +32,7 @@ def file_batches(  # noqa: PLR0913 - all but three by name
     root: Path | None = None,
     format: Literal["zip", "tar"] = "zip",
     seed: int | None = 0,
-    client: Client | Literal[False] | None = None,
+    client: Any = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Index:
     """Pack original files into uncompressed shards, with their relative paths.
@@ -55,7 +53,7 @@ def file_batches(  # noqa: PLR0913 - all but three by name
         format: "zip" or "tar".
         seed: Of the order of the files; None: as listed, which would make shards of
             images of one class each.
-        client: None: the default client, else this process, as False says.
+        client: Of Dask. None: the default client, else this process, as False says.
         storage_options: Of both file systems, for fsspec.
 
     Returns:
@@ -116,8 +114,10 @@ def _adopted(originals: Originals, part: int, target: Store) -> Shard | None:
         members = members_of(content, originals.archive, target.url_of(name))
     except DataError:
         return None
+    files = [(m.name, content[m.start : m.start + m.size]) for m in members]
+    whole = archived(files, originals.archive) == content  # they are made always alike
     same = [member.name for member in members] == originals.members(part)
-    return Shard(name, len(content), members) if same else None
+    return Shard(name, len(content), members) if whole and same else None
 
 
 def _finished(originals: Originals, target: Store) -> Index | None:

@@ -97,9 +97,10 @@ class Decoding:
         Raises:
             DataError: If it cannot be decoded.
         """
+        pillow, _ = pillow_modules()
         try:
             values = self._values(content)
-        except _UNREADABLE as error:
+        except (*_UNREADABLE, pillow.DecompressionBombError) as error:
             raise DataError(f"cannot read {url}: {_reason(error)}") from error
         rows = values[None] if self.channels == 1 else values.transpose(2, 0, 1)
         if self.scale is None:

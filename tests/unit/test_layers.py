@@ -61,6 +61,7 @@ OUTSIDE = {
     "history": {"pandas", "typing_extensions"},
     "channel": {"distributed", "numpy", "torch", "typing_extensions"},
     "data": {
+        "PIL",
         "dask",
         "distributed",
         "fsspec",

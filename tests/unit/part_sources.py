@@ -1,0 +1,48 @@
+"""Sources made of parts that a test writes down."""
+
+from daskdl.data import trees
+from daskdl.data.source import Source
+
+
+class Parts(Source):
+    """Pairs (x, y), one for each part; an exception is raised when it is loaded."""
+
+    lengths = None
+    first = None
+
+    def __init__(self, *pairs):
+        self.pairs = pairs
+        self.parts = len(pairs)
+
+    def load(self, part):
+        pair = self.pairs[part]
+        if isinstance(pair, BaseException):
+            raise pair
+        return pair
+
+    def name(self, part):
+        return f"box {part}"
+
+
+class Streamed(Parts):
+    """The same, of which a part comes a few rows at a time."""
+
+    sequential = True
+
+    def __init__(self, *pairs, step=2):
+        super().__init__(*pairs)
+        self.step = step
+
+    def load(self, part):
+        raise AssertionError("a part that may not fit into memory was loaded")
+
+    def stream(self, part, rows):
+        x, y = super().load(part)
+        for start in range(0, trees.length(x), self.step):
+            few = slice(start, start + self.step)
+            yield trees.rows(x, few), None if y is None else trees.rows(y, few)
+
+
+def unlabelled(*arrays, kind=Parts):
+    """Parts of x alone."""
+    return kind(*((x, None) for x in arrays))

@@ -7,7 +7,7 @@ parts, so that the result is the same whichever comes first.
 import contextlib
 import functools
 from collections.abc import Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from daskdl.data.source import Source
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
 
-if TYPE_CHECKING:
-    from distributed import Client
-
 T = TypeVar("T")
 Keys = tuple[str | int, ...]
 
@@ -32,7 +29,7 @@ def statistics_of_all(
     source: Source,
     per: Per,
     only: Keys | None,
-    client: "Client | Literal[False] | None",
+    client: Any,
 ) -> Tree:
     """Go through all parts once.
 

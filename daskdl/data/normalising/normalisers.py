@@ -7,7 +7,7 @@ and returns what x is scaled by.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -19,9 +19,6 @@ from daskdl.data.normalising.scaling import Scaling
 from daskdl.data.normalising.statistics import Per, Statistics, check_per
 from daskdl.data.sources import SourceOptions, source_of
 from daskdl.errors import OptionError
-
-if TYPE_CHECKING:
-    from distributed import Client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,7 @@ class Normaliser(ABC):
         X: Any,
         y: Any = None,
         *,
-        client: "Client | Literal[False] | None" = None,
+        client: Any = None,
         loader: Any = None,
     ) -> Normalisation:
         """Go through the data once, each part where it is.

@@ -69,8 +69,10 @@ def check_arrays(X: Tree, y: Tree) -> int:
         raise DataError("X must not be empty, got no array at all")
     lengths = {name: int(check_array(leaf, name)) for name, leaf in named}
     if len(set(lengths.values())) > 1:
-        names, shown = (" and ".join(map(str, part)) for part in zip(*lengths.items()))
-        raise DataError(f"{names} must have the same length, got {shown}")
+        shown = " and ".join(map(str, lengths.values()))
+        raise DataError(
+            f"{' and '.join(lengths)} must have the same length, got {shown}"
+        )
     for name, leaf in labels:
         check_labels(leaf, None, name)
     return next(iter(lengths.values()))

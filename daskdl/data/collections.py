@@ -81,8 +81,12 @@ class Collections(Source):
         finish: Makes rows of these.
         lengths: Rows of each part, if known.
         first: Rows like all others, if known.
+
+    Attributes:
+        finish: Likewise.
     """
 
+    finish: Finish
     apart = True
 
     def __init__(
@@ -98,13 +102,13 @@ class Collections(Source):
         self.first = first
         self._tasks = tasks
         self._keys = keys
-        self._finish = finish
+        self.finish = finish
         self._graphs: dict[int, PartGraph] = {}
 
     @override
     def packed(self, part: int) -> PartGraph:
         if part not in self._graphs:
-            finish = functools.partial(self._finish, part=part)
+            finish = functools.partial(self.finish, part=part)
             self._graphs[part] = self._tasks.part(self._keys[part], finish)
         return self._graphs[part]
 

@@ -1,9 +1,9 @@
 """The tasks of Dask collections, taken apart: for each part those that make it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dask.delayed import Delayed
+import numpy as np
 from dask.optimization import cull
 
 from daskdl.data.part_graph import PartGraph
@@ -59,7 +59,7 @@ def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
         graph = {key: task for own in graphs for key, task in own.items()}
         done = {part.key: part for part in collection if is_future(part)}
         return Tasks(graph, done), [part.key for part in collection]
-    parts = list(_flat(collection.to_delayed()))
+    parts = list(np.ravel(collection.to_delayed()))
     # What is persisted is gone from the optimised graph.
     done = _futures(collection.__dask_graph__())
     return Tasks(dict(parts[0].__dask_graph__()), done), [part.key for part in parts]
@@ -74,7 +74,3 @@ def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
     """Results on a cluster; Dask has them as they are, or wrapped as data."""
     found = {key: getattr(task, "value", task) for key, task in graph.items()}
     return {key: value for key, value in found.items() if is_future(value)}
-
-
-def _flat(delayed: Any) -> Iterable[Delayed]:
-    return delayed.ravel() if hasattr(delayed, "ravel") else delayed

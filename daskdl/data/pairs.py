@@ -71,7 +71,7 @@ def stacked(examples: Sequence[Any], name: str) -> Rows:
         DataError: If they are not of one shape and structure.
     """
     if not examples:
-        raise DataError(f"{name} is empty; filter such partitions out")
+        return np.zeros(0), None  # as much as can be known of none
     xs, ys = zip(*(pair(example) for example in examples), strict=True)
     labels = None if all(y is None for y in ys) else _stacked(ys, "y", name)
     return _stacked(xs, "X", name), labels

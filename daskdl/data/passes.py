@@ -110,7 +110,9 @@ class _Pass:
         self._client = client
         self._workers = workers_of(client)
         self._bound = Timeouts.from_config().bound("data")
-        packed = {new_key("function"): Packed(function, "function")}
+        packed: dict[str, Packed[Any]] = {
+            new_key("function"): Packed(function, "function")
+        }
         if not source.apart:
             packed[new_key("source")] = Packed(source, "X")
         nbytes = sum(value.payload.nbytes for value in packed.values())

@@ -103,6 +103,20 @@ class Source(ABC):
         raise NotImplementedError(f"{type(self).__name__} knows its lengths")
 
 
+def rows_of_part(source: Source, part: int, rows: int) -> Iterator[Rows]:
+    """A part as a whole, or bit by bit where it cannot be had otherwise.
+
+    Args:
+        source: Any.
+        part: Its number.
+        rows: About so many of a sequential one at a time.
+    """
+    if source.sequential:
+        yield from source.stream(part, rows)
+    else:
+        yield source.load(part)
+
+
 def is_known(source: Source) -> bool:
     """Whether as much is known of it as is needed to begin."""
     lengths = source.sequential or source.lengths is not None

@@ -112,7 +112,10 @@ class ClusterStage(Stage):
         workers = sorted(set(seats.values()))
         name = f"daskdl-recipe-{self._options.run:x}-{min(seats)}"
         carried = {p: own.packed for p, own in self._supplies.items() if own.packed}
-        values = {name: self._recipe, **{f"{name}-{p}": v for p, v in carried.items()}}
+        values: dict[str, Packed[Any]] = {
+            name: self._recipe,
+            **{f"{name}-{p}": v for p, v in carried.items()},
+        }
         founders = self._founders.issuperset(seats)
         # While one that comes later does not take it, the others' news wait.
         bound = self._options.timeouts.bound("join" if founders else "request")

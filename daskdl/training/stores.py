@@ -5,7 +5,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from typing_extensions import override
 
@@ -20,6 +20,7 @@ from daskdl.timeouts import Timeouts
 from daskdl.training.loader import Loader
 
 Which = tuple[str, int]  # phase and part
+T = TypeVar("T")
 
 
 class _Loading(NamedTuple):
@@ -139,7 +140,7 @@ class Store(ABC):
         """Under which key a part is that was lost."""
         raise AssertionError("nothing is lost in this process")
 
-    def _wait(self, phase: str, part: int, key: str, coming: "Future[Rows]") -> Rows:
+    def _wait(self, phase: str, part: int, key: str, coming: "Future[T]") -> T:
         bound = self._timeouts.bound("data")
         look_s = min(self._timeouts.silence / 4, bound.seconds)
         for waited in itertools.count(1):

@@ -61,25 +61,14 @@ OUTSIDE = {
     "history": {"pandas", "typing_extensions"},
     "channel": {"distributed", "numpy", "torch", "typing_extensions"},
     "data": {
-<<<<<<< HEAD
         "PIL",
-=======
->>>>>>> a0995550b546029e67dd53a057567202f11fd228
         "dask",
         "distributed",
         "fsspec",
         "numpy",
-<<<<<<< HEAD
-<<<<<<< HEAD
         "pandas",
-        "pyarrow",
-=======
         "pyarrow",
         "safetensors",
->>>>>>> 64457578d1b9e7cc2d07778c0389cb4c92911cf9
-=======
-        "pandas",
->>>>>>> a0995550b546029e67dd53a057567202f11fd228
         "torch",
         "typing_extensions",
     },

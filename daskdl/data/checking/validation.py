@@ -11,9 +11,10 @@ from daskdl.data.checking.files import OfFiles
 from daskdl.data.checking.findings import Findings, findings_of
 from daskdl.data.checking.quarantine import Quarantine
 from daskdl.data.checking.report import KINDS, SHOWN, Moved, Offender, Report
+from daskdl.data.options import SourceOptions
 from daskdl.data.passes import each_part
 from daskdl.data.source import Source
-from daskdl.data.sources import SourceOptions, source_of
+from daskdl.data.sources import source_of
 
 
 def validate(  # noqa: PLR0913 - those of a fit, and what is expected, by name

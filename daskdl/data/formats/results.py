@@ -135,7 +135,7 @@ def _checked(leaf: Any, name: str) -> int:
     """Its length. No rows are fine: collections in files have such parts."""
     if isinstance(leaf, np.ndarray | Tensor) and leaf.ndim and len(leaf) == 0:
         return 0
-    return check_array(leaf, name)
+    return len(leaf) if check_array(leaf, name) else 0
 
 
 def _as_row(tree: Tree) -> Tree:

@@ -17,7 +17,8 @@ from daskdl.data.normalising.fitting import statistics_of_all
 from daskdl.data.normalising.normalisation import Normalisation
 from daskdl.data.normalising.scaling import Scaling
 from daskdl.data.normalising.statistics import Per, Statistics, check_per
-from daskdl.data.sources import SourceOptions, source_of
+from daskdl.data.options import SourceOptions
+from daskdl.data.sources import source_of
 from daskdl.errors import OptionError
 
 

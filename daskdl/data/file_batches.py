@@ -5,23 +5,21 @@ of a hundred small images comes in one of them. What is in the files is not look
 """
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from daskdl.data.passes import each_part
 from daskdl.data.shards.archives import archived, check_archive, members_of
-from daskdl.data.shards.files import check_files
+from daskdl.data.shards.folder import check_files
 from daskdl.data.shards.index import INDEX, Index, Shard
 from daskdl.data.shards.originals import Originals, found
 from daskdl.data.source import Source
+from daskdl.data.stores.listing import Path, is_path
 from daskdl.data.stores.store import Store, store_of
 from daskdl.errors import DataError, OptionError
 
 logger = logging.getLogger(__name__)
-
-Path = str | os.PathLike[str]
 
 
 def file_batches(  # noqa: PLR0913 - all but three by name
@@ -44,9 +42,10 @@ def file_batches(  # noqa: PLR0913 - all but three by name
     files of one shard in memory for each of its threads.
 
     Args:
-        paths: A folder, a glob, or a list of files; local or at URLs of one kind.
+        paths: A folder, a file, a glob, or a list of files and globs; local or at
+            URLs of one kind.
         url: Folder for the shards and their index, ``index.json``.
-        files_per_batch: Files in a shard, >= 1; the last may have fewer.
+        files_per_batch: Folder in a shard, >= 1; the last may have fewer.
         root: The paths that are kept are relative to this folder. None: the folder
             given; of a glob, the one in front of its first wildcard; of a list, the
             deepest that has all.
@@ -75,7 +74,7 @@ def file_batches(  # noqa: PLR0913 - all but three by name
     options = dict(storage_options or {})
     target = Store(store_of(url).url, options)
     originals = Originals(found(paths, root, options), files_per_batch, format, seed)
-    if isinstance(paths, str | os.PathLike):
+    if is_path(paths):
         _check_apart(originals, target)
     done = _finished(originals, target)
     if done is not None:

@@ -21,7 +21,7 @@ from daskdl.data.images.layouts import (
     in_classes,
 )
 from daskdl.data.images.tiny_imagenet import is_tiny_imagenet, tiny_imagenet
-from daskdl.data.shards.files import Files, LooseFiles, check_files
+from daskdl.data.shards.folder import Folder, LooseFiles, check_files
 from daskdl.data.shards.index import Index
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.source import Source
@@ -99,7 +99,7 @@ def image_folder(  # noqa: PLR0913 - all but one by name
     return ImageFolder(files, files.groups(images, files_per_part), layout, decoding)
 
 
-def files_at(store: Store) -> Files:
+def files_at(store: Store) -> Folder:
     """The files at a URL: those in the shards, if there is an index of some."""
     index = Index.found(store)
     return LooseFiles(store) if index is None else ShardedFiles(store, index)
@@ -122,7 +122,7 @@ class ImageFolder(Source):
 
     def __init__(
         self,
-        files: Files,
+        files: Folder,
         groups: Sequence[Sequence[str]],
         layout: Layout,
         decoding: Decoding,

@@ -4,13 +4,17 @@ import pickle
 import re
 from itertools import chain
 
+import numpy as np
 import pytest
 
 from daskdl.data.file_batches import file_batches
+from daskdl.data.formats.csv import Csv
+from daskdl.data.formats.loaders import FromBytes, OneExample
 from daskdl.data.shards.index import Index
 from daskdl.data.shards.sharded_files import ShardedFiles
+from daskdl.data.shards.source import Shards, is_shards
 from daskdl.data.stores.store import Store
-from daskdl.errors import DataError
+from daskdl.errors import DataError, OptionError
 
 FILES = {f"{'ab'[i % 2]}/{i}.txt": bytes([i]) * i for i in range(9)}
 
@@ -66,7 +70,7 @@ class TestShardedFiles:
 
         groups = files.groups(wanted, 64)
 
-        assert sorted(list(chain(*groups))) == wanted
+        assert sorted(chain(*groups)) == wanted
 
     def test_it_travels(self, files):
         copy = pickle.loads(pickle.dumps(files))
@@ -128,3 +132,138 @@ def test_a_folder_without_shards_has_no_index(tmp_path):
 
     store.write("index.json", b'{"title": "holidays"}')
     assert Index.found(store) is None
+
+
+def squares(content):
+    """Rows of a file: the numbers in it, and their squares."""
+    x = np.array([int(n) for n in content.split()], np.float32)[:, None]
+    return x, x[:, 0] ** 2
+
+
+def one(content):
+    """A file as one example."""
+    return np.frombuffer(content, np.uint8)[:2], int(content[-1:])
+
+
+class TestShards:
+    NUMBERS = tuple(list(range(10 * i, 10 * i + i)) for i in range(1, 8))
+
+    @pytest.fixture(params=["zip", "tar"])
+    def url(self, request, tmp_path):
+        store = Store(str(tmp_path / "root"))
+        for i, numbers in enumerate(self.NUMBERS):
+            store.write(f"{i}.txt", " ".join(map(str, numbers)).encode())
+        url = tmp_path / "packed"
+        file_batches(store.url, url, 3, format=request.param, client=False)
+        return url
+
+    def test_each_file_may_give_many_rows(self, url):
+        source = Shards(url, FromBytes(squares))
+
+        rows = [source.load(part) for part in range(source.parts)]
+
+        assert source.parts == 3
+        x = np.concatenate([x for x, _ in rows])[:, 0]
+        assert sorted(x) == [n for numbers in self.NUMBERS for n in numbers]
+        np.testing.assert_array_equal(np.concatenate([y for _, y in rows]), x**2)
+
+    def test_lengths_are_known_when_each_part_was_looked_at(self, url):
+        source = Shards(url, FromBytes(squares))
+        assert source.lengths is None
+        assert source.first is None
+
+        known = source.known([source.look(part) for part in range(source.parts)])
+
+        lengths = [len(known.load(part)[0]) for part in range(known.parts)]
+        assert known.lengths == lengths
+        assert known.first[0].shape[1:] == (1,)
+        assert source.lengths is None
+
+    def test_each_file_may_be_one_example(self, url):
+        source = Shards(url, OneExample(FromBytes(one), classes=["a", "b"]))
+
+        x, y = source.load(0)
+
+        assert source.lengths == [3, 3, 1]
+        assert source.classes == ["a", "b"]
+        assert x.shape == (3, 2)
+        names = source.paths[:3]
+        last = [self.NUMBERS[int(name[0])][-1] % 10 for name in names]
+        assert y.tolist() == last
+        np.testing.assert_array_equal(source.first[0], x[:1])
+
+    def test_there_may_be_no_labels_and_several_inputs(self, url):
+        def load(content):
+            x, y = squares(content)
+            return {"x": x, "squares": (y,)}
+
+        x, y = Shards(url, FromBytes(load)).load(1)
+
+        assert y is None
+        np.testing.assert_array_equal(x["squares"][0], x["x"][:, 0] ** 2)
+
+    def test_csv_files_are_packed_and_read(self, tmp_path):
+        store = Store(str(tmp_path / "root"))
+        for i in range(4):
+            store.write(f"{i}.csv", f"a,label\n{i},1\n{i + 10},0\n".encode())
+        file_batches(f"{store.url}/*.csv", tmp_path / "packed", 2, client=False)
+
+        x, y = Shards(tmp_path / "packed", Csv(label="label")).load(0)
+
+        assert sorted(x[:, 0] % 10) == sorted(
+            [int(n[0]) for n in names_of(tmp_path)] * 2
+        )
+        assert y.tolist() == [1, 0, 1, 0]
+
+    def test_it_travels(self, url):
+        copy = pickle.loads(pickle.dumps(Shards(url, FromBytes(squares))))
+
+        assert copy.name(0) == Shards(url, FromBytes(squares)).name(0)
+        assert len(copy.load(0)[0]) > 0
+
+    def test_what_cannot_be_loaded_is_named(self, url):
+        def load(content):
+            return np.array([int(content)]), None
+
+        source = Shards(url, FromBytes(load))
+        names = [name for name in source.paths[:3] if name != "0.txt"]
+
+        with pytest.raises(
+            DataError, match=rf"cannot read \w+://{names[0]}::.*: Value"
+        ):
+            source.load(0)
+
+    @pytest.mark.parametrize("other", ["shape", "labels"])
+    def test_files_that_do_not_fit_together_are_named(self, url, other):
+        def load(content):
+            x, y = squares(content)
+            if content.startswith(b"10"):
+                return (x.repeat(2, axis=1), y) if other == "shape" else x
+            return x, y
+
+        source = Shards(url, FromBytes(load))
+        part = source.paths.index("0.txt") // 3
+
+        with pytest.raises(DataError, match=r"txt::.* gives x of shape .* before it"):
+            source.load(part)
+
+    @pytest.mark.parametrize("loader", [open, OneExample(open)], ids=["plain", "one"])
+    def test_a_loader_that_wants_paths_is_refused(self, url, loader):
+        with pytest.raises(OptionError, match="files in shards have no paths: loader"):
+            Shards(url, loader)
+
+    def test_a_folder_without_shards_is_named(self, tmp_path):
+        with pytest.raises(DataError, match=r"index\.json: there is no such file"):
+            Shards(tmp_path, FromBytes(squares))
+
+    def test_it_is_told_from_other_folders(self, url, tmp_path):
+        assert is_shards(url)
+        assert is_shards(str(url))
+        assert not is_shards(tmp_path)
+        assert not is_shards(np.zeros(3))
+        assert not is_shards([str(url)])
+
+
+def names_of(folder):
+    """The files of the first shard."""
+    return [m.name for m in Index.read(Store(str(folder / "packed"))).shards[0].members]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
-from daskdl.data.shards.files import Files
+from daskdl.data.shards.folder import Folder
 from daskdl.errors import DataError, OptionError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
 
 def class_folders(
-    files: Files,
+    files: Folder,
     split: str | None,
     labels: Labels,
     classes: Sequence[str] | None,
@@ -84,7 +84,7 @@ def class_folders(
     return Layout(images, known, sorted(set(known)))
 
 
-def images_in(files: Files, folder: str, extensions: Sequence[str]) -> list[str]:
+def images_in(files: Folder, folder: str, extensions: Sequence[str]) -> list[str]:
     """Paths of the images; how many other files there are is logged.
 
     Raises:
@@ -108,7 +108,7 @@ def images_in(files: Files, folder: str, extensions: Sequence[str]) -> list[str]
     return images
 
 
-def in_classes(files: Files, layout: Layout, classes: Sequence[str]) -> Layout:
+def in_classes(files: Folder, layout: Layout, classes: Sequence[str]) -> Layout:
     """The same images, with the classes and the order that the user gave.
 
     Raises:
@@ -161,7 +161,7 @@ def _is_image(name: str, extensions: Sequence[str]) -> bool:
     return path.suffix.lower() in extensions and not hidden
 
 
-def _refuse_splits(files: Files, images: Sequence[str], labels: Labels) -> None:
+def _refuse_splits(files: Folder, images: Sequence[str], labels: Labels) -> None:
     """Images of training and test in one set would be a mistake."""
     if labels is not None:
         return
@@ -172,7 +172,7 @@ def _refuse_splits(files: Files, images: Sequence[str], labels: Labels) -> None:
         raise OptionError(f"{files.url_of('')} has the folders of splits; give {shown}")
 
 
-def _refuse_empty_folders(files: Files, folder: str, images: Sequence[str]) -> None:
+def _refuse_empty_folders(files: Folder, folder: str, images: Sequence[str]) -> None:
     depth = 1 if folder else 0
     used = {PurePosixPath(name).parts[depth] for name in images}
     empty = [
@@ -188,7 +188,7 @@ def _refuse_empty_folders(files: Files, folder: str, images: Sequence[str]) -> N
         )
 
 
-def _parent(files: Files, name: str, split: str | None) -> str:
+def _parent(files: Folder, name: str, split: str | None) -> str:
     folder = PurePosixPath(name).parent
     if str(folder) in {".", split}:
         raise DataError(
@@ -199,7 +199,7 @@ def _parent(files: Files, name: str, split: str | None) -> str:
 
 
 def _looked_up(
-    files: Files, name: str, labels: Callable[[str], str] | Mapping[str, str]
+    files: Folder, name: str, labels: Callable[[str], str] | Mapping[str, str]
 ) -> str:
     if not isinstance(labels, Mapping):
         return str(labels(name))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from daskdl.data.images.layouts import Layout, images_in
-from daskdl.data.shards.files import Files
+from daskdl.data.shards.folder import Folder
 from daskdl.errors import DataError, OptionError
 
 CLASSES = "wnids.txt"
@@ -24,12 +24,14 @@ WORDS = "words.txt"
 ANNOTATIONS = "val/val_annotations.txt"
 
 
-def is_tiny_imagenet(files: Files) -> bool:
+def is_tiny_imagenet(files: Folder) -> bool:
     """Whether a folder has this layout: it lists its classes in a file."""
     return files.exists(CLASSES)
 
 
-def tiny_imagenet(files: Files, split: str | None, extensions: Sequence[str]) -> Layout:
+def tiny_imagenet(
+    files: Folder, split: str | None, extensions: Sequence[str]
+) -> Layout:
     """The images of a split.
 
     Args:
@@ -62,7 +64,7 @@ def _class_folder(name: str) -> str:
     return PurePosixPath(name).parts[1]
 
 
-def _annotated(files: Files) -> Callable[[str], str]:
+def _annotated(files: Folder) -> Callable[[str], str]:
     """The class by the annotations; without them the images were sorted by class."""
     if not files.exists(ANNOTATIONS):
         return _class_folder
@@ -72,7 +74,7 @@ def _annotated(files: Files) -> Callable[[str], str]:
 
 
 def _check_labels(
-    files: Files, labels: Mapping[str, str], classes: Sequence[str]
+    files: Folder, labels: Mapping[str, str], classes: Sequence[str]
 ) -> None:
     known = set(classes)
     for name, label in labels.items():
@@ -82,7 +84,7 @@ def _check_labels(
             raise DataError(f"{files.url_of(name)} has {got} {files.url_of(source)}")
 
 
-def _check_classes(files: Files, used: set[str], classes: Sequence[str]) -> None:
+def _check_classes(files: Folder, used: set[str], classes: Sequence[str]) -> None:
     missing = [name for name in classes if name not in used]
     if missing:
         raise DataError(
@@ -91,7 +93,7 @@ def _check_classes(files: Files, used: set[str], classes: Sequence[str]) -> None
         )
 
 
-def _readable(files: Files, classes: Sequence[str]) -> list[str] | None:
+def _readable(files: Folder, classes: Sequence[str]) -> list[str] | None:
     if not files.exists(WORDS):
         return None
     lines = files.read(WORDS).decode().splitlines()

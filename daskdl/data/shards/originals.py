@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,14 @@ import fsspec
 import numpy as np
 from typing_extensions import override
 
-from daskdl.data.shards.files import LooseFiles
+from daskdl.data.shards.folder import LooseFiles
 from daskdl.data.source import Source
+from daskdl.data.stores.listing import Path, Place, is_path, listed
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError, OptionError
 
-_MAGIC = frozenset("*?[")
 _DIGITS = 8  # of a digest in a file's name: two plans in one folder seldom share it
-
-Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -44,26 +41,35 @@ def found(
     """Find the files that a user means.
 
     Args:
-        paths: A folder, a glob, or a list of files.
+        paths: A folder, a file, a glob, or a list of files and globs.
         root: Their paths are relative to this folder. None: the folder; of a glob, the
             folder in front of its first wildcard; of a list, the deepest common one.
         options: Of the file system.
 
     Raises:
         DataError: If there are none, or one is given twice.
-        OptionError: If one of them is not in the root.
+        OptionError: If one of them is not in the root, or paths are something else.
 
     Example:
         >>> found(["memory://x/a/1.png", "memory://x/b/1.png"], None, {})
         Found(store=Store(url='memory://x'), names=('a/1.png', 'b/1.png'))
     """
-    if isinstance(paths, str | os.PathLike):
-        return _listed(paths, root, options)
-    if not paths:
-        raise DataError("paths must have at least one file, got an empty list")
-    urls = [store_of(path).url for path in paths]
-    common = _common(urls) if root is None else store_of(root).url
-    return Found(Store(common, options), _relative(urls, common, options))
+    if is_path(paths):
+        whole = Store(store_of(paths).url, options)
+        names = whole.names()
+        if names and root is None:
+            return Found(whole, tuple(names))
+        inside = [Place(whole, name) for name in names]
+        places = inside or listed([paths], None, options)
+        if len(places) == 1 and not whole.is_local and not _is_there(places[0]):
+            raise DataError(f"there are no files at {whole.url}")
+        common = places[0].store.url  # the same for all
+    else:
+        places = listed(paths, None, options)
+        common = _common([place.url for place in places])
+    if root is not None:
+        common = store_of(root).url
+    return Found(Store(common, options), _relative(places, common, options))
 
 
 class Originals(Source):
@@ -118,44 +124,8 @@ class Originals(Source):
         return hashlib.sha256(described.encode()).hexdigest()
 
 
-def _listed(path: Path, root: Path | None, options: Mapping[str, Any]) -> Found:
-    url = store_of(path).url
-    folder, pattern = _without_wildcards(url)
-    store = Store(folder, options)
-    if pattern is None:
-        names = store.names()
-        if not names:
-            folder, _, pattern = folder.rpartition("/")  # perhaps it is one file
-    if pattern is not None:
-        store = Store(folder, options)
-        names = (
-            store.names(pattern) if _MAGIC & set(pattern) else _single(store, pattern)
-        )
-    if not names:
-        raise DataError(f"{os.fspath(path)} matches no files")
-    if root is None:
-        return Found(store, tuple(names))
-    urls = [store.url_of(name) for name in names]
-    common = store_of(root).url
-    return Found(Store(common, options), _relative(urls, common, options))
-
-
-def _single(store: Store, name: str) -> list[str]:
-    return [name] if store.exists(name) else []
-
-
-def _without_wildcards(url: str) -> tuple[str, str | None]:
-    """The folder in front of the first wildcard, and the rest if there is one.
-
-    Example:
-        >>> _without_wildcards("s3://bucket/x/*/1.png")
-        ('s3://bucket/x', '*/1.png')
-    """
-    parts = url.rstrip("/").split("/")
-    for i, part in enumerate(parts):
-        if _MAGIC & set(part):
-            return "/".join(parts[:i]), "/".join(parts[i:])
-    return "/".join(parts), None
+def _is_there(place: Place) -> bool:
+    return place.store.exists(place.name)
 
 
 def _common(urls: Sequence[str]) -> str:
@@ -171,8 +141,9 @@ def _common(urls: Sequence[str]) -> str:
 
 
 def _relative(
-    urls: Sequence[str], root: str, options: Mapping[str, Any]
+    places: Sequence[Place], root: str, options: Mapping[str, Any]
 ) -> tuple[str, ...]:
+    urls = [place.url for place in places]
     system, _ = fsspec.core.url_to_fs(root, **options)
     inside = posixpath.join(system._strip_protocol(root), "")
     paths = [system._strip_protocol(url) for url in urls]

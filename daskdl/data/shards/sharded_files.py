@@ -9,14 +9,14 @@ from itertools import groupby
 from typing_extensions import override
 
 from daskdl.data.shards.archives import Member
-from daskdl.data.shards.files import Files
+from daskdl.data.shards.folder import Folder
 from daskdl.data.shards.index import Index, Shard
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
 
 
 @dataclass(frozen=True)
-class ShardedFiles(Files):
+class ShardedFiles(Folder):
     """The files in the shards of a folder, each checked when it is read.
 
     Attributes:

@@ -21,7 +21,7 @@ from daskdl.errors import OptionError
 READERS = 8
 
 
-class Files(ABC):
+class Folder(ABC):
     """Files which are read by their paths, relative to a root. It pickles."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Files(ABC):
 
 
 @dataclass(frozen=True)
-class LooseFiles(Files):
+class LooseFiles(Folder):
     """The files in a folder.
 
     Attributes:

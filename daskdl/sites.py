@@ -16,7 +16,11 @@ from typing_extensions import override
 
 from daskdl import evaluation, inference
 from daskdl.cluster import client_of
+from daskdl.data import trees
+from daskdl.data.checks import rows_like
 from daskdl.data.datasets.iterable_style import sharded
+from daskdl.data.exports.options import ExportOptions
+from daskdl.data.exports.temporary import temporary_batches
 from daskdl.data.looking import looked_at
 from daskdl.data.options import ReadOptions
 from daskdl.data.source import Source, rows_in
@@ -31,6 +35,7 @@ from daskdl.training.stage import Stage
 from daskdl.training.task import TaskOptions
 
 RELAY_BYTES = 8 * 2**20  # for each replica
+FILE_BYTES = 4 * 2**20  # of a batch file for one run: large enough to be worth a look
 
 Sources = Mapping[str, Source]  # by "train" and "validation"
 
@@ -45,20 +50,27 @@ class Site(ABC):
     client: Client | Literal[False]
 
     @contextlib.contextmanager
-    def ready(self, sources: Sources, fit: FitOptions) -> Iterator[Sources]:
+    def ready(self, sources: Sources, fit: FitOptions, seed: int) -> Iterator[Sources]:
         """Make the data ready to be trained on.
 
         Args:
             sources: As given.
             fit: How they are read.
+            seed: Of the shuffling.
 
         Yields:
             Sources of which enough is known.
         """
-        yield {
+        ready = {
             phase: looked_at(source, self.client, skips=fit.read.skips)
             for phase, source in sources.items()
         }
+        with contextlib.ExitStack() as ending:
+            if fit.approach == "export":
+                options = _export_options(ready["train"], fit, seed)
+                exported = temporary_batches(ready["train"], options, self.client)
+                ready["train"] = ending.enter_context(exported)
+            yield ready
 
     @abstractmethod
     def stage(
@@ -119,6 +131,15 @@ class Process(Site):
         replicas = replicas_here(options.master, most)
         own = {phase: sharded(source, replicas) for phase, source in sources.items()}
         yield LocalStage(options, replicas, own)
+
+
+def _export_options(source: Source, fit: FitOptions, seed: int) -> ExportOptions:
+    """Files of some size, whatever the size of a batch."""
+    size = fit.read.batch_size
+    rows = rows_like(source)
+    row_bytes = max(trees.nbytes(rows) // trees.length(rows[0]), 1)
+    batches = max(FILE_BYTES // (row_bytes * size), 1)
+    return ExportOptions(size, batches, seed if fit.shuffle else None)
 
 
 @contextlib.contextmanager

@@ -213,7 +213,7 @@ class Trainer:
         labels = None
         if early := all(is_known(source) for source in sources.values()):
             labels = method.check(model, sources)
-        with site_of(self.client) as site, site.ready(sources, fit) as ready:
+        with site_of(self.client) as site, site.ready(sources, fit, self.seed) as ready:
             if not early:
                 labels = method.check(model, ready)
             recipe = method.recipe(model, self._moved, self.callbacks, ready["train"])

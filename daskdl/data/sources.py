@@ -14,11 +14,15 @@ from daskdl.data.columns import columns
 from daskdl.data.datasets.collation import Collation
 from daskdl.data.datasets.iterable_style import IterableStyle, is_iterable_style
 from daskdl.data.datasets.map_style import MapStyle, is_map_style
+from daskdl.data.exports.source import BatchFiles, is_export
+from daskdl.data.files import Files
 from daskdl.data.frames.columns import check_columns, columns_of, is_frame
 from daskdl.data.in_memory import InMemory
 from daskdl.data.options import SourceOptions
 from daskdl.data.pairs import pairs
+from daskdl.data.shards.source import Shards, is_shards
 from daskdl.data.source import Source
+from daskdl.data.stores.listing import are_paths
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
 
@@ -60,6 +64,9 @@ def _whole(X: Any, options: SourceOptions) -> Source | None:
     if is_map_style(X) or is_iterable_style(X):
         _refuse(options, loader="paths and URLs")
         return _dataset(X, options)
+    if are_paths(X):
+        _refuse(options, collate_fn="a torch Dataset")
+        return _files(X, options.loader)
     if is_bag(X) or is_lazy_list(X):
         _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
         return pairs(X)
@@ -67,8 +74,17 @@ def _whole(X: Any, options: SourceOptions) -> Source | None:
 
 
 def _brings_labels(X: Any) -> bool:
-    kinds = (is_map_style, is_iterable_style, is_bag, is_lazy_list)
+    kinds = (are_paths, is_map_style, is_iterable_style, is_bag, is_lazy_list)
     return isinstance(X, Source) or any(is_kind(X) for is_kind in kinds)
+
+
+def _files(X: Any, loader: Any) -> Source:
+    """What `export` or `file_batches` has written; else the files as they are."""
+    if loader is None and is_export(X):
+        return BatchFiles(X)
+    if loader is not None and is_shards(X):
+        return Shards(X, loader)
+    return Files(X, loader)
 
 
 def _dataset(X: Any, options: SourceOptions) -> Source:

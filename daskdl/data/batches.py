@@ -186,8 +186,11 @@ def _joined(parts: Sequence[Rows]) -> Batch:
 
 
 def _tensor(parts: Sequence[np.ndarray]) -> Tensor:
-    """The rows in memory of their own; shuffled ones have it already."""
-    rows = parts[0]
-    if len(parts) > 1 or not rows.flags.owndata:
-        rows = np.concatenate(parts)
-    return torch.from_numpy(rows)
+    """The rows in memory of their own; shuffled ones have it already.
+
+    Row by row, as a table of columns is not: sums of floats depend on the order.
+    """
+    rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    if rows.flags.owndata and rows.flags.c_contiguous:
+        return torch.from_numpy(rows)
+    return torch.from_numpy(np.array(rows, order="C"))

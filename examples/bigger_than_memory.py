@@ -1,0 +1,68 @@
+"""Train on a dask.array that is four times as large as what a worker may use.
+
+The array is lazy: each block is made where it is trained on, while the block before it is
+trained on, and is dropped after its last use. Here blocks are drawn at random; yours would
+be read from files.
+
+    python examples/bigger_than_memory.py
+"""
+
+import dask.array as da
+import numpy as np
+import torch
+from dask.distributed import Client, LocalCluster
+from dask.utils import format_bytes, parse_bytes
+from torch import nn
+
+import daskdl
+
+MEMORY = "800MB"  # of each of two workers; Python, torch and numba take most of 500 MB
+TIMES = 4  # as much data as one of them may use
+FEATURES = 2_000
+ROWS = 1_024  # of a block: 8 MB
+EPOCHS = 2
+
+
+def block(info):
+    """Rows of one block, the same each time it is asked for."""
+    (start, stop), _ = info[None]["array-location"]
+    rng = np.random.default_rng(start)
+    return rng.standard_normal((stop - start, FEATURES), dtype=np.float32)
+
+
+def peak_bytes():
+    """The most memory that this process has had."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main():
+    blocks = TIMES * parse_bytes(MEMORY) // (4 * FEATURES * ROWS)
+    chunks = ((ROWS,) * blocks, (FEATURES,))
+    X = da.map_blocks(
+        lambda block_info: block(block_info), chunks=chunks, dtype=np.float32
+    )
+    y = (X[:, :10].sum(axis=1) > 0).astype(np.int64)
+
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, memory_limit=MEMORY, dashboard_address=None
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        trainer = daskdl.Trainer(
+            model=lambda: nn.Linear(FEATURES, 2),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+            client=client,
+        )
+        history = trainer.fit(X, y, epochs=EPOCHS, batch_size=256)
+        peak = max(client.run(peak_bytes).values())
+        print(f"{format_bytes(X.nbytes)} in {blocks} blocks, {EPOCHS} epochs")
+        print(f"loss {history.column('loss')}")
+        print(f"a worker may use {MEMORY}, the most one had was {format_bytes(peak)}")
+
+
+if __name__ == "__main__":
+    main()

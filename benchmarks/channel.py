@@ -119,7 +119,7 @@ def measure(client, routing, members, kilobytes, rate, seconds) -> Row:
     plan = {
         "run": run,
         "replicas": seats,
-        "pieces": {},
+        "extents": {},
         "seed": None,
         "epochs_before": 0,
         "synchronous": False,

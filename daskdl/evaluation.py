@@ -5,30 +5,47 @@ they should and any way of cutting the data gives the same answer.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
-from dask.delayed import delayed
 from distributed import Client
 from torch import Tensor, nn
 
-from daskdl.data.arrays import check_batch_size, check_labels, is_dask_array
-from daskdl.data.batches import auto_device, batches, floating_dtype, to_device
-from daskdl.data.checks import check_data, check_loss, check_module
-from daskdl.data.futures import new_key, release, workers_of
-from daskdl.data.pieces import place
-from daskdl.data.rehearsal import (
-    ClassRange,
-    ignored_label,
-    random_state_left_alone,
-    rehearse,
+from daskdl.data.arrays import check_labels
+from daskdl.data.batches import (
+    Batch,
+    Chunk,
+    Transform,
+    auto_device,
+    batches,
+    floating_dtype,
+    rows_in,
+    to_device,
+    whole,
 )
-from daskdl.data.sources import DaskBlocks, Rows, source_of
+from daskdl.data.checks import (
+    check_loss,
+    check_module,
+    check_rows,
+    check_whole,
+    rows_like,
+)
+from daskdl.data.datasets.iterable_style import sharded
+from daskdl.data.futures import workers_of
+from daskdl.data.looking import looked_at
+from daskdl.data.options import ReadOptions
+from daskdl.data.passes import each_part
+from daskdl.data.rehearsal import MISFITS, ClassRange, ignored_label
+from daskdl.data.source import Source, rows_of_part
+from daskdl.data.trees import Tree
 from daskdl.errors import DataError
 from daskdl.objective import Objective, OwnStep, batch_loss, is_sum, on_device
 from daskdl.packed import Packed, PackedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,14 +99,63 @@ class Score:
         return metrics
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Scores one part at a time, wherever it is; picklable.
+
+    Attributes:
+        model: Not changed.
+        loss: What is made of its outputs.
+        batch_size: Rows per forward pass.
+        transform: What is made of each batch before, or None.
+        labels: What the loss accepts, or None.
+        skips: Whether a part that cannot be read counts as none.
+    """
+
+    model: PackedModel
+    loss: Packed[Objective]
+    batch_size: int
+    transform: Transform | None
+    labels: ClassRange | None
+    skips: bool = False
+
+    def __call__(self, source: Source, part: int) -> Score:
+        """Score a part.
+
+        Raises:
+            DataError: If it has a label that the loss does not accept. What loading
+                it raises comes out.
+        """
+        device = auto_device()
+        module = self.model.module(lambda copy: copy.eval().to(device))
+        loss = self.loss.shared(lambda copy: on_device(copy, device))
+        # What a step of the user's own computes may need gradients with respect to x.
+        own = isinstance(loss, OwnStep)
+        made = batches(self._chunks(source, part), self.batch_size)
+        if self.transform is not None:
+            made = map(self.transform, made)
+        with torch.no_grad() if own else torch.inference_mode():
+            return score_batches(module, loss, made, device)
+
+    def _chunks(self, source: Source, part: int) -> Iterator[Chunk]:
+        try:
+            for rows in rows_of_part(source, part, self.batch_size):
+                if self.labels is not None:
+                    classes, ignored = self.labels
+                    check_labels(rows[1], classes, f"y of {source.name(part)}", ignored)
+                yield whole(rows)
+        except (*MISFITS, OSError) as error:
+            if not self.skips:
+                raise
+            logger.warning("%s is left out: %s", source.name(part), error)
+
+
 def evaluate(
     model: nn.Module,
     loss: Objective,
-    X: Any,
-    y: Any,
-    client: Client,
-    *,
-    batch_size: int = 64,
+    source: Source,
+    read: ReadOptions,
+    client: Client | Literal[False],
 ) -> dict[str, float]:
     """Measure a model on data, with every worker doing a part.
 
@@ -98,11 +164,10 @@ def evaluate(
         loss: ``loss(output, labels)``, a mean over a batch, or a sum if it has
             ``reduction="sum"``; or a step of the user's own. Batches weigh by their
             examples.
-        X: Examples: a numpy array, a torch tensor or a ``dask.array``, whose blocks
-            are computed and dropped one after the other.
-        y: Their labels, of the same kind.
-        client: A synchronous client.
-        batch_size: Rows per forward pass, >= 1.
+        source: Examples and their labels; parts are loaded and dropped one after the
+            other.
+        read: How they are read.
+        client: A synchronous client; False: in this process.
 
     Returns:
         ``"loss"``, the mean over the examples, and ``"accuracy"``, the share of right
@@ -110,76 +175,41 @@ def evaluate(
         A step of the user's own shows no outputs: of it there is only the loss.
 
     Raises:
-        DataError: If the data cannot be used, see `check_data`.
+        DataError: If the data cannot be used.
         ModelError: If model and loss do not fit the data.
-        OptionError: If the batch size or the client cannot be used.
-    """
-    packed, accepted = _prepared(model, loss, X, y, batch_size)
-    workers = workers_of(client)
-    # Once to each worker, instead of once with each task.
-    names = new_key("model"), new_key("loss")
-    sent = client.scatter(dict(zip(names, packed, strict=True)), broadcast=True)
-    sent_model, sent_loss = (sent[name] for name in names)
-    try:
-        if is_dask_array(X):
-            source = DaskBlocks(X, y)
-            rows = [source.delayed(i) for i in range(len(source.lengths))]
-            task = _Task(sent_model, sent_loss, batch_size, accepted)
-            return _score_on_workers(rows, task, client)
-        with place(
-            X,
-            y,
-            client,
-            workers,
-            batch_size=batch_size,
-            replicas=len(workers),
-            shuffle_seed=None,
-        ) as pieces:
-            task = _Task(
-                sent_model, sent_loss, batch_size, None
-            )  # all labels have been looked at
-            return _score_on_workers(pieces.futures, task, client)
-    finally:
-        release(sent.values())
-
-
-def evaluate_here(
-    model: nn.Module, loss: Objective, X: Any, y: Any, *, batch_size: int = 64
-) -> dict[str, float]:
-    """The same in this process, piece after piece; arguments as of `evaluate`.
+        OptionError: If the client cannot be used.
 
     Example:
-        >>> x, y = torch.tensor([[0.0, 1.0]]), torch.tensor([1])
-        >>> evaluate_here(nn.Identity(), nn.NLLLoss(), x, y)
+        >>> from daskdl.data.in_memory import InMemory
+        >>> source = InMemory(torch.tensor([[0.0, 1.0]]), torch.tensor([1]), 1)
+        >>> evaluate(nn.Identity(), nn.NLLLoss(), source, ReadOptions(1), False)
         {'loss': -1.0, 'accuracy': 1.0}
     """
-    (packed_model, packed_loss), accepted = _prepared(model, loss, X, y, batch_size)
-    source = source_of(X, y, batch_size, replicas=1, shuffle_seed=None)
-    scores = (
-        score_rows(packed_model, packed_loss, batch_size, accepted, source.rows(i), i)
-        for i in range(len(source.lengths))
-    )
-    return sum(scores, Score()).metrics()
-
-
-def _prepared(
-    model: nn.Module, loss: Objective, X: Any, y: Any, batch_size: int
-) -> tuple[tuple[PackedModel, Packed[Objective]], ClassRange | None]:
-    """Check everything; what travels, and the labels that the loss accepts."""
-    check_data(X, y)
-    check_batch_size(batch_size)
     check_module(model)
     check_loss(loss)
-    argument = "step" if isinstance(loss, OwnStep) else "loss"
-    packed = PackedModel(model), Packed(loss, argument)
-    with random_state_left_alone():
-        return packed, rehearse(packed[0].unpack().eval(), loss, X, y)
+    if source.first is None:
+        source = looked_at(source, client, skips=read.skips)
+    accepted = check_rows(model, loss, *rows_like(source), read.transform)
+    check_whole(source, accepted, read.transform)
+    scoring = Scoring(
+        PackedModel(model),
+        Packed(loss, "step" if isinstance(loss, OwnStep) else "loss"),
+        read.batch_size,
+        read.transform,
+        None if read.transform else accepted,
+        read.skips,
+    )
+    if client is not False:
+        source = sharded(source, len(workers_of(client)))
+    scores = dict(each_part(source, scoring, client, send=True))
+    # In order, so that the sum does not depend on who came first.
+    return sum((scores[part] for part in sorted(scores)), Score()).metrics()
 
 
 def score_batches(
     module: nn.Module,
     loss: Objective,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Batch],
     device: torch.device | str,
 ) -> Score:
     """Score a module on batches, in evaluation mode, which is undone afterwards.
@@ -190,7 +220,7 @@ def score_batches(
     Args:
         module: On ``device``; its parameters and modes are left as they were.
         loss: On ``device``, as in `evaluate`.
-        batches: Pairs of tensors on any device.
+        batches: Pairs (x, y) on any device.
         device: Where to compute.
 
     Example:
@@ -206,25 +236,27 @@ def score_batches(
     return total
 
 
-def _score_batch(module: nn.Module, loss: Objective, x: Tensor, y: Tensor) -> Score:
+def _score_batch(module: nn.Module, loss: Objective, x: Tree, y: Tree) -> Score:
+    rows = rows_in((x, y))
     if isinstance(loss, OwnStep):
-        return Score(batch_loss(loss, module, (x, y)).item() * len(x), examples=len(x))
+        return Score(batch_loss(loss, module, (x, y)).item() * rows, examples=rows)
     output = module(x)
     loss_sum = loss(output, y).item()
     if not is_sum(loss):
-        loss_sum *= len(x)
+        loss_sum *= rows
     if not _is_classification(output, y):
-        return Score(loss_sum, examples=len(x))
+        return Score(loss_sum, examples=rows)
     ignored = ignored_label(loss)
     counted = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
     right = (output.argmax(dim=1) == y) & counted
-    return Score(loss_sum, int(right.sum()), int(counted.sum()), len(x))
+    return Score(loss_sum, int(right.sum()), int(counted.sum()), rows)
 
 
-def _is_classification(output: Any, y: Tensor) -> bool:
+def _is_classification(output: Any, y: Tree) -> bool:
     """Class indices, and one score per class along dimension 1 of the output."""
     return (
-        y.dtype == torch.int64  # as `to_device` makes every integer label
+        isinstance(y, Tensor)
+        and y.dtype == torch.int64  # as `to_device` makes every integer label
         and isinstance(output, Tensor)
         and output.ndim == y.ndim + 1
         and (output.shape[0], *output.shape[2:]) == y.shape
@@ -241,53 +273,3 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
-
-
-class _Task(NamedTuple):
-    """What every worker needs to know to score its parts; Dask futures and values."""
-
-    model: Any  # future of a PackedModel
-    loss: Any  # future of a Packed loss
-    batch_size: int
-    accepted: ClassRange | None  # labels of pieces that no client has seen
-
-
-def _score_on_workers(rows: list[Any], task: _Task, client: Client) -> dict[str, float]:
-    """Score pieces, given as futures or delayed pairs, wherever they are."""
-    score = delayed(score_rows, pure=False)
-    name = new_key("score")
-    tasks = client.compute(
-        [
-            score(*task, part, i, dask_key_name=f"{name}-{i}")
-            for i, part in enumerate(rows)
-        ]
-    )
-    try:
-        return sum(client.gather(tasks), Score()).metrics()
-    finally:
-        release(tasks)
-
-
-def score_rows(
-    model: PackedModel,
-    loss: Packed[Objective],
-    batch_size: int,
-    accepted: ClassRange | None,
-    rows: Rows,
-    index: int,
-) -> Score:
-    """Score one piece on a worker; the task behind `evaluate`.
-
-    Raises:
-        DataError: If it has a label that the loss does not accept.
-    """
-    if accepted is not None:
-        where = f"y of piece {index}"
-        check_labels(rows[1], accepted.classes, where, accepted.ignore_index)
-    device = auto_device()
-    module = model.module(lambda copy: copy.eval().to(device))
-    own_loss = loss.shared(lambda copy: on_device(copy, device))
-    # What a step of the user's own computes may need gradients with respect to x.
-    own = isinstance(own_loss, OwnStep)
-    with torch.no_grad() if own else torch.inference_mode():
-        return score_batches(module, own_loss, batches([rows], batch_size), device)

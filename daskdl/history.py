@@ -26,6 +26,7 @@ COLUMNS: Mapping[str, str] = {
     "clipped": "mass removed by residual clipping, sum of |removed|",
     "replicas": "that ended the epoch",
     "repeated_pieces": "trained on again because their replica was lost",
+    "skipped_examples": 'of parts that could not be read, on_bad_batch="skip"',
     "refused_messages": "that could not be read and were dropped",
     "repaired_updates": "that did not arrive, and came when they were asked for",
     "withheld": "exchanges skipped because the outbox was full",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from daskdl.errors import OptionError
 
-Loss = Callable[[Any, Tensor], Tensor]  # of the model's output and the labels
-Batch = tuple[Tensor, Tensor]
+Loss = Callable[[Any, Any], Tensor]  # of the model's output and the labels
+Batch = tuple[Any, Any]  # x and y, tensors, or tuples and dicts of them
 
 
 @dataclass(frozen=True)

@@ -16,38 +16,77 @@ from typing_extensions import override
 
 from daskdl import evaluation, inference
 from daskdl.cluster import client_of
-from daskdl.data.pieces import place
-from daskdl.data.sources import source_of
+from daskdl.data import trees
+from daskdl.data.checks import rows_like
+from daskdl.data.datasets.iterable_style import sharded
+from daskdl.data.exports.options import ExportOptions
+from daskdl.data.exports.temporary import temporary_batches
+from daskdl.data.looking import looked_at
+from daskdl.data.options import ReadOptions
+from daskdl.data.source import Source, rows_in
+from daskdl.data.supplies import supply_of
 from daskdl.objective import Objective
+from daskdl.timeouts import Timeouts
 from daskdl.training.cluster_stage import ClusterStage, Limits
 from daskdl.training.local_stage import LocalStage
+from daskdl.training.options import FitOptions
 from daskdl.training.seats import most_replicas, replicas_here, seats_of
 from daskdl.training.stage import Stage
 from daskdl.training.task import TaskOptions
 
 RELAY_BYTES = 8 * 2**20  # for each replica
+FILE_BYTES = 4 * 2**20  # of a batch file for one run: large enough to be worth a look
 
-Phases = Mapping[str, tuple[Any, Any]]  # X and y, by "train" and "validation"
+Sources = Mapping[str, Source]  # by "train" and "validation"
 
 
 class Site(ABC):
-    """Does what a trainer is asked for."""
+    """Does what a trainer is asked for.
+
+    Attributes:
+        client: Of the cluster; False: there is none.
+    """
+
+    client: Client | Literal[False]
+
+    @contextlib.contextmanager
+    def ready(self, sources: Sources, fit: FitOptions, seed: int) -> Iterator[Sources]:
+        """Make the data ready to be trained on.
+
+        Args:
+            sources: As given.
+            fit: How they are read.
+            seed: Of the shuffling.
+
+        Yields:
+            Sources of which enough is known.
+        """
+        ready = {
+            phase: looked_at(source, self.client, skips=fit.read.skips)
+            for phase, source in sources.items()
+        }
+        with contextlib.ExitStack() as ending:
+            if fit.approach == "export":
+                options = _export_options(ready["train"], fit, seed)
+                exported = temporary_batches(ready["train"], options, self.client)
+                ready["train"] = ending.enter_context(exported)
+            yield ready
 
     @abstractmethod
     def stage(
-        self, options: TaskOptions, phases: Phases
+        self, options: TaskOptions, sources: Sources
     ) -> AbstractContextManager[Stage]:
         """Prepare a run: choose its replicas, and put the data where they are."""
 
-    @abstractmethod
     def evaluate(
-        self, model: nn.Module, loss: Objective, X: Any, y: Any, batch_size: int
+        self, model: nn.Module, loss: Objective, source: Source, read: ReadOptions
     ) -> dict[str, float]:
         """See :func:`daskdl.evaluation.evaluate`."""
+        return evaluation.evaluate(model, loss, source, read, self.client)
 
-    @abstractmethod
-    def predict(self, model: nn.Module, X: Any, batch_size: int) -> Any:
+    def predict(self, model: nn.Module, X: Any, read: ReadOptions) -> Any:
         """See :func:`daskdl.inference.predict`."""
+        return inference.predict(model, X, read, self.client)
 
 
 class Cluster(Site):
@@ -57,68 +96,50 @@ class Cluster(Site):
         client: A synchronous client.
     """
 
+    client: Client
+
     def __init__(self, client: Client) -> None:
-        self._client = client
+        self.client = client
 
     @override
     @contextlib.contextmanager
-    def stage(self, options: TaskOptions, phases: Phases) -> Iterator[Stage]:
-        examples, rows = len(phases["train"][0]), options.step_rows
-        seats = seats_of(options.master, self._client, examples, rows)
+    def stage(self, options: TaskOptions, sources: Sources) -> Iterator[Stage]:
+        most = most_replicas(rows_in(sources["train"]), options.step_rows)
+        seats = seats_of(options.master, self.client, most)
+        workers = sorted(set(seats.values()))
+        bound = Timeouts.from_config().bound("request")
         with contextlib.ExitStack() as stack:
-            pieces = {
+            supplies = {
                 phase: stack.enter_context(
-                    place(
-                        *own,
-                        self._client,
-                        sorted(set(seats.values())),
-                        batch_size=options.piece_rows(phase),
-                        replicas=len(seats),
-                        shuffle_seed=options.shuffle_seed,
-                    )
+                    supply_of(sharded(own, len(seats)), self.client, workers, bound)
                 )
-                for phase, own in phases.items()
+                for phase, own in sources.items()
             }
-            limits = Limits(RELAY_BYTES, most_replicas(examples, rows))
-            yield ClusterStage(self._client, options, seats, pieces, limits)
-
-    @override
-    def evaluate(
-        self, model: nn.Module, loss: Objective, X: Any, y: Any, batch_size: int
-    ) -> dict[str, float]:
-        return evaluation.evaluate(
-            model, loss, X, y, self._client, batch_size=batch_size
-        )
-
-    @override
-    def predict(self, model: nn.Module, X: Any, batch_size: int) -> Any:
-        return inference.predict(model, X, self._client, batch_size=batch_size)
+            limits = Limits(RELAY_BYTES, most)
+            yield ClusterStage(self.client, options, seats, supplies, limits)
 
 
 class Process(Site):
     """This process alone: replicas are threads."""
 
+    client: Literal[False] = False
+
     @override
     @contextlib.contextmanager
-    def stage(self, options: TaskOptions, phases: Phases) -> Iterator[Stage]:
-        examples, rows = len(phases["train"][0]), options.step_rows
-        replicas = replicas_here(options.master, examples, rows)
-        seed = options.shuffle_seed
-        sources = {
-            phase: source_of(*own, options.piece_rows(phase), replicas, seed)
-            for phase, own in phases.items()
-        }
-        yield LocalStage(options, replicas, sources)
+    def stage(self, options: TaskOptions, sources: Sources) -> Iterator[Stage]:
+        most = most_replicas(rows_in(sources["train"]), options.step_rows)
+        replicas = replicas_here(options.master, most)
+        own = {phase: sharded(source, replicas) for phase, source in sources.items()}
+        yield LocalStage(options, replicas, own)
 
-    @override
-    def evaluate(
-        self, model: nn.Module, loss: Objective, X: Any, y: Any, batch_size: int
-    ) -> dict[str, float]:
-        return evaluation.evaluate_here(model, loss, X, y, batch_size=batch_size)
 
-    @override
-    def predict(self, model: nn.Module, X: Any, batch_size: int) -> Any:
-        return inference.predict_here(model, X, batch_size=batch_size)
+def _export_options(source: Source, fit: FitOptions, seed: int) -> ExportOptions:
+    """Files of some size, whatever the size of a batch."""
+    size = fit.read.batch_size
+    rows = rows_like(source)
+    row_bytes = max(trees.nbytes(rows) // trees.length(rows[0]), 1)
+    batches = max(FILE_BYTES // (row_bytes * size), 1)
+    return ExportOptions(size, batches, seed if fit.shuffle else None)
 
 
 @contextlib.contextmanager

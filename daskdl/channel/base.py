@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from daskdl.channel.leases import Range
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
@@ -36,10 +37,15 @@ class Gathered(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of the data that is leased to a replica."""
+    """Rows that are leased to a replica at a time.
 
-    number: int  # among those of its phase
-    key: str  # of the Dask future that holds it
+    Ranges are of positions in the order in which the rows of a part are trained on.
+    """
+
+    number: int  # in its phase and epoch
+    ranges: tuple[Range, ...]  # in the order to train on them
+    keys: Mapping[int, str]  # Dask's, of the parts named here; "": on no worker
+    ahead: int | None = None  # the part that this replica will probably load next
 
 
 class Entry(NamedTuple):
@@ -221,6 +227,18 @@ class Channel(ABC):
             epoch: Counted from 0.
             finished: Of each ``{"piece": ..., "examples": ..., "loss": ...}``.
             wait: Until there is one, or all pieces are finished, by whomever.
+        """
+
+    @abstractmethod
+    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
+        """Wait for a future that another thread completes, but leave when told to.
+
+        Args:
+            future: Has `done` and `add_done_callback`.
+            timeout_s: Seconds.
+
+        Returns:
+            Whether it is done.
         """
 
     @abstractmethod

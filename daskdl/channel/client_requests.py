@@ -37,9 +37,9 @@ async def handle_unseat(live: LiveRun, replica: int) -> dict[str, Any]:
 
 
 async def handle_restore(
-    live: LiveRun, phase: str, piece: int, key: str
+    live: LiveRun, phase: str, part: int, key: str
 ) -> dict[str, Any]:
-    """A client has started a lost piece again, under another key."""
-    live.record.schedule.replace(phase, piece, key)
+    """A client has started a lost part again, under another key."""
+    live.record.schedule.replace(phase, part, key)
     await live.notify()
     return {"status": Answer.OK.value}

@@ -1,90 +1,142 @@
-"""Who trains on what in one epoch. No I/O, no clock."""
+"""Who trains on what in one epoch: what all ways of dealing it out share. No I/O.
 
+A part is what is loaded in one go; a piece is what is leased at a time, ranges of rows
+of one part or of several. How pieces are cut is in `first_come` and `fixed_shares`.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+TO_ITS_END = -1  # where a range stops whose part has no known length
 
-def piece_order(pieces: int, epoch: int, seed: int | None) -> list[int]:
-    """The order in which an epoch goes through the pieces.
+IsNear = Callable[[int], bool]  # whether the worker of who asks holds a part
+
+
+class Range(NamedTuple):
+    """Consecutive rows of a part, by position in the order they are trained on."""
+
+    part: int
+    start: int
+    stop: int  # exclusive, or `TO_ITS_END`
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a part of unknown length, which nobody can share."""
+        return self.stop == TO_ITS_END
+
+    @property
+    def rows(self) -> int:
+        """How many; a part of unknown length counts as one."""
+        return 1 if self.is_whole else self.stop - self.start
+
+
+class Lease(NamedTuple):
+    """A piece, as it is handed out."""
+
+    number: int  # from 0, in the order in which pieces are cut
+    ranges: tuple[Range, ...]
+    ahead: int | None = None  # the part that its replica will probably load next
+
+    @property
+    def rows(self) -> int:
+        """In all its ranges."""
+        return sum(piece.rows for piece in self.ranges)
+
+
+def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
+    """The order in which an epoch goes through the parts, however many replicas.
 
     Args:
-        pieces: How many there are.
+        parts: How many there are.
         epoch: Counted from 0; each has its own order.
         seed: None keeps the order of the data.
     """
     if seed is None:
-        return list(range(pieces))
-    return [int(i) for i in np.random.default_rng([seed, epoch]).permutation(pieces)]
+        return list(range(parts))
+    return [int(i) for i in np.random.default_rng([seed, epoch]).permutation(parts)]
 
 
-class Leases:
-    """Pieces of one epoch, handed out one at a time.
-
-    Whoever asks gets a piece that is near, else the next one, so that fast
-    replicas take more and a slow one delays nobody by more than one piece.
-    Fixed shares (`share_among`) are for synchronous runs, which must be
-    repeatable: there the i-th of k replicas gets every k-th piece.
+def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
+    """All rows of all parts that have any, in this order.
 
     Args:
-        order: Piece numbers in the order to hand them out.
-        share_among: Replicas with a fixed share each, or None for first come.
+        order: Of the parts.
+        rows: Of each part; -1 where that is not known.
+
+    Example:
+        >>> whole_parts([2, 1, 0], [4, 0, -1])
+        [Range(part=2, start=0, stop=-1), Range(part=0, start=0, stop=4)]
+    """
+    return [Range(part, 0, rows[part]) for part in order if rows[part] != 0]
+
+
+class Leases(ABC):
+    """Pieces of one epoch, handed out one at a time.
+
+    Attributes:
+        repeated: Pieces handed out again because their replica was lost.
     """
 
-    repeated: int  # pieces handed out again because their replica was lost
+    repeated: int
 
-    def __init__(
-        self, order: Sequence[int], share_among: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self) -> None:
         self.repeated = 0
-        self._free = list(order)
-        self._held: dict[int, set[int]] = {}
-        self._again: set[int] = set()
-        self._owner: dict[int, int] = {}
-        if share_among is not None:
-            replicas = sorted(share_among)
-            self._owner = {
-                piece: replicas[i % len(replicas)] for i, piece in enumerate(order)
-            }
+        self._count = 0  # pieces cut so far
+        self._rows = 0  # in pieces that were cut, and that nobody has finished
+        self._held: dict[int, dict[int, Lease]] = {}  # by replica, and by number
+        self._again: deque[Lease] = deque()  # those of lost replicas
 
-    def take(
-        self, replica: int, is_near: Callable[[int], bool] = lambda piece: False
-    ) -> int | None:
-        """Lease a piece to a replica; None if there is none left for it."""
-        allowed = self._allowed(replica)
-        if not allowed:
-            return None
-        # Where copies happen to be must not change a run that is to be repeatable.
-        near = (p for p in allowed if is_near(p)) if not self._owner else iter(())
-        piece = next(near, allowed[0])
-        self._free.remove(piece)
-        self._held.setdefault(replica, set()).add(piece)
-        if piece in self._again:
-            self.repeated += 1
-        return piece
+    @abstractmethod
+    def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
+        """Lease a piece to a replica; None if there is none left for it.
 
+        Args:
+            replica: Who asks.
+            is_near: Tells parts that its worker holds from others; None: all are
+                equally far.
+        """
+
+    @abstractmethod
+    def _free(self) -> int:
+        """Rows that were in no piece yet."""
+
+    @abstractmethod
     def has_one_for(self, replica: int) -> bool:
         """Whether `take` would lease this replica a piece now."""
-        return bool(self._allowed(replica))
 
-    def _allowed(self, replica: int) -> list[int]:
-        return [p for p in self._free if self._owner.get(p, replica) == replica]
-
-    def finish(self, replica: int, piece: int) -> bool:
+    def finish(self, replica: int, number: int) -> bool:
         """A replica has trained on its piece; False if the lease was not its own."""
-        held = self._held.get(replica, set())
-        if piece not in held:
-            return False
-        held.remove(piece)
-        return True
+        lease = self._held.get(replica, {}).pop(number, None)
+        self._rows -= 0 if lease is None else lease.rows
+        return lease is not None
 
     def lose(self, replica: int) -> None:
         """Free what a lost replica held or would have got."""
-        held = self._held.pop(replica, set())
-        self._again |= held
-        self._free.extend(sorted(held))
-        self._owner = {p: r for p, r in self._owner.items() if r != replica}
+        held = self._held.pop(replica, {})
+        self._again.extend(held[number] for number in sorted(held))
 
     def unfinished(self) -> int:
-        """Pieces nobody has finished yet."""
-        return len(self._free) + sum(len(held) for held in self._held.values())
+        """Rows that nobody has finished yet."""
+        return self._free() + self._rows
+
+    def _hand_out(
+        self, replica: int, ranges: Sequence[Range], ahead: int | None
+    ) -> Lease:
+        lease = Lease(self._count, tuple(ranges), ahead)
+        self._count += 1
+        self._rows += lease.rows
+        self._held.setdefault(replica, {})[lease.number] = lease
+        return lease
+
+    def _repeat(self, replica: int, ahead: int | None = None) -> Lease | None:
+        """Hand out again, whole, what was lost first."""
+        if not self._again:
+            return None
+        lease = self._again.popleft()._replace(ahead=ahead)
+        self.repeated += 1
+        self._held.setdefault(replica, {})[lease.number] = lease
+        return lease

@@ -192,10 +192,16 @@ class LocalChannel(Receiver):
             self._changed.notify_all()
             if wait:
                 self._waits.until_true("lease", settled, None)
-            number = record.lease(replica, phase, epoch, lambda key: False)
-            if number is None:
+            lease = record.lease(replica, phase, epoch, lambda key: False)
+            if lease is None:
                 return None
-            return Piece(number, record.schedule.key(phase, number))
+            keys = record.schedule.keys(phase, lease)
+            return Piece(lease.number, lease.ranges, keys, lease.ahead)
+
+    @override
+    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
+        future.add_done_callback(lambda _: self._inbox.wake())
+        return self._waits.until_done("data", future, timeout_s)
 
     @override
     def gather(

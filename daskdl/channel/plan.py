@@ -1,18 +1,58 @@
 """What a client asks for when it opens a run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+# Fine enough that a replica twice as slow as the others delays them little at the end
+# of an epoch, coarse enough that a piece is worth a request.
+PIECES_PER_REPLICA = 8
+
+
+class Extent(NamedTuple):
+    """How much there is to train on in a phase, and in which portions."""
+
+    rows: tuple[int, ...]  # of each part; -1 if only going through it tells
+    keys: tuple[str, ...]  # of each part that a worker holds, else ""
+    step_rows: int  # per optimizer step of one replica
+    piece_rows: int  # aimed at; a multiple of `step_rows`
+
+
+def extent_of(
+    rows: Sequence[int],
+    step_rows: int,
+    replicas: int,
+    keys: Sequence[str] | None = None,
+) -> Extent:
+    """An extent with pieces of the usual size, about eight for each replica.
+
+    Args:
+        rows: Of each part; -1 if that is not known.
+        step_rows: Per optimizer step of one replica.
+        replicas: How many share it.
+        keys: Dask key of each part that a worker holds, "" of others; None: all are
+            loaded from elsewhere.
+
+    Example:
+        >>> extent_of([100, 60], step_rows=4, replicas=2).piece_rows
+        12
+    """
+    total = sum(count for count in rows if count > 0)
+    steps = -(-total // (PIECES_PER_REPLICA * replicas * step_rows))
+    held = ("",) * len(rows) if keys is None else tuple(keys)
+    counts = tuple(int(count) for count in rows)
+    return Extent(counts, held, step_rows, max(steps, 1) * step_rows)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plain values, sent as a dict.
+    """Plain values, sent as a dict; see :meth:`of`.
 
     Attributes:
         run: Identity of the run, a random unsigned 64-bit integer.
         replicas: Worker address of each replica.
-        pieces: For each phase ("train", "validation"), the Dask keys of its pieces.
-        seed: Of the order of the training pieces; None keeps their order.
+        extents: Of each phase ("train", "validation").
+        seed: Of the order of the training parts; None keeps their order.
         epochs_before: Of earlier fits, so that each has an order of its own.
         synchronous: Fixed shares instead of first come, first served.
         relay_bytes: Bound of the relay's queue for each replica.
@@ -23,7 +63,7 @@ class RunPlan:
 
     run: int
     replicas: Mapping[int, str]
-    pieces: Mapping[str, tuple[str, ...]]
+    extents: Mapping[str, Extent]
     seed: int | None
     epochs_before: int
     synchronous: bool
@@ -31,3 +71,11 @@ class RunPlan:
     min_replicas: int
     timeouts: Mapping[str, float]
     routing: str = "plain"
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Read a plan as it came over the wire, where a tuple has no names."""
+        extents = {
+            phase: Extent(*extent) for phase, extent in fields["extents"].items()
+        }
+        return cls(**{**fields, "extents": extents})

@@ -25,6 +25,7 @@ from daskdl.channel.base import (
     Traffic,
 )
 from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.leases import Range
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Barrier, Item
 from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
@@ -214,33 +215,36 @@ class RemoteChannel(Receiver):
             finished=[dict(piece) for piece in finished],
             wait=wait,
         )
-        piece = answer["piece"]
-        return None if piece is None else Piece(int(piece), answer["key"])
+        if answer["piece"] is None:
+            return None
+        ranges = tuple(Range(*one) for one in answer["ranges"])
+        return Piece(answer["piece"], ranges, dict(answer["keys"]), answer["ahead"])
 
+    @override
     def wait_for_data(self, future: Any, timeout_s: float) -> bool:
-        """Wait for a future of Dask's, but leave when the run stops.
-
-        Returns:
-            Whether it is done.
-        """
         future.add_done_callback(lambda _: self._inbox.wake())
         return self._waits.until_done("data", future, timeout_s)
 
-    def missing(self, phase: str, piece: Piece) -> Piece:
-        """A leased piece does not come: is it lost with the worker that held it?
+    def missing(self, phase: str, part: int, key: str) -> str:
+        """A part does not come: is it lost with the worker that held it?
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            part: Of a piece that was leased.
+            key: Under which it does not come.
 
         Returns:
-            The same if it is not lost; else, once it has been started again, the
-            piece under its new key.
+            The same key if it is not lost; else, once it has been started again, its
+            new key.
         """
         answer = self._waits.ask(
             messages.MISSING,
             self._timeouts.bound("data"),
             phase=phase,
-            piece=piece.number,
-            key=piece.key,
+            part=part,
+            key=key,
         )
-        return Piece(piece.number, answer["key"])
+        return str(answer["key"])
 
     @override
     def gather(

@@ -129,29 +129,36 @@ async def handle_lease(
         check_present(replica, record)
     worker = record.members.seats[replica]
     is_near = functools.partial(live.holds, worker)
-    number = record.lease(replica, phase, epoch, is_near)
-    key = None if number is None else record.schedule.key(phase, number)
-    return answer(record, piece=number, key=key)
+    lease = record.lease(replica, phase, epoch, is_near)
+    if lease is None:
+        return answer(record, piece=None)
+    return answer(
+        record,
+        piece=lease.number,
+        ranges=[list(one) for one in lease.ranges],
+        keys=list(record.schedule.keys(phase, lease).items()),
+        ahead=lease.ahead,
+    )
 
 
 async def handle_missing(
-    live: LiveRun, replica: int, phase: str, piece: int, key: str
+    live: LiveRun, replica: int, phase: str, part: int, key: str
 ) -> dict[str, Any]:
-    """A piece does not come. If it is lost, answered when the client has another."""
+    """A part does not come. If it is lost, answered when the client has another."""
     check_present(replica, live.record)
     schedule = live.record.schedule
-    if schedule.key(phase, piece) == key and not live.reachable(key):
+    if schedule.key(phase, part) == key and not live.reachable(key):
         live.record.events.post(
             "missing",
             phase=phase,
-            piece=piece,
+            part=part,
             key=key,
             worker=live.record.members.seats[replica],
             avoid=sorted(live.hanging),
         )
         await live.notify()
-        await live.until(lambda: schedule.key(phase, piece) != key, None)
-    return answer(live.record, key=schedule.key(phase, piece))
+        await live.until(lambda: schedule.key(phase, part) != key, None)
+    return answer(live.record, key=schedule.key(phase, part))
 
 
 async def handle_gather(

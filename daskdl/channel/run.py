@@ -9,7 +9,7 @@ from typing import Any
 
 from daskdl.channel.events import EventLog
 from daskdl.channel.gathering import Gathering
-from daskdl.channel.leases import Leases
+from daskdl.channel.leases import Lease, Leases
 from daskdl.channel.members import Members
 from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.outbox import Outbox
@@ -52,7 +52,7 @@ class RunRecord:
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
         self.members = Members(plan.replicas)
-        self.schedule = Schedule(plan.pieces, plan.seed, plan.epochs_before)
+        self.schedule = Schedule(plan.extents, plan.seed, plan.epochs_before)
         self.outboxes = {}
         self.events = EventLog()
         self.stopped = None
@@ -185,7 +185,7 @@ class RunRecord:
 
     def lease(
         self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
-    ) -> int | None:
+    ) -> Lease | None:
         """Lease a piece to a replica; None if it cannot have one now."""
         if not self.enough:
             return None

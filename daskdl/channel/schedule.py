@@ -1,26 +1,28 @@
-"""Which pieces there are, and who trains on which in the epoch that runs. No I/O."""
+"""Which parts there are, and who trains on which in the epoch that runs. No I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 
-from daskdl.channel.leases import Leases, piece_order
+from daskdl.channel.first_come import FirstCome
+from daskdl.channel.fixed_shares import FixedShares
+from daskdl.channel.leases import IsNear, Lease, Leases, part_order
+from daskdl.channel.plan import Extent
 
 
 class Schedule:
     """The leases of each phase, epoch after epoch.
 
     Args:
-        pieces: For each phase ("train", "validation"), the Dask keys of its pieces.
-        seed: Of the order of the training pieces; None keeps their order.
+        extents: Of each phase ("train", "validation").
+        seed: Of the order of the training parts; None keeps their order.
         epochs_before: Of earlier fits, so that each has an order of its own.
     """
 
     def __init__(
-        self,
-        pieces: Mapping[str, Sequence[str]],
-        seed: int | None,
-        epochs_before: int,
+        self, extents: Mapping[str, Extent], seed: int | None, epochs_before: int
     ) -> None:
-        self._keys = {phase: list(keys) for phase, keys in pieces.items()}
+        self._extents = extents
+        self._keys = {phase: list(extent.keys) for phase, extent in extents.items()}
+        self._held = {phase for phase, keys in self._keys.items() if any(keys)}
         self._seed = seed
         self._epochs_before = epochs_before
         self._leases: dict[str, tuple[int, Leases]] = {}
@@ -40,26 +42,40 @@ class Schedule:
         if epoch < current:
             raise ValueError(f"epoch {epoch} of {phase} is over, this is {current}")
         if epoch > current:
-            seed = self._seed if phase == "train" else None
-            turn = self._epochs_before + epoch
-            order = piece_order(len(self._keys[phase]), turn, seed)
-            self._leases[phase] = (epoch, Leases(order, share_among))
+            self._leases[phase] = (epoch, self._make(phase, epoch, share_among))
         return self._leases[phase][1]
 
-    def key(self, phase: str, piece: int) -> str:
-        """The Dask key of a piece, as it is now."""
-        return self._keys[phase][piece]
+    def _make(
+        self, phase: str, epoch: int, share_among: Sequence[int] | None
+    ) -> Leases:
+        extent = self._extents[phase]
+        seed = self._seed if phase == "train" else None
+        order = part_order(len(extent.rows), self._epochs_before + epoch, seed)
+        if share_among is None:
+            return FirstCome(order, extent)
+        return FixedShares(order, extent, share_among)
 
-    def replace(self, phase: str, piece: int, key: str) -> None:
-        """A piece was lost with its worker, and has been started again."""
-        self._keys[phase][piece] = key
+    def key(self, phase: str, part: int) -> str:
+        """The Dask key of a part, as it is now; "" if no worker holds it."""
+        return self._keys[phase][part]
 
-    def nearest(
-        self, phase: str, is_near: Callable[[str], bool]
-    ) -> Callable[[int], bool]:
-        """The same question of a piece instead of its key."""
+    def keys(self, phase: str, lease: Lease) -> dict[int, str]:
+        """The keys of all parts that a lease names, the one ahead too."""
+        parts = dict.fromkeys(one.part for one in lease.ranges)
+        if lease.ahead is not None:
+            parts.setdefault(lease.ahead)
+        return {part: self.key(phase, part) for part in parts}
+
+    def replace(self, phase: str, part: int, key: str) -> None:
+        """A part was lost with its worker, and has been started again."""
+        self._keys[phase][part] = key
+
+    def nearest(self, phase: str, is_near: Callable[[str], bool]) -> IsNear | None:
+        """The same question of a part instead of its key; None if none has one."""
         keys = self._keys[phase]
-        return lambda piece: is_near(keys[piece])
+        if phase not in self._held:
+            return None
+        return lambda part: keys[part] != "" and is_near(keys[part])
 
     def lose(self, replica: int) -> None:
         """What a replica held, or would have got, is free for the others."""

@@ -58,7 +58,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     async def handle_open(self, plan: Mapping[str, Any], client: str) -> dict[str, Any]:
         """A client starts a run."""
-        record = RunRecord(RunPlan(**plan))
+        record = RunRecord(RunPlan.of(plan))
         self.runs[record.plan.run] = LiveRun(record, self._scheduler, client)
         logger.info("run %s opens: %s", record.plan.run, record.plan.replicas)
         return {"status": Answer.OK.value, "version": VERSION}

@@ -5,7 +5,6 @@ Accepted are numpy arrays, torch tensors and ``dask.array``. No Dask import: a
 models and losses are checked in :mod:`daskdl.data.checks`.
 """
 
-import math
 import sys
 from typing import Any
 
@@ -32,7 +31,7 @@ def is_dask_array(value: Any) -> bool:
     return module is not None and isinstance(value, module.Array)
 
 
-def check_array(value: Any, argument: str) -> int:
+def check_array(value: Any, argument: str) -> float:
     """Refuse what cannot be cut into examples; return their number.
 
     Args:
@@ -40,7 +39,8 @@ def check_array(value: Any, argument: str) -> int:
         argument: Its name in the user's call, for the message.
 
     Returns:
-        Number of examples: the length of the first axis, > 0.
+        Number of examples: the length of the first axis, > 0; NaN if Dask does not
+        know it.
 
     Raises:
         DataError: If the kind, the number of dimensions, the dtype or the chunks
@@ -54,19 +54,19 @@ def check_array(value: Any, argument: str) -> int:
         daskdl.errors.DataError: X must be a numpy array, a torch tensor or a \
 dask.array, got a list; convert it with numpy.asarray(X)
     """
-    _check_kind(value, argument)
+    check_kind(value, argument)
     if value.ndim == 0:
         raise DataError(
             f"{argument} must have examples along its first axis, got 0 dimensions"
         )
-    _check_dtype(value, argument)
+    check_dtype(value, argument)
     if is_dask_array(value):
         _check_chunks(value, argument)
     if 0 in value.shape:
         raise DataError(
             f"{argument} must not be empty, got the shape {tuple(value.shape)}"
         )
-    return int(value.shape[0])
+    return value.shape[0] if is_dask_array(value) else len(value)
 
 
 def check_batch_size(batch_size: Any) -> None:
@@ -170,7 +170,12 @@ must be in [0, 2)
         raise DataError(f"{where}[{shown}] is {labels[index]}{remedy}")
 
 
-def _check_kind(value: Any, argument: str) -> None:
+def check_kind(value: Any, argument: str) -> None:
+    """Refuse what is no array.
+
+    Raises:
+        DataError: Naming its type, and how to convert it.
+    """
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
             f"{argument} is a masked array, whose mask would be ignored; "
@@ -199,7 +204,12 @@ def _type_name(value: Any) -> str:
     return f"{kind.__module__.split('.')[0]}.{kind.__qualname__}"
 
 
-def _check_dtype(value: Any, argument: str) -> None:
+def check_dtype(value: Any, argument: str) -> None:
+    """Refuse an array whose values are no real numbers.
+
+    Raises:
+        DataError: Naming the dtype, and how to convert it.
+    """
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_quantized:
             raise DataError(
@@ -222,11 +232,6 @@ def _check_dtype(value: Any, argument: str) -> None:
 
 
 def _check_chunks(value: Any, argument: str) -> None:
-    if any(math.isnan(size) for sizes in value.chunks for size in sizes):
-        raise DataError(
-            f"{argument} has chunks of unknown size; "
-            f"call {argument}.compute_chunk_sizes() first"
-        )
     split = {axis: -1 for axis, n in enumerate(value.numblocks) if axis and n > 1}
     if split:
         raise DataError(

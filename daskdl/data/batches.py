@@ -1,51 +1,78 @@
-"""From pieces to batches: cut, shuffle, move. No Dask, no threads, no state kept.
+"""From parts to batches: cut, join, move. No Dask, no threads, no state kept.
 
-A piece is a pair of numpy arrays of equal length. Every batch has memory of its
-own, at the price of one copy of its rows: the arrays of a piece stay in the
-worker's store, and a model whose first layer works in place would otherwise
-change what the next epoch, or the user's own array, has to say.
+Every batch has memory of its own, at the price of one copy of its rows: the arrays of a
+part may stay in the worker's store, and a model whose first layer works in place would
+otherwise change what the next epoch, or the user's own array, has to say.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-Rows = tuple[np.ndarray, np.ndarray]
+from daskdl.data import trees
+from daskdl.data.trees import Rows, Tree
+
+Batch = tuple[Tree, Tree]  # x and y, trees of tensors; y None without labels
+Transform = Callable[[Batch], Batch]
 
 
-def batches(
-    pieces: Iterable[Rows], batch_size: int, rng: np.random.Generator | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of exactly ``batch_size`` rows, cut across the pieces.
+class Chunk(NamedTuple):
+    """Some rows of a part, in the order in which they are trained on."""
 
-    What the last piece leaves over comes last, as a smaller batch. The next piece
-    is asked for only when the batch at hand cannot be filled without it.
+    rows: Rows  # of the whole part; read only
+    chosen: slice | np.ndarray  # which; a slice has both ends
+
+    @property
+    def length(self) -> int:
+        """How many rows were chosen."""
+        if isinstance(self.chosen, slice):
+            return int(self.chosen.stop - self.chosen.start)
+        return len(self.chosen)
+
+    def between(self, start: int, stop: int) -> Rows:
+        """Those from one position to another among the chosen rows."""
+        which = self.chosen
+        if isinstance(which, slice):
+            which = slice(which.start + start, which.start + stop)
+        else:
+            which = which[start:stop]
+        return trees.of_both(lambda tree: trees.rows(tree, which), self.rows)
+
+
+def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
+    """Yield batches of exactly ``batch_size`` rows, cut across the chunks.
+
+    What the last chunk leaves over comes last, as a smaller batch; so does what is
+    before a chunk whose rows have another shape, padded to another length for one. The
+    next chunk is asked for only when the batch at hand cannot be filled without it.
 
     Args:
-        pieces: Pairs (x, y) of equal length along the first axis; read only. Empty
-            pairs are passed over.
+        chunks: Those without rows are passed over.
         batch_size: Rows per batch, >= 1.
-        rng: Shuffles the rows within each piece; None leaves them in order.
 
     Yields:
-        Tensors (x, y) in the pieces' dtypes, in memory of their own, on the CPU.
+        Trees of tensors (x, y) in the chunks' dtypes, in memory of their own, on the
+        CPU.
 
     Example:
-        >>> pieces = [(np.arange(3), np.arange(3)), (np.arange(3, 5), np.arange(2))]
-        >>> [x.tolist() for x, _ in batches(pieces, batch_size=2)]
+        >>> rows = np.arange(5), np.arange(5)
+        >>> chunks = [Chunk(rows, slice(0, 3)), Chunk(rows, slice(3, 5))]
+        >>> [x.tolist() for x, _ in batches(chunks, batch_size=2)]
         [[0, 1], [2, 3], [4]]
     """
     waiting: list[Rows] = []
     missing = batch_size
-    for x, y in pieces:
-        order = None if rng is None else rng.permutation(len(x))
+    for chunk in chunks:
         start = 0
-        while start < len(x):
-            stop = min(start + missing, len(x))
-            rows = slice(start, stop) if order is None else order[start:stop]
-            waiting.append((x[rows], y[rows]))
+        if waiting and not _alike(waiting[-1], chunk.rows):
+            yield _joined(waiting)
+            waiting, missing = [], batch_size
+        while start < chunk.length:
+            stop = min(start + missing, chunk.length)
+            waiting.append(chunk.between(start, stop))
             missing -= stop - start
             start = stop
             if missing == 0:
@@ -55,9 +82,24 @@ def batches(
         yield _joined(waiting)
 
 
+def whole(rows: Rows) -> Chunk:
+    """All rows of a part, in their order."""
+    return Chunk(rows, slice(0, trees.length(rows[0])))
+
+
+def rows_in(batch: Batch) -> int:
+    """How many rows a batch has.
+
+    Example:
+        >>> rows_in(({"a": torch.zeros(3, 2)}, None))
+        3
+    """
+    return trees.length(batch[0])
+
+
 def to_device(
-    x: Tensor, y: Tensor, device: torch.device | str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+    x: Tree, y: Tree, device: torch.device | str, dtype: torch.dtype
+) -> Batch:
     """Return the batch on ``device`` in the dtypes that a model and a loss expect.
 
     Floating inputs and labels take the model's floating dtype. Integer labels become
@@ -65,8 +107,8 @@ def to_device(
     an embedding, stay as they are, and so does bool.
 
     Args:
-        x: Inputs of a batch.
-        y: Labels of the same batch.
+        x: Inputs of a batch, a tree of tensors.
+        y: Labels of the same batch, or None.
         device: Where the model is.
         dtype: The model's floating dtype, see :func:`floating_dtype`.
 
@@ -75,17 +117,24 @@ def to_device(
         >>> [t.dtype for t in to_device(x, y, "cpu", torch.float32)]
         [torch.float32, torch.int64]
     """
-    if not y.is_floating_point() and y.dtype != torch.bool:
-        y = y.to(device, torch.int64, non_blocking=True)
-    return inputs_to_device(x, device, dtype), inputs_to_device(y, device, dtype)
+
+    def labels(leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point() and leaf.dtype != torch.bool:
+            return leaf.to(device, torch.int64, non_blocking=True)
+        return _moved(leaf, device, dtype)
+
+    inputs = inputs_to_device(x, device, dtype)
+    return inputs, None if y is None else trees.mapped(labels, y)
 
 
-def inputs_to_device(
-    x: Tensor, device: torch.device | str, dtype: torch.dtype
-) -> Tensor:
-    """Return ``x`` on ``device``, in ``dtype`` if it is floating; see `to_device`."""
-    wanted = dtype if x.is_floating_point() else x.dtype
-    return x.to(device, wanted, non_blocking=True)
+def inputs_to_device(x: Tree, device: torch.device | str, dtype: torch.dtype) -> Tree:
+    """Return ``x`` on ``device``, what is floating in ``dtype``; see `to_device`."""
+    return trees.mapped(lambda leaf: _moved(leaf, device, dtype), x)
+
+
+def _moved(leaf: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    wanted = dtype if leaf.is_floating_point() else leaf.dtype
+    return leaf.to(device, wanted, non_blocking=True)
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype:
@@ -109,13 +158,36 @@ def auto_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _joined(parts: list[Rows]) -> tuple[Tensor, Tensor]:
-    return _tensor([x for x, _ in parts]), _tensor([y for _, y in parts])
+def tensors(rows: Rows) -> Batch:
+    """The rows as tensors in memory of their own."""
+    return _joined([rows])
 
 
-def _tensor(parts: list[np.ndarray]) -> Tensor:
+def _alike(one: Rows, other: Rows) -> bool:
+    """Whether rows of both go into one batch."""
+    return _shapes(one) == _shapes(other)
+
+
+def _shapes(rows: Rows) -> list[tuple[int, ...]]:
+    found = [
+        *trees.leaves(rows[0]),
+        *([] if rows[1] is None else trees.leaves(rows[1])),
+    ]
+    return [leaf.shape[1:] for leaf in found]
+
+
+def _joined(parts: Sequence[Rows]) -> Batch:
+    def join(*leaves: np.ndarray) -> Tensor:
+        return _tensor(leaves)
+
+    x = trees.mapped(join, *(part[0] for part in parts))
+    y = None if parts[0][1] is None else trees.mapped(join, *(p[1] for p in parts))
+    return x, y
+
+
+def _tensor(parts: Sequence[np.ndarray]) -> Tensor:
     """The rows in memory of their own; shuffled ones have it already."""
-    whole = parts[0]
-    if len(parts) > 1 or not whole.flags.owndata:
-        whole = np.concatenate(parts)
-    return torch.from_numpy(whole)
+    rows = parts[0]
+    if len(parts) > 1 or not rows.flags.owndata:
+        rows = np.concatenate(parts)
+    return torch.from_numpy(rows)

@@ -4,73 +4,78 @@ No Dask. One array by itself is checked in :mod:`daskdl.data.arrays`; what model
 loss make of two rows of it, in :mod:`daskdl.data.rehearsal`.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from daskdl.data.arrays import check_array, check_labels, is_dask_array
+from daskdl.data import trees
+from daskdl.data.arrays import check_array, check_labels
+from daskdl.data.batches import Transform
+from daskdl.data.in_memory import InMemory
 from daskdl.data.rehearsal import (
     MISFITS,
     ClassRange,
     random_state_left_alone,
     rehearse,
 )
+from daskdl.data.source import Source
+from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.objective import Objective, OwnStep
 from daskdl.packed import PackedModel
 
 __all__ = [
     "ClassRange",
-    "check_data",
+    "check_arrays",
     "check_labels",
     "check_loss",
     "check_model",
     "check_module",
+    "check_rows",
     "check_step",
-    "check_validation",
+    "check_whole",
+    "of_validation",
+    "rows_like",
     "trainable",
 ]
 
 
-def check_data(X: Any, y: Any) -> int:
-    """Refuse examples and labels that do not make a data set.
+def check_arrays(X: Tree, y: Tree) -> int:
+    """Refuse arrays in memory that do not make a data set.
 
     Args:
-        X: Examples along the first axis.
-        y: Their labels, in the same order.
+        X: Tree of arrays and tensors, examples along the first axis.
+        y: Their labels, in the same order, or None.
 
     Returns:
         Number of examples, > 0.
 
     Raises:
-        DataError: If either cannot be used (see `check_array`), if they differ in
-            length or in where they are kept, or if labels in memory have a NaN.
+        DataError: If one cannot be used (see `check_array`), if they differ in
+            length, or if labels have a NaN.
 
     Example:
-        >>> check_data(torch.zeros(3, 2), torch.zeros(4))
+        >>> check_arrays(torch.zeros(3, 2), torch.zeros(4))
         Traceback (most recent call last):
         daskdl.errors.DataError: X and y must have the same length, got 3 and 4
     """
-    examples = check_array(X, "X")
-    labels = check_array(y, "y")
-    if examples != labels:
+    labels = [] if y is None else list(trees.named(y, "y"))
+    named = [*trees.named(X, "X"), *labels]
+    if not named:
+        raise DataError("X must not be empty, got no array at all")
+    lengths = {name: int(check_array(leaf, name)) for name, leaf in named}
+    if len(set(lengths.values())) > 1:
+        shown = " and ".join(map(str, lengths.values()))
         raise DataError(
-            f"X and y must have the same length, got {examples} and {labels}"
+            f"{' and '.join(lengths)} must have the same length, got {shown}"
         )
-    if is_dask_array(X) and not is_dask_array(y):
-        raise DataError(
-            "X is a dask.array and y is in memory; "
-            "use dask.array.from_array(y, chunks=X.chunks[:1] + y.shape[1:])"
-        )
-    if is_dask_array(y):
-        if not is_dask_array(X):
-            raise DataError("y is a dask.array and X is in memory; use y.compute()")
-    else:
-        check_labels(y, None, "y")
-    return examples
+    for name, leaf in labels:
+        check_labels(leaf, None, name)
+    return next(iter(lengths.values()))
 
 
 def check_model(model: Any, loss: Any, optimizer: Any) -> None:
@@ -124,21 +129,27 @@ def check_module(model: Any) -> None:
 
 
 def check_step(
-    model: nn.Module, loss: Objective, optimizer: Any, X: Any, y: Any
+    model: nn.Module,
+    loss: Objective,
+    optimizer: Any,
+    X: Tree,
+    y: Tree,
+    transform: Transform | None = None,
 ) -> ClassRange | None:
     """Rehearse one step on two rows, so that what does not fit is found here.
 
     It runs on a copy that has been through the same packing as on the way to the
     workers, in evaluation mode, without gradients; the random state of Python, numpy
-    and torch is left as it was. Of a ``dask.array`` the rows are zeros.
+    and torch is left as it was.
 
     Args:
         model: The module to train; not changed.
         loss: ``loss(output, labels)``, a mean over the examples; or a step of the
             user's own.
         optimizer: Makes a ``torch.optim.Optimizer`` from a list of parameters.
-        X: Examples; `check_data` has accepted them.
-        y: Labels, likewise.
+        X: Examples, of which two are looked at.
+        y: Labels, likewise, or None.
+        transform: What is made of each batch before, or None.
 
     Returns:
         The labels the loss accepts, if it takes class indices: what
@@ -152,32 +163,61 @@ def check_step(
     with random_state_left_alone():
         copy = PackedModel(model).unpack().eval()
         _check_optimizer(optimizer, copy)
-        return rehearse(copy, loss, X, y)
+        return rehearse(copy, loss, X, y, transform)
 
 
-def check_validation(model: nn.Module, loss: Objective, validation: Any) -> None:
-    """Refuse validation data that model and loss cannot be scored on.
+def check_rows(
+    model: nn.Module,
+    loss: Objective,
+    X: Tree,
+    y: Tree,
+    transform: Transform | None = None,
+) -> ClassRange | None:
+    """Refuse data that model and loss cannot be scored on; as `check_step`."""
+    with random_state_left_alone():
+        return rehearse(PackedModel(model).unpack().eval(), loss, X, y, transform)
+
+
+def rows_like(source: Source) -> Rows:
+    """Rows like all those of a source, to rehearse with.
 
     Raises:
-        OptionError: If it is no pair; DataError or ModelError as `check_data` and
-            `check_step` have it, and the message says that it is about validation.
+        DataError: If it has none.
+    """
+    if source.first is None:
+        raise DataError("X must not be empty, got no rows in any part")
+    return source.first
+
+
+def check_whole(
+    source: Source, labels: ClassRange | None, transform: Transform | None
+) -> None:
+    """Refuse labels in memory that a loss does not accept.
+
+    Args:
+        source: Any; what is not in memory is looked at when it is loaded.
+        labels: What the loss accepts, or None.
+        transform: Makes other labels of these, it may be; then they are not looked at.
+    """
+    if labels is not None and transform is None and isinstance(source, InMemory):
+        y = source.whole[1]
+        check_labels(y, labels.classes, "y", labels.ignore_index)
+
+
+@contextlib.contextmanager
+def of_validation() -> Iterator[None]:
+    """Errors from here, which speak of X and y, are about the validation data.
 
     Example:
-        >>> pair = (torch.zeros(3, 2), torch.zeros(4))
-        >>> check_validation(nn.Linear(2, 1), nn.MSELoss(), pair)
+        >>> with of_validation():
+        ...     check_arrays(torch.zeros(3, 2), torch.zeros(4))
         Traceback (most recent call last):
         daskdl.errors.DataError: validation: X and y must have the same length, got \
 3 and 4
     """
-    if not isinstance(validation, tuple) or len(validation) != 2:
-        raise OptionError(
-            f"validation must be a tuple (X, y), got a {type(validation).__name__}"
-        )
     try:
-        check_data(*validation)
-        with random_state_left_alone():
-            rehearse(PackedModel(model).unpack().eval(), loss, *validation)
-    except OptionError as error:  # which speaks of X and y
+        yield
+    except OptionError as error:
         raise type(error)(f"validation: {error}") from error
 
 

@@ -3,15 +3,19 @@
 For what is done once, beside training: to count, to check, to export.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from distributed import Client, Future, as_completed, default_client
+from typing_extensions import override
 
 from daskdl.data.futures import new_key, release, workers_of
+from daskdl.data.part_graph import PartGraph
 from daskdl.data.scattering import scatter
 from daskdl.data.source import Source
+from daskdl.data.supplies import content_of
+from daskdl.data.trees import Rows
 from daskdl.packed import Packed
 from daskdl.timeouts import Timeouts
 
@@ -28,6 +32,7 @@ def each_part(
     client: Client | Literal[False] | None = None,
     *,
     parts: Iterable[int] | None = None,
+    send: bool = False,
 ) -> Iterator[tuple[int, T]]:
     """Call a function once for each part, and yield what it returns as it comes.
 
@@ -36,70 +41,142 @@ def each_part(
         function: Of the source, as it is where it is called, and the number of a part.
             What it raises comes out here.
         client: Synchronous: one Dask task for each part. None: the default client, if
-            there is one. False: in this process, where data in memory are gone
-            through in any case.
+            there is one. False: in this process.
         parts: Numbers; None: all.
+        send: Also what is in this process's memory goes to the workers; without, it
+            is gone through here.
 
     Yields:
         Pairs (part, result), in any order.
     """
     numbers = iter(range(source.parts) if parts is None else parts)
-    found = None if source.here or client is False else client or _default()
+    stays = client is False or (source.here and not send)
+    found = None if stays else client or _default()
     if found is None:
         for part in numbers:
             yield part, function(source, part)
         return
-    yield from _on_workers(source, function, found, numbers)
+    own = _Pass(source, function, found)
+    try:
+        yield from own.results(numbers)
+    finally:
+        own.end()
 
 
-def _on_workers(
-    source: Source,
-    function: Callable[[Source, int], T],
-    client: Client,
-    numbers: Iterator[int],
-) -> Iterator[tuple[int, T]]:
-    bound = Timeouts.from_config().bound("data")
-    names = new_key("source"), new_key("function")
-    packed = Packed(source, "X"), Packed(function, "function")
-    values = dict(zip(names, packed, strict=True))
-    what = f"what is to be done ({sum(p.payload.nbytes for p in packed)} bytes)"
-    sent = scatter(client, values, workers_of(client), bound, what)
-    running: dict[Any, int] = {}
-    with contextlib.ExitStack() as ending:
-        ending.callback(lambda: release(list(running)))
-        ending.callback(lambda: release(sent.values()))
+class _Sent(Source):
+    """A source of which one part is here, or what it is made from.
 
-        def begin(part: int) -> Any:
-            held = [Future(key, client) for key in source.needs(part)]
-            task = (_apply, *sent.values(), part, source.needs(part), held)
-            future = client.submit(*task, key=f"{new_key('pass')}-{part}", pure=False)
-            running[future] = part
-            return future
+    Args:
+        name: Of the part.
+        content: Rows, or packed tasks.
+        held: Results that these begin with, by key.
+    """
 
-        most = TASKS_PER_THREAD * max(sum(client.nthreads().values()), 1)
-        coming = as_completed(loop=client.loop)
+    parts = 1
+    lengths = None
+    first = None
+
+    def __init__(self, name: str, content: Any, held: Mapping[Any, Any]) -> None:
+        self._name = name
+        self._content = content
+        self._held = held
+
+    @override
+    def name(self, part: int) -> str:
+        return self._name
+
+    @override
+    def load(self, part: int) -> Rows:
+        if isinstance(self._content, Packed):
+            graph: PartGraph = self._content.unpack()
+            return graph.rows(self._held)
+        x, y = self._content
+        return x, y
+
+
+class _Pass:
+    """One pass on a cluster.
+
+    Args:
+        source: What the parts are of.
+        function: Called for each.
+        client: Of the cluster.
+    """
+
+    def __init__(
+        self, source: Source, function: Callable[[Source, int], Any], client: Client
+    ) -> None:
+        self._source = source
+        self._client = client
+        self._workers = workers_of(client)
+        self._bound = Timeouts.from_config().bound("data")
+        packed: dict[str, Packed[Any]] = {
+            new_key("function"): Packed(function, "function")
+        }
+        if not source.apart:
+            packed[new_key("source")] = Packed(source, "X")
+        nbytes = sum(value.payload.nbytes for value in packed.values())
+        what = f"what is to be done ({nbytes} bytes)"
+        self._sent = scatter(client, packed, self._workers, self._bound, what)
+        self._function, *self._whole = self._sent.values()
+        self._running: dict[Any, int] = {}
+
+    def results(self, numbers: Iterator[int]) -> Iterator[tuple[int, Any]]:
+        """Yield results as they come; the next part is begun for each."""
+        most = TASKS_PER_THREAD * max(sum(self._client.nthreads().values()), 1)
+        coming = as_completed(loop=self._client.loop)
         for _, part in zip(range(most), numbers, strict=False):
-            coming.add(begin(part))
+            coming.add(self._begin(part))
         for future in coming:
-            result = future.result()
-            part = running.pop(future)
+            part, result = self._running.pop(future), future.result()
             future.release()
-            following = next(numbers, None)
-            if following is not None:
-                coming.add(begin(following))
+            for following in itertools.islice(numbers, 1):
+                coming.add(self._begin(following))
             yield part, result
+
+    def end(self) -> None:
+        """Leave nothing of it on the cluster."""
+        release(list(self._running))
+        release(self._sent.values())
+
+    def _begin(self, part: int) -> Any:
+        key = f"{new_key('pass')}-{part}"
+        if self._whole:
+            task: tuple[Any, ...] = (_apply, self._function, *self._whole, part)
+        else:
+            task = (_apply_apart, self._function, *self._apart(part), part)
+        future = self._client.submit(*task, key=key, pure=False)
+        self._running[future] = part
+        return future
+
+    def _apart(self, part: int) -> tuple[Any, ...]:
+        needs = self._source.needs(part)
+        held = [Future(key, self._client) for key in needs]
+        home = [self._workers[part % len(self._workers)]]
+        content = {new_key("part"): content_of(self._source, part)}
+        name = self._source.name(part)
+        (sent,) = scatter(self._client, content, home, self._bound, name).values()
+        return name, sent, needs, held
 
 
 def _apply(
-    source: Packed[Source],
-    function: Packed[Callable[[Source, int], T]],
-    part: int,
-    keys: tuple[str, ...],
-    values: list[Any],
+    function: Packed[Callable[[Source, int], T]], source: Packed[Source], part: int
 ) -> T:
-    """The task behind a pass."""
+    """The task of a part of a source that each worker has."""
+    return function.shared()(source.shared(), part)
+
+
+def _apply_apart(
+    function: Packed[Callable[[Source, int], T]],
+    name: str,
+    content: Any,
+    keys: tuple[Any, ...],
+    values: list[Any],
+    part: int,
+) -> T:
+    """The task of a part that was sent by itself."""
     held = dict(zip(keys, values, strict=True))
-    return function.shared()(source.shared().holding(held), part)
+    return function.shared()(_Sent(name, content, held), part)
 
 
 def _default() -> Client | None:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from daskdl.data import trees
 from daskdl.data.arrays import check_labels, first_rows, is_dask_array
-from daskdl.data.batches import floating_dtype, inputs_to_device, to_device
-from daskdl.errors import ModelError
+from daskdl.data.batches import Batch, Transform, floating_dtype, to_device
+from daskdl.data.trees import Tree
+from daskdl.errors import DataError, ModelError
 from daskdl.objective import Objective, OwnStep
 from daskdl.packed import Packed
 
@@ -50,36 +52,44 @@ class ClassRange(NamedTuple):
     ignore_index: int  # the one label outside that is accepted
 
 
-def rehearse(module: nn.Module, loss: Objective, X: Any, y: Any) -> ClassRange | None:
+def rehearse(
+    module: nn.Module,
+    loss: Objective,
+    X: Any,
+    y: Any,
+    transform: Transform | None = None,
+) -> ClassRange | None:
     """Run model and loss on two rows; raise if they do not fit them.
 
     Args:
         module: A copy on the CPU in evaluation mode.
         loss: ``loss(output, labels)``, a mean over the examples; or a step of the
             user's own, which runs the model itself.
-        X: Examples that `check_data` has accepted; a ``dask.array`` counts as zeros.
-        y: Their labels, likewise.
+        X: Tree of arrays, of which two rows are taken, repeated if there are fewer.
+        y: Their labels, likewise; None if there are none.
+        transform: What is made of each batch before, or None.
 
     Returns:
         The labels the loss accepts if it takes class indices, else None.
 
     Raises:
-        ModelError: If the model, the loss or the step fails, or the loss is not one
-            number.
-        DataError: If a label in memory is a class that the model does not have.
+        ModelError: If the transform, the model, the loss or the step fails, or the
+            loss is not one number.
+        DataError: If there are no labels for a loss, or one of these is a class that
+            the model does not have.
     """
-    x, labels = to_device(
-        torch.from_numpy(first_rows(X, 2).copy()),
-        torch.from_numpy(first_rows(y, 2).copy()),
-        "cpu",
-        floating_dtype(module),
-    )
+    x, labels = rehearsed_batch(module, X, y, transform)
     if isinstance(loss, OwnStep):
         _rehearse_step(Packed(loss, "step").unpack(), module, x, labels)
         return None
+    if labels is None:
+        raise DataError(
+            "y must be given, or data of pairs (x, y): the loss needs labels; to train "
+            "without, give a step instead of a loss"
+        )
     output = forward(module, x)
     accepted = _class_range(loss, output, labels)
-    if accepted is not None and not is_dask_array(y):
+    if accepted is not None and transform is None and not is_dask_array(y):
         check_labels(y, accepted.classes, "y", accepted.ignore_index)
     loss = Packed(loss, "loss").unpack()
     try:
@@ -94,7 +104,44 @@ def rehearse(module: nn.Module, loss: Objective, X: Any, y: Any) -> ClassRange |
     return accepted
 
 
-def _rehearse_step(step: OwnStep, module: nn.Module, x: Tensor, y: Tensor) -> None:
+def rehearsed_batch(
+    module: nn.Module, X: Tree, y: Tree, transform: Transform | None = None
+) -> Batch:
+    """Two rows as the model will get them, on the CPU.
+
+    Raises:
+        ModelError: If the transform fails.
+    """
+    rows = trees.of_both(lambda tree: trees.mapped(_two, tree), (X, y))
+    return to_device(*transformed(rows, transform), "cpu", floating_dtype(module))
+
+
+def _two(leaf: Any) -> Tensor:
+    return torch.from_numpy(first_rows(leaf, 2).copy())
+
+
+def transformed(batch: Batch, transform: Transform | None) -> Batch:
+    """What a transform of the user's makes of two rows.
+
+    Raises:
+        ModelError: If it fails, or makes no pair.
+    """
+    if transform is None:
+        return batch
+    shown = f"x being {_shown(batch[0])} and y {_shown(batch[1])}"
+    try:
+        made = transform(batch)
+    except MISFITS as error:
+        raise ModelError(f"transform failed on two rows, {shown}: {error}") from error
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ModelError(
+            f"transform must return a pair (x, y), got a {type(made).__name__}; y is "
+            "None where there are no labels"
+        )
+    return made
+
+
+def _rehearse_step(step: OwnStep, module: nn.Module, x: Tree, y: Tree) -> None:
     shapes = f"x being {_shown(x)} and y {_shown(y)}"
     try:
         with _strictly():
@@ -112,7 +159,7 @@ def _strictly() -> Iterator[None]:
         yield
 
 
-def forward(module: nn.Module, x: Tensor) -> Any:
+def forward(module: nn.Module, x: Tree) -> Any:
     """Run the model on rows of X, with an error that names their shape and dtype.
 
     Raises:
@@ -120,20 +167,15 @@ def forward(module: nn.Module, x: Tensor) -> Any:
     """
     try:
         with torch.no_grad():
-            return module(x.clone())  # the first layer may work in place
+            # Clones, because the first layer may work in place.
+            return module(trees.mapped(torch.clone, x))
     except MISFITS as error:
         hint = ""
-        if not x.is_floating_point():
+        if not any(leaf.is_floating_point() for leaf in trees.leaves(x)):
             hint = "; if these are quantities, not indices, use X.astype('float32')"
         raise ModelError(
-            f"model failed on {len(x)} rows of X, {_shown(x)}: {error}{hint}"
+            f"model failed on {trees.length(x)} rows of X, {_shown(x)}: {error}{hint}"
         ) from error
-
-
-def prepared_rows(module: nn.Module, X: Any, count: int) -> Tensor:
-    """``count`` rows of X as the model will get them, on the CPU; see `first_rows`."""
-    rows = torch.from_numpy(first_rows(X, count).copy())
-    return inputs_to_device(rows, "cpu", floating_dtype(module))
 
 
 @contextlib.contextmanager
@@ -168,9 +210,11 @@ def ignored_label(loss: Any) -> int | None:
     return None
 
 
-def _class_range(loss: Any, output: Any, labels: Tensor) -> ClassRange | None:
+def _class_range(loss: Any, output: Any, labels: Tree) -> ClassRange | None:
     ignored = ignored_label(loss)
-    if ignored is None or labels.is_floating_point() or not isinstance(output, Tensor):
+    if not isinstance(output, Tensor) or not isinstance(labels, Tensor):
+        return None
+    if ignored is None or labels.is_floating_point():
         return None
     if output.ndim != labels.ndim + 1:
         return None  # the loss itself will say what it thinks of these shapes
@@ -188,6 +232,9 @@ def _check_loss_value(argument: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple | dict):
+        named = trees.named(value, "")
+        return ", ".join(f"{name}: {_shown(leaf)}" for name, leaf in named)
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)} and dtype {value.dtype}"
     return f"a {type(value).__name__}"

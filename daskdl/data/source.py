@@ -7,10 +7,11 @@ kind of data is a subclass of :class:`Source` in a file of its own, and a line i
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 from daskdl.data import trees
+from daskdl.data.part_graph import PartGraph
 from daskdl.data.trees import Rows
 
 SHOWN_ROWS = 2  # of the first part, to rehearse a step with
@@ -35,7 +36,9 @@ class Source(ABC):
             not fit into memory: `stream` is then used instead of `load`, and neither
             are rows shuffled nor is a part shared.
         classes: Names of the labels 0, 1, ... where there are names; else None.
-        here: Whether the rows are in this process's memory; then it does not travel.
+        here: Whether the rows are in this process's memory.
+        apart: Whether each part is sent by itself, as `packed` has it, to the one who
+            is to load it; else the whole source goes to each worker once.
     """
 
     parts: int
@@ -44,6 +47,7 @@ class Source(ABC):
     sequential: bool = False
     classes: Sequence[str] | None = None
     here: bool = False
+    apart: bool = False
 
     @abstractmethod
     def load(self, part: int) -> Rows:
@@ -70,17 +74,13 @@ class Source(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} is not sequential")
 
+    def packed(self, part: int) -> Rows | PartGraph:
+        """What is sent of a part; of sources only whose parts are sent `apart`."""
+        raise NotImplementedError(f"{type(self).__name__} is sent as a whole")
+
     def needs(self, part: int) -> tuple[str, ...]:
-        """Dask keys of results that a part is made from; see `holding`."""
+        """Dask keys of the results that a part is made from."""
         return ()
-
-    def holding(self, values: Mapping[str, Any]) -> Self:
-        """The same source, which finds what its parts need among these values.
-
-        Args:
-            values: By Dask key.
-        """
-        return self
 
     def name(self, part: int) -> str:
         """What a part is called in messages; of a file its URL."""
@@ -103,12 +103,36 @@ class Source(ABC):
         raise NotImplementedError(f"{type(self).__name__} knows its lengths")
 
 
+def rows_of_part(source: Source, part: int, rows: int) -> Iterator[Rows]:
+    """A part as a whole, or bit by bit where it cannot be had otherwise.
+
+    Args:
+        source: Any.
+        part: Its number.
+        rows: About so many of a sequential one at a time.
+    """
+    if source.sequential:
+        yield from source.stream(part, rows)
+    else:
+        yield source.load(part)
+
+
+def is_known(source: Source) -> bool:
+    """Whether as much is known of it as is needed to begin."""
+    lengths = source.sequential or source.lengths is not None
+    return lengths and source.first is not None
+
+
+def rows_in(source: Source) -> int | None:
+    """Rows of all parts together; None if that is not known."""
+    return None if source.lengths is None else sum(source.lengths)
+
+
 def facts_of(rows: Rows) -> Facts:
     """What is to be known of a part that is here."""
-    x, y = rows
     few = slice(SHOWN_ROWS)
-    shown = trees.rows(x, few), None if y is None else trees.rows(y, few)
-    return Facts(trees.length(x), shown)
+    shown = trees.of_both(lambda tree: trees.rows(tree, few), rows)
+    return Facts(trees.length(rows[0]), shown)
 
 
 def shown_rows(rows: Any, count: int) -> Any:

@@ -1,196 +1,121 @@
-"""What the user gave, cut into pieces; one class for each kind of data.
+"""Which class knows the kind of data that the user gave.
 
-Which class knows a kind is chosen in :func:`source_of` alone. A new kind is a
-subclass of :class:`Source` and a line there. Clients are passed in.
+A new kind is a subclass of :class:`~daskdl.data.source.Source` in a file of its own,
+and a line in :func:`source_of`.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from dask.delayed import Delayed, delayed
-from typing_extensions import override
-
-from daskdl.data.arrays import (
-    as_numpy,
-    check_batch_size,
-    check_labels,
-    is_dask_array,
-)
-from daskdl.data.checks import check_data
-from daskdl.data.scattering import scatter
+from daskdl.data import trees
+from daskdl.data.arrays import is_dask_array
+from daskdl.data.checks import check_arrays
+from daskdl.data.collections import is_bag, is_dask_frame, is_lazy_list
+from daskdl.data.columns import columns
+from daskdl.data.datasets.collation import Collation
+from daskdl.data.datasets.iterable_style import IterableStyle, is_iterable_style
+from daskdl.data.datasets.map_style import MapStyle, is_map_style
+from daskdl.data.exports.source import BatchFiles, is_export
+from daskdl.data.files import Files
+from daskdl.data.frames.columns import check_columns, columns_of, is_frame
+from daskdl.data.in_memory import InMemory
+from daskdl.data.options import SourceOptions
+from daskdl.data.pairs import pairs
+from daskdl.data.shards.source import Shards, is_shards
+from daskdl.data.source import Source
+from daskdl.data.stores.listing import are_paths
+from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
-from daskdl.timeouts import Bound
 
-# Fine enough that a replica twice as slow as the others delays them by an eighth of
-# its share at the end of an epoch, coarse enough that a piece is worth a request.
-PIECES_PER_REPLICA = 8
-
-Rows = tuple[np.ndarray, np.ndarray]
+DEFAULT = SourceOptions()
 
 
-class Source(ABC):
-    """One kind of data, cut into pieces that are not on the workers yet."""
+def source_of(X: Any, y: Any = None, options: SourceOptions = DEFAULT) -> Source:
+    """Choose the class that knows this kind of data.
 
-    lengths: Sequence[int]  # rows of each piece
-
-    @abstractmethod
-    def start(
-        self, client: Any, worker: str, keys: Mapping[int, str], bound: Bound
-    ) -> dict[int, Any]:
-        """Put pieces on a worker, or begin to compute them there.
-
-        Args:
-            client: A synchronous client.
-            worker: Address of the worker they should be on.
-            keys: The future key for each piece to start, by piece number.
-            bound: For each piece that is sent.
-
-        Returns:
-            The future of each piece, by piece number.
-        """
-
-    @abstractmethod
-    def rows(self, index: int) -> Rows:
-        """A piece, cut or computed here and now, in the calling thread."""
-
-    def homes(self, client: Any) -> dict[int, str]:
-        """The worker that already has a piece, for those that are somewhere."""
-        return {}
-
-
-def source_of(
-    X: Any, y: Any, batch_size: int, replicas: int, shuffle_seed: int | None
-) -> Source:
-    """Choose the class that knows this kind of data; the arguments are `place`'s."""
-    check_data(X, y)
-    check_batch_size(batch_size)
-    if replicas < 1:
-        raise OptionError(f"replicas must be >= 1, got {replicas}")
-    if is_dask_array(X):
-        return DaskBlocks(X, y)
-    return InMemory(X, y, batch_size, replicas, shuffle_seed)
-
-
-class InMemory(Source):
-    """Numpy arrays and torch tensors; a piece is copied when it is sent, not before."""
-
-    def __init__(
-        self, X: Any, y: Any, batch_size: int, replicas: int, shuffle_seed: int | None
-    ) -> None:
-        self._x, self._y = as_numpy(X), as_numpy(y)
-        self._bounds = cut(len(self._x), batch_size, PIECES_PER_REPLICA * replicas)
-        self.lengths = [stop - start for start, stop in self._bounds]
-        self._order: np.ndarray | None = None
-        if shuffle_seed is not None:
-            rng = np.random.default_rng(shuffle_seed)
-            self._order = rng.permutation(len(self._x))
-
-    @override
-    def start(
-        self,
-        client: Any,
-        worker: str,
-        keys: Mapping[int, str],
-        bound: Bound,
-    ) -> dict[int, Any]:
-        # One call per piece: they go through the scheduler, which holds one at a time.
-        return {
-            index: self._send(client, worker, index, key, bound)
-            for index, key in keys.items()
-        }
-
-    def _send(
-        self, client: Any, worker: str, index: int, key: str, bound: Bound
-    ) -> Any:
-        rows = self.rows(index)
-        what = f"piece {index} ({sum(part.nbytes for part in rows)} bytes)"
-        return scatter(client, {key: rows}, [worker], bound, what)[key]
-
-    @override
-    def rows(self, index: int) -> Rows:
-        rows = slice(*self._bounds[index])
-        if self._order is None:
-            # Contiguous, because Dask would otherwise pickle them.
-            return (
-                np.ascontiguousarray(self._x[rows]),
-                np.ascontiguousarray(self._y[rows]),
-            )
-        order = self._order[rows]
-        return self._x[order], self._y[order]
-
-
-class DaskBlocks(Source):
-    """A ``dask.array`` each for X and y; blocks without rows are passed over."""
-
-    def __init__(self, X: Any, y: Any) -> None:
-        rows = X.chunks[0]
-        self._x = X
-        self._blocks = [i for i, length in enumerate(rows) if length]
-        self.lengths = [rows[i] for i in self._blocks]
-        # One block per row of blocks: `check_data` has seen to that.
-        columns = [a.to_delayed().reshape(-1) for a in (X, y.rechunk({0: rows}))]
-        self._pairs = [tuple(column[i] for column in columns) for i in self._blocks]
-
-    def delayed(self, index: int, key: str | None = None) -> Delayed:
-        """The pair (x, y) of one piece, still to be computed; ``key`` names it."""
-        task = delayed(as_piece, pure=False)
-        pair: Delayed = task(
-            *self._pairs[index], index, self.lengths[index], dask_key_name=key
-        )
-        return pair
-
-    @override
-    def rows(self, index: int) -> Rows:
-        # Not the scheduler of whatever client there may be.
-        rows: Rows = self.delayed(index).compute(scheduler="synchronous")
-        return rows
-
-    @override
-    def homes(self, client: Any) -> dict[int, str]:
-        futures = client.futures_of(self._x)
-        holders = client.who_has(futures) if futures else {}
-        inner = (0,) * (self._x.ndim - 1)
-        firsts = [(self._x.name, i, *inner) for i in self._blocks]
-        return {i: holders[k][0] for i, k in enumerate(firsts) if holders.get(k)}
-
-    @override
-    def start(
-        self, client: Any, worker: str, keys: Mapping[int, str], bound: Bound
-    ) -> dict[int, Any]:
-        pairs = [self.delayed(index, key) for index, key in keys.items()]
-        # Loose, so that Dask computes them elsewhere when this worker is lost.
-        futures = client.compute(pairs, workers=[worker], allow_other_workers=True)
-        return dict(zip(keys, futures, strict=True))
-
-
-def as_piece(x: Any, y: Any, index: int, rows: int) -> Rows:
-    """Check one block row on the worker that computed it; the task of a piece.
+    Args:
+        X: Inputs, or something that has inputs and labels.
+        y: Labels, or None.
+        options: How data are to be read.
 
     Raises:
-        DataError: If its chunks promised another number of rows, or a label is NaN.
+        DataError: If the kind is not known, or the data cannot be used.
+        OptionError: If an option does not go with the kind.
     """
-    if not len(x) == len(y) == rows:
+    if y is None:
+        whole = _whole(X, options)
+        if whole is not None:
+            return whole
+    elif _brings_labels(X):
         raise DataError(
-            f"piece {index} has {len(x)} rows of X and {len(y)} of y, but the chunks "
-            f"promise {rows}; call compute_chunk_sizes() on both"
+            f"y must not be given with a {type(X).__name__}, which brings its labels"
         )
-    labels = as_numpy(y)
-    check_labels(labels, None, f"y of piece {index}")
-    return as_numpy(x), labels
+    _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
+    leaves = [*trees.leaves(X), *([] if y is None else trees.leaves(y))]
+    if any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves):
+        return columns(X, y)
+    return _in_memory(X, y, options)
 
 
-def cut(examples: int, batch_size: int, pieces: int) -> list[tuple[int, int]]:
-    """Bounds of at most ``pieces`` parts, each a whole number of batches.
+def _whole(X: Any, options: SourceOptions) -> Source | None:
+    """The source of what has inputs and labels together; None if it is no such."""
+    if isinstance(X, Source):
+        _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
+        return X
+    if is_map_style(X) or is_iterable_style(X):
+        _refuse(options, loader="paths and URLs")
+        return _dataset(X, options)
+    if are_paths(X):
+        _refuse(options, collate_fn="a torch Dataset")
+        return _files(X, options.loader)
+    if is_bag(X) or is_lazy_list(X):
+        _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
+        return pairs(X)
+    return None
 
-    Only the last may end with a smaller batch; none is empty.
 
-    Example:
-        >>> cut(10, batch_size=2, pieces=2)
-        [(0, 4), (4, 10)]
-    """
-    batches = -(-examples // batch_size)
-    count = min(batches, pieces)
-    edges = [batches * i // count * batch_size for i in range(count)]
-    return list(zip(edges, [*edges[1:], examples], strict=True))
+def _brings_labels(X: Any) -> bool:
+    kinds = (are_paths, is_map_style, is_iterable_style, is_bag, is_lazy_list)
+    return isinstance(X, Source) or any(is_kind(X) for is_kind in kinds)
+
+
+def _files(X: Any, loader: Any) -> Source:
+    """What `export` or `file_batches` has written; else the files as they are."""
+    if loader is None and is_export(X):
+        return BatchFiles(X)
+    if loader is not None and is_shards(X):
+        return Shards(X, loader)
+    return Files(X, loader)
+
+
+def _dataset(X: Any, options: SourceOptions) -> Source:
+    collation = Collation(options.collate_fn, options.batch_size, options.labelled)
+    if is_iterable_style(X):
+        return IterableStyle(X, options.shards, collation)
+    return MapStyle(X, collation, options.shuffle_seed)
+
+
+def _in_memory(X: Tree, y: Tree, options: SourceOptions) -> Source:
+    labels = None if y is None or not is_frame(y) else check_columns(y, "y", label=True)
+    x = _without_tables(X, "X", None)
+    y = None if y is None else _without_tables(y, "y", labels)
+    check_arrays(x, y)
+    source = InMemory(x, y, options.batch_size, options.shuffle_seed)
+    source.classes = labels
+    return source
+
+
+def _without_tables(tree: Tree, argument: str, classes: Any) -> Tree:
+    named = trees.named(tree, argument)
+    made = iter([_array(leaf, name, classes) for name, leaf in named])
+    return trees.mapped(lambda _: next(made), tree)
+
+
+def _array(leaf: Any, name: str, classes: Any) -> Any:
+    return columns_of(leaf, name, classes) if is_frame(leaf) else leaf
+
+
+def _refuse(options: SourceOptions, **kinds: str) -> None:
+    """Refuse options that do not go with the kind of data."""
+    for name, kind in kinds.items():
+        if getattr(options, name) is not None:
+            raise OptionError(f"{name} is for {kind}, got other data")

@@ -66,6 +66,17 @@ def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     return tuple(inner.values())
 
 
+def of_both(function: Callable[[Tree], Tree], rows: Rows) -> Rows:
+    """Apply a function to x and, if there is one, to y.
+
+    Example:
+        >>> of_both(len, ([1, 2], None))
+        (2, None)
+    """
+    x, y = rows
+    return function(x), None if y is None else function(y)
+
+
 def outline(tree: Tree) -> str:
     """The structure without what is in it, for messages.
 
@@ -89,6 +100,16 @@ def length(tree: Tree) -> int:
         3
     """
     return len(leaves(tree)[0])
+
+
+def nbytes(both: Rows) -> int:
+    """Bytes of all arrays of x and y together.
+
+    Example:
+        >>> nbytes(({"a": np.zeros(3)}, None))
+        24
+    """
+    return sum(int(leaf.nbytes) for leaf in leaves(both) if leaf is not None)
 
 
 def rows(tree: Tree, which: Any) -> Tree:

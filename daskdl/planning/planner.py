@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from daskdl.data.arrays import first_rows, is_dask_array
-from daskdl.data.checks import check_data, check_step
+from daskdl.data.checks import check_arrays, check_step
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
 from daskdl.packed import Packed
@@ -153,7 +153,7 @@ def _rows(batch: Any) -> tuple[Any, Any]:
     if any(is_dask_array(part) for part in batch):
         raise DataError("batch must be in memory, got a dask.array; use compute()")
     try:
-        check_data(*batch)
+        check_arrays(*batch)
     except DataError as error:
         raise DataError(f"batch: {error}") from error
     return batch

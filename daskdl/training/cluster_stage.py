@@ -13,17 +13,18 @@ from typing_extensions import override
 
 from daskdl.channel import messages
 from daskdl.channel.messages import Answer
+from daskdl.channel.plan import extent_of
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
-from daskdl.data.pieces import Pieces
 from daskdl.data.scattering import scatter
+from daskdl.data.supplies import Supply
 from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.packed import Packed
 from daskdl.training.collect import collect
 from daskdl.training.launch import train_replica
 from daskdl.training.merge import Final
 from daskdl.training.seats import replicas_on
-from daskdl.training.stage import Event, Stage, plan_of
+from daskdl.training.stage import Event, Stage, plan_of, rows_of_parts
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.version import VERSION
 
@@ -44,7 +45,7 @@ class ClusterStage(Stage):
         client: Synchronous client of the cluster.
         options: Of the run.
         seats: Worker address of each founder.
-        pieces: Of each phase.
+        supplies: Of each phase.
         limits: Bounds of the run that its replicas do not see.
     """
 
@@ -53,7 +54,7 @@ class ClusterStage(Stage):
         client: Client,
         options: TaskOptions,
         seats: Mapping[int, str],
-        pieces: Mapping[str, Pieces],
+        supplies: Mapping[str, Supply],
         limits: Limits,
     ) -> None:
         self.seats = dict(seats)
@@ -61,7 +62,7 @@ class ClusterStage(Stage):
         routing = options.master.routing_for(len(seats))
         self._options = dataclasses.replace(options, routing=routing)
         self._founders = set(seats)
-        self._pieces = pieces
+        self._supplies = supplies
         self._limits = limits
         self._futures: dict[int, Future] = {}
         self._asked_again: dict[str, float] = {}  # when, by worker; monotonic clock
@@ -71,8 +72,16 @@ class ClusterStage(Stage):
     def open(self) -> None:
         self._client.register_plugin(ChannelSchedulerPlugin())
         self._client.register_plugin(ChannelWorkerPlugin())
-        keys = {p: [piece.key for piece in own] for p, own in self._pieces.items()}
-        plan = plan_of(self._options, self.seats, keys, self._limits.relay_bytes)
+        extents = {
+            phase: extent_of(
+                rows_of_parts(own.source),
+                self._options.piece_rows(phase),
+                len(self.seats),
+                own.keys,
+            )
+            for phase, own in self._supplies.items()
+        }
+        plan = plan_of(self._options, self.seats, extents, self._limits.relay_bytes)
         answer = self._ask(messages.OPEN, plan=vars(plan), client=self._client.id)
         if answer.get("version") != VERSION:
             self._ask(messages.CLOSE)
@@ -102,17 +111,25 @@ class ClusterStage(Stage):
     def _submit(self, seats: Mapping[int, str]) -> None:
         workers = sorted(set(seats.values()))
         name = f"daskdl-recipe-{self._options.run:x}-{min(seats)}"
+        carried = {p: own.packed for p, own in self._supplies.items() if own.packed}
+        values: dict[str, Packed[Any]] = {
+            name: self._recipe,
+            **{f"{name}-{p}": v for p, v in carried.items()},
+        }
         founders = self._founders.issuperset(seats)
         # While one that comes later does not take it, the others' news wait.
         bound = self._options.timeouts.bound("join" if founders else "request")
-        what = f"the model ({self._recipe.payload.nbytes} bytes)"
-        sent = scatter(self._client, {name: self._recipe}, workers, bound, what)
+        nbytes = sum(value.payload.nbytes for value in values.values())
+        what = f"the model ({nbytes} bytes)"
+        sent = scatter(self._client, values, workers, bound, what)
+        sources = {phase: sent[f"{name}-{phase}"] for phase in carried}
         there = {*self._futures, *seats}
         per_worker = Counter(self.seats[replica] for replica in there)
         for replica, worker in seats.items():
             self._futures[replica] = self._client.submit(
                 train_replica,
                 sent[name],
+                sources,
                 self._options,
                 replica,
                 per_worker[worker],
@@ -127,7 +144,7 @@ class ClusterStage(Stage):
     @override
     def news(self, seen: int, timeout_s: float) -> Sequence[Event]:
         answer = self._ask(messages.WATCH, seen=seen, timeout_s=timeout_s)
-        for event in (*self._due(), *self._lost_pieces()):
+        for event in (*self._due(), *self._lost_parts()):
             self.heed(event)
         events: Sequence[Event] = answer["events"]
         return events
@@ -139,14 +156,14 @@ class ClusterStage(Stage):
                 del self._asked_again[worker]
                 yield {"kind": "worker", "worker": worker}
 
-    def _lost_pieces(self) -> Iterator[Event]:
+    def _lost_parts(self) -> Iterator[Event]:
         """What died with its worker: a replica that comes to it shall find it there."""
-        lost = [(phase, p) for phase, own in self._pieces.items() for p in own.lost()]
+        lost = [(p, *part) for p, own in self._supplies.items() for part in own.lost()]
         there = set(self._client.nthreads()) if lost else set()
         training = sorted(there.intersection(self.seats[r] for r in self._futures))
-        for phase, piece in lost if training else ():
-            worker = training[piece.index % len(training)]
-            asked = {"phase": phase, "piece": piece.index, "key": piece.key}
+        for phase, part, key in lost if training else ():
+            worker = training[part % len(training)]
+            asked = {"phase": phase, "part": part, "key": key}
             yield {"kind": "missing", "worker": worker, "avoid": (), **asked}
 
     @override
@@ -194,16 +211,16 @@ class ClusterStage(Stage):
             self._asked_again[worker] = time.monotonic() + bound_s
 
     def _restore(self, event: Event) -> None:
-        """Start a lost piece again: where it is wanted, else on any that takes it."""
-        phase, index = event["phase"], event["piece"]
+        """Send a lost part again: where it is wanted, else to any that takes it."""
+        phase, part = event["phase"], event["part"]
         others = set(self._client.nthreads()) - {event["worker"], *event["avoid"]}
         for home in (event["worker"], *sorted(others)):
             try:
-                piece = self._pieces[phase].restore(index, event["key"], [home])
+                key = self._supplies[phase].restore(part, event["key"], [home])
             except OSError as error:  # it has gone, or hangs
-                logger.info("piece %s is not put on %s: %s", index, home, error)
+                logger.info("part %s is not put on %s: %s", part, home, error)
                 continue
-            self._ask(messages.RESTORE, phase=phase, piece=index, key=piece.key)
+            self._ask(messages.RESTORE, phase=phase, part=part, key=key)
             return
 
     @override

@@ -4,16 +4,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from daskdl.channel.base import Channel, Piece
-from daskdl.data.arrays import check_labels
-from daskdl.data.batches import batches
-from daskdl.data.sources import Rows
-from daskdl.objective import Batch
+from daskdl.data.batches import Batch, Chunk, Transform, batches
+from daskdl.training.reader import Reader, Reading
 from daskdl.training.stepping import Group, rows_of
 from daskdl.training.stores import Store
-from daskdl.training.task import TaskOptions
 
 
 class Feed:
@@ -26,10 +21,10 @@ class Feed:
 
     Args:
         channel: Leases the pieces.
-        options: Of the run.
-        phase: ``"train"`` or ``"validation"``.
         epoch: Counted from 0.
-        store: Has the rows of the pieces.
+        store: Has the parts.
+        reading: How they are read.
+        transform: What is made of each batch before it is trained on, or None.
 
     Attributes:
         loss: Mean loss of this epoch so far, for the client's bar.
@@ -40,19 +35,24 @@ class Feed:
     def __init__(
         self,
         channel: Channel,
-        options: TaskOptions,
-        phase: str,
         epoch: int,
         store: Store,
+        reading: Reading,
+        transform: Transform | None = None,
     ) -> None:
-        self._store = store
         self._channel = channel
-        self._options = options
-        self._phase = phase
         self._epoch = epoch
+        self._reading = reading
+        self._reader = Reader(store, reading)
+        self._transform = transform
         self._given = self._done = 0  # rows: passed to the batches, and trained on
         self._held: deque[tuple[Piece, int, int]] = deque()  # rows, and `_given` after
         self.loss = 0.0
+
+    @property
+    def skipped(self) -> int:
+        """Rows of parts that could not be read."""
+        return self._reader.skipped
 
     def batches(self) -> Iterator[Batch]:
         """Yield batches; the one before is done with when the next is asked for."""
@@ -71,14 +71,20 @@ class Feed:
         """
         piece = self._lease(wait=False)
         while True:
-            rows = batches(self._rows(piece), self._options.batch_size)
-            while group := list(itertools.islice(rows, size)):
-                yield group
-                self._done += rows_of(group)
+            made = batches(self._chunks(piece), self._reading.batch_size)
+            while group := list(itertools.islice(made, size)):
+                rows = rows_of(group)
+                yield self._transformed(group)
+                self._done += rows
             rest()
             piece = self._lease(wait=True)
             if piece is None:
                 return
+
+    def _transformed(self, group: Group) -> Group:
+        if self._transform is None:
+            return group
+        return [self._transform(batch) for batch in group]
 
     def _lease(self, *, wait: bool) -> Piece | None:
         finished = []
@@ -87,26 +93,14 @@ class Feed:
             finished.append(
                 {"piece": piece.number, "examples": examples, "loss": self.loss}
             )
-        return self._channel.lease(self._phase, self._epoch, finished, wait=wait)
+        phase = self._reading.phase
+        return self._channel.lease(phase, self._epoch, finished, wait=wait)
 
-    def _rows(self, piece: Piece | None) -> Iterator[Rows]:
+    def _chunks(self, piece: Piece | None) -> Iterator[Chunk]:
         while piece is not None:
-            x, y = self._load(piece)
-            if self._phase == "train" and self._options.shuffle:
-                # The same rows in the same order, whoever trains on the piece.
-                turn = self._options.epochs_before + self._epoch
-                seed = [self._options.seed, turn, piece.number]
-                order = np.random.default_rng(seed).permutation(len(x))
-                x, y = x[order], y[order]
-            self._given += len(x)
-            self._held.append((piece, len(x), self._given))
-            yield x, y
+            before = self._given
+            for chunk in self._reader.chunks(piece):
+                self._given += chunk.length
+                yield chunk
+            self._held.append((piece, self._given - before, self._given))
             piece = self._lease(wait=False)
-
-    def _load(self, piece: Piece) -> Rows:
-        labels = self._options.labels
-        rows = self._store.rows(self._phase, piece)
-        if labels is not None:
-            where = f"y of piece {piece.number} of the {self._phase} data"
-            check_labels(rows[1], labels.classes, where, labels.ignore_index)
-        return rows

@@ -21,7 +21,7 @@ class Follower:
         history: Gets a row after each epoch.
         callbacks: Their `on_epoch` is called with it.
         size: Parameters of the model.
-        examples: Of all epochs together, for the bar.
+        examples: Of all epochs together, for the bar; None: not known.
         progress: Show a bar; None: if standard error is a terminal.
     """
 
@@ -30,7 +30,7 @@ class Follower:
         history: History,
         callbacks: Sequence[Callback],
         size: int,
-        examples: int,
+        examples: int | None,
         progress: bool | None,
     ) -> None:
         self._history = history

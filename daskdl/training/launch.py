@@ -1,9 +1,12 @@
 """The task that Dask runs: seat a replica on its worker and let it train."""
 
+from collections.abc import Mapping
+
 from distributed import Worker, get_worker, secede
 
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.worker import NAME, ChannelWorkerPlugin
+from daskdl.data.source import Source
 from daskdl.errors import ChannelError
 from daskdl.packed import Packed
 from daskdl.training.replica import Replica
@@ -15,6 +18,7 @@ from daskdl.training.warmup import warm_up
 
 def train_replica(
     recipe: Packed[Recipe],
+    sources: Mapping[str, Packed[Source]],
     options: TaskOptions,
     number: int,
     seats: int,
@@ -25,6 +29,7 @@ def train_replica(
 
     Args:
         recipe: The user's objects.
+        sources: Of the data that each worker has as a whole, by phase.
         options: The same for all replicas.
         number: Of this replica in the run.
         seats: Replicas of this run on this worker.
@@ -35,15 +40,16 @@ def train_replica(
     worker = get_worker()
     own = recipe.unpack()
     channel = _open_channel(worker, options, number, own)
+    store = WorkerStore(sources, channel, options.timeouts, options.load_threads)
     try:
         threads = max(1, worker.state.nthreads // seats)
-        store = WorkerStore(channel, options.timeouts)
         with surroundings(options.device, threads) as device:
             replica = Replica(number, options, own, channel, device, store)
             if not founder:
                 warm_up(own, options.master, options.stepping, device)
             return replica.run()
     finally:
+        store.close()
         channel.leave()
 
 

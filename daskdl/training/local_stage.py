@@ -11,11 +11,12 @@ from typing_extensions import override
 
 from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
-from daskdl.data.sources import Source
+from daskdl.channel.plan import extent_of
+from daskdl.data.source import Source
 from daskdl.packed import Packed
 from daskdl.training.merge import Final, merge
 from daskdl.training.replica import Replica
-from daskdl.training.stage import Event, Stage, plan_of
+from daskdl.training.stage import Event, Stage, plan_of, rows_of_parts
 from daskdl.training.stores import LocalStore
 from daskdl.training.surroundings import surroundings
 from daskdl.training.task import Recipe, Result, TaskOptions
@@ -39,13 +40,13 @@ class LocalStage(Stage):
     ) -> None:
         self.seats = dict.fromkeys(range(replicas), HERE)
         self._options = options
-        self._store = LocalStore(sources)
-        keys = {
-            phase: [str(i) for i in range(len(source.lengths))]
-            for phase, source in sources.items()
+        self._sources = sources
+        extents = {
+            phase: extent_of(rows_of_parts(own), options.piece_rows(phase), replicas)
+            for phase, own in sources.items()
         }
         # Nothing waits in the relay's queues: they are emptied by whoever fills them.
-        self._run = LocalRun(plan_of(options, self.seats, keys, relay_bytes=0))
+        self._run = LocalRun(plan_of(options, self.seats, extents, relay_bytes=0))
         self._results: dict[int, concurrent.futures.Future[Result]] = {}
         self._threads: list[threading.Thread] = []
 
@@ -84,11 +85,14 @@ class LocalStage(Stage):
         options = self._options
         own = recipe.unpack()
         channel = LocalChannel(self._run, options.endpoint(number, own))
+        store = LocalStore(
+            self._sources, channel, options.timeouts, options.load_threads
+        )
         try:
             with surroundings(options.device, threads) as device:
-                replica = Replica(number, options, own, channel, device, self._store)
-                return replica.run()
+                return Replica(number, options, own, channel, device, store).run()
         finally:
+            store.close()
             channel.leave()
 
     @override

@@ -1,6 +1,6 @@
 """How one trainer makes its steps: what the user chose, checked and packed together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +8,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from daskdl.callbacks import Callback
-from daskdl.data.arrays import first_rows
-from daskdl.data.checks import check_step, check_validation, trainable
+from daskdl.data import trees
+from daskdl.data.batches import Transform
+from daskdl.data.checks import (
+    check_rows,
+    check_step,
+    check_whole,
+    of_validation,
+    rows_like,
+    trainable,
+)
 from daskdl.data.rehearsal import ClassRange
+from daskdl.data.source import Source, shown_rows
 from daskdl.errors import OptionError
 from daskdl.objective import Objective
 from daskdl.packed import Packed
@@ -32,6 +41,7 @@ class Method:
         stepping: How a step is made.
         scheduling: How the learning rate changes.
         oversight: What is watched meanwhile.
+        transform: What is made of each batch before, or None.
 
     Raises:
         OptionError: If there is no optimizer.
@@ -42,6 +52,7 @@ class Method:
     stepping: Stepping
     scheduling: Scheduling
     oversight: Oversight = field(default_factory=Oversight)
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer is None:
@@ -51,24 +62,30 @@ class Method:
             )
 
     def check(
-        self, model: nn.Module, X: Any, y: Any, validation: Any
+        self, model: nn.Module, sources: Mapping[str, Source]
     ) -> ClassRange | None:
         """Refuse what does not go together; no worker is touched.
 
         Args:
             model: Not changed.
-            X: Examples that `check_data` has accepted.
-            y: Their labels, likewise.
-            validation: A pair of the same kinds, or None.
+            sources: Of each phase, of which some rows are known.
 
         Returns:
             The labels that the loss accepts, see `check_step`.
         """
-        labels = check_step(model, self.objective, self.optimizer, X, y)
+        train = sources["train"]
+        objective, transform = self.objective, self.transform
+        labels = check_step(
+            model, objective, self.optimizer, *rows_like(train), transform
+        )
+        check_whole(train, labels, transform)
         self.stepping.check_model(model)
         self.scheduling.check(self.optimizer, model)
-        if validation is not None:
-            check_validation(model, self.objective, validation)
+        if "validation" in sources:
+            with of_validation():
+                rows = rows_like(sources["validation"])
+                check_rows(model, objective, *rows, transform)
+                check_whole(sources["validation"], labels, transform)
         return labels
 
     def warn(self, model: nn.Module, replicas: int) -> None:
@@ -85,7 +102,7 @@ class Method:
         model: nn.Module,
         moved: Moved | None,
         callbacks: Sequence[Callback],
-        rows: tuple[Any, Any],
+        train: Source,
     ) -> Packed[Recipe]:
         """Pack what each replica needs of it.
 
@@ -93,12 +110,12 @@ class Method:
             model: At its start.
             moved: By earlier fits.
             callbacks: Those that stay on the client are left out.
-            rows: X and y, of which two rows are taken.
+            train: Of which some rows are known.
 
         Raises:
             ModelError: If something of it cannot be pickled.
         """
-        x, y = (first_rows(part, 2).copy() for part in rows)
+        rows = trees.of_both(lambda tree: shown_rows(tree, 2), rows_like(train))
         recipe = Recipe(
             model,
             self.objective,
@@ -106,8 +123,9 @@ class Method:
             None if moved is None else moved.optimizer.state_dict(),
             # The others may hold what cannot be pickled.
             [callback for callback in callbacks if callback.runs_on_workers],
-            (x, y),
+            rows,
             self.scheduling,
             b"" if moved is None else moved.schedule(self.scheduling),
+            self.transform,
         )
         return Packed(recipe, "trainer")

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from daskdl.callbacks import Callback
-from daskdl.data.arrays import check_batch_size
+from daskdl.data.options import Approach, ReadOptions, check_choice
 from daskdl.errors import OptionError
 from daskdl.training.base import TrainingMaster
 
@@ -32,22 +33,38 @@ def check_trainer(
     _check_device(device)
 
 
-def check_fit(epochs: Any, batch_size: Any, shuffle: Any) -> None:
-    """Refuse options of a fit that are outside what is allowed.
+@dataclass(frozen=True)
+class FitOptions:
+    """The arguments of a fit; refused here if they are wrong.
+
+    Attributes:
+        read: How the data are read.
+        epochs: How many times to go through them.
+        shuffle: Whether in a new order each time.
+        prefetch: Parts with rows of so many batches are loaded meanwhile.
+        approach: Whether batch files are written first.
 
     Raises:
         OptionError: Naming the option, what was given and what is allowed.
 
     Example:
-        >>> check_fit(0, 32, True)
+        >>> FitOptions(ReadOptions(32), epochs=0)
         Traceback (most recent call last):
         daskdl.errors.OptionError: epochs must be a whole number >= 1, got 0
     """
-    if not _is_whole(epochs) or epochs < 1:
-        raise OptionError(f"epochs must be a whole number >= 1, got {epochs!r}")
-    check_batch_size(batch_size)
-    if not isinstance(shuffle, bool):
-        raise OptionError(f"shuffle must be True or False, got {shuffle!r}")
+
+    read: ReadOptions
+    epochs: int = 1
+    shuffle: bool = True
+    prefetch: int = 2
+    approach: Approach = "direct"
+
+    def __post_init__(self) -> None:
+        check_whole("epochs", self.epochs, 1)
+        if not isinstance(self.shuffle, bool):
+            raise OptionError(f"shuffle must be True or False, got {self.shuffle!r}")
+        check_whole("prefetch", self.prefetch, 0)
+        check_choice("approach", self.approach, ("direct", "export"))
 
 
 def check_type(name: str, value: object, wanted: type) -> None:

@@ -144,12 +144,18 @@ class Replica:
     def _train(self, epoch: int) -> None:
         started = time.perf_counter()
         self._tally = Tally()
-        feed = Feed(self._channel, self._options, "train", epoch, self._store)
+        feed = self._feed("train", epoch)
         size = self._options.stepping.accumulate
         for group in feed.groups(lambda: self._live.rest(epoch), size):
             self._step(epoch, group)
             feed.loss = self._tally.loss_sum / self._tally.examples
         self._tally.seconds = time.perf_counter() - started
+        self._tally.skipped = feed.skipped
+
+    def _feed(self, phase: str, epoch: int) -> Feed:
+        reading = self._options.reading(phase, epoch)
+        transform = self._recipe.transform
+        return Feed(self._channel, epoch, self._store, reading, transform)
 
     @property
     def _live(self) -> Exchange:
@@ -190,6 +196,7 @@ class Replica:
             "seen": self._seen,
             "step": self._steps,
             "tally": [self._tally.loss_sum, self._tally.examples, self._tally.seconds],
+            "skipped": self._tally.skipped,
             "statistics": list(exchange.statistics()),
             "traffic": vars(self._channel.traffic()),
             "score": self._validate(epoch),
@@ -210,7 +217,7 @@ class Replica:
     def _validate(self, epoch: int) -> list[float] | None:
         if not self._options.validates:
             return None
-        feed = Feed(self._channel, self._options, "validation", epoch, self._store)
+        feed = self._feed("validation", epoch)
         self._channel.serve(None)  # the module shows something else meanwhile
         with self._live.showing_agreed():
             score: Score = score_batches(

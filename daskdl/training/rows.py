@@ -45,6 +45,7 @@ def row_of(
         "clipped": sum(s.clipped for s in statistics),
         "replicas": len(notes),
         "repeated_pieces": event["repeated"],
+        "skipped_examples": sum(note["skipped"] for note in notes),
         "refused_messages": event["refused"] + sum(t["refused"] for t in traffic),
         "repaired_updates": sum(t["repaired"] for t in traffic),
         "withheld": sum(t["withheld"] for t in traffic),

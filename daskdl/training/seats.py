@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,20 +17,23 @@ from daskdl.training.base import TrainingMaster
 logger = logging.getLogger(__name__)
 
 
-def most_replicas(examples: int, batch_size: int) -> int:
+def most_replicas(examples: int | None, batch_size: int) -> int:
     """One for each step in an epoch: more would have nothing to do.
 
     Args:
-        examples: Rows of the data.
+        examples: Rows of the data; None: not known, so there is no limit.
         batch_size: Rows of a step, which may be those of several batches.
     """
-    return math.ceil(examples / batch_size)
+    return sys.maxsize if examples is None else math.ceil(examples / batch_size)
 
 
-def seats_of(
-    master: TrainingMaster, client: Client, examples: int, batch_size: int
-) -> dict[int, str]:
+def seats_of(master: TrainingMaster, client: Client, most: int) -> dict[int, str]:
     """Choose a worker address for each replica, by number from 0.
+
+    Args:
+        master: Says how many each worker is to have.
+        client: Of the cluster.
+        most: Replicas, see `most_replicas`.
 
     Raises:
         OptionError: If the cluster has no workers.
@@ -39,18 +43,22 @@ def seats_of(
     each = replicas_on(master, client, workers)
     # Round robin, so that leaving some out leaves the workers evenly used.
     seats = [w for i in range(max(each.values())) for w in workers if i < each[w]]
-    return dict(enumerate(seats[: _useful(len(seats), examples, batch_size)]))
+    return dict(enumerate(seats[: _useful(len(seats), most)]))
 
 
-def replicas_here(master: TrainingMaster, examples: int, batch_size: int) -> int:
-    """Choose how many replicas this process is to have; not more than batches.
+def replicas_here(master: TrainingMaster, most: int) -> int:
+    """Choose how many replicas this process is to have.
+
+    Args:
+        master: Says how many it is to have.
+        most: See `most_replicas`.
 
     Raises:
         OptionError: If that is fewer than `min_replicas`: nobody can come later.
     """
     each = master.replicas_per_worker
     wanted = max(1, torch.cuda.device_count()) if each == "auto" else int(each)
-    replicas = _useful(wanted, examples, batch_size)
+    replicas = _useful(wanted, most)
     if master.min_replicas > replicas:
         raise OptionError(
             f"min_replicas must be at most {replicas}, the number of replicas in this "
@@ -60,8 +68,7 @@ def replicas_here(master: TrainingMaster, examples: int, batch_size: int) -> int
     return replicas
 
 
-def _useful(wanted: int, examples: int, batch_size: int) -> int:
-    most = most_replicas(examples, batch_size)
+def _useful(wanted: int, most: int) -> int:
     if wanted > most:
         logger.info("%s batches only: %s of %s replicas", most, most, wanted)
     return min(wanted, most)

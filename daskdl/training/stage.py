@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from daskdl.channel.plan import RunPlan
+from daskdl.channel.plan import Extent, RunPlan
+from daskdl.data.source import Source
 from daskdl.packed import Packed
 from daskdl.training.merge import Final
 from daskdl.training.task import Recipe, TaskOptions
@@ -73,10 +74,17 @@ class Stage(ABC):
         """Leave nothing of the run."""
 
 
+def rows_of_parts(source: Source) -> Sequence[int]:
+    """How many rows each part has; -1 where only going through it tells."""
+    if source.lengths is None:
+        return [-1] * source.parts
+    return source.lengths
+
+
 def plan_of(
     options: TaskOptions,
     seats: Mapping[int, str],
-    pieces: Mapping[str, Sequence[str]],
+    extents: Mapping[str, Extent],
     relay_bytes: int,
 ) -> RunPlan:
     """What is asked for when a run is opened.
@@ -84,13 +92,13 @@ def plan_of(
     Args:
         options: Of the run.
         seats: Where each founder is.
-        pieces: Keys of the pieces of each phase.
+        extents: Of each phase.
         relay_bytes: Bound of the relay's queue for each replica.
     """
     return RunPlan(
         run=options.run,
         replicas=dict(seats),
-        pieces={phase: tuple(keys) for phase, keys in pieces.items()},
+        extents=extents,
         seed=options.shuffle_seed,
         epochs_before=options.epochs_before,
         synchronous=options.master.synchronous,

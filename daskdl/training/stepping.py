@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from daskdl.data.batches import floating_dtype, to_device
+from daskdl.data.batches import floating_dtype, rows_in, to_device
 from daskdl.data.checks import trainable
 from daskdl.errors import ModelError, OptionError
 from daskdl.objective import Batch, Objective, batch_loss, is_sum, on_device
@@ -127,9 +127,9 @@ class Stepper:
         batch = to_device(*batch, self._device, self._dtype)
         with self._autocast():
             loss = batch_loss(self._objective, self._module, batch)
-            if len(batch[0]) != rows and not is_sum(self._objective):
+            if rows_in(batch) != rows and not is_sum(self._objective):
                 # Not times a share: of equal batches this is the plain loss / k.
-                loss = loss / (rows / len(batch[0]))
+                loss = loss / (rows / rows_in(batch))
         scaled_loss = loss if self._scaler is None else self._scaler.scale(loss)
         scaled_loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -180,7 +180,7 @@ def rows_of(group: Group) -> int:
         >>> rows_of([(torch.zeros(4, 2), torch.zeros(4)), (torch.zeros(3, 2),) * 2])
         7
     """
-    return sum(len(x) for x, _ in group)
+    return sum(rows_in(batch) for batch in group)
 
 
 @contextlib.contextmanager

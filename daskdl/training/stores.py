@@ -1,75 +1,251 @@
-"""Where a replica gets the rows of a piece that it has leased."""
+"""Where a replica gets the parts of the data from that it trains on."""
 
+import itertools
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
 
 from typing_extensions import override
 
-from daskdl.channel.base import Piece
+from daskdl.channel.base import Channel
 from daskdl.channel.remote import RemoteChannel
-from daskdl.data.loading import load
-from daskdl.data.sources import Rows, Source
-from daskdl.errors import LostPieceError
+from daskdl.data.loading import Fetcher
+from daskdl.data.source import Source
+from daskdl.data.trees import Rows
+from daskdl.errors import LostPieceError, WaitTimeoutError
+from daskdl.packed import Packed
 from daskdl.timeouts import Timeouts
+from daskdl.training.loader import Loader
+
+Which = tuple[str, int]  # phase and part
+T = TypeVar("T")
+
+
+class _Loading(NamedTuple):
+    """A part on its way."""
+
+    rows: Future[Rows]
+    unwanted: threading.Event  # set when nobody waits for it any more
 
 
 class Store(ABC):
-    """The data of a run, as one replica sees them."""
+    """The data of a run, as one replica sees them; its training thread uses it.
 
-    @abstractmethod
-    def rows(self, phase: str, piece: Piece) -> Rows:
-        """Get a piece: arrays (x, y), to be read only.
+    Args:
+        channel: Of the replica.
+        timeouts: Bounds on waiting.
+        threads: How many parts are loaded at the same time, >= 1.
+    """
+
+    def __init__(self, channel: Channel, timeouts: Timeouts, threads: int) -> None:
+        self._channel = channel
+        self._timeouts = timeouts
+        self._loader = Loader(threads, "daskdl-loader")
+        self._begun: dict[Which, _Loading] = {}
+
+    def begin(self, phase: str, part: int, key: str) -> None:
+        """Begin to load a part, if that has not been done; nothing is waited for.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
-            piece: As leased.
+            part: Its number.
+            key: Dask's, of a part that workers hold; else "".
         """
+        if (phase, part) not in self._begun:
+            unwanted = threading.Event()
+            job = self._job(phase, part, key, unwanted)
+            self._begun[phase, part] = _Loading(self._loader.submit(job), unwanted)
+
+    def forget(self, phase: str, but: Collection[int]) -> None:
+        """Load none of those that were begun and are not needed after all.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            but: These are.
+        """
+        for which in [w for w in self._begun if w[0] == phase and w[1] not in but]:
+            self._drop(which)
+
+    def _drop(self, which: Which) -> None:
+        loading = self._begun.pop(which, None)
+        if loading is not None:
+            loading.unwanted.set()
+            loading.rows.cancel()
+
+    def rows(self, phase: str, part: int, key: str) -> Rows:
+        """Get a part, which is loaded beside this thread; see `begin`.
+
+        Returns:
+            Trees (x, y) of arrays, to be read only.
+
+        Raises:
+            WaitTimeoutError: If it does not come in time.
+            DataError: If it cannot be used. What the user's code raises comes out.
+        """
+        while True:
+            self.begin(phase, part, key)
+            try:
+                return self._wait(phase, part, key, self._begun[phase, part].rows)
+            except LostPieceError:
+                key = self._found_again(phase, part, key)
+            finally:
+                self._drop((phase, part))
+                self._channel.check()  # Dask fails as it likes while a worker closes
+
+    def stream(self, phase: str, part: int, size: int, ahead: int) -> Iterator[Rows]:
+        """Go through a part that is sequential, bit by bit.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            part: Its number.
+            size: About so many rows at a time.
+            ahead: So many such bits are loaded while one is trained on.
+        """
+        own = Loader(1, "daskdl-stream")  # the order counts
+        bits = self.source(phase).stream(part, size)
+        coming = [own.submit(lambda: next(bits, None)) for _ in range(ahead + 1)]
+        try:
+            while True:
+                bit = self._wait(phase, part, "", coming.pop(0))
+                if bit is None:
+                    return
+                coming.append(own.submit(lambda: next(bits, None)))
+                yield bit
+        finally:
+            own.close()
+
+    def close(self) -> None:
+        """Load nothing any more."""
+        for which in list(self._begun):
+            self._drop(which)
+        self._loader.close()
+
+    @abstractmethod
+    def source(self, phase: str) -> Source:
+        """What the parts of a phase are of, where it is here as a whole."""
+
+    @abstractmethod
+    def _job(
+        self, phase: str, part: int, key: str, unwanted: threading.Event
+    ) -> Callable[[], Rows]:
+        """What loads a part; it runs in another thread."""
+
+    def _still(self, phase: str, part: int, key: str) -> bool:
+        """Whether it may still come under this key."""
+        return True
+
+    def _found_again(self, phase: str, part: int, key: str) -> str:
+        """Under which key a part is that was lost."""
+        raise AssertionError("nothing is lost in this process")
+
+    def _wait(self, phase: str, part: int, key: str, coming: "Future[T]") -> T:
+        bound = self._timeouts.bound("data")
+        look_s = min(self._timeouts.silence / 4, bound.seconds)
+        for waited in itertools.count(1):
+            if self._channel.wait_for_data(coming, look_s):
+                return coming.result()
+            if waited * look_s >= bound.seconds:
+                raise WaitTimeoutError(
+                    f"no part came within {bound}; it is waiting for part {part} of "
+                    f"the {phase} data to be loaded"
+                )
+            if not self._still(phase, part, key):
+                raise LostPieceError(f"part {part} is on a worker that hangs")
+        raise AssertionError
 
 
 class LocalStore(Store):
-    """Pieces are cut, or computed, in this process when they are asked for.
+    """Parts are cut, loaded or computed in this process.
 
     Nothing is kept: what has to be computed is computed again in each epoch.
 
     Args:
         sources: Of each phase; all replicas may share them.
+        channel: See `Store`, as `timeouts` and `threads`.
     """
 
-    def __init__(self, sources: Mapping[str, Source]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        channel: Channel,
+        timeouts: Timeouts,
+        threads: int,
+    ) -> None:
+        super().__init__(channel, timeouts, threads)
         self._sources = sources
 
     @override
-    def rows(self, phase: str, piece: Piece) -> Rows:
-        return self._sources[phase].rows(piece.number)
+    def source(self, phase: str) -> Source:
+        return self._sources[phase]
+
+    @override
+    def begin(self, phase: str, part: int, key: str) -> None:
+        if not self._sources[phase].here:  # else it is only to be cut
+            super().begin(phase, part, key)
+
+    @override
+    def rows(self, phase: str, part: int, key: str) -> Rows:
+        if self._sources[phase].here:
+            return self._sources[phase].load(part)
+        return super().rows(phase, part, key)
+
+    @override
+    def _job(
+        self, phase: str, part: int, key: str, unwanted: threading.Event
+    ) -> Callable[[], Rows]:
+        return lambda: self._sources[phase].load(part)
 
 
 class WorkerStore(Store):
-    """Pieces are results of Dask's, on this worker or on another one.
+    """Parts are loaded by this worker, or are results of Dask's, here or elsewhere.
+
+    Made in the task of the replica.
 
     Args:
+        sources: Of the phases whose source every worker has as a whole.
         channel: Of the replica; what is lost is had again through it.
-        timeouts: Bounds on waiting.
+        timeouts: See `Store`, as `threads`.
     """
 
-    def __init__(self, channel: RemoteChannel, timeouts: Timeouts) -> None:
-        self._channel = channel
-        self._timeouts = timeouts
+    def __init__(
+        self,
+        sources: Mapping[str, Packed[Source]],
+        channel: RemoteChannel,
+        timeouts: Timeouts,
+        threads: int,
+    ) -> None:
+        super().__init__(channel, timeouts, threads)
+        self._remote = channel
+        self._sources = sources
+        self._fetcher = Fetcher()
 
     @override
-    def rows(self, phase: str, piece: Piece) -> Rows:
-        def is_there() -> bool:
-            return self._channel.missing(phase, piece) == piece
+    def source(self, phase: str) -> Source:
+        return self._sources[phase].shared()
 
-        while True:
-            try:
-                return load(
-                    piece.key,
-                    self._timeouts.data,
-                    self._timeouts.silence / 4,
-                    is_there,
-                    self._channel.wait_for_data,
-                )
-            except LostPieceError:
-                piece = self._channel.missing(phase, piece)
-            finally:
-                self._channel.check()  # Dask fails as it likes while a worker closes
+    @override
+    def rows(self, phase: str, part: int, key: str) -> Rows:
+        held = self._fetcher.here(key) if key else None
+        if held is not None and not isinstance(held, Packed):
+            x, y = held  # without going through another thread
+            return x, y
+        return super().rows(phase, part, key)
+
+    @override
+    def _job(
+        self, phase: str, part: int, key: str, unwanted: threading.Event
+    ) -> Callable[[], Rows]:
+        if not key:
+            return lambda: self.source(phase).load(part)
+        timeout_s = self._timeouts.data
+        return lambda: self._fetcher.rows(key, timeout_s, unwanted.is_set)
+
+    @override
+    def _still(self, phase: str, part: int, key: str) -> bool:
+        return not key or self._remote.missing(phase, part, key) == key
+
+    @override
+    def _found_again(self, phase: str, part: int, key: str) -> str:
+        return self._remote.missing(phase, part, key)

@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
 from daskdl.callbacks import Callback
 from daskdl.channel.endpoint import Endpoint
+from daskdl.data.batches import Transform
 from daskdl.data.rehearsal import ClassRange
+from daskdl.data.trees import Rows
 from daskdl.failures import FailureInjection
 from daskdl.objective import Objective
 from daskdl.packed import Packed
@@ -19,7 +20,11 @@ from daskdl.training.base import Outcome, Parameters, TrainingMaster
 from daskdl.training.learning_rate import Scheduling
 from daskdl.training.optimizer_state import OptimizerState
 from daskdl.training.oversight import Oversight
+from daskdl.training.reader import Reading
 from daskdl.training.stepping import Stepping
+
+# Small files on a far store come sooner several at a time; a replica has one core.
+MOST_LOAD_THREADS = 4
 
 
 @dataclass
@@ -35,6 +40,7 @@ class Recipe:
         rows: Two rows of X and y, to warm up with.
         scheduling: Makes the scheduler of an optimizer.
         schedule: Where its earlier fits have left it; empty: at its start.
+        transform: What is made of each batch before, or None.
     """
 
     model: nn.Module
@@ -42,9 +48,10 @@ class Recipe:
     optimizer: Callable[[Any], Optimizer]
     optimizer_state: dict[str, Any] | None
     callbacks: Sequence[Callback]
-    rows: tuple[NDArray[Any], NDArray[Any]]
+    rows: Rows
     scheduling: Scheduling = field(default_factory=Scheduling)
     schedule: bytes = b""
+    transform: Transform | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class TaskOptions:
         routing: ``"plain"`` or ``"mesh"``.
         stepping: How an optimizer step is made.
         oversight: What is watched.
+        prefetch: Parts with rows of so many batches are loaded meanwhile.
+        skips_bad: Whether parts that cannot be read are left out.
     """
 
     run: int
@@ -92,6 +101,27 @@ class TaskOptions:
     routing: str = "plain"
     stepping: Stepping = field(default_factory=Stepping)
     oversight: Oversight = field(default_factory=Oversight)
+    prefetch: int = 2
+    skips_bad: bool = False
+
+    @property
+    def load_threads(self) -> int:
+        """Parts that a replica loads at the same time."""
+        return min(max(self.prefetch, 1), MOST_LOAD_THREADS)
+
+    def reading(self, phase: str, epoch: int) -> Reading:
+        """How the parts of a phase are read.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            epoch: Counted from 0.
+        """
+        seed = None
+        if phase == "train" and self.shuffle:
+            seed = (self.seed, self.epochs_before + epoch)
+        return Reading(
+            phase, seed, self.batch_size, self.prefetch, self.labels, self.skips_bad
+        )
 
     @property
     def step_rows(self) -> int:
@@ -161,3 +191,4 @@ class Tally:
     loss_sum: float = 0.0
     examples: int = 0
     seconds: float = 0.0
+    skipped: int = 0

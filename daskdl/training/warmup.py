@@ -8,10 +8,9 @@ import copy
 
 import torch
 
-from daskdl.data.batches import floating_dtype
+from daskdl.data.batches import floating_dtype, tensors
 from daskdl.data.checks import trainable
-from daskdl.data.loading import connect
-from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.data.rehearsal import random_state_left_alone, transformed
 from daskdl.training.base import TrainingMaster
 from daskdl.training.stepping import Stepper, Stepping
 from daskdl.training.task import Recipe
@@ -31,12 +30,11 @@ def warm_up(
         stepping: How a step is made.
         device: Where the replica computes.
     """
-    connect()
     module = copy.deepcopy(recipe.model)
-    x, y = (torch.from_numpy(rows) for rows in recipe.rows)
+    batch = transformed(tensors(recipe.rows), recipe.transform)
     with random_state_left_alone():
         optimizer = recipe.optimizer(trainable(module))
         stepper = Stepper(module, recipe.objective, optimizer, stepping, device)
-        stepper.backward([(x, y)])
+        stepper.backward([batch])
         stepper.update(scale=1.0)
         master.warm_up(device, floating_dtype(module))

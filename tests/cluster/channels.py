@@ -17,6 +17,7 @@ from daskdl.channel.payloads import wrap
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.timeouts import Timeouts
+from tests.unit.records import extents
 
 RUN = 7
 SIZE = 50
@@ -134,7 +135,7 @@ class Run:
         plan = {
             "run": self.endpoint.run,
             "replicas": {r: w.address for r, w in enumerate(self.workers)},
-            "pieces": pieces,
+            "extents": extents(pieces),
             "seed": None,
             "epochs_before": 0,
             "synchronous": False,

@@ -22,6 +22,7 @@ from tests.cluster.channels import (
     a_run,
     in_thread,
 )
+from tests.unit.records import extents
 
 KINDS = ("plain", "mesh", "local")
 
@@ -36,7 +37,7 @@ class ThreadsRun:
             RunPlan(
                 run=endpoint.run,
                 replicas={r: self.where(r) for r in range(replicas)},
-                pieces=pieces,
+                extents=extents(pieces),
                 seed=None,
                 epochs_before=0,
                 synchronous=False,

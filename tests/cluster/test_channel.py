@@ -23,6 +23,7 @@ from tests.cluster.channels import (
     totals,
     two_workers,
 )
+from tests.unit.records import of_one
 
 
 @two_workers()
@@ -127,13 +128,13 @@ async def test_pieces_are_leased_near_first_and_progress_is_told(c, s, a, b, rou
     keys = {"train": (*near_a, *near_b, "nowhere"), "validation": ("v",)}
     async with a_run(c, s, a, b, pieces=keys, routing=routing) as run:
         leases = [run.channels[0].lease, run.channels[1].lease]
-        done = {"piece": 1, "examples": 5, "loss": 0.5}
+        done = {"piece": 0, "examples": 5, "loss": 0.5}
 
-        assert await in_thread(leases[1], "train", 0, []) == (1, "b-0")
-        assert await in_thread(leases[0], "train", 0, []) == (0, "a-0")
-        assert await in_thread(leases[1], "train", 0, [done]) == (2, "nowhere")
+        assert of_one(await in_thread(leases[1], "train", 0, [])) == (0, "b-0")
+        assert of_one(await in_thread(leases[0], "train", 0, [])) == (1, "a-0")
+        assert of_one(await in_thread(leases[1], "train", 0, [done])) == (2, "nowhere")
         assert await in_thread(leases[1], "train", 0, []) is None
-        assert await in_thread(leases[0], "validation", 0, []) == (0, "v")
+        assert of_one(await in_thread(leases[0], "validation", 0, [])) == (0, "v")
 
         assert await run.events() == [{"kind": "progress", "epoch": 0, **done}]
 

@@ -7,6 +7,7 @@ import pytest
 from daskdl.channel.base import Stopped
 from tests.cluster.channels import GRID, begin, bounds, in_thread, publish
 from tests.cluster.every_channel import every_channel
+from tests.unit.records import of_one
 
 
 class TestStaleness:
@@ -61,7 +62,10 @@ class TestStopping:
     @every_channel()
     async def test_the_word_to_stop_ends_every_wait(self, a_run, block):
         async with a_run(pieces={"train": ("p",)}) as run:
-            assert await in_thread(run.channels[1].lease, "train", 0, []) == (0, "p")
+            assert of_one(await in_thread(run.channels[1].lease, "train", 0, [])) == (
+                0,
+                "p",
+            )
             waiting = begin(block, run.channels[0])
 
             await run.stop("enough")
@@ -133,11 +137,11 @@ class TestLeases:
             leases = [run.channels[0].lease, run.channels[1].lease]
             done = {"piece": 0, "examples": 5, "loss": 0.5}
 
-            assert await in_thread(leases[1], "train", 0, []) == (0, "p")
-            assert await in_thread(leases[0], "train", 0, []) == (1, "q")
+            assert of_one(await in_thread(leases[1], "train", 0, [])) == (0, "p")
+            assert of_one(await in_thread(leases[0], "train", 0, [])) == (1, "q")
             assert await in_thread(leases[1], "train", 0, [done]) is None
-            assert await in_thread(leases[0], "validation", 0, []) == (0, "v")
-            assert await in_thread(leases[0], "train", 1, []) == (0, "p")
+            assert of_one(await in_thread(leases[0], "validation", 0, [])) == (0, "v")
+            assert of_one(await in_thread(leases[0], "train", 1, [])) == (0, "p")
 
             assert await run.events() == [{"kind": "progress", "epoch": 0, **done}]
 
@@ -146,8 +150,11 @@ class TestLeases:
         async with a_run(pieces=PIECES) as run:
             lease = run.channels[0].lease
             done = [{"piece": i, "examples": 5, "loss": 0.5} for i in (0, 1)]
-            assert await in_thread(lease, "train", 0, []) == (0, "p")
-            assert await in_thread(run.channels[1].lease, "train", 0, []) == (1, "q")
+            assert of_one(await in_thread(lease, "train", 0, [])) == (0, "p")
+            assert of_one(await in_thread(run.channels[1].lease, "train", 0, [])) == (
+                1,
+                "q",
+            )
             waiting = begin(lease, "train", 0, done[:1], wait=True)
             await run.until(lambda: len(run.record.events) == 1)
             assert not waiting.done()
@@ -160,14 +167,17 @@ class TestLeases:
     async def test_what_one_that_leaves_had_is_free_and_ends_nobodys_wait(self, a_run):
         async with a_run(pieces={"train": ("p",)}) as run:
             assert publish(run.channels[2], 3)
-            assert await in_thread(run.channels[2].lease, "train", 0, []) == (0, "p")
+            assert of_one(await in_thread(run.channels[2].lease, "train", 0, [])) == (
+                0,
+                "p",
+            )
             await in_thread(run.channels[0].wait_for_updates, {2: 1})
             gather = begin(run.channels[0].gather, "end", {"from": 0})
             lease = begin(run.channels[1].lease, "train", 0, [], wait=True)
 
             await in_thread(run.channels.pop(2).leave)
 
-            assert await lease == (0, "p")
+            assert of_one(await lease) == (0, "p")
             await in_thread(run.channels[1].gather, "end", {"from": 1})
             gathered = await gather
             assert gathered.notes == {0: {"from": 0}, 1: {"from": 1}}
@@ -178,7 +188,10 @@ class TestLeases:
     @every_channel()
     async def test_with_too_few_replicas_nobody_gets_a_piece(self, a_run):
         async with a_run(pieces=PIECES, min_replicas=2) as run:
-            assert await in_thread(run.channels[0].lease, "train", 0, []) == (0, "p")
+            assert of_one(await in_thread(run.channels[0].lease, "train", 0, [])) == (
+                0,
+                "p",
+            )
             await in_thread(run.channels.pop(1).leave)
 
             assert await in_thread(run.channels[0].lease, "train", 0, []) is None

@@ -22,6 +22,7 @@ from tests.cluster.channels import (
     totals,
     two_workers,
 )
+from tests.unit.records import of_one
 
 STAMP = codec.Stamp(RUN, origin=0, sequence=1, step=0)
 UPDATE = tuple(Item("update", 0, 1, 0, 0))
@@ -124,7 +125,10 @@ async def test_only_a_member_can_ask_for_something(
         assert "is not a member" in answer["reason"] or replica == [1]
         assert run.record.refused == (0 if lost else 1)
         assert run.record.stopped is None
-        assert await in_thread(run.channels[0].lease, "train", 0, []) == (0, "p")
+        assert of_one(await in_thread(run.channels[0].lease, "train", 0, [])) == (
+            0,
+            "p",
+        )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,10 @@ async def test_a_malformed_lease_takes_no_piece(c, s, a, b, fields):
 
         assert answer["status"] == "refused"
         assert run.record.refused == 1
-        assert await in_thread(run.channels[1].lease, "train", 0, []) == (0, "p")
+        assert of_one(await in_thread(run.channels[1].lease, "train", 0, [])) == (
+            0,
+            "p",
+        )
 
 
 @pytest.mark.parametrize(

@@ -42,32 +42,32 @@ async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(
     c, s, a, b, routing
 ):
     async with a_run(c, s, a, b, pieces={"train": ("p",)}, routing=routing) as run:
-        piece = await in_thread(run.channels[0].lease, "train", 0, [])
-        waiting = begin(run.channels[0].missing, "train", piece)
+        await in_thread(run.channels[0].lease, "train", 0, [])
+        waiting = begin(run.channels[0].missing, "train", 0, "p")
 
         (missing,) = await run.events()
         assert missing.pop("kind") == "missing"
         assert missing.pop("worker") == a.address
-        assert missing == {"phase": "train", "piece": 0, "key": "p", "avoid": ()}
-        await run.ask("daskdl_restore", run=7, phase="train", piece=0, key="again")
+        assert missing == {"phase": "train", "part": 0, "key": "p", "avoid": ()}
+        await run.ask("daskdl_restore", run=7, phase="train", part=0, key="again")
 
-        assert await waiting == (0, "again")
+        assert await waiting == "again"
 
 
 @two_workers()
 async def test_a_piece_that_only_takes_its_time_stays_as_it_is(c, s, a, b):
     data = await c.scatter({"daskdl-p": 1}, workers=[b.address])
     async with a_run(c, s, a, b, pieces={"train": tuple(data)}) as run:
-        piece = await in_thread(run.channels[0].lease, "train", 0, [])
+        asked = (run.channels[0].missing, "train", 0, "daskdl-p")
 
-        assert await in_thread(run.channels[0].missing, "train", piece) == piece
+        assert await in_thread(*asked) == "daskdl-p"
 
         run.live.hanging.add(b.address)
-        waiting = begin(run.channels[0].missing, "train", piece)
+        waiting = begin(*asked)
         (missing,) = await run.events()
         assert missing["avoid"] == (b.address,)
-        await run.ask("daskdl_restore", run=7, phase="train", piece=0, key="again")
-        assert await waiting == (0, "again")
+        await run.ask("daskdl_restore", run=7, phase="train", part=0, key="again")
+        assert await waiting == "again"
 
 
 @EITHER

@@ -3,7 +3,7 @@
 import dataclasses
 
 from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item, ItemKind
-from daskdl.channel.plan import RunPlan
+from daskdl.channel.plan import Extent, RunPlan
 from daskdl.channel.run import RunRecord
 from daskdl.timeouts import Timeouts
 
@@ -12,11 +12,27 @@ TIMEOUTS = Timeouts(join=60, request=30, silence=10, stop=10, rejoin=300, data=6
 KEYS = ("piece-0", "piece-1", "piece-2", "piece-3")
 
 
+def extents(keys):
+    """Parts of one row each, by phase."""
+    return {
+        phase: Extent((1,) * len(own), tuple(own), step_rows=1, piece_rows=1)
+        for phase, own in keys.items()
+    }
+
+
+def of_one(piece):
+    """Number and key of a piece of one part, None if it is none."""
+    if piece is None:
+        return None
+    (one,) = piece.ranges
+    return piece.number, piece.keys[one.part]
+
+
 def plan_of(replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None):
     return RunPlan(
         run=7,
         replicas={r: f"tcp://worker-{r}" for r in range(replicas)},
-        pieces={"train": KEYS, "validation": ("v-0", "v-1", "v-2", "v-3")},
+        extents=extents({"train": KEYS, "validation": ("v-0", "v-1", "v-2", "v-3")}),
         seed=seed,
         epochs_before=0,
         synchronous=synchronous,

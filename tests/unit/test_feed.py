@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from daskdl.channel.base import Piece
+from daskdl.channel.leases import Range
 from daskdl.training.feed import Feed
 
 
@@ -20,7 +21,7 @@ class Options:
 
 
 class Leasing:
-    """Hands out pieces; more of them come, or not, to whoever waits.
+    """Hands out ranges as pieces; more of them come, or not, to whoever waits.
 
     Attributes:
         returned: What was given back, and at which waits or requests.
@@ -28,6 +29,7 @@ class Leasing:
 
     def __init__(self, pieces, later=()):
         self._free, self._later = list(pieces), list(later)
+        self._count = 0
         self.returned = []
         self.waits = 0
 
@@ -37,17 +39,21 @@ class Leasing:
         if wait:
             self._free += self._later[:1]
             del self._later[:1]
-        return Piece(self._free.pop(0), "key") if self._free else None
+        if not self._free:
+            return None
+        ranges = tuple(Range(*one) for one in self._free.pop(0))
+        self._count += 1
+        return Piece(self._count - 1, ranges, {r.part: "key" for r in ranges})
 
 
 class Rows:
-    """Pieces of so many rows; row i of piece p is 100 p + i."""
+    """Parts of so many rows; row i of part p is 100 p + i."""
 
     def __init__(self, *lengths):
         self._lengths = lengths
 
-    def rows(self, phase, piece):
-        numbers = 100 * piece.number + np.arange(self._lengths[piece.number])
+    def rows(self, phase, part, key):
+        numbers = 100 * part + np.arange(self._lengths[part])
         return numbers.astype(np.float32), numbers
 
 
@@ -60,7 +66,7 @@ def numbers(group):
 
 
 def test_a_group_has_as_many_batches_as_asked_for():
-    own = feed(Leasing([0]), Rows(8))
+    own = feed(Leasing([[(0, 0, 8)]]), Rows(8))
 
     groups = [numbers(group) for group in own.groups(lambda: None, size=2)]
 
@@ -68,7 +74,7 @@ def test_a_group_has_as_many_batches_as_asked_for():
 
 
 def test_groups_and_batches_go_across_pieces_and_the_last_have_what_is_left():
-    own = feed(Leasing([0, 1]), Rows(3, 4))
+    own = feed(Leasing([[(0, 0, 3)], [(1, 0, 4)]]), Rows(3, 4))
 
     groups = [numbers(group) for group in own.groups(lambda: None, size=2)]
 
@@ -76,7 +82,7 @@ def test_groups_and_batches_go_across_pieces_and_the_last_have_what_is_left():
 
 
 def test_a_piece_is_given_back_only_after_the_step_with_its_last_row():
-    channel = Leasing([0, 1, 2])
+    channel = Leasing([[(p, 0, 2)] for p in (0, 1, 2)])
     groups = feed(channel, Rows(2, 2, 2)).groups(lambda: None, size=2)
 
     seen = [(numbers(group), list(channel.returned)) for group in groups]
@@ -87,7 +93,7 @@ def test_a_piece_is_given_back_only_after_the_step_with_its_last_row():
 
 
 def test_what_is_left_is_stepped_before_anybody_is_waited_for():
-    channel = Leasing([0], later=[1])
+    channel = Leasing([[(0, 0, 2)]], later=[[(1, 0, 2)]])
     events = []
 
     def rest():
@@ -100,9 +106,19 @@ def test_what_is_left_is_stepped_before_anybody_is_waited_for():
 
 
 def test_batches_are_done_with_one_by_one():
-    channel = Leasing([0, 1])
+    channel = Leasing([[(0, 0, 2)], [(1, 0, 2)]])
     own = feed(channel, Rows(2, 2))
 
     seen = [(numbers([batch]), list(channel.returned)) for batch in own.batches()]
 
     assert seen == [([[0, 1]], []), ([[100, 101]], [0])]
+
+
+def test_a_piece_is_its_ranges_one_after_the_other():
+    channel = Leasing([[(0, 2, 4), (1, 0, 3)], [(1, 3, 4)]])
+    own = feed(channel, Rows(4, 4))
+
+    got = [numbers([batch]) for batch in own.batches()]
+
+    assert got == [[[2, 3]], [[100, 101]], [[102, 103]]]
+    assert channel.returned == [0, 1]

@@ -61,10 +61,13 @@ OUTSIDE = {
     "history": {"pandas", "typing_extensions"},
     "channel": {"distributed", "numpy", "torch", "typing_extensions"},
     "data": {
+        "PIL",
         "dask",
         "distributed",
         "fsspec",
         "numpy",
+        "pandas",
+        "pyarrow",
         "safetensors",
         "torch",
         "typing_extensions",

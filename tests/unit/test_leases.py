@@ -1,15 +1,37 @@
+"""What first come and fixed shares have in common, whoever comes and goes."""
+
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.leases import Leases, piece_order
+from daskdl.channel.first_come import FirstCome
+from daskdl.channel.fixed_shares import FixedShares
+from daskdl.channel.leases import Range, part_order, whole_parts
+from daskdl.channel.plan import Extent, extent_of
 
+MEMBERS = range(4)
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["take", "finish", "lose"]), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["take", "finish", "lose"]), st.sampled_from(MEMBERS)),
     max_size=80,
 )
+PARTS = st.lists(st.one_of(st.integers(0, 40), st.just(-1)), max_size=8)
+
+
+def extent(rows, step_rows=1, piece_rows=1):
+    return Extent(tuple(rows), ("",) * len(rows), step_rows, piece_rows)
+
+
+def first_come(order, own):
+    return FirstCome(order, own)
+
+
+def fixed_shares(order, own):
+    return FixedShares(order, own, MEMBERS)
+
+
+BOTH = pytest.mark.parametrize("kind", [first_come, fixed_shares])
 
 
 def drained(leases, replica):
@@ -18,113 +40,91 @@ def drained(leases, replica):
 
 
 def test_the_order_without_a_seed_is_that_of_the_data():
-    assert piece_order(4, epoch=3, seed=None) == [0, 1, 2, 3]
+    assert part_order(4, epoch=3, seed=None) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
-def test_an_order_has_every_piece_once(epoch):
-    assert sorted(piece_order(50, epoch, seed=1)) == list(range(50))
+def test_an_order_has_every_part_once(epoch):
+    assert sorted(part_order(50, epoch, seed=1)) == list(range(50))
 
 
 def test_equal_seeds_give_equal_orders():
-    assert piece_order(50, 2, seed=1) == piece_order(50, 2, seed=1)
+    assert part_order(50, 2, seed=1) == part_order(50, 2, seed=1)
 
 
 @pytest.mark.parametrize("other", [(3, 1), (2, 7)], ids=["epoch", "seed"])
 def test_another_epoch_or_seed_gives_another_order(other):
-    assert piece_order(50, 2, seed=1) != piece_order(50, *other)
+    assert part_order(50, 2, seed=1) != part_order(50, *other)
 
 
-def test_pieces_are_plain_numbers_that_travel():
-    assert {type(piece) for piece in piece_order(3, 0, seed=0)} == {int}
+def test_parts_are_plain_numbers_that_travel():
+    assert {type(part) for part in part_order(3, 0, seed=0)} == {int}
 
 
-def test_pieces_are_handed_out_in_order_to_whoever_asks():
-    leases = Leases([4, 2, 9])
-
-    assert [leases.take(0), leases.take(1), leases.take(0)] == [4, 2, 9]
-    assert leases.take(1) is None
-
-
-def test_a_near_piece_comes_first():
-    leases = Leases([4, 2, 9])
-
-    assert leases.take(0, lambda piece: piece == 9) == 9
-    assert leases.take(0, lambda piece: piece == 9) == 4
+def test_a_piece_is_an_eighth_of_a_share_in_whole_steps_and_one_step_at_least():
+    assert extent_of([100, 61], step_rows=2, replicas=2).piece_rows == 12
+    assert extent_of([3], step_rows=4, replicas=2).piece_rows == 4
+    assert extent_of([-1, -1], step_rows=4, replicas=2).piece_rows == 4
 
 
-def test_only_the_holder_can_finish_a_piece_and_only_once():
-    leases = Leases([5])
-    leases.take(0)
+@BOTH
+def test_only_the_holder_can_finish_a_piece_and_only_once(kind):
+    leases = kind([0], extent([1]))
+    number = leases.take(0).number
 
-    assert not leases.finish(1, 5)
-    assert leases.finish(0, 5)
-    assert not leases.finish(0, 5)
-
-
-def test_pieces_are_unfinished_until_their_holder_is_through():
-    leases = Leases([5, 6])
-    leases.take(0)
-    assert leases.unfinished() == 2
-
-    leases.finish(0, 5)
-
-    assert leases.unfinished() == 1
+    assert not leases.finish(1, number)
+    assert leases.finish(0, number)
+    assert not leases.finish(0, number)
 
 
-def test_what_a_lost_replica_held_goes_to_others_and_is_counted():
-    leases = Leases([5, 6, 7])
-    leases.take(0)
-    leases.take(1)
+@BOTH
+def test_rows_are_unfinished_until_their_holder_is_through(kind):
+    leases = kind([0, 1], extent([3, 4], 3, 3))
+    number = leases.take(0).number
+    assert leases.unfinished() == 7
+
+    leases.finish(0, number)
+
+    assert leases.unfinished() == 4
+
+
+@BOTH
+def test_a_piece_that_was_lost_is_handed_out_again_as_it_was_and_counted(kind):
+    leases = kind([0, 1], extent([3, 3], 1, 2))
+    lost = leases.take(0)
 
     leases.lose(0)
 
-    assert drained(leases, 1) == [7, 5]
+    *others, again = drained(leases, 1)
+    if kind is fixed_shares:  # others have a share of it
+        others += drained(leases, 2) + drained(leases, 3)
+    assert (again.number, again.ranges) == (lost.number, lost.ranges)
+    assert lost.number not in [lease.number for lease in others]
     assert leases.repeated == 1
+    assert leases.finish(1, lost.number)
 
 
-def test_a_piece_lost_before_it_was_leased_is_no_repetition():
-    leases = Leases([5, 6], share_among=[0, 1])
-    leases.take(0)
-
-    leases.lose(1)
-
-    assert drained(leases, 0) == [6]
-    assert leases.repeated == 0
-
-
-def test_a_finished_piece_does_not_come_back_when_its_replica_is_lost():
-    leases = Leases([5])
-    leases.take(0)
-    leases.finish(0, 5)
+@BOTH
+def test_a_finished_piece_does_not_come_back_when_its_replica_is_lost(kind):
+    leases = kind([0], extent([1]))
+    leases.finish(0, leases.take(0).number)
 
     leases.lose(0)
 
     assert leases.take(1) is None
-    assert leases.repeated == 0
+    assert not leases.has_one_for(1)
+    assert leases.repeated == leases.unfinished() == 0
 
 
-def test_a_piece_lost_twice_is_counted_twice():
-    leases = Leases([5])
-    for replica in (0, 1):
+@BOTH
+def test_a_piece_lost_twice_is_counted_twice(kind):
+    leases = kind([0], extent([1]))
+    for replica in (0, 1, 2):
         leases.take(replica)
         leases.lose(replica)
-    leases.take(2)
 
-    assert leases.repeated == 2
-
-
-def test_fixed_shares_go_in_turn_whoever_asks_first():
-    leases = Leases([6, 3, 8, 1, 4], share_among=[2, 0])
-
-    assert drained(leases, 2) == [3, 1]
-    assert drained(leases, 0) == [6, 8, 4]
-
-
-def test_a_near_piece_of_another_share_is_not_taken():
-    leases = Leases([6, 3], share_among=[0, 1])
-
-    assert leases.take(0, lambda piece: piece == 3) == 6
+    assert leases.take(3) is not None
+    assert leases.repeated == 3
 
 
 class Epoch:
@@ -132,37 +132,48 @@ class Epoch:
 
     def __init__(self, leases, is_near):
         self.leases, self.is_near = leases, is_near
-        self.held = {replica: [] for replica in range(4)}
-        self.taken, self.finished, self.dropped = Counter(), Counter(), Counter()
+        self.held = {replica: [] for replica in MEMBERS}
+        self.finished, self.dropped = Counter(), 0
 
     def take(self, replica):
-        piece = self.leases.take(replica, self.is_near)
-        if piece is not None:
-            self.held[replica].append(piece)
-            self.taken[piece] += 1
+        promised = self.leases.has_one_for(replica)
+        lease = self.leases.take(replica, self.is_near)
+        assert promised == (lease is not None)
+        if lease is not None:
+            assert lease.ranges
+            self.held[replica].append(lease)
 
     def finish(self, replica):
         if self.held[replica]:
-            piece = self.held[replica].pop()
-            assert self.leases.finish(replica, piece)
-            self.finished[piece] += 1
+            lease = self.held[replica].pop()
+            assert self.leases.finish(replica, lease.number)
+            self.finished.update(rows_in(lease.ranges))
 
     def lose(self, replica):
-        self.dropped.update(self.held.pop(replica))
+        self.dropped += len(self.held.pop(replica))
         self.leases.lose(replica)
 
 
+def rows_in(ranges):
+    """Each row by part and position; of a part of unknown length one."""
+    for part, start, stop in ranges:
+        yield from [(part, i) for i in range(start, stop)] or [(part, -1)]
+
+
+@BOTH
 @given(
-    ACTIONS,
-    st.integers(0, 12),
-    st.booleans(),
-    st.functions(like=lambda piece: None, returns=st.booleans(), pure=True),
+    actions=ACTIONS,
+    rows=PARTS,
+    step_rows=st.integers(1, 3),
+    steps=st.integers(1, 5),
+    is_near=st.functions(like=lambda part: None, returns=st.booleans(), pure=True),
 )
-def test_every_piece_is_finished_exactly_once_however_replicas_come_and_go(
-    actions, pieces, fixed, is_near
+def test_every_row_is_finished_exactly_once_however_replicas_come_and_go(
+    kind, actions, rows, step_rows, steps, is_near
 ):
-    leases = Leases(piece_order(pieces, 0, 1), range(4) if fixed else None)
-    epoch = Epoch(leases, is_near)
+    own = extent(rows, step_rows, steps * step_rows)
+    order = part_order(len(rows), 0, 1)
+    epoch = Epoch(kind(order, own), is_near)
 
     for action, replica in actions:
         if replica in epoch.held:
@@ -170,11 +181,14 @@ def test_every_piece_is_finished_exactly_once_however_replicas_come_and_go(
     for replica in list(epoch.held):
         epoch.lose(replica)
     epoch.held[9] = []  # one that stays to the end
-    for _ in range(pieces + 1):
+    while epoch.leases.unfinished():
         epoch.take(9)
         epoch.finish(9)
 
-    assert epoch.finished == Counter(range(pieces))
-    assert epoch.taken == epoch.finished + epoch.dropped
-    assert leases.repeated == epoch.dropped.total()
-    assert leases.unfinished() == 0
+    assert epoch.finished == Counter(rows_in(whole_parts(order, rows)))
+    assert epoch.leases.repeated == epoch.dropped
+    assert epoch.leases.take(9) is None
+
+
+def test_whole_parts_leave_out_those_without_rows():
+    assert whole_parts([2, 1, 0], [4, 0, -1]) == [Range(2, 0, -1), Range(0, 0, 4)]

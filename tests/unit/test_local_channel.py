@@ -18,7 +18,7 @@ from daskdl.channel.plan import RunPlan
 from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
 from daskdl.link import Drained
 from daskdl.timeouts import Bound
-from tests.unit.records import TIMEOUTS
+from tests.unit.records import TIMEOUTS, extents, of_one
 
 ENDPOINT = Endpoint(7, 0, 50, 2.0**-24, 2**20, 2**20, TIMEOUTS)
 
@@ -28,7 +28,7 @@ def run_of(replicas=2, **options):
         RunPlan(
             run=7,
             replicas=dict.fromkeys(range(replicas), "here"),
-            pieces={"train": ("p",)},
+            extents=extents({"train": ("p",)}),
             seed=None,
             epochs_before=0,
             synchronous=False,
@@ -144,7 +144,7 @@ def test_one_that_says_nothing_while_another_waits_for_it_ends_the_run(block):
     channel, silent = channel_of(run, data=0.1, silence=0.1), channel_of(run, 1)
     with joined(silent):
         channel.join()
-    assert silent.lease("train", 0, []) == (0, "p")
+    assert of_one(silent.lease("train", 0, [])) == (0, "p")
 
     with pytest.raises(Stopped) as caught:
         block(channel)

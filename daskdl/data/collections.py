@@ -1,0 +1,178 @@
+"""Parts that Dask's tasks make: what all kinds of collections have in common.
+
+Lazy or persisted, or lazy on top of what is persisted.
+"""
+
+import copy
+import functools
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+from dask.delayed import Delayed
+from typing_extensions import override
+
+from daskdl.data import trees
+from daskdl.data.arrays import (
+    as_numpy,
+    check_dtype,
+    check_kind,
+    check_labels,
+    is_dask_array,
+)
+from daskdl.data.frames.columns import columns_of, is_frame
+from daskdl.data.graphs import Tasks, is_future
+from daskdl.data.part_graph import PartGraph
+from daskdl.data.source import Facts, Source
+from daskdl.data.trees import Rows
+from daskdl.errors import DataError
+
+
+def is_dask_frame(value: Any) -> bool:
+    """Whether it is a ``dask.dataframe`` or a column of one; Dask is not imported."""
+    module = sys.modules.get("dask.dataframe")
+    return module is not None and isinstance(value, module.DataFrame | module.Series)
+
+
+def is_bag(value: Any) -> bool:
+    """Whether it is a ``dask.bag``; Dask is not imported."""
+    module = sys.modules.get("dask.bag")
+    return module is not None and isinstance(value, module.Bag)
+
+
+def is_lazy_list(value: Any) -> bool:
+    """Whether it is a list of Delayed objects and futures."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(part, Delayed) or is_future(part) for part in value)
+    )
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether what a model makes of it is lazy: it is a collection, or of such."""
+    if is_bag(value) or is_lazy_list(value):
+        return True
+    leaves = trees.leaves(value) if isinstance(value, tuple | dict) else [value]
+    return any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves)
+
+
+class Finish(ABC):
+    """Makes rows of the values that tasks have computed for a part; picklable."""
+
+    @abstractmethod
+    def __call__(self, values: list[Any], part: int) -> Rows:
+        """Make rows, and refuse what cannot be used.
+
+        Args:
+            values: Of the keys of the part.
+            part: Its number, for messages.
+        """
+
+
+class Collections(Source):
+    """Parts that tasks make.
+
+    Args:
+        tasks: Of all parts.
+        keys: For each part, of the values that it is made of.
+        finish: Makes rows of these.
+        lengths: Rows of each part, if known.
+        first: Rows like all others, if known.
+
+    Attributes:
+        finish: Likewise.
+    """
+
+    finish: Finish
+    apart = True
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        keys: Sequence[tuple[Any, ...]],
+        finish: Finish,
+        lengths: Sequence[int] | None = None,
+        first: Rows | None = None,
+    ) -> None:
+        self.parts = len(keys)
+        self.lengths = lengths
+        self.first = first
+        self._tasks = tasks
+        self._keys = keys
+        self.finish = finish
+        self._graphs: dict[int, PartGraph] = {}
+
+    @override
+    def packed(self, part: int) -> PartGraph:
+        if part not in self._graphs:
+            finish = functools.partial(self.finish, part=part)
+            self._graphs[part] = self._tasks.part(self._keys[part], finish)
+        return self._graphs[part]
+
+    @override
+    def needs(self, part: int) -> tuple[Any, ...]:
+        return self.packed(part).needs
+
+    @override
+    def load(self, part: int) -> Rows:
+        graph = self.packed(part)
+        return graph.rows({key: self._tasks.done[key].result() for key in graph.needs})
+
+    @override
+    def known(self, facts: Sequence[Facts]) -> Self:
+        whole = copy.copy(self)
+        whole.lengths = [fact.rows for fact in facts]
+        whole.first = next((fact.first for fact in facts if fact.rows), None)
+        return whole
+
+
+def plain(value: Any, name: str, classes: Sequence[str] | None = None) -> np.ndarray:
+    """One array of a part, as numpy, whatever tasks made of it.
+
+    Args:
+        value: An array, a tensor, or a table.
+        name: For messages.
+        classes: Of a table of labels: names that become their numbers.
+
+    Raises:
+        DataError: If it is none of these, or cannot be used.
+    """
+    if is_frame(value):
+        return columns_of(value, name, classes)
+    check_kind(value, name)
+    if value.ndim == 0:
+        raise DataError(
+            f"{name} must have examples along its first axis, got one value"
+        )
+    check_dtype(value, name)
+    return as_numpy(value)
+
+
+def checked(rows: Rows, part: int, promised: int | None) -> Rows:
+    """Refuse rows that are not as many as they should be, or labels that are NaN.
+
+    Args:
+        rows: Of a part.
+        part: Its number, for messages.
+        promised: How many there should be, or None.
+    """
+    x, y = rows
+    named = [*trees.named(x, "X"), *([] if y is None else trees.named(y, "y"))]
+    lengths = {name: len(leaf) for name, leaf in named}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{rows} of {name}" for name, rows in lengths.items())
+        raise DataError(
+            f"part {part} has rows that do not go together: {shown}; partition X and y "
+            "alike"
+        )
+    if promised is not None and trees.length(x) != promised:
+        raise DataError(
+            f"part {part} has {trees.length(x)} rows, but the chunks promise "
+            f"{promised}; call compute_chunk_sizes()"
+        )
+    for name, leaf in [] if y is None else trees.named(y, "y"):
+        check_labels(leaf, None, f"{name} of part {part}")
+    return rows

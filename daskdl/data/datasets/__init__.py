@@ -1,0 +1,1 @@
+"""Datasets of ``torch.utils.data``: by index, and one item after the other."""

@@ -1,0 +1,1 @@
+"""From the files users have to arrays: one format in each file."""

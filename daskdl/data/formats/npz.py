@@ -1,0 +1,80 @@
+"""Several arrays with names in each file, as ``numpy.savez`` writes them."""
+
+import io
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from daskdl.data import trees
+from daskdl.data.formats.loaders import Format
+from daskdl.data.formats.results import reading, rows_of
+from daskdl.data.trees import Rows, Tree
+from daskdl.errors import DataError
+
+
+@dataclass(frozen=True)
+class Npz(Format):
+    """The arrays of an ``.npz`` file that have these names.
+
+    Attributes:
+        x: A name; or a tuple or dict of names for several inputs.
+        y: Also; None: there are no labels.
+    """
+
+    x: Tree = "x"
+    y: Tree = "y"
+
+    @override
+    def __call__(self, content: bytes, name: str) -> Rows:
+        with reading(name):
+            loaded = np.load(io.BytesIO(content), allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                raise DataError(f"{name} must be an .npz file, got one array; use Npy")
+            with loaded as arrays:
+                check_names((self.x, self.y), arrays, name)
+                return rows_of((picked(self.x, arrays), picked(self.y, arrays)), name)
+
+
+def check_names(wanted: tuple[Tree, Tree], there: Collection[str], url: str) -> None:
+    """Refuse names of arrays that a file has not.
+
+    Args:
+        wanted: Names for x and for y, as trees; y may be None.
+        there: What the file has.
+        url: Of the file.
+
+    Raises:
+        DataError: With the name and those that are there.
+    """
+    missing = [name for name in wanted_names(wanted) if name not in there]
+    if missing:
+        raise DataError(
+            f"{url} must have an array named {missing[0]!r}, but has "
+            f"{sorted(there)}; name them with x=... and y=..., y=None without labels"
+        )
+
+
+def wanted_names(wanted: tuple[Tree, Tree]) -> list[str]:
+    """All names of x and y; y may be None.
+
+    Example:
+        >>> wanted_names((("a", "b"), None))
+        ['a', 'b']
+    """
+    x, y = wanted
+    return [*trees.leaves(x), *([] if y is None else trees.leaves(y))]
+
+
+def picked(names: Tree, arrays: Mapping[str, Any]) -> Tree:
+    """Arrays in the places of their names; None stays.
+
+    Example:
+        >>> picked({"image": "a", "size": "b"}, {"a": 1, "b": 2})
+        {'image': 1, 'size': 2}
+    """
+    if names is None:
+        return None
+    return trees.mapped(lambda name: arrays[name], names)

@@ -1,0 +1,76 @@
+"""The tasks of Dask collections, taken apart: for each part those that make it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from dask.optimization import cull
+
+from daskdl.data.part_graph import PartGraph
+from daskdl.data.trees import Rows
+
+
+class Tasks:
+    """What there is to compute.
+
+    Args:
+        graph: Tasks by key; futures among them are results.
+        done: Futures of Dask's by key: results that are on the cluster, or will be.
+
+    Attributes:
+        done: Likewise; as long as this is there, so are they.
+    """
+
+    done: Mapping[Any, Any]
+
+    def __init__(self, graph: Mapping[Any, Any], done: Mapping[Any, Any]) -> None:
+        self.done = {**done, **_futures(graph)}
+        self._graph = {**graph, **dict.fromkeys(self.done)}
+
+    def part(
+        self, keys: Sequence[Any], finish: Callable[[list[Any]], Rows]
+    ) -> PartGraph:
+        """The tasks of one part, and which results they begin with.
+
+        Args:
+            keys: Of what makes the part.
+            finish: Makes rows of their values.
+        """
+        own, _ = cull(self._graph, list(keys))
+        needs = tuple(key for key in own if key in self.done)
+        graph = {key: own[key] for key in own if key not in self.done}
+        return PartGraph(graph, tuple(keys), needs, finish)
+
+    def __or__(self, other: "Tasks") -> "Tasks":
+        """All tasks of both."""
+        return Tasks({**self._graph, **other._graph}, {**self.done, **other.done})
+
+
+def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
+    """The tasks of a collection, optimised, and the key of each of its partitions.
+
+    Args:
+        collection: A ``dask.array`` with one block for each row of blocks, a
+            ``dask.dataframe``, a ``dask.bag``, or a list of Delayed objects and
+            futures.
+    """
+    if isinstance(collection, list):
+        graphs = [dict(p.__dask_graph__()) for p in collection if not is_future(p)]
+        graph = {key: task for own in graphs for key, task in own.items()}
+        done = {part.key: part for part in collection if is_future(part)}
+        return Tasks(graph, done), [part.key for part in collection]
+    parts = list(np.ravel(collection.to_delayed()))
+    # What is persisted is gone from the optimised graph.
+    done = _futures(collection.__dask_graph__())
+    return Tasks(dict(parts[0].__dask_graph__()), done), [part.key for part in parts]
+
+
+def is_future(value: Any) -> bool:
+    """Whether it is a future of a Dask client, without importing distributed."""
+    return type(value).__module__ == "distributed.client"
+
+
+def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Results on a cluster; Dask has them as they are, or wrapped as data."""
+    found = {key: getattr(task, "value", task) for key, task in graph.items()}
+    return {key: value for key, value in found.items() if is_future(value)}

@@ -1,0 +1,1 @@
+"""What the inputs are scaled by, learnt in one pass over the data."""

@@ -1,0 +1,141 @@
+"""Shards as a source: each is a part, and a loader makes rows of the files in it."""
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from typing_extensions import override
+
+from daskdl.data import trees
+from daskdl.data.formats.loaders import FromPath, Loader, OneExample, loader_of
+from daskdl.data.shards.contents import Contents
+from daskdl.data.shards.index import Index
+from daskdl.data.shards.sharded_files import ShardedFiles
+from daskdl.data.source import Facts, Source
+from daskdl.data.stores.store import Store, store_of
+from daskdl.data.trees import Rows
+from daskdl.errors import DataError, OptionError
+
+
+class Shards(Source):
+    """Files that :func:`daskdl.data.file_batches` has packed.
+
+    Args:
+        url: Folder of the shards and their index.
+        loader: Makes one row, or many, of the bytes of each file.
+        storage_options: Of the file system, for fsspec.
+
+    Raises:
+        DataError: If there is no index, or the first file cannot be read.
+        OptionError: If the loader wants paths.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        loader: Any,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        store = Store(store_of(url).url, dict(storage_options or {}))
+        self._loader = _of_bytes(loader_of(loader))
+        self._files = ShardedFiles(store, Index.read(store))
+        self.parts = len(self._files.index.shards)
+        self.classes = self._loader.classes
+        self.lengths: Sequence[int] | None = None
+        self.first: Rows | None = None
+        if self._loader.single:
+            shards = self._files.index.shards
+            self.lengths = [len(shard.members) for shard in shards]
+            self.first = self._first()
+
+    @property
+    def paths(self) -> list[str]:
+        """Of the files, in the order in which they are read."""
+        shards = self._files.index.shards
+        return [member.name for shard in shards for member in shard.members]
+
+    @override
+    def load(self, part: int) -> Rows:
+        contents = self._contents(part)
+        loaded = [self._loader.load(contents, name) for name in contents.files]
+        for name, rows in zip(contents.files, loaded, strict=True):
+            self._check_alike(contents.url_of(name), rows, loaded[0])
+        y = None if loaded[0][1] is None else trees.joined([y for _, y in loaded])
+        return trees.joined([x for x, _ in loaded]), y
+
+    @override
+    def name(self, part: int) -> str:
+        store = self._files.store
+        return store.url_of(self._files.index.shards[part].name)
+
+    @override
+    def look(self, part: int) -> Facts:
+        contents = self._contents(part)
+        facts = [self._loader.look(contents, name) for name in contents.files]
+        some = next((f for f in facts if f.rows), facts[0])
+        return Facts(sum(f.rows for f in facts), some.first)
+
+    @override
+    def known(self, facts: Sequence[Facts]) -> Self:
+        source = copy.copy(self)
+        source.lengths = [f.rows for f in facts]
+        source.first = next((f.first for f in facts if f.rows), None)
+        return source
+
+    @staticmethod
+    def _check_alike(url: str, rows: Rows, others: Rows) -> None:
+        if _kind(rows) != _kind(others):
+            raise DataError(
+                f"{url} gives {_kind(rows)}, but the files before it "
+                f"give {_kind(others)}; rows of all files must have the same shapes"
+            )
+
+    def _contents(self, part: int) -> Contents:
+        index = self._files.index
+        files = dict(self._files.read_shard(part))
+        return Contents(self.name(part), {}, index.archive, files)
+
+    def _first(self) -> Rows:
+        name = self._files.index.shards[0].members[0].name
+        files = {name: self._files.read(name)}
+        archive = self._files.index.archive
+        return self._loader.load(Contents(self.name(0), {}, archive, files), name)
+
+
+def is_shards(url: Any, storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a URL or path is a folder of shards.
+
+    Example:
+        >>> is_shards("memory://nothing-here")
+        False
+    """
+    if not isinstance(url, str | os.PathLike):
+        return False
+    store = Store(store_of(url).url, dict(storage_options or {}))
+    return Index.found(store) is not None
+
+
+def _kind(rows: Rows) -> str:
+    """The shapes of one row.
+
+    Example:
+        >>> import numpy as np
+        >>> _kind((np.zeros((5, 2, 3)), None))
+        'x of shape (2, 3), no y'
+    """
+    x, y = rows
+    leaves = [*trees.named(x, "x"), *(() if y is None else trees.named(y, "y"))]
+    shown = [f"{name} of shape {leaf.shape[1:]}" for name, leaf in leaves]
+    return ", ".join(shown if y is not None else [*shown, "no y"])
+
+
+def _of_bytes(loader: Loader) -> Loader:
+    """A file in a shard has no path of its own."""
+    inner = loader_of(loader.function) if isinstance(loader, OneExample) else loader
+    if not isinstance(inner, FromPath):
+        return loader
+    raise OptionError(
+        "files in shards have no paths: loader must take bytes, as FromBytes(function) "
+        f"or OneExample(FromBytes(function)), got {loader!r}"
+    )

@@ -1,0 +1,76 @@
+"""Sources made of parts that a test writes down."""
+
+import numpy as np
+
+from daskdl.data import trees
+from daskdl.data.source import Source
+from daskdl.data.stores.store import Store
+
+
+class Parts(Source):
+    """Pairs (x, y), one for each part; an exception is raised when it is loaded."""
+
+    lengths = None
+    first = None
+
+    def __init__(self, *pairs):
+        self.pairs = pairs
+        self.parts = len(pairs)
+
+    def load(self, part):
+        pair = self.pairs[part]
+        if isinstance(pair, BaseException):
+            raise pair
+        return pair
+
+    def name(self, part):
+        return f"box {part}"
+
+
+class Streamed(Parts):
+    """The same, of which a part comes a few rows at a time."""
+
+    sequential = True
+
+    def __init__(self, *pairs, step=2):
+        super().__init__(*pairs)
+        self.step = step
+
+    def load(self, part):
+        raise AssertionError("a part that may not fit into memory was loaded")
+
+    def stream(self, part, rows):
+        x, y = super().load(part)
+        for start in range(0, trees.length(x), self.step):
+            few = slice(start, start + self.step)
+            yield trees.rows(x, few), None if y is None else trees.rows(y, few)
+
+
+def unlabelled(*arrays, kind=Parts):
+    """Parts of x alone."""
+    return kind(*((x, None) for x in arrays))
+
+
+class Filed(Parts):
+    """Files of numbers in memory, some in each part; "bad" cannot be read."""
+
+    def __init__(self, *urls):
+        super().__init__(*urls)
+        self.loaded = []
+
+    def file_urls(self, part):
+        return list(self.pairs[part])
+
+    def load_file(self, part, file):
+        store = Store("memory://")
+        self.loaded.append((part, file))
+        content = store.read(self.pairs[part][file].removeprefix("memory://"))
+        return np.array([[float(content)]]), np.array([0])
+
+    def load(self, part):
+        if len(self.pairs[part]) > 1:
+            raise AssertionError("several files are loaded one by one")
+        return self.load_file(part, 0)
+
+    def name(self, part):
+        return f"{self.pairs[part][0]} and more"

@@ -17,8 +17,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 
 import daskdl
-from daskdl.data.file_batches import file_batches
-from daskdl.data.image_folder import image_folder
+from daskdl.data import file_batches, image_folder
 
 IMAGES = 2000
 

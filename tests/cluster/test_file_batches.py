@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from distributed import get_worker
 
-from daskdl.data import file_batches as module
-from daskdl.data.file_batches import file_batches
 from daskdl.data.formats.loaders import FromBytes
-from daskdl.data.image_folder import image_folder
+from daskdl.data.images.image_folder import image_folder
+from daskdl.data.passes import each_part
+from daskdl.data.shards import packing as module
 from daskdl.data.shards.index import INDEX, Index
+from daskdl.data.shards.packing import file_batches
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.shards.source import Shards
 from daskdl.data.stores.store import Store
@@ -70,6 +71,11 @@ def _die_once(notes, part):
             os.kill(os.getpid(), signal.SIGKILL)
     except FileExistsError:
         pass
+
+
+def loaded_on_workers(source, client):
+    """Each part's number and rows, in order."""
+    return sorted(each_part(source, lambda source, part: source.load(part), client))
 
 
 def named(notes, target, source, part):
@@ -144,8 +150,8 @@ def test_images_are_packed_to_a_server_and_read_there(
     local = image_folder(tmp_path / "images", files_per_part=20)
     x, y = local.load(0)
     expected = dict(zip(local.paths, zip(x, y, strict=True), strict=True))
-    loads = client.map(source.load, range(source.parts), pure=False)
-    rows = [pair for x, y in client.gather(loads) for pair in zip(x, y, strict=True)]
+    loaded = [rows for _, rows in loaded_on_workers(source, client)]
+    rows = [pair for x, y in loaded for pair in zip(x, y, strict=True)]
     for name, (image, label) in zip(source.paths, rows, strict=True):
         np.testing.assert_array_equal(image, expected[name][0])
         assert label == expected[name][1]
@@ -159,7 +165,7 @@ def test_shards_are_loaded_on_the_workers(client, root, tmp_path):
     file_batches(root, tmp_path / "packed", PER_BATCH, client=client)
     source = Shards(tmp_path / "packed", FromBytes(lambda c: lengths(c)))
 
-    loads = client.map(source.load, range(source.parts), pure=False)
+    loaded = loaded_on_workers(source, client)
 
-    sizes = np.concatenate([x for x, _ in client.gather(loads)])[:, 0]
+    sizes = np.concatenate([x for _, (x, _) in loaded])[:, 0]
     assert sizes.tolist() == [len(FILES[name]) for name in source.paths]

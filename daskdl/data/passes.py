@@ -128,7 +128,9 @@ class _Pass:
         for _, part in zip(range(most), numbers, strict=False):
             coming.add(self._begin(part))
         for future in coming:
-            part, result = self._running.pop(future), future.result()
+            part = self._running[future]
+            result = future.result()  # one that failed is let go of in the end
+            del self._running[future]
             future.release()
             for following in itertools.islice(numbers, 1):
                 coming.add(self._begin(following))

@@ -7,10 +7,10 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from daskdl.data.file_batches import file_batches
 from daskdl.data.formats.csv import Csv
 from daskdl.data.formats.loaders import FromBytes, OneExample
 from daskdl.data.shards.index import Index
+from daskdl.data.shards.packing import file_batches
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.shards.source import Shards, is_shards
 from daskdl.data.stores.store import Store

@@ -100,6 +100,14 @@ class Files(Source):
             return places[0].url
         return f"{places[0].url} and {len(places) - 1} more"
 
+    def file_urls(self, part: int) -> list[str]:
+        """The files that a part is made of."""
+        return [place.url for place in self._files(part)]
+
+    def load_file(self, part: int, file: int) -> Rows:
+        """Load one of them, from 0."""
+        return self._loader.load(*self._files(part)[file])
+
     @override
     def look(self, part: int) -> Facts:
         places = self._files(part)

@@ -163,6 +163,19 @@ class ImageFolder(Source):
         first = self._files.url_of(names[0])
         return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
 
+    def file_urls(self, part: int) -> list[str]:
+        """The files that a part is made of."""
+        return [self._files.url_of(name) for name in self._groups[part]]
+
+    def load_file(self, part: int, file: int) -> Rows:
+        """Load one of them, from 0."""
+        name = self._groups[part][file]
+        x = self._image(self._files.read(name), self._files.url_of(name))[None]
+        if self._labels is None:
+            return x, None
+        row = sum(self.lengths[:part]) + file
+        return x, self._labels[row : row + 1]
+
     def _image(self, content: bytes, url: str) -> np.ndarray:
         image = self._decoding(content, url)
         if image.shape != self.shape:

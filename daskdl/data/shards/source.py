@@ -47,7 +47,7 @@ class Shards(Source):
         if self._loader.single:
             shards = self._files.index.shards
             self.lengths = [len(shard.members) for shard in shards]
-            self.first = self._first()
+            self.first = self._alone(0, self._names(0)[0])
 
     @property
     def paths(self) -> list[str]:
@@ -68,6 +68,14 @@ class Shards(Source):
     def name(self, part: int) -> str:
         store = self._files.store
         return store.url_of(self._files.index.shards[part].name)
+
+    def file_urls(self, part: int) -> list[str]:
+        """The files that a part is made of, in their archive."""
+        return [self._files.url_of(name) for name in self._names(part)]
+
+    def load_file(self, part: int, file: int) -> Rows:
+        """Load one of them, from 0."""
+        return self._alone(part, self._names(part)[file])
 
     @override
     def look(self, part: int) -> Facts:
@@ -96,11 +104,13 @@ class Shards(Source):
         files = dict(self._files.read_shard(part))
         return Contents(self.name(part), {}, index.archive, files)
 
-    def _first(self) -> Rows:
-        name = self._files.index.shards[0].members[0].name
+    def _names(self, part: int) -> list[str]:
+        return [member.name for member in self._files.index.shards[part].members]
+
+    def _alone(self, part: int, name: str) -> Rows:
         files = {name: self._files.read(name)}
         archive = self._files.index.archive
-        return self._loader.load(Contents(self.name(0), {}, archive, files), name)
+        return self._loader.load(Contents(self.name(part), {}, archive, files), name)
 
 
 def is_shards(url: Any, storage_options: Mapping[str, Any] | None = None) -> bool:

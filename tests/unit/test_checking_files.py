@@ -5,10 +5,10 @@ import pytest
 
 from daskdl.data.checking.files import OfFiles
 from daskdl.data.checking.validation import validate
-from daskdl.data.file_batches import file_batches
 from daskdl.data.files import Files
 from daskdl.data.formats.loaders import FromBytes, OneExample
-from daskdl.data.image_folder import image_folder
+from daskdl.data.images.image_folder import image_folder
+from daskdl.data.shards.packing import file_batches
 from daskdl.data.shards.source import Shards
 from daskdl.data.stores.store import Store
 from tests.unit.pictures import folder

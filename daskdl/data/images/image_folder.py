@@ -171,10 +171,10 @@ class ImageFolder(Source):
         """Load one of them, from 0."""
         name = self._groups[part][file]
         x = self._image(self._files.read(name), self._files.url_of(name))[None]
-        if self._labels is None:
+        if self.labels is None:
             return x, None
         row = sum(self.lengths[:part]) + file
-        return x, self._labels[row : row + 1]
+        return x, self.labels[row : row + 1]
 
     def _image(self, content: bytes, url: str) -> np.ndarray:
         image = self._decoding(content, url)

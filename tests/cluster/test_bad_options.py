@@ -10,6 +10,7 @@ from distributed import Client
 from torch.optim import lr_scheduler
 
 from daskdl import Callback, GradientSharing, OptionError
+from daskdl.data import Csv
 from tests.cluster.problems import mlp, rows, trainer
 
 X, Y = rows(64)
@@ -25,7 +26,8 @@ FIT_OPTIONS = {
     "approach": ({"approach": "x"}, "approach must be 'direct' or 'export', got 'x'"),
     "ahead": ({"prefetch": -1}, "prefetch must be a whole number >= 0, got -1"),
     "transform": ({"transform": 3}, "transform must be a function or None, got 3"),
-    "loader": ({"loader": "csv"}, "loader must be a function or None, got 'csv'"),
+    "loader": ({"loader": "csv"}, r"loader must be a function .*, got 'csv'"),
+    "class": ({"loader": Csv}, r"loader must be an object, .*; write Csv\(...\)"),
     "files": ({"loader": print}, "loader is for paths and URLs, got other data"),
     "collate": ({"collate_fn": print}, "collate_fn is for a torch Dataset, got other"),
     "validation": (

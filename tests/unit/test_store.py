@@ -3,6 +3,7 @@
 import pickle
 import uuid
 
+import fsspec
 import pytest
 from s3fs import S3FileSystem
 
@@ -123,12 +124,25 @@ def test_what_another_process_wrote_is_seen(s3_endpoint, bucket):
     store.write("sub/a", b"1")
     other = S3FileSystem(**store.options, skip_instance_cache=True)
     before = store.names(), store.exists("sub/b")
+    S3FileSystem(**store.options).ls(store.url_of("sub"))  # which keeps the listing
 
     other.pipe_file(store.url_of("sub/b"), b"2")
 
     assert before == (["sub/a"], False)
-    assert store.names() == ["sub/a", "sub/b"]
     assert store.exists("sub/b")
+    assert store.names() == ["sub/a", "sub/b"]
+
+
+def test_a_file_system_is_told_to_forget_its_listings(monkeypatch):
+    store = Store(f"memory://{uuid.uuid4().hex}")
+    store.write("a", b"1")
+    system, calls = fsspec.filesystem("memory"), []
+    monkeypatch.setattr(system, "invalidate_cache", lambda: calls.append("forget"))
+    find = system.find
+    monkeypatch.setattr(system, "find", lambda path: calls.append("find") or find(path))
+
+    assert store.names() == ["a"]
+    assert calls == ["forget", "find"]
 
 
 def test_a_file_has_no_names_below_it(store):

@@ -65,7 +65,7 @@ def check_arrays(X: Tree, y: Tree) -> int:
     """
     labels = [] if y is None else list(trees.named(y, "y"))
     named = [*trees.named(X, "X"), *labels]
-    if not named:
+    if len(named) == len(labels):
         raise DataError("X must not be empty, got no array at all")
     lengths = {name: int(check_array(leaf, name)) for name, leaf in named}
     if len(set(lengths.values())) > 1:

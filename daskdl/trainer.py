@@ -17,9 +17,9 @@ from daskdl.data.batches import Transform
 from daskdl.data.checks import of_validation, trainable
 from daskdl.data.collections import is_lazy
 from daskdl.data.formats.loaders import Loader
+from daskdl.data.labels import LabelCheck
 from daskdl.data.options import Approach, OnBad, ReadOptions, one_of
 from daskdl.data.pairs import pair
-from daskdl.data.rehearsal import ClassRange
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.data.sources import source_of
 from daskdl.errors import OptionError, RunError
@@ -340,7 +340,7 @@ class Trainer:
         model: nn.Module,
         fit: FitOptions,
         phases: Collection[str],
-        labels: ClassRange | None,
+        labels: LabelCheck | None,
     ) -> TaskOptions:
         flat = FlatParameters(PackedModel(model).unpack())
         self.master.check(flat)
@@ -354,7 +354,7 @@ class Trainer:
             shuffle=fit.shuffle,
             device=str(self.device),
             validates="validation" in phases,
-            labels=None if method.transform else labels,
+            labels=labels,
             size=flat.size,
             grid=grid_for(flat),
             last=self._sent,

@@ -17,9 +17,9 @@ from daskdl.data.batches import Transform
 from daskdl.data.checks import of_validation, trainable
 from daskdl.data.collections import is_lazy
 from daskdl.data.formats.loaders import Loader
+from daskdl.data.labels import LabelCheck
 from daskdl.data.options import Approach, OnBad, ReadOptions, one_of
 from daskdl.data.pairs import pair
-from daskdl.data.rehearsal import ClassRange
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.data.sources import source_of
 from daskdl.errors import OptionError, RunError
@@ -38,6 +38,7 @@ from daskdl.training.method import Method
 from daskdl.training.options import FitOptions, check_trainer
 from daskdl.training.oversight import Oversight
 from daskdl.training.sharing import GradientSharing
+from daskdl.training.small_threshold import hint_at_small_threshold
 from daskdl.training.stepping import Stepping
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.vectors import FlatParameters, grid_for
@@ -340,7 +341,7 @@ class Trainer:
         model: nn.Module,
         fit: FitOptions,
         phases: Collection[str],
-        labels: ClassRange | None,
+        labels: LabelCheck | None,
     ) -> TaskOptions:
         flat = FlatParameters(PackedModel(model).unpack())
         self.master.check(flat)
@@ -354,7 +355,7 @@ class Trainer:
             shuffle=fit.shuffle,
             device=str(self.device),
             validates="validation" in phases,
-            labels=None if method.transform else labels,
+            labels=labels,
             size=flat.size,
             grid=grid_for(flat),
             last=self._sent,
@@ -388,6 +389,7 @@ class Trainer:
                 self._adopt(model, driver.final)
         if driver.final is None:
             raise RunError("the run ended without a result")
+        hint_at_small_threshold(self.history_[-1])
         return self.history_
 
     def _adopt(self, model: nn.Module, final: Final) -> None:

@@ -33,7 +33,7 @@ def loader_for(names: Iterable[str], url: str) -> Loader:
 
     Example:
         >>> loader_for(["a/b.npy", "c.NPY"], "a/b.npy")
-        Npy()
+        Npy(label_column=None)
     """
     suffixes = sorted({PurePosixPath(name).suffix.lower() for name in names})
     if len(suffixes) == 1 and suffixes[0] in _BY_SUFFIX:

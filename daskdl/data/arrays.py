@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from daskdl.data import trees
+from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
 
 # What torch.from_numpy can take over as it is; longdouble is the one it cannot.
@@ -67,6 +69,22 @@ dask.array, got a list; convert it with numpy.asarray(X)
             f"{argument} must not be empty, got the shape {tuple(value.shape)}"
         )
     return value.shape[0] if is_dask_array(value) else len(value)
+
+
+def check_structure(X: Tree, y: Tree) -> None:
+    """Refuse trees without any array.
+
+    Raises:
+        DataError: Naming the argument.
+
+    Example:
+        >>> check_structure({}, None)
+        Traceback (most recent call last):
+        daskdl.errors.DataError: X must not be empty, got no array at all
+    """
+    for name, tree in (("X", X), ("y", y)):
+        if not trees.leaves(tree):
+            raise DataError(f"{name} must not be empty, got no array at all")
 
 
 def check_batch_size(batch_size: Any) -> None:

@@ -1,10 +1,10 @@
 """The tasks of Dask collections, taken apart: for each part those that make it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from dask._task_spec import GraphNode
+from dask._task_spec import GraphNode, Task, TaskRef
 from dask.optimization import cull
 
 from daskdl.data.part_graph import PartGraph
@@ -39,11 +39,14 @@ class Tasks:
             finish: Makes rows of their values.
         """
         own, _ = cull(self._graph, [key for key in keys if key in self._graph])
-        graph = {key: own[key] for key in own if key not in self.done}
+        done = [key for key in own if key in self.done]
+        graph = {
+            key: _without_futures(own[key], done) for key in own if key not in self.done
+        }
         asked = {key for task in graph.values() for key in _dependencies(task)}
         # Of what is persisted, `to_delayed` leaves nothing but its key.
         elsewhere = sorted((asked | set(keys)) - own.keys(), key=str)
-        needs = (*(key for key in own if key in self.done), *elsewhere)
+        needs = (*done, *elsewhere)
         return PartGraph(graph, tuple(keys), needs, finish)
 
     def result(self, key: Any) -> Any:
@@ -93,6 +96,32 @@ def is_future(value: Any) -> bool:
 
 
 def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Results on a cluster; Dask has them as they are, or wrapped as data."""
-    found = {key: getattr(task, "value", task) for key, task in graph.items()}
-    return {key: value for key, value in found.items() if is_future(value)}
+    """Results on a cluster: tasks themselves, wrapped as data, or their arguments."""
+    found = {}
+    for key, task in graph.items():
+        value = getattr(task, "value", task)
+        if is_future(value):
+            found[key] = value
+        elif getattr(task, "dependencies", frozenset()) - graph.keys():
+            found |= {future.key: future for future in _inside(task)}
+    return found
+
+
+def _inside(task: Any) -> Iterator[Any]:
+    """Futures among the arguments of a task, at any depth."""
+    if is_future(task):
+        yield task
+    elif isinstance(task, Task):
+        yield from _inside([*task.args, *task.kwargs.values()])
+    elif isinstance(task, list | tuple | set | frozenset):
+        for value in task:
+            yield from _inside(value)
+    elif isinstance(task, dict):
+        yield from _inside(list(task.values()))
+
+
+def _without_futures(task: Any, keys: Iterable[Any]) -> Any:
+    """A task that names results by their keys alone."""
+    if not isinstance(task, GraphNode):
+        return task
+    return task.substitute({key: TaskRef(key) for key in keys})

@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.data import trees
-from daskdl.data.arrays import check_array, is_dask_array
+from daskdl.data.arrays import check_array, check_structure, is_dask_array
 from daskdl.data.collections import Collections, Finish, checked, is_dask_frame, plain
 from daskdl.data.frames.columns import check_columns, columns_of
 from daskdl.data.graphs import tasks_of
@@ -60,6 +60,7 @@ def columns(x: Tree, y: Tree) -> Collections:
         DataError: Naming the argument, if one cannot be used, or they do not go
             together.
     """
+    check_structure(x, y)
     labels = {} if y is None else dict(trees.named(y, "y"))
     named = [*trees.named(x, "X"), *labels.items()]
     classes = {name: _check(value, name, name in labels) for name, value in named}

@@ -1,13 +1,15 @@
 """The tasks of Dask collections, taken apart: for each part those that make it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from dask._task_spec import GraphNode, Task, TaskRef
 from dask.optimization import cull
 
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.trees import Rows
+from daskdl.errors import DataError
 
 
 class Tasks:
@@ -36,10 +38,29 @@ class Tasks:
             keys: Of what makes the part.
             finish: Makes rows of their values.
         """
-        own, _ = cull(self._graph, list(keys))
-        needs = tuple(key for key in own if key in self.done)
-        graph = {key: own[key] for key in own if key not in self.done}
+        own, _ = cull(self._graph, [key for key in keys if key in self._graph])
+        done = [key for key in own if key in self.done]
+        graph = {
+            key: _without_futures(own[key], done) for key in own if key not in self.done
+        }
+        asked = {key for task in graph.values() for key in _dependencies(task)}
+        # Of what is persisted, `to_delayed` leaves nothing but its key.
+        elsewhere = sorted((asked | set(keys)) - own.keys(), key=str)
+        needs = (*done, *elsewhere)
         return PartGraph(graph, tuple(keys), needs, finish)
+
+    def result(self, key: Any) -> Any:
+        """What is on the cluster under this key, fetched to this process.
+
+        Raises:
+            DataError: If only the cluster knows it.
+        """
+        if key not in self.done:
+            raise DataError(
+                f"{key} is a result on a cluster and not in the graph; train there, "
+                "with client=, or use to_delayed(optimize_graph=False)"
+            )
+        return self.done[key].result()
 
     def __or__(self, other: "Tasks") -> "Tasks":
         """All tasks of both."""
@@ -65,12 +86,42 @@ def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
     return Tasks(dict(parts[0].__dask_graph__()), done), [part.key for part in parts]
 
 
+def _dependencies(task: Any) -> frozenset[Any]:
+    return task.dependencies if isinstance(task, GraphNode) else frozenset()
+
+
 def is_future(value: Any) -> bool:
     """Whether it is a future of a Dask client, without importing distributed."""
     return type(value).__module__ == "distributed.client"
 
 
 def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Results on a cluster; Dask has them as they are, or wrapped as data."""
-    found = {key: getattr(task, "value", task) for key, task in graph.items()}
-    return {key: value for key, value in found.items() if is_future(value)}
+    """Results on a cluster: tasks themselves, wrapped as data, or their arguments."""
+    found = {}
+    for key, task in graph.items():
+        value = getattr(task, "value", task)
+        if is_future(value):
+            found[key] = value
+        elif getattr(task, "dependencies", frozenset()) - graph.keys():
+            found |= {future.key: future for future in _inside(task)}
+    return found
+
+
+def _inside(task: Any) -> Iterator[Any]:
+    """Futures among the arguments of a task, at any depth."""
+    if is_future(task):
+        yield task
+    elif isinstance(task, Task):
+        yield from _inside([*task.args, *task.kwargs.values()])
+    elif isinstance(task, list | tuple | set | frozenset):
+        for value in task:
+            yield from _inside(value)
+    elif isinstance(task, dict):
+        yield from _inside(list(task.values()))
+
+
+def _without_futures(task: Any, keys: Iterable[Any]) -> Any:
+    """A task that names results by their keys alone."""
+    if not isinstance(task, GraphNode):
+        return task
+    return task.substitute({key: TaskRef(key) for key in keys})

@@ -1,5 +1,6 @@
 """Threads that load data beside training."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -44,6 +45,9 @@ class Loader:
 
     def close(self) -> None:
         """Begin no more jobs; those that run come to their end by themselves."""
+        with contextlib.suppress(queue.Empty):
+            while waiting := self._jobs.get_nowait():
+                waiting[0].cancel()
         for _ in self._threads:
             self._jobs.put(None)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from daskdl.data import file_batches as module
-from daskdl.data.file_batches import file_batches
+from daskdl.data.shards import packing as module
 from daskdl.data.shards.index import INDEX, Index
+from daskdl.data.shards.packing import file_batches
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError

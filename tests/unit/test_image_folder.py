@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from daskdl.data.file_batches import file_batches
-from daskdl.data.image_folder import image_folder
+from daskdl.data.images.image_folder import image_folder
+from daskdl.data.shards.packing import file_batches
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
 from tests.unit.pictures import encoded, folder, pixels
@@ -263,6 +263,14 @@ class TestLabels:
             known["x/cat2.png"] = "cat"
 
         assert labelled(image_folder(tmp_path, labels=labels)) == known
+
+    def test_classes_are_sorted_whatever_the_paths(self, tmp_path):
+        folder(tmp_path, ["1.png", "2.png"])
+
+        source = image_folder(tmp_path, labels={"1.png": "b", "2.png": "a"}.get)
+
+        assert source.classes == ["a", "b"]
+        assert labelled(source) == {"1.png": "b", "2.png": "a"}
 
     def test_a_table_must_have_every_image(self, tmp_path):
         store = folder(tmp_path, ["a.png", "b.png"])

@@ -212,14 +212,26 @@ class TestLabels:
     def test_numbers_have_no_names(self):
         assert columns(frame(), frame()["a"]).classes is None
 
-    def test_one_that_is_nan_is_named_with_its_part(self):
+    def test_one_may_be_nan(self):
         labels = Y.astype(float)
         labels[13] = np.nan
 
         source = columns(lazy(), (lazy(Y), lazy(labels)))
 
-        with pytest.raises(DataError, match=r"y\[1\] of part 1\[3\] is nan"):
-            source.load(1)
+        _, y = source.load(1)
+        np.testing.assert_array_equal(y[1], labels[10:20])
+
+    @pytest.mark.parametrize("name", ["label", "number"])
+    def test_one_may_be_missing_in_a_table(self, name):
+        own = {"label": NAMES, "number": pd.Series(Y, dtype="Int64")}[name]
+        whole = columns(frame(), frame(own))
+        labels = frame(own.mask(pd.Series(range(len(own))) == 5))
+
+        source = columns(frame(), labels)
+
+        assert np.flatnonzero(np.isnan(source.load(0)[1])).tolist() == [5]
+        known = looked_at(source, False)
+        assert known.first[1].dtype == whole.first[1].dtype
 
 
 def test_a_missing_value_of_a_table_is_named_with_its_column_and_part():

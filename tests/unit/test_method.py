@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from daskdl import Callback
 from daskdl.data.in_memory import InMemory
+from daskdl.data.labels import LabelCheck
 from daskdl.data.rehearsal import ClassRange
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.training.adoption import Moved
@@ -45,7 +46,7 @@ class OnSteps(Callback):
 def test_what_goes_together_tells_the_labels_that_the_loss_accepts():
     labels = method().check(nn.Linear(2, 3), BOTH)
 
-    assert labels == ClassRange(3, -100)
+    assert labels == LabelCheck(ClassRange(3, -100))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import torch
 from distributed import Client
 from torch import Tensor, nn
 
-from daskdl.data.arrays import check_labels
 from daskdl.data.batches import (
     Batch,
     Chunk,
@@ -35,10 +34,11 @@ from daskdl.data.checks import (
 )
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.futures import workers_of
+from daskdl.data.labels import LabelCheck
 from daskdl.data.looking import looked_at
 from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
-from daskdl.data.rehearsal import MISFITS, ClassRange, ignored_label
+from daskdl.data.rehearsal import MISFITS, ignored_label
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError
@@ -108,7 +108,7 @@ class Scoring:
         loss: What is made of its outputs.
         batch_size: Rows per forward pass.
         transform: What is made of each batch before, or None.
-        labels: What the loss accepts, or None.
+        labels: What labels are held to; None: they are not looked at.
         skips: Whether a part that cannot be read counts as none.
     """
 
@@ -116,7 +116,7 @@ class Scoring:
     loss: Packed[Objective]
     batch_size: int
     transform: Transform | None
-    labels: ClassRange | None
+    labels: LabelCheck | None
     skips: bool = False
 
     def __call__(self, source: Source, part: int) -> Score:
@@ -141,8 +141,7 @@ class Scoring:
         try:
             for rows in rows_of_part(source, part, self.batch_size):
                 if self.labels is not None:
-                    classes, ignored = self.labels
-                    check_labels(rows[1], classes, f"y of {source.name(part)}", ignored)
+                    self.labels.check(rows[1], source.name(part))
                 yield whole(rows)
         except (*MISFITS, OSError) as error:
             if not self.skips:
@@ -190,13 +189,15 @@ def evaluate(
     if source.first is None:
         source = looked_at(source, client, skips=read.skips)
     accepted = check_rows(model, loss, *rows_like(source), read.transform)
-    check_whole(source, accepted, read.transform)
+    labels = None if read.transform else LabelCheck(accepted)
+    if labels is not None:
+        check_whole(source, labels)
     scoring = Scoring(
         PackedModel(model),
         Packed(loss, "step" if isinstance(loss, OwnStep) else "loss"),
         read.batch_size,
         read.transform,
-        None if read.transform else accepted,
+        labels,
         read.skips,
     )
     if client is not False:

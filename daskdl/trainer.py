@@ -16,9 +16,10 @@ from daskdl.cluster import check_outlives
 from daskdl.data.batches import Transform
 from daskdl.data.checks import of_validation, trainable
 from daskdl.data.collections import is_lazy
+from daskdl.data.formats.loaders import Loader
+from daskdl.data.labels import LabelCheck
 from daskdl.data.options import Approach, OnBad, ReadOptions, one_of
 from daskdl.data.pairs import pair
-from daskdl.data.rehearsal import ClassRange
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.data.sources import source_of
 from daskdl.errors import OptionError, RunError
@@ -160,7 +161,7 @@ class Trainer:
         validation: Any = None,
         shuffle: bool = True,
         transform: Transform | None = None,
-        loader: Callable[..., Any] | None = None,
+        loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
         prefetch: int = 2,
@@ -181,7 +182,8 @@ class Trainer:
                 after each epoch.
             shuffle: New random order in each epoch, from the seed.
             transform: Of each batch, before that of the trainer; of `validation` too.
-            loader: Makes (x, y) of a file; None: by the files' extension.
+            loader: Makes (x, y) of a file: a function of its path, or one of those in
+                `daskdl.data`; None: by the files' extension.
             collate_fn: Makes (x, y) of a list of `batch_size` items of a dataset.
             on_bad_batch: ``"skip"``: parts that cannot be read are left out, and
                 counted in `history_`.
@@ -233,7 +235,7 @@ class Trainer:
         *,
         batch_size: int = 64,
         transform: Transform | None = None,
-        loader: Callable[..., Any] | None = None,
+        loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
     ) -> dict[str, float]:
@@ -265,7 +267,7 @@ class Trainer:
         *,
         batch_size: int = 64,
         transform: Transform | None = None,
-        loader: Callable[..., Any] | None = None,
+        loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
     ) -> Any:
         """Apply `model_(x)` to every row, on the cluster or in this process.
@@ -296,7 +298,7 @@ class Trainer:
         self,
         batch_size: int,
         transform: Transform | None,
-        loader: Callable[..., Any] | None,
+        loader: Loader | Callable[..., Any] | None,
         collate_fn: Callable[..., Any] | None,
         on_bad_batch: OnBad,
     ) -> ReadOptions:
@@ -338,7 +340,7 @@ class Trainer:
         model: nn.Module,
         fit: FitOptions,
         phases: Collection[str],
-        labels: ClassRange | None,
+        labels: LabelCheck | None,
     ) -> TaskOptions:
         flat = FlatParameters(PackedModel(model).unpack())
         self.master.check(flat)
@@ -352,7 +354,7 @@ class Trainer:
             shuffle=fit.shuffle,
             device=str(self.device),
             validates="validation" in phases,
-            labels=None if method.transform else labels,
+            labels=labels,
             size=flat.size,
             grid=grid_for(flat),
             last=self._sent,

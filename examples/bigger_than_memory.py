@@ -1,8 +1,8 @@
 """Train on a dask.array that is four times as large as what a worker may use.
 
-The array is lazy: each block is made where it is trained on, while the block before it is
-trained on, and is dropped after its last use. Here blocks are drawn at random; yours would
-be read from files.
+The array is lazy: each block is made where it is trained on, while the block before it
+is trained on, and is dropped after its last use. Here blocks are drawn at random; yours
+would be read from files.
 
     python examples/bigger_than_memory.py
 """
@@ -45,10 +45,9 @@ def main():
     )
     y = (X[:, :10].sum(axis=1) > 0).astype(np.int64)
 
+    workers = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": MEMORY}
     with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, memory_limit=MEMORY, dashboard_address=None
-        ) as cluster,
+        LocalCluster(**workers, dashboard_address=None) as cluster,
         Client(cluster) as client,
     ):
         trainer = daskdl.Trainer(

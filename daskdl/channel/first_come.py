@@ -202,7 +202,7 @@ class FirstCome(Leases):
             loading = int(LOADING * self._extent.rows[own.part])
             kept = (own.rows + loading + step) // (2 * step)
             most = own.rows // step - 1
-            rest, own = split(own, min(max(kept, 1), most) * step)
+            rest, own = split(own, min(kept, most) * step)
         self._go_to(other, rest)
         return own
 

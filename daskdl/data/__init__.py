@@ -10,7 +10,6 @@ from daskdl.data.datasets.iterable_style import Sharded
 from daskdl.data.exports.export import export
 from daskdl.data.exports.manifest import Manifest
 from daskdl.data.exports.source import BatchFiles
-from daskdl.data.file_batches import file_batches
 from daskdl.data.files import Files
 from daskdl.data.formats.csv import Csv
 from daskdl.data.formats.loaders import FromBytes, OneExample
@@ -18,9 +17,10 @@ from daskdl.data.formats.npy import Npy
 from daskdl.data.formats.npz import Npz
 from daskdl.data.formats.parquet import Parquet
 from daskdl.data.formats.safetensors import Safetensors
-from daskdl.data.image_folder import image_folder
+from daskdl.data.images.image_folder import image_folder
 from daskdl.data.normalising.normalisation import Normalisation, normaliser_from_dict
 from daskdl.data.normalising.normalisers import MinMax, Standardize
+from daskdl.data.shards.packing import file_batches
 from daskdl.data.shards.source import Shards
 from daskdl.data.source import Facts, Source
 

@@ -16,6 +16,7 @@ from daskdl.data import trees
 from daskdl.data.arrays import check_array, check_labels, check_structure
 from daskdl.data.batches import Transform
 from daskdl.data.in_memory import InMemory
+from daskdl.data.labels import LabelCheck
 from daskdl.data.rehearsal import (
     MISFITS,
     ClassRange,
@@ -56,24 +57,21 @@ def check_arrays(X: Tree, y: Tree) -> int:
 
     Raises:
         DataError: If one cannot be used (see `check_array`), if they differ in
-            length, or if labels have a NaN.
+            length.
 
     Example:
         >>> check_arrays(torch.zeros(3, 2), torch.zeros(4))
         Traceback (most recent call last):
         daskdl.errors.DataError: X and y must have the same length, got 3 and 4
     """
-    labels = [] if y is None else list(trees.named(y, "y"))
-    named = [*trees.named(X, "X"), *labels]
     check_structure(X, y)
+    named = [*trees.named(X, "X"), *([] if y is None else trees.named(y, "y"))]
     lengths = {name: int(check_array(leaf, name)) for name, leaf in named}
     if len(set(lengths.values())) > 1:
         shown = " and ".join(map(str, lengths.values()))
         raise DataError(
             f"{' and '.join(lengths)} must have the same length, got {shown}"
         )
-    for name, leaf in labels:
-        check_labels(leaf, None, name)
     return next(iter(lengths.values()))
 
 
@@ -188,19 +186,15 @@ def rows_like(source: Source) -> Rows:
     return source.first
 
 
-def check_whole(
-    source: Source, labels: ClassRange | None, transform: Transform | None
-) -> None:
+def check_whole(source: Source, labels: LabelCheck) -> None:
     """Refuse labels in memory that a loss does not accept.
 
     Args:
         source: Any; what is not in memory is looked at when it is loaded.
-        labels: What the loss accepts, or None.
-        transform: Makes other labels of these, it may be; then they are not looked at.
+        labels: What they are held to.
     """
-    if labels is not None and transform is None and isinstance(source, InMemory):
-        y = source.whole[1]
-        check_labels(y, labels.classes, "y", labels.ignore_index)
+    if isinstance(source, InMemory):
+        labels.check(source.whole[1])
 
 
 @contextlib.contextmanager

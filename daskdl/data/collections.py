@@ -19,7 +19,6 @@ from daskdl.data.arrays import (
     as_numpy,
     check_dtype,
     check_kind,
-    check_labels,
     is_dask_array,
 )
 from daskdl.data.frames.columns import columns_of, is_frame
@@ -152,7 +151,7 @@ def plain(value: Any, name: str, classes: Sequence[str] | None = None) -> np.nda
 
 
 def checked(rows: Rows, part: int, promised: int | None) -> Rows:
-    """Refuse rows that are not as many as they should be, or labels that are NaN.
+    """Refuse rows that are not as many as they should be.
 
     Args:
         rows: Of a part.
@@ -173,6 +172,4 @@ def checked(rows: Rows, part: int, promised: int | None) -> Rows:
             f"part {part} has {trees.length(x)} rows, but the chunks promise "
             f"{promised}; call compute_chunk_sizes()"
         )
-    for name, leaf in [] if y is None else trees.named(y, "y"):
-        check_labels(leaf, None, f"{name} of part {part}")
     return rows

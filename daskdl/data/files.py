@@ -3,20 +3,14 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from pathlib import PurePosixPath
 from typing import Any, Self
 
 import numpy as np
 from typing_extensions import override
 
 from daskdl.data import trees
-from daskdl.data.formats.classes import listed as shown
-from daskdl.data.formats.csv import Csv
+from daskdl.data.formats.extensions import loader_for
 from daskdl.data.formats.loaders import Loader, loader_of
-from daskdl.data.formats.npy import Npy
-from daskdl.data.formats.npz import Npz
-from daskdl.data.formats.parquet import Parquet
-from daskdl.data.formats.safetensors import Safetensors
 from daskdl.data.source import SHOWN_ROWS, Facts, Source
 from daskdl.data.stores.listing import Path, Place, listed
 from daskdl.data.trees import Rows
@@ -28,14 +22,6 @@ FILES_PER_PART = 64
 
 # How many of them are fetched at a time where each mostly waits for a server.
 _FETCHED_AT_A_TIME = 8
-
-_BY_SUFFIX: Mapping[str, Loader] = {
-    ".npy": Npy(),
-    ".npz": Npz(),
-    ".csv": Csv(),
-    ".parquet": Parquet(),
-    ".safetensors": Safetensors(),
-}
 
 
 class Files(Source):
@@ -77,7 +63,9 @@ class Files(Source):
         """
         self._places = listed(paths, pattern, storage_options or {})
         self._loader = (
-            _by_extension(self._places) if loader is None else loader_of(loader)
+            loader_for([place.name for place in self._places], self._places[0].url)
+            if loader is None
+            else loader_of(loader)
         )
         self._each = _checked_size(files_per_part, self._loader)
         self._bounds = list(range(0, len(self._places), self._each))
@@ -99,6 +87,14 @@ class Files(Source):
         if len(places) == 1:
             return places[0].url
         return f"{places[0].url} and {len(places) - 1} more"
+
+    def file_urls(self, part: int) -> list[str]:
+        """The files that a part is made of."""
+        return [place.url for place in self._files(part)]
+
+    def load_file(self, part: int, file: int) -> Rows:
+        """Load one of them, from 0."""
+        return self._loader.load(*self._files(part)[file])
 
     @override
     def look(self, part: int) -> Facts:
@@ -141,16 +137,6 @@ class Files(Source):
             return [self._loader.load(*place) for place in places]
         with ThreadPoolExecutor(_FETCHED_AT_A_TIME) as pool:
             return list(pool.map(lambda place: self._loader.load(*place), places))
-
-
-def _by_extension(places: list[Place]) -> Loader:
-    suffixes = sorted({PurePosixPath(place.name).suffix.lower() for place in places})
-    if len(suffixes) == 1 and suffixes[0] in _BY_SUFFIX:
-        return _BY_SUFFIX[suffixes[0]]
-    raise DataError(
-        f"files without a loader must all be of one of {shown(_BY_SUFFIX)}, got "
-        f"{shown(suffixes)}, as {places[0].url}; give a loader=, or a pattern="
-    )
 
 
 def _checked_size(files_per_part: int | None, loader: Loader) -> int:

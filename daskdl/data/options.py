@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from daskdl.data.arrays import check_batch_size
 from daskdl.data.batches import Batch, Transform
+from daskdl.data.formats.loaders import Loader, loader_of
 from daskdl.errors import OptionError
 
 OnBad = Literal["raise", "skip"]
@@ -27,7 +28,7 @@ class SourceOptions:
 
     batch_size: int = 32
     shuffle_seed: int | None = None
-    loader: Callable[..., Any] | None = None
+    loader: Loader | Callable[..., Any] | None = None
     collate_fn: Callable[..., Any] | None = None
     shards: int = 1
     labelled: bool = True
@@ -54,14 +55,16 @@ class ReadOptions:
 
     batch_size: int
     transform: Transform | None = None
-    loader: Callable[..., Any] | None = None
+    loader: Loader | Callable[..., Any] | None = None
     collate_fn: Callable[..., Any] | None = None
     on_bad_batch: OnBad = "raise"
 
     def __post_init__(self) -> None:
         check_batch_size(self.batch_size)
         check_choice("on_bad_batch", self.on_bad_batch, ("raise", "skip"))
-        for name in ("transform", "loader", "collate_fn"):
+        if self.loader is not None:
+            loader_of(self.loader)
+        for name in ("transform", "collate_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise OptionError(f"{name} must be a function or None, got {value!r}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from distributed import Client, Future, as_completed, default_client
+from distributed.client import FutureCancelledError
 from typing_extensions import override
 
 from daskdl.data.futures import new_key, release, workers_of
@@ -128,7 +129,16 @@ class _Pass:
         for _, part in zip(range(most), numbers, strict=False):
             coming.add(self._begin(part))
         for future in coming:
-            part, result = self._running.pop(future), future.result()
+            part = self._running[future]
+            try:
+                result = future.result()  # one that failed is let go of in the end
+            except FutureCancelledError:
+                # What it was sent was lost with a worker: to another one.
+                del self._running[future]
+                self._workers = workers_of(self._client)
+                coming.add(self._begin(part))
+                continue
+            del self._running[future]
             future.release()
             for following in itertools.islice(numbers, 1):
                 coming.add(self._begin(following))

@@ -82,7 +82,7 @@ def _files(X: Any, loader: Any) -> Source:
     """What `export` or `file_batches` has written; else the files as they are."""
     if loader is None and is_export(X):
         return BatchFiles(X)
-    if loader is not None and is_shards(X):
+    if is_shards(X):
         return Shards(X, loader)
     return Files(X, loader)
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from daskdl.data.arrays import first_rows, is_dask_array
 from daskdl.data.checks import check_arrays, check_step
+from daskdl.data.labels import LabelCheck
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
 from daskdl.packed import Packed
@@ -154,6 +155,7 @@ def _rows(batch: Any) -> tuple[Any, Any]:
         raise DataError("batch must be in memory, got a dask.array; use compute()")
     try:
         check_arrays(*batch)
+        LabelCheck().check(batch[1])
     except DataError as error:
         raise DataError(f"batch: {error}") from error
     return batch

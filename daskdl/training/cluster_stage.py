@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from daskdl.channel import messages
 from daskdl.channel.messages import Answer
-from daskdl.channel.plan import extent_of
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.data.scattering import scatter
@@ -24,7 +23,7 @@ from daskdl.training.collect import collect
 from daskdl.training.launch import train_replica
 from daskdl.training.merge import Final
 from daskdl.training.seats import replicas_on
-from daskdl.training.stage import Event, Stage, plan_of, rows_of_parts
+from daskdl.training.stage import Event, Stage, extent_for, plan_of
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.version import VERSION
 
@@ -73,11 +72,8 @@ class ClusterStage(Stage):
         self._client.register_plugin(ChannelSchedulerPlugin())
         self._client.register_plugin(ChannelWorkerPlugin())
         extents = {
-            phase: extent_of(
-                rows_of_parts(own.source),
-                self._options.piece_rows(phase),
-                len(self.seats),
-                own.keys,
+            phase: extent_for(
+                self._options, phase, own.source, len(self.seats), own.keys
             )
             for phase, own in self._supplies.items()
         }

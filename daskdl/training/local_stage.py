@@ -11,12 +11,11 @@ from typing_extensions import override
 
 from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
-from daskdl.channel.plan import extent_of
 from daskdl.data.source import Source
 from daskdl.packed import Packed
 from daskdl.training.merge import Final, merge
 from daskdl.training.replica import Replica
-from daskdl.training.stage import Event, Stage, plan_of, rows_of_parts
+from daskdl.training.stage import Event, Stage, extent_for, plan_of
 from daskdl.training.stores import LocalStore
 from daskdl.training.surroundings import surroundings
 from daskdl.training.task import Recipe, Result, TaskOptions
@@ -42,7 +41,7 @@ class LocalStage(Stage):
         self._options = options
         self._sources = sources
         extents = {
-            phase: extent_of(rows_of_parts(own), options.piece_rows(phase), replicas)
+            phase: extent_for(options, phase, own, replicas)
             for phase, own in sources.items()
         }
         # Nothing waits in the relay's queues: they are emptied by whoever fills them.

@@ -18,7 +18,7 @@ from daskdl.data.checks import (
     rows_like,
     trainable,
 )
-from daskdl.data.rehearsal import ClassRange
+from daskdl.data.labels import LabelCheck
 from daskdl.data.source import Source, shown_rows
 from daskdl.errors import OptionError
 from daskdl.objective import Objective
@@ -63,7 +63,7 @@ class Method:
 
     def check(
         self, model: nn.Module, sources: Mapping[str, Source]
-    ) -> ClassRange | None:
+    ) -> LabelCheck | None:
         """Refuse what does not go together; no worker is touched.
 
         Args:
@@ -71,21 +71,25 @@ class Method:
             sources: Of each phase, of which some rows are known.
 
         Returns:
-            The labels that the loss accepts, see `check_step`.
+            What labels are held to that are loaded later; None: with a transform,
+            which makes others of them.
         """
         train = sources["train"]
         objective, transform = self.objective, self.transform
-        labels = check_step(
+        accepted = check_step(
             model, objective, self.optimizer, *rows_like(train), transform
         )
-        check_whole(train, labels, transform)
+        labels = None if transform else LabelCheck(accepted)
+        if labels is not None:
+            check_whole(train, labels)
         self.stepping.check_model(model)
         self.scheduling.check(self.optimizer, model)
         if "validation" in sources:
             with of_validation():
                 rows = rows_like(sources["validation"])
                 check_rows(model, objective, *rows, transform)
-                check_whole(sources["validation"], labels, transform)
+                if labels is not None:
+                    check_whole(sources["validation"], labels)
         return labels
 
     def warn(self, model: nn.Module, replicas: int) -> None:

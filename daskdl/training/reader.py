@@ -9,9 +9,9 @@ import numpy as np
 from daskdl.channel.base import Piece
 from daskdl.channel.leases import Range
 from daskdl.data import trees
-from daskdl.data.arrays import check_labels
 from daskdl.data.batches import Chunk, whole
-from daskdl.data.rehearsal import MISFITS, ClassRange
+from daskdl.data.labels import LabelCheck
+from daskdl.data.rehearsal import MISFITS
 from daskdl.data.trees import Rows
 from daskdl.errors import LostPieceError, WaitTimeoutError
 from daskdl.training.stores import Store
@@ -29,7 +29,7 @@ class Reading:
         batch_size: Rows per batch.
         prefetch: Parts with rows of so many batches more are loaded meanwhile, and
             the next part in any case; 0: none.
-        labels: What integer labels are held to, or None.
+        labels: What labels are held to; None: they are not looked at.
         skips: Whether a part that cannot be read is left out.
     """
 
@@ -37,7 +37,7 @@ class Reading:
     seed: tuple[int, ...] | None
     batch_size: int
     prefetch: int
-    labels: ClassRange | None
+    labels: LabelCheck | None
     skips: bool
 
 
@@ -128,10 +128,9 @@ class Reader:
         self._held = part, rows, order
 
     def _check(self, rows: Rows, part: int) -> None:
-        labels = self._reading.labels
-        if labels is not None:
-            where = f"y of part {part} of the {self._reading.phase} data"
-            check_labels(rows[1], labels.classes, where, labels.ignore_index)
+        if self._reading.labels is not None:
+            of = f"part {part} of the {self._reading.phase} data"
+            self._reading.labels.check(rows[1], of)
 
     def _stream(self, part: int) -> Iterator[Chunk]:
         reading = self._reading

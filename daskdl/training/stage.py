@@ -1,14 +1,17 @@
 """Where one run takes place, as its driver sees it."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from daskdl.channel.plan import Extent, RunPlan
+from daskdl.channel.plan import Extent, RunPlan, extent_of
 from daskdl.data.source import Source
 from daskdl.packed import Packed
 from daskdl.training.merge import Final
 from daskdl.training.task import Recipe, TaskOptions
+
+logger = logging.getLogger(__name__)
 
 Event = Mapping[str, Any]
 
@@ -74,11 +77,41 @@ class Stage(ABC):
         """Leave nothing of the run."""
 
 
-def rows_of_parts(source: Source) -> Sequence[int]:
-    """How many rows each part has; -1 where only going through it tells."""
+def extent_for(
+    options: TaskOptions,
+    phase: str,
+    source: Source,
+    replicas: int,
+    keys: Sequence[str] | None = None,
+) -> Extent:
+    """How much there is to train on in a phase, in portions; the log says how large.
+
+    Args:
+        options: Of the run.
+        phase: ``"train"`` or ``"validation"``.
+        source: Of which the lengths are known, if it is not sequential.
+        replicas: How many share it.
+        keys: Dask key of each part that a worker holds; None: none does.
+    """
+    step = options.piece_rows(phase)
     if source.lengths is None:
-        return [-1] * source.parts
-    return source.lengths
+        return extent_of([-1] * source.parts, step, replicas, keys)
+    extent = extent_of(source.lengths, step, replicas, keys)
+    piece = extent.piece_rows
+    small = sum(0 < rows < piece for rows in source.lengths)
+    large = sum(rows > piece for rows in source.lengths)
+    logger.info(
+        "the %s data have %s parts of %s to %s rows and are leased in pieces of %s: %s "
+        "smaller parts are put together, %s larger ones are split",
+        phase,
+        source.parts,
+        min(source.lengths),
+        max(source.lengths),
+        piece,
+        small,
+        large,
+    )
+    return extent
 
 
 def plan_of(

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from daskdl.callbacks import Callback
 from daskdl.channel.endpoint import Endpoint
 from daskdl.data.batches import Transform
-from daskdl.data.rehearsal import ClassRange
+from daskdl.data.labels import LabelCheck
 from daskdl.data.trees import Rows
 from daskdl.failures import FailureInjection
 from daskdl.objective import Objective
@@ -68,7 +68,7 @@ class TaskOptions:
         shuffle: Whether rows are shuffled within their pieces.
         device: ``"auto"`` or a torch device.
         validates: Whether the agreed model is scored after each epoch.
-        labels: What integer labels of pieces are held to, or None.
+        labels: What labels of parts are held to; None: they are not looked at.
         size: Trainable parameters of the model.
         grid: Of the run at its start, parameter units.
         last: What an earlier fit left, or None.
@@ -91,7 +91,7 @@ class TaskOptions:
     shuffle: bool
     device: str
     validates: bool
-    labels: ClassRange | None
+    labels: LabelCheck | None
     size: int
     grid: float
     last: Outcome | None

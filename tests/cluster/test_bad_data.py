@@ -1,5 +1,7 @@
 """Data that cannot be trained on are refused by name, with the remedy."""
 
+import re
+
 import dask.array as da
 import numpy as np
 import pytest
@@ -26,16 +28,16 @@ DATA = {
     "lengths": (X[:-1], Y, {}, "X and y must have the same length, got 63 and 64"),
     "empty": (X[:0], Y[:0], {}, r"X must not be empty, got the shape \(0, 20\)"),
     "a list": (X.tolist(), Y, {}, r"X must be a .* got a list; convert it with"),
-    "no label": (X, None, {}, "y must be a .* got a NoneType"),
+    "no label": (X, None, {}, r"y must be given, or data of pairs \(x, y\): the loss"),
     "too large": (X, changed(Y, 3, 4), {}, r"y\[3\] is 4, .* must be in \[0, 4\)"),
     "negative": (X, changed(Y, 5, -1), {}, r"y\[5\] is -1, .* must be in \[0, 4\)"),
     "nan": (X, TARGETS, {}, r"y\[2, 0\] is nan; remove such examples"),
-    "kept apart": (BLOCKS, Y, {}, "X is a dask.array and y is in memory; use "),
-    "unknown": (
+    "kept apart": (BLOCKS, Y, {}, r"y is in memory .* use dask.array.from_array\(y, "),
+    "unlike": (
         BLOCKS[BLOCKS[:, 0] > 0],
-        da.from_array(Y, chunks=16),
+        da.from_array(Y, chunks=32),
         {},
-        r"X has chunks of unknown size; call X.compute_chunk_sizes\(\)",
+        "lengths are not known must be partitioned alike, got 4 of X, 2 of y part",
     ),
     "validation lengths": (
         X,
@@ -72,7 +74,7 @@ class TestOnWorkers:
         with pytest.raises(DataError) as caught:
             trainer(client).fit(BLOCKS, da.from_array(y, chunks=16))
 
-        assert "y of piece 2 of the train data[5] is 9" in str(caught.value)
+        assert "y of part 2 of the train data[5] is 9" in str(caught.value)
         assert "labels must be in [0, 4)" in str(caught.value)
         assert any(worker in str(caught.value) for worker in client.nthreads())
 
@@ -80,13 +82,27 @@ class TestOnWorkers:
         wrong = (BLOCKS, da.from_array(changed(Y, 20, -3), chunks=16))
 
         with pytest.raises(
-            DataError, match=r"y of piece 1 of the validation data\[4\] is -3"
+            DataError, match=r"y of part 1 of the validation data\[4\] is -3"
         ):
             trainer(client).fit(X, Y, validation=wrong)
+
+    def test_rows_of_unknown_number_that_do_not_go_with_the_labels_are_named(
+        self, client
+    ):
+        some = BLOCKS[BLOCKS[:, 0] > 0]
+
+        with pytest.raises(DataError) as caught:
+            trainer(client).fit(some, da.from_array(Y, chunks=16))
+
+        assert re.search(
+            r"replica \d on tcp://\S+: part \d has rows that do not go together: "
+            r"\d+ of X, 16 of y; partition X and y alike",
+            str(caught.value),
+        )
 
     def test_a_missing_target_in_a_block_is_named(self, client):
         targets = changed(X[:, :1], 50, np.nan)
         own = trainer(client, model=nn.Linear(20, 1), loss=nn.MSELoss())
 
-        with pytest.raises(daskdl.DaskDLError, match=r"y of piece 3\[2, 0\] is nan"):
+        with pytest.raises(daskdl.DaskDLError, match=r"y of part 3\[2, 0\] is nan"):
             own.fit(BLOCKS, da.from_array(targets, chunks=(16, 1)))

@@ -10,6 +10,7 @@ from distributed import Client
 from torch.optim import lr_scheduler
 
 from daskdl import Callback, GradientSharing, OptionError
+from daskdl.data import Csv
 from tests.cluster.problems import mlp, rows, trainer
 
 X, Y = rows(64)
@@ -21,9 +22,17 @@ FIT_OPTIONS = {
     "true epochs": ({"epochs": True}, "epochs must be a whole number >= 1, got True"),
     "no row": ({"batch_size": 0}, "batch_size must be a whole number >= 1, got 0"),
     "shuffle": ({"shuffle": "no"}, "shuffle must be True or False, got 'no'"),
+    "bad": ({"on_bad_batch": "no"}, "on_bad_batch must be 'raise' or 'skip', got 'no'"),
+    "approach": ({"approach": "x"}, "approach must be 'direct' or 'export', got 'x'"),
+    "ahead": ({"prefetch": -1}, "prefetch must be a whole number >= 0, got -1"),
+    "transform": ({"transform": 3}, "transform must be a function or None, got 3"),
+    "loader": ({"loader": "csv"}, r"loader must be a function .*, got 'csv'"),
+    "class": ({"loader": Csv}, r"loader must be an object, .*; write Csv\(...\)"),
+    "files": ({"loader": print}, "loader is for paths and URLs, got other data"),
+    "collate": ({"collate_fn": print}, "collate_fn is for a torch Dataset, got other"),
     "validation": (
         {"validation": X},
-        r"validation must be a tuple \(X, y\), got a ndarray",
+        r"validation: y must be given, or data of pairs \(x, y\)",
     ),
 }
 

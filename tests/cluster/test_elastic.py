@@ -76,13 +76,13 @@ class TestThree:
             own = trainer(three, callbacks=[Stalled(tmp_path)])
             fit = pool.submit(own.fit, X, Y, batch_size=16)
             poll_for(lambda: len(list(tmp_path.iterdir())) == 3, timeout=60)
-            there = pieces_there(three)
+            there = parts_there(three)
 
             os.kill(pid, signal.SIGKILL)
             poll_for(lambda: address not in three.nthreads(), timeout=60)
-            poll_for(lambda: len(pieces_there(three)) == 24, timeout=60)
+            poll_for(lambda: len(parts_there(three)) == len(X) // 16, timeout=60)
 
-            assert pieces_there(three) - there
+            assert parts_there(three) - there
             go.set()
             history = fit.result(60)
         go.clear()
@@ -108,12 +108,12 @@ class TestThree:
         assert history[0]["examples"] == len(X)
 
 
-def pieces_there(client):
-    """Keys of the pieces that some worker has."""
+def parts_there(client):
+    """Keys of the parts that some worker has."""
 
     def keys(dask_scheduler):
         tasks = dask_scheduler.tasks.values()
-        return {t.key for t in tasks if t.who_has and "daskdl-piece" in str(t.key)}
+        return {t.key for t in tasks if t.who_has and "daskdl-part" in str(t.key)}
 
     return client.run_on_scheduler(keys)
 

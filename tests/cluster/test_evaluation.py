@@ -7,9 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from daskdl.data.batches import batches
+from daskdl.data import batches as cutting
+from daskdl.data.in_memory import InMemory
+from daskdl.data.options import ReadOptions
+from daskdl.data.sources import source_of
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.evaluation import Score, evaluate, score_batches, score_rows
+from daskdl.evaluation import Score, Scoring, score_batches
+from daskdl.evaluation import evaluate as evaluate_source
 from daskdl.objective import OwnStep
 from daskdl.packed import Packed, PackedModel
 from tests.cluster.leftovers import still_left_behind
@@ -31,6 +35,17 @@ def model():
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
 # Sorted, so that each part of the data has another loss than the others.
 Y = np.sort(np.random.default_rng(1).integers(0, 3, ROWS))
+
+
+def evaluate(model, loss, X, y, client, batch_size=64):
+    """As a trainer does it."""
+    read = ReadOptions(batch_size)
+    source = source_of(X, y, read.source(None, labelled=True))
+    return evaluate_source(model, loss, source, read, client)
+
+
+def batches(parts, batch_size):
+    return cutting.batches(map(cutting.whole, parts), batch_size)
 
 
 def whole(model, loss, X=X, y=Y):
@@ -126,7 +141,7 @@ def test_a_wrong_label_in_a_block_is_named(client, model):
     y[60] = 3
     x = da.from_array(X, chunks=(40, 4))
 
-    with pytest.raises(DataError, match=r"y of piece 1\[20\] is 3, but the model gi"):
+    with pytest.raises(DataError, match=r"y of part 1\[20\] is 3, but the model gi"):
         evaluate(model, nn.CrossEntropyLoss(), x, da.from_array(y, 40), client)
 
 
@@ -161,7 +176,7 @@ def test_the_copy_that_threads_share_never_changes_its_mode(model):
     """One thread would otherwise put it back into training under another."""
     packed, loss = PackedModel(model), Packed(nn.CrossEntropyLoss(), "loss")
 
-    score_rows(packed, loss, 50, None, (X, Y), 0)
+    Scoring(packed, loss, 50, None, None)(InMemory(X, Y, 50), 0)
 
     assert not any(part.training for part in packed.module().modules())
 

@@ -5,12 +5,18 @@ import pytest
 import torch
 from torch import nn
 
+from daskdl.data.options import ReadOptions
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.inference import predict
+from daskdl.inference import predict as predict_with
 from tests.cluster.leftovers import still_left_behind
 
 ROWS = 53
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+
+
+def predict(model, X, client, batch_size=64):
+    """As a trainer does it."""
+    return predict_with(model, X, ReadOptions(batch_size), client)
 
 
 @pytest.fixture
@@ -154,6 +160,16 @@ def test_a_model_whose_outputs_change_their_form_is_refused(client):
     assert still_left_behind(client) == {}
 
 
+class Listing(nn.Linear):
+    """Lists are no trees."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, x):
+        return [super().forward(x)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -162,10 +178,11 @@ def test_a_model_whose_outputs_change_their_form_is_refused(client):
         ({"X": da.zeros((4, 4), chunks=2)}, DataError, r"X.rechunk\({1: -1}\)"),
         ({"X": X[:, 1:]}, ModelError, r"model failed on 2 rows of X, shape \(2, 3\)"),
         ({"model": nn.Linear}, ModelError, "model must be a torch.nn.Module"),
-        ({"model": nn.LSTM(4, 2)}, ModelError, "got <class 'tuple'> for two rows"),
+        ({"model": nn.LSTM(4, 2)}, ModelError, r"got \(1, 2\) for two rows"),
+        ({"model": Listing()}, ModelError, "got <class 'list'> for two rows"),
         ({"batch_size": 0}, OptionError, "batch_size must be"),
     ],
-    ids=["kind", "empty", "chunks", "shape", "class", "tuple", "batch"],
+    ids=["kind", "empty", "chunks", "shape", "class", "state", "list", "batch"],
 )
 def test_what_cannot_be_predicted_is_refused_on_the_client(
     client, model, arguments, error, message

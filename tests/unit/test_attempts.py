@@ -97,13 +97,13 @@ def test_waits_grow_and_the_last_attempt_is_told(waits):
 
 
 def test_an_attempt_that_took_long_is_the_last(waits, monkeypatch):
-    monkeypatch.setattr(attempts, "ENOUGH_S", 0.0)
-    action = Failing(ConnectionResetError())
+    monkeypatch.setattr(attempts, "ENOUGH_S", 0.3)  # less than the second wait
+    action = Failing(*[ConnectionResetError()] * 9)
 
-    with pytest.raises(DataError, match=r"\(attempts: 1\)"):
+    with pytest.raises(DataError, match=r"\(attempts: 2\)"):
         attempt(action, "read x")
 
-    assert waits == []
+    assert waits == [0.1]
 
 
 def test_a_missing_file_comes_out_as_it_is(waits):

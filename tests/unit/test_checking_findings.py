@@ -4,6 +4,7 @@ import zlib
 import numpy as np
 import pytest
 
+from daskdl.data.checking import findings
 from daskdl.data.checking.expectations import Expectations, expectations_of
 from daskdl.data.checking.findings import findings_of
 from daskdl.data.checking.report import Offender
@@ -150,6 +151,15 @@ def test_each_of_several_files_is_named(numbers):
         (numbers[2], None, "unreadable"),
         (numbers[3], None, "missing"),
     ]
+
+
+def test_offenders_are_bounded_over_all_files_of_a_part(numbers, monkeypatch):
+    monkeypatch.setattr(findings, "SHOWN", 2)
+
+    found = findings_of(Filed(numbers), 0, NONE)
+
+    assert found.counts.total() == 3
+    assert [one.part for one in found.offenders] == numbers[1:3]
 
 
 def test_files_that_are_wrong_and_there_are_those_to_be_moved(numbers):

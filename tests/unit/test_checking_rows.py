@@ -65,6 +65,11 @@ def test_nothing_is_wrong_where_there_is_nothing(y):
             NONE,
             "it has rows of different numbers: 4 of x, 3 of y",
         ),
+        (
+            ((X, Y[:3]), Y),
+            NONE,
+            "it has rows of different numbers: 4 of x[0], 3 of x[1], 4 of y",
+        ),
         ((np.float32(1) * np.ones(()), Y), NONE, "x has no rows"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -132,8 +137,11 @@ def test_labels_that_are_nan_are_missing_and_not_invalid(labels):
     assert found.wrong == [Wrong(2, "missing label", "y is nan")]
 
 
-def test_labels_that_are_not_there_are_missing_from_every_row():
-    found = examine((X, None), expected(labels=4))
+@pytest.mark.parametrize(
+    "expectations", [{"labels": 4}, {"shapes": {"y": ()}}], ids=str
+)
+def test_labels_that_are_not_there_are_missing_from_every_row(expectations):
+    found = examine((X, None), expected(**expectations))
 
     assert found.counts == {"missing label": 4}
     assert found.wrong == [Wrong(None, "missing label", "it has no labels")]

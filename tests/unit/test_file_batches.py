@@ -1,6 +1,5 @@
 """Original files in shards: all of them, once, always the same bytes, or none."""
 
-import importlib
 import json
 import re
 import tarfile
@@ -9,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from daskdl.data.file_batches import file_batches
+from daskdl.data.shards import packing as module
 from daskdl.data.shards.index import INDEX, Index
+from daskdl.data.shards.packing import file_batches
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
-
-# The name in the package is that of the function.
-module = importlib.import_module("daskdl.data.file_batches")
 
 FILES = {f"{'abc'[i % 3]}/{i}.txt": f"file {i}".encode() * i for i in range(11)}
 

@@ -83,6 +83,21 @@ def test_files_below_the_folder_are_found_and_hidden_ones_are_not(tmp_path):
     assert names(Files(tmp_path)) == ["d.csv", "c.csv"]
 
 
+def test_a_list_has_files_of_several_folders(tmp_path):
+    for folder in "ab":
+        Store(f"{tmp_path}/{folder}").write("x.csv", f"v\n{ord(folder)}\n".encode())
+
+    files = Files([f"{tmp_path}/a/x.csv", f"{tmp_path}/b/x.csv"])
+
+    assert [files.load(part)[0].item() for part in range(2)] == [ord("a"), ord("b")]
+
+
+def test_extensions_may_be_capitals(folder):
+    (folder / "0.npy").rename(folder / "A.NPY")
+
+    assert Files(folder).parts == 3
+
+
 def test_a_path_with_brackets_is_no_pattern(tmp_path):
     inner = tmp_path / "a [1]"
     inner.mkdir()

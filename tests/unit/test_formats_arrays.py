@@ -109,6 +109,12 @@ def test_the_header_of_an_npy_file_is_enough_to_look(store, read, dtype):
     assert read == [("a.npy", 4096)]
 
 
+def test_no_more_rows_are_shown_than_there_are(store):
+    store.write("a.npy", npy(X[:1]))
+
+    assert Npy().look(store, "a.npy").first[0].shape == (1, 2)
+
+
 def test_looking_tells_columns_apart(store):
     store.write("a.npy", npy(X))
 
@@ -219,11 +225,27 @@ def test_the_header_of_a_safetensors_file_is_enough_to_look(store, read):
     assert sum(size for _, size in read) < 1000
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 99, b"\x05" + b"\0" * 7 + b"{not}"])
-def test_looking_at_a_damaged_safetensors_file_names_it(store, content):
+def test_safetensors_may_have_metadata(store):
+    content = safetensors.torch.save({"x": torch.zeros(3, 2)}, {"made": "today"})
     store.write("a", content)
 
-    with pytest.raises(DataError, match=f"cannot read {store.url}/a: "):
+    assert Safetensors(y=None).look(store, "a").rows == 3
+    with pytest.raises(DataError, match=r"but has \['x'\]"):
+        Safetensors().look(store, "a")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "JSONDecodeError"),
+        (b"\xff" * 99, "its header would have 18446744073709551615 bytes"),
+        (b"\x05" + b"\0" * 7 + b"{not}", "JSONDecodeError"),
+    ],
+)
+def test_looking_at_a_damaged_safetensors_file_names_it(store, content, message):
+    store.write("a", content)
+
+    with pytest.raises(DataError, match=rf"cannot read {store.url}/a: .*{message}"):
         Safetensors().look(store, "a")
 
 

@@ -46,7 +46,7 @@ def test_without_a_header_columns_are_numbers():
 @pytest.mark.parametrize(
     "content",
     [
-        "\ufeffa,y\n1,2\n".encode(),
+        "\ufeffy,a\n2,1\n".encode(),
         b"a,y\r\n1,2\r\n",
         b'"a"," y"\n"1"," 2"\n',
         b"\n\na,y\n1,2",
@@ -92,6 +92,7 @@ def test_nan_is_a_number():
         (Csv("y", features=["b"]), b"a,y\n1,2\n", "feature 'b' is not a column"),
         (Csv("a"), b"a,a\n1,2\n", "label 'a' is the name of several columns"),
         (Csv("a", features=["a"]), b"a,b\n1,2\n", "label 'a' .* meant once, and not"),
+        (Csv(["a", "a"]), b"a,b\n1,2\n", "label 'a' .* must be meant once"),
         (Csv("a"), b"a\n1\n", "a.csv has no columns for x, only 'a'"),
         (Csv(), b"", "a.csv must have rows, got an empty file"),
         (Csv(), b"a,b\n1,2\n\n3\n", "must have 2 cells, got 1 in line 4"),

@@ -124,6 +124,13 @@ def test_what_is_wrong_is_named(loader, columns, message):
         loader(written(columns), "s3://b/a")
 
 
+def test_looking_says_when_it_is_no_such_file(store):
+    store.write("bad", b"something else, and longer")
+
+    with pytest.raises(DataError, match="does not end as a Parquet file does"):
+        Parquet().look(store, "bad")
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"something else, and longer"])
 def test_a_damaged_file_is_named(store, content):
     store.write("bad", content)

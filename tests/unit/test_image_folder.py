@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from daskdl.data.file_batches import file_batches
-from daskdl.data.image_folder import image_folder
+from daskdl.data.images.image_folder import image_folder
+from daskdl.data.shards.packing import file_batches
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
 from tests.unit.pictures import encoded, folder, pixels

@@ -65,6 +65,7 @@ def test_a_piece_is_an_eighth_of_a_share_in_whole_steps_and_one_step_at_least():
     assert extent_of([100, 61], step_rows=2, replicas=2).piece_rows == 12
     assert extent_of([3], step_rows=4, replicas=2).piece_rows == 4
     assert extent_of([-1, -1], step_rows=4, replicas=2).piece_rows == 4
+    assert extent_of([9, -1], step_rows=1, replicas=1).piece_rows == 2
 
 
 @BOTH

@@ -7,14 +7,14 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from daskdl.data.file_batches import file_batches
 from daskdl.data.formats.csv import Csv
 from daskdl.data.formats.loaders import FromBytes, OneExample
 from daskdl.data.shards.index import Index
+from daskdl.data.shards.packing import file_batches
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.shards.source import Shards, is_shards
 from daskdl.data.stores.store import Store
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError
 
 FILES = {f"{'ab'[i % 2]}/{i}.txt": bytes([i]) * i for i in range(9)}
 
@@ -247,10 +247,18 @@ class TestShards:
         with pytest.raises(DataError, match=r"txt::.* gives x of shape .* before it"):
             source.load(part)
 
-    @pytest.mark.parametrize("loader", [open, OneExample(open)], ids=["plain", "one"])
-    def test_a_loader_that_wants_paths_is_refused(self, url, loader):
-        with pytest.raises(OptionError, match="files in shards have no paths: loader"):
-            Shards(url, loader)
+    @pytest.mark.parametrize(
+        "loader", [squares, FromBytes(squares)], ids=["plain", "of bytes"]
+    )
+    def test_a_function_gets_the_bytes_of_a_file(self, url, loader):
+        wrapped, plain = Shards(url, FromBytes(squares)), Shards(url, loader)
+
+        for part in range(wrapped.parts):
+            np.testing.assert_array_equal(plain.load(part)[0], wrapped.load(part)[0])
+
+    def test_without_a_loader_the_extension_decides(self, url):
+        with pytest.raises(DataError, match=r"must all be of one of .* got '?\.txt"):
+            Shards(url)
 
     def test_a_folder_without_shards_is_named(self, tmp_path):
         with pytest.raises(DataError, match=r"index\.json: there is no such file"):

@@ -3,7 +3,9 @@
 import pickle
 import uuid
 
+import fsspec
 import pytest
+from s3fs import S3FileSystem
 
 from daskdl.data.stores import attempts
 from daskdl.data.stores.store import Store, is_local, is_url, store_of
@@ -115,6 +117,48 @@ def test_files_that_came_since_are_listed(store):
 
     assert (before, store.names()) == (["a"], ["a", "b"])
     assert store.exists("b")
+
+
+def test_what_another_process_wrote_is_seen(s3_endpoint, bucket):
+    store = Store(f"{bucket}/x", s3.options(s3_endpoint))
+    store.write("sub/a", b"1")
+    other = S3FileSystem(**store.options, skip_instance_cache=True)
+    before = store.names(), store.exists("sub/b")
+    S3FileSystem(**store.options).ls(store.url_of("sub"))  # which keeps the listing
+
+    other.pipe_file(store.url_of("sub/b"), b"2")
+
+    assert before == (["sub/a"], False)
+    assert store.exists("sub/b")
+    assert store.names() == ["sub/a", "sub/b"]
+
+
+def test_a_file_system_is_told_to_forget_its_listings(monkeypatch):
+    store = Store(f"memory://{uuid.uuid4().hex}")
+    store.write("a", b"1")
+    system, calls = fsspec.filesystem("memory"), []
+    monkeypatch.setattr(system, "invalidate_cache", lambda: calls.append("forget"))
+    find = system.find
+    monkeypatch.setattr(system, "find", lambda path: calls.append("find") or find(path))
+
+    assert store.names() == ["a"]
+    assert calls == ["forget", "find"]
+
+
+def test_a_file_has_no_names_below_it(store):
+    store.write("a", b"1")
+
+    assert Store(store.url_of("a"), store.options).names() == []
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError("no entry")
+
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.ls", refuse)
+
+    with pytest.raises(DataError, match=f"cannot list {tmp_path}: PermissionError"):
+        Store(str(tmp_path)).names()
 
 
 def test_deleted_files_are_gone_and_missing_ones_are_passed_over(store):

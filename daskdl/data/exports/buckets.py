@@ -113,8 +113,7 @@ def _is_there(record: Mapping[str, Any], buckets: Buckets) -> bool:
 
 
 def _taken(rows: Rows, indices: np.ndarray) -> Rows:
-    x, y = rows
-    return trees.rows(x, indices), None if y is None else trees.rows(y, indices)
+    return trees.of_both(lambda tree: trees.rows(tree, indices), rows)
 
 
 def _transformed(rows: Rows, options: ExportOptions) -> Rows:
@@ -123,10 +122,9 @@ def _transformed(rows: Rows, options: ExportOptions) -> Rows:
     size, count = options.batch_size, trees.length(rows[0])
     done = []
     for start in range(0, count, size):
-        x, y = _taken(rows, np.arange(start, min(start + size, count)))
-        tensors = (_tensors(x), None if y is None else _tensors(y))
-        batch = as_rows(options.transform(tensors))
-        got, want = trees.length(batch[0]), trees.length(x)
+        few = _taken(rows, np.arange(start, min(start + size, count)))
+        batch = as_rows(options.transform(trees.of_both(_tensors, few)))
+        got, want = trees.length(batch[0]), trees.length(few[0])
         if got != want:
             raise DataError(
                 f"transform must keep the rows of a batch, got {got} of {want}"

@@ -10,7 +10,7 @@ from daskdl.data.exports.options import ExportOptions
 from daskdl.data.exports.origin import differences, origin_of
 from daskdl.data.exports.progress import Progress
 from daskdl.data.exports.writing import export_source
-from daskdl.data.source import Source
+from daskdl.data.options import SourceOptions
 from daskdl.data.sources import source_of
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.trees import Rows
@@ -76,7 +76,7 @@ def export(  # noqa: PLR0913 - by name, as those of `Trainer.fit`
     options = ExportOptions(
         batch_size, batches_per_file, seed if shuffle else None, transform, classes
     )
-    source = X if isinstance(X, Source) else source_of(X, y)
+    source = source_of(X, y, SourceOptions(batch_size, labelled=False))
     store = Store(store_of(url).url, dict(storage_options or {}))
     made_from = origin_of(source, (X, y), options.to_json())
     if overwrite:

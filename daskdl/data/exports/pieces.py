@@ -123,10 +123,9 @@ def _blocks(source: Source, part: int) -> Iterator[Rows]:
         else [source.load(part)]
     )
     for rows in map(as_rows, coming):
-        arrays = [array for _, array in named_arrays(rows)]
-        if any(len(array) for array in arrays):
+        if any(len(array) for _, array in named_arrays(rows)):
             waiting.append(rows)
-            size += sum(array.nbytes for array in arrays)
+            size += trees.nbytes(rows)
         if size >= PIECE_BYTES:
             yield joined(waiting)
             waiting, size = [], 0

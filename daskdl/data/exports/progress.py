@@ -62,10 +62,11 @@ class Progress:
         Raises:
             DataError: If the export has been given up meanwhile.
         """
+        self.check()
         self.store.write(name, content)
         if not self.store.exists(_ORIGIN):
             self.store.delete([name])
-        self.check()
+            self.check()
 
     def keep(self, name: str) -> None:
         """Take a batch file that was just written away again, if it came too late.

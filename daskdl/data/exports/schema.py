@@ -6,6 +6,7 @@ on the way to batch files: a stretch of rows is then a stretch of bytes.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,8 +130,7 @@ class Schema:
 
 def as_rows(batch: Rows) -> Rows:
     """A batch of tensors or arrays as numpy arrays; y may be None."""
-    x, y = batch
-    return trees.mapped(as_numpy, x), None if y is None else trees.mapped(as_numpy, y)
+    return trees.of_both(partial(trees.mapped, as_numpy), batch)
 
 
 def joined(blocks: Sequence[Rows]) -> Rows:

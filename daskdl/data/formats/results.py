@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from daskdl.data import trees
-from daskdl.data.arrays import as_numpy, check_array, check_labels
+from daskdl.data.arrays import as_numpy, check_array
 from daskdl.data.source import SHOWN_ROWS, Facts
 from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError, OptionError
@@ -68,7 +68,7 @@ def rows_of(result: Any, url: str) -> Rows:
         Trees of numpy arrays of the same length, which may be 0.
 
     Raises:
-        DataError: If it is anything else, if lengths differ, or if a label is NaN.
+        DataError: If it is anything else, or if lengths differ.
 
     Example:
         >>> rows_of((np.zeros((2, 3)), np.array([0, 1])), "a.npz")[1]
@@ -80,9 +80,6 @@ def rows_of(result: Any, url: str) -> Rows:
     if len(set(lengths.values())) != 1:
         shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise DataError(f"all arrays of {url} must have as many rows, but {shown}")
-    for name, leaf in leaves:
-        if name.startswith("y"):
-            check_labels(leaf, None, f"{name} of {url}")
     return trees.mapped(as_numpy, x), None if y is None else trees.mapped(as_numpy, y)
 
 

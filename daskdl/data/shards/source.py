@@ -2,20 +2,27 @@
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from typing_extensions import override
 
 from daskdl.data import trees
-from daskdl.data.formats.loaders import FromPath, Loader, OneExample, loader_of
+from daskdl.data.formats.extensions import loader_for
+from daskdl.data.formats.loaders import (
+    FromBytes,
+    FromPath,
+    Loader,
+    OneExample,
+    loader_of,
+)
 from daskdl.data.shards.contents import Contents
 from daskdl.data.shards.index import Index
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.source import Facts, Source
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.trees import Rows
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError
 
 
 class Shards(Source):
@@ -23,23 +30,26 @@ class Shards(Source):
 
     Args:
         url: Folder of the shards and their index.
-        loader: Makes one row, or many, of the bytes of each file.
+        loader: Makes one row, or many, of the bytes of each file: a function, too,
+            gets these, since a file in a shard has no path. None: by their extension.
         storage_options: Of the file system, for fsspec.
 
     Raises:
         DataError: If there is no index, or the first file cannot be read.
-        OptionError: If the loader wants paths.
+        OptionError: If the loader cannot be used.
     """
 
     def __init__(
         self,
         url: str | os.PathLike[str],
-        loader: Any,
+        loader: Any = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         store = Store(store_of(url).url, dict(storage_options or {}))
-        self._loader = _of_bytes(loader_of(loader))
         self._files = ShardedFiles(store, Index.read(store))
+        if loader is None:
+            loader = loader_for(self.paths, store.url)
+        self._loader = _of_bytes(loader_of(loader))
         self.parts = len(self._files.index.shards)
         self.classes = self._loader.classes
         self.lengths: Sequence[int] | None = None
@@ -47,7 +57,7 @@ class Shards(Source):
         if self._loader.single:
             shards = self._files.index.shards
             self.lengths = [len(shard.members) for shard in shards]
-            self.first = self._first()
+            self.first = self._alone(0, self._names(0)[0])
 
     @property
     def paths(self) -> list[str]:
@@ -68,6 +78,14 @@ class Shards(Source):
     def name(self, part: int) -> str:
         store = self._files.store
         return store.url_of(self._files.index.shards[part].name)
+
+    def file_urls(self, part: int) -> list[str]:
+        """The files that a part is made of, in their archive."""
+        return [self._files.url_of(name) for name in self._names(part)]
+
+    def load_file(self, part: int, file: int) -> Rows:
+        """Load one of them, from 0."""
+        return self._alone(part, self._names(part)[file])
 
     @override
     def look(self, part: int) -> Facts:
@@ -96,11 +114,13 @@ class Shards(Source):
         files = dict(self._files.read_shard(part))
         return Contents(self.name(part), {}, index.archive, files)
 
-    def _first(self) -> Rows:
-        name = self._files.index.shards[0].members[0].name
+    def _names(self, part: int) -> list[str]:
+        return [member.name for member in self._files.index.shards[part].members]
+
+    def _alone(self, part: int, name: str) -> Rows:
         files = {name: self._files.read(name)}
         archive = self._files.index.archive
-        return self._loader.load(Contents(self.name(0), {}, archive, files), name)
+        return self._loader.load(Contents(self.name(part), {}, archive, files), name)
 
 
 def is_shards(url: Any, storage_options: Mapping[str, Any] | None = None) -> bool:
@@ -131,11 +151,15 @@ def _kind(rows: Rows) -> str:
 
 
 def _of_bytes(loader: Loader) -> Loader:
-    """A file in a shard has no path of its own."""
-    inner = loader_of(loader.function) if isinstance(loader, OneExample) else loader
-    if not isinstance(inner, FromPath):
-        return loader
-    raise OptionError(
-        "files in shards have no paths: loader must take bytes, as FromBytes(function) "
-        f"or OneExample(FromBytes(function)), got {loader!r}"
-    )
+    """A file in a shard has no path of its own: a function gets its bytes."""
+    if isinstance(loader, FromPath):
+        return _from_bytes(loader)
+    if isinstance(loader, OneExample):
+        inner = loader_of(loader.function)
+        return OneExample(_from_bytes(inner)) if isinstance(inner, FromPath) else loader
+    return loader
+
+
+def _from_bytes(loader: FromPath) -> FromBytes:
+    function: Callable[[Any], Any] = loader.function
+    return FromBytes(function)

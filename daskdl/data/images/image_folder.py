@@ -110,6 +110,7 @@ class ImageFolder(Source):
 
     Attributes:
         paths: Of the images relative to the folder, in the order of the rows.
+        labels: Their classes' numbers, likewise; None without labels.
         classes: Names of the labels 0, 1, ...; None without labels.
         readable: What the classes are called for people, where that is known.
         shape: Of one image: channels, height, width.
@@ -117,6 +118,7 @@ class ImageFolder(Source):
 
     lengths: Sequence[int]
     first: Rows
+    labels: np.ndarray | None
     readable: Sequence[str] | None
     shape: tuple[int, ...]
 
@@ -131,12 +133,12 @@ class ImageFolder(Source):
         self.parts = len(groups)
         self.lengths = [len(group) for group in groups]
         self.classes, self.readable = layout.classes, layout.readable
-        self._labels = _numbers(layout, self.paths)
+        self.labels = _numbers(layout, self.paths)
         name = groups[0][0]
         self._model = files.url_of(name)  # what the others must be like
         image = decoding(files.read(name), self._model)
         self.shape = image.shape
-        label = None if self._labels is None else self._labels[:1]
+        label = None if self.labels is None else self.labels[:1]
         self.first = image[None], label
 
     @property
@@ -150,16 +152,29 @@ class ImageFolder(Source):
         x = np.empty((len(names), *self.shape), self._decoding.dtype)
         for i, content in enumerate(self._files.read_all(names)):
             x[i] = self._image(content, self._files.url_of(names[i]))
-        if self._labels is None:
+        if self.labels is None:
             return x, None
         start = sum(self.lengths[:part])
-        return x, self._labels[start : start + len(names)]
+        return x, self.labels[start : start + len(names)]
 
     @override
     def name(self, part: int) -> str:
         names = self._groups[part]
         first = self._files.url_of(names[0])
         return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
+
+    def file_urls(self, part: int) -> list[str]:
+        """The files that a part is made of."""
+        return [self._files.url_of(name) for name in self._groups[part]]
+
+    def load_file(self, part: int, file: int) -> Rows:
+        """Load one of them, from 0."""
+        name = self._groups[part][file]
+        x = self._image(self._files.read(name), self._files.url_of(name))[None]
+        if self.labels is None:
+            return x, None
+        row = sum(self.lengths[:part]) + file
+        return x, self.labels[row : row + 1]
 
     def _image(self, content: bytes, url: str) -> np.ndarray:
         image = self._decoding(content, url)

@@ -1,0 +1,375 @@
+"""The same 90 rows in every kind that a trainer takes.
+
+Each maker gets a `Place`, and returns a `Given`. All values are eighths, so that none
+is rounded by any file format, and the labels are sorted, as folders of images are.
+"""
+
+import io
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dask
+import dask.array as da
+import dask.bag as db
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import torch
+from dask import delayed
+from distributed import Client, wait
+from PIL import Image
+from safetensors.numpy import save_file
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from daskdl import data
+from daskdl.data import trees
+
+ROWS = 90
+NAMES = list("abcd")
+X = (np.random.default_rng(0).integers(0, 17, (ROWS, 4)) / 8).astype(np.float32)
+Y = np.sort(np.random.default_rng(1).integers(0, 3, ROWS))
+EDGES = [0, 31, 31, 60, ROWS]  # of parts; one is empty
+PARTS = [slice(a, b) for a, b in itertools.pairwise(EDGES)]
+CHUNKS = tuple(b - a for a, b in itertools.pairwise(EDGES))
+
+
+class Where(NamedTuple):
+    """What a maker may use."""
+
+    client: Client
+    folder: Path
+
+
+@dataclass
+class Given:
+    """What a trainer is given.
+
+    Attributes:
+        x: The first argument.
+        y: The second.
+        options: Of `fit`, `evaluate` and `predict` alike.
+        fit: Of `fit` alone.
+        loss: For labels that are not one tensor.
+        made: The type that `predict` returns.
+    """
+
+    x: Any
+    y: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    fit: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[..., Any] = field(default_factory=nn.CrossEntropyLoss)
+    made: type = np.ndarray
+
+
+class Joining(nn.Linear):
+    """Takes one input of four numbers, or several of as many together."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        parts = [leaf.reshape(len(leaf), -1) for leaf in trees.leaves(x)]
+        return super().forward(torch.cat([part.float() for part in parts], 1))
+
+
+def of_dict(output, labels):
+    return nn.functional.cross_entropy(output, labels["class"])
+
+
+def eighths(batch):
+    x, y = batch
+    return x.float() / 8, y
+
+
+def frame():
+    return pd.DataFrame(X, columns=NAMES)
+
+
+def series():
+    return pd.Series(Y, name="label")
+
+
+def arrow(where):
+    return Given(pa.Table.from_pandas(frame()), pa.array(Y))
+
+
+def blocks(rows=CHUNKS, labels=CHUNKS):
+    return da.from_array(X, chunks=(rows, 4)), da.from_array(Y, chunks=(labels,))
+
+
+def persisted(where, *collections):
+    """Computed on the cluster, and there when this returns."""
+    there = where.client.persist(list(collections))
+    with where.client.as_current():
+        wait(there, timeout=30)
+    return there
+
+
+def lazy(where):
+    x, y = blocks()
+    return Given(x.map_blocks(lambda block: block * 2) / 2, y + 0, made=da.Array)
+
+
+def unknown(where):
+    x, y = blocks()
+    keep = y >= 0
+    return Given(x[keep], y[keep], made=da.Array)
+
+
+def tables():
+    import dask.dataframe as dd
+
+    whole = frame().assign(label=Y)
+    return dd.from_pandas(whole, npartitions=3)
+
+
+def of_tables(where, make=lambda own: own, label=lambda own: own):
+    import dask.dataframe as dd
+
+    own = make(tables())
+    return Given(own[NAMES], label(own["label"]), made=dd.DataFrame)
+
+
+def persisted_tables(where):
+    return of_tables(where, lambda own: persisted(where, own)[0])
+
+
+def named(column):
+    """Categories whose order is that of the numbers."""
+    names = pd.CategoricalDtype(["cat", "dog", "eel"])
+    meta = pd.Series([], dtype=names, name=column.name)
+    return column.map_partitions(
+        lambda own: pd.Series(
+            pd.Categorical.from_codes(own, dtype=names), own.index, name=own.name
+        ),
+        meta=meta,
+    )
+
+
+def without_pyarrow(where):
+    """Strings as objects of Python, as Dask had them for long."""
+    with dask.config.set({"dataframe.convert-string": False}):
+        strings = lambda own: named(own).astype(object)  # noqa: E731 - as an argument
+        return of_tables(where, label=lambda own: _known(strings(own)))
+
+
+def _known(column):
+    return column.astype(pd.CategoricalDtype(["cat", "dog", "eel"]))
+
+
+def bag(where):
+    pairs = [(X[i], Y[i]) for i in range(ROWS)]
+    return Given(db.from_sequence(pairs, npartitions=4), made=db.Bag)
+
+
+def part(number):
+    own = PARTS[number]
+    return X[own], Y[own]
+
+
+def list_of_delayed(where):
+    return Given([delayed(part)(i) for i in range(len(PARTS))], made=list)
+
+
+def list_of_futures(where):
+    futures = [where.client.submit(part, i, pure=False) for i in range(len(PARTS))]
+    return Given(futures, made=list)
+
+
+def together(x, y):
+    return x, y
+
+
+def delayed_over_persisted(where):
+    x, y = persisted(where, *blocks())
+    pairs = zip(x.to_delayed().ravel(), y.to_delayed(), strict=True)
+    return Given([delayed(together)(*pair) for pair in pairs], made=list)
+
+
+def mixed_memory(where):
+    return Given((X[:, :1], (torch.from_numpy(X[:, 1:2]), frame()[["c", "d"]])), Y)
+
+
+def mixed_lazy(where):
+    x, y = blocks()
+    return Given({"a": x[:, :2], "b": {"c": x[:, 2:].rechunk(20)}}, y, made=da.Array)
+
+
+def arrays_and_tables(where):
+    own, columns = tables(), tables()
+    x = (own[["a", "b"]].to_dask_array(), columns[["c", "d"]])
+    return Given(x, own["label"].to_dask_array(), made=da.Array)
+
+
+def dict_labels(where):
+    return Given(X, {"class": Y, "weight": X[:, 0]}, loss=of_dict)
+
+
+class Items(Dataset):
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return X[index], int(Y[index])
+
+
+def collate(items):
+    xs, ys = zip(*items, strict=True)
+    return np.stack(xs), np.array(ys)
+
+
+def shares():
+    return enumerate(PARTS[:1] + PARTS[2:])
+
+
+def files(where, suffix, save):
+    """One file for each part that is not empty."""
+    for i, own in shares():
+        save(str(where.folder / f"{i}{suffix}"), X[own], Y[own])
+    return str(where.folder)
+
+
+def save_npz(path, x, y):
+    np.savez(path, x=x, y=y)
+
+
+def save_table(path, x, y):
+    np.save(path, np.column_stack([x * 8, y]).astype(np.int64))
+
+
+def as_frame(x, y):
+    return pd.DataFrame(x, columns=NAMES).assign(label=y)
+
+
+def npy(where):
+    options = {"loader": data.Npy(label_column=-1), "transform": eighths}
+    return Given(files(where, ".npy", save_table), options=options)
+
+
+def csv(where):
+    url = files(where, ".csv", lambda path, x, y: as_frame(x, y).to_csv(path, index=0))
+    return Given(url, options={"loader": data.Csv(label="label")})
+
+
+def parquet(where):
+    url = files(where, ".parquet", lambda path, x, y: as_frame(x, y).to_parquet(path))
+    return Given(url, options={"loader": data.Parquet(label="label")})
+
+
+def safetensors(where):
+    return Given(
+        files(where, ".safetensors", lambda p, x, y: save_file({"x": x, "y": y}, p))
+    )
+
+
+def load(path):
+    with np.load(path) as arrays:
+        return arrays["x"], torch.from_numpy(arrays["y"])
+
+
+def from_bytes(content):
+    return load(io.BytesIO(content))
+
+
+def by_function(where):
+    return Given(files(where, ".npz", save_npz), options={"loader": load})
+
+
+def by_bytes(where):
+    loader = data.FromBytes(from_bytes)
+    return Given(files(where, ".npz", save_npz), options={"loader": loader})
+
+
+def several_paths(where):
+    files(where, ".npz", save_npz)
+    return Given(sorted(map(str, where.folder.iterdir())))
+
+
+def exported(where):
+    url = str(where.folder / "out")
+    data.export(X, url, 16, y=Y, shuffle=False, client=where.client)
+    return Given(url)
+
+
+def exported_lazy(where):
+    url = str(where.folder / "out")
+    x, y = blocks()
+    data.export(x, url, 8, y=y, shuffle=False, batches_per_file=3, client=where.client)
+    return Given(data.BatchFiles(url))
+
+
+def export_first(where):
+    x, y = blocks()
+    return Given(x, y, fit={"approach": "export"}, made=da.Array)
+
+
+def packed(where):
+    (where.folder / "in").mkdir()
+    inner = files(where._replace(folder=where.folder / "in"), ".npz", save_npz)
+    url = str(where.folder / "out")
+    data.file_batches(inner, url, 2, seed=None, client=where.client)
+    return Given(url, options={"loader": data.Npz()})
+
+
+def images(where):
+    pixels = (X * 8).astype(np.uint8).reshape(ROWS, 2, 2)
+    for i, own in enumerate(pixels):
+        folder = where.folder / str(Y[i])
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(own).save(folder / f"{i:03}.png")
+    return Given(
+        data.image_folder(
+            str(where.folder), channels=1, scale=1 / 8, seed=None, files_per_part=20
+        )
+    )
+
+
+def dataset_of_tensors(where):
+    return Given(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)))
+
+
+KINDS: dict[str, Callable[[Where], Given]] = {
+    "numpy": lambda where: Given(X, Y),
+    "torch": lambda where: Given(
+        torch.from_numpy(X), torch.from_numpy(Y), made=torch.Tensor
+    ),
+    "pandas": lambda where: Given(frame(), series()),
+    "pyarrow": arrow,
+    "dask.array": lambda where: Given(*blocks(), made=da.Array),
+    "other chunks": lambda where: Given(*blocks(17, 40), made=da.Array),
+    "lazy array": lazy,
+    "persisted array": lambda where: Given(*persisted(where, *blocks()), made=da.Array),
+    "unknown chunks": unknown,
+    "dask.dataframe": of_tables,
+    "persisted dataframe": persisted_tables,
+    "categorical label": lambda where: of_tables(where, label=named),
+    "without pyarrow": without_pyarrow,
+    "dask.bag": bag,
+    "delayed": list_of_delayed,
+    "futures": list_of_futures,
+    "delayed over persisted": delayed_over_persisted,
+    "tuple of kinds": mixed_memory,
+    "dict of arrays": mixed_lazy,
+    "arrays and tables": arrays_and_tables,
+    "dict of labels": dict_labels,
+    "TensorDataset": dataset_of_tensors,
+    "Dataset": lambda where: Given(Items()),
+    "collate_fn": lambda where: Given(Items(), options={"collate_fn": collate}),
+    ".npy": npy,
+    ".npz": lambda where: Given(files(where, ".npz", save_npz)),
+    ".csv": csv,
+    ".parquet": parquet,
+    ".safetensors": safetensors,
+    "list of paths": several_paths,
+    "a loader": by_function,
+    "FromBytes": by_bytes,
+    "export": exported,
+    "exported blocks": exported_lazy,
+    "approach export": export_first,
+    "file_batches": packed,
+    "images": images,
+}

@@ -1,0 +1,171 @@
+"""Packing on a cluster: every file once, the same bytes as in one process."""
+
+import os
+import signal
+import uuid
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from distributed import get_worker
+
+from daskdl.data.formats.loaders import FromBytes
+from daskdl.data.images.image_folder import image_folder
+from daskdl.data.passes import each_part
+from daskdl.data.shards import packing as module
+from daskdl.data.shards.index import INDEX, Index
+from daskdl.data.shards.packing import file_batches
+from daskdl.data.shards.sharded_files import ShardedFiles
+from daskdl.data.shards.source import Shards
+from daskdl.data.stores.store import Store
+from daskdl.errors import DataError
+from tests.s3 import options
+from tests.unit.pictures import folder
+
+FILES = {f"{'abc'[i % 3]}/{i:02}.txt": f"file {i}".encode() for i in range(60)}
+PER_BATCH = 5
+SHARDS = 12
+
+pack_part = module._pack
+
+
+@pytest.fixture
+def root(tmp_path):
+    store = Store(str(tmp_path / "root"))
+    for name, content in FILES.items():
+        store.write(name, content)
+    return tmp_path / "root"
+
+
+def contents(url):
+    """Every file of a local folder."""
+    return {path.name: path.read_bytes() for path in url.iterdir()}
+
+
+def files_in(url, index):
+    """All files in the shards; one that is there twice would be seen."""
+    files = ShardedFiles(Store(str(url)), index)
+    read = [
+        pair for number in range(len(index.shards)) for pair in files.read_shard(number)
+    ]
+    assert len(read) == len(dict(read))
+    return dict(read)
+
+
+def dying(notes, moment, target, source, part):
+    """Pack a group; the worker that is the first to come to part 7 is killed."""
+    (Path(notes) / f"{part}-{uuid.uuid4().hex}").touch()
+    if moment == "before":
+        _die_once(notes, part)
+    shard = pack_part(target, source, part)
+    if moment == "after":
+        _die_once(notes, part)
+    return shard
+
+
+def _die_once(notes, part):
+    try:
+        if part == 7:
+            (Path(notes) / "died").touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+    except FileExistsError:
+        pass
+
+
+def loaded_on_workers(source, client):
+    """Each part's number and rows, in order."""
+    return sorted(each_part(source, lambda source, part: source.load(part), client))
+
+
+def named(notes, target, source, part):
+    """Pack a group, and note on which worker."""
+    (Path(notes) / f"{part}-{get_worker().name}").touch()
+    return pack_part(target, source, part)
+
+
+@pytest.fixture
+def notes(tmp_path):
+    path = tmp_path / "notes"
+    path.mkdir()
+    return path
+
+
+def test_it_is_packed_on_all_workers_as_in_one_process(
+    client, root, tmp_path, notes, monkeypatch
+):
+    alone = file_batches(root, tmp_path / "alone", PER_BATCH, client=False)
+    monkeypatch.setattr(module, "_pack", partial(named, notes))
+
+    index = file_batches(root, tmp_path / "packed", PER_BATCH, client=client)
+
+    assert index == alone
+    assert contents(tmp_path / "packed") == contents(tmp_path / "alone")
+    parts, workers = zip(
+        *(path.name.split("-") for path in notes.iterdir()), strict=True
+    )
+    assert sorted(map(int, parts)) == list(range(SHARDS))
+    assert len(set(workers)) == 2
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_nothing_is_lost_or_doubled_when_a_worker_is_killed(
+    three, root, tmp_path, notes, monkeypatch, moment
+):
+    monkeypatch.setattr(module, "_pack", partial(dying, notes, moment))
+
+    index = file_batches(root, tmp_path / "packed", PER_BATCH, client=three)
+
+    assert (notes / "died").exists()
+    assert files_in(tmp_path / "packed", index) == FILES
+    assert index == Index.read(Store(str(tmp_path / "packed")))
+    assert sorted(contents(tmp_path / "packed")) == sorted(
+        [*(shard.name for shard in index.shards), INDEX]
+    )
+
+
+def test_a_file_that_cannot_be_read_is_named(client, tmp_path):
+    url = "memory://not-on-the-workers"  # each process has a memory of its own
+    for name in FILES:
+        Store(url).write(name, b"?")
+    listed = [f"{url}/{name}" for name in FILES]
+
+    with pytest.raises(DataError, match=rf"cannot read {url}/./\d\d\.txt: there is no"):
+        file_batches(listed, tmp_path / "packed", PER_BATCH, client=client)
+
+    assert not (tmp_path / "packed" / INDEX).exists()
+
+
+def test_images_are_packed_to_a_server_and_read_there(
+    client, tmp_path, bucket, s3_endpoint
+):
+    names = [f"{label}/{i}.png" for label in ("cat", "ant") for i in range(10)]
+    folder(tmp_path / "images", names)
+
+    own = {"storage_options": options(s3_endpoint)}
+
+    file_batches(tmp_path / "images", f"{bucket}/packed", 6, client=client, **own)
+
+    source = image_folder(f"{bucket}/packed", **own)
+    local = image_folder(tmp_path / "images", files_per_part=20)
+    x, y = local.load(0)
+    expected = dict(zip(local.paths, zip(x, y, strict=True), strict=True))
+    loaded = [rows for _, rows in loaded_on_workers(source, client)]
+    rows = [pair for x, y in loaded for pair in zip(x, y, strict=True)]
+    for name, (image, label) in zip(source.paths, rows, strict=True):
+        np.testing.assert_array_equal(image, expected[name][0])
+        assert label == expected[name][1]
+
+
+def lengths(content):
+    return np.array([[len(content)]]), np.array([0])
+
+
+def test_shards_are_loaded_on_the_workers(client, root, tmp_path):
+    file_batches(root, tmp_path / "packed", PER_BATCH, client=client)
+    source = Shards(tmp_path / "packed", FromBytes(lambda c: lengths(c)))
+
+    loaded = loaded_on_workers(source, client)
+
+    sizes = np.concatenate([x for _, (x, _) in loaded])[:, 0]
+    assert sizes.tolist() == [len(FILES[name]) for name in source.paths]

@@ -203,16 +203,28 @@ def check_kind(value: Any, argument: str) -> None:
         return
     raise DataError(
         f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
-        f"a {_type_name(value)}; convert it with {_conversion(value, argument)}"
+        f"a {_type_name(value)}; {_remedy(value, argument)}"
     )
 
 
-def _conversion(value: Any, argument: str) -> str:
+def _remedy(value: Any, argument: str) -> str:
+    if type(value).__module__ in ("dask.delayed", "distributed.client"):
+        return f"put it into a list, [{argument}]"
     if hasattr(value, "to_dask_array"):
-        return f"{argument}.to_dask_array(lengths=True)"
+        return f"convert it with {_method(argument, 'to_dask_array(lengths=True)')}"
     if hasattr(value, "to_numpy"):
-        return f"{argument}.to_numpy()"
-    return f"numpy.asarray({argument})"
+        return f"convert it with {_method(argument, 'to_numpy()')}"
+    inside = f"({argument})" if _is_code(argument) else ""
+    return f"convert it with numpy.asarray{inside}"
+
+
+def _method(argument: str, call: str) -> str:
+    return f"{argument}.{call}" if _is_code(argument) else call
+
+
+def _is_code(argument: str) -> bool:
+    """Whether the user may write it as it is, other than "X of part 3"."""
+    return not {" ", "/"} & set(argument)
 
 
 def _type_name(value: Any) -> str:
@@ -241,11 +253,11 @@ def check_dtype(value: Any, argument: str) -> None:
             and value.dtype.itemsize <= _LARGEST_ITEM_BYTES
         )
     if not usable:
+        tensor = isinstance(value, Tensor)
+        call = "to(torch.float32)" if tensor else "astype(numpy.float32)"
         raise DataError(
             f"{argument} must hold real numbers of at most 64 bits, got dtype "
-            f"{value.dtype}; convert it, for example with "
-            f"{argument}.{'to(torch' if isinstance(value, Tensor) else 'astype(numpy'}"
-            ".float32)"
+            f"{value.dtype}; convert it, for example with {_method(argument, call)}"
         )
 
 

@@ -118,7 +118,7 @@ class Collections(Source):
     @override
     def load(self, part: int) -> Rows:
         graph = self.packed(part)
-        return graph.rows({key: self._tasks.done[key].result() for key in graph.needs})
+        return graph.rows({key: self._tasks.result(key) for key in graph.needs})
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:

@@ -9,6 +9,7 @@ from dask.optimization import cull
 
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.trees import Rows
+from daskdl.errors import DataError
 
 
 class Tasks:
@@ -37,14 +38,29 @@ class Tasks:
             keys: Of what makes the part.
             finish: Makes rows of their values.
         """
-        own, _ = cull(self._graph, list(keys))
-        needs = tuple(key for key in own if key in self.done)
+        own, _ = cull(self._graph, [key for key in keys if key in self._graph])
+        done = [key for key in own if key in self.done]
         graph = {
-            key: _without_futures(own[key], needs)
-            for key in own
-            if key not in self.done
+            key: _without_futures(own[key], done) for key in own if key not in self.done
         }
+        asked = {key for task in graph.values() for key in _dependencies(task)}
+        # Of what is persisted, `to_delayed` leaves nothing but its key.
+        elsewhere = sorted((asked | set(keys)) - own.keys(), key=str)
+        needs = (*done, *elsewhere)
         return PartGraph(graph, tuple(keys), needs, finish)
+
+    def result(self, key: Any) -> Any:
+        """What is on the cluster under this key, fetched to this process.
+
+        Raises:
+            DataError: If only the cluster knows it.
+        """
+        if key not in self.done:
+            raise DataError(
+                f"{key} is a result on a cluster and not in the graph; train there, "
+                "with client=, or use to_delayed(optimize_graph=False)"
+            )
+        return self.done[key].result()
 
     def __or__(self, other: "Tasks") -> "Tasks":
         """All tasks of both."""
@@ -68,6 +84,10 @@ def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
     # What is persisted is gone from the optimised graph.
     done = _futures(collection.__dask_graph__())
     return Tasks(dict(parts[0].__dask_graph__()), done), [part.key for part in parts]
+
+
+def _dependencies(task: Any) -> frozenset[Any]:
+    return task.dependencies if isinstance(task, GraphNode) else frozenset()
 
 
 def is_future(value: Any) -> bool:

@@ -264,6 +264,14 @@ class TestLabels:
 
         assert labelled(image_folder(tmp_path, labels=labels)) == known
 
+    def test_classes_are_sorted_whatever_the_paths(self, tmp_path):
+        folder(tmp_path, ["1.png", "2.png"])
+
+        source = image_folder(tmp_path, labels={"1.png": "b", "2.png": "a"}.get)
+
+        assert source.classes == ["a", "b"]
+        assert labelled(source) == {"1.png": "b", "2.png": "a"}
+
     def test_a_table_must_have_every_image(self, tmp_path):
         store = folder(tmp_path, ["a.png", "b.png"])
 

@@ -116,7 +116,6 @@ def test_looking_reads_the_footer_only(store, monkeypatch):
             {"a": [1], "y": ["c"]},
             "column 'y' .* the label 'c' in row 0, which is not among the classes 'd'",
         ),
-        (Parquet(label="y"), {"a": [1], "y": [np.nan]}, r"y of s3://b/a\[0\] is nan"),
     ],
 )
 def test_what_is_wrong_is_named(loader, columns, message):

@@ -33,7 +33,7 @@ def test_labels_that_can_be_used_pass(accepted, y):
         (None, np.array([0.0, np.nan]), "y of part 1[1] is nan"),
         (TWO, np.array([0.0, np.nan]), "y of part 1[1] is nan"),
         (TWO, np.array([0, 1, 2]), "y of part 1[2] is 2, but the model gives 2"),
-        (None, {"a": np.zeros(1), "b": (np.full(1, np.nan),)}, "y['b'][0] of part 1[0]"),
+        (None, {"a": np.zeros(1), "b": (np.full(1, np.nan),)}, "y['b'][0] of part 1"),
     ],
     ids=["nan", "nan among classes", "class", "tree"],
 )  # fmt: skip

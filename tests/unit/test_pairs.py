@@ -91,9 +91,11 @@ class TestBag:
             ([(X[0], X[0]), (X[0], 1)], "one shape for y: "),
             ([({"a": 1}, 1), ({"b": 1}, 1)], "one shape for X: trees must have the "
              "same structure, got {'a': .}, {'b': .}"),
+            ([(1, 2), (3, None), 4], "the examples of part 0 must all be pairs (x, y), "
+             "or all x alone, got 2 of 3 without y"),
             ([("text", 1)], "X of part 0 must hold real numbers"),
         ],
-        ids=["inputs", "labels", "structure", "text"],
+        ids=["inputs", "labels", "structure", "mixed", "text"],
     )  # fmt: skip
     def test_examples_that_do_not_fit_are_refused(self, examples, message):
         with pytest.raises(DataError, match=re.escape(message)):

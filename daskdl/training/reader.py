@@ -78,8 +78,7 @@ class Reader:
         wanted = [piece.ranges[now].part]
         rows = 0
         for later in piece.ranges[now + 1 :]:
-            enough = rows >= self._reading.prefetch * self._reading.batch_size
-            if self._reading.prefetch == 0 or (enough and len(wanted) > 1):
+            if rows >= self._reading.prefetch * self._reading.batch_size:
                 break
             rows += later.stop - later.start
             wanted.append(later.part)

@@ -137,16 +137,18 @@ class TestWorkerStore:
         assert channel.asked == [("train", 3, "daskdl-part")]
 
     def test_a_part_on_a_worker_that_hangs_is_had_under_its_new_key(self, worker_store):
-        let_go, told = threading.Event(), []
+        begun, let_go, told = threading.Event(), threading.Event(), []
 
         def rows(key, unwanted):
             if key == "key":
+                begun.set()
                 told.append(let_go.wait(PATIENCE_S) and unwanted())
             return X, Y
 
         class Impatient(Channel):
             def wait_for_data(self, future, timeout_s):
                 if not self.asked:
+                    assert begun.wait(PATIENCE_S)
                     return False
                 let_go.set()
                 return super().wait_for_data(future, timeout_s)

@@ -113,12 +113,13 @@ def _in_memory(X: Tree, y: Tree, options: SourceOptions) -> Source:
 
 def _without_tables(tree: Tree, argument: str, classes: Any) -> Tree:
     named = trees.named(tree, argument)
-    made = iter([_array(leaf, name, classes) for name, leaf in named])
+    label = argument == "y"
+    made = iter([_array(leaf, name, classes, label) for name, leaf in named])
     return trees.mapped(lambda _: next(made), tree)
 
 
-def _array(leaf: Any, name: str, classes: Any) -> Any:
-    return columns_of(leaf, name, classes) if is_frame(leaf) else leaf
+def _array(leaf: Any, name: str, classes: Any, label: bool) -> Any:
+    return columns_of(leaf, name, classes, label) if is_frame(leaf) else leaf
 
 
 def _refuse(options: SourceOptions, **kinds: str) -> None:

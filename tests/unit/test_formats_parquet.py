@@ -123,6 +123,22 @@ def test_what_is_wrong_is_named(loader, columns, message):
         loader(written(columns), "s3://b/a")
 
 
+@pytest.mark.parametrize(
+    ("loader", "labels"),
+    [
+        (Parquet(label="y"), [1, None, None]),
+        (Parquet(label="y"), [1.0, None, np.nan]),
+        (Parquet(label="y", classes=["a", "b"]), ["b", None, None]),
+    ],
+    ids=["integers", "floats", "names"],
+)
+def test_labels_may_be_missing(loader, labels):
+    x, y = loader(written({"a": [1, 2, 3], "y": labels}), "s3://b/a")
+
+    assert x[:, 0].tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(y, [1, np.nan, np.nan])
+
+
 def test_looking_says_when_it_is_no_such_file(store):
     store.write("bad", b"something else, and longer")
 

@@ -5,11 +5,13 @@ import sys
 import threading
 import weakref
 from concurrent.futures import CancelledError, wait
+from contextvars import ContextVar
 
 import pytest
 
 from daskdl.training.loader import Loader
 
+WHO = ContextVar("who", default="nobody")
 PATIENCE_S = 30  # of a test that would fail otherwise
 
 
@@ -27,6 +29,17 @@ def threads():
 def join():
     for thread in threads():
         thread.join(PATIENCE_S)
+
+
+def test_a_job_finds_the_context_of_who_asked_for_it(loader):
+    token = WHO.set("a task")
+    try:
+        future = loader.submit(WHO.get)
+    finally:
+        WHO.reset(token)
+
+    assert future.result(PATIENCE_S) == "a task"
+    assert loader.submit(WHO.get).result(PATIENCE_S) == "nobody"
 
 
 def test_jobs_run_in_their_order_in_one_thread_of_another_name(loader):

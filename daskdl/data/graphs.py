@@ -1,6 +1,6 @@
 """The tasks of Dask collections, taken apart: for each part those that make it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class Tasks:
     done: Mapping[Any, Any]
 
     def __init__(self, graph: Mapping[Any, Any], done: Mapping[Any, Any]) -> None:
-        self.done = {**done, **_futures(graph)}
+        self.done = {**done, **_futures(graph), **_inside(graph)}
         self._graph = {**graph, **dict.fromkeys(self.done)}
 
     def part(
@@ -55,13 +55,12 @@ def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
             futures.
     """
     if isinstance(collection, list):
-        graphs = [dict(p.__dask_graph__()) for p in collection if not is_future(p)]
-        graph = {key: task for own in graphs for key, task in own.items()}
+        graph = _together(p.__dask_graph__() for p in collection if not is_future(p))
         done = {part.key: part for part in collection if is_future(part)}
         return Tasks(graph, done), [part.key for part in collection]
     parts = list(np.ravel(collection.to_delayed()))
     # What is persisted is gone from the optimised graph.
-    done = _futures(collection.__dask_graph__())
+    done = _futures(collection.__dask_graph__()) | _operands(collection)
     return Tasks(dict(parts[0].__dask_graph__()), done), [part.key for part in parts]
 
 
@@ -74,3 +73,38 @@ def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
     """Results on a cluster; Dask has them as they are, or wrapped as data."""
     found = {key: getattr(task, "value", task) for key, task in graph.items()}
     return {key: value for key, value in found.items() if is_future(value)}
+
+
+def _inside(graph: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Futures that are arguments of tasks, for which Dask has no key in the graph."""
+    found: dict[Any, Any] = {}
+    for task in graph.values():
+        needed: Iterable[Any] = getattr(task, "dependencies", ())
+        if any(key not in graph for key in needed):
+            found |= {future.key: future for future in _arguments(task)}
+    return found
+
+
+def _arguments(task: Any) -> Iterator[Any]:
+    """Futures among the arguments of a task, and in lists and dicts of them."""
+    positional, named = getattr(task, "args", None), getattr(task, "kwargs", None)
+    for value in (*(positional or ()), *(named or {}).values()):
+        if is_future(value):
+            yield value
+        elif hasattr(value, "dependencies"):
+            yield from _arguments(value)
+
+
+def _operands(collection: Any) -> dict[Any, Any]:
+    """Futures that a ``dask.dataframe`` was made from: its graph has their keys."""
+    walk = getattr(getattr(collection, "expr", None), "walk", tuple)
+    operands = (operand for node in walk() for operand in node.operands)
+    return {future.key: future for future in operands if is_future(future)}
+
+
+def _together(graphs: Iterable[Any]) -> dict[Any, Any]:
+    """One graph of several. Parts of one collection have its layers in common."""
+    layers: dict[Any, Mapping[Any, Any]] = {}
+    for graph in graphs:
+        layers |= getattr(graph, "layers", None) or {id(graph): graph}
+    return {key: task for layer in layers.values() for key, task in layer.items()}

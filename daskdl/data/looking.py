@@ -56,6 +56,7 @@ class _Skipping:
             return source.look(part)
         except (*MISFITS, OSError) as error:
             if not self.skips:
+                error.add_note(f"in {source.name(part)}")
                 raise
             logger.warning("%s is left out: %s", source.name(part), error)
             nothing: Any = None

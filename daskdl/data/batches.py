@@ -78,6 +78,7 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
             if missing == 0:
                 yield _joined(waiting)
                 waiting, missing = [], batch_size
+        del chunk  # its part is not to stay while the next one is waited for
     if waiting:
         yield _joined(waiting)
 

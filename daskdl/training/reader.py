@@ -67,10 +67,13 @@ class Reader:
             if one.is_whole:
                 yield from self._stream(one.part)
                 continue
+            if self._held is not None and self._held[0] != one.part:
+                self._held = None  # not two in memory that are done with
             self._look_ahead(piece, i)
             chunk = self._read(one, piece.keys)
             if chunk is not None:
                 yield chunk
+            del chunk
 
     def _look_ahead(self, piece: Piece, now: int) -> None:
         """Begin to load what comes next, and nothing that does not."""
@@ -98,10 +101,8 @@ class Reader:
         return wanted
 
     def _read(self, one: Range, keys: Mapping[int, str]) -> Chunk | None:
-        if self._held is None or self._held[0] != one.part:
-            self._held = None  # not two in memory that are done with
-            if one.part not in self._bad:
-                self._hold(one.part, keys[one.part])
+        if self._held is None and one.part not in self._bad:
+            self._hold(one.part, keys[one.part])
         if self._held is None:
             self.skipped += one.stop - one.start
             return None
@@ -169,3 +170,4 @@ class Reader:
             if rows is None:
                 return
             yield whole(rows)
+            del rows

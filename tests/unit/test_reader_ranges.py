@@ -1,10 +1,13 @@
 """What a reader makes of the ranges of a piece, however many and however bad."""
 
+import weakref
+
 import numpy as np
 import pytest
 
 from daskdl.channel.base import Piece
 from daskdl.channel.leases import TO_ITS_END, Range
+from daskdl.data.batches import batches
 from daskdl.errors import DataError, LostPieceError
 from daskdl.training.reader import Reader, Reading
 
@@ -141,3 +144,50 @@ def test_an_error_of_a_stream_says_which_part_it_is_of():
         list(reader.chunks(piece_of((5, 0, TO_ITS_END))))
 
     assert caught.value.__notes__ == ["in part 5 of the train data"]
+
+
+class Watched(Store):
+    """Knows which parts are in memory when one is loaded, or more of a stream is."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.there = []
+        self._alive = []
+
+    def _watch(self, rows):
+        self._alive.append(weakref.ref(rows[0]))
+        return rows
+
+    def rows(self, phase, part, key):
+        self.there.append(sum(one() is not None for one in self._alive))
+        return self._watch(super().rows(phase, part, key))
+
+    def stream(self, phase, part, size, ahead):
+        bits = super().stream(phase, part, size, ahead)
+        while (rows := next(bits, None)) is not None:
+            self.there.append(sum(one() is not None for one in self._alive))
+            yield self._watch(rows)
+            del rows
+
+
+@pytest.mark.parametrize("seed", [None, (0, 0)], ids=["in order", "shuffled"])
+def test_a_part_that_is_done_with_is_gone_when_the_next_is_waited_for(seed):
+    store = Watched(rows=8)
+    chunks = Reader(store, reading(seed=seed)).chunks(
+        piece_of((0, 0, 8), (1, 0, 8), (2, 0, 8))
+    )
+
+    for _ in batches(chunks, 4):
+        pass
+
+    assert store.there == [0, 0, 0]
+
+
+def test_what_has_come_of_a_stream_is_gone_likewise():
+    store = Watched(bits=[8, 8, 8])
+    chunks = Reader(store, reading()).chunks(piece_of((0, 0, TO_ITS_END)))
+
+    for _ in batches(chunks, 4):
+        pass
+
+    assert store.there == [0, 0, 0]

@@ -83,7 +83,7 @@ class Asking:
             for batch in batches(chunks, self.batch_size):
                 x, _ = batch if self.transform is None else self.transform(batch)
                 output = module(inputs_to_device(x, device, dtype))
-                made.append(self._checked(output, rows_in((x, None))))
+                made.append(self._checked(output, rows_in(batch)))
         return trees.joined(made)
 
     def empty(self) -> Tree:

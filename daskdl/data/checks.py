@@ -65,7 +65,7 @@ def check_arrays(X: Tree, y: Tree) -> int:
         daskdl.errors.DataError: X and y must have the same length, got 3 and 4
     """
     named = [*trees.named(X, "X"), *([] if y is None else trees.named(y, "y"))]
-    if not named:
+    if not trees.leaves(X):
         raise DataError("X must not be empty, got no array at all")
     lengths = {name: int(check_array(leaf, name)) for name, leaf in named}
     if len(set(lengths.values())) > 1:

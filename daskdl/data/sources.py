@@ -6,6 +6,8 @@ and a line in :func:`source_of`.
 
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from daskdl.data import trees
 from daskdl.data.arrays import is_dask_array
 from daskdl.data.checks import check_arrays
@@ -41,6 +43,11 @@ def source_of(X: Any, y: Any = None, options: SourceOptions = DEFAULT) -> Source
         DataError: If the kind is not known, or the data cannot be used.
         OptionError: If an option does not go with the kind.
     """
+    if isinstance(X, DataLoader):
+        raise DataError(
+            "X must not be a DataLoader: give its dataset, and its batch_size and "
+            "collate_fn as arguments"
+        )
     if y is None:
         whole = _whole(X, options)
         if whole is not None:

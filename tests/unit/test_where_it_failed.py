@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from daskdl import Trainer
 from daskdl.data.graphs import tasks_of
+from daskdl.data.sources import source_of
+from daskdl.errors import DataError, ModelError
 
 
 def trainer(**options):
@@ -85,3 +88,25 @@ def test_parts_of_one_collection_have_one_graph():
 
     values = [tasks.part([key], lambda values: values).rows({}) for key in keys]
     assert values == [[3], [2]]
+
+
+def test_a_transform_must_keep_the_rows_that_are_predicted():
+    def first_of(batch):
+        return batch[0][:2], batch[1]
+
+    with pytest.raises(ModelError, match=r"the shape \(2, 2\) for 4 rows"):
+        fitted().predict(np.zeros((4, 2), np.float32), transform=first_of)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ({}, "X must not be empty, got no array at all"),
+        (DataLoader([1]), "X must not be a DataLoader: give its dataset"),
+    ],
+    ids=["no array", "DataLoader"],
+)
+@pytest.mark.parametrize("y", [None, np.zeros(4)], ids=["alone", "with labels"])
+def test_what_has_no_rows_is_refused(x, y, message):
+    with pytest.raises(DataError, match=message):
+        source_of(x, y)

@@ -38,6 +38,7 @@ from daskdl.training.method import Method
 from daskdl.training.options import FitOptions, check_trainer
 from daskdl.training.oversight import Oversight
 from daskdl.training.sharing import GradientSharing
+from daskdl.training.small_threshold import hint_at_small_threshold
 from daskdl.training.stepping import Stepping
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.vectors import FlatParameters, grid_for
@@ -388,6 +389,7 @@ class Trainer:
                 self._adopt(model, driver.final)
         if driver.final is None:
             raise RunError("the run ended without a result")
+        hint_at_small_threshold(self.history_[-1])
         return self.history_
 
     def _adopt(self, model: nn.Module, final: Final) -> None:

@@ -91,6 +91,16 @@ def test_a_dask_array_is_trained_on_block_by_block():
     assert number(accuracy) >= 0.95
 
 
+def test_a_folder_of_images_is_packed_and_learned():
+    packed, *epochs, summary, accuracy, five = run(EXAMPLES / "image_folder.py")
+
+    assert packed.startswith("2000 images in 20 shards, ")
+    assert len(epochs) == 10
+    assert summary.startswith("1640 images, 10 classes, ")
+    assert number(accuracy) >= 0.95
+    assert number(five) >= 0.99
+
+
 def test_strategies_of_ones_own_are_used():
     *stopped, mean, accuracy = run(EXAMPLES / "own_strategies.py")
 

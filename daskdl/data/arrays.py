@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from daskdl.data import trees
+from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
 
 # What torch.from_numpy can take over as it is; longdouble is the one it cannot.
@@ -67,6 +69,22 @@ dask.array, got a list; convert it with numpy.asarray(X)
             f"{argument} must not be empty, got the shape {tuple(value.shape)}"
         )
     return value.shape[0] if is_dask_array(value) else len(value)
+
+
+def check_structure(X: Tree, y: Tree) -> None:
+    """Refuse trees without any array.
+
+    Raises:
+        DataError: Naming the argument.
+
+    Example:
+        >>> check_structure({}, None)
+        Traceback (most recent call last):
+        daskdl.errors.DataError: X must not be empty, got no array at all
+    """
+    for name, tree in (("X", X), ("y", y)):
+        if not trees.leaves(tree):
+            raise DataError(f"{name} must not be empty, got no array at all")
 
 
 def check_batch_size(batch_size: Any) -> None:
@@ -185,16 +203,28 @@ def check_kind(value: Any, argument: str) -> None:
         return
     raise DataError(
         f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
-        f"a {_type_name(value)}; convert it with {_conversion(value, argument)}"
+        f"a {_type_name(value)}; {_remedy(value, argument)}"
     )
 
 
-def _conversion(value: Any, argument: str) -> str:
+def _remedy(value: Any, argument: str) -> str:
+    if type(value).__module__ in ("dask.delayed", "distributed.client"):
+        return f"put it into a list, [{argument}]"
     if hasattr(value, "to_dask_array"):
-        return f"{argument}.to_dask_array(lengths=True)"
+        return f"convert it with {_method(argument, 'to_dask_array(lengths=True)')}"
     if hasattr(value, "to_numpy"):
-        return f"{argument}.to_numpy()"
-    return f"numpy.asarray({argument})"
+        return f"convert it with {_method(argument, 'to_numpy()')}"
+    inside = f"({argument})" if _is_code(argument) else ""
+    return f"convert it with numpy.asarray{inside}"
+
+
+def _method(argument: str, call: str) -> str:
+    return f"{argument}.{call}" if _is_code(argument) else call
+
+
+def _is_code(argument: str) -> bool:
+    """Whether the user may write it as it is, other than "X of part 3"."""
+    return not {" ", "/"} & set(argument)
 
 
 def _type_name(value: Any) -> str:
@@ -223,11 +253,11 @@ def check_dtype(value: Any, argument: str) -> None:
             and value.dtype.itemsize <= _LARGEST_ITEM_BYTES
         )
     if not usable:
+        tensor = isinstance(value, Tensor)
+        call = "to(torch.float32)" if tensor else "astype(numpy.float32)"
         raise DataError(
             f"{argument} must hold real numbers of at most 64 bits, got dtype "
-            f"{value.dtype}; convert it, for example with "
-            f"{argument}.{'to(torch' if isinstance(value, Tensor) else 'astype(numpy'}"
-            ".float32)"
+            f"{value.dtype}; convert it, for example with {_method(argument, call)}"
         )
 
 

@@ -67,7 +67,7 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
     missing = batch_size
     for chunk in chunks:
         start = 0
-        if waiting and not _alike(waiting[-1], chunk.rows):
+        if waiting and chunk.length and not _alike(waiting[-1], chunk.rows):
             yield _joined(waiting)
             waiting, missing = [], batch_size
         while start < chunk.length:
@@ -78,7 +78,7 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
             if missing == 0:
                 yield _joined(waiting)
                 waiting, missing = [], batch_size
-        del chunk  # its part is not to stay while the next one is waited for
+        del chunk  # a part that is done with need not be there for the next
     if waiting:
         yield _joined(waiting)
 
@@ -161,7 +161,7 @@ def auto_device() -> torch.device:
 
 def tensors(rows: Rows) -> Batch:
     """The rows as tensors in memory of their own."""
-    return _joined([rows])
+    return _joined([whole(rows).between(0, trees.length(rows[0]))])
 
 
 def _alike(one: Rows, other: Rows) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from daskdl.data import trees
-from daskdl.data.arrays import check_array, check_labels
+from daskdl.data.arrays import check_array, check_labels, check_structure
 from daskdl.data.batches import Transform
 from daskdl.data.in_memory import InMemory
 from daskdl.data.labels import LabelCheck
@@ -65,8 +65,7 @@ def check_arrays(X: Tree, y: Tree) -> int:
         daskdl.errors.DataError: X and y must have the same length, got 3 and 4
     """
     named = [*trees.named(X, "X"), *([] if y is None else trees.named(y, "y"))]
-    if not trees.leaves(X):
-        raise DataError("X must not be empty, got no array at all")
+    check_structure(X, y)
     lengths = {name: int(check_array(leaf, name)) for name, leaf in named}
     if len(set(lengths.values())) > 1:
         shown = " and ".join(map(str, lengths.values()))

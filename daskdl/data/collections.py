@@ -122,14 +122,15 @@ class Collections(Source):
     @override
     def load(self, part: int) -> Rows:
         graph = self.packed(part)
-        return graph.rows({key: self._tasks.done[key].result() for key in graph.needs})
+        return graph.rows({key: self._tasks.result(key) for key in graph.needs})
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
         whole = copy.copy(self)
         whole.lengths = whole._seen = [fact.rows for fact in facts]
         whole._graphs = {}
-        whole.first = next((fact.first for fact in facts if fact.rows), None)
+        if self.first is None:  # labels of one part may be floats, if some are missing
+            whole.first = next((fact.first for fact in facts if fact.rows), None)
         return whole
 
 
@@ -158,19 +159,22 @@ class _AsSeen:
         return made
 
 
-def plain(value: Any, name: str, classes: Sequence[str] | None = None) -> np.ndarray:
+def plain(
+    value: Any, name: str, classes: Sequence[str] | None = None, label: bool = False
+) -> np.ndarray:
     """One array of a part, as numpy, whatever tasks made of it.
 
     Args:
         value: An array, a tensor, or a table.
         name: For messages.
         classes: Of a table of labels: names that become their numbers.
+        label: Whether it holds labels, of which some may be missing.
 
     Raises:
         DataError: If it is none of these, or cannot be used.
     """
     if is_frame(value):
-        return columns_of(value, name, classes)
+        return columns_of(value, name, classes, label)
     check_kind(value, name)
     if value.ndim == 0:
         raise DataError(

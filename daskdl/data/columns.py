@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.data import trees
-from daskdl.data.arrays import check_array, is_dask_array
+from daskdl.data.arrays import check_array, check_structure, is_dask_array
 from daskdl.data.collections import Collections, Finish, checked, is_dask_frame, plain
 from daskdl.data.frames.columns import check_columns, columns_of
 from daskdl.data.graphs import tasks_of
@@ -23,6 +23,7 @@ class _Place(NamedTuple):
     number: int  # among the values of a part
     name: str  # for messages
     classes: Sequence[str] | None  # of labels that are names
+    label: bool  # whether values may be missing
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class _Columns(Finish):
     @override
     def __call__(self, values: list[Any], part: int) -> Rows:
         def rows_at(place: list[_Place]) -> np.ndarray:
-            ((number, name, classes),) = place
-            return plain(values[number], f"{name} of part {part}", classes)
+            ((number, name, classes, label),) = place
+            return plain(values[number], f"{name} of part {part}", classes, label)
 
         rows = trees.of_both(lambda tree: trees.mapped(rows_at, tree), (self.x, self.y))
         return checked(rows, part, None if self.lengths is None else self.lengths[part])
@@ -60,13 +61,14 @@ def columns(x: Tree, y: Tree) -> Collections:
         DataError: Naming the argument, if one cannot be used, or they do not go
             together.
     """
+    check_structure(x, y)
     labels = {} if y is None else dict(trees.named(y, "y"))
     named = [*trees.named(x, "X"), *labels.items()]
     classes = {name: _check(value, name, name in labels) for name, value in named}
     aligned = _aligned(named)
     taken = [tasks_of(value) for value in aligned]
     lengths = _lengths(aligned)
-    places = [[_Place(i, n, classes[n])] for i, (n, _) in enumerate(named)]
+    places = [[_Place(i, n, classes[n], n in labels)] for i, (n, _) in enumerate(named)]
     zeros = [_zeros(value, name, classes[name]) for name, value in named]
     source = Collections(
         reduce(or_, (tasks for tasks, _ in taken)),

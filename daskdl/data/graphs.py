@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from dask._task_spec import GraphNode, Task, TaskRef
 from dask.optimization import cull
 
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.trees import Rows
+from daskdl.errors import DataError
 
 
 class Tasks:
@@ -24,7 +26,7 @@ class Tasks:
     done: Mapping[Any, Any]
 
     def __init__(self, graph: Mapping[Any, Any], done: Mapping[Any, Any]) -> None:
-        self.done = {**done, **_futures(graph), **_inside(graph)}
+        self.done = {**done, **_futures(graph)}
         self._graph = {**graph, **dict.fromkeys(self.done)}
 
     def part(
@@ -36,10 +38,29 @@ class Tasks:
             keys: Of what makes the part.
             finish: Makes rows of their values.
         """
-        own, _ = cull(self._graph, list(keys))
-        needs = tuple(key for key in own if key in self.done)
-        graph = {key: own[key] for key in own if key not in self.done}
+        own, _ = cull(self._graph, [key for key in keys if key in self._graph])
+        done = [key for key in own if key in self.done]
+        graph = {
+            key: _without_futures(own[key], done) for key in own if key not in self.done
+        }
+        asked = {key for task in graph.values() for key in _dependencies(task)}
+        # Of what is persisted, `to_delayed` leaves nothing but its key.
+        elsewhere = sorted((asked | set(keys)) - own.keys(), key=str)
+        needs = (*done, *elsewhere)
         return PartGraph(graph, tuple(keys), needs, finish)
+
+    def result(self, key: Any) -> Any:
+        """What is on the cluster under this key, fetched to this process.
+
+        Raises:
+            DataError: If only the cluster knows it.
+        """
+        if key not in self.done:
+            raise DataError(
+                f"{key} is a result on a cluster and not in the graph; train there, "
+                "with client=, or use to_delayed(optimize_graph=False)"
+            )
+        return self.done[key].result()
 
     def __or__(self, other: "Tasks") -> "Tasks":
         """All tasks of both."""
@@ -60,46 +81,8 @@ def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
         return Tasks(graph, done), [part.key for part in collection]
     parts = list(np.ravel(collection.to_delayed()))
     # What is persisted is gone from the optimised graph.
-    done = _futures(collection.__dask_graph__()) | _operands(collection)
+    done = _futures(collection.__dask_graph__())
     return Tasks(dict(parts[0].__dask_graph__()), done), [part.key for part in parts]
-
-
-def is_future(value: Any) -> bool:
-    """Whether it is a future of a Dask client, without importing distributed."""
-    return type(value).__module__ == "distributed.client"
-
-
-def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Results on a cluster; Dask has them as they are, or wrapped as data."""
-    found = {key: getattr(task, "value", task) for key, task in graph.items()}
-    return {key: value for key, value in found.items() if is_future(value)}
-
-
-def _inside(graph: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Futures that are arguments of tasks, for which Dask has no key in the graph."""
-    found: dict[Any, Any] = {}
-    for task in graph.values():
-        needed: Iterable[Any] = getattr(task, "dependencies", ())
-        if any(key not in graph for key in needed):
-            found |= {future.key: future for future in _arguments(task)}
-    return found
-
-
-def _arguments(task: Any) -> Iterator[Any]:
-    """Futures among the arguments of a task, and in lists and dicts of them."""
-    positional, named = getattr(task, "args", None), getattr(task, "kwargs", None)
-    for value in (*(positional or ()), *(named or {}).values()):
-        if is_future(value):
-            yield value
-        elif hasattr(value, "dependencies"):
-            yield from _arguments(value)
-
-
-def _operands(collection: Any) -> dict[Any, Any]:
-    """Futures that a ``dask.dataframe`` was made from: its graph has their keys."""
-    walk = getattr(getattr(collection, "expr", None), "walk", tuple)
-    operands = (operand for node in walk() for operand in node.operands)
-    return {future.key: future for future in operands if is_future(future)}
 
 
 def _together(graphs: Iterable[Any]) -> dict[Any, Any]:
@@ -108,3 +91,44 @@ def _together(graphs: Iterable[Any]) -> dict[Any, Any]:
     for graph in graphs:
         layers |= getattr(graph, "layers", None) or {id(graph): graph}
     return {key: task for layer in layers.values() for key, task in layer.items()}
+
+
+def _dependencies(task: Any) -> frozenset[Any]:
+    return task.dependencies if isinstance(task, GraphNode) else frozenset()
+
+
+def is_future(value: Any) -> bool:
+    """Whether it is a future of a Dask client, without importing distributed."""
+    return type(value).__module__ == "distributed.client"
+
+
+def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Results on a cluster: tasks themselves, wrapped as data, or their arguments."""
+    found = {}
+    for key, task in graph.items():
+        value = getattr(task, "value", task)
+        if is_future(value):
+            found[key] = value
+        elif getattr(task, "dependencies", frozenset()) - graph.keys():
+            found |= {future.key: future for future in _inside(task)}
+    return found
+
+
+def _inside(task: Any) -> Iterator[Any]:
+    """Futures among the arguments of a task, at any depth."""
+    if is_future(task):
+        yield task
+    elif isinstance(task, Task):
+        yield from _inside([*task.args, *task.kwargs.values()])
+    elif isinstance(task, list | tuple | set | frozenset):
+        for value in task:
+            yield from _inside(value)
+    elif isinstance(task, dict):
+        yield from _inside(list(task.values()))
+
+
+def _without_futures(task: Any, keys: Iterable[Any]) -> Any:
+    """A task that names results by their keys alone."""
+    if not isinstance(task, GraphNode):
+        return task
+    return task.substitute({key: TaskRef(key) for key in keys})

@@ -33,8 +33,8 @@ class _Pair(Finish):
             return checked(stacked(list(value), f"part {part}"), part, None)
         rows = trees.of_both(lambda tree: tree, pair(value))
         x, y = rows
-        labels = None if y is None else _plain(y, "y", part)
-        return checked((_plain(x, "X", part), labels), part, None)
+        labels = None if y is None else _plain(y, "y", f"part {part}")
+        return checked((_plain(x, "X", f"part {part}"), labels), part, None)
 
 
 def pairs(parts: Any) -> Collections:
@@ -73,8 +73,13 @@ def stacked(examples: Sequence[Any], name: str) -> Rows:
     if not examples:
         return np.zeros(0), None  # as much as can be known of none
     xs, ys = zip(*(pair(example) for example in examples), strict=True)
-    labels = None if all(y is None for y in ys) else _stacked(ys, "y", name)
-    return _stacked(xs, "X", name), labels
+    unlabelled = sum(y is None for y in ys)
+    if 0 < unlabelled < len(ys):
+        raise DataError(
+            f"the examples of {name} must all be pairs (x, y), or all x alone, got "
+            f"{unlabelled} of {len(ys)} without y"
+        )
+    return _stacked(xs, "X", name), None if unlabelled else _stacked(ys, "y", name)
 
 
 def _stacked(examples: Sequence[Tree], argument: str, part: str) -> Tree:
@@ -82,17 +87,19 @@ def _stacked(examples: Sequence[Tree], argument: str, part: str) -> Tree:
         arrays = [
             as_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for x in leaves
         ]
-        return plain(np.stack(arrays), f"{argument} of {part}")
+        return np.stack(arrays)
 
     try:
-        return trees.mapped(stack, *examples)
+        together = trees.mapped(stack, *examples)
     except ValueError as error:
         raise DataError(
             f"the examples of {part} must all have one shape for {argument}: {error}"
         ) from error
+    return _plain(together, argument, part)
 
 
-def _plain(tree: Tree, argument: str, part: int) -> Tree:
+def _plain(tree: Tree, argument: str, part: str) -> Tree:
     named = trees.named(tree, argument)
-    made = iter([plain(leaf, f"{name} of part {part}") for name, leaf in named])
+    label = argument == "y"
+    made = iter([plain(leaf, f"{name} of {part}", label=label) for name, leaf in named])
     return trees.mapped(lambda _: next(made), tree)

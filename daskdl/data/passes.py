@@ -161,7 +161,8 @@ class _Pass:
         if self._lost[part] > MOST_LOSSES:
             raise DataError(
                 f"{self._source.name(part)} was lost with its worker "
-                f"{self._lost[part]} times; does it fit into a worker's memory?"
+                f"{self._lost[part]} times; does it fit into a worker's memory, and is "
+                "what it is made from still there?"
             ) from error
         self._workers = workers_of(self._client)
         if any(future.cancelled() for future in self._sent.values()):

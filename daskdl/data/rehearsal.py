@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from daskdl.data import trees
-from daskdl.data.arrays import check_labels, first_rows, is_dask_array
+from daskdl.data.arrays import check_labels, first_rows
 from daskdl.data.batches import Batch, Transform, floating_dtype, to_device
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError, ModelError
@@ -89,7 +89,7 @@ def rehearse(
         )
     output = forward(module, x)
     accepted = _class_range(loss, output, labels)
-    if accepted is not None and transform is None and not is_dask_array(y):
+    if accepted is not None and transform is None:
         check_labels(y, accepted.classes, "y", accepted.ignore_index)
     loss = Packed(loss, "loss").unpack()
     try:

@@ -45,8 +45,8 @@ def source_of(X: Any, y: Any = None, options: SourceOptions = DEFAULT) -> Source
     """
     if isinstance(X, DataLoader):
         raise DataError(
-            "X must not be a DataLoader: give its dataset, and its batch_size and "
-            "collate_fn as arguments"
+            "X must not be a DataLoader, whose batches are of one process; give its "
+            "dataset, X.dataset, and its batch_size, shuffle and collate_fn"
         )
     if y is None:
         whole = _whole(X, options)
@@ -114,12 +114,13 @@ def _in_memory(X: Tree, y: Tree, options: SourceOptions) -> Source:
 
 def _without_tables(tree: Tree, argument: str, classes: Any) -> Tree:
     named = trees.named(tree, argument)
-    made = iter([_array(leaf, name, classes) for name, leaf in named])
+    label = argument == "y"
+    made = iter([_array(leaf, name, classes, label) for name, leaf in named])
     return trees.mapped(lambda _: next(made), tree)
 
 
-def _array(leaf: Any, name: str, classes: Any) -> Any:
-    return columns_of(leaf, name, classes) if is_frame(leaf) else leaf
+def _array(leaf: Any, name: str, classes: Any, label: bool) -> Any:
+    return columns_of(leaf, name, classes, label) if is_frame(leaf) else leaf
 
 
 def _refuse(options: SourceOptions, **kinds: str) -> None:

@@ -73,7 +73,7 @@ class Reader:
             chunk = self._read(one, piece.keys)
             if chunk is not None:
                 yield chunk
-            del chunk
+            del chunk  # or the part would stay while the next is waited for
 
     def _look_ahead(self, piece: Piece, now: int) -> None:
         """Begin to load what comes next, and nothing that does not."""

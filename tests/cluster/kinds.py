@@ -55,6 +55,7 @@ class Given:
         fit: Of `fit` alone.
         loss: For labels that are not one tensor.
         made: The type that `predict` returns.
+        held: What is to stay on the cluster meanwhile.
     """
 
     x: Any
@@ -63,6 +64,7 @@ class Given:
     fit: dict[str, Any] = field(default_factory=dict)
     loss: Callable[..., Any] = field(default_factory=nn.CrossEntropyLoss)
     made: type = np.ndarray
+    held: Any = None
 
 
 class Joining(nn.Linear):
@@ -187,7 +189,8 @@ def together(x, y):
 def delayed_over_persisted(where):
     x, y = persisted(where, *blocks())
     pairs = zip(x.to_delayed().ravel(), y.to_delayed(), strict=True)
-    return Given([delayed(together)(*pair) for pair in pairs], made=list)
+    # Dask keeps nothing but keys of what is persisted in the Delayed objects.
+    return Given([delayed(together)(*pair) for pair in pairs], made=list, held=(x, y))
 
 
 def mixed_memory(where):

@@ -6,6 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Event, get_worker, secede, wait
+from distributed.utils_test import poll_for
 
 from daskdl.data.futures import workers_of
 from daskdl.data.loading import Fetcher
@@ -92,19 +93,23 @@ def test_what_is_computed_meanwhile_is_awaited(client, workers, fetch):
 
     x = da.from_array(X, chunks=(50, 2)).map_blocks(late, meta=X)
     x = client.persist(x, workers=[workers[0]])
-    with put(client, workers[1:], x, da.from_array(Y, chunks=50)) as supply:
-        fetched = fetch(workers[1], supply.keys[0])
-        too_soon = fetch(workers[1], supply.keys[0], 0.2)
-        with pytest.raises(WaitTimeoutError) as caught:
-            too_soon.result(30)
-        gate.set()
+    try:
+        poll_for(lambda: (x.name, 0, 0) in client.processing()[workers[0]], 20)
+        with put(client, workers[1:], x, da.from_array(Y, chunks=50)) as supply:
+            fetched = fetch(workers[1], supply.keys[0])
+            too_soon = fetch(workers[1], supply.keys[0], 0.2)
+            with pytest.raises(WaitTimeoutError) as caught:
+                too_soon.result(30)
+            gate.set()
 
-        assert re.fullmatch(
-            rf"\('\S+', 0, 0\) did not come to {workers[1]} within 0\.2 s "
-            r"\(daskdl\.timeouts\.data\); it is being computed on " + workers[0],
-            str(caught.value),
-        )
-        np.testing.assert_array_equal(fetched.result(30)[0][1], Y[:50])
+            assert re.fullmatch(
+                rf"\('\S+', 0, 0\) did not come to {workers[1]} within 0\.2 s "
+                rf"\(daskdl\.timeouts\.data\); it is being computed on {workers[0]}",
+                str(caught.value),
+            )
+            np.testing.assert_array_equal(fetched.result(30)[0][1], Y[:50])
+    finally:
+        gate.set()
 
 
 def test_what_is_not_wanted_any_more_is_given_up(client, workers, fetch):

@@ -1,3 +1,4 @@
+import math
 import re
 import sys
 
@@ -61,18 +62,20 @@ class TestCheckArray:
             (np.zeros((0, 3)), "X must not be empty, got the shape (0, 3)"),
             (np.zeros((3, 0)), "X must not be empty, got the shape (3, 0)"),
             (da.zeros((0, 3), chunks=(2, 3)), "X must not be empty"),
-            (UNKNOWN, "unknown size; call X.compute_chunk_sizes() first"),
             (SPLIT, "got the blocks (2, 2); use X.rechunk({1: -1})"),
         ],
         ids=[
             "list", "pandas", "0-d", "0-d tensor", "object", "text", "complex",
             "longdouble", "complex tensor", "complex dask", "sparse", "masked",
-            "no rows", "no columns", "no dask rows", "unknown chunks", "split columns",
+            "no rows", "no columns", "no dask rows", "split columns",
         ],
     )  # fmt: skip
     def test_says_what_is_wrong_and_what_to_do(self, value, message):
         with pytest.raises(DataError, match=re.escape(message)):
             check_array(value, "X")
+
+    def test_a_length_that_dask_does_not_know_is_nan(self):
+        assert math.isnan(check_array(UNKNOWN, "X"))
 
     @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
     def test_a_quantized_tensor_is_refused(self):

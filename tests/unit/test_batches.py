@@ -6,20 +6,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from daskdl.data.batches import (
+    Chunk,
     auto_device,
     batches,
     floating_dtype,
     inputs_to_device,
+    tensors,
     to_device,
+    whole,
 )
 
 
-def pieces_of(lengths):
-    """Pieces whose row i is (i, i + 0.5; label 10 * i), counted over all of them."""
+def chunks_of(lengths, rng=None):
+    """Chunks whose row i is (i, i + 0.5; label 10 * i), counted over all of them."""
     start = 0
     for length in lengths:
         rows = np.arange(start, start + length)
-        yield np.stack([rows, rows + 0.5], axis=1), 10 * rows
+        part = np.stack([rows, rows + 0.5], axis=1), 10 * rows
+        yield whole(part) if rng is None else Chunk(part, rng.permutation(length))
         start += length
 
 
@@ -32,7 +36,7 @@ def pieces_of(lengths):
 def test_every_row_comes_once_in_batches_of_the_size_asked_for(lengths, size, seed):
     rng = None if seed is None else np.random.default_rng(seed)
 
-    got = list(batches(pieces_of(lengths), size, rng))
+    got = list(batches(chunks_of(lengths, rng), size))
 
     total = sum(lengths)
     rest = [total % size] if total % size else []
@@ -44,36 +48,66 @@ def test_every_row_comes_once_in_batches_of_the_size_asked_for(lengths, size, se
         assert rows == sorted(rows)
 
 
-def test_rows_are_shuffled_within_their_piece_only():
-    pieces = list(pieces_of([50, 50]))
+@pytest.mark.parametrize(
+    "chosen",
+    [slice(2, 7), np.array([6, 2, 5, 3, 4]), np.array([0, 0, 1, 9, 9])],
+    ids=["slice", "order", "indices"],
+)
+def test_of_a_part_the_chosen_rows_come_in_their_order(chosen):
+    rows = np.arange(10), 10 * np.arange(10)
 
-    got = batches(pieces, 50, np.random.default_rng(3))
+    got = list(batches([Chunk(rows, chosen)], 2))
 
-    first, second = (x[:, 0].tolist() for x, _ in got)
-    assert first != sorted(first)
-    assert sorted(first) == list(range(50))
-    assert [row - 50 for row in second] != first
-
-
-def test_the_same_seed_gives_the_same_batches():
-    one, two, other = (
-        [
-            y.tolist()
-            for _, y in batches(pieces_of([20, 9]), 6, np.random.default_rng(s))
-        ]
-        for s in (4, 4, 5)
-    )
-
-    assert one == two != other
+    x = [value for x, _ in got for value in x.tolist()]
+    assert x == rows[0][chosen].tolist()
+    assert [value for _, y in got for value in y.tolist()] == [10 * row for row in x]
 
 
-def test_the_next_piece_is_asked_for_only_when_it_is_needed():
+def test_trees_are_cut_leaf_by_leaf():
+    rows = {"a": np.arange(3), "b": (np.arange(6).reshape(3, 2),)}, (np.arange(3),)
+
+    got = list(batches([whole(rows), whole(rows)], 4))
+
+    assert [x["a"].tolist() for x, _ in got] == [[0, 1, 2, 0], [1, 2]]
+    assert got[1][0]["b"][0].tolist() == [[2, 3], [4, 5]]
+    assert [y[0].tolist() for _, y in got] == [[0, 1, 2, 0], [1, 2]]
+
+
+def test_without_labels_there_are_none():
+    got = list(batches([whole((np.arange(3), None))] * 2, 4))
+
+    assert [(x.tolist(), y) for x, y in got] == [([0, 1, 2, 0], None), ([1, 2], None)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [(np.ones((2, 5)), np.ones(2)), (np.ones((2, 3)), np.ones((2, 1)))],
+    ids=["inputs", "labels"],
+)
+def test_rows_of_another_shape_begin_a_batch_of_their_own(rows):
+    chunks = [(np.zeros((5, 3)), np.zeros(5)), rows, (np.ones((1, 3)), np.ones(1))]
+
+    got = list(batches(map(whole, chunks), 4))
+
+    assert [len(x) for x, _ in got] == [4, 1, 2, 1]
+    assert got[2][0].shape == rows[0].shape
+
+
+def test_a_chunk_without_rows_ends_no_batch_whatever_its_shape():
+    chunks = [(np.zeros((3, 2)), None), (np.zeros(0), None), (np.ones((1, 2)), None)]
+
+    got = list(batches(map(whole, chunks), 4))
+
+    assert [len(x) for x, _ in got] == [4]
+
+
+def test_the_next_chunk_is_asked_for_only_when_it_is_needed():
     asked = []
 
     def lazily():
-        for number, piece in enumerate(pieces_of([4, 3, 3])):
+        for number, chunk in enumerate(chunks_of([4, 3, 3])):
             asked.append(number)
-            yield piece
+            yield chunk
 
     stream = batches(lazily(), 2)
 
@@ -84,12 +118,13 @@ def test_the_next_piece_is_asked_for_only_when_it_is_needed():
     assert asked == [0, 1]
 
 
-@pytest.mark.parametrize("seed", [None, 0], ids=["in order", "shuffled"])
-def test_a_model_that_works_in_place_does_not_change_the_piece(seed):
-    rng = None if seed is None else np.random.default_rng(seed)
+@pytest.mark.parametrize("size", [4, 8, 5], ids=["cut", "whole", "cut across"])
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+def test_a_model_that_works_in_place_does_not_change_the_part(shuffled, size):
     x, y = np.ones((8, 2), np.float32), np.zeros(8, np.float32)
+    chosen = np.arange(8)[::-1] if shuffled else slice(0, 8)
 
-    for inputs, labels in batches([(x, y)], 4, rng):
+    for inputs, labels in batches([Chunk((x, y), chosen)], size):
         inputs.mul_(0)
         labels.add_(1)
 
@@ -97,12 +132,23 @@ def test_a_model_that_works_in_place_does_not_change_the_piece(seed):
     assert y.max() == 0
 
 
+def test_rows_as_tensors_have_memory_of_their_own():
+    rows = np.ones(3), {"a": np.zeros(3)}
+
+    x, y = tensors(rows)
+    x.mul_(0)
+    y["a"].add_(1)
+
+    assert rows[0].min() == 1
+    assert rows[1]["a"].max() == 0
+
+
 @pytest.mark.parametrize("size", [2, 3], ids=["whole", "cut across"])
 def test_read_only_arrays_are_taken_without_a_warning(size):
     x, y = np.arange(4.0), np.arange(4)
     x.flags.writeable = y.flags.writeable = False
 
-    got = [v for x, _ in batches([(x, y)], size) for v in x.tolist()]
+    got = [v for x, _ in batches([whole((x, y))], size) for v in x.tolist()]
 
     assert got == [0.0, 1.0, 2.0, 3.0]
 
@@ -110,7 +156,7 @@ def test_read_only_arrays_are_taken_without_a_warning(size):
 def test_reversed_and_fortran_arrays_are_taken():
     x = np.asfortranarray(np.arange(12.0).reshape(4, 3))[::-1]
 
-    [(got, _)] = batches([(x, np.arange(4)[::-1])], 4)
+    [(got, _)] = batches([whole((x, np.arange(4)[::-1]))], 4)
 
     assert got.tolist() == x.tolist()
 

@@ -2,40 +2,46 @@ import functools
 import re
 import threading
 
-import dask.array as da
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from daskdl.data.checks import (
-    check_data,
+    check_arrays,
     check_loss,
     check_model,
+    check_rows,
     check_step,
-    check_validation,
+    check_whole,
+    of_validation,
+    rows_like,
 )
+from daskdl.data.in_memory import InMemory
+from daskdl.data.labels import LabelCheck
 from daskdl.data.rehearsal import ClassRange
 from daskdl.errors import DataError, ModelError, OptionError
+from tests.unit.part_sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)
 CLASSES = np.array([0, 1, 2, 0, 1, 2])
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-class TestCheckData:
+class TestCheckArrays:
     @pytest.mark.parametrize(
         ("examples", "labels"),
         [
             (X, CLASSES),
             (torch.from_numpy(X), CLASSES),
             (X, torch.from_numpy(CLASSES)),
-            (da.from_array(X, chunks=2), da.from_array(CLASSES, chunks=4)),
+            ({"a": X, "b": (X, CLASSES)}, (CLASSES, X)),
+            (X, None),
         ],
-        ids=["numpy", "tensor and numpy", "numpy and tensor", "dask, other chunks"],
+        ids=["numpy", "tensor and numpy", "numpy and tensor", "trees", "no labels"],
     )
     def test_counts_the_examples(self, examples, labels):
-        assert check_data(examples, labels) == 6
+        assert check_arrays(examples, labels) == 6
 
     @pytest.mark.parametrize(
         ("examples", "labels", "message"),
@@ -43,25 +49,18 @@ class TestCheckData:
             (X, CLASSES[:5], "X and y must have the same length, got 6 and 5"),
             (X.tolist(), CLASSES, "X must be a numpy array"),
             (X, CLASSES.tolist(), "y must be a numpy array"),
-            (X, np.array([0, 0, 0, np.nan, 0, 0]), "y[3] is nan"),
-            (X, torch.tensor([0, 0, 0, 0, float("nan"), 0]), "y[4] is nan"),
-            (da.from_array(X, chunks=2), CLASSES, "X is a dask.array and y is in "
-             "memory; use dask.array.from_array(y, chunks=X.chunks[:1] + y.shape[1:])"),
-            (X, da.from_array(CLASSES, chunks=2), "y is a dask.array and X is in "
-             "memory; use y.compute()"),
+            ({"a": X, "b": (X, X[1:])}, None, "X['a'] and X['b'][0] and X['b'][1] "
+             "must have the same length, got 6 and 6 and 5"),
+            (X, {"a": CLASSES.astype(object)}, "y['a'] must hold real numbers"),
+            ((), CLASSES, "X must not be empty, got no array at all"),
+            (X, {}, "y must not be empty, got no array at all"),
         ],
-        ids=["lengths", "X", "y", "nan", "nan in a tensor", "lazy X", "lazy y"],
+        ids=["lengths", "X", "y", "lengths in a tree", "objects in a tree",
+             "no inputs", "no labels"],
     )  # fmt: skip
     def test_says_what_is_wrong_and_what_to_do(self, examples, labels, message):
         with pytest.raises(DataError, match=re.escape(message)):
-            check_data(examples, labels)
-
-    def test_the_remedy_for_labels_in_memory_works(self):
-        lazy, y = da.from_array(X, chunks=(4, 2)), np.zeros((6, 3))
-
-        labels = da.from_array(y, chunks=lazy.chunks[:1] + y.shape[1:])
-
-        assert check_data(lazy, labels) == 6
+            check_arrays(examples, labels)
 
 
 class TestCheckModel:
@@ -181,36 +180,84 @@ class TestCheckStep:
             check_step(nn.Linear(9, 9), nn.MSELoss, SGD, X, CLASSES)
 
 
-class TestCheckValidation:
-    @pytest.mark.parametrize("validation", [X, (X,), (X, CLASSES, X), [X, CLASSES]])
-    def test_only_a_pair_is_taken(self, validation):
-        message = f"a tuple (X, y), got a {type(validation).__name__}"
+class TestCheckRows:
+    def test_says_which_labels_the_loss_accepts(self):
+        accepted = check_rows(nn.Linear(2, 3), nn.CrossEntropyLoss(), X, CLASSES)
 
-        with pytest.raises(OptionError, match=re.escape(message)):
-            check_validation(nn.Linear(2, 3), nn.CrossEntropyLoss(), validation)
+        assert accepted == ClassRange(classes=3, ignore_index=-100)
 
-    @pytest.mark.parametrize(
-        ("validation", "kind", "message"),
-        [
-            ((X, CLASSES[1:]), DataError, "X and y must have the same length"),
-            ((X, CLASSES + 1), DataError, "y[2] is 3"),
-            ((X[:, :1], CLASSES), ModelError, "model failed on 2 rows of X"),
-        ],
-        ids=["lengths", "label", "model"],
-    )
-    def test_says_that_it_is_about_validation(self, validation, kind, message):
-        with pytest.raises(kind, match=re.escape(f"validation: {message}")):
-            check_validation(nn.Linear(2, 3), nn.CrossEntropyLoss(), validation)
+    def test_rows_without_labels_are_refused(self):
+        with pytest.raises(
+            DataError, match=re.escape("y must be given, or data of pa")
+        ):
+            check_rows(nn.Linear(2, 3), nn.CrossEntropyLoss(), X, None)
+
+    def test_the_model_sees_what_the_transform_makes(self):
+        def widened(batch):
+            return torch.cat([batch[0], batch[0]], dim=1), batch[1]
+
+        accepted = check_rows(
+            nn.Linear(4, 3), nn.CrossEntropyLoss(), X, CLASSES, widened
+        )
+
+        assert accepted.classes == 3
 
     def test_the_model_is_in_evaluation_mode_and_nothing_random_is_used_up(self):
         model = nn.Sequential(nn.Unflatten(0, (1, -1)), nn.Flatten(), nn.BatchNorm1d(4))
         noisy = nn.Sequential(model, Noise())
         state = torch.get_rng_state()
 
-        check_validation(noisy, lambda output, y: output.mean(), (X, CLASSES))
+        check_rows(noisy, lambda output, y: output.mean(), X, CLASSES)
 
         assert noisy.training
         assert torch.equal(torch.get_rng_state(), state)
+
+
+class TestOfValidation:
+    @pytest.mark.parametrize("kind", [DataError, ModelError, OptionError])
+    def test_says_that_it_is_about_validation(self, kind):
+        with (
+            pytest.raises(kind, match=r"^validation: X is wrong$") as caught,
+            of_validation(),
+        ):
+            raise kind("X is wrong")
+
+        assert type(caught.value) is kind
+        assert str(caught.value.__cause__) == "X is wrong"
+
+
+class TestCheckWhole:
+    @pytest.mark.parametrize(
+        ("y", "message"),
+        [
+            (CLASSES, "y[2] is 2, but the model"),
+            (np.array([0, 0, 0, np.nan, 0, 0]), "y[3] is nan"),
+            (torch.tensor([0, 0, 0, 0, float("nan"), 0]), "y[4] is nan"),
+            ((X, np.full(6, np.nan)), "y[1][0] is nan"),
+        ],
+        ids=["class", "nan", "nan in a tensor", "nan in a tree"],
+    )
+    def test_every_label_in_memory_is_looked_at(self, y, message):
+        labels = LabelCheck(ClassRange(classes=2, ignore_index=-100))
+
+        with pytest.raises(DataError, match=re.escape(message)):
+            check_whole(InMemory(X, y, batch_size=2), labels)
+
+    def test_what_is_not_in_memory_is_looked_at_later(self):
+        labels = LabelCheck(ClassRange(classes=2, ignore_index=-100))
+
+        assert check_whole(Parts((X, CLASSES)), labels) is None
+
+
+class TestRowsLike:
+    def test_they_are_the_first(self):
+        x, y = rows_like(InMemory(X, CLASSES, batch_size=2))
+
+        assert (x.tolist(), y.tolist()) == ([[0.0, 1.0], [2.0, 3.0]], [0, 1])
+
+    def test_there_have_to_be_some(self):
+        with pytest.raises(DataError, match="X must not be empty, got no rows in any"):
+            rows_like(Parts())
 
 
 class Noise(nn.Module):

@@ -1,23 +1,13 @@
 """Groups of batches from leased pieces, and when a piece is given back."""
 
-import dataclasses
+import weakref
 
 import numpy as np
 
 from daskdl.channel.base import Piece
 from daskdl.channel.leases import Range
 from daskdl.training.feed import Feed
-
-
-@dataclasses.dataclass
-class Options:
-    """Of a run, as far as a feed looks at them."""
-
-    batch_size: int = 2
-    shuffle: bool = False
-    labels: None = None
-    seed: int = 0
-    epochs_before: int = 0
+from daskdl.training.reader import Reading
 
 
 class Leasing:
@@ -52,13 +42,21 @@ class Rows:
     def __init__(self, *lengths):
         self._lengths = lengths
 
+    def begin(self, phase, part, key):
+        """Nothing has to be loaded."""
+
+    def forget(self, phase, but):
+        """Likewise."""
+
     def rows(self, phase, part, key):
         numbers = 100 * part + np.arange(self._lengths[part])
         return numbers.astype(np.float32), numbers
 
 
-def feed(channel, store):
-    return Feed(channel, Options(), "train", 0, store)
+def feed(channel, store, transform=None, **changes):
+    options = {"seed": None, "batch_size": 2, "prefetch": 2, "labels": None}
+    reading = Reading("train", **{**options, "skips": False, **changes})
+    return Feed(channel, 0, store, reading, transform)
 
 
 def numbers(group):
@@ -122,3 +120,54 @@ def test_a_piece_is_its_ranges_one_after_the_other():
 
     assert got == [[[2, 3]], [[100, 101]], [[102, 103]]]
     assert channel.returned == [0, 1]
+
+
+def test_each_batch_is_transformed_and_its_rows_are_counted_before():
+    def halved(batch):
+        x, y = batch
+        return {"half": x[:1] / 2}, y  # of other rows than before
+
+    channel = Leasing([[(0, 0, 4)], [(1, 0, 1)]])
+    own = feed(channel, Rows(4, 1), halved)
+
+    seen = [
+        ([x["half"].tolist() for x, _ in group], list(channel.returned))
+        for group in own.groups(lambda: None, size=2)
+    ]
+
+    assert seen == [([[0.0], [1.0]], []), ([[50.0]], [0])]
+    assert channel.returned == [0, 1]
+
+
+def test_a_part_that_cannot_be_read_is_counted_and_given_back():
+    class Damaged(Rows):
+        def rows(self, phase, part, key):
+            if part == 1:
+                raise ValueError("no rows to be had")
+            return super().rows(phase, part, key)
+
+    channel = Leasing([[(0, 0, 2)], [(1, 0, 3)], [(2, 0, 2)]])
+    own = feed(channel, Damaged(2, 3, 2), skips=True)
+
+    got = [numbers([batch]) for batch in own.batches()]
+
+    assert got == [[[0, 1]], [[200, 201]]]
+    assert own.skipped == 3
+    assert channel.returned == [0, 1, 2]
+
+
+def test_a_part_that_is_done_with_is_not_there_while_the_next_is_loaded():
+    class Watched(Rows):
+        def rows(self, phase, part, key):
+            alive.append(sum(ref() is not None for ref in refs))
+            rows = super().rows(phase, part, key)
+            refs.extend(map(weakref.ref, rows))
+            return rows
+
+    alive, refs = [], []
+    own = feed(Leasing([[(0, 0, 4), (1, 0, 4)], [(2, 0, 4)]]), Watched(4, 4, 4))
+
+    for _ in own.batches():
+        pass
+
+    assert alive == [0, 0, 0]

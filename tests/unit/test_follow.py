@@ -15,6 +15,7 @@ from daskdl.training.follow import Follower
 
 NOTE = {
     "tally": [6.0, 4, 1.0],
+    "skipped": 0,
     "statistics": list(Statistics(1, 0.5, 0.25, 0.0, 0, 2)),
     "traffic": dataclasses.asdict(Traffic()),
     "score": None,

@@ -10,8 +10,10 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from daskdl import Callback
+from daskdl.data.in_memory import InMemory
+from daskdl.data.labels import LabelCheck
 from daskdl.data.rehearsal import ClassRange
-from daskdl.errors import ModelError, OptionError
+from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.training.adoption import Moved
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.method import Method
@@ -20,6 +22,10 @@ from daskdl.training.stepping import Stepping
 X = np.arange(12.0, dtype=np.float32).reshape(6, 2)
 CLASSES = np.array([0, 1, 2, 0, 1, 2])
 LOSS = nn.CrossEntropyLoss()
+
+
+TRAIN = InMemory(X, CLASSES, batch_size=2)
+BOTH = {"train": TRAIN, "validation": TRAIN}
 
 
 def sgd(parameters):
@@ -38,9 +44,9 @@ class OnSteps(Callback):
 
 
 def test_what_goes_together_tells_the_labels_that_the_loss_accepts():
-    labels = method().check(nn.Linear(2, 3), X, CLASSES, (X, CLASSES))
+    labels = method().check(nn.Linear(2, 3), BOTH)
 
-    assert labels == ClassRange(3, -100)
+    assert labels == LabelCheck(ClassRange(3, -100))
 
 
 @pytest.mark.parametrize(
@@ -51,13 +57,39 @@ def test_what_goes_together_tells_the_labels_that_the_loss_accepts():
          OptionError, "autocast=torch.float16 needs"),
         ({"scheduling": Scheduling(lambda o: 3)}, nn.Linear(2, 3), None, OptionError,
          "scheduler must return .* got 3"),
-        ({}, nn.Linear(2, 3), (X, CLASSES[:3]), OptionError, "validation: X and y"),
+        ({}, nn.Linear(2, 3), (X, CLASSES + 1), DataError, r"validation: y\[2\] is 3"),
+        ({}, nn.Linear(2, 3), (X, None), DataError, "validation: y must be given"),
+        ({}, nn.Linear(2, 3), (X[:, :1], CLASSES), ModelError, "validation: model fai"),
+        ({"transform": lambda batch: 3}, nn.Linear(2, 3), None, ModelError,
+         "transform must return a pair"),
     ],
-    ids=["loss", "stepping", "scheduling", "validation"],
+    ids=["loss", "stepping", "scheduling", "validation", "no labels", "model",
+         "transform"],
 )  # fmt: skip
 def test_what_does_not_is_refused(changes, model, validation, kind, message):
+    sources = {"train": TRAIN}
+    if validation is not None:
+        sources["validation"] = InMemory(*validation, batch_size=2)
+
     with pytest.raises(kind, match=message):
-        method(**changes).check(model, X, CLASSES, validation)
+        method(**changes).check(model, sources)
+
+
+def test_labels_that_a_transform_makes_are_held_to_nothing():
+    wrong = InMemory(X, CLASSES + 1, batch_size=2)
+    own = method(transform=lambda batch: (batch[0], batch[1] - 1))
+
+    assert own.check(nn.Linear(2, 3), {"train": wrong, "validation": wrong}) is None
+
+
+def test_every_label_in_memory_is_looked_at():
+    labels = np.array([0, 1, 2, 0, 1, 3])
+    wrong = InMemory(X, labels, batch_size=2)
+
+    with pytest.raises(DataError, match=r"^y\[5\] is 3"):
+        method().check(nn.Linear(2, 3), {"train": wrong})
+    with pytest.raises(DataError, match=r"^validation: y\[5\] is 3"):
+        method().check(nn.Linear(2, 3), {"train": TRAIN, "validation": wrong})
 
 
 def test_there_has_to_be_an_optimizer():
@@ -71,7 +103,7 @@ def test_a_recipe_has_what_a_replica_needs_and_no_more():
 
     recipe = (
         method(scheduling=scheduling)
-        .recipe(model, None, [Callback(), OnSteps()], (X, CLASSES))
+        .recipe(model, None, [Callback(), OnSteps()], TRAIN)
         .unpack()
     )
 
@@ -90,7 +122,7 @@ def test_a_recipe_goes_on_from_what_has_moved():
 
     own = method(scheduling=scheduling)
     moved = Moved(optimizer, rate, scheduling)
-    recipe = own.recipe(nn.Linear(2, 3), moved, [], (X, CLASSES)).unpack()
+    recipe = own.recipe(nn.Linear(2, 3), moved, [], TRAIN).unpack()
 
     assert recipe.optimizer_state["param_groups"][0]["lr"] == pytest.approx(0.05)
     assert recipe.schedule == rate.state()
@@ -100,4 +132,4 @@ def test_what_cannot_travel_is_named():
     scheduling = Scheduling(functools.partial(StepLR, lock=threading.Lock()))
 
     with pytest.raises(ModelError, match=r"trainer cannot be sent .*scheduling"):
-        method(scheduling=scheduling).recipe(nn.Linear(2, 3), None, [], (X, CLASSES))
+        method(scheduling=scheduling).recipe(nn.Linear(2, 3), None, [], TRAIN)

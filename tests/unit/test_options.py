@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from daskdl.callbacks import Callback
+from daskdl.data.options import ReadOptions
 from daskdl.errors import OptionError
-from daskdl.training.options import check_fit, check_trainer
+from daskdl.training.options import FitOptions, check_trainer
 from daskdl.training.sharing import GradientSharing
 
 TRAINER = {
@@ -17,7 +18,7 @@ TRAINER = {
     "callbacks": [],
     "progress": None,
 }
-FIT = {"epochs": 1, "batch_size": 1, "shuffle": True}
+READ = ReadOptions(1)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +65,23 @@ def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
         ("epochs", 0, "epochs must be a whole number >= 1, got 0"),
         ("epochs", 1.5, "epochs must be a whole number >= 1, got 1.5"),
         ("epochs", True, "epochs must be a whole number >= 1, got True"),
-        ("batch_size", 0, "batch_size must be a whole number >= 1, got 0"),
         ("shuffle", 1, "shuffle must be True or False, got 1"),
         ("shuffle", None, "shuffle must be True or False, got None"),
+        ("prefetch", -1, "prefetch must be a whole number >= 0, got -1"),
+        ("prefetch", 0.5, "prefetch must be a whole number >= 0, got 0.5"),
+        ("prefetch", True, "prefetch must be a whole number >= 0, got True"),
+        ("approach", "copy", "approach must be 'direct' or 'export', got 'copy'"),
+        ("approach", True, "approach must be 'direct' or 'export', got True"),
     ],
     ids=repr,
 )
 def test_an_option_of_a_fit_is_refused_by_name(option, value, message):
     with pytest.raises(OptionError, match=re.escape(message)):
-        check_fit(**{**FIT, option: value})
+        FitOptions(READ, **{option: value})
 
 
-def test_the_smallest_fit_is_taken():
-    assert check_fit(**FIT) is None
+@pytest.mark.parametrize(
+    ("option", "value"), [("epochs", 1), ("prefetch", 0), ("approach", "export")]
+)
+def test_an_option_of_a_fit_is_taken(option, value):
+    assert getattr(FitOptions(READ, **{option: value}), option) == value

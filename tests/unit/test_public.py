@@ -1,6 +1,7 @@
 """What is public is documented, and importing it does nothing else."""
 
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import dask.config
 import pytest
 
 import daskdl
+import daskdl.data
 from daskdl.channel import messages
 from daskdl.history import COLUMNS
 from daskdl.steps import STEP_COLUMNS
@@ -18,6 +20,10 @@ from daskdl.timeouts import FILE
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+PUBLIC = {
+    **{name: getattr(daskdl, name) for name in daskdl.__all__ if name[0] != "_"},
+    **{f"data.{name}": getattr(daskdl.data, name) for name in daskdl.data.__all__},
+}
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
@@ -27,12 +33,14 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
     return {name: re.split(r"(?<!\\) ?\| ?", cells) for name, cells in rows}
 
 
-def test_every_public_name_is_there():
-    assert [name for name in daskdl.__all__ if not hasattr(daskdl, name)] == []
+@pytest.mark.parametrize("package", [daskdl, daskdl.data], ids=lambda p: p.__name__)
+def test_every_public_name_is_there(package):
+    assert [name for name in package.__all__ if not hasattr(package, name)] == []
 
 
-def test_the_list_of_public_names_is_sorted_and_without_repeats():
-    assert daskdl.__all__ == sorted(set(daskdl.__all__))
+@pytest.mark.parametrize("package", [daskdl, daskdl.data], ids=lambda p: p.__name__)
+def test_the_list_of_public_names_is_sorted_and_without_repeats(package):
+    assert package.__all__ == sorted(set(package.__all__))
 
 
 def test_nothing_is_imported_into_the_package_that_is_not_public():
@@ -48,15 +56,18 @@ def test_nothing_is_imported_into_the_package_that_is_not_public():
 def test_the_reference_documents_the_public_names_and_no_others():
     documented = re.findall(r"^::: daskdl\.(\S+)$", (DOCS / "api.md").read_text(), re.M)
 
-    assert sorted(documented) == daskdl.__all__
+    of_data = [f"data.{name}" for name in daskdl.data.__all__]
+    assert sorted(documented) == sorted([*daskdl.__all__, *of_data])
 
 
-@pytest.mark.parametrize("name", set(daskdl.__all__) - {"__version__"})
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_a_docstring_of_its_own(name):
-    value = getattr(daskdl, name)
+    value = PUBLIC[name]
 
     assert value.__doc__ is not None
-    assert not value.__doc__.startswith(f"{name}("), "that is what dataclass makes"
+    assert not value.__doc__.startswith(f"{value.__name__}("), (
+        "that is what dataclass makes"
+    )
 
 
 def test_the_reference_lists_the_columns_of_the_history():
@@ -100,6 +111,26 @@ def test_the_page_of_options_lists_those_of_a_trainer_with_their_defaults():
 
     defaults = defaults_of(fields)
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
+
+
+def arguments_of(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: repr(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def test_the_page_of_options_lists_those_of_a_fit_with_their_defaults():
+    rows = table("options.md", "Fitting, evaluating, predicting")
+
+    defaults = arguments_of(daskdl.Trainer.fit)
+    assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_the_page_of_options_says_which_of_them_others_have_too(method):
+    rows = table("options.md", "Fitting, evaluating, predicting")
+
+    also = {name for name, cells in rows.items() if f"`{method}`" in cells[-1]}
+    assert also == set(arguments_of(getattr(daskdl.Trainer, method)))
 
 
 def test_the_page_of_options_lists_the_time_outs_with_their_defaults():

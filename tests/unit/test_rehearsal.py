@@ -2,7 +2,6 @@ import functools
 import random
 import re
 
-import dask.array as da
 import numpy as np
 import pytest
 import torch
@@ -13,9 +12,10 @@ from daskdl.data.rehearsal import (
     ClassRange,
     forward,
     ignored_label,
-    prepared_rows,
     random_state_left_alone,
     rehearse,
+    rehearsed_batch,
+    transformed,
 )
 from daskdl.errors import DataError, ModelError
 from daskdl.objective import OwnStep
@@ -49,11 +49,31 @@ class TestRehearse:
     def test_says_which_labels_the_loss_accepts(self, loss, y, expected):
         assert rehearse(linear(), loss, X, y) == expected
 
-    def test_of_a_dask_array_zeros_are_used(self):
-        y = da.from_array(np.array([7, 7, 7]), chunks=2)  # would be out of range
-        x = da.from_array(np.ones((3, 2)), chunks=2)
+    def test_labels_that_a_transform_makes_are_not_held_to_the_outputs(self):
+        def none_of_them(batch):
+            return batch[0], batch[1] * 0
 
-        assert rehearse(linear(), nn.NLLLoss(), x, y) == ClassRange(3, -100)
+        accepted = rehearse(linear(), nn.NLLLoss(), X, CLASSES + 7, none_of_them)
+
+        assert accepted == ClassRange(3, -100)
+
+    def test_a_loss_of_trees_gets_them(self):
+        def loss(output, y):
+            first, second = output
+            return (first - y["a"]).mean() + (second - y["b"]).mean()
+
+        y = {"a": X.astype(np.float32), "b": X.astype(np.float32)}
+
+        assert rehearse(Twice(), loss, X, y) is None
+
+    def test_a_loss_needs_labels(self):
+        with pytest.raises(DataError, match="y must be given, or data of pairs"):
+            rehearse(linear(), nn.NLLLoss(), X, None)
+
+    def test_a_step_of_the_users_own_does_not(self):
+        step = OwnStep(lambda model, batch: model(batch[0]).mean())
+
+        assert rehearse(linear(), step, X, None) is None
 
     def test_one_example_is_enough_to_see_that_a_loss_is_no_mean(self):
         loss = nn.MSELoss(reduction="none")
@@ -117,11 +137,13 @@ class TestRehearse:
     @pytest.mark.parametrize(
         ("model", "y", "message"),
         [
-            (Twice(), CLASSES, "the output being a tuple and the labels shape (2,)"),
+            (Twice(), CLASSES, "the output being [0]: shape (2, 2) and dtype "
+             "torch.float32, [1]: shape (2, 2) and dtype torch.float32 and the labels "
+             "shape (2,)"),
             (linear(), CLASSES[:, None] + 9, "the labels shape (2, 1) and dtype"),
         ],
         ids=["tuple", "column"],
-    )
+    )  # fmt: skip
     def test_of_other_shapes_the_loss_itself_has_its_say(self, model, y, message):
         with pytest.raises(ModelError, match=re.escape(message)):
             rehearse(model, nn.CrossEntropyLoss(), X, y)
@@ -217,11 +239,55 @@ class TestForward:
         assert rows.tolist() == [[-1.0, -1.0]] * 2
 
 
-def test_rows_are_prepared_in_the_dtype_of_the_model():
-    rows = prepared_rows(linear().double(), X.astype(np.float32), 2)
+class TestRehearsedBatch:
+    def test_two_rows_are_as_the_model_will_get_them(self):
+        x = {"a": X.astype(np.float32), "b": (CLASSES,)}
+        y = np.arange(1, dtype=np.uint8)  # there are fewer
 
-    assert rows.dtype == torch.float64
-    assert rows.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+        got, labels = rehearsed_batch(linear().double(), x, y)
+
+        assert got["a"].dtype == torch.float64
+        assert got["a"].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+        assert (got["b"][0].dtype, got["b"][0].tolist()) == (torch.int64, [0, 1])
+        assert (labels.dtype, labels.tolist()) == (torch.int64, [0, 0])
+
+    def test_a_transform_comes_before_the_dtype_of_the_model(self):
+        def transform(batch):
+            seen.append((batch[0].dtype, batch[1]))
+            return batch[0] / 2, torch.tensor([3, 4])
+
+        seen = []
+
+        x, y = rehearsed_batch(linear(), X, None, transform)
+
+        assert seen == [(torch.float64, None)]
+        assert (x.dtype, x.tolist()) == (torch.float32, [[0.0, 0.5], [1.0, 1.5]])
+        assert y.tolist() == [3, 4]
+
+    def test_a_transform_may_work_in_place(self):
+        x = X.copy()
+
+        rehearsed_batch(linear(), x, None, lambda batch: (batch[0].zero_(), None))
+
+        assert x.tolist() == X.tolist()
+
+    @pytest.mark.parametrize(
+        ("transform", "message"),
+        [
+            (lambda batch: batch[0]["image"], "transform failed on two rows, x being "
+             "shape (2, 2) and dtype torch.float64 and y shape (2,) and dtype "
+             "torch.int64: "),
+            (lambda batch: batch[0], "transform must return a pair (x, y), got a "
+             "Tensor; y is None where there are no labels"),
+            (lambda batch: (*batch, 1), "a pair (x, y), got a tuple"),
+        ],
+        ids=["fails", "no pair", "three"],
+    )  # fmt: skip
+    def test_a_transform_that_makes_no_batch_is_refused(self, transform, message):
+        batch = torch.from_numpy(X[:2]), torch.tensor([0, 1])
+
+        with pytest.raises(ModelError, match=re.escape(message)):
+            transformed(batch, transform)
 
 
 def test_random_states_are_put_back_even_after_an_error():

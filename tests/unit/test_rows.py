@@ -44,6 +44,7 @@ def note(
     score=None,
     seconds=1.0,
     rate=(0, 0.5),
+    skipped=0,
 ):
     return {
         "tally": [loss_sum, examples, seconds],
@@ -52,6 +53,7 @@ def note(
         "score": score,
         "scheduled": rate[0],
         "learning_rate": rate[1],
+        "skipped": skipped,
     }
 
 
@@ -60,7 +62,7 @@ def row(*notes, repeated=0, refused=0, size=10, seconds=2.0):
     return row_of(3, event, size, seconds)
 
 
-TWO = [note(30.0, 10), note(10.0, 30, SECOND, MORE)]
+TWO = [note(30.0, 10, skipped=5), note(10.0, 30, SECOND, MORE, skipped=3)]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,7 @@ TWO = [note(30.0, 10), note(10.0, 30, SECOND, MORE)]
         ("clipped", 3.5),
         ("replicas", 2),
         ("repeated_pieces", 6),
+        ("skipped_examples", 8),
         ("refused_messages", 7 + 2 + 1),
         ("repaired_updates", 5),
         ("withheld", 6),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError, WaitTimeoutError
-from daskdl.training.seats import replicas_here, seats_of
+from daskdl.training.seats import most_replicas, replicas_here, seats_of
 from daskdl.training.sharing import GradientSharing
 
 
@@ -32,7 +32,7 @@ class Cluster:
 
 def seats(cluster, each=1, examples=1000, batch_size=10):
     master = GradientSharing(replicas_per_worker=each)
-    return seats_of(master, cluster, examples, batch_size)
+    return seats_of(master, cluster, most_replicas(examples, batch_size))
 
 
 def test_every_worker_has_a_replica_in_a_fixed_order():
@@ -75,6 +75,10 @@ def test_there_are_no_more_replicas_than_batches(examples, expected):
     assert len(seats(Cluster(a=0, b=0, c=0), examples=examples)) == expected
 
 
+def test_of_data_whose_rows_are_not_known_there_is_no_such_limit():
+    assert len(seats(Cluster(a=0, b=0, c=0), each=9, examples=None)) == 27
+
+
 def test_those_left_out_leave_the_workers_evenly_used():
     assert seats(Cluster(a=0, b=0), each=3, examples=20) == {0: "a", 1: "b"}
 
@@ -100,7 +104,7 @@ def test_a_cluster_without_workers_is_refused():
 
 def here(each=1, least=1, examples=1000):
     master = GradientSharing(replicas_per_worker=each, min_replicas=least)
-    return replicas_here(master, examples, batch_size=10)
+    return replicas_here(master, most_replicas(examples, batch_size=10))
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 1), (3, 3)])

@@ -1,177 +1,155 @@
-import asyncio
-import itertools
+"""Which class knows which kind of data, and which options go with it."""
 
+import dask
 import dask.array as da
+import dask.bag
+import dask.dataframe as dd
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, TensorDataset
 
-from daskdl.data.sources import (
-    DaskBlocks,
-    InMemory,
-    as_piece,
-    cut,
-    source_of,
-)
+from daskdl.data.collections import Collections
+from daskdl.data.datasets.iterable_style import IterableStyle
+from daskdl.data.datasets.map_style import MapStyle
+from daskdl.data.files import Files
+from daskdl.data.in_memory import InMemory
+from daskdl.data.options import SourceOptions
+from daskdl.data.sources import source_of
 from daskdl.errors import DataError, OptionError
-from daskdl.timeouts import Bound
+from tests.unit.part_sources import Parts
+
+X = np.arange(8.0).reshape(4, 2)
+Y = np.array([0, 1, 2, 3])
+TABLE = pd.DataFrame({"a": [1, 2], "b": [0.5, 1.5]})
 
 
-@given(st.integers(1, 500), st.integers(1, 70), st.integers(1, 40))
-def test_parts_are_whole_batches_and_as_equal_as_can_be(examples, batch_size, pieces):
-    bounds = cut(examples, batch_size, pieces)
-
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == examples
-    assert all(one[1] == two[0] for one, two in itertools.pairwise(bounds))
-    assert all(start % batch_size == 0 for start, _ in bounds)
-    batches = [-(-(stop - start) // batch_size) for start, stop in bounds]
-    assert len(bounds) == min(pieces, sum(batches))
-    assert min(batches) >= 1
-    assert max(batches) - min(batches) <= 1
+class Counting(IterableDataset):
+    def __iter__(self):
+        return iter([(1.0, 1)])
 
 
-class ScatteringClient:
-    """As much of a client as an in-memory source asks of one."""
-
-    def __init__(self):
-        self.calls = []
-
-    async def scatter(self, rows, workers, broadcast, asynchronous):
-        self.calls.append((rows, workers))
-        return rows
-
-    def sync(self, function):
-        return asyncio.run(function())
+def lazy(values=X):
+    return da.from_array(values, chunks=(2, *values.shape[1:]))
 
 
-def rows_of(source):
-    """The arrays of each piece, as they would reach a worker."""
-    client = ScatteringClient()
-    keys = {i: f"key-{i}" for i in range(len(source.lengths))}
-    started = source.start(client, "tcp://somewhere", keys, Bound(5, ("request",)))
-    assert [list(rows) for rows, _ in client.calls] == [[key] for key in keys.values()]
-    assert all(workers == ["tcp://somewhere"] for _, workers in client.calls)
-    return [started[i] for i in keys]
+PAIRED = {
+    "map style": (TensorDataset(torch.zeros(2), torch.zeros(2)), MapStyle),
+    "iterable": (Counting(), IterableStyle),
+    "bag": (dask.bag.from_sequence([(1, 2)]), Collections),
+    "delayed": ([dask.delayed((X, Y))], Collections),
+    "own": (Parts((X, Y)), Parts),
+    "path": ("memory://daskdl-sources/*.npz", Files),
+}
 
 
-X = np.arange(46.0).reshape(23, 2)
-Y = np.repeat([0, 1], [12, 11])
+@pytest.fixture
+def a_file():
+    import fsspec
 
-
-def test_in_memory_without_a_seed_the_pieces_are_the_data_in_order():
-    source = InMemory(X, Y, batch_size=2, replicas=1, shuffle_seed=None)
-
-    pieces = rows_of(source)
-
-    assert source.lengths == [len(x) for x, _ in pieces] == [2, 4, 2, 4, 2, 4, 2, 3]
-    np.testing.assert_array_equal(np.concatenate([x for x, _ in pieces]), X)
-    np.testing.assert_array_equal(np.concatenate([y for _, y in pieces]), Y)
-
-
-def test_in_memory_a_seed_deals_out_every_row_with_its_label():
-    one, two, other = (
-        rows_of(InMemory(X, Y, batch_size=8, replicas=1, shuffle_seed=seed))
-        for seed in (5, 5, 6)
-    )
-
-    x, y = (np.concatenate([piece[part] for piece in one]) for part in (0, 1))
-    order = (x[:, 0] / 2).astype(int)
-    assert sorted(order) == list(range(23))
-    np.testing.assert_array_equal(y, Y[order])
-    assert all(set(labels) == {0, 1} for _, labels in one)  # Y comes sorted
-    assert all(np.array_equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
-    assert not np.array_equal(other[0][0], one[0][0])
-
-
-def test_tensors_reach_a_worker_as_contiguous_numpy_arrays():
-    x = torch.arange(12.0).reshape(3, 4).T.bfloat16().requires_grad_()
-
-    [(got, labels)] = rows_of(InMemory(x, torch.arange(8)[::2], 4, 1, None))
-
-    assert type(got) is type(labels) is np.ndarray
-    assert got.flags.c_contiguous
-    assert labels.flags.c_contiguous
-    assert got.dtype == np.float32
-    assert got.tolist() == x.tolist()
-    assert labels.tolist() == [0, 2, 4, 6]
-
-
-def test_replicas_get_about_eight_pieces_each():
-    assert len(InMemory(np.zeros(1000), np.zeros(1000), 2, 3, None).lengths) == 24
-
-
-class TestDaskBlocks:
-    def test_block_rows_become_pairs_and_empty_ones_are_passed_over(self):
-        x = da.from_array(X, chunks=((10, 0, 13), 2))
-        y = da.from_array(Y, chunks=5)
-
-        source = DaskBlocks(x, y)
-
-        pairs = [source.delayed(i).compute(scheduler="sync") for i in range(2)]
-        assert source.lengths == [10, 13]
-        np.testing.assert_array_equal(pairs[1][0], X[10:])
-        np.testing.assert_array_equal(pairs[1][1], Y[10:])
-
-    def test_the_key_of_a_piece_can_be_chosen(self):
-        source = DaskBlocks(da.zeros(4, chunks=2), da.zeros(4, chunks=2))
-
-        assert source.delayed(1, "mine").key == "mine"
-        assert source.delayed(1).key != source.delayed(1).key
+    with fsspec.open("memory://daskdl-sources/a.npz", "wb") as file:
+        np.savez(file, X=X, y=Y)
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "message"),
+    ("x", "y", "kind"),
     [
-        (np.zeros(3), np.zeros(4), "piece 7 has 3 rows of X and 4 of y, but the "),
-        (np.zeros(4), np.zeros(3), "piece 7 has 4 rows of X and 3 of y"),
-        (np.zeros(3), np.zeros(3), "the chunks promise 4; call compute_chunk_sizes"),
-        (np.zeros(4), np.array([0, 0, np.nan, 0]), r"y of piece 7\[2\] is nan"),
+        (X, Y, InMemory),
+        (torch.zeros(4), Y, InMemory),
+        ({"a": X, "b": (X, X)}, (Y, Y), InMemory),
+        (TABLE, TABLE["a"], InMemory),
+        (lazy(), lazy(Y), Collections),
+        ((lazy(), lazy()), {"a": lazy(Y)}, Collections),
+        (dd.from_pandas(TABLE, npartitions=1), None, Collections),
     ],
-    ids=["X", "y", "both", "nan"],
+    ids=["numpy", "torch", "tree", "table", "dask", "dask tree", "dask table"],
 )
-def test_a_block_that_breaks_its_promise_is_named(x, y, message):
-    with pytest.raises(DataError, match=message):
-        as_piece(x, y, 7, 4)
+def test_each_kind_of_arrays_has_its_class(x, y, kind):
+    assert type(source_of(x, y)) is kind
 
 
-def test_a_block_in_foreign_byte_order_is_made_native():
-    x, y = as_piece(np.array([1.0], ">f8"), np.array([258], ">i4"), 0, 1)
+@pytest.mark.parametrize("name", PAIRED)
+def test_each_kind_that_brings_its_labels_has_its_class(name, a_file):
+    data, kind = PAIRED[name]
 
-    assert x.dtype.isnative
-    assert y.dtype.isnative
-    assert (x.tolist(), y.tolist()) == ([1.0], [258])
+    assert type(source_of(data)) is kind
 
 
-class TestSourceOf:
-    @pytest.mark.parametrize(
-        ("x", "kind"),
-        [
-            (np.zeros(4), InMemory),
-            (torch.zeros(4), InMemory),
-            (da.zeros(4, chunks=2), DaskBlocks),
-        ],
-        ids=["numpy", "torch", "dask"],
+@pytest.mark.parametrize("name", PAIRED)
+def test_what_brings_its_labels_takes_none_beside(name, a_file):
+    with pytest.raises(DataError, match=r"y must not be given with a .*its labels"):
+        source_of(PAIRED[name][0], Y)
+
+
+def test_a_source_is_taken_as_it_is():
+    source = Parts((X, Y))
+
+    assert source_of(source) is source
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("loader", X),
+        ("loader", lazy()),
+        ("loader", PAIRED["map style"][0]),
+        ("loader", PAIRED["iterable"][0]),
+        ("loader", PAIRED["bag"][0]),
+        ("loader", PAIRED["delayed"][0]),
+        ("loader", PAIRED["own"][0]),
+        ("collate_fn", X),
+        ("collate_fn", lazy()),
+        ("collate_fn", PAIRED["bag"][0]),
+        ("collate_fn", PAIRED["own"][0]),
+        ("collate_fn", "memory://daskdl-sources/a.npz"),
+    ],
+)  # fmt: skip
+def test_an_option_of_other_data_is_refused(name, data):
+    with pytest.raises(OptionError, match=f"^{name} is for .*, got other data$"):
+        source_of(data, None, SourceOptions(**{name: list}))
+
+
+def test_the_names_of_labels_are_kept():
+    labels = pd.Series(["cat", "ant", "bee", "ant"], dtype="category")
+
+    source = source_of(X, labels)
+
+    assert source.classes == ("ant", "bee", "cat")
+    assert source.whole[1].tolist() == [2, 0, 1, 0]
+
+
+def test_tables_among_arrays_become_arrays():
+    table = pd.DataFrame({"a": [1, 2, 3, 4], "b": [0.5] * 4})
+
+    source = source_of({"table": table, "array": X}, Y)
+
+    x, _ = source.whole
+    assert x["table"].tolist() == [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.5]]
+    assert x["array"].tolist() == X.tolist()
+
+
+def test_a_column_that_is_no_number_is_named_with_its_place():
+    table = pd.DataFrame({"a": ["x", "y", "z", "w"]})
+
+    with pytest.raises(DataError, match=r"column 'a' of X\['table'\] holds strings"):
+        source_of({"table": table, "array": X}, Y)
+
+
+def test_data_that_do_not_fit_are_refused():
+    with pytest.raises(DataError, match="same length, got 4 and 3"):
+        source_of(X, Y[1:])
+
+
+def test_parts_of_data_in_memory_are_whole_numbers_of_the_batch_size():
+    source = source_of(X, Y, SourceOptions(batch_size=3, shuffle_seed=None))
+
+    assert source.lengths == [3, 1]
+
+
+def test_the_seed_reaches_data_in_memory():
+    source = source_of(X, Y, SourceOptions(batch_size=4, shuffle_seed=1))
+
+    assert (
+        source.load(0)[1].tolist() == np.random.default_rng(1).permutation(4).tolist()
     )
-    def test_each_kind_has_its_class(self, x, kind):
-        assert type(source_of(x, x, 2, 1, None)) is kind
-
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"batch_size": 0}, "batch_size must be a whole number >= 1, got 0"),
-            ({"replicas": 0}, "replicas must be >= 1, got 0"),
-        ],
-        ids=["batch_size", "replicas"],
-    )
-    def test_says_which_option_is_wrong(self, settings, message):
-        options = {"batch_size": 2, "replicas": 1, "shuffle_seed": None, **settings}
-
-        with pytest.raises(OptionError, match=message):
-            source_of(X, Y, **options)
-
-    def test_data_that_do_not_fit_are_refused(self):
-        with pytest.raises(DataError, match="same length, got 23 and 22"):
-            source_of(X, Y[1:], 2, 1, None)

@@ -1,4 +1,7 @@
-"""Where rows come from: from this process, and from Dask when a piece does not come."""
+"""Where rows come from: from this process, and from Dask when a part does not come."""
+
+import dataclasses
+import threading
 
 import dask
 import dask.array as da
@@ -6,59 +9,165 @@ import numpy as np
 import pytest
 
 from daskdl.channel.base import Stopped
+from daskdl.data.in_memory import InMemory
+from daskdl.data.options import SourceOptions
 from daskdl.data.sources import source_of
-from daskdl.errors import LostPieceError
+from daskdl.errors import LostPieceError, WaitTimeoutError
+from daskdl.packed import Packed
 from daskdl.training import stores as module
 from daskdl.training.stores import LocalStore, WorkerStore
+from tests.unit.part_sources import Parts, Streamed
 from tests.unit.records import TIMEOUTS
 
 X = np.arange(24.0).reshape(12, 2)
 Y = np.arange(12)
+PATIENCE_S = 30  # of a test that would fail otherwise
 
 
 class Channel:
-    """As much of a channel as getting a piece needs."""
+    """As much of a channel as getting a part needs."""
 
     def __init__(self, stopped=None):
         self._stopped = stopped
+        self.asked = []
 
     def check(self):
         if self._stopped:
             raise Stopped(self._stopped)
 
     def wait_for_data(self, future, timeout_s):
-        raise AssertionError("no future was made")
+        ended = threading.Event()
+        future.add_done_callback(lambda _: ended.set())
+        return ended.wait(min(timeout_s, PATIENCE_S))
 
     def missing(self, phase, part, key):
+        self.asked.append((phase, part, key))
         return f"{key} again"
 
 
-@pytest.mark.parametrize(
-    ("stopped", "expected"), [(None, RuntimeError), ("its worker closes", Stopped)]
-)
-def test_what_dask_raises_while_a_worker_closes_is_no_failure(
-    stopped, expected, monkeypatch
-):
-    def load(*args):
-        raise RuntimeError("the client of the worker is closed")
+class Fetching:
+    """Stands for what gets parts from Dask."""
 
-    monkeypatch.setattr(module, "load", load)
-    store = WorkerStore(Channel(stopped), TIMEOUTS)
+    def __init__(self, rows, held=()):
+        self._rows = rows
+        self._held = dict(held)
 
-    with pytest.raises(expected, match="closes" if stopped else "closed"):
-        store.rows("train", 0, "daskdl-piece")
+    def here(self, key):
+        return self._held.get(key)
+
+    def rows(self, key, timeout_s, unwanted):
+        return self._rows(key, unwanted)
 
 
-def test_a_lost_piece_is_had_under_its_new_key(monkeypatch):
-    def load(key, *args):
-        if key != "daskdl-piece again":
-            raise LostPieceError(key)
-        return X, Y
+@pytest.fixture
+def worker_store(monkeypatch):
+    """Makes stores with a fetcher of the test's own; closes them."""
+    made = []
 
-    monkeypatch.setattr(module, "load", load)
-    store = WorkerStore(Channel(), TIMEOUTS)
+    def make(rows, channel, *, held=(), sources=None, timeouts=TIMEOUTS):
+        monkeypatch.setattr(module, "Fetcher", lambda: Fetching(rows, held))
+        made.append(WorkerStore(sources or {}, channel, timeouts, 1))
+        return made[-1]
 
-    assert store.rows("train", 0, "daskdl-piece") == (X, Y)
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def local_store():
+    """Makes stores of this process; closes them."""
+    made = []
+
+    def make(source, channel=None, threads=1, timeouts=TIMEOUTS):
+        own = channel or Channel()
+        made.append(LocalStore({"train": source}, own, timeouts, threads))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+class Waiting(Parts):
+    """Parts that are loaded when the test lets them."""
+
+    def __init__(self, *pairs):
+        super().__init__(*pairs)
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+        self.loaded = []
+
+    def load(self, part):
+        self.loaded.append(part)
+        self.begun.set()
+        assert self.may_end.wait(PATIENCE_S)
+        return super().load(part)
+
+
+def waiting(parts=3):
+    return Waiting(*((X + part, Y) for part in range(parts)))
+
+
+class TestWorkerStore:
+    @pytest.mark.parametrize(
+        ("stopped", "expected"), [(None, RuntimeError), ("its worker closes", Stopped)]
+    )
+    def test_what_dask_raises_while_a_worker_closes_is_no_failure(
+        self, stopped, expected, worker_store
+    ):
+        def rows(key, unwanted):
+            raise RuntimeError("the client of the worker is closed")
+
+        store = worker_store(rows, Channel(stopped))
+
+        with pytest.raises(expected, match="closes" if stopped else "closed"):
+            store.rows("train", 0, "daskdl-part")
+
+    def test_a_lost_part_is_had_under_its_new_key(self, worker_store):
+        def rows(key, unwanted):
+            if key != "daskdl-part again":
+                raise LostPieceError(key)
+            return X, Y
+
+        channel = Channel()
+        store = worker_store(rows, channel)
+
+        assert store.rows("train", 3, "daskdl-part") == (X, Y)
+        assert channel.asked == [("train", 3, "daskdl-part")]
+
+    def test_a_part_on_a_worker_that_hangs_is_had_under_its_new_key(self, worker_store):
+        let_go = threading.Event()
+
+        def rows(key, unwanted):
+            if key == "key":
+                assert let_go.wait(PATIENCE_S)
+                assert unwanted()
+            return X, Y
+
+        class Impatient(Channel):
+            def wait_for_data(self, future, timeout_s):
+                if not self.asked:
+                    return False
+                let_go.set()
+                return super().wait_for_data(future, timeout_s)
+
+        store = worker_store(rows, Impatient())
+
+        assert store.rows("train", 0, "key") == (X, Y)
+
+    def test_rows_that_are_here_go_through_no_other_thread(self, worker_store):
+        store = worker_store(None, None, held={"key": [X, Y]})
+
+        assert store.rows("train", 0, "key") == (X, Y)
+
+    def test_a_part_without_a_key_is_loaded_from_the_whole_source(self, worker_store):
+        sources = {"train": Packed(Parts((X, Y), (X + 1, Y)), "X")}
+        store = worker_store(None, Channel(), sources=sources)
+
+        x, _ = store.rows("train", 1, "")
+
+        assert x.tolist() == (X + 1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -66,18 +175,18 @@ def test_a_lost_piece_is_had_under_its_new_key(monkeypatch):
     [(X, Y), (da.from_array(X, chunks=(3, 2)), da.from_array(Y, chunks=4))],
     ids=["numpy", "dask"],
 )
-def test_a_local_store_has_every_row_once_and_in_order(x, y):
-    source = source_of(x, y, batch_size=1, replicas=1, shuffle_seed=None)
-    store = LocalStore({"train": source})
+def test_a_local_store_has_every_row_once_and_in_order(x, y, local_store):
+    source = source_of(x, y, SourceOptions(batch_size=1))
+    store = local_store(source)
 
-    pieces = [store.rows("train", i, "") for i, _ in enumerate(source.lengths)]
+    parts = [store.rows("train", i, "") for i in range(source.parts)]
 
-    assert len(pieces) > 2
-    np.testing.assert_array_equal(np.concatenate([x for x, _ in pieces]), X)
-    np.testing.assert_array_equal(np.concatenate([y for _, y in pieces]), Y)
+    assert len(parts) > 2
+    np.testing.assert_array_equal(np.concatenate([x for x, _ in parts]), X)
+    np.testing.assert_array_equal(np.concatenate([y for _, y in parts]), Y)
 
 
-def test_a_local_store_computes_only_the_piece_that_is_asked_for():
+def test_a_local_store_computes_only_the_part_that_is_asked_for(local_store):
     computed = []
 
     def noting(block, block_info):
@@ -85,9 +194,150 @@ def test_a_local_store_computes_only_the_piece_that_is_asked_for():
         return block
 
     x = da.from_array(X, chunks=(3, 2)).map_blocks(noting, dtype=X.dtype)
-    source = source_of(x, da.from_array(Y, chunks=3), 1, 1, None)
+    source = source_of(x, da.from_array(Y, chunks=3))
 
     with dask.config.set(scheduler=lambda *args, **options: 1 / 0):
-        LocalStore({"train": source}).rows("train", 2, "")
+        local_store(source).rows("train", 2, "")
 
     assert computed == [2]
+
+
+def test_what_is_in_this_process_is_cut_in_the_thread_that_asks(local_store):
+    class Noting(InMemory):
+        def load(self, part):
+            loaded.append(threading.current_thread())
+            return super().load(part)
+
+    loaded = []
+    store = local_store(Noting(X, Y, batch_size=4))
+
+    store.begin("train", 0, "")
+    store.rows("train", 0, "")
+
+    assert loaded == [threading.current_thread()]
+
+
+class TestAhead:
+    def test_a_part_that_was_begun_is_not_loaded_again(self, local_store):
+        source = waiting()
+        source.may_end.set()
+        store = local_store(source)
+
+        store.begin("train", 1, "")
+        store.begin("train", 1, "")
+        x, _ = store.rows("train", 1, "")
+
+        assert x[0, 0] == 1
+        assert source.loaded == [1]
+
+    def test_a_part_that_was_used_is_loaded_again_when_it_is_needed_again(
+        self, local_store
+    ):
+        source = waiting()
+        source.may_end.set()
+        store = local_store(source)
+
+        for _ in range(2):
+            store.rows("train", 1, "")
+
+        assert source.loaded == [1, 1]
+
+    @pytest.mark.parametrize("end", ["forget", "close"])
+    def test_a_part_that_is_not_needed_after_all_is_not_loaded(self, local_store, end):
+        source = waiting()
+        store = local_store(source)
+        for part in range(3):
+            store.begin("train", part, "")
+        assert source.begun.wait(PATIENCE_S)
+
+        if end == "forget":
+            store.forget("train", but=[0, 2])
+            source.may_end.set()
+            store.rows("train", 2, "")
+            assert source.loaded == [0, 2]
+        else:
+            store.close()
+            source.may_end.set()
+            for thread in threading.enumerate():
+                if thread.name == "daskdl-loader":
+                    thread.join(PATIENCE_S)
+            assert source.loaded == [0]
+
+    def test_of_another_phase_nothing_is_forgotten(self, local_store):
+        source = waiting()
+        store = local_store(source)
+        store.begin("train", 1, "")
+        assert source.begun.wait(PATIENCE_S)
+
+        store.forget("validation", but=[])
+        source.may_end.set()
+        store.rows("train", 1, "")
+
+        assert source.loaded == [1]
+
+    def test_a_part_that_does_not_come_in_time_is_named(self, local_store):
+        source = waiting()
+        soon = dataclasses.replace(TIMEOUTS, data=0.02, silence=0.01)
+        store = local_store(source, timeouts=soon)
+
+        with pytest.raises(WaitTimeoutError) as caught:
+            store.rows("train", 1, "")
+        source.may_end.set()
+
+        assert str(caught.value) == (
+            "no part came within 0.02 s (daskdl.timeouts.data); it is waiting for part "
+            "1 of the train data to be loaded"
+        )
+
+    def test_what_loading_raises_comes_out(self, local_store):
+        store = local_store(Parts(KeyError("mine")))
+
+        with pytest.raises(KeyError, match="mine"):
+            store.rows("train", 0, "")
+
+
+class TestStream:
+    @pytest.mark.parametrize("ahead", [0, 1, 9])
+    def test_a_part_comes_bit_by_bit_in_order(self, local_store, ahead):
+        store = local_store(Streamed((X, Y), step=5))
+
+        bits = list(store.stream("train", 0, 5, ahead))
+
+        assert [y.tolist() for _, y in bits] == [
+            [0, 1, 2, 3, 4],
+            [5, 6, 7, 8, 9],
+            [10, 11],
+        ]
+
+    def test_what_is_wrong_in_the_middle_comes_out_there(self, local_store):
+        class Broken(Streamed):
+            def stream(self, part, rows):
+                yield X, Y
+                raise KeyError("mine")
+
+        bits = local_store(Broken((X, Y))).stream("train", 0, 5, 1)
+
+        assert len(next(bits)) == 2
+        with pytest.raises(KeyError, match="mine"):
+            next(bits)
+
+    def test_no_more_is_read_once_nobody_goes_on(self, local_store):
+        asked, held = [], threading.Event()
+
+        class Endless(Streamed):
+            def stream(self, part, rows):
+                for number in range(100):
+                    asked.append(number)
+                    if number == 1:
+                        assert held.wait(PATIENCE_S)
+                    yield X, Y
+
+        bits = local_store(Endless((X, Y))).stream("train", 0, 5, 8)
+        next(bits)
+        bits.close()
+        held.set()
+        for thread in threading.enumerate():
+            if thread.name == "daskdl-stream":
+                thread.join(PATIENCE_S)
+
+        assert asked == [0, 1]

@@ -9,17 +9,11 @@ from torch import nn
 
 from daskdl import FixedThreshold, GradientSharing, LinkThreshold, codec
 from daskdl.objective import OwnStep
-from daskdl.training import warmup
 from daskdl.training.stepping import Stepping
 from daskdl.training.task import Recipe
 from daskdl.training.warmup import warm_up
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def connected(monkeypatch):
-    monkeypatch.setattr(warmup, "connect", lambda: None)
 
 
 class Counting(nn.Module):
@@ -44,7 +38,7 @@ def recipe(**changes):
     return Recipe(**{**parts, **changes}, optimizer_state=None, callbacks=(), rows=rows)
 
 
-def test_the_model_is_called_and_nothing_of_it_is_changed(connected, monkeypatch):
+def test_the_model_is_called_and_nothing_of_it_is_changed(monkeypatch):
     steps = []
     monkeypatch.setattr(Counting, "training_modes", ())
 
@@ -69,7 +63,7 @@ def test_the_model_is_called_and_nothing_of_it_is_changed(connected, monkeypatch
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_the_users_code_raises_comes_out(connected):
+def test_what_the_users_code_raises_comes_out():
     def loss(output, labels):
         raise ValueError("not today")
 
@@ -77,7 +71,18 @@ def test_what_the_users_code_raises_comes_out(connected):
         warm_up(recipe(objective=loss), GradientSharing(), Stepping(), CPU)
 
 
-def test_it_is_the_step_that_will_be_made(connected):
+def test_the_transform_is_called_before_the_model():
+    def widened(batch):
+        return torch.cat([batch[0], batch[0]], dim=1), batch[1]
+
+    own = recipe(model=nn.Linear(6, 4), transform=widened)
+
+    warm_up(own, GradientSharing(), Stepping(), CPU)
+
+    assert [leaf.shape for leaf in own.rows] == [(2, 3), (2,)]
+
+
+def test_it_is_the_step_that_will_be_made():
     seen = []
 
     def step(model, batch):

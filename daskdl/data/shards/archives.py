@@ -17,7 +17,6 @@ from daskdl.errors import DataError, OptionError
 ARCHIVES = ("zip", "tar")
 
 _LOCAL_HEADER = 30  # bytes before a file's name in a zip; the lengths are its last four
-_EARLIEST = (1980, 1, 1, 0, 0, 0)  # that a zip can say
 _READABLE = 0o644 << 16
 _UNIX = 3
 
@@ -91,7 +90,7 @@ def members_of(content: bytes, archive: str, url: str) -> tuple[Member, ...]:
 def _zip(target: io.BytesIO, files: Iterable[tuple[str, bytes]]) -> None:
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as made:
         for name, content in files:
-            entry = zipfile.ZipInfo(name, _EARLIEST)
+            entry = zipfile.ZipInfo(name)  # of 1980, as a tar's is of 1970
             entry.external_attr, entry.create_system = _READABLE, _UNIX
             made.writestr(entry, content)
 

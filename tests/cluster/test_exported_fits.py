@@ -95,24 +95,35 @@ class TestExportedFits:
         assert below(store) == []
 
 
-@pytest.mark.parametrize("replica", [1, None], ids=["fails", "ends"])
-def test_files_in_the_memory_of_threads_are_deleted(threads, tmp_path, replica):
-    store = Store(MEMORY)
-    looking = Looking(tmp_path, store)
-    fails = [] if replica is None else [FailAt(RuntimeError, number=20)]
-    own = trainer(threads, loss=looking, callbacks=[looking, *fails])
-    x, y = watched_blocks(Watched(tmp_path))
-
+@pytest.fixture
+def in_memory():
+    """Batch files are made in the memory of this process."""
     with dask.config.set({"daskdl.export.url": MEMORY}):
-        if fails:
-            with pytest.raises(ReplicaError, match="RuntimeError"):
-                own.fit(x, y, epochs=EPOCHS, batch_size=8, approach="export")
-        else:
-            own.fit(x, y, epochs=EPOCHS, batch_size=8, approach="export")
+        yield Store(MEMORY)
 
-    assert all(files >= 1 for files in looking.files)
-    assert len(looking.files) == EPOCHS or fails
-    assert store.names() == []
+
+class TestInTheMemoryOfThreads:
+    def test_nothing_is_left_at_the_end(self, threads, in_memory, tmp_path):
+        watched, looking = Watched(tmp_path), Looking(tmp_path, in_memory)
+        own = trainer(threads, loss=looking, callbacks=[looking])
+
+        own.fit(
+            *watched_blocks(watched), epochs=EPOCHS, batch_size=8, approach="export"
+        )
+
+        assert looking.by_epoch() == [ALL] * EPOCHS
+        assert watched.times() == dict.fromkeys(range(12), 1)
+        assert min(looking.files) >= 1
+        assert in_memory.names() == []
+
+    def test_nothing_is_left_when_the_model_fails(self, threads, in_memory, tmp_path):
+        x, y = watched_blocks(Watched(tmp_path))
+        own = trainer(threads, callbacks=[FailAt(RuntimeError)])
+
+        with pytest.raises(ReplicaError, match="RuntimeError"):
+            own.fit(x, y % 4, batch_size=8, approach="export")
+
+        assert in_memory.names() == []
 
 
 def test_data_in_memory_are_exported_too(client, store, tmp_path):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import CancelledError, wait
 from contextvars import ContextVar
 
@@ -122,19 +123,15 @@ def test_after_close_the_job_that_runs_ends_and_no_other_begins(loader):
 
 
 def test_a_part_that_was_fetched_is_not_kept(loader):
-    import gc
-    import weakref
-
     class Rows:
         pass
 
+    gone = threading.Event()
     future = loader.submit(Rows)
-    rows = weakref.ref(future.result(PATIENCE_S))
-    loader.submit(lambda: None).result(PATIENCE_S)
+    weakref.finalize(future.result(PATIENCE_S), gone.set)
     del future
-    gc.collect()
 
-    assert rows() is None
+    assert gone.wait(PATIENCE_S)
 
 
 def test_a_job_that_hangs_does_not_keep_a_process_from_ending():

@@ -18,7 +18,7 @@ from daskdl.data.scattering import scatter
 from daskdl.data.source import Source
 from daskdl.data.supplies import content_of
 from daskdl.data.trees import Rows
-from daskdl.errors import DataError
+from daskdl.errors import DataError, WaitTimeoutError
 from daskdl.packed import Packed
 from daskdl.timeouts import Timeouts
 
@@ -28,8 +28,7 @@ T = TypeVar("T")
 # begun costs nothing.
 TASKS_PER_THREAD = 2
 
-# As Dask's own `allowed-failures`: with more, the part is taken for what kills them.
-MOST_LOSSES = 3
+MOST_LOSSES = 3  # of a part, as Dask's `allowed-failures`: it may be what ends them
 
 
 def each_part(
@@ -115,7 +114,8 @@ class _Pass:
         self._source = source
         self._client = client
         self._workers = workers_of(client)
-        self._bound = Timeouts.from_config().bound("data")
+        self._timeouts = Timeouts.from_config()
+        self._bound = self._timeouts.bound("data")
         self._packed: dict[str, Packed[Any]] = {
             "function": Packed(function, "function")
         }
@@ -155,7 +155,7 @@ class _Pass:
                 coming.add(self._begin(following))
             yield part, result
 
-    def _recover(self, part: int, error: FutureCancelledError) -> None:
+    def _recover(self, part: int, error: BaseException) -> None:
         """What a part was sent was lost with a worker: it goes to another one."""
         self._lost[part] += 1
         if self._lost[part] > MOST_LOSSES:
@@ -164,10 +164,24 @@ class _Pass:
                 f"{self._lost[part]} times; does it fit into a worker's memory, and is "
                 "what it is made from still there?"
             ) from error
+        self._wait_for_a_worker()
         self._workers = workers_of(self._client)
         if any(future.cancelled() for future in self._sent.values()):
             release(self._sent.values())
-            self._sent = self._share()
+            try:
+                self._sent = self._share()
+            except OSError as gone:  # one more, meanwhile
+                self._recover(part, gone)
+
+    def _wait_for_a_worker(self) -> None:
+        """The only one may be about to be started again."""
+        bound = self._timeouts.bound("join")
+        try:
+            self._client.wait_for_workers(1, timeout=bound.seconds)
+        except TimeoutError as error:
+            raise WaitTimeoutError(
+                f"no worker came within {bound} after the last one was lost"
+            ) from error
 
     def end(self) -> None:
         """Leave nothing of it on the cluster."""

@@ -26,9 +26,9 @@ BLOCKS = TIMES * parse_bytes(LIMIT) // (4 * ROWS * FEATURES)
 
 def status_changes(client):
     """What the scheduler was told of its workers' statuses: paused, running again."""
-    events = [event for topic in client.get_events().values() for _, event in topic]
-    told = [event for event in events if isinstance(event, dict)]
-    return [e for e in told if e.get("action") == "worker-status-change"]
+    topics = [client.get_events(worker) for worker in client.nthreads()]
+    told = [event for topic in topics for _, event in topic]
+    return [event for event in told if event["action"] == "worker-status-change"]
 
 
 def block(folder):

@@ -16,7 +16,7 @@ from distributed.utils_test import poll_for
 
 from daskdl import Callback, ReplicaError, WaitTimeoutError
 from daskdl.data.futures import workers_of
-from tests.cluster.leftovers import still_left_behind
+from tests.cluster.leftovers import own_threads, still_left_behind
 from tests.cluster.problems import kept, trainer
 from tests.cluster.script import Script, enough
 from tests.cluster.watched import (
@@ -130,6 +130,12 @@ def hangs(client):
         event.clear()
 
 
+def training_threads(client):
+    """Threads of Dask's that still run daskdl, on all workers."""
+    names = client.run(own_threads).values()
+    return [name for own in names for name in own if "Dask-" in name]
+
+
 class TestBlocksThatDoNotCome:
     def test_one_that_raises_is_named_with_the_traceback(self, client, tmp_path):
         def broken(number):
@@ -182,6 +188,7 @@ class TestBlocksThatDoNotCome:
 
         assert ended - pressed[0] < 2  # a second, and a busy machine
         assert still_left_behind(client) == {}  # though the block still hangs
+        poll_for(lambda: not training_threads(client), timeout=5)
         assert not Event("go", client=client).is_set()
 
 

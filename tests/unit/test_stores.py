@@ -343,3 +343,30 @@ class TestStream:
                 thread.join(PATIENCE_S)
 
         assert asked == [0, 1]
+
+
+def test_a_part_ahead_on_a_worker_that_hangs_does_not_hold_up_the_one_waited_for(
+    worker_store,
+):
+    timeouts = dataclasses.replace(TIMEOUTS, silence=0.2)
+
+    class Moved(Channel):
+        """The part ahead has been sent again; the other one is where it was."""
+
+        def missing(self, phase, part, key):
+            return f"{key} again" if part == 1 else key
+
+    def rows(key, unwanted):
+        ends = threading.Event()
+        while key == "ahead" and not unwanted():
+            assert not ends.wait(0.01)  # its worker never answers
+        if key == "ahead":
+            raise LostPieceError(key)
+        return X, Y
+
+    store = worker_store(rows, Moved(), timeouts=timeouts)
+    store.begin("train", 1, "ahead")
+
+    x, y = store.rows("train", 0, "now")
+
+    assert (x is X, y is Y) == (True, True)

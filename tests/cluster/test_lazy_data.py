@@ -182,7 +182,11 @@ class TestBlocksThatDoNotCome:
         thread.start()
         with contextlib.ExitStack() as ending:
             ending.callback(thread.join)
-            with pytest.raises(KeyboardInterrupt):
+            # Who waits looks by itself only each quarter of that.
+            with (
+                dask.config.set({"daskdl.timeouts.silence": "200s"}),
+                pytest.raises(KeyboardInterrupt),
+            ):
                 trainer(client).fit(x, y % 4, batch_size=8)
             ended = time.perf_counter()
 

@@ -23,6 +23,7 @@ class _Place(NamedTuple):
     number: int  # among the values of a part
     name: str  # for messages
     classes: Sequence[str] | None  # of labels that are names
+    label: bool  # whether values may be missing
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class _Columns(Finish):
     @override
     def __call__(self, values: list[Any], part: int) -> Rows:
         def rows_at(place: list[_Place]) -> np.ndarray:
-            ((number, name, classes),) = place
-            return plain(values[number], f"{name} of part {part}", classes)
+            ((number, name, classes, label),) = place
+            return plain(values[number], f"{name} of part {part}", classes, label)
 
         rows = trees.of_both(lambda tree: trees.mapped(rows_at, tree), (self.x, self.y))
         return checked(rows, part, None if self.lengths is None else self.lengths[part])
@@ -67,7 +68,7 @@ def columns(x: Tree, y: Tree) -> Collections:
     aligned = _aligned(named)
     taken = [tasks_of(value) for value in aligned]
     lengths = _lengths(aligned)
-    places = [[_Place(i, n, classes[n])] for i, (n, _) in enumerate(named)]
+    places = [[_Place(i, n, classes[n], n in labels)] for i, (n, _) in enumerate(named)]
     zeros = [_zeros(value, name, classes[name]) for name, value in named]
     source = Collections(
         reduce(or_, (tasks for tasks, _ in taken)),

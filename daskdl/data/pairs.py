@@ -100,5 +100,6 @@ def _stacked(examples: Sequence[Tree], argument: str, part: str) -> Tree:
 
 def _plain(tree: Tree, argument: str, part: str) -> Tree:
     named = trees.named(tree, argument)
-    made = iter([plain(leaf, f"{name} of {part}") for name, leaf in named])
+    label = argument == "y"
+    made = iter([plain(leaf, f"{name} of {part}", label=label) for name, leaf in named])
     return trees.mapped(lambda _: next(made), tree)

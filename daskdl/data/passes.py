@@ -4,6 +4,7 @@ For what is done once, beside training: to count, to check, to export.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ from daskdl.data.scattering import scatter
 from daskdl.data.source import Source
 from daskdl.data.supplies import content_of
 from daskdl.data.trees import Rows
+from daskdl.errors import DataError, WaitTimeoutError
 from daskdl.packed import Packed
 from daskdl.timeouts import Timeouts
 
@@ -25,6 +27,8 @@ T = TypeVar("T")
 # Enough that no thread of a worker waits for the client, few enough that what is not
 # begun costs nothing.
 TASKS_PER_THREAD = 2
+
+MOST_LOSSES = 3  # of a part, as Dask's `allowed-failures`: it may be what ends them
 
 
 def each_part(
@@ -110,17 +114,25 @@ class _Pass:
         self._source = source
         self._client = client
         self._workers = workers_of(client)
-        self._bound = Timeouts.from_config().bound("data")
-        packed: dict[str, Packed[Any]] = {
-            new_key("function"): Packed(function, "function")
+        self._timeouts = Timeouts.from_config()
+        self._bound = self._timeouts.bound("data")
+        self._packed: dict[str, Packed[Any]] = {
+            "function": Packed(function, "function")
         }
         if not source.apart:
-            packed[new_key("source")] = Packed(source, "X")
-        nbytes = sum(value.payload.nbytes for value in packed.values())
-        what = f"what is to be done ({nbytes} bytes)"
-        self._sent = scatter(client, packed, self._workers, self._bound, what)
-        self._function, *self._whole = self._sent.values()
+            self._packed["source"] = Packed(source, "X")
+        self._sent = self._share()
         self._running: dict[Any, int] = {}
+        self._lost: Counter[int] = Counter()  # how often, by part
+
+    def _share(self) -> dict[str, Any]:
+        """Send all workers what each needs; futures by what they are of."""
+        nbytes = sum(value.payload.nbytes for value in self._packed.values())
+        what = f"what is to be done ({nbytes} bytes)"
+        keys = {name: new_key(name) for name in self._packed}
+        data = {keys[name]: value for name, value in self._packed.items()}
+        sent = scatter(self._client, data, self._workers, self._bound, what)
+        return {name: sent[key] for name, key in keys.items()}
 
     def results(self, numbers: Iterator[int]) -> Iterator[tuple[int, Any]]:
         """Yield results as they come; the next part is begun for each."""
@@ -132,10 +144,9 @@ class _Pass:
             part = self._running[future]
             try:
                 result = future.result()  # one that failed is let go of in the end
-            except FutureCancelledError:
-                # What it was sent was lost with a worker: to another one.
+            except FutureCancelledError as error:
                 del self._running[future]
-                self._workers = workers_of(self._client)
+                self._recover(part, error)
                 coming.add(self._begin(part))
                 continue
             del self._running[future]
@@ -144,6 +155,34 @@ class _Pass:
                 coming.add(self._begin(following))
             yield part, result
 
+    def _recover(self, part: int, error: BaseException) -> None:
+        """What a part was sent was lost with a worker: it goes to another one."""
+        self._lost[part] += 1
+        if self._lost[part] > MOST_LOSSES:
+            raise DataError(
+                f"{self._source.name(part)} was lost with its worker "
+                f"{self._lost[part]} times; does it fit into a worker's memory, and is "
+                "what it is made from still there?"
+            ) from error
+        self._wait_for_a_worker()
+        self._workers = workers_of(self._client)
+        if any(future.cancelled() for future in self._sent.values()):
+            release(self._sent.values())
+            try:
+                self._sent = self._share()
+            except OSError as gone:  # one more, meanwhile
+                self._recover(part, gone)
+
+    def _wait_for_a_worker(self) -> None:
+        """The only one may be about to be started again."""
+        bound = self._timeouts.bound("join")
+        try:
+            self._client.wait_for_workers(1, timeout=bound.seconds)
+        except TimeoutError as error:
+            raise WaitTimeoutError(
+                f"no worker came within {bound} after the last one was lost"
+            ) from error
+
     def end(self) -> None:
         """Leave nothing of it on the cluster."""
         release(list(self._running))
@@ -151,10 +190,12 @@ class _Pass:
 
     def _begin(self, part: int) -> Any:
         key = f"{new_key('pass')}-{part}"
-        if self._whole:
-            task: tuple[Any, ...] = (_apply, self._function, *self._whole, part)
+        task: tuple[Any, ...]
+        function = self._sent["function"]
+        if self._source.apart:
+            task = (_apply_apart, function, *self._apart(part), part)
         else:
-            task = (_apply_apart, self._function, *self._apart(part), part)
+            task = (_apply, function, self._sent["source"], part)
         future = self._client.submit(*task, key=key, pure=False)
         self._running[future] = part
         return future
@@ -162,11 +203,24 @@ class _Pass:
     def _apart(self, part: int) -> tuple[Any, ...]:
         needs = self._source.needs(part)
         held = [Future(key, self._client) for key in needs]
-        home = [self._workers[part % len(self._workers)]]
-        content = {new_key("part"): content_of(self._source, part)}
         name = self._source.name(part)
-        (sent,) = scatter(self._client, content, home, self._bound, name).values()
-        return name, sent, needs, held
+        return name, self._placed(part, name), needs, held
+
+    def _placed(self, part: int, name: str) -> Any:
+        """The future of what a part is made of, on a worker that takes it."""
+        content = {new_key("part"): content_of(self._source, part)}
+        while True:
+            home = self._workers[part % len(self._workers)]
+            try:
+                sent = scatter(self._client, content, [home], self._bound, name)
+            except OSError:  # it has gone, or hangs: another one
+                there = set(workers_of(self._client)).intersection(self._workers)
+                if not there - {home}:
+                    raise
+                self._workers = sorted(there - {home})
+            else:
+                (future,) = sent.values()
+                return future
 
 
 def _apply(

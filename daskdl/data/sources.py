@@ -106,19 +106,21 @@ def _in_memory(X: Tree, y: Tree, options: SourceOptions) -> Source:
     x = _without_tables(X, "X", None)
     y = None if y is None else _without_tables(y, "y", labels)
     check_arrays(x, y)
-    source = InMemory(x, y, options.batch_size, options.shuffle_seed)
+    step_rows = options.batch_size * options.accumulate
+    source = InMemory(x, y, step_rows, options.shuffle_seed)
     source.classes = labels
     return source
 
 
 def _without_tables(tree: Tree, argument: str, classes: Any) -> Tree:
     named = trees.named(tree, argument)
-    made = iter([_array(leaf, name, classes) for name, leaf in named])
+    label = argument == "y"
+    made = iter([_array(leaf, name, classes, label) for name, leaf in named])
     return trees.mapped(lambda _: next(made), tree)
 
 
-def _array(leaf: Any, name: str, classes: Any) -> Any:
-    return columns_of(leaf, name, classes) if is_frame(leaf) else leaf
+def _array(leaf: Any, name: str, classes: Any, label: bool) -> Any:
+    return columns_of(leaf, name, classes, label) if is_frame(leaf) else leaf
 
 
 def _refuse(options: SourceOptions, **kinds: str) -> None:

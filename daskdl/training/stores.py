@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from daskdl.channel.base import Channel
 from daskdl.channel.remote import RemoteChannel
-from daskdl.data.loading import Fetcher
+from daskdl.data.loading import ASK_S, Fetcher
 from daskdl.data.source import Source
 from daskdl.data.trees import Rows
 from daskdl.errors import LostPieceError, WaitTimeoutError
@@ -143,10 +143,12 @@ class Store(ABC):
     def _wait(self, phase: str, part: int, key: str, coming: "Future[T]") -> T:
         bound = self._timeouts.bound("data")
         look_s = min(self._timeouts.silence / 4, bound.seconds)
+        # Who fetches a result has the same bound, and says then where it is.
+        most_s = bound.seconds + (ASK_S if key else 0.0)
         for waited in itertools.count(1):
             if self._channel.wait_for_data(coming, look_s):
                 return coming.result()
-            if waited * look_s >= bound.seconds:
+            if waited * look_s >= most_s:
                 raise WaitTimeoutError(
                     f"no part came within {bound}; it is waiting for part {part} of "
                     f"the {phase} data to be loaded"

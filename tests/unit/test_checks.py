@@ -18,6 +18,7 @@ from daskdl.data.checks import (
     rows_like,
 )
 from daskdl.data.in_memory import InMemory
+from daskdl.data.labels import LabelCheck
 from daskdl.data.rehearsal import ClassRange
 from daskdl.errors import DataError, ModelError, OptionError
 from tests.unit.part_sources import Parts
@@ -48,17 +49,14 @@ class TestCheckArrays:
             (X, CLASSES[:5], "X and y must have the same length, got 6 and 5"),
             (X.tolist(), CLASSES, "X must be a numpy array"),
             (X, CLASSES.tolist(), "y must be a numpy array"),
-            (X, np.array([0, 0, 0, np.nan, 0, 0]), "y[3] is nan"),
-            (X, torch.tensor([0, 0, 0, 0, float("nan"), 0]), "y[4] is nan"),
             ({"a": X, "b": (X, X[1:])}, None, "X['a'] and X['b'][0] and X['b'][1] "
              "must have the same length, got 6 and 6 and 5"),
-            (X, (CLASSES, np.full(6, np.nan)), "y[1][0] is nan"),
             (X, {"a": CLASSES.astype(object)}, "y['a'] must hold real numbers"),
             ((), CLASSES, "X must not be empty, got no array at all"),
             (X, {}, "y must not be empty, got no array at all"),
         ],
-        ids=["lengths", "X", "y", "nan", "nan in a tensor", "lengths in a tree",
-             "nan in a tree", "objects in a tree", "no inputs", "no labels"],
+        ids=["lengths", "X", "y", "lengths in a tree", "objects in a tree",
+             "no inputs", "no labels"],
     )  # fmt: skip
     def test_says_what_is_wrong_and_what_to_do(self, examples, labels, message):
         with pytest.raises(DataError, match=re.escape(message)):
@@ -229,25 +227,26 @@ class TestOfValidation:
 
 
 class TestCheckWhole:
-    LABELS = ClassRange(classes=2, ignore_index=-100)
-
-    def test_every_label_in_memory_is_looked_at(self):
-        source = InMemory(X, CLASSES, batch_size=2)
-
-        with pytest.raises(DataError, match=re.escape("y[2] is 2, but the model")):
-            check_whole(source, self.LABELS, None)
-
     @pytest.mark.parametrize(
-        ("source", "labels", "transform"),
+        ("y", "message"),
         [
-            (InMemory(X, CLASSES, batch_size=2), None, None),
-            (InMemory(X, CLASSES, batch_size=2), LABELS, lambda batch: batch),
-            (Parts((X, CLASSES)), LABELS, None),
+            (CLASSES, "y[2] is 2, but the model"),
+            (np.array([0, 0, 0, np.nan, 0, 0]), "y[3] is nan"),
+            (torch.tensor([0, 0, 0, 0, float("nan"), 0]), "y[4] is nan"),
+            ((X, np.full(6, np.nan)), "y[1][0] is nan"),
         ],
-        ids=["any label", "other labels", "not in memory"],
+        ids=["class", "nan", "nan in a tensor", "nan in a tree"],
     )
-    def test_labels_are_left_for_later(self, source, labels, transform):
-        assert check_whole(source, labels, transform) is None
+    def test_every_label_in_memory_is_looked_at(self, y, message):
+        labels = LabelCheck(ClassRange(classes=2, ignore_index=-100))
+
+        with pytest.raises(DataError, match=re.escape(message)):
+            check_whole(InMemory(X, y, batch_size=2), labels)
+
+    def test_what_is_not_in_memory_is_looked_at_later(self):
+        labels = LabelCheck(ClassRange(classes=2, ignore_index=-100))
+
+        assert check_whole(Parts((X, CLASSES)), labels) is None
 
 
 class TestRowsLike:

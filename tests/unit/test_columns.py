@@ -212,15 +212,6 @@ class TestLabels:
     def test_numbers_have_no_names(self):
         assert columns(frame(), frame()["a"]).classes is None
 
-    def test_one_that_is_nan_is_named_with_its_part(self):
-        labels = Y.astype(float)
-        labels[13] = np.nan
-
-        source = columns(lazy(), (lazy(Y), lazy(labels)))
-
-        with pytest.raises(DataError, match=r"y\[1\] of part 1\[3\] is nan"):
-            source.load(1)
-
 
 def test_a_missing_value_of_a_table_is_named_with_its_column_and_part():
     table = TABLE.assign(b=TABLE["b"].where(TABLE["a"] != 20))

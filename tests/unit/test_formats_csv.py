@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from daskdl.data.formats.csv import Csv
+from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
 
 TABLE = b"age,size,kind\n1,2.5,0\n3,4.5,1\n\n5,6.5,2\n"
@@ -101,12 +102,11 @@ def test_nan_is_a_number():
         (Csv("a"), b"a,b\n1,2\n3,\n", "column 'b' .* must hold numbers, got '' in"),
         (Csv("kind"), NAMED, "column 'kind' .* got 'cat, big' in line 2; .*classes="),
         (Csv("y"), b"a,y\n1,1\n1,1.5\n", "label 'y' .* got 1.5 in row 1; for regress"),
-        (Csv("y"), b"a,y\n1,nan\n", "label 'y' .* whole numbers, got nan in row 0"),
-        (
-            Csv("y", label_dtype="float32"),
-            b"a,y\n1,nan\n",
-            r"y of s3://b/a\.csv\[0\] is nan",
-        ),
+        (Csv("y"), b"a,y\n1,inf\n", "label 'y' .* whole numbers, got inf in row 0"),
+        (Csv("y"), b"a,y\n1,\n1,1.5\n", "label 'y' .* got 1.5 in row 1; for regress"),
+        (Csv("y"), b"a,y\n1,\n1,x\n", "column 'y' of s3.* got 'x' in line 3; leave"),
+        (Csv("y"), b"a,y\n1,\n1,1_0\n", "could not convert string '1_0'"),
+        (Csv("y"), b"a,y\n,1\n", "column 'a' .* must hold numbers, got '' in line 2"),
         (
             Csv("kind", classes=["dog"]),
             NAMED,
@@ -118,6 +118,37 @@ def test_nan_is_a_number():
 def test_what_is_wrong_is_named(loader, content, message):
     with pytest.raises(DataError, match=message):
         loaded(loader, content)
+
+
+@pytest.mark.parametrize(
+    ("loader", "cells", "dtype"),
+    [
+        (Csv("y"), (b"1", b"", b" "), "float64"),
+        (Csv("y"), (b"1", b"nan", b"NaN"), "float64"),
+        (Csv("y", label_dtype="float32"), (b"1", b"", b"nan"), "float32"),
+        (Csv("y", classes=["a", "b"]), (b"b", b"", b" "), "float64"),
+    ],
+    ids=["empty", "nan", "regression", "names"],
+)
+def test_labels_may_be_missing(loader, cells, dtype):
+    lines = b"".join(b"%d,%s\n" % (row, cell) for row, cell in enumerate(cells))
+
+    x, y = loaded(loader, b"a,y\n" + lines)
+
+    assert x[:, 0].tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(y, [1, np.nan, np.nan])
+    assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("loader", [Csv("y"), Csv("y", classes=["a", "1"])])
+def test_a_file_with_missing_labels_is_known_to_have_classes(loader):
+    store = Store("memory://daskdl-csv-gaps")
+    store.write("a.csv", b"a,y\n1,1\n2,\n3,1\n")
+
+    rows, (_, y) = loader.look(store, "a.csv")
+
+    assert rows == 3
+    assert y.dtype == np.int64
 
 
 def test_a_number_that_only_python_reads_is_named():

@@ -116,12 +116,27 @@ def test_looking_reads_the_footer_only(store, monkeypatch):
             {"a": [1], "y": ["c"]},
             "column 'y' .* the label 'c' in row 0, which is not among the classes 'd'",
         ),
-        (Parquet(label="y"), {"a": [1], "y": [np.nan]}, r"y of s3://b/a\[0\] is nan"),
     ],
 )
 def test_what_is_wrong_is_named(loader, columns, message):
     with pytest.raises(DataError, match=message):
         loader(written(columns), "s3://b/a")
+
+
+@pytest.mark.parametrize(
+    ("loader", "labels"),
+    [
+        (Parquet(label="y"), [1, None, None]),
+        (Parquet(label="y"), [1.0, None, np.nan]),
+        (Parquet(label="y", classes=["a", "b"]), ["b", None, None]),
+    ],
+    ids=["integers", "floats", "names"],
+)
+def test_labels_may_be_missing(loader, labels):
+    x, y = loader(written({"a": [1, 2, 3], "y": labels}), "s3://b/a")
+
+    assert x[:, 0].tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(y, [1, np.nan, np.nan])
 
 
 def test_looking_says_when_it_is_no_such_file(store):

@@ -269,11 +269,34 @@ def test_labels_that_are_numbers_in_one_part_only_are_refused():
         columns_of(pd.Series([1]), "y", ("a", "b"))
 
 
-def test_a_missing_label_is_refused():
-    series = pd.Series(["a", None], dtype="category")
+@pytest.mark.parametrize(
+    ("series", "classes", "dtype"),
+    [
+        (pd.Series([1.0, np.nan, np.nan]), None, "float64"),
+        (pd.Series([1, None, None], dtype="Int64"), None, "float64"),
+        (pd.Series([True, None, None], dtype="boolean"), None, "float64"),
+        (pd.Series([1, None, None], dtype="Float32"), None, "float32"),
+        (pd.Series([1, None, None], dtype="int64[pyarrow]"), None, "float64"),
+        (pd.Series([1, None, None], dtype="category"), None, "float64"),
+        (
+            pd.Series(pd.Categorical(["b", None, None], ["a", "b"])),
+            ("a", "b"),
+            "float64",
+        ),
+        (
+            pd.Series(pd.arrays.ArrowExtensionArray(pa.array([1.0, None, np.nan]))),
+            None,
+            "float64",
+        ),
+        (pa.array([1, None, None]), None, "float64"),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", "")),
+)
+def test_labels_may_be_missing(series, classes, dtype):
+    labels = columns_of(series, "y", classes, label=True)
 
-    with pytest.raises(DataError, match="y has 1 missing values"):
-        columns_of(series, "y", ("a",))
+    np.testing.assert_array_equal(labels, [1, np.nan, np.nan])
+    assert labels.dtype == dtype
 
 
 def test_strings_as_labels_are_told_how_to_become_classes():

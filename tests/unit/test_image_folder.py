@@ -106,6 +106,50 @@ def test_a_size_makes_all_images_alike(tmp_path):
     assert source.load(0)[0].shape == (2, 1, 5, 7)
 
 
+def test_the_size_is_that_of_the_first_image_that_can_be_read(tmp_path):
+    store = folder(tmp_path, ["a/1.png", "a/2.png", "a/3.png"])
+    store.write("a/1.png", b"no image")
+    store.write("a/3.png", encoded(pixels(1, (9, 3, 3))))
+
+    source = image_folder(tmp_path, seed=None)
+
+    where = re.escape(store.url_of("a/2.png"))
+    assert source.first[0].shape == (1, 3, 4, 6)
+    with pytest.raises(DataError, match=f"has 9 x 3, but {where} has 4 x 6"):
+        source.load_file(0, 2)
+
+
+def test_after_eight_images_that_cannot_be_read_no_more_are_tried(tmp_path):
+    names = [f"a/{i}.png" for i in range(9)]
+    store = folder(tmp_path, names)
+    for name in names[:8]:
+        store.write(name, b"no image")
+
+    message = (
+        "the size of the images is not known, as none of the first 8 can be read: "
+        f"cannot read {store.url_of('a/0.png')}: it is not an image"
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(message)}.*; give size="):
+        image_folder(tmp_path, seed=None)
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype"), [(None, "uint8"), (1.0, "float32")], ids=["bytes", "floats"]
+)
+def test_with_a_size_no_image_has_to_be_opened_to_know_the_shape(
+    tmp_path, scale, dtype
+):
+    store = folder(tmp_path, ["a/1.png", "b/1.png"])
+    for name in store.names():
+        store.write(name, b"no image")
+
+    source = image_folder(tmp_path, size=(5, 7), channels=1, scale=scale)
+
+    x, y = source.first
+    assert (x.shape, x.dtype) == ((1, 1, 5, 7), dtype)
+    assert y.shape == (1,)
+
+
 def test_different_sizes_are_refused_with_both_names(tmp_path):
     store = folder(tmp_path, ["a/1.png"])
     store.write("a/2.png", encoded(pixels(1, (9, 3, 3))))

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from daskdl import Callback
 from daskdl.data.in_memory import InMemory
+from daskdl.data.labels import LabelCheck
 from daskdl.data.rehearsal import ClassRange
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.training.adoption import Moved
@@ -45,7 +46,7 @@ class OnSteps(Callback):
 def test_what_goes_together_tells_the_labels_that_the_loss_accepts():
     labels = method().check(nn.Linear(2, 3), BOTH)
 
-    assert labels == ClassRange(3, -100)
+    assert labels == LabelCheck(ClassRange(3, -100))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,13 @@ def test_what_does_not_is_refused(changes, model, validation, kind, message):
 
     with pytest.raises(kind, match=message):
         method(**changes).check(model, sources)
+
+
+def test_labels_that_a_transform_makes_are_held_to_nothing():
+    wrong = InMemory(X, CLASSES + 1, batch_size=2)
+    own = method(transform=lambda batch: (batch[0], batch[1] - 1))
+
+    assert own.check(nn.Linear(2, 3), {"train": wrong, "validation": wrong}) is None
 
 
 def test_every_label_in_memory_is_looked_at():

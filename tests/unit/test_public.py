@@ -145,6 +145,18 @@ def test_the_page_of_options_lists_the_time_outs_with_their_defaults():
     assert {name: cells[0] for name, cells in rows.items()} == defaults
 
 
+def test_the_page_of_options_lists_where_batch_files_go():
+    (file,) = dask.config.collect_yaml([str(FILE)])
+    names = {f"daskdl.export.{name}" for name in file["daskdl"]["export"]}
+
+    rows = table("options.md", "Temporary batch files")
+
+    assert set(file["daskdl"]["export"].values()) == {None}
+    assert {name: cells[0].strip("`") for name, cells in rows.items()} == dict.fromkeys(
+        names, "null"
+    )
+
+
 def test_the_page_on_tuning_lists_every_cause_of_waiting():
     named, asked = set(), set()
     for path in (Path(daskdl.__file__).parent / "channel").glob("*.py"):

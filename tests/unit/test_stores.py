@@ -137,17 +137,18 @@ class TestWorkerStore:
         assert channel.asked == [("train", 3, "daskdl-part")]
 
     def test_a_part_on_a_worker_that_hangs_is_had_under_its_new_key(self, worker_store):
-        let_go = threading.Event()
+        begun, let_go, told = threading.Event(), threading.Event(), []
 
         def rows(key, unwanted):
             if key == "key":
-                assert let_go.wait(PATIENCE_S)
-                assert unwanted()
+                begun.set()
+                told.append(let_go.wait(PATIENCE_S) and unwanted())
             return X, Y
 
         class Impatient(Channel):
             def wait_for_data(self, future, timeout_s):
                 if not self.asked:
+                    assert begun.wait(PATIENCE_S)
                     return False
                 let_go.set()
                 return super().wait_for_data(future, timeout_s)
@@ -155,6 +156,7 @@ class TestWorkerStore:
         store = worker_store(rows, Impatient())
 
         assert store.rows("train", 0, "key") == (X, Y)
+        assert told == [True]
 
     def test_rows_that_are_here_go_through_no_other_thread(self, worker_store):
         store = worker_store(None, None, held={"key": [X, Y]})

@@ -11,6 +11,7 @@ from daskdl.data.checking.files import OfFiles
 from daskdl.data.checking.findings import Findings, findings_of
 from daskdl.data.checking.quarantine import Quarantine
 from daskdl.data.checking.report import KINDS, SHOWN, Moved, Offender, Report
+from daskdl.data.in_memory import InMemory
 from daskdl.data.options import SourceOptions
 from daskdl.data.passes import each_part
 from daskdl.data.source import Source
@@ -76,7 +77,7 @@ def validate(  # noqa: PLR0913 - those of a fit, and what is expected, by name
     """
     expectations = expectations_of(shapes, dtypes, labels)
     options = dict(storage_options or {})
-    chosen = source_of(source, y, SourceOptions(loader=loader))
+    chosen = _whole(source_of(source, y, SourceOptions(loader=loader)))
     away = None if quarantine is None else Quarantine.of(quarantine, chosen, options)
     function = functools.partial(findings_of, expectations=expectations)
     totals = _Totals()
@@ -84,6 +85,13 @@ def validate(  # noqa: PLR0913 - those of a fit, and what is expected, by name
         totals.add(part, found)
     moved = [] if away is None else _moved(away, chosen, totals.wrong_files, client)
     return totals.report(chosen, moved)
+
+
+def _whole(source: Source) -> Source:
+    """What is in memory as one part: its rows have the numbers that the user knows."""
+    if isinstance(source, InMemory):
+        return InMemory(*source.whole, batch_size=sum(source.lengths))
+    return source
 
 
 class _Totals:

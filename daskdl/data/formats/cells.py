@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,11 +48,12 @@ class Cells:
                 )
         return rows
 
-    def numbers(self, columns: Sequence[int]) -> np.ndarray:
+    def numbers(self, columns: Sequence[int], gaps: bool = False) -> np.ndarray:
         """A table of some columns, as float64.
 
         Args:
             columns: Their indices.
+            gaps: Whether cells may be empty, which makes them NaN.
 
         Raises:
             DataError: With the column and line of a cell that is no number.
@@ -59,24 +61,17 @@ class Cells:
         if not self.count():  # numpy would warn
             return np.empty((0, len(columns)))
         try:
-            return np.loadtxt(
-                io.StringIO(self.text, newline=""),
-                delimiter=self.delimiter,
-                comments=None,
-                quotechar=_QUOTE,
-                skiprows=self.skipped,
-                usecols=columns,
-                ndmin=2,
-            )
+            return self._table(columns, gaps and self._have_gaps(columns))
         except ValueError as error:
-            raise DataError(self._reason(columns) or f"{self.url}: {error}") from error
+            reason = self._reason(columns, gaps) or f"{self.url}: {error}"
+            raise DataError(reason) from error
 
     def indices(self, columns: Sequence[int], classes: Sequence[str]) -> np.ndarray:
         """A table of some columns whose cells are names of classes.
 
         Args:
             columns: Their indices.
-            classes: All names.
+            classes: All names; an empty cell is none, and becomes NaN.
 
         Raises:
             DataError: With a label that is not among them.
@@ -84,13 +79,31 @@ class Cells:
         self.count()
         places = [
             as_indices(
-                (cells[column].strip() for _, cells in self._rows()),
+                (cells[column].strip() or None for _, cells in self._rows()),
                 classes,
                 f"the column {self.names[column]!r} of {self.url}",
             )
             for column in columns
         ]
         return np.stack(places, axis=1)
+
+    def _table(self, columns: Sequence[int], gaps: bool) -> np.ndarray:
+        return np.loadtxt(
+            io.StringIO(self.text, newline=""),
+            delimiter=self.delimiter,
+            comments=None,
+            converters=dict.fromkeys(columns, _number_or_nan) if gaps else None,
+            quotechar=_QUOTE,
+            skiprows=self.skipped,
+            usecols=columns,
+            ndmin=2,
+            encoding=None,
+        )
+
+    def _have_gaps(self, columns: Sequence[int]) -> bool:
+        return any(
+            not cells[column].strip() for _, cells in self._rows() for column in columns
+        )
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
         """Each row with its line in the file, from 1."""
@@ -100,10 +113,10 @@ class Cells:
             if cells and reader.line_num > self.skipped:
                 yield reader.line_num, cells
 
-    def _reason(self, columns: Sequence[int]) -> str | None:
+    def _reason(self, columns: Sequence[int], gaps: bool) -> str | None:
         for line, cells in self._rows():
             for column in columns:
-                if not _is_number(cells[column]):
+                if not _is_number(cells[column], gaps):
                     return (
                         f"column {self.names[column]!r} of {self.url} must hold "
                         f"numbers, got {cells[column]!r} in line {line}; leave it out "
@@ -112,7 +125,15 @@ class Cells:
         return None
 
 
-def _is_number(cell: str) -> bool:
+def _number_or_nan(cell: str) -> float:
+    if "_" in cell:  # which Python reads in numbers, and nobody else
+        raise ValueError(f"could not convert string {cell!r}")
+    return float(cell) if cell.strip() else math.nan
+
+
+def _is_number(cell: str, gaps: bool) -> bool:
+    if gaps and not cell.strip():
+        return True
     try:
         float(cell)
     except ValueError:

@@ -1,5 +1,6 @@
 """Labels that are names: each becomes its place among the classes."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -9,11 +10,13 @@ from daskdl.errors import DataError
 _SHOWN = 10
 
 
-def as_indices(labels: Iterable[str], classes: Sequence[str], where: str) -> np.ndarray:
-    """The place of each label among the classes, as int64.
+def as_indices(
+    labels: Iterable[str | None], classes: Sequence[str], where: str
+) -> np.ndarray:
+    """The place of each label among the classes, as int64; with gaps, as float64.
 
     Args:
-        labels: Names.
+        labels: Names; None: there is none, which becomes NaN.
         classes: All names there may be.
         where: What has the labels, for the message: a column of a file.
 
@@ -29,15 +32,18 @@ def as_indices(labels: Iterable[str], classes: Sequence[str], where: str) -> np.
 which is not among the classes 'a', 'b'
     """
     places = {name: place for place, name in enumerate(classes)}
-    rows = []
+    rows: list[float] = []
     for row, label in enumerate(labels):
+        if label is None:
+            rows.append(math.nan)
+            continue
         if label not in places:
             raise DataError(
                 f"{where} has the label {label!r} in row {row}, which is not among "
                 f"the classes {listed(classes)}"
             )
         rows.append(places[label])
-    return np.array(rows, np.int64)
+    return np.array(rows, np.float64 if math.nan in rows else np.int64)
 
 
 def listed(names: Iterable[object]) -> str:

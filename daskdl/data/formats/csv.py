@@ -12,6 +12,8 @@ from daskdl.data.formats.cells import Cells
 from daskdl.data.formats.columns import Chosen, Column, chosen
 from daskdl.data.formats.loaders import Format
 from daskdl.data.formats.results import reading, rows_of
+from daskdl.data.source import Facts
+from daskdl.data.stores.store import Store
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
@@ -21,7 +23,8 @@ class Csv(Format):
     """The columns of a CSV file: features as x, one or several as y.
 
     Cells are numbers; a cell that is empty or text is refused with its column and
-    line, unless it is a label and ``classes`` are given. ``nan`` is a number.
+    line. ``nan`` is a number. A label may be a name if ``classes`` are given; one that
+    is empty or ``nan`` is missing, and makes floats of the labels of its file.
 
     Attributes:
         label: The name of the column of labels, or its index; a list of them makes y
@@ -52,6 +55,16 @@ class Csv(Format):
             x = table.numbers(columns.features).astype(self.dtype)
             return rows_of((x, self._labels(table, columns)), name)
 
+    @override
+    def look(self, store: Store, name: str) -> Facts:
+        facts = super().look(store, name)
+        x, y = facts.first
+        if y is None:
+            return facts
+        # Like those of all files, also if labels are missing in this one.
+        dtype = self.label_dtype if self.classes is None else "int64"
+        return facts._replace(first=(x, np.nan_to_num(y).astype(dtype)))
+
     def _names(self, text: str, name: str) -> tuple[list[str], int]:
         """Of the columns, and how many lines are above the first row."""
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=self.delimiter)
@@ -67,15 +80,20 @@ class Csv(Format):
             return None
         if self.classes is not None:
             return self._shaped(table.indices(columns.labels, self.classes))
-        labels = table.numbers(columns.labels)
-        if np.dtype(self.label_dtype).kind in "iu" and (labels % 1 != 0).any():
-            row, column = np.argwhere(labels % 1 != 0)[0]
+        labels = table.numbers(columns.labels, gaps=True)
+        missing = np.isnan(labels)
+        whole = np.dtype(self.label_dtype).kind in "iu"
+        with np.errstate(invalid="ignore"):  # of infinity there is no remainder
+            broken = whole & ~missing & (labels % 1 != 0)
+        if broken.any():
+            row, column = np.argwhere(broken)[0]
             raise DataError(
                 f"label {table.names[columns.labels[column]]!r} of {table.url} must "
                 f"be whole numbers, got {labels[row, column]} in row {row}; for "
                 "regression use label_dtype='float32'"
             )
-        return self._shaped(labels.astype(self.label_dtype))
+        kept = whole and missing.any()
+        return self._shaped(labels if kept else labels.astype(self.label_dtype))
 
     def _shaped(self, labels: np.ndarray) -> np.ndarray:
         """One column is a vector, unless it was given as a list."""

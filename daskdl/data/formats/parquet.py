@@ -25,7 +25,8 @@ class Parquet(Format):
     """The columns of a Parquet file: features as x, one or several as y.
 
     Columns are numbers without missing values; text is refused by name, unless it is a
-    label and ``classes`` are given. Only the columns that are needed are decoded.
+    label and ``classes`` are given. Labels that are missing are NaN. Only the columns
+    that are needed are decoded.
 
     Attributes:
         features: Names or indices of the columns of x; None: all that are no labels.
@@ -62,7 +63,10 @@ class Parquet(Format):
         features, labels = chosen(schema.names, self.features, self.label, url)
         table = read([schema.names[i] for i in (*features, *labels)])
         columns = [_Column(table, i, url) for i in range(table.num_columns)]
-        x = np.stack([c.numbers() for c in columns[: len(features)]], axis=1)
+        given = columns[: len(features)]
+        for column in given:
+            column.refuse_gaps()
+        x = np.stack([column.numbers() for column in given], axis=1)
         y = None
         if labels:
             parts = [self._label(column) for column in columns[len(features) :]]
@@ -82,6 +86,8 @@ class _Column:
     def __init__(self, table: Any, index: int, url: str) -> None:
         self.where = f"the column {table.schema.names[index]!r} of {url}"
         self._values = table.column(index)
+
+    def refuse_gaps(self) -> None:
         missing = self._values.null_count
         if missing:
             raise DataError(
@@ -103,8 +109,9 @@ class _Column:
         array: np.ndarray = self._values.to_numpy()
         return array
 
-    def texts(self) -> list[str]:
-        return [str(value) for value in self._values.to_pylist()]
+    def texts(self) -> list[str | None]:
+        values = self._values.to_pylist()
+        return [None if value is None else str(value) for value in values]
 
 
 def _footer(store: Store, name: str) -> bytes:

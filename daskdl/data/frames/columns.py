@@ -83,7 +83,10 @@ numbers, for example with X['b'].astype('category').cat.codes
 
 
 def columns_of(
-    frame: Any, argument: str, classes: Sequence[str] | None = None
+    frame: Any,
+    argument: str,
+    classes: Sequence[str] | None = None,
+    label: bool = False,
 ) -> np.ndarray:
     """Turn a frame into an array; what holds one column only has one axis.
 
@@ -94,6 +97,7 @@ def columns_of(
         frame: See `is_frame`.
         argument: Its name in the user's call, for the message.
         classes: What `check_columns` found in the labels: names become their numbers.
+        label: Whether it holds labels: missing ones are then NaN, and not refused.
 
     Returns:
         Numbers of shape (rows, columns), or (rows,) of a series; to be read only.
@@ -116,7 +120,10 @@ def columns_of(
             f"{few(classes)} in another; give all parts the same ones, with "
             "categorize() or a pandas.CategoricalDtype"
         )
-    arrays = [_numbers(column, place) for place, column in _columns(frame, argument)]
+    arrays = [
+        _labels(column) if label else _numbers(column, place)
+        for place, column in _columns(frame, argument)
+    ]
     if frame.ndim == 1:
         return arrays[0]
     dtype = np.result_type(*(array.dtype for array in arrays))
@@ -158,15 +165,37 @@ def _columns(frame: Any, argument: str) -> Iterator[tuple[Place, Any]]:
         yield place, frame.iloc[:, i]
 
 
+def _labels(column: Any) -> np.ndarray:
+    """Where some are missing, as floats, with NaN in their places."""
+    gaps = column.isna().to_numpy()
+    if not gaps.any():
+        return _whole(column)
+    if kind_of(column.dtype) is Kind.NAMES:
+        return np.where(gaps, np.nan, column.cat.codes.to_numpy())
+    numbers = column.astype("float64") if _is_categorical(column) else column
+    dtype = np.dtype(plain(numbers.dtype))
+    floats = dtype if dtype.kind == "f" else np.dtype(np.float64)
+    return as_numpy(numbers.to_numpy(dtype=floats, na_value=np.nan))
+
+
+def _whole(column: Any) -> np.ndarray:
+    """A column without missing values."""
+    if kind_of(column.dtype) is Kind.NAMES:
+        return as_numpy(column.cat.codes.to_numpy())
+    if _is_categorical(column):
+        column = column.astype(column.dtype.categories.dtype)
+    # The dtype is said because pandas before 2.2 would make objects of some.
+    return as_numpy(column.to_numpy(dtype=plain(column.dtype)))
+
+
+def _is_categorical(column: Any) -> bool:
+    return hasattr(column.dtype, "categories")
+
+
 def _numbers(column: Any, place: Place) -> np.ndarray:
     missing = int(column.isna().sum())
-    if not missing and kind_of(column.dtype) is Kind.NAMES:
-        return as_numpy(column.cat.codes.to_numpy())
     if not missing:
-        if hasattr(column.dtype, "categories"):
-            column = column.astype(column.dtype.categories.dtype)
-        # The dtype is said because pandas before 2.2 would make objects of some.
-        numbers = as_numpy(column.to_numpy(dtype=plain(column.dtype)))
+        numbers = _whole(column)
         if numbers.dtype.kind != "f":
             return numbers
         missing = int(np.isnan(numbers).sum())  # which pyarrow tells from a null

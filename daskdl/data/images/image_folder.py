@@ -33,6 +33,10 @@ from daskdl.errors import DataError
 # little beside what a batch needs.
 FILES_PER_PART = 64
 
+# Where no size is given, so many are opened at most to learn it: some may be damaged,
+# and where all these are, something else is wrong.
+_TRIED = 8
+
 
 def image_folder(  # noqa: PLR0913 - all but one by name
     url: str | os.PathLike[str],
@@ -57,7 +61,8 @@ def image_folder(  # noqa: PLR0913 - all but one by name
     Args:
         url: The folder that has the class folders, or the shards.
         size: (height, width) in pixels, or one number for both; images are resized
-            bilinearly, their aspect ratio is not kept. None: all have one size.
+            bilinearly, their aspect ratio is not kept. None: all have one size, that
+            of the first that can be read.
         channels: 1 (grey), 3 (red, green, blue) or 4 (and alpha).
         scale: Factor that makes float32 of the values 0 to 255; None: uint8.
         split: Only what is in this folder: "train", "val", "test", ...
@@ -77,7 +82,8 @@ def image_folder(  # noqa: PLR0913 - all but one by name
 
     Raises:
         DataError: If there are no images or classes, an image is in no class folder or
-            a class folder without images, or the first image cannot be read.
+            a class folder without images, or none of the first 8 can be read and no
+            size is given.
         OptionError: If an argument is not as described, or Pillow is missing.
     """
     decoding = Decoding.of(size, channels, scale)
@@ -134,9 +140,7 @@ class ImageFolder(Source):
         self.lengths = [len(group) for group in groups]
         self.classes, self.readable = layout.classes, layout.readable
         self.labels = _numbers(layout, self.paths)
-        name = groups[0][0]
-        self._model = files.url_of(name)  # what the others must be like
-        image = decoding(files.read(name), self._model)
+        self._model, image = _model(files, self.paths, decoding)
         self.shape = image.shape
         label = None if self.labels is None else self.labels[:1]
         self.first = image[None], label
@@ -184,6 +188,30 @@ class ImageFolder(Source):
                 f"{_pixels(self.shape)} (height x width); give size=(height, width)"
             )
         return image
+
+
+def _model(
+    files: Folder, names: Sequence[str], decoding: Decoding
+) -> tuple[str, np.ndarray]:
+    """An image that all others must be like, and its URL; of a known size just zeros.
+
+    Raises:
+        DataError: If none of the first few can be read.
+    """
+    urls = [files.url_of(name) for name in names[:_TRIED]]
+    if decoding.size is not None:
+        shape = decoding.channels, *decoding.size
+        return urls[0], np.zeros(shape, decoding.dtype)
+    errors = []
+    for name, url in zip(names, urls, strict=False):
+        try:
+            return url, decoding(files.read(name), url)
+        except DataError as error:
+            errors.append(error)
+    raise DataError(
+        f"the size of the images is not known, as none of the first {len(errors)} can "
+        f"be read: {errors[0]}; give size=(height, width) to go on without them"
+    ) from errors[0]
 
 
 def _numbers(layout: Layout, names: Sequence[str]) -> np.ndarray | None:

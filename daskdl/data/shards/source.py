@@ -35,7 +35,7 @@ class Shards(Source):
         storage_options: Of the file system, for fsspec.
 
     Raises:
-        DataError: If there is no index, or the first file cannot be read.
+        DataError: If there is no index.
         OptionError: If the loader cannot be used.
     """
 
@@ -57,7 +57,7 @@ class Shards(Source):
         if self._loader.single:
             shards = self._files.index.shards
             self.lengths = [len(shard.members) for shard in shards]
-            self.first = self._alone(0, self._names(0)[0])
+            self.first = self._first()
 
     @property
     def paths(self) -> list[str]:
@@ -116,6 +116,13 @@ class Shards(Source):
 
     def _names(self, part: int) -> list[str]:
         return [member.name for member in self._files.index.shards[part].members]
+
+    def _first(self) -> Rows | None:
+        """Of the first file, if it can be read; all are looked at otherwise."""
+        try:
+            return self._alone(0, self._names(0)[0])
+        except DataError:
+            return None
 
     def _alone(self, part: int, name: str) -> Rows:
         files = {name: self._files.read(name)}

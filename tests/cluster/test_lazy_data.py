@@ -187,7 +187,8 @@ class TestBlocksThatDoNotCome:
                 dask.config.set({"daskdl.timeouts.silence": "200s"}),
                 pytest.raises(KeyboardInterrupt),
             ):
-                trainer(client).fit(x, y % 4, batch_size=8)
+                # Not loaded before, so that the replica cannot but wait for it.
+                trainer(client).fit(x, y % 4, batch_size=8, prefetch=0)
             ended = time.perf_counter()
 
         assert ended - pressed[0] < 2  # a second, and a busy machine

@@ -105,7 +105,6 @@ def door(client, on_s3):
 
 def test_dropped_connections_are_tried_again(client, trained, on_s3, door):
     files = Files(on_s3.url, storage_options=s3.options(door.endpoint))
-
     drop = Drop(door, 3)
 
     fit(client, trained, files, drop)

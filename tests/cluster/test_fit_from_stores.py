@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import pytest
+from s3fs import S3FileSystem
 
 from daskdl import Callback, DataError
 from daskdl.data import Files
@@ -90,14 +91,20 @@ class Drop(Callback):
 
 
 @pytest.fixture
-def door(on_s3):
+def door(client, on_s3):
+    """Before a server whose connections s3fs by itself does not try again."""
+
+    def tries(count):
+        S3FileSystem.retries = count
+
+    client.run(tries, 1)
     with s3.door(on_s3.options["endpoint_url"], 0) as door:
         yield door
+    client.run(tries, S3FileSystem.retries)
 
 
 def test_dropped_connections_are_tried_again(client, trained, on_s3, door):
     files = Files(on_s3.url, storage_options=s3.options(door.endpoint))
-
     drop = Drop(door, 3)
 
     fit(client, trained, files, drop)

@@ -182,8 +182,13 @@ class TestBlocksThatDoNotCome:
         thread.start()
         with contextlib.ExitStack() as ending:
             ending.callback(thread.join)
-            with pytest.raises(KeyboardInterrupt):
-                trainer(client).fit(x, y % 4, batch_size=8)
+            # Who waits looks by itself only each quarter of that.
+            with (
+                dask.config.set({"daskdl.timeouts.silence": "200s"}),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                # Not loaded before, so that the replica cannot but wait for it.
+                trainer(client).fit(x, y % 4, batch_size=8, prefetch=0)
             ended = time.perf_counter()
 
         assert ended - pressed[0] < 2  # a second, and a busy machine

@@ -161,8 +161,8 @@ class _Pass:
         if self._lost[part] > MOST_LOSSES:
             raise DataError(
                 f"{self._source.name(part)} was lost with its worker "
-                f"{self._lost[part]} times; does it fit into a worker's memory, and is "
-                "what it is made from still there?"
+                f"{self._lost[part]} times; does it, or one that was there with it, "
+                "fit into a worker's memory, and is what it is made from still there?"
             ) from error
         self._wait_for_a_worker()
         self._workers = workers_of(self._client)

@@ -89,6 +89,7 @@ class Store(ABC):
             try:
                 return self._wait(phase, part, key, self._begun[phase, part].rows)
             except LostPieceError:
+                self.forget(phase, ())  # they may be where this one was
                 key = self._found_again(phase, part, key)
             finally:
                 self._drop((phase, part))
@@ -153,6 +154,8 @@ class Store(ABC):
                     f"no part came within {bound}; it is waiting for part {part} of "
                     f"the {phase} data to be loaded"
                 )
+            if key and not coming.running():  # those before it may hang
+                self.forget(phase, (part,))
             if not self._still(phase, part, key):
                 raise LostPieceError(f"part {part} is on a worker that hangs")
         raise AssertionError

@@ -90,6 +90,7 @@ class Store(ABC):
             try:
                 return self._wait(phase, part, key, self._begun[phase, part].rows)
             except LostPieceError:
+                self.forget(phase, ())  # they may be where this one was
                 key = self._found_again(phase, part, key)
             finally:
                 self._drop((phase, part))

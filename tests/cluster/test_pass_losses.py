@@ -42,7 +42,9 @@ def test_a_part_that_ends_its_workers_is_an_error(send):
 
     with (
         cluster_of(2) as client,
-        pytest.raises((DataError, RuntimeError), match=r"was lost with its worker|attempts"),
+        pytest.raises(
+            (DataError, RuntimeError), match=r"was lost with its worker|attempts"
+        ),
     ):
         dict(each_part(source, end_worker, client, send=send))
 

@@ -45,6 +45,17 @@ class Channel:
         return f"{key} again"
 
 
+class KeepingChannel(Channel):
+    """Knows of no other key, unless the part was lost."""
+
+    def __init__(self, lost):
+        super().__init__()
+        self._lost = lost
+
+    def missing(self, phase, part, key):
+        return f"{key} again" if self._lost else key
+
+
 class Fetching:
     """Stands for what gets parts from Dask."""
 
@@ -135,6 +146,27 @@ class TestWorkerStore:
 
         assert store.rows("train", 3, "daskdl-part") == (X, Y)
         assert channel.asked == [("train", 3, "daskdl-part")]
+
+    @pytest.mark.parametrize("lost", [False, True])
+    def test_a_part_does_not_wait_for_one_ahead_that_hangs(self, lost, worker_store):
+        hanging = threading.Event()
+
+        def rows(key, unwanted):
+            if key == "ahead":
+                hanging.set()
+                while not unwanted():
+                    threading.Event().wait(0.01)
+                raise LostPieceError(key)
+            if lost and key == "needed":
+                raise LostPieceError(key)
+            return X, Y
+
+        soon = dataclasses.replace(TIMEOUTS, silence=0.2)
+        store = worker_store(rows, KeepingChannel(lost), timeouts=soon)
+        store.begin("train", 1, "ahead")
+        assert hanging.wait(PATIENCE_S)
+
+        assert store.rows("train", 0, "needed") == (X, Y)
 
     def test_a_part_on_a_worker_that_hangs_is_had_under_its_new_key(self, worker_store):
         begun, let_go, told = threading.Event(), threading.Event(), []

@@ -101,6 +101,16 @@ def test_a_folder_of_images_is_packed_and_learned():
     assert number(five) >= 0.99
 
 
+def test_more_than_a_workers_memory_is_trained_on():
+    size, losses, peak = run(EXAMPLES / "bigger_than_memory.py")
+
+    assert size == "2.98 GiB in 390 blocks, 2 epochs"
+    first, second = map(float, losses.removeprefix("loss ").strip("[]").split(", "))
+    assert second < first
+    most = re.search(r"may use 800MB, the most one had was (\S+) MiB", peak)
+    assert float(most[1]) * 2**20 < 800e6
+
+
 def test_strategies_of_ones_own_are_used():
     *stopped, mean, accuracy = run(EXAMPLES / "own_strategies.py")
 

@@ -26,7 +26,6 @@ T = TypeVar("T")
 class _Loading(NamedTuple):
     """A part on its way."""
 
-    key: str  # Dask's, or ""
     rows: Future[Rows]
     unwanted: threading.Event  # set when nobody waits for it any more
 
@@ -57,7 +56,7 @@ class Store(ABC):
         if (phase, part) not in self._begun:
             unwanted = threading.Event()
             job = self._job(phase, part, key, unwanted)
-            self._begun[phase, part] = _Loading(key, self._loader.submit(job), unwanted)
+            self._begun[phase, part] = _Loading(self._loader.submit(job), unwanted)
 
     def forget(self, phase: str, but: Collection[int]) -> None:
         """Load none of those that were begun and are not needed after all.
@@ -155,18 +154,11 @@ class Store(ABC):
                     f"no part came within {bound}; it is waiting for part {part} of "
                     f"the {phase} data to be loaded"
                 )
-            self._let_go_of_hanging(phase, part)
+            if key and not coming.running():  # those before it may hang
+                self.forget(phase, (part,))
             if not self._still(phase, part, key):
                 raise LostPieceError(f"part {part} is on a worker that hangs")
         raise AssertionError
-
-    def _let_go_of_hanging(self, phase: str, part: int) -> None:
-        """Free the threads of parts ahead that would hold up the one waited for."""
-        for which, loading in list(self._begun.items()):
-            if which == (phase, part) or loading.rows.done():
-                continue
-            if not self._still(*which, loading.key):
-                self._drop(which)
 
 
 class LocalStore(Store):

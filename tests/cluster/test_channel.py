@@ -148,7 +148,10 @@ async def test_the_run_of_a_client_that_goes_is_stopped_and_closed(c, s, a, b, r
         a_run(c, s, a, b, routing=routing) as mine,
         a_run(second, s, a, b, run=8, routing=routing) as its,
     ):
-        waiting = [begin(r.gather, "never", None) for r in its.channels.values()]
+        waiting = [  # each where the other does not come
+            begin(channel.gather, f"never {replica}", None)
+            for replica, channel in its.channels.items()
+        ]
         its.client = c  # the one that asks from now on
 
         await second.close()

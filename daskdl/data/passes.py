@@ -4,6 +4,7 @@ For what is done once, beside training: to count, to check, to export.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ from daskdl.data.scattering import scatter
 from daskdl.data.source import Source
 from daskdl.data.supplies import content_of
 from daskdl.data.trees import Rows
+from daskdl.errors import LostPieceError, WaitTimeoutError
 from daskdl.packed import Packed
 from daskdl.timeouts import Timeouts
 
@@ -25,6 +27,10 @@ T = TypeVar("T")
 # Enough that no thread of a worker waits for the client, few enough that what is not
 # begun costs nothing.
 TASKS_PER_THREAD = 2
+
+# How often a part may be lost with a worker before it is taken for what ends them. As
+# Dask's own `allowed-failures`, which does not count what was sent from here.
+LOST_AT_MOST = 3
 
 
 def each_part(
@@ -49,6 +55,9 @@ def each_part(
 
     Yields:
         Pairs (part, result), in any order.
+
+    Raises:
+        LostPieceError: If a part was lost with its worker again and again.
     """
     numbers = iter(range(source.parts) if parts is None else parts)
     stays = client is False or (source.here and not send)
@@ -111,16 +120,12 @@ class _Pass:
         self._client = client
         self._workers = workers_of(client)
         self._bound = Timeouts.from_config().bound("data")
-        packed: dict[str, Packed[Any]] = {
-            new_key("function"): Packed(function, "function")
-        }
+        self._packed: list[Packed[Any]] = [Packed(function, "function")]
         if not source.apart:
-            packed[new_key("source")] = Packed(source, "X")
-        nbytes = sum(value.payload.nbytes for value in packed.values())
-        what = f"what is to be done ({nbytes} bytes)"
-        self._sent = scatter(client, packed, self._workers, self._bound, what)
-        self._function, *self._whole = self._sent.values()
+            self._packed.append(Packed(source, "X"))
+        self._sent = self._spread()
         self._running: dict[Any, int] = {}
+        self._lost = Counter[int]()
 
     def results(self, numbers: Iterator[int]) -> Iterator[tuple[int, Any]]:
         """Yield results as they come; the next part is begun for each."""
@@ -129,16 +134,12 @@ class _Pass:
         for _, part in zip(range(most), numbers, strict=False):
             coming.add(self._begin(part))
         for future in coming:
-            part = self._running[future]
             try:
                 result = future.result()  # one that failed is let go of in the end
-            except FutureCancelledError:
-                # What it was sent was lost with a worker: to another one.
-                del self._running[future]
-                self._workers = workers_of(self._client)
-                coming.add(self._begin(part))
+            except FutureCancelledError as error:
+                coming.add(self._again(self._running.pop(future), error))
                 continue
-            del self._running[future]
+            part = self._running.pop(future)
             future.release()
             for following in itertools.islice(numbers, 1):
                 coming.add(self._begin(following))
@@ -147,14 +148,38 @@ class _Pass:
     def end(self) -> None:
         """Leave nothing of it on the cluster."""
         release(list(self._running))
-        release(self._sent.values())
+        release(self._sent)
+
+    def _spread(self) -> list[Any]:
+        """Put what all tasks need on every worker."""
+        nbytes = sum(value.payload.nbytes for value in self._packed)
+        what = f"what is to be done ({nbytes} bytes)"
+        keyed = {new_key("sent"): value for value in self._packed}
+        sent = scatter(self._client, keyed, self._workers, self._bound, what)
+        return list(sent.values())
+
+    def _again(self, part: int, error: FutureCancelledError) -> Any:
+        """To another worker, as what was sent of it was lost with one."""
+        self._lost[part] += 1
+        if self._lost[part] > LOST_AT_MOST:
+            raise LostPieceError(
+                f"{self._source.name(part)} was lost {self._lost[part]} times, each "
+                "time with the worker that had it; does it take more memory than a "
+                "worker has?"
+            ) from error
+        self._workers = workers_of(self._client)
+        if any(future.status != "finished" for future in self._sent):
+            release(self._sent)
+            self._sent = self._spread()
+        return self._begin(part)
 
     def _begin(self, part: int) -> Any:
         key = f"{new_key('pass')}-{part}"
-        if self._whole:
-            task: tuple[Any, ...] = (_apply, self._function, *self._whole, part)
+        function, *whole = self._sent
+        if whole:
+            task: tuple[Any, ...] = (_apply, function, *whole, part)
         else:
-            task = (_apply_apart, self._function, *self._apart(part), part)
+            task = (_apply_apart, function, *self._apart(part), part)
         future = self._client.submit(*task, key=key, pure=False)
         self._running[future] = part
         return future
@@ -162,11 +187,26 @@ class _Pass:
     def _apart(self, part: int) -> tuple[Any, ...]:
         needs = self._source.needs(part)
         held = [Future(key, self._client) for key in needs]
-        home = [self._workers[part % len(self._workers)]]
-        content = {new_key("part"): content_of(self._source, part)}
+        content = content_of(self._source, part)
         name = self._source.name(part)
-        (sent,) = scatter(self._client, content, home, self._bound, name).values()
-        return name, sent, needs, held
+        return name, self._sent_home(content, part, name), needs, held
+
+    def _sent_home(self, content: Any, part: int, name: str) -> Any:
+        """Put it on one worker; on another one, if that has gone meanwhile."""
+        for tried in range(LOST_AT_MOST):
+            try:
+                return self._sent_to(part + tried, content, name)
+            except WaitTimeoutError:
+                raise
+            except OSError:
+                self._workers = workers_of(self._client)
+        return self._sent_to(part, content, name)
+
+    def _sent_to(self, number: int, content: Any, name: str) -> Any:
+        home = [self._workers[number % len(self._workers)]]
+        keyed = {new_key("part"): content}
+        (sent,) = scatter(self._client, keyed, home, self._bound, name).values()
+        return sent
 
 
 def _apply(

@@ -145,6 +145,7 @@ class Scoring:
                 yield whole(rows)
         except (*MISFITS, OSError) as error:
             if not self.skips:
+                error.add_note(f"in {source.name(part)}")
                 raise
             logger.warning("%s is left out: %s", source.name(part), error)
 

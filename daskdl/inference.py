@@ -30,7 +30,12 @@ from daskdl.data.futures import workers_of
 from daskdl.data.looking import looked_at
 from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
-from daskdl.data.rehearsal import forward, random_state_left_alone, rehearsed_batch
+from daskdl.data.rehearsal import (
+    MISFITS,
+    forward,
+    random_state_left_alone,
+    rehearsed_batch,
+)
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.sources import source_of
 from daskdl.data.trees import Rows, Tree
@@ -57,7 +62,11 @@ class Asking:
 
     def __call__(self, source: Source, part: int) -> Tree:
         """The outputs of a part, as numpy arrays."""
-        return self.outputs(rows_of_part(source, part, self.batch_size))
+        try:
+            return self.outputs(rows_of_part(source, part, self.batch_size))
+        except (*MISFITS, OSError) as error:
+            error.add_note(f"in {source.name(part)}")
+            raise
 
     def outputs(self, parts: Iterator[Rows]) -> Tree:
         """The outputs of parts, one after the other, as numpy arrays.
@@ -74,7 +83,7 @@ class Asking:
             for batch in batches(chunks, self.batch_size):
                 x, _ = batch if self.transform is None else self.transform(batch)
                 output = module(inputs_to_device(x, device, dtype))
-                made.append(self._checked(output, rows_in((x, None))))
+                made.append(self._checked(output, rows_in(batch)))
         return trees.joined(made)
 
     def empty(self) -> Tree:

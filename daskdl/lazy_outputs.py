@@ -16,10 +16,12 @@ from distributed import Client
 from daskdl.data import trees
 from daskdl.data.arrays import is_dask_array
 from daskdl.data.collections import Collections, Finish, is_bag
-from daskdl.data.futures import new_key
+from daskdl.data.futures import new_key, workers_of
+from daskdl.data.scattering import scatter
 from daskdl.data.trees import Rows, Tree
 from daskdl.errors import ModelError
 from daskdl.packed import Packed
+from daskdl.timeouts import Timeouts
 
 Ask = Callable[[Iterator[Rows]], Tree]  # of parts; the outputs of all their rows
 
@@ -52,8 +54,7 @@ def lazy_outputs(
     """
     held: Any = Packed(ask, "model")
     if client is not False:
-        name = new_key("model")
-        held = client.scatter({name: held}, broadcast=True)[name]
+        held = _held(held, client)
     task, name = delayed(outputs_of, pure=False), new_key("predict")
     values = [list(part) for part in zip(*_partitions(X), strict=True)]
     parts = [
@@ -78,6 +79,13 @@ def lazy_outputs(
     return trees.mapped(
         lambda leaf: _table(parts, next(numbers), leaf, tables, first), empty
     )
+
+
+def _held(model: Packed[Ask], client: Client) -> Any:
+    """A future of the model, which all workers have."""
+    name, bound = new_key("model"), Timeouts.from_config().bound("data")
+    what = f"the model ({model.payload.nbytes} bytes)"
+    return scatter(client, {name: model}, workers_of(client), bound, what)[name]
 
 
 def outputs_of(

@@ -52,7 +52,24 @@ class Door(socketserver.ThreadingTCPServer):
         self.behind = host, int(port)
         self.to_close = closed
         self.visits = 0
+        self._inside = set()  # connections that were let through
         super().__init__(("127.0.0.1", 0), _Visit)
+
+    def drop(self, closed):
+        """Close all connections that there are, and so many that come."""
+        self.to_close = self.visits + closed
+        for connection in list(self._inside):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def let_in(self, connection):
+        """It is dropped with all others while it is inside."""
+        self._inside.add(connection)
+        try:
+            yield
+        finally:
+            self._inside.discard(connection)
 
     @property
     def endpoint(self):
@@ -67,7 +84,10 @@ class _Visit(socketserver.BaseRequestHandler):
         self.server.visits += 1
         if self.server.visits <= self.server.to_close:
             return
-        with socket.create_connection(self.server.behind) as behind:
+        with (
+            self.server.let_in(self.request),
+            socket.create_connection(self.server.behind) as behind,
+        ):
             back = threading.Thread(target=_copy, args=(behind, self.request))
             back.start()
             _copy(self.request, behind)

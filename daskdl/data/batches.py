@@ -78,6 +78,7 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
             if missing == 0:
                 yield _joined(waiting)
                 waiting, missing = [], batch_size
+        del chunk  # a part that is done with need not be there for the next
     if waiting:
         yield _joined(waiting)
 

@@ -7,7 +7,8 @@ import copy
 import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -103,11 +104,14 @@ class Collections(Source):
         self._keys = keys
         self.finish = finish
         self._graphs: dict[int, PartGraph] = {}
+        self._seen: Sequence[int] | None = None  # rows of each part, when looked at
 
     @override
     def packed(self, part: int) -> PartGraph:
         if part not in self._graphs:
-            finish = functools.partial(self.finish, part=part)
+            finish: Any = functools.partial(self.finish, part=part)
+            if self._seen is not None:
+                finish = _AsSeen(finish, part, self._seen[part])
             self._graphs[part] = self._tasks.part(self._keys[part], finish)
         return self._graphs[part]
 
@@ -123,10 +127,36 @@ class Collections(Source):
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
         whole = copy.copy(self)
-        whole.lengths = [fact.rows for fact in facts]
+        whole.lengths = whole._seen = [fact.rows for fact in facts]
+        whole._graphs = {}
         if self.first is None:  # labels of one part may be floats, if some are missing
             whole.first = next((fact.first for fact in facts if fact.rows), None)
         return whole
+
+
+@dataclass(frozen=True)
+class _AsSeen:
+    """Refuses a part that is not the same each time it is computed.
+
+    Attributes:
+        finish: Makes rows of values.
+        part: Its number.
+        rows: How many it had when it was looked at.
+    """
+
+    finish: Callable[[list[Any]], Rows]
+    part: int
+    rows: int
+
+    def __call__(self, values: list[Any]) -> Rows:
+        made = self.finish(values)
+        if trees.length(made[0]) != self.rows:
+            raise DataError(
+                f"part {self.part} has {trees.length(made[0])} rows, and had "
+                f"{self.rows} when it was computed before; it must be the same each "
+                "time: persist() it, or export it"
+            )
+        return made
 
 
 def plain(

@@ -76,14 +76,21 @@ def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
             futures.
     """
     if isinstance(collection, list):
-        graphs = [dict(p.__dask_graph__()) for p in collection if not is_future(p)]
-        graph = {key: task for own in graphs for key, task in own.items()}
+        graph = _together(p.__dask_graph__() for p in collection if not is_future(p))
         done = {part.key: part for part in collection if is_future(part)}
         return Tasks(graph, done), [part.key for part in collection]
     parts = list(np.ravel(collection.to_delayed()))
     # What is persisted is gone from the optimised graph.
     done = _futures(collection.__dask_graph__())
     return Tasks(dict(parts[0].__dask_graph__()), done), [part.key for part in parts]
+
+
+def _together(graphs: Iterable[Any]) -> dict[Any, Any]:
+    """One graph of several. Parts of one collection have its layers in common."""
+    layers: dict[Any, Mapping[Any, Any]] = {}
+    for graph in graphs:
+        layers |= getattr(graph, "layers", None) or {id(graph): graph}
+    return {key: task for layer in layers.values() for key, task in layer.items()}
 
 
 def _dependencies(task: Any) -> frozenset[Any]:

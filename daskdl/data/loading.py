@@ -11,7 +11,7 @@ from distributed.client import FutureCancelledError
 from daskdl.data.futures import new_key
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.trees import Rows
-from daskdl.errors import LostPieceError, WaitTimeoutError
+from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 from daskdl.packed import Packed
 
 ASK_S = 5.0  # for a better message, after a bound was passed anyway
@@ -47,7 +47,8 @@ class Fetcher:
         Raises:
             WaitTimeoutError: If something did not come in time.
             LostPieceError: If it was lost with its worker.
-            DataError: If the part cannot be trained on. What the user's own tasks
+            DataError: If the part cannot be trained on, or something it begins with
+                is lost for good. What the user's own tasks
                 raise comes out as it is.
         """
         content = self.fetch(key, timeout_s, unwanted)
@@ -55,8 +56,21 @@ class Fetcher:
             x, y = content
             return x, y
         graph: PartGraph = content.unpack()
-        held = {k: self.fetch(k, timeout_s, unwanted) for k in graph.needs}
+        held = {k: self._need(k, timeout_s, unwanted) for k in graph.needs}
         return graph.rows(held)
+
+    def _need(self, key: Any, timeout_s: float, unwanted: Callable[[], bool]) -> Any:
+        """A result that a part begins with; to send the part again is of no use."""
+        try:
+            return self.fetch(key, timeout_s, unwanted)
+        except LostPieceError as error:
+            if unwanted():
+                raise
+            raise DataError(
+                f"{key} was lost with the worker that held it, and Dask cannot compute "
+                "it again; persist() what comes from tasks, or scatter with "
+                "broadcast=True"
+            ) from error
 
     def fetch(self, key: Any, timeout_s: float, unwanted: Callable[[], bool]) -> Any:
         """Get one result from this worker's store, else from another's; see `rows`."""

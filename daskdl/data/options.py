@@ -18,12 +18,13 @@ class SourceOptions:
     """How parts are made of what the user gave.
 
     Attributes:
-        batch_size: Rows of a step; parts of data in memory are whole numbers of it.
+        batch_size: Rows per batch.
         shuffle_seed: Of the order in which data in memory are dealt out, or None.
         loader: Makes (x, y) of a file.
         collate_fn: Makes a batch of a list of a dataset's items.
         shards: Into how many a dataset that is only iterable is split.
         labelled: Whether labels are needed.
+        accumulate: Batches of a step; parts of data in memory are whole steps.
     """
 
     batch_size: int = 32
@@ -32,6 +33,7 @@ class SourceOptions:
     collate_fn: Callable[..., Any] | None = None
     shards: int = 1
     labelled: bool = True
+    accumulate: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,12 @@ class ReadOptions:
             accumulate: Batches of a step.
         """
         return SourceOptions(
-            self.batch_size * accumulate,
+            self.batch_size,
             shuffle_seed,
             self.loader,
             self.collate_fn,
             labelled=labelled,
+            accumulate=accumulate,
         )
 
     @property

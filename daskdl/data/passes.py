@@ -18,7 +18,7 @@ from daskdl.data.scattering import scatter
 from daskdl.data.source import Source
 from daskdl.data.supplies import content_of
 from daskdl.data.trees import Rows
-from daskdl.errors import LostPieceError, WaitTimeoutError
+from daskdl.errors import DataError, WaitTimeoutError
 from daskdl.packed import Packed
 from daskdl.timeouts import Timeouts
 
@@ -28,9 +28,7 @@ T = TypeVar("T")
 # begun costs nothing.
 TASKS_PER_THREAD = 2
 
-# How often a part may be lost with a worker before it is taken for what ends them. As
-# Dask's own `allowed-failures`, which does not count what was sent from here.
-LOST_AT_MOST = 3
+MOST_LOSSES = 3  # of a part, as Dask's `allowed-failures`: it may be what ends them
 
 
 def each_part(
@@ -119,13 +117,25 @@ class _Pass:
         self._source = source
         self._client = client
         self._workers = workers_of(client)
-        self._bound = Timeouts.from_config().bound("data")
-        self._packed: list[Packed[Any]] = [Packed(function, "function")]
+        self._timeouts = Timeouts.from_config()
+        self._bound = self._timeouts.bound("data")
+        self._packed: dict[str, Packed[Any]] = {
+            "function": Packed(function, "function")
+        }
         if not source.apart:
-            self._packed.append(Packed(source, "X"))
-        self._sent = self._spread()
+            self._packed["source"] = Packed(source, "X")
+        self._sent = self._share()
         self._running: dict[Any, int] = {}
-        self._lost = Counter[int]()
+        self._lost: Counter[int] = Counter()  # how often, by part
+
+    def _share(self) -> dict[str, Any]:
+        """Send all workers what each needs; futures by what they are of."""
+        nbytes = sum(value.payload.nbytes for value in self._packed.values())
+        what = f"what is to be done ({nbytes} bytes)"
+        keys = {name: new_key(name) for name in self._packed}
+        data = {keys[name]: value for name, value in self._packed.items()}
+        sent = scatter(self._client, data, self._workers, self._bound, what)
+        return {name: sent[key] for name, key in keys.items()}
 
     def results(self, numbers: Iterator[int]) -> Iterator[tuple[int, Any]]:
         """Yield results as they come; the next part is begun for each."""
@@ -137,13 +147,43 @@ class _Pass:
             try:
                 result = future.result()  # one that failed is let go of in the end
             except FutureCancelledError as error:
-                coming.add(self._again(self._running.pop(future), error))
+                del self._running[future]
+                self._recover(part, error)
+                coming.add(self._begin(part))
                 continue
             part = self._running.pop(future)
             future.release()
             for following in itertools.islice(numbers, 1):
                 coming.add(self._begin(following))
             yield part, result
+
+    def _recover(self, part: int, error: BaseException) -> None:
+        """What a part was sent was lost with a worker: it goes to another one."""
+        self._lost[part] += 1
+        if self._lost[part] > MOST_LOSSES:
+            raise DataError(
+                f"{self._source.name(part)} was lost with its worker "
+                f"{self._lost[part]} times; does it, or one that was there with it, "
+                "fit into a worker's memory, and is what it is made from still there?"
+            ) from error
+        self._wait_for_a_worker()
+        self._workers = workers_of(self._client)
+        if any(future.cancelled() for future in self._sent.values()):
+            release(self._sent.values())
+            try:
+                self._sent = self._share()
+            except OSError as gone:  # one more, meanwhile
+                self._recover(part, gone)
+
+    def _wait_for_a_worker(self) -> None:
+        """The only one may be about to be started again."""
+        bound = self._timeouts.bound("join")
+        try:
+            self._client.wait_for_workers(1, timeout=bound.seconds)
+        except TimeoutError as error:
+            raise WaitTimeoutError(
+                f"no worker came within {bound} after the last one was lost"
+            ) from error
 
     def end(self) -> None:
         """Leave nothing of it on the cluster."""
@@ -175,11 +215,12 @@ class _Pass:
 
     def _begin(self, part: int) -> Any:
         key = f"{new_key('pass')}-{part}"
-        function, *whole = self._sent
-        if whole:
-            task: tuple[Any, ...] = (_apply, function, *whole, part)
-        else:
+        task: tuple[Any, ...]
+        function = self._sent["function"]
+        if self._source.apart:
             task = (_apply_apart, function, *self._apart(part), part)
+        else:
+            task = (_apply, function, self._sent["source"], part)
         future = self._client.submit(*task, key=key, pure=False)
         self._running[future] = part
         return future
@@ -187,26 +228,24 @@ class _Pass:
     def _apart(self, part: int) -> tuple[Any, ...]:
         needs = self._source.needs(part)
         held = [Future(key, self._client) for key in needs]
-        content = content_of(self._source, part)
         name = self._source.name(part)
-        return name, self._sent_home(content, part, name), needs, held
+        return name, self._placed(part, name), needs, held
 
-    def _sent_home(self, content: Any, part: int, name: str) -> Any:
-        """Put it on one worker; on another one, if that has gone meanwhile."""
-        for tried in range(LOST_AT_MOST):
+    def _placed(self, part: int, name: str) -> Any:
+        """The future of what a part is made of, on a worker that takes it."""
+        content = {new_key("part"): content_of(self._source, part)}
+        while True:
+            home = self._workers[part % len(self._workers)]
             try:
-                return self._sent_to(part + tried, content, name)
-            except WaitTimeoutError:
-                raise
-            except OSError:
-                self._workers = workers_of(self._client)
-        return self._sent_to(part, content, name)
-
-    def _sent_to(self, number: int, content: Any, name: str) -> Any:
-        home = [self._workers[number % len(self._workers)]]
-        keyed = {new_key("part"): content}
-        (sent,) = scatter(self._client, keyed, home, self._bound, name).values()
-        return sent
+                sent = scatter(self._client, content, [home], self._bound, name)
+            except OSError:  # it has gone, or hangs: another one
+                there = set(workers_of(self._client)).intersection(self._workers)
+                if not there - {home}:
+                    raise
+                self._workers = sorted(there - {home})
+            else:
+                (future,) = sent.values()
+                return future
 
 
 def _apply(

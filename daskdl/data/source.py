@@ -129,10 +129,12 @@ def rows_in(source: Source) -> int | None:
 
 
 def facts_of(rows: Rows) -> Facts:
-    """What is to be known of a part that is here."""
-    few = slice(SHOWN_ROWS)
-    shown = trees.of_both(lambda tree: trees.rows(tree, few), rows)
-    return Facts(trees.length(rows[0]), shown)
+    """What is to be known of a part that is here; nothing of it is kept."""
+
+    def few(tree: trees.Tree) -> trees.Tree:
+        return trees.mapped(lambda leaf: leaf[:SHOWN_ROWS].copy(), tree)
+
+    return Facts(trees.length(rows[0]), trees.of_both(few, rows))
 
 
 def shown_rows(rows: Any, count: int) -> Any:

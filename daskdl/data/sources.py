@@ -106,7 +106,8 @@ def _in_memory(X: Tree, y: Tree, options: SourceOptions) -> Source:
     x = _without_tables(X, "X", None)
     y = None if y is None else _without_tables(y, "y", labels)
     check_arrays(x, y)
-    source = InMemory(x, y, options.batch_size, options.shuffle_seed)
+    step_rows = options.batch_size * options.accumulate
+    source = InMemory(x, y, step_rows, options.shuffle_seed)
     source.classes = labels
     return source
 

@@ -139,9 +139,9 @@ class Scattered(Supply):
     @override
     def restore(self, part: int, key: str, workers: Sequence[str]) -> str:
         former = self._futures.get(part)
-        if former is not None and former.key == key:
+        if former is None or former.key == key:
             self._send([part], workers)
-            release([former])
+            release([] if former is None else [former])
         return str(self._futures[part].key)
 
     @override

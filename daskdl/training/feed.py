@@ -102,5 +102,6 @@ class Feed:
             for chunk in self._reader.chunks(piece):
                 self._given += chunk.length
                 yield chunk
+                del chunk  # as in the reader
             self._held.append((piece, self._given - before, self._given))
             piece = self._lease(wait=False)

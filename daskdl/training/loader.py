@@ -5,6 +5,8 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,7 +31,10 @@ class Loader:
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Callable[[], T]) -> "Future[T]":
-        """Run a job as soon as a thread is free.
+        """Run a job as soon as a thread is free, in the context of who asks for it.
+
+        So user's code finds in it what it would find in the calling thread: for one,
+        the worker of Dask's that it runs on.
 
         Args:
             job: What it raises is the future's.
@@ -40,7 +45,7 @@ class Loader:
                 threading.Thread(target=self._work, name=self._name, daemon=True)
             )
             self._threads[-1].start()
-        self._jobs.put((future, job))
+        self._jobs.put((future, partial(copy_context().run, job)))
         return future
 
     def close(self) -> None:

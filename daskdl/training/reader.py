@@ -13,7 +13,7 @@ from daskdl.data.batches import Chunk, whole
 from daskdl.data.labels import LabelCheck
 from daskdl.data.rehearsal import MISFITS
 from daskdl.data.trees import Rows
-from daskdl.errors import LostPieceError, WaitTimeoutError
+from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 from daskdl.training.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -64,45 +64,50 @@ class Reader:
     def chunks(self, piece: Piece) -> Iterator[Chunk]:
         """Yield the rows of a piece in the order in which they are trained on."""
         for i, one in enumerate(piece.ranges):
-            self._look_ahead(piece, i)
-            if one.stop < 0:
+            if one.is_whole:
                 yield from self._stream(one.part)
                 continue
+            if self._held is not None and self._held[0] != one.part:
+                self._held = None  # not two in memory that are done with
+            self._look_ahead(piece, i)
             chunk = self._read(one, piece.keys)
             if chunk is not None:
                 yield chunk
+            del chunk  # or the part would stay while the next is waited for
 
     def _look_ahead(self, piece: Piece, now: int) -> None:
         """Begin to load what comes next, and nothing that does not."""
-        wanted = [piece.ranges[now].part]
-        rows = 0
-        for later in piece.ranges[now + 1 :]:
-            enough = rows >= self._reading.prefetch * self._reading.batch_size
-            if self._reading.prefetch == 0 or (enough and len(wanted) > 1):
-                break
-            rows += later.stop - later.start
-            wanted.append(later.part)
-        if self._reading.prefetch and len(set(wanted)) == 1 and piece.ahead is not None:
-            wanted.append(piece.ahead)
+        wanted = self._wanted(piece, now)
         phase = self._reading.phase
         self._store.forget(phase, wanted)
         for part in wanted:
             new = self._held is None or part != self._held[0]
-            if new and part not in self._bad and not self._is_stream(piece, part):
+            if new and part not in self._bad:
                 self._store.begin(phase, part, piece.keys[part])
 
-    def _is_stream(self, piece: Piece, part: int) -> bool:
-        return any(one.part == part and one.stop < 0 for one in piece.ranges)
+    def _wanted(self, piece: Piece, now: int) -> Mapping[int, None]:
+        """The part that is read now and those after it, in order."""
+        wanted = {piece.ranges[now].part: None}
+        if self._reading.prefetch == 0:
+            return wanted
+        rows, enough = 0, self._reading.prefetch * self._reading.batch_size
+        at = now + 1  # no slice: a piece may have thousands of parts
+        while at < len(piece.ranges) and (rows < enough or len(wanted) == 1):
+            rows += piece.ranges[at].rows
+            wanted[piece.ranges[at].part] = None
+            at += 1
+        if len(wanted) == 1 and piece.ahead is not None:
+            wanted[piece.ahead] = None
+        return wanted
 
     def _read(self, one: Range, keys: Mapping[int, str]) -> Chunk | None:
-        if self._held is None or self._held[0] != one.part:
-            self._held = None  # not two in memory that are done with
-            if one.part not in self._bad:
-                self._hold(one.part, keys[one.part])
+        if self._held is None and one.part not in self._bad:
+            self._hold(one.part, keys[one.part])
         if self._held is None:
             self.skipped += one.stop - one.start
             return None
         _, rows, order = self._held
+        self._check_length(trees.length(rows[0]), one)
         within = slice(one.start, one.stop)
         return Chunk(rows, within if order is None else order[within])
 
@@ -114,11 +119,8 @@ class Reader:
         except (WaitTimeoutError, LostPieceError):
             raise
         except (*MISFITS, OSError) as error:
-            if not self._reading.skips:
-                error.add_note(f"in part {part} of the {phase} data")
+            if not self._leaves_out(part, error):
                 raise
-            logger.warning("part %s of the %s data is left out: %s", part, phase, error)
-            self._bad.add(part)
             return
         order = None
         if self._reading.seed is not None:
@@ -126,6 +128,24 @@ class Reader:
             rng = np.random.default_rng([*self._reading.seed, part])
             order = rng.permutation(trees.length(rows[0]))
         self._held = part, rows, order
+
+    def _leaves_out(self, part: int, error: Exception) -> bool:
+        """Whether a part that cannot be read is no reason to fail."""
+        phase = self._reading.phase
+        if not self._reading.skips:
+            error.add_note(f"in part {part} of the {phase} data")
+            return False
+        logger.warning("part %s of the %s data is left out: %s", part, phase, error)
+        self._bad.add(part)
+        return True
+
+    def _check_length(self, rows: int, one: Range) -> None:
+        if rows < one.stop:
+            raise DataError(
+                f"part {one.part} of the {self._reading.phase} data has {rows} rows "
+                f"now, and had {one.stop} or more before; it must be the same each "
+                "time it is loaded or computed: persist() it, or export it"
+            )
 
     def _check(self, rows: Rows, part: int) -> None:
         if self._reading.labels is not None:
@@ -135,6 +155,19 @@ class Reader:
     def _stream(self, part: int) -> Iterator[Chunk]:
         reading = self._reading
         size = reading.batch_size
-        for rows in self._store.stream(reading.phase, part, size, reading.prefetch):
-            self._check(rows, part)
+        bits = self._store.stream(reading.phase, part, size, reading.prefetch)
+        while True:
+            try:
+                rows = next(bits, None)
+                if rows is not None:
+                    self._check(rows, part)
+            except (WaitTimeoutError, LostPieceError):
+                raise
+            except (*MISFITS, OSError) as error:
+                if not self._leaves_out(part, error):
+                    raise
+                return
+            if rows is None:
+                return
             yield whole(rows)
+            del rows

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from daskdl.channel.base import Channel
 from daskdl.channel.remote import RemoteChannel
-from daskdl.data.loading import Fetcher
+from daskdl.data.loading import ASK_S, Fetcher
 from daskdl.data.source import Source
 from daskdl.data.trees import Rows
 from daskdl.errors import LostPieceError, WaitTimeoutError
@@ -26,6 +26,7 @@ T = TypeVar("T")
 class _Loading(NamedTuple):
     """A part on its way."""
 
+    key: str  # Dask's, or ""
     rows: Future[Rows]
     unwanted: threading.Event  # set when nobody waits for it any more
 
@@ -56,7 +57,7 @@ class Store(ABC):
         if (phase, part) not in self._begun:
             unwanted = threading.Event()
             job = self._job(phase, part, key, unwanted)
-            self._begun[phase, part] = _Loading(self._loader.submit(job), unwanted)
+            self._begun[phase, part] = _Loading(key, self._loader.submit(job), unwanted)
 
     def forget(self, phase: str, but: Collection[int]) -> None:
         """Load none of those that were begun and are not needed after all.
@@ -89,6 +90,7 @@ class Store(ABC):
             try:
                 return self._wait(phase, part, key, self._begun[phase, part].rows)
             except LostPieceError:
+                self.forget(phase, ())  # they may be where this one was
                 key = self._found_again(phase, part, key)
             finally:
                 self._drop((phase, part))
@@ -143,17 +145,28 @@ class Store(ABC):
     def _wait(self, phase: str, part: int, key: str, coming: "Future[T]") -> T:
         bound = self._timeouts.bound("data")
         look_s = min(self._timeouts.silence / 4, bound.seconds)
+        # Who fetches a result has the same bound, and says then where it is.
+        most_s = bound.seconds + (ASK_S if key else 0.0)
         for waited in itertools.count(1):
             if self._channel.wait_for_data(coming, look_s):
                 return coming.result()
-            if waited * look_s >= bound.seconds:
+            if waited * look_s >= most_s:
                 raise WaitTimeoutError(
                     f"no part came within {bound}; it is waiting for part {part} of "
                     f"the {phase} data to be loaded"
                 )
+            self._let_go_of_hanging(phase, part)
             if not self._still(phase, part, key):
                 raise LostPieceError(f"part {part} is on a worker that hangs")
         raise AssertionError
+
+    def _let_go_of_hanging(self, phase: str, part: int) -> None:
+        """Free the threads of parts ahead that would hold up the one waited for."""
+        for which, loading in list(self._begun.items()):
+            if which == (phase, part) or loading.rows.done():
+                continue
+            if not self._still(*which, loading.key):
+                self._drop(which)
 
 
 class LocalStore(Store):

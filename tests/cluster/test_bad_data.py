@@ -31,7 +31,6 @@ DATA = {
     "no label": (X, None, {}, r"y must be given, or data of pairs \(x, y\): the loss"),
     "too large": (X, changed(Y, 3, 4), {}, r"y\[3\] is 4, .* must be in \[0, 4\)"),
     "negative": (X, changed(Y, 5, -1), {}, r"y\[5\] is -1, .* must be in \[0, 4\)"),
-    "nan": (X, TARGETS, {}, r"y\[2, 0\] is nan; remove such examples"),
     "kept apart": (BLOCKS, Y, {}, r"y is in memory .* use dask.array.from_array\(y, "),
     "unlike": (
         BLOCKS[BLOCKS[:, 0] > 0],
@@ -58,6 +57,13 @@ DATA = {
 def test_data_that_cannot_be_trained_on(untouched, x, y, options, message):
     with pytest.raises(DataError, match=message):
         trainer(untouched).fit(x, y, **options)
+
+
+def test_a_target_that_is_missing(untouched):
+    own = trainer(untouched, model=nn.Linear(20, 1), loss=nn.MSELoss())
+
+    with pytest.raises(DataError, match=r"y\[2, 0\] is nan; remove such examples"):
+        own.fit(X, TARGETS)
 
 
 def test_validation_data_that_the_model_does_not_fit(untouched):
@@ -104,5 +110,7 @@ class TestOnWorkers:
         targets = changed(X[:, :1], 50, np.nan)
         own = trainer(client, model=nn.Linear(20, 1), loss=nn.MSELoss())
 
-        with pytest.raises(daskdl.DaskDLError, match=r"y of part 3\[2, 0\] is nan"):
+        with pytest.raises(
+            daskdl.DaskDLError, match=r"y of part 3 of the train data\[2, 0\] is nan"
+        ):
             own.fit(BLOCKS, da.from_array(targets, chunks=(16, 1)))

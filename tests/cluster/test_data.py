@@ -4,6 +4,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
+from distributed import get_worker
 from torch import nn
 
 from daskdl import AdaptiveThreshold
@@ -58,6 +59,17 @@ class TestKindsOfData:
         assert history.column("loss") == pytest.approx([numbers.mean()] * 2, rel=1e-6)
         assert history.column("examples") == [480, 480]
         assert {line["replica"] for line in notes.read()} == {0, 1}
+
+    def test_tasks_of_blocks_find_the_worker_that_runs_them(self, client):
+        def of_worker(block):
+            assert get_worker().address.startswith("tcp://")
+            return block
+
+        x, y = blocks()
+
+        history = trainer(client).fit(x.map_blocks(of_worker, meta=X), y)
+
+        assert history.column("examples") == [480]
 
     def test_numpy_and_torch_are_the_same_data(self, client):
         results = []

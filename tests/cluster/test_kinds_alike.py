@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from daskdl import data
 from daskdl.data.stores.store import Store
 from tests.cluster.kinds import KINDS, ROWS, Given, Joining, Where, X, Y, save_npz
+from tests.cluster.leftovers import forget_batches
 from tests.cluster.problems import kept, plain, trainer
 from tests.cluster.recording import vector
 
@@ -49,6 +50,20 @@ def reference(shared_client):
     return fitted(shared_client, Given(X, Y))
 
 
+@pytest.fixture
+def forgetful(client):
+    """A client whose scheduler does not remember the tasks it has sent.
+
+    It is in this process, and the tasks of a dataframe have the model's own future.
+    """
+    yield client
+
+    def forget(dask_scheduler):
+        forget_batches(*dask_scheduler.stream_comms.values())
+
+    client.run_on_scheduler(forget)
+
+
 def computed(client, outputs):
     """What `predict` returned as one array."""
     if isinstance(outputs, list):
@@ -60,10 +75,10 @@ def computed(client, outputs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_train_score_and_predict_alike(client, reference, tmp_path, kind):
-    given = KINDS[kind](Where(client, tmp_path))
+def test_all_train_score_and_predict_alike(forgetful, reference, tmp_path, kind):
+    given = KINDS[kind](Where(forgetful, tmp_path))
 
-    own = fitted(client, given)
+    own = fitted(forgetful, given)
     score = own.evaluate(given.x, given.y, batch_size=8, **given.options)
     outputs = own.predict(given.x, batch_size=8, **given.options)
 
@@ -74,7 +89,9 @@ def test_all_train_score_and_predict_alike(client, reference, tmp_path, kind):
     expected = reference.evaluate(X, Y, batch_size=8)
     assert score == pytest.approx({name: expected[name] for name in score}, rel=1e-6)
     assert isinstance(outputs, given.made)
-    np.testing.assert_allclose(computed(client, outputs), reference.predict(X), **CLOSE)
+    np.testing.assert_allclose(
+        computed(forgetful, outputs), reference.predict(X), **CLOSE
+    )
 
 
 def test_the_reference_depends_on_its_rows(client, reference):

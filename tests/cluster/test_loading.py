@@ -1,11 +1,10 @@
 """What a part is made of comes to the worker that wants it, or is said to be late."""
 
-import re
-
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Event, get_worker, secede, wait
+from distributed.utils_test import poll_for
 
 from daskdl.data.futures import workers_of
 from daskdl.data.loading import Fetcher
@@ -86,25 +85,27 @@ def test_what_is_persisted_is_moved_to_where_the_rest_is_computed(
 def test_what_is_computed_meanwhile_is_awaited(client, workers, fetch):
     gate = Event("load-gate", client=client)
 
-    def late(block):
-        Event("load-gate").wait(30)
-        return block
+    def late():
+        Event("load-gate").wait(60)
+        return X, Y
 
-    x = da.from_array(X, chunks=(50, 2)).map_blocks(late, meta=X)
-    x = client.persist(x, workers=[workers[0]])
-    with put(client, workers[1:], x, da.from_array(Y, chunks=50)) as supply:
-        fetched = fetch(workers[1], supply.keys[0])
-        too_soon = fetch(workers[1], supply.keys[0], 0.2)
-        with pytest.raises(WaitTimeoutError) as caught:
-            too_soon.result(30)
+    future = client.submit(late, workers=[workers[0]], pure=False)
+    try:
+        with put(client, workers[1:], [future], None) as supply:
+            fetched = fetch(workers[1], supply.keys[0])
+            poll_for(lambda: future.key in client.processing()[workers[0]], 20)
+            with pytest.raises(WaitTimeoutError) as caught:
+                fetch(workers[1], supply.keys[0], 0.2).result(30)
+            gate.set()
+
+            assert str(caught.value) == (
+                f"{future.key} did not come to {workers[1]} within 0.2 s "
+                f"(daskdl.timeouts.data); it is being computed on {workers[0]}"
+            )
+            np.testing.assert_array_equal(fetched.result(30)[0][1], Y)
+    finally:
         gate.set()
-
-        assert re.fullmatch(
-            rf"\('\S+', 0, 0\) did not come to {workers[1]} within 0\.2 s "
-            r"\(daskdl\.timeouts\.data\); it is being computed on " + workers[0],
-            str(caught.value),
-        )
-        np.testing.assert_array_equal(fetched.result(30)[0][1], Y[:50])
+        future.release()
 
 
 def test_what_is_not_wanted_any_more_is_given_up(client, workers, fetch):

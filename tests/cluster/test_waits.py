@@ -172,7 +172,6 @@ class TestNoSilentWaits:
         release = Event("release-data", client=client)
 
         def late(block):
-            secede()  # so that the replicas can start
             Event("release-data").wait()
             return block
 
@@ -186,9 +185,38 @@ class TestNoSilentWaits:
         finally:
             release.set()
         assert re.match(
-            r"replica (\d) on (tcp://\S+): piece daskdl-piece-\S+ did not come to \2 "
-            r"within 1 s \(daskdl\.timeouts\.data\); nobody has it; it waits for",
+            r"replica \d on tcp://\S+: no part came within 1 s "
+            r"\(daskdl\.timeouts\.data\); it is waiting for part \d of the train data "
+            "to be loaded",
             str(caught.value),
+        )
+
+    def test_results_that_do_not_come_are_named_with_whom_they_are_waited_from(
+        self, client
+    ):
+        release = Event("release-results", client=client)
+
+        def late(block):
+            secede()  # so that the replicas can start
+            Event("release-results").wait()
+            return block
+
+        x = da.from_array(X, chunks=(240, 20)).map_blocks(late, meta=X)
+        x = client.persist(x)
+        try:
+            with (
+                dask.config.set(soon(data="1s")),
+                pytest.raises(daskdl.WaitTimeoutError) as caught,
+            ):
+                trainer(client).fit(x, da.from_array(Y, chunks=240))
+            message = str(caught.value)
+        finally:
+            release.set()
+            del caught, x  # its frames have the results
+        assert re.match(
+            r"replica (\d) on (tcp://\S+): \('late-\w+', \d, 0\) did not come to \2 "
+            r"within 1 s \(daskdl\.timeouts\.data\); nobody has it; it waits for",
+            message,
         )
 
     def test_results_that_are_not_joined_are_named_with_their_workers(self, client):

@@ -227,22 +227,26 @@ class TestOfValidation:
 
 
 class TestCheckWhole:
-    LABELS = ClassRange(classes=2, ignore_index=-100)
+    @pytest.mark.parametrize(
+        ("y", "message"),
+        [
+            (CLASSES, "y[2] is 2, but the model"),
+            (np.array([0, 0, 0, np.nan, 0, 0]), "y[3] is nan"),
+            (torch.tensor([0, 0, 0, 0, float("nan"), 0]), "y[4] is nan"),
+            ((X, np.full(6, np.nan)), "y[1][0] is nan"),
+        ],
+        ids=["class", "nan", "nan in a tensor", "nan in a tree"],
+    )
+    def test_every_label_in_memory_is_looked_at(self, y, message):
+        labels = LabelCheck(ClassRange(classes=2, ignore_index=-100))
 
-    def test_every_label_in_memory_is_looked_at(self):
-        source = InMemory(X, CLASSES, batch_size=2)
+        with pytest.raises(DataError, match=re.escape(message)):
+            check_whole(InMemory(X, y, batch_size=2), labels)
 
-        with pytest.raises(DataError, match=re.escape("y[2] is 2, but the model")):
-            check_whole(source, LabelCheck(self.LABELS))
+    def test_what_is_not_in_memory_is_looked_at_later(self):
+        labels = LabelCheck(ClassRange(classes=2, ignore_index=-100))
 
-    def test_none_may_be_missing_whatever_the_loss(self):
-        source = InMemory(X, np.array([0, 0, 0, np.nan, 0, 0]), batch_size=2)
-
-        with pytest.raises(DataError, match=re.escape("y[3] is nan")):
-            check_whole(source, LabelCheck())
-
-    def test_labels_that_are_not_in_memory_are_left_for_later(self):
-        check_whole(Parts((X, CLASSES)), LabelCheck(self.LABELS))
+        assert check_whole(Parts((X, CLASSES)), labels) is None
 
 
 class TestRowsLike:

@@ -1,5 +1,7 @@
 """Groups of batches from leased pieces, and when a piece is given back."""
 
+import weakref
+
 import numpy as np
 
 from daskdl.channel.base import Piece
@@ -152,3 +154,20 @@ def test_a_part_that_cannot_be_read_is_counted_and_given_back():
     assert got == [[[0, 1]], [[200, 201]]]
     assert own.skipped == 3
     assert channel.returned == [0, 1, 2]
+
+
+def test_a_part_that_is_done_with_is_not_there_while_the_next_is_loaded():
+    class Watched(Rows):
+        def rows(self, phase, part, key):
+            alive.append(sum(ref() is not None for ref in refs))
+            rows = super().rows(phase, part, key)
+            refs.extend(map(weakref.ref, rows))
+            return rows
+
+    alive, refs = [], []
+    own = feed(Leasing([[(0, 0, 4), (1, 0, 4)], [(2, 0, 4)]]), Watched(4, 4, 4))
+
+    for _ in own.batches():
+        pass
+
+    assert alive == [0, 0, 0]

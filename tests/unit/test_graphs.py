@@ -6,9 +6,11 @@ import dask.array as da
 import dask.bag
 import numpy as np
 import pytest
+from dask._task_spec import Task, TaskRef
 from dask.highlevelgraph import HighLevelGraph
 
 from daskdl.data.graphs import Tasks, is_future, tasks_of
+from daskdl.errors import DataError
 from tests.unit.futures import future_of
 
 X = np.arange(12.0).reshape(6, 2)
@@ -123,6 +125,28 @@ class TestLists:
 
         assert graph.needs == ("held",)
         assert graph.rows({"held": X})[0].tolist() == (-X).tolist()
+
+
+class TestElsewhere:
+    """Results of which Dask has left nothing but their keys."""
+
+    def test_they_are_needed(self):
+        tasks = Tasks({"a": Task("a", np.negative, TaskRef("there"))}, {})
+
+        graph = tasks.part(("a", "other"), first)
+
+        assert graph.needs == ("other", "there")
+        x, _ = graph.rows({"there": X, "other": 1})
+        assert x.tolist() == (-X).tolist()
+
+    def test_only_the_cluster_has_them(self):
+        with pytest.raises(
+            DataError, match=r"there is a result on a cluster .* client="
+        ):
+            Tasks({}, {}).result("there")
+
+    def test_what_is_held_can_be_fetched(self):
+        assert Tasks({}, {"held": future_of(5, "held")}).result("held") == 5
 
 
 @pytest.mark.parametrize(

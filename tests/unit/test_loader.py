@@ -3,12 +3,15 @@
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import CancelledError, wait
+from contextvars import ContextVar
 
 import pytest
 
 from daskdl.training.loader import Loader
 
+WHO = ContextVar("who", default="nobody")
 PATIENCE_S = 30  # of a test that would fail otherwise
 
 
@@ -26,6 +29,17 @@ def threads():
 def join():
     for thread in threads():
         thread.join(PATIENCE_S)
+
+
+def test_a_job_finds_the_context_of_who_asked_for_it(loader):
+    token = WHO.set("a task")
+    try:
+        future = loader.submit(WHO.get)
+    finally:
+        WHO.reset(token)
+
+    assert future.result(PATIENCE_S) == "a task"
+    assert loader.submit(WHO.get).result(PATIENCE_S) == "nobody"
 
 
 def test_jobs_run_in_their_order_in_one_thread_of_another_name(loader):
@@ -109,19 +123,15 @@ def test_after_close_the_job_that_runs_ends_and_no_other_begins(loader):
 
 
 def test_a_part_that_was_fetched_is_not_kept(loader):
-    import gc
-    import weakref
-
     class Rows:
         pass
 
+    gone = threading.Event()
     future = loader.submit(Rows)
-    rows = weakref.ref(future.result(PATIENCE_S))
-    loader.submit(lambda: None).result(PATIENCE_S)
+    weakref.finalize(future.result(PATIENCE_S), gone.set)
     del future
-    gc.collect()
 
-    assert rows() is None
+    assert gone.wait(PATIENCE_S)
 
 
 def test_a_job_that_hangs_does_not_keep_a_process_from_ending():

@@ -75,6 +75,13 @@ def test_what_does_not_is_refused(changes, model, validation, kind, message):
         method(**changes).check(model, sources)
 
 
+def test_labels_that_a_transform_makes_are_held_to_nothing():
+    wrong = InMemory(X, CLASSES + 1, batch_size=2)
+    own = method(transform=lambda batch: (batch[0], batch[1] - 1))
+
+    assert own.check(nn.Linear(2, 3), {"train": wrong, "validation": wrong}) is None
+
+
 def test_every_label_in_memory_is_looked_at():
     labels = np.array([0, 1, 2, 0, 1, 3])
     wrong = InMemory(X, labels, batch_size=2)

@@ -91,9 +91,11 @@ class TestBag:
             ([(X[0], X[0]), (X[0], 1)], "one shape for y: "),
             ([({"a": 1}, 1), ({"b": 1}, 1)], "one shape for X: trees must have the "
              "same structure, got {'a': .}, {'b': .}"),
+            ([(1, 2), (3, None), 4], "the examples of part 0 must all be pairs (x, y), "
+             "or all x alone, got 2 of 3 without y"),
             ([("text", 1)], "X of part 0 must hold real numbers"),
         ],
-        ids=["inputs", "labels", "structure", "text"],
+        ids=["inputs", "labels", "structure", "mixed", "text"],
     )  # fmt: skip
     def test_examples_that_do_not_fit_are_refused(self, examples, message):
         with pytest.raises(DataError, match=re.escape(message)):
@@ -182,15 +184,6 @@ class TestLists:
 
         assert x.tolist() == [[1.0, 0.5], [2.0, 1.5]]
         assert y.tolist() == [1, 2]
-
-    def test_labels_in_a_table_may_be_missing(self):
-        import pandas as pd
-
-        labels = pd.Series([1, None], dtype="Int64")
-
-        _, y = pairs(parts((X[:2], labels))).load(0)
-
-        np.testing.assert_array_equal(y, [1, np.nan])
 
     def test_what_a_task_raises_comes_out_as_it_is(self):
         @dask.delayed

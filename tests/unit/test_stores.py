@@ -45,6 +45,17 @@ class Channel:
         return f"{key} again"
 
 
+class KeepingChannel(Channel):
+    """Knows of no other key, unless the part was lost."""
+
+    def __init__(self, lost):
+        super().__init__()
+        self._lost = lost
+
+    def missing(self, phase, part, key):
+        return f"{key} again" if self._lost else key
+
+
 class Fetching:
     """Stands for what gets parts from Dask."""
 
@@ -136,18 +147,40 @@ class TestWorkerStore:
         assert store.rows("train", 3, "daskdl-part") == (X, Y)
         assert channel.asked == [("train", 3, "daskdl-part")]
 
+    @pytest.mark.parametrize("lost", [False, True])
+    def test_a_part_does_not_wait_for_one_ahead_that_hangs(self, lost, worker_store):
+        hanging = threading.Event()
+
+        def rows(key, unwanted):
+            if key == "ahead":
+                hanging.set()
+                while not unwanted():
+                    threading.Event().wait(0.01)
+                raise LostPieceError(key)
+            if lost and key == "needed":
+                raise LostPieceError(key)
+            return X, Y
+
+        soon = dataclasses.replace(TIMEOUTS, silence=0.2)
+        store = worker_store(rows, KeepingChannel(lost), timeouts=soon)
+        store.begin("train", 1, "ahead")
+        assert hanging.wait(PATIENCE_S)
+
+        assert store.rows("train", 0, "needed") == (X, Y)
+
     def test_a_part_on_a_worker_that_hangs_is_had_under_its_new_key(self, worker_store):
-        let_go = threading.Event()
+        begun, let_go, told = threading.Event(), threading.Event(), []
 
         def rows(key, unwanted):
             if key == "key":
-                assert let_go.wait(PATIENCE_S)
-                assert unwanted()
+                begun.set()
+                told.append(let_go.wait(PATIENCE_S) and unwanted())
             return X, Y
 
         class Impatient(Channel):
             def wait_for_data(self, future, timeout_s):
                 if not self.asked:
+                    assert begun.wait(PATIENCE_S)
                     return False
                 let_go.set()
                 return super().wait_for_data(future, timeout_s)
@@ -155,6 +188,7 @@ class TestWorkerStore:
         store = worker_store(rows, Impatient())
 
         assert store.rows("train", 0, "key") == (X, Y)
+        assert told == [True]
 
     def test_rows_that_are_here_go_through_no_other_thread(self, worker_store):
         store = worker_store(None, None, held={"key": [X, Y]})
@@ -341,3 +375,30 @@ class TestStream:
                 thread.join(PATIENCE_S)
 
         assert asked == [0, 1]
+
+
+def test_a_part_ahead_on_a_worker_that_hangs_does_not_hold_up_the_one_waited_for(
+    worker_store,
+):
+    timeouts = dataclasses.replace(TIMEOUTS, silence=0.2)
+
+    class Moved(Channel):
+        """The part ahead has been sent again; the other one is where it was."""
+
+        def missing(self, phase, part, key):
+            return f"{key} again" if part == 1 else key
+
+    def rows(key, unwanted):
+        ends = threading.Event()
+        while key == "ahead" and not unwanted():
+            assert not ends.wait(0.01)  # its worker never answers
+        if key == "ahead":
+            raise LostPieceError(key)
+        return X, Y
+
+    store = worker_store(rows, Moved(), timeouts=timeouts)
+    store.begin("train", 1, "ahead")
+
+    x, y = store.rows("train", 0, "now")
+
+    assert (x is X, y is Y) == (True, True)

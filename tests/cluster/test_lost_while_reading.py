@@ -1,0 +1,85 @@
+"""A worker is killed while it trains: whatever it trains from, no row is lost."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import daskdl
+from tests.cluster.problems import mlp, rows, trainer
+from tests.cluster.watched import KillAt, TrainedRows, Watched, watched_blocks
+
+COUNT, EPOCHS, BATCH = 960, 4, 8
+X, _ = rows(COUNT)
+SHARDS = 8
+
+
+class Rows(Dataset):
+    """Rows and their numbers, one at a time."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return torch.from_numpy(X[index]), index
+
+
+def shard(number, shards):
+    """Every so manieth row with its number."""
+    return ((X[i], i) for i in range(number, COUNT, shards))
+
+
+class Data(NamedTuple):
+    """What is trained from."""
+
+    arguments: tuple
+    repeats: int  # rows that may be trained on again when one worker is lost
+
+
+def batch_files(folder, client):
+    daskdl.data.export(
+        X, str(folder / "files"), BATCH, y=np.arange(COUNT), batches_per_file=5
+    )
+    return Data((str(folder / "files"),), COUNT // 3)
+
+
+def lazy_blocks(folder, client):
+    return Data(watched_blocks(Watched(folder), COUNT), COUNT // 3)
+
+
+def scattered_rows(folder, client):
+    return Data((X, np.arange(COUNT)), COUNT // 3)
+
+
+def dataset(folder, client):
+    return Data((Rows(),), COUNT // 3)
+
+
+def stream(folder, client):
+    return Data((daskdl.data.Sharded(shard, SHARDS),), COUNT // SHARDS)
+
+
+@pytest.mark.parametrize(
+    "kind", [batch_files, lazy_blocks, scattered_rows, dataset, stream]
+)
+def test_every_row_is_trained_on_in_each_epoch(three, tmp_path, kind):
+    data, trained = kind(tmp_path, three), TrainedRows(tmp_path)
+    # In the second epoch at the latest, in the middle of what it has leased.
+    callbacks = [trained, KillAt(COUNT // BATCH // 3 + 3)]
+    own = trainer(three, model=mlp, loss=trained, callbacks=callbacks)
+
+    history = own.fit(*data.arguments, epochs=EPOCHS, batch_size=BATCH)
+
+    found = trained.by_epoch()
+    assert len(history) == len(found) == EPOCHS
+    for epoch in found:
+        assert epoch.keys() == set(range(COUNT))
+    doubled = [epoch.total() - COUNT for epoch in found]
+    again = history.column("repeated_pieces")
+    assert sum(again) >= 1
+    assert [epoch for epoch, pieces in enumerate(again) if not pieces] == [
+        epoch for epoch, count in enumerate(doubled) if not count
+    ]
+    assert max(doubled) <= data.repeats

@@ -1,0 +1,62 @@
+"""Workers that go while all parts are gone through once, beside training."""
+
+import os
+
+import numpy as np
+import pytest
+
+from daskdl.data.passes import each_part
+from daskdl.data.sources import source_of
+from daskdl.errors import DataError
+from tests.cluster.clusters import cluster_of
+
+X = np.arange(640.0).reshape(320, 2)
+
+
+def first_of(source, part):
+    return float(source.load(part)[0][0, 0])
+
+
+def end_worker(source, part):
+    if part == 1:
+        os._exit(1)
+    return part
+
+
+def test_parts_go_to_the_workers_that_are_still_there():
+    source = source_of(X)
+    found = {}
+
+    with cluster_of(2) as client:
+        for part, number in each_part(source, first_of, client, send=True):
+            found[part] = number
+            if len(found) == 1:
+                client.retire_workers([min(client.nthreads())])
+
+    assert found == {part: first_of(source, part) for part in range(source.parts)}
+
+
+@pytest.mark.parametrize("send", [True, False], ids=["apart", "as a whole"])
+def test_a_part_that_ends_its_workers_is_an_error(send):
+    source = source_of(X) if send else source_of(Numbers())
+
+    with (
+        cluster_of(2) as client,
+        pytest.raises(
+            (DataError, RuntimeError), match=r"was lost with its worker|attempts"
+        ),
+    ):
+        dict(each_part(source, end_worker, client, send=send))
+
+
+class Numbers:
+    """A dataset, which goes to each worker as a whole."""
+
+    def __len__(self):
+        return 320
+
+    def __getitem__(self, i):
+        return X[i], i
+
+    def __getitems__(self, several):
+        return [self[i] for i in several]

@@ -1,0 +1,102 @@
+"""What has to be known of data before anybody trains on them."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from daskdl.data.in_memory import InMemory
+from daskdl.data.looking import looked_at
+from daskdl.data.source import Facts
+from daskdl.errors import DataError
+from tests.unit.part_sources import Parts, Streamed
+
+X = np.arange(12.0).reshape(6, 2)
+BAD = DataError("cannot read it")
+
+
+class Known(Parts):
+    """Parts that take what was found."""
+
+    def known(self, facts):
+        whole = type(self)(*self.pairs)
+        whole.facts = facts
+        whole.lengths = [fact.rows for fact in facts]
+        whole.first = next(fact.first for fact in facts if fact.rows)
+        return whole
+
+
+def test_lengths_and_the_first_rows_are_found():
+    source = Known((X[:0], None), (X[:4], None), (X[4:], None))
+
+    whole = looked_at(source, False)
+
+    assert whole.lengths == [0, 4, 2]
+    assert whole.first[0].tolist() == X[:2].tolist()
+
+
+@pytest.mark.parametrize("kind", [InMemory, Streamed], ids=["in memory", "sequential"])
+def test_what_is_known_is_not_looked_at(kind, caplog):
+    if kind is InMemory:
+        source = InMemory(X, None, batch_size=2)
+    else:
+        source = Streamed((X, None))
+        source.first = X[:1], None
+
+    with caplog.at_level(logging.INFO, logger="daskdl.data.looking"):
+        assert looked_at(source, False) is source
+
+    assert caplog.messages == []
+
+
+def test_the_log_says_that_it_takes_a_pass_and_what_came_out(caplog):
+    with caplog.at_level(logging.INFO, logger="daskdl.data.looking"):
+        looked_at(Known((X, None), (X[:1], None)), False)
+
+    assert caplog.messages == [
+        "the rows of 2 parts are counted, once",
+        "there are 7 rows in 2 parts",
+    ]
+
+
+@pytest.mark.parametrize("error", [BAD, KeyError("mine"), OSError("gone")], ids=repr)
+def test_a_part_that_cannot_be_read_is_an_error(error):
+    with pytest.raises(type(error)) as caught:
+        looked_at(Known((X, None), error), False)
+
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [BAD, KeyError("mine"), OSError("gone")], ids=repr)
+def test_it_is_left_out_if_it_may_be_and_the_log_says_which(error, caplog):
+    source = Known(error, (X, None), error)
+
+    with caplog.at_level(logging.WARNING, logger="daskdl.data.looking"):
+        whole = looked_at(source, False, skips=True)
+
+    assert whole.lengths == [0, 6, 0]
+    assert whole.first[0].tolist() == X[:2].tolist()
+    assert caplog.messages == [
+        f"box 0 is left out: {error}",
+        f"box 2 is left out: {error}",
+        "2 parts cannot be read and are left out: [0, 2]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "pairs", [[(X[:0], None)] * 2, [BAD, (X[:0], None)]], ids=["empty", "unreadable"]
+)
+def test_data_without_any_row_are_refused(pairs):
+    with pytest.raises(DataError, match="X must not be empty, got no rows in 2 parts"):
+        looked_at(Known(*pairs), False, skips=True)
+
+
+def test_what_a_source_finds_more_cheaply_is_used():
+    class Cheap(Known):
+        def look(self, part):
+            return Facts(5, (X[:1], None))
+
+        def load(self, part):
+            raise AssertionError
+
+    assert looked_at(Cheap(1, 2), False).lengths == [5, 5]

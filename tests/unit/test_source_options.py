@@ -1,0 +1,81 @@
+"""How data are to be read: arguments that fit, evaluate and predict have in common."""
+
+import re
+
+import cloudpickle
+import pytest
+import torch
+
+from daskdl.data.options import ReadOptions, SourceOptions, check_choice, one_of
+from daskdl.errors import OptionError
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("batch_size", 0, "batch_size must be a whole number >= 1, got 0"),
+        ("batch_size", 1.0, "batch_size must be a whole number >= 1, got 1.0"),
+        ("on_bad_batch", "ignore", "on_bad_batch must be 'raise' or 'skip', got 'ign"),
+        ("on_bad_batch", None, "on_bad_batch must be 'raise' or 'skip', got None"),
+        ("transform", 3, "transform must be a function or None, got 3"),
+        ("loader", "csv", "loader must be a function load(path) -> (x, y), or one of"),
+        ("collate_fn", [], "collate_fn must be a function or None, got []"),
+    ],
+    ids=repr,
+)
+def test_an_option_is_refused_by_name(option, value, message):
+    with pytest.raises(OptionError, match=re.escape(message)):
+        ReadOptions(**{"batch_size": 1, option: value})
+
+
+@pytest.mark.parametrize(("word", "skips"), [("raise", False), ("skip", True)])
+def test_only_one_word_leaves_parts_out(word, skips):
+    assert ReadOptions(1, on_bad_batch=word).skips is skips
+
+
+def test_how_parts_are_made_follows_from_them():
+    read = ReadOptions(8, loader=len, collate_fn=list)
+
+    made = read.source(5, labelled=False, accumulate=3)
+
+    assert made == SourceOptions(8, 5, len, list, 1, labelled=False, accumulate=3)
+
+
+def test_a_word_that_is_allowed_passes():
+    assert check_choice("x", "b", ("a", "b")) is None
+
+
+def doubled(batch):
+    x, y = batch
+    return 2 * x, y
+
+
+def raised(batch):
+    x, y = batch
+    return x + 1, y
+
+
+@pytest.mark.parametrize(
+    ("transforms", "expected"),
+    [
+        ((doubled, None), 10.0),
+        ((None, doubled), 10.0),
+        ((doubled, raised), 11.0),
+        ((raised, doubled), 12.0),
+        ((raised, doubled, raised), 13.0),
+    ],
+    ids=["one", "the other", "both", "the other way round", "three"],
+)
+def test_transforms_are_made_one_after_the_other_wherever_they_are(
+    transforms, expected
+):
+    transform = cloudpickle.loads(cloudpickle.dumps(one_of(*transforms)))
+
+    x, y = transform((torch.tensor(5.0), "labels"))
+
+    assert (x.item(), y) == (expected, "labels")
+
+
+def test_of_no_transforms_there_is_none():
+    assert one_of(None, None) is None
+    assert one_of() is None

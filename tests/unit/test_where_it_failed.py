@@ -1,0 +1,112 @@
+"""What the user's own loading raises says of which part it was; steps and batches."""
+
+import dask
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from daskdl import Trainer
+from daskdl.data.graphs import tasks_of
+from daskdl.data.sources import source_of
+from daskdl.errors import DataError, ModelError
+
+
+def trainer(**options):
+    return Trainer(
+        lambda: nn.Linear(2, 2),
+        nn.CrossEntropyLoss(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        client=False,
+        **options,
+    )
+
+
+def fitted():
+    own = trainer()
+    own.fit(np.zeros((4, 2), np.float32), np.zeros(4, np.int64))
+    return own
+
+
+class Torn(torch.utils.data.Dataset):
+    """Its first items are good."""
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, i):
+        if i == 150:
+            raise ValueError("torn")
+        return np.zeros(2, np.float32), 0
+
+
+def torn():
+    raise ValueError("torn")
+
+
+@pytest.mark.parametrize(
+    ("do", "where"),
+    [
+        (lambda own: own.evaluate(Torn()), "items 128 to 191 of the dataset"),
+        (lambda own: own.predict(Torn()), "items 128 to 191 of the dataset"),
+        (lambda own: own.evaluate([dask.delayed(torn)()]), "part 0"),
+        (lambda own: own.fit([dask.delayed(torn)()]), "part 0"),
+    ],
+    ids=["evaluate", "predict", "looking before evaluating", "looking before a fit"],
+)
+def test_an_error_has_a_note_with_its_part(do, where):
+    own = fitted()
+
+    with pytest.raises(ValueError, match="torn") as caught:
+        do(own)
+
+    assert f"in {where}" in caught.value.__notes__
+
+
+def test_collate_fn_gets_the_items_of_a_batch_not_of_a_step():
+    sizes = set()
+
+    def collate(items):
+        sizes.add(len(items))
+        return np.stack([x for x, _ in items]), np.array([y for _, y in items])
+
+    data = torch.utils.data.TensorDataset(
+        torch.zeros(40, 2), torch.zeros(40, dtype=torch.int64)
+    )
+
+    trainer(accumulate=2).fit(data, batch_size=4, collate_fn=collate)
+
+    assert sizes == {2, 4}  # two to rehearse with
+
+
+def test_parts_of_one_collection_have_one_graph():
+    parts = dask.delayed([dask.delayed(abs)(-i) for i in range(3)])
+    both = [dask.delayed(sum)(parts), dask.delayed(max)(parts)]
+
+    tasks, keys = tasks_of(both)
+
+    values = [tasks.part([key], lambda values: values).rows({}) for key in keys]
+    assert values == [[3], [2]]
+
+
+def test_a_transform_must_keep_the_rows_that_are_predicted():
+    def first_of(batch):
+        return batch[0][:2], batch[1]
+
+    with pytest.raises(ModelError, match=r"the shape \(2, 2\) for 4 rows"):
+        fitted().predict(np.zeros((4, 2), np.float32), transform=first_of)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ({}, "X must not be empty, got no array at all"),
+        (DataLoader([1]), "X must not be a DataLoader, .* give its dataset"),
+    ],
+    ids=["no array", "DataLoader"],
+)
+@pytest.mark.parametrize("y", [None, np.zeros(4)], ids=["alone", "with labels"])
+def test_what_has_no_rows_is_refused(x, y, message):
+    with pytest.raises(DataError, match=message):
+        source_of(x, y)

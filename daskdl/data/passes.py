@@ -53,9 +53,6 @@ def each_part(
 
     Yields:
         Pairs (part, result), in any order.
-
-    Raises:
-        LostPieceError: If a part was lost with its worker again and again.
     """
     numbers = iter(range(source.parts) if parts is None else parts)
     stays = client is False or (source.here and not send)
@@ -144,6 +141,7 @@ class _Pass:
         for _, part in zip(range(most), numbers, strict=False):
             coming.add(self._begin(part))
         for future in coming:
+            part = self._running[future]
             try:
                 result = future.result()  # one that failed is let go of in the end
             except FutureCancelledError as error:
@@ -151,7 +149,7 @@ class _Pass:
                 self._recover(part, error)
                 coming.add(self._begin(part))
                 continue
-            part = self._running.pop(future)
+            del self._running[future]
             future.release()
             for following in itertools.islice(numbers, 1):
                 coming.add(self._begin(following))
@@ -188,30 +186,7 @@ class _Pass:
     def end(self) -> None:
         """Leave nothing of it on the cluster."""
         release(list(self._running))
-        release(self._sent)
-
-    def _spread(self) -> list[Any]:
-        """Put what all tasks need on every worker."""
-        nbytes = sum(value.payload.nbytes for value in self._packed)
-        what = f"what is to be done ({nbytes} bytes)"
-        keyed = {new_key("sent"): value for value in self._packed}
-        sent = scatter(self._client, keyed, self._workers, self._bound, what)
-        return list(sent.values())
-
-    def _again(self, part: int, error: FutureCancelledError) -> Any:
-        """To another worker, as what was sent of it was lost with one."""
-        self._lost[part] += 1
-        if self._lost[part] > LOST_AT_MOST:
-            raise LostPieceError(
-                f"{self._source.name(part)} was lost {self._lost[part]} times, each "
-                "time with the worker that had it; does it take more memory than a "
-                "worker has?"
-            ) from error
-        self._workers = workers_of(self._client)
-        if any(future.status != "finished" for future in self._sent):
-            release(self._sent)
-            self._sent = self._spread()
-        return self._begin(part)
+        release(self._sent.values())
 
     def _begin(self, part: int) -> Any:
         key = f"{new_key('pass')}-{part}"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from distributed import KilledWorker
 
+from daskdl.data import passes
 from daskdl.data.checking.validation import validate
 from daskdl.data.in_memory import InMemory
 from daskdl.data.normalising.normalisers import Standardize
@@ -15,7 +16,7 @@ from daskdl.data.passes import each_part
 from daskdl.data.source import Source
 from daskdl.data.sources import source_of
 from daskdl.data.stores.store import Store
-from daskdl.errors import DataError, LostPieceError, OptionError
+from daskdl.errors import DataError, OptionError
 
 
 class Boxes(Source):
@@ -183,5 +184,15 @@ def test_a_part_whose_worker_is_lost_is_done_on_another(three, tmp_path, kind):
 def test_a_part_that_ends_every_worker_ends_the_pass(three, tmp_path, kind):
     function = Dying(tmp_path, poison=10.0)
 
-    with pytest.raises((LostPieceError, KilledWorker, OptionError)):
+    # Where nobody is left to send a part to, that is what is said.
+    with pytest.raises((OptionError, KilledWorker, OSError)):
+        dict(each_part(KINDS[kind](), function, three, send=True))
+
+
+@pytest.mark.parametrize("kind", ["in memory", "lazy"])
+def test_it_ends_before_all_workers_are_gone(three, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(passes, "MOST_LOSSES", 1)
+    function = Dying(tmp_path, poison=10.0)
+
+    with pytest.raises(DataError, match=r"^part \d+ was lost with its worker 2 times"):
         dict(each_part(KINDS[kind](), function, three, send=True))

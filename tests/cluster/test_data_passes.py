@@ -1,15 +1,22 @@
 """Normalisers and validation: one task for each part, the same result as without."""
 
 import os
+import signal
 
+import dask.array as da
 import numpy as np
 import pytest
+from distributed import KilledWorker
 
+from daskdl.data import passes
 from daskdl.data.checking.validation import validate
+from daskdl.data.in_memory import InMemory
 from daskdl.data.normalising.normalisers import Standardize
+from daskdl.data.passes import each_part
 from daskdl.data.source import Source
+from daskdl.data.sources import source_of
 from daskdl.data.stores.store import Store
-from daskdl.errors import DataError
+from daskdl.errors import DataError, OptionError
 
 
 class Boxes(Source):
@@ -106,3 +113,86 @@ def test_files_go_to_quarantine_from_the_workers(client, tmp_path):
     assert [move.to for move in report.moved] == [
         str(tmp_path / "bad" / name) for name in ("0", "5", "10")
     ]
+
+
+def once(folder, action):
+    """Do something the first time that this is called, on any worker."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return
+    action()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dying:
+    """Sums up a part; the first call, or each one of one part, ends its worker."""
+
+    def __init__(self, folder, poison=None):
+        self.folder = folder
+        self.poison = poison
+
+    def __call__(self, source, part):
+        x, _ = source.load(part)
+        if self.poison is None:
+            once(self.folder, die)
+        elif x.min() == self.poison:
+            die()
+        return float(x.sum())
+
+
+VALUES = np.arange(24.0)
+
+
+def in_memory():
+    return InMemory(VALUES, None, batch_size=2)
+
+
+def lazy():
+    return source_of(da.from_array(VALUES, chunks=2))
+
+
+class Whole(Source):
+    """Sent to each worker as a whole."""
+
+    lengths = first = None
+    parts = 12
+
+    def load(self, part):
+        return VALUES[2 * part : 2 * part + 2], None
+
+
+KINDS = {"in memory": in_memory, "lazy": lazy, "whole": Whole}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_whose_worker_is_lost_is_done_on_another(three, tmp_path, kind):
+    function = Dying(tmp_path / "died")
+
+    results = dict(each_part(KINDS[kind](), function, three, send=True))
+
+    assert (tmp_path / "died").exists()
+    assert results == {
+        part: VALUES[2 * part : 2 * part + 2].sum() for part in range(12)
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_that_ends_every_worker_ends_the_pass(three, tmp_path, kind):
+    function = Dying(tmp_path, poison=10.0)
+
+    # Where nobody is left to send a part to, that is what is said.
+    with pytest.raises((OptionError, KilledWorker, OSError)):
+        dict(each_part(KINDS[kind](), function, three, send=True))
+
+
+@pytest.mark.parametrize("kind", ["in memory", "lazy"])
+def test_it_ends_before_all_workers_are_gone(three, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(passes, "MOST_LOSSES", 1)
+    function = Dying(tmp_path, poison=10.0)
+
+    with pytest.raises(DataError, match=r"^part \d+ was lost with its worker 2 times"):
+        dict(each_part(KINDS[kind](), function, three, send=True))

@@ -16,6 +16,7 @@ from daskdl.data.formats.csv import Csv
 from daskdl.data.formats.loaders import FromBytes, OneExample
 from daskdl.data.formats.parquet import Parquet
 from daskdl.data.images.image_folder import image_folder
+from daskdl.data.shards.index import Index
 from daskdl.data.shards.packing import file_batches
 from daskdl.data.stores.store import Store
 from tests.unit.pictures import encoded, folder, pixels
@@ -289,13 +290,14 @@ class TestBatchFiles:
 def test_a_damaged_file_at_the_beginning_of_a_shard_is_named(tmp_path):
     store = Store(str(tmp_path / "files"))
     for i in range(5):
-        store.write(f"{i}.txt", b"torn" if i == 0 else b"1")
+        store.write(f"{i}.txt", b"torn" if i == 2 else b"1")
     url = str(tmp_path / "packed")
     file_batches(store.url, url, 2, client=False)
+    assert Index.read(Store(url)).shards[0].members[0].name == "2.txt"
     loader = OneExample(FromBytes(lambda content: np.array([float(content)])))
 
     report = validate(url, loader=loader, client=False)
 
     assert (report.files, report.rows) == (5, 4)
     assert [one[1:3] for one in report.offenders] == [(None, "unreadable")]
-    assert "0.txt" in report.offenders[0].part
+    assert "2.txt" in report.offenders[0].part

@@ -212,6 +212,18 @@ class TestLabels:
     def test_numbers_have_no_names(self):
         assert columns(frame(), frame()["a"]).classes is None
 
+    @pytest.mark.parametrize("name", ["label", "number"])
+    def test_one_may_be_missing_in_a_table(self, name):
+        own = {"label": NAMES, "number": pd.Series(Y, dtype="Int64")}[name]
+        whole = columns(frame(), frame(own))
+        labels = frame(own.mask(pd.Series(range(len(own))) == 5))
+
+        source = columns(frame(), labels)
+
+        assert np.flatnonzero(np.isnan(source.load(0)[1])).tolist() == [5]
+        known = looked_at(source, False)
+        assert known.first[1].dtype == whole.first[1].dtype
+
 
 def test_a_missing_value_of_a_table_is_named_with_its_column_and_part():
     table = TABLE.assign(b=TABLE["b"].where(TABLE["a"] != 20))

@@ -185,6 +185,15 @@ class TestLists:
         assert x.tolist() == [[1.0, 0.5], [2.0, 1.5]]
         assert y.tolist() == [1, 2]
 
+    def test_labels_in_a_table_may_be_missing(self):
+        import pandas as pd
+
+        labels = pd.Series([1, None], dtype="Int64")
+
+        _, y = pairs(parts((X[:2], labels))).load(0)
+
+        np.testing.assert_array_equal(y, [1, np.nan])
+
     def test_what_a_task_raises_comes_out_as_it_is(self):
         @dask.delayed
         def fail():

@@ -47,6 +47,7 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.channel
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.kill
+	$(BIN)/python -m benchmarks.data
 
 study: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \

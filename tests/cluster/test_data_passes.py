@@ -17,6 +17,7 @@ from daskdl.data.source import Source
 from daskdl.data.sources import source_of
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
+from tests.cluster.clusters import cluster_of
 
 
 class Boxes(Source):
@@ -168,11 +169,18 @@ class Whole(Source):
 KINDS = {"in memory": in_memory, "lazy": lazy, "whole": Whole}
 
 
+@pytest.fixture
+def mortal():
+    """A client of three workers, which may all be dead in the end."""
+    with cluster_of(3) as client:
+        yield client
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_part_whose_worker_is_lost_is_done_on_another(three, tmp_path, kind):
+def test_a_part_whose_worker_is_lost_is_done_on_another(mortal, tmp_path, kind):
     function = Dying(tmp_path / "died")
 
-    results = dict(each_part(KINDS[kind](), function, three, send=True))
+    results = dict(each_part(KINDS[kind](), function, mortal, send=True))
 
     assert (tmp_path / "died").exists()
     assert results == {
@@ -181,18 +189,18 @@ def test_a_part_whose_worker_is_lost_is_done_on_another(three, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_part_that_ends_every_worker_ends_the_pass(three, tmp_path, kind):
+def test_a_part_that_ends_every_worker_ends_the_pass(mortal, tmp_path, kind):
     function = Dying(tmp_path, poison=10.0)
 
     # Where nobody is left to send a part to, that is what is said.
     with pytest.raises((OptionError, KilledWorker, OSError)):
-        dict(each_part(KINDS[kind](), function, three, send=True))
+        dict(each_part(KINDS[kind](), function, mortal, send=True))
 
 
 @pytest.mark.parametrize("kind", ["in memory", "lazy"])
-def test_it_ends_before_all_workers_are_gone(three, tmp_path, kind, monkeypatch):
+def test_it_ends_before_all_workers_are_gone(mortal, tmp_path, kind, monkeypatch):
     monkeypatch.setattr(passes, "MOST_LOSSES", 1)
     function = Dying(tmp_path, poison=10.0)
 
     with pytest.raises(DataError, match=r"^part \d+ was lost with its worker 2 times"):
-        dict(each_part(KINDS[kind](), function, three, send=True))
+        dict(each_part(KINDS[kind](), function, mortal, send=True))

@@ -6,7 +6,6 @@ the module, and the channel's interface.
 
 import json
 import os
-import resource
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
 from daskdl.training.base import Exchange
+from tests.cluster.memory import peak_bytes
 
 GRID = 2.0**-24  # of the runs here
 
@@ -208,7 +208,7 @@ class Recording(Exchange):
             folds=channel.folds,
             states=channel.states,
             leads=channel.leads,
-            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_bytes=peak_bytes(),
         )
 
     # Abstract methods are looked up on the class, not by __getattr__.

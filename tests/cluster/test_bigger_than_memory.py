@@ -6,7 +6,6 @@ ones take longer to make than to train on; each has another.
 """
 
 import os
-import resource
 
 import dask.array as da
 import numpy as np
@@ -17,6 +16,7 @@ from torch import nn
 
 from daskdl import Trainer
 from tests.cluster.clusters import cluster_of
+from tests.cluster.memory import peak_bytes
 from tests.cluster.watched import note, notes
 
 LIMIT, TIMES, EPOCHS = "800MB", 4, 2
@@ -38,10 +38,6 @@ def block(folder):
         return np.full((ROWS, FEATURES), number / BLOCKS, np.float32)
 
     return make
-
-
-def peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @pytest.mark.timeout(180)

@@ -1,7 +1,6 @@
 """The user's object: fit, evaluate, predict."""
 
-import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -14,37 +13,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from daskdl.callbacks import Callback
 from daskdl.cluster import check_outlives
 from daskdl.data.batches import Transform
-from daskdl.data.checks import of_validation, trainable
 from daskdl.data.collections import is_lazy
 from daskdl.data.formats.loaders import Loader
-from daskdl.data.labels import LabelCheck
 from daskdl.data.options import Approach, OnBad, ReadOptions, one_of
-from daskdl.data.pairs import pair
-from daskdl.data.source import Source, is_known, rows_in
 from daskdl.data.sources import source_of
-from daskdl.errors import OptionError, RunError
+from daskdl.errors import OptionError
+from daskdl.fitting import Fitting, Run
 from daskdl.history import History
 from daskdl.objective import Loss, OwnStep, objective_of
-from daskdl.packed import Packed, PackedModel
 from daskdl.sites import site_of
-from daskdl.steps import unpack_rows
-from daskdl.training.adoption import Moved, adopt, starting_model
-from daskdl.training.base import Outcome, TrainingMaster
-from daskdl.training.driver import Driver
-from daskdl.training.follow import Follower
+from daskdl.training.adoption import Standing, starting_model
+from daskdl.training.base import TrainingMaster
 from daskdl.training.learning_rate import Scheduling
-from daskdl.training.merge import Final
 from daskdl.training.method import Method
-from daskdl.training.options import FitOptions, check_trainer
+from daskdl.training.options import FitOptions, TrainerOptions
 from daskdl.training.oversight import Oversight
 from daskdl.training.sharing import GradientSharing
-from daskdl.training.small_threshold import hint_at_small_threshold
 from daskdl.training.stepping import Stepping
-from daskdl.training.task import Recipe, TaskOptions
-from daskdl.vectors import FlatParameters, grid_for
-
-OUTBOX_BYTES = 2**20  # more would only grow old; the residual is the better queue
-INBOX_BYTES = 64 * 2**20  # of decoded entries; beyond it they are folded
 
 
 @dataclass(eq=False)
@@ -144,13 +129,9 @@ class Trainer:
     classes_: Sequence[str] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        check_trainer(
-            self.master, self.device, self.seed, self.callbacks, self.progress
-        )
+        self._options()
         self._method(self.transform)
-        self._moved: Moved | None = None
-        self._sent: Outcome | None = None
-        self._epochs = 0  # of all fits so far
+        self._standing = Standing()
 
     def fit(  # noqa: PLR0913 - as in Keras and scikit-learn, one name for each
         self,
@@ -206,28 +187,22 @@ class Trainer:
             RunError: If the run ended early for another reason. In these three
                 cases `model_` is what all replicas agreed on last.
         """
-        read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
+        both = one_of(transform, self.transform)
+        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
         fit = FitOptions(read, epochs, shuffle, prefetch, approach)
-        sources = self._sources(fit, X, y, validation)
+        method = self._method(read.transform)
+        fitting = Fitting(method, self._options(), fit, self._standing)
+        sources = fitting.sources(X, y, validation)
         model = getattr(self, "model_", None)
         if model is None:
             model = starting_model(self.model, self.seed)
-        method = self._method(read.transform)
-        labels = None
-        if early := all(is_known(source) for source in sources.values()):
-            labels = method.check(model, sources)
-        with site_of(self.client) as site, site.ready(sources, fit, self.seed) as ready:
-            if not early:
-                labels = method.check(model, ready)
-            recipe = method.recipe(model, self._moved, self.callbacks, ready["train"])
-            options = self._options(method, model, fit, ready, labels)
-            with site.stage(options, ready) as stage:
-                if self.master.averages:
-                    method.warn(model, len(stage.seats))
-                self.classes_ = ready["train"].classes
-                rows = rows_in(ready["train"])
-                examples = None if rows is None else rows * epochs
-                return self._run(Driver(stage), options, recipe, model, examples)
+        with site_of(self.client) as site, fitting.begun(model, sources, site) as run:
+            self.history_, self.classes_ = run.history, run.classes
+            try:
+                run.train()
+            finally:  # what was trained until it ended early is not lost
+                self._adopt(model, run)
+        return self.history_
 
     def evaluate(
         self,
@@ -255,7 +230,8 @@ class Trainer:
             ``"loss"``, and for class indices ``"accuracy"``, means over all rows;
             with a `step` the loss only.
         """
-        read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
+        both = one_of(transform, self.transform)
+        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
         objective = self._method(None).objective
         labelled = not isinstance(objective, OwnStep)
         source = source_of(X, y, read.source(None, labelled))
@@ -289,36 +265,12 @@ class Trainer:
         Raises:
             OptionError: If it would be lazy, and no cluster is there to compute it.
         """
-        read = self._read(batch_size, transform, loader, collate_fn, "raise")
+        both = one_of(transform, self.transform)
+        read = ReadOptions(batch_size, both, loader, collate_fn)
         if is_lazy(X):
             check_outlives(self.client)
         with site_of(self.client) as site:
             return site.predict(self._fitted(), X, read)
-
-    def _read(
-        self,
-        batch_size: int,
-        transform: Transform | None,
-        loader: Loader | Callable[..., Any] | None,
-        collate_fn: Callable[..., Any] | None,
-        on_bad_batch: OnBad,
-    ) -> ReadOptions:
-        both = one_of(transform, self.transform)
-        return ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-
-    def _sources(
-        self, fit: FitOptions, X: Any, y: Any, validation: Any
-    ) -> dict[str, Source]:
-        labelled = self.step is None
-        seed = self.seed if fit.shuffle else None
-        sources = {
-            "train": source_of(X, y, fit.read.source(seed, labelled, self.accumulate))
-        }
-        if validation is not None:
-            with of_validation():
-                own = fit.read.source(None, labelled)
-                sources["validation"] = source_of(*pair(validation), own)
-        return sources
 
     def _fitted(self) -> nn.Module:
         if not hasattr(self, "model_"):
@@ -335,69 +287,14 @@ class Trainer:
             transform,
         )
 
-    def _options(
-        self,
-        method: Method,
-        model: nn.Module,
-        fit: FitOptions,
-        phases: Collection[str],
-        labels: LabelCheck | None,
-    ) -> TaskOptions:
-        flat = FlatParameters(PackedModel(model).unpack())
-        self.master.check(flat)
-        return TaskOptions(
-            run=secrets.randbits(63),
-            master=self.master,
-            epochs=fit.epochs,
-            epochs_before=self._epochs,
-            batch_size=fit.read.batch_size,
-            seed=self.seed,
-            shuffle=fit.shuffle,
-            device=str(self.device),
-            validates="validation" in phases,
-            labels=labels,
-            size=flat.size,
-            grid=grid_for(flat),
-            last=self._sent,
-            outbox_bytes=OUTBOX_BYTES,
-            inbox_bytes=INBOX_BYTES,
-            timeouts=self.master.timeouts(),
-            stepping=method.stepping,
-            oversight=method.oversight,
-            prefetch=fit.prefetch,
-            skips_bad=fit.read.skips,
+    def _options(self) -> TrainerOptions:
+        return TrainerOptions(
+            self.master, self.device, self.seed, self.callbacks, self.progress
         )
 
-    def _run(
-        self,
-        driver: Driver,
-        options: TaskOptions,
-        recipe: Packed[Recipe],
-        model: nn.Module,
-        examples: int | None,
-    ) -> History:
-        self.history_ = History()
-        follower = Follower(
-            self.history_, self.callbacks, options.size, examples, self.progress
-        )
-        try:
-            with follower:
-                driver.run(recipe, follower.follow)
-        finally:  # what was trained until it ended early is not lost
-            self._epochs += len(self.history_)
-            if driver.final is not None:
-                self._adopt(model, driver.final)
-        if driver.final is None:
-            raise RunError("the run ended without a result")
-        hint_at_small_threshold(self.history_[-1])
-        return self.history_
-
-    def _adopt(self, model: nn.Module, final: Final) -> None:
-        final.parameters.load_into(model)
-        self.model_ = model
-        self.optimizer_ = self.optimizer(trainable(model))
-        scheduling = self._method(None).scheduling
-        self._moved = adopt(self.optimizer_, scheduling, final, self._moved)
-        self.scheduler_ = self._moved.rate.scheduler
-        self._sent = final.outcome or self._sent
-        self.history_.steps.extend(unpack_rows(final.steps))
+    def _adopt(self, model: nn.Module, run: Run) -> None:
+        self._standing = run.settle_(model)
+        moved = self._standing.moved
+        if run.final is not None and moved is not None:
+            self.model_ = model
+            self.optimizer_, self.scheduler_ = moved.optimizer, moved.rate.scheduler

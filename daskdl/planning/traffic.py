@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from daskdl.channel import live, neighbour, relay
 from daskdl.channel.messages import ITEM_OVERHEAD_BYTES
+from daskdl.fitting import OUTBOX_BYTES
 from daskdl.planning.costs import Costs
 from daskdl.planning.network import Network
 from daskdl.sites import RELAY_BYTES
-from daskdl.trainer import OUTBOX_BYTES
 from daskdl.training.sharing import GradientSharing
 
 

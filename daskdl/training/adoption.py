@@ -1,6 +1,7 @@
 """What a trainer goes on from: the start of a fit, and the end of the one before."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from daskdl.data.checks import check_module
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.packed import PackedModel
+from daskdl.training.base import Outcome
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import restore_
@@ -31,6 +33,21 @@ class Moved(NamedTuple):
     def schedule(self, scheduling: Scheduling) -> bytes:
         """Where the scheduler stands; empty if another one is to begin."""
         return self.rate.state() if scheduling == self.scheduling else b""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What the fits of a trainer so far leave to the next one, beside the model.
+
+    Attributes:
+        moved: By the last one, or None.
+        sent: How far the last one that left anything came with compression.
+        epochs: Of all of them.
+    """
+
+    moved: Moved | None = None
+    sent: Outcome | None = None
+    epochs: int = 0
 
 
 def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -15,22 +15,42 @@ from daskdl.training.base import TrainingMaster
 SEED_BELOW = 2**63  # with a replica's number added it still fits torch's 64 bits
 
 
-def check_trainer(
-    master: Any, device: Any, seed: Any, callbacks: Any, progress: Any
-) -> None:
-    """Refuse options of a trainer that are outside what is allowed.
+@dataclass(frozen=True)
+class TrainerOptions:
+    """Options of a trainer that every fit has; refused here if they are wrong.
+
+    Attributes:
+        master: The way of training.
+        device: ``"auto"`` or a torch device.
+        seed: Of the model's start, of shuffling and of torch's generators.
+        callbacks: Run on workers or on the client.
+        progress: Whether to show a bar; None: if standard error is a terminal.
 
     Raises:
         OptionError: Naming the option, what was given and what is allowed.
     """
-    if not isinstance(master, TrainingMaster):
-        raise OptionError(f"master must be a daskdl.TrainingMaster, got {master!r}")
-    if not _is_whole(seed) or not 0 <= seed < SEED_BELOW:
-        raise OptionError(f"seed must be a whole number in [0, 2**63), got {seed!r}")
-    if not isinstance(progress, bool | None):
-        raise OptionError(f"progress must be True, False or None, got {progress!r}")
-    _check_callbacks(callbacks)
-    _check_device(device)
+
+    master: TrainingMaster
+    device: str | torch.device = "auto"
+    seed: int = 0
+    callbacks: Sequence[Callback] = ()
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.master, TrainingMaster):
+            raise OptionError(
+                f"master must be a daskdl.TrainingMaster, got {self.master!r}"
+            )
+        if not _is_whole(self.seed) or not 0 <= self.seed < SEED_BELOW:
+            raise OptionError(
+                f"seed must be a whole number in [0, 2**63), got {self.seed!r}"
+            )
+        if not isinstance(self.progress, bool | None):
+            raise OptionError(
+                f"progress must be True, False or None, got {self.progress!r}"
+            )
+        _check_callbacks(self.callbacks)
+        _check_device(self.device)
 
 
 @dataclass(frozen=True)

@@ -51,5 +51,5 @@ def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
         f"batch, and {name} makes it shorter for that. Try a learning rate up to "
         f"{math.sqrt(replicas):.2g} times as high; see 'Adam and its like' in "
         "docs/tuning.md",
-        stacklevel=4,  # where `fit` was called
+        stacklevel=5,  # where `fit` was called
     )

@@ -11,7 +11,7 @@ import dask.config
 import pytest
 
 from daskdl import Callback, GradientSharing, KeepResidual
-from daskdl.trainer import INBOX_BYTES, OUTBOX_BYTES
+from daskdl.fitting import INBOX_BYTES, OUTBOX_BYTES
 from tests.chaos.disturbance import SILENCE_S, Disturbance
 from tests.cluster.barriers import ATOL, check_barrier
 from tests.cluster.clusters import cluster_of

@@ -58,7 +58,7 @@ def test_runs_in_step_repeat_bit_for_bit(options):
 
 def test_a_small_inbox_changes_no_run_in_step_that_it_is_large_enough_for(monkeypatch):
     """What is folded depends on what a step sends, not on when it comes."""
-    monkeypatch.setattr("daskdl.trainer.INBOX_BYTES", 4 * 804)  # one of two that come
+    monkeypatch.setattr("daskdl.fitting.INBOX_BYTES", 4 * 804)  # one of two that come
     runs = []
     for _ in range(2):
         master = shared_out(max_staleness=0, warmup_steps=1000)
@@ -114,13 +114,13 @@ def test_each_layer_keeps_a_threshold_from_fit_to_fit():
     own = trainer(False, master=shared_out(2, threshold=mapping, max_staleness=0))
 
     own.fit(X, Y, batch_size=16)
-    first = own._sent
+    first = own._standing.sent
     own.fit(X, Y, batch_size=16)
 
     assert list(first.sent) == ["0.*", "*"]
     assert first.sent["*"].threshold == pytest.approx(1e-2)
-    assert own._sent.sent["0.*"].threshold < first.sent["0.*"].threshold < 1e-3
-    assert (first.steps, own._sent.steps) == (15, 30)
+    assert own._standing.sent.sent["0.*"].threshold < first.sent["0.*"].threshold < 1e-3
+    assert (first.steps, own._standing.sent.steps) == (15, 30)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ LAYERS = [
     {"evaluation", "inference"},
     {"training"},
     {"sites"},
+    {"fitting"},
     {"trainer"},
     {"planning"},
     {"__init__"},
@@ -86,6 +87,7 @@ OUTSIDE = {
         "typing_extensions",
     },
     "sites": {"distributed", "torch", "typing_extensions"},
+    "fitting": {"torch"},
     "trainer": {"distributed", "torch"},
     "planning": {
         "dask",

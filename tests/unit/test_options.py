@@ -8,7 +8,7 @@ import torch
 from daskdl.callbacks import Callback
 from daskdl.data.options import ReadOptions
 from daskdl.errors import OptionError
-from daskdl.training.options import FitOptions, check_trainer
+from daskdl.training.options import FitOptions, TrainerOptions
 from daskdl.training.sharing import GradientSharing
 
 TRAINER = {
@@ -34,7 +34,7 @@ READ = ReadOptions(1)
     ids=repr,
 )
 def test_an_option_of_a_trainer_is_taken(option, value):
-    assert check_trainer(**{**TRAINER, option: value}) is None
+    assert getattr(TrainerOptions(**{**TRAINER, option: value}), option) is value
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_an_option_of_a_trainer_is_taken(option, value):
 )
 def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
     with pytest.raises(OptionError, match=re.escape(message)):
-        check_trainer(**{**TRAINER, option: value})
+        TrainerOptions(**{**TRAINER, option: value})
 
 
 @pytest.mark.parametrize(

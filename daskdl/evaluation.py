@@ -5,7 +5,6 @@ they should and any way of cutting the data gives the same answer.
 """
 
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,19 +32,18 @@ from daskdl.data.checks import (
     rows_like,
 )
 from daskdl.data.datasets.iterable_style import sharded
+from daskdl.data.faults import UNREADABLE, is_left_out
 from daskdl.data.futures import workers_of
 from daskdl.data.labels import LabelCheck
 from daskdl.data.looking import looked_at
 from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
-from daskdl.data.rehearsal import MISFITS, ignored_label
+from daskdl.data.rehearsal import ignored_label
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError
 from daskdl.objective import Objective, OwnStep, batch_loss, is_sum, on_device
 from daskdl.packed import Packed, PackedModel
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,11 +141,9 @@ class Scoring:
                 if self.labels is not None:
                     self.labels.check(rows[1], source.name(part))
                 yield whole(rows)
-        except (*MISFITS, OSError) as error:
-            if not self.skips:
-                error.add_note(f"in {source.name(part)}")
+        except UNREADABLE as error:
+            if not is_left_out(error, source.name(part), self.skips):
                 raise
-            logger.warning("%s is left out: %s", source.name(part), error)
 
 
 def evaluate(

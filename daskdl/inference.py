@@ -26,12 +26,12 @@ from daskdl.data.batches import (
 from daskdl.data.checks import check_module, rows_like
 from daskdl.data.collections import Collections, is_lazy
 from daskdl.data.datasets.iterable_style import sharded
+from daskdl.data.faults import UNREADABLE
 from daskdl.data.futures import workers_of
 from daskdl.data.looking import looked_at
 from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
 from daskdl.data.rehearsal import (
-    MISFITS,
     forward,
     random_state_left_alone,
     rehearsed_batch,
@@ -64,7 +64,7 @@ class Asking:
         """The outputs of a part, as numpy arrays."""
         try:
             return self.outputs(rows_of_part(source, part, self.batch_size))
-        except (*MISFITS, OSError) as error:
+        except UNREADABLE as error:
             error.add_note(f"in {source.name(part)}")
             raise
 

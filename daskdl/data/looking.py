@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from distributed import Client
 
+from daskdl.data.faults import UNREADABLE, is_left_out
 from daskdl.data.passes import each_part
-from daskdl.data.rehearsal import MISFITS
 from daskdl.data.source import Facts, Source, is_known
 from daskdl.errors import DataError
 
@@ -54,10 +54,8 @@ class _Skipping:
     def __call__(self, source: Source, part: int) -> Facts:
         try:
             return source.look(part)
-        except (*MISFITS, OSError) as error:
-            if not self.skips:
-                error.add_note(f"in {source.name(part)}")
+        except UNREADABLE as error:
+            if not is_left_out(error, source.name(part), self.skips):
                 raise
-            logger.warning("%s is left out: %s", source.name(part), error)
             nothing: Any = None
             return Facts(-1, (nothing, nothing))

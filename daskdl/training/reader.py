@@ -1,6 +1,5 @@
 """From leased pieces to rows: which part is loaded when, and what of it is used."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,13 +9,11 @@ from daskdl.channel.base import Piece
 from daskdl.channel.leases import Range
 from daskdl.data import trees
 from daskdl.data.batches import Chunk, whole
+from daskdl.data.faults import UNREADABLE, is_left_out
 from daskdl.data.labels import LabelCheck
-from daskdl.data.rehearsal import MISFITS
 from daskdl.data.trees import Rows
-from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
+from daskdl.errors import DataError
 from daskdl.training.stores import Store
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,9 +113,7 @@ class Reader:
         try:
             rows = self._store.rows(phase, part, key)
             self._check(rows, part)
-        except (WaitTimeoutError, LostPieceError):
-            raise
-        except (*MISFITS, OSError) as error:
+        except UNREADABLE as error:
             if not self._leaves_out(part, error):
                 raise
             return
@@ -131,13 +126,11 @@ class Reader:
 
     def _leaves_out(self, part: int, error: Exception) -> bool:
         """Whether a part that cannot be read is no reason to fail."""
-        phase = self._reading.phase
-        if not self._reading.skips:
-            error.add_note(f"in part {part} of the {phase} data")
-            return False
-        logger.warning("part %s of the %s data is left out: %s", part, phase, error)
-        self._bad.add(part)
-        return True
+        name = f"part {part} of the {self._reading.phase} data"
+        left_out = is_left_out(error, name, self._reading.skips)
+        if left_out:
+            self._bad.add(part)
+        return left_out
 
     def _check_length(self, rows: int, one: Range) -> None:
         if rows < one.stop:
@@ -161,9 +154,7 @@ class Reader:
                 rows = next(bits, None)
                 if rows is not None:
                     self._check(rows, part)
-            except (WaitTimeoutError, LostPieceError):
-                raise
-            except (*MISFITS, OSError) as error:
+            except UNREADABLE as error:
                 if not self._leaves_out(part, error):
                     raise
                 return

@@ -8,7 +8,7 @@ import pytest
 from daskdl.data.in_memory import InMemory
 from daskdl.data.looking import looked_at
 from daskdl.data.source import Facts
-from daskdl.errors import DataError
+from daskdl.errors import DataError, OptionError
 from tests.unit.part_sources import Parts, Streamed
 
 X = np.arange(12.0).reshape(6, 2)
@@ -59,7 +59,7 @@ def test_the_log_says_that_it_takes_a_pass_and_what_came_out(caplog):
     ]
 
 
-@pytest.mark.parametrize("error", [BAD, KeyError("mine"), OSError("gone")], ids=repr)
+@pytest.mark.parametrize("error", [BAD, EOFError("torn"), OSError("gone")], ids=repr)
 def test_a_part_that_cannot_be_read_is_an_error(error):
     with pytest.raises(type(error)) as caught:
         looked_at(Known((X, None), error), False)
@@ -67,12 +67,11 @@ def test_a_part_that_cannot_be_read_is_an_error(error):
     assert caught.value is error
 
 
-@pytest.mark.parametrize("error", [BAD, KeyError("mine"), OSError("gone")], ids=repr)
+@pytest.mark.parametrize("error", [BAD, EOFError("torn"), OSError("gone")], ids=repr)
 def test_it_is_left_out_if_it_may_be_and_the_log_says_which(error, caplog):
     source = Known(error, (X, None), error)
 
-    with caplog.at_level(logging.WARNING, logger="daskdl.data.looking"):
-        whole = looked_at(source, False, skips=True)
+    whole = looked_at(source, False, skips=True)
 
     assert whole.lengths == [0, 6, 0]
     assert whole.first[0].tolist() == X[:2].tolist()
@@ -81,6 +80,13 @@ def test_it_is_left_out_if_it_may_be_and_the_log_says_which(error, caplog):
         f"box 2 is left out: {error}",
         "2 parts cannot be read and are left out: [0, 2]",
     ]
+
+
+def test_what_else_is_to_be_changed_is_said_and_not_left_out():
+    source = Known((X, None), OptionError("pillow is missing"))
+
+    with pytest.raises(OptionError, match="pillow is missing"):
+        looked_at(source, False, skips=True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """From leased pieces to rows: what is loaded when, and what of it is used."""
 
 import dataclasses
-import logging
 import re
 import weakref
 
@@ -12,7 +11,13 @@ from daskdl.channel.base import Piece
 from daskdl.channel.leases import TO_ITS_END, Range
 from daskdl.data.labels import LabelCheck
 from daskdl.data.rehearsal import ClassRange
-from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
+from daskdl.errors import (
+    ChannelError,
+    DataError,
+    LostPieceError,
+    OptionError,
+    WaitTimeoutError,
+)
 from daskdl.training.reader import Reader, Reading
 
 READING = Reading(
@@ -205,7 +210,9 @@ class TestLabels:
 
 class TestSkipping:
     @pytest.mark.parametrize(
-        "error", [DataError("bad"), OSError("gone"), KeyError("mine")], ids=repr
+        "error",
+        [DataError("bad"), OSError("gone"), KeyError("mine"), EOFError("torn")],
+        ids=repr,
     )
     def test_a_part_that_cannot_be_read_is_an_error_that_says_which(self, error):
         own = reader(Noting(errors={1: error}))
@@ -217,14 +224,15 @@ class TestSkipping:
         assert error.__notes__ == ["in part 1 of the train data"]
 
     @pytest.mark.parametrize(
-        "error", [DataError("bad"), OSError("gone"), KeyError("mine")], ids=repr
+        "error",
+        [DataError("bad"), OSError("gone"), KeyError("mine"), EOFError("torn")],
+        ids=repr,
     )
     def test_it_may_be_left_out_and_its_rows_are_counted(self, error, caplog):
         store = Noting(errors={1: error})
         own = reader(store, skips=True)
 
-        with caplog.at_level(logging.WARNING, logger="daskdl.training.reader"):
-            got = numbers(own.chunks(piece((0, 0, 2), (1, 0, 3), (1, 3, 8), (2, 0, 1))))
+        got = numbers(own.chunks(piece((0, 0, 2), (1, 0, 3), (1, 3, 8), (2, 0, 1))))
 
         assert got == [[0, 1], [200]]
         assert own.skipped == 8
@@ -241,7 +249,14 @@ class TestSkipping:
         assert store.begun.count(1) == 1
 
     @pytest.mark.parametrize(
-        "error", [WaitTimeoutError("slow"), LostPieceError("gone")]
+        "error",
+        [
+            WaitTimeoutError("slow"),
+            LostPieceError("gone"),
+            ChannelError("over"),
+            OptionError("install it"),
+        ],
+        ids=repr,
     )
     def test_what_is_not_the_datas_fault_is_not_left_out(self, error):
         own = reader(Noting(errors={1: error}), skips=True)

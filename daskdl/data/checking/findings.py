@@ -1,13 +1,6 @@
 """What is wrong with one part: the task that is run where the part is."""
 
-import csv
 import heapq
-import lzma
-import pickle
-import struct
-import tarfile
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,26 +9,10 @@ from daskdl.data.checking.expectations import Expectations
 from daskdl.data.checking.files import OfFiles
 from daskdl.data.checking.report import OF_PARTS, SHOWN, Offender
 from daskdl.data.checking.rows import Examined, Wrong, examine
-from daskdl.data.rehearsal import MISFITS
+from daskdl.data.faults import UNREADABLE, blames_data
 from daskdl.data.source import Source
 from daskdl.data.trees import Rows
-from daskdl.errors import DataError, OptionError
-
-# What reading raises, whoever does it. Not Exception: what is none of these says
-# nothing about the data, and should be seen under its own name.
-UNREADABLE = (
-    *MISFITS,
-    OSError,
-    EOFError,
-    SyntaxError,  # Pillow's, of a damaged PNG
-    csv.Error,
-    lzma.LZMAError,
-    pickle.UnpicklingError,
-    struct.error,
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+from daskdl.errors import DataError
 
 _STREAMED_ROWS = 1024  # at a time, of a part that may not fit into memory
 
@@ -93,7 +70,7 @@ def _examined(loaded: Iterator[Rows], expectations: Expectations) -> Examined:
         try:
             rows = next(loaded, None)
         except UNREADABLE as error:
-            if isinstance(error, OptionError) and not isinstance(error, DataError):
+            if not blames_data(error):
                 raise  # it says what the caller has to change
             kind = "missing" if _says_missing(error) else "unreadable"
             wrong = Wrong(None, kind, _shown(error))

@@ -158,18 +158,18 @@ class Scattered(Supply):
         homes = _spread(parts, workers, _holders(self.source, self._client, parts))
         there = list(workers)
         for worker in dict.fromkeys(homes.values()):
-            own = [part for part in parts if homes[part] == worker]
+            left = [part for part in parts if homes[part] == worker]
             try:
-                for together in self._portions(own):
+                for together in self._portions(left):
                     what = f"parts {min(together)} to {max(together)} of the data"
                     self._scatter(together, worker, what)
+                    left = left[len(together) :]
             except OSError as error:  # it has gone, or hangs: the others take them
                 there.remove(worker)
                 if not there:
                     raise
                 logger.warning("no data on %s: %s", worker, error)
-                rest = [part for part in own if part not in self._futures]
-                self._send(rest, there)
+                self._send(left, there)
 
     def _portions(self, parts: Sequence[int]) -> Iterator[dict[int, Any]]:
         """What is sent of these parts, as much at a time as should be."""
@@ -229,14 +229,11 @@ def _holders(
 def _spread(
     parts: Sequence[int], workers: Sequence[str], holders: Mapping[int, Sequence[str]]
 ) -> dict[int, str]:
-    """A worker per part: where it is already, else the one with the fewest so far."""
+    """A worker per part: one that has it already, else any; the one with the fewest."""
     there = {p: [w for w in held if w in workers] for p, held in holders.items()}
-    chosen = {part: held[0] for part, held in there.items() if held}
     count = dict.fromkeys(workers, 0)
-    for worker in chosen.values():
-        count[worker] += 1
-    for part in parts:
-        if part not in chosen:
-            chosen[part] = min(workers, key=count.__getitem__)
-            count[chosen[part]] += 1
+    chosen = {}
+    for part in sorted(parts, key=lambda part: not there.get(part)):
+        chosen[part] = min(there.get(part) or workers, key=count.__getitem__)
+        count[chosen[part]] += 1
     return chosen

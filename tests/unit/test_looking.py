@@ -13,6 +13,7 @@ from tests.unit.part_sources import Parts, Streamed
 
 X = np.arange(12.0).reshape(6, 2)
 BAD = DataError("cannot read it")
+TORN = EOFError("torn")
 
 
 class Known(Parts):
@@ -59,7 +60,9 @@ def test_the_log_says_that_it_takes_a_pass_and_what_came_out(caplog):
     ]
 
 
-@pytest.mark.parametrize("error", [BAD, EOFError("torn"), OSError("gone")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [BAD, KeyError("mine"), OSError("gone"), TORN], ids=repr
+)
 def test_a_part_that_cannot_be_read_is_an_error(error):
     with pytest.raises(type(error)) as caught:
         looked_at(Known((X, None), error), False)
@@ -67,7 +70,9 @@ def test_a_part_that_cannot_be_read_is_an_error(error):
     assert caught.value is error
 
 
-@pytest.mark.parametrize("error", [BAD, EOFError("torn"), OSError("gone")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [BAD, KeyError("mine"), OSError("gone"), TORN], ids=repr
+)
 def test_it_is_left_out_if_it_may_be_and_the_log_says_which(error, caplog):
     source = Known(error, (X, None), error)
 

@@ -111,6 +111,15 @@ class TestSpread:
         assert [home[key] for key in supply.keys[:2]] == ["b", "b"]
         assert Counter(home.values()) == {"a": 3, "b": 3}
 
+    def test_of_several_that_have_the_results_none_gets_all(self):
+        parts = [future_of((X, Y), f"held-{i}") for i in range(6)]
+        held = {part.key: ["b", "c", "a"] for part in parts}
+        cluster = Cluster(held=held)
+
+        put(cluster, workers=("a", "b", "c"), source=pairs(parts))
+
+        assert cluster.workers() == {"a": 2, "b": 2, "c": 2}
+
     def test_small_parts_go_together_and_large_ones_alone(self, monkeypatch):
         monkeypatch.setattr(module, "SENT_BYTES", 96)  # of two rows: 48
 
@@ -206,6 +215,33 @@ class TestRestore:
 
         with pytest.raises(OSError, match="removed a worker"):
             supply.restore(4, supply.keys[4], ["c"])
+
+    def test_another_worker_takes_it_if_one_is_gone(self):
+        cluster = Cluster()
+        supply = put(cluster)
+        former = supply.keys[4]
+        cluster.gone.add("c")
+
+        key = supply.restore(4, former, ["c", "b"])
+
+        worker, data = cluster.sent[-1]
+        assert (worker, list(data)) == ("b", [key])
+        assert supply.keys[4] == key != former
+        assert cluster.released == [former]
+
+    def test_what_was_sent_before_its_worker_went_is_not_sent_twice(self, monkeypatch):
+        monkeypatch.setattr(module, "SENT_BYTES", 1)
+
+        class Leaving(Cluster):
+            async def scatter(self, data, workers, **options):
+                if len(self.sent) == 1:
+                    self.gone.add("a")
+                return await super().scatter(data, workers, **options)
+
+        cluster = Leaving()
+        put(cluster)
+
+        assert cluster.workers() == {"a": 1, "b": 5}
 
 
 class TestRelease:

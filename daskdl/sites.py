@@ -7,7 +7,7 @@ What follows from the choice is here, and in the two kinds of
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from distributed import Client
@@ -17,7 +17,7 @@ from typing_extensions import override
 from daskdl import evaluation, inference
 from daskdl.cluster import client_of
 from daskdl.data import trees
-from daskdl.data.checks import rows_like
+from daskdl.data.checks import of_validation, rows_like
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.exports.options import ExportOptions
 from daskdl.data.exports.temporary import temporary_batches
@@ -61,10 +61,11 @@ class Site(ABC):
         Yields:
             Sources of which enough is known.
         """
-        ready = {
-            phase: looked_at(source, self.client, skips=fit.read.skips)
-            for phase, source in sources.items()
-        }
+        ready = dict(sources)
+        for phase, source in sources.items():
+            named = of_validation() if phase == "validation" else nullcontext()
+            with named:
+                ready[phase] = looked_at(source, self.client, skips=fit.read.skips)
         with contextlib.ExitStack() as ending:
             if fit.approach == "export":
                 options = _export_options(ready["train"], fit, seed)

@@ -69,16 +69,13 @@ def lazy_outputs(
         split = delayed(_examples, pure=False)
         return from_delayed([split(part, _shape(empty)) for part in parts])
     first = trees.leaves(X)[0]
-    numbers = iter(range(len(trees.leaves(empty))))
+    leaves = enumerate(trees.leaves(empty))
     if is_dask_array(first):
         rows = first.chunks[0]
-        return trees.mapped(
-            lambda leaf: _array(parts, next(numbers), leaf, rows), empty
-        )
+        return trees.filled(empty, [_array(parts, i, x, rows) for i, x in leaves])
     tables = first.to_delayed()
-    return trees.mapped(
-        lambda leaf: _table(parts, next(numbers), leaf, tables, first), empty
-    )
+    made = [_table(parts, i, x, tables, first) for i, x in leaves]
+    return trees.filled(empty, made)
 
 
 def _held(model: Packed[Ask], client: Client) -> Any:
@@ -162,8 +159,7 @@ def _indexed(leaves: list[np.ndarray], number: int, frame: Any) -> Any:
 
 def _shape(empty: Tree) -> list[Tree]:
     """The structure of the outputs, in a list so that Dask takes it as it is."""
-    numbers = iter(range(len(trees.leaves(empty))))
-    return [trees.mapped(lambda _: next(numbers), empty)]
+    return [trees.filled(empty, range(len(trees.leaves(empty))))]
 
 
 def _tree(leaves: list[np.ndarray], shape: list[Tree]) -> Tree:

@@ -170,11 +170,7 @@ def _alike(one: Rows, other: Rows) -> bool:
 
 
 def _shapes(rows: Rows) -> list[tuple[int, ...]]:
-    found = [
-        *trees.leaves(rows[0]),
-        *([] if rows[1] is None else trees.leaves(rows[1])),
-    ]
-    return [leaf.shape[1:] for leaf in found]
+    return [leaf.shape[1:] for leaf in trees.named_both(rows).values()]
 
 
 def _joined(parts: Sequence[Rows]) -> Batch:

@@ -64,9 +64,9 @@ def check_arrays(X: Tree, y: Tree) -> int:
         Traceback (most recent call last):
         daskdl.errors.DataError: X and y must have the same length, got 3 and 4
     """
-    named = [*trees.named(X, "X"), *([] if y is None else trees.named(y, "y"))]
     check_structure(X, y)
-    lengths = {name: int(check_array(leaf, name)) for name, leaf in named}
+    named = trees.named_both((X, y))
+    lengths = {name: int(check_array(leaf, name)) for name, leaf in named.items()}
     if len(set(lengths.values())) > 1:
         shown = " and ".join(map(str, lengths.values()))
         raise DataError(

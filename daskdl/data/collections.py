@@ -192,18 +192,17 @@ def checked(rows: Rows, part: int, promised: int | None) -> Rows:
         part: Its number, for messages.
         promised: How many there should be, or None.
     """
-    x, y = rows
-    named = [*trees.named(x, "X"), *([] if y is None else trees.named(y, "y"))]
-    lengths = {name: len(leaf) for name, leaf in named}
+    lengths = {name: len(leaf) for name, leaf in trees.named_both(rows).items()}
     if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{rows} of {name}" for name, rows in lengths.items())
+        shown = ", ".join(f"{count} of {name}" for name, count in lengths.items())
         raise DataError(
             f"part {part} has rows that do not go together: {shown}; partition X and y "
             "alike"
         )
-    if promised is not None and trees.length(x) != promised:
+    found = trees.length(rows[0])
+    if promised is not None and found != promised:
         raise DataError(
-            f"part {part} has {trees.length(x)} rows, but the chunks promise "
+            f"part {part} has {found} rows, but the chunks promise "
             f"{promised}; call compute_chunk_sizes()"
         )
     return rows

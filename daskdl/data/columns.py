@@ -84,9 +84,7 @@ def columns(x: Tree, y: Tree) -> Collections:
 def _filled(rows: Rows, values: Sequence[Any]) -> Rows:
     """Trees of the same structure with these values in their places."""
     following = iter(values)
-    return trees.of_both(
-        lambda tree: trees.mapped(lambda _: next(following), tree), rows
-    )
+    return trees.of_both(lambda tree: trees.filled(tree, following), rows)
 
 
 def _check(value: Any, name: str, label: bool) -> tuple[str, ...] | None:

@@ -165,6 +165,5 @@ def _check_same_shapes(loaded: list[Rows], places: list[Place]) -> None:
 
 def _shapes(rows: Rows) -> dict[str, tuple[int, ...]]:
     """Of one row, by name."""
-    x, y = rows
-    leaves = [*trees.named(x, "x"), *(() if y is None else trees.named(y, "y"))]
-    return {name: leaf.shape[1:] for name, leaf in leaves}
+    leaves = trees.named_both(rows, ("x", "y"))
+    return {name: leaf.shape[1:] for name, leaf in leaves.items()}

@@ -99,7 +99,7 @@ def _stacked(examples: Sequence[Tree], argument: str, part: str) -> Tree:
 
 
 def _plain(tree: Tree, argument: str, part: str) -> Tree:
-    named = trees.named(tree, argument)
     label = argument == "y"
-    made = iter([plain(leaf, f"{name} of {part}", label=label) for name, leaf in named])
-    return trees.mapped(lambda _: next(made), tree)
+    named = trees.named(tree, argument)
+    made = [plain(leaf, f"{name} of {part}", label=label) for name, leaf in named]
+    return trees.filled(tree, made)

@@ -57,7 +57,7 @@ def source_of(X: Any, y: Any = None, options: SourceOptions = DEFAULT) -> Source
             f"y must not be given with a {type(X).__name__}, which brings its labels"
         )
     _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
-    leaves = [*trees.leaves(X), *([] if y is None else trees.leaves(y))]
+    leaves = trees.named_both((X, y)).values()
     if any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves):
         return columns(X, y)
     return _in_memory(X, y, options)
@@ -115,8 +115,7 @@ def _in_memory(X: Tree, y: Tree, options: SourceOptions) -> Source:
 def _without_tables(tree: Tree, argument: str, classes: Any) -> Tree:
     named = trees.named(tree, argument)
     label = argument == "y"
-    made = iter([_array(leaf, name, classes, label) for name, leaf in named])
-    return trees.mapped(lambda _: next(made), tree)
+    return trees.filled(tree, [_array(x, name, classes, label) for name, x in named])
 
 
 def _array(leaf: Any, name: str, classes: Any, label: bool) -> Any:

@@ -4,7 +4,7 @@ A tree is an array, or a tuple (also a named one) or a dict of trees. What an ar
 is up to the caller: numpy's, torch's and Dask's are all used here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,19 @@ def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
             yield name, child
         else:
             yield from named(child, f"{name}[{key!r}]")
+
+
+def named_both(both: Rows, names: tuple[str, str] = ("X", "y")) -> dict[str, Any]:
+    """Each array of x and, if there is one, of y by its name, in order.
+
+    Example:
+        >>> named_both(({"a": 1}, 2)), named_both((1, None))
+        ({"X['a']": 1, 'y': 2}, {'X': 1})
+    """
+    trees = zip(both, names, strict=True)
+    return dict(
+        each for tree, name in trees if tree is not None for each in named(tree, name)
+    )
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -66,6 +79,17 @@ def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     if hasattr(tree, "_fields"):
         return type(tree)(*inner.values())
     return tuple(inner.values())
+
+
+def filled(tree: Tree, values: Iterable[Any]) -> Tree:
+    """The same structure with other values in its places, in order.
+
+    Example:
+        >>> filled({"a": 0, "b": (0, 0)}, [1, 2, 3])
+        {'a': 1, 'b': (2, 3)}
+    """
+    following = iter(values)
+    return mapped(lambda _: next(following), tree)
 
 
 def of_both(function: Callable[[Tree], Tree], rows: Rows) -> Rows:
@@ -111,7 +135,7 @@ def nbytes(both: Rows) -> int:
         >>> nbytes(({"a": np.zeros(3)}, None))
         24
     """
-    return sum(int(leaf.nbytes) for leaf in leaves(both) if leaf is not None)
+    return sum(int(leaf.nbytes) for leaf in named_both(both).values())
 
 
 def rows(tree: Tree, which: Any) -> Tree:

@@ -64,8 +64,7 @@ def wanted_names(wanted: tuple[Tree, Tree]) -> list[str]:
         >>> wanted_names((("a", "b"), None))
         ['a', 'b']
     """
-    x, y = wanted
-    return [*trees.leaves(x), *([] if y is None else trees.leaves(y))]
+    return list(trees.named_both(wanted).values())
 
 
 def picked(names: Tree, arrays: Mapping[str, Any]) -> Tree:

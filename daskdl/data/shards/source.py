@@ -151,10 +151,9 @@ def _kind(rows: Rows) -> str:
         >>> _kind((np.zeros((5, 2, 3)), None))
         'x of shape (2, 3), no y'
     """
-    x, y = rows
-    leaves = [*trees.named(x, "x"), *(() if y is None else trees.named(y, "y"))]
-    shown = [f"{name} of shape {leaf.shape[1:]}" for name, leaf in leaves]
-    return ", ".join(shown if y is not None else [*shown, "no y"])
+    leaves = trees.named_both(rows, ("x", "y"))
+    shown = [f"{name} of shape {leaf.shape[1:]}" for name, leaf in leaves.items()]
+    return ", ".join([*shown, "no y"] if rows[1] is None else shown)
 
 
 def _of_bytes(loader: Loader) -> Loader:

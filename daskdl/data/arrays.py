@@ -14,7 +14,7 @@ from torch import Tensor
 
 from daskdl.data import trees
 from daskdl.data.trees import Tree
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError
 
 # What torch.from_numpy can take over as it is; longdouble is the one it cannot.
 _NUMBER_KINDS = "biuf"
@@ -87,24 +87,6 @@ def check_structure(X: Tree, y: Tree) -> None:
             raise DataError(f"{name} must not be empty, got no array at all")
 
 
-def check_batch_size(batch_size: Any) -> None:
-    """Refuse a batch size that is not a whole number of at least 1.
-
-    Raises:
-        OptionError: If it is anything else; the message has the value.
-
-    Example:
-        >>> check_batch_size(0)
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: batch_size must be a whole number >= 1, got 0
-    """
-    whole = isinstance(batch_size, int | np.integer) and not isinstance(
-        batch_size, bool
-    )
-    if not whole or batch_size < 1:
-        raise OptionError(f"batch_size must be a whole number >= 1, got {batch_size!r}")
-
-
 def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:
     """Return the same numbers as a plain numpy array in native byte order.
 
@@ -145,47 +127,6 @@ def first_rows(value: Any, count: int) -> np.ndarray:
         return np.zeros((count, *value.shape[1:]), value.dtype)
     rows = as_numpy(value[:count])
     return rows[np.arange(count) % len(rows)]
-
-
-def check_labels(
-    y: np.ndarray | Tensor,
-    classes: int | None,
-    where: str,
-    ignore_index: int | None = None,
-) -> None:
-    """Refuse labels that no loss can use: NaN, or a class the model does not have.
-
-    Args:
-        y: Labels of a data set or of one piece of it.
-        classes: Integer labels must be in [0, classes); None if they need not.
-        where: What ``y`` is, for the message: an argument or a piece.
-        ignore_index: A label that is accepted although it is outside.
-
-    Raises:
-        DataError: With the first such label and its index.
-
-    Example:
-        >>> check_labels(np.array([0, 1, 2]), 2, "y")
-        Traceback (most recent call last):
-        daskdl.errors.DataError: y[2] is 2, but the model gives 2 outputs: labels \
-must be in [0, 2)
-    """
-    labels = as_numpy(y)
-    if labels.dtype.kind == "f":
-        wrong = np.isnan(labels)
-        remedy = "; remove such examples, or fill them in"
-    elif labels.dtype.kind in "iu" and classes is not None:
-        wrong = (labels < 0) | (labels >= classes)
-        if ignore_index is not None:
-            wrong &= labels != ignore_index
-        remedy = f", but the model gives {classes} outputs: labels must be in "
-        remedy += f"[0, {classes})"
-    else:
-        return
-    if wrong.any():
-        index = np.unravel_index(np.argmax(wrong), wrong.shape)
-        shown = ", ".join(str(i) for i in index)
-        raise DataError(f"{where}[{shown}] is {labels[index]}{remedy}")
 
 
 def check_kind(value: Any, argument: str) -> None:

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from daskdl.data import trees
-from daskdl.data.arrays import check_array, check_labels, check_structure
+from daskdl.data.arrays import check_array, check_structure
 from daskdl.data.batches import Transform
 from daskdl.data.in_memory import InMemory
-from daskdl.data.labels import LabelCheck
+from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.data.rehearsal import (
     MISFITS,
-    ClassRange,
     random_state_left_alone,
     rehearse,
 )
@@ -30,9 +29,7 @@ from daskdl.objective import Objective, OwnStep
 from daskdl.packed import PackedModel
 
 __all__ = [
-    "ClassRange",
     "check_arrays",
-    "check_labels",
     "check_loss",
     "check_model",
     "check_module",
@@ -150,7 +147,7 @@ def check_step(
 
     Returns:
         The labels the loss accepts, if it takes class indices: what
-        `check_labels` should hold pieces to that are loaded later. Else None.
+        `LabelCheck` should hold parts to that are loaded later. Else None.
 
     Raises:
         ModelError: If model, loss and optimizer cannot do a step on these data.

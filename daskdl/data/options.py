@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from daskdl.data.arrays import check_batch_size
+import numpy as np
+
 from daskdl.data.batches import Batch, Transform
 from daskdl.data.formats.loaders import Loader, loader_of
 from daskdl.errors import OptionError
@@ -94,6 +95,24 @@ class ReadOptions:
     def skips(self) -> bool:
         """Whether parts that cannot be read are left out."""
         return self.on_bad_batch == "skip"
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Refuse a batch size that is not a whole number of at least 1.
+
+    Raises:
+        OptionError: If it is anything else; the message has the value.
+
+    Example:
+        >>> check_batch_size(0)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: batch_size must be a whole number >= 1, got 0
+    """
+    whole = isinstance(batch_size, int | np.integer) and not isinstance(
+        batch_size, bool
+    )
+    if not whole or batch_size < 1:
+        raise OptionError(f"batch_size must be a whole number >= 1, got {batch_size!r}")
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

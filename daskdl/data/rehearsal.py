@@ -9,7 +9,7 @@ import random
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from daskdl.data import trees
-from daskdl.data.arrays import check_labels, first_rows
+from daskdl.data.arrays import first_rows
 from daskdl.data.batches import Batch, Transform, floating_dtype, to_device
+from daskdl.data.labels import ClassRange, check_labels
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError, ModelError
 from daskdl.objective import Objective, OwnStep
@@ -43,13 +44,6 @@ _CLASS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _random_states = threading.RLock()
 
 _IGNORED_BY_DEFAULT = -100  # torch's own default for ignore_index
-
-
-class ClassRange(NamedTuple):
-    """The labels that a classification loss accepts."""
-
-    classes: int  # labels are in [0, classes)
-    ignore_index: int  # the one label outside that is accepted
 
 
 def rehearse(

@@ -11,12 +11,10 @@ import torch
 from daskdl.data.arrays import (
     as_numpy,
     check_array,
-    check_batch_size,
-    check_labels,
     first_rows,
     is_dask_array,
 )
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError
 
 UNKNOWN = da.from_array(np.arange(6.0), chunks=2)[da.from_array(np.arange(6), 2) > 2]
 SPLIT = da.zeros((4, 6), chunks=(2, 3))
@@ -108,17 +106,6 @@ def test_a_dask_array_is_recognised_without_importing_dask(monkeypatch):
     assert "dask.array" not in sys.modules
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "8", None], ids=repr)
-def test_a_batch_size_that_is_no_count_is_refused(wrong):
-    with pytest.raises(OptionError, match=re.escape(f">= 1, got {wrong!r}")):
-        check_batch_size(wrong)
-
-
-@pytest.mark.parametrize("right", [1, np.int64(8)], ids=repr)
-def test_a_batch_size_may_be_any_whole_number(right):
-    assert check_batch_size(right) is None
-
-
 class TestAsNumpy:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
     def test_floats_that_numpy_lacks_keep_their_values(self, dtype):
@@ -171,35 +158,3 @@ class TestFirstRows:
 
     def test_of_a_single_row_two_are_made(self):
         assert first_rows(torch.tensor([[5, 6]]), 2).tolist() == [[5, 6], [5, 6]]
-
-
-class TestCheckLabels:
-    @pytest.mark.parametrize(
-        ("y", "classes", "message"),
-        [
-            (np.array([0.0, np.nan]), None, "y[1] is nan; remove such examples"),
-            (torch.tensor([[0.0, 1.0], [0.0, float("nan")]]), None, "y[1, 1] is nan"),
-            (np.array([0, 3, 9]), 3, "y[1] is 3, but the model gives 3 outputs: "
-             "labels must be in [0, 3)"),
-            (np.array([0, -1]), 3, "y[1] is -1"),
-            (np.array([0, 255], np.uint8), 3, "y[1] is 255"),
-        ],
-        ids=["nan", "nan in a tensor", "too large", "negative", "unsigned"],
-    )  # fmt: skip
-    def test_the_first_wrong_label_is_shown(self, y, classes, message):
-        with pytest.raises(DataError, match=re.escape(message)):
-            check_labels(y, classes, "y", ignore_index=-100)
-
-    @pytest.mark.parametrize(
-        ("y", "classes"),
-        [
-            (np.array([0, 2, 7]), 3),
-            (np.array([5, -3, 7]), None),
-            (np.array([0.5, 8.0, np.inf]), 3),
-            (np.array([True, False]), 1),
-            (np.array([], np.int64), 3),
-        ],
-        ids=["ignored", "no classes", "floats", "bool", "none"],
-    )
-    def test_labels_that_a_loss_accepts_pass(self, y, classes):
-        assert check_labels(y, classes, "y", ignore_index=7) is None

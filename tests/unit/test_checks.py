@@ -18,8 +18,7 @@ from daskdl.data.checks import (
     rows_like,
 )
 from daskdl.data.in_memory import InMemory
-from daskdl.data.labels import LabelCheck
-from daskdl.data.rehearsal import ClassRange
+from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.errors import DataError, ModelError, OptionError
 from tests.unit.part_sources import Parts
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.data.labels import LabelCheck
-from daskdl.data.rehearsal import ClassRange
+from daskdl.data.labels import ClassRange, LabelCheck, check_labels
 from daskdl.errors import DataError
 
 NAN = float("nan")
@@ -72,3 +71,35 @@ def test_an_ignored_label_is_accepted_and_others_are_not():
 def test_the_message_says_what_the_labels_are_of():
     with pytest.raises(DataError, match=r"^y of s3://x/7\[1\] is nan"):
         LabelCheck().check(np.array([0.0, np.nan]), "s3://x/7")
+
+
+class TestCheckLabels:
+    @pytest.mark.parametrize(
+        ("y", "classes", "message"),
+        [
+            (np.array([0.0, np.nan]), None, "y[1] is nan; remove such examples"),
+            (torch.tensor([[0.0, 1.0], [0.0, float("nan")]]), None, "y[1, 1] is nan"),
+            (np.array([0, 3, 9]), 3, "y[1] is 3, but the model gives 3 outputs: "
+             "labels must be in [0, 3)"),
+            (np.array([0, -1]), 3, "y[1] is -1"),
+            (np.array([0, 255], np.uint8), 3, "y[1] is 255"),
+        ],
+        ids=["nan", "nan in a tensor", "too large", "negative", "unsigned"],
+    )  # fmt: skip
+    def test_the_first_wrong_label_is_shown(self, y, classes, message):
+        with pytest.raises(DataError, match=re.escape(message)):
+            check_labels(y, classes, "y", ignore_index=-100)
+
+    @pytest.mark.parametrize(
+        ("y", "classes"),
+        [
+            (np.array([0, 2, 7]), 3),
+            (np.array([5, -3, 7]), None),
+            (np.array([0.5, 8.0, np.inf]), 3),
+            (np.array([True, False]), 1),
+            (np.array([], np.int64), 3),
+        ],
+        ids=["ignored", "no classes", "floats", "bool", "none"],
+    )
+    def test_labels_that_a_loss_accepts_pass(self, y, classes):
+        assert check_labels(y, classes, "y", ignore_index=7) is None

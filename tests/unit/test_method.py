@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from daskdl import Callback
 from daskdl.data.in_memory import InMemory
-from daskdl.data.labels import LabelCheck
-from daskdl.data.rehearsal import ClassRange
+from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.training.adoption import Moved
 from daskdl.training.learning_rate import LearningRate, Scheduling

@@ -9,8 +9,7 @@ import pytest
 
 from daskdl.channel.base import Piece
 from daskdl.channel.leases import TO_ITS_END, Range
-from daskdl.data.labels import LabelCheck
-from daskdl.data.rehearsal import ClassRange
+from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.errors import (
     ChannelError,
     DataError,

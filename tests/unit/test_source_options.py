@@ -3,10 +3,17 @@
 import re
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
-from daskdl.data.options import ReadOptions, SourceOptions, check_choice, one_of
+from daskdl.data.options import (
+    ReadOptions,
+    SourceOptions,
+    check_batch_size,
+    check_choice,
+    one_of,
+)
 from daskdl.errors import OptionError
 
 
@@ -79,3 +86,14 @@ def test_transforms_are_made_one_after_the_other_wherever_they_are(
 def test_of_no_transforms_there_is_none():
     assert one_of(None, None) is None
     assert one_of() is None
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "8", None], ids=repr)
+def test_a_batch_size_that_is_no_count_is_refused(wrong):
+    with pytest.raises(OptionError, match=re.escape(f">= 1, got {wrong!r}")):
+        check_batch_size(wrong)
+
+
+@pytest.mark.parametrize("right", [1, np.int64(8)], ids=repr)
+def test_a_batch_size_may_be_any_whole_number(right):
+    assert check_batch_size(right) is None

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from daskdl.data.arrays import check_batch_size
 from daskdl.data.exports.origin import token_of
+from daskdl.data.options import check_batch_size
 from daskdl.data.trees import Rows
 from daskdl.errors import OptionError
 

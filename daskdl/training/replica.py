@@ -21,8 +21,8 @@ from daskdl.channel.base import Channel, Stopped
 from daskdl.channel.messages import Barrier
 from daskdl.data.checks import trainable
 from daskdl.errors import ChannelError, DaskDLError, DivergedError
-from daskdl.evaluation import Score, score_batches
 from daskdl.packed import Packed
+from daskdl.scores import Score, score_batches
 from daskdl.steps import StepRow
 from daskdl.training.base import Exchange, Parameters, Seat
 from daskdl.training.diagnosis import Symptoms, diagnosis

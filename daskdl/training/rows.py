@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskdl.evaluation import Score
+from daskdl.scores import Score
 from daskdl.training.base import Statistics
 
 Note = Mapping[str, Any]

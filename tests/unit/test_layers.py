@@ -24,7 +24,7 @@ LAYERS = [
     {"accumulator", "callbacks", "history", "link_threshold"},
     {"failures"},
     {"channel", "data", "cluster"},
-    {"lazy_outputs"},
+    {"lazy_outputs", "scores"},
     {"evaluation", "inference"},
     {"training"},
     {"sites"},
@@ -76,6 +76,7 @@ OUTSIDE = {
     },
     "cluster": {"distributed"},
     "lazy_outputs": {"dask", "distributed", "numpy", "pandas"},
+    "scores": {"torch"},
     "evaluation": {"distributed", "torch"},
     "inference": {"distributed", "numpy", "torch"},
     "training": {

@@ -1,0 +1,155 @@
+"""What a model does on batches, as numbers that can be added up."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from daskdl.data import batches as cutting
+from daskdl.errors import DataError
+from daskdl.objective import OwnStep
+from daskdl.scores import Score, score_batches
+
+ROWS = 101  # a prime: no batch size divides it
+X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+# Sorted, so that each part of the data has another loss than the others.
+Y = np.sort(np.random.default_rng(1).integers(0, 3, ROWS))
+
+
+@pytest.fixture
+def model():
+    """Sensitive to its mode: dropout and batch norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+    )
+    return model.train()
+
+
+def batches(parts, batch_size):
+    return cutting.batches(map(cutting.whole, parts), batch_size)
+
+
+class TestScore:
+    def test_parts_add_up_to_the_whole(self, model):
+        loss = nn.CrossEntropyLoss()
+        parts = [slice(0, 9), slice(9, 11), slice(11, ROWS)]
+
+        scores = [
+            score_batches(model, loss, batches([(X[part], Y[part])], 4), "cpu")
+            for part in parts
+        ]
+
+        total = scores[2] + scores[0] + scores[1]
+        with torch.no_grad():
+            output = model.eval()(torch.from_numpy(X))
+        # 1e-6: float32 losses of batches, summed in another order.
+        assert total.metrics() == {
+            "loss": pytest.approx(loss(output, torch.from_numpy(Y)).item(), rel=1e-6),
+            "accuracy": (output.argmax(1).numpy() == Y).mean(),
+        }
+        assert (total.examples, total.labels) == (ROWS, ROWS)
+
+    def test_it_travels_as_a_list_of_numbers(self):
+        score = Score(1.5, 2, 3, 4)
+
+        assert list(score) == [1.5, 2, 3, 4]
+        assert Score(*score) == score
+
+    def test_of_nothing_there_is_no_mean(self):
+        with pytest.raises(DataError, match="no examples were scored"):
+            Score().metrics()
+
+
+class TestScoreBatches:
+    def test_each_submodule_gets_its_own_mode_back(self, model):
+        model[1].eval()
+
+        score_batches(model, nn.CrossEntropyLoss(), batches([(X, Y)], 50), "cpu")
+
+        assert [part.training for part in model] == [True, False, True, True]
+
+    def test_the_mode_comes_back_after_an_error_too(self, model):
+        def fail(output, labels):
+            raise OSError
+
+        with pytest.raises(OSError):  # noqa: PT011 there is no message
+            score_batches(model, fail, batches([(X, Y)], 50), "cpu")
+
+        assert model.training
+
+    def test_what_a_live_module_caches_can_still_be_trained_on(self):
+        class Caching(nn.Linear):
+            cached = None
+
+            def forward(self, x):
+                if self.cached is None:
+                    self.cached = torch.ones(1) * 2
+                return super().forward(x) * self.cached
+
+        module = Caching(4, 3)
+
+        score_batches(module, nn.CrossEntropyLoss(), batches([(X, Y)], 50), "cpu")
+
+        module(torch.from_numpy(X)).sum().backward()
+        assert module.weight.grad is not None
+
+    def test_no_gradients_are_recorded(self, model):
+        seen = []
+
+        def loss(output, labels):
+            seen.append(output.requires_grad)
+            return output.mean()
+
+        score_batches(model, loss, batches([(X, Y)], 60), "cpu")
+
+        assert seen == [False, False]
+
+    def test_of_a_step_of_ones_own_there_is_the_loss_only(self):
+        step = OwnStep(lambda model, batch: model(batch[0]).mean())
+        x, y = torch.tensor([[1.0], [2.0], [6.0]]), torch.zeros(3, dtype=torch.int64)
+
+        score = score_batches(
+            nn.Identity(), step, [(x[:2], y[:2]), (x[2:], y[2:])], "cpu"
+        )
+
+        assert score.metrics() == {"loss": 3.0}
+
+    def test_ignored_labels_count_neither_as_right_nor_as_wrong(self):
+        loss = functools.partial(functional.cross_entropy, ignore_index=1)
+        x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+        y = torch.tensor([0, 1, 0])  # right, right but ignored, wrong
+
+        score = score_batches(nn.Identity(), loss, [(x, y)], "cpu")
+
+        assert (score.correct, score.labels, score.examples) == (1, 2, 3)
+
+    def test_pixels_count_as_labels_and_images_as_examples(self):
+        x = torch.zeros(2, 3, 4, 4)
+        x[:, 1] = 1
+        y = torch.ones(2, 4, 4, dtype=torch.int64)
+        y[0, 0, 0] = 2
+
+        score = score_batches(nn.Identity(), nn.CrossEntropyLoss(), [(x, y)], "cpu")
+
+        assert (score.correct, score.labels, score.examples) == (31, 32, 2)
+
+    @pytest.mark.parametrize(
+        ("x", "y"),
+        [
+            (torch.ones(2, 3), torch.ones(2, 3)),
+            (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64)),
+            (torch.ones(2, 3, 5), torch.ones(2, 4, dtype=torch.int64)),
+            (torch.ones(2, 3), torch.ones(2)),
+            (torch.ones(2), torch.ones(2, dtype=torch.int64)),
+        ],
+        ids=["floats", "one output each", "positions", "one float each", "no scores"],
+    )
+    def test_without_one_score_per_class_there_is_no_accuracy(self, x, y):
+        score = score_batches(nn.Identity(), lambda out, y: out.mean(), [(x, y)], "cpu")
+
+        assert not score.has_accuracy
+        assert score.metrics() == {"loss": 1.0}

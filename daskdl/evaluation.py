@@ -12,18 +12,13 @@ from distributed import Client
 from torch import nn
 
 from daskdl.data.batches import Chunk, Transform, auto_device, batches, whole
-from daskdl.data.checks import (
-    check_loss,
-    check_module,
-    check_rows,
-    check_whole,
-    rows_like,
-)
+from daskdl.data.checks import check_rows, check_whole, rows_like
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.faults import UNREADABLE, is_left_out
 from daskdl.data.futures import workers_of
 from daskdl.data.labels import LabelCheck
 from daskdl.data.looking import looked_at
+from daskdl.data.models import check_loss, check_module
 from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
 from daskdl.data.source import Source, rows_of_part

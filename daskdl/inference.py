@@ -23,12 +23,13 @@ from daskdl.data.batches import (
     rows_in,
     whole,
 )
-from daskdl.data.checks import check_module, rows_like
+from daskdl.data.checks import rows_like
 from daskdl.data.collections import Collections, is_lazy
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.faults import UNREADABLE
 from daskdl.data.futures import workers_of
 from daskdl.data.looking import looked_at
+from daskdl.data.models import check_module
 from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
 from daskdl.data.rehearsal import (

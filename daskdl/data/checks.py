@@ -1,15 +1,14 @@
 """Whether data, model, loss and optimizer go together, before a worker is touched.
 
-No Dask. One array by itself is checked in :mod:`daskdl.data.arrays`; what model and
-loss make of two rows of it, in :mod:`daskdl.data.rehearsal`.
+No Dask. One array by itself is checked in :mod:`daskdl.data.arrays`; model, loss and
+optimizer by themselves in :mod:`daskdl.data.models`; what they make of two rows, in
+:mod:`daskdl.data.rehearsal`.
 """
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from daskdl.data import trees
@@ -17,22 +16,16 @@ from daskdl.data.arrays import check_array, check_structure
 from daskdl.data.batches import Transform
 from daskdl.data.in_memory import InMemory
 from daskdl.data.labels import ClassRange, LabelCheck
-from daskdl.data.rehearsal import (
-    MISFITS,
-    random_state_left_alone,
-    rehearse,
-)
+from daskdl.data.models import check_model, check_optimizer, trainable
+from daskdl.data.rehearsal import random_state_left_alone, rehearse
 from daskdl.data.source import Source
 from daskdl.data.trees import Rows, Tree
-from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.objective import Objective, OwnStep
+from daskdl.errors import DataError, OptionError
+from daskdl.objective import Objective
 from daskdl.packed import PackedModel
 
 __all__ = [
     "check_arrays",
-    "check_loss",
-    "check_model",
-    "check_module",
     "check_rows",
     "check_step",
     "check_whole",
@@ -57,7 +50,8 @@ def check_arrays(X: Tree, y: Tree) -> int:
             length.
 
     Example:
-        >>> check_arrays(torch.zeros(3, 2), torch.zeros(4))
+        >>> import numpy as np
+        >>> check_arrays(np.zeros((3, 2)), np.zeros(4))
         Traceback (most recent call last):
         daskdl.errors.DataError: X and y must have the same length, got 3 and 4
     """
@@ -70,56 +64,6 @@ def check_arrays(X: Tree, y: Tree) -> int:
             f"{' and '.join(lengths)} must have the same length, got {shown}"
         )
     return next(iter(lengths.values()))
-
-
-def check_model(model: Any, loss: Any, optimizer: Any) -> None:
-    """Refuse a model, a loss or an optimizer of the wrong kind; nothing is run.
-
-    Raises:
-        ModelError: Naming the argument, what was given and what is expected.
-
-    Example:
-        >>> check_model(nn.ReLU(), nn.MSELoss(), torch.optim.SGD)
-        Traceback (most recent call last):
-        daskdl.errors.ModelError: model has no trainable parameters: ReLU has none \
-with requires_grad=True
-    """
-    check_module(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(
-            f"model has no trainable parameters: {type(model).__name__} has none "
-            "with requires_grad=True"
-        )
-    check_loss(loss)
-    _check_callable(
-        optimizer,
-        "optimizer",
-        "a function that makes one from parameters, such as "
-        "lambda params: torch.optim.SGD(params, lr=0.1)",
-    )
-
-
-def check_module(model: Any) -> None:
-    """Refuse what is not a module with its shapes known.
-
-    Raises:
-        ModelError: If it is not an ``nn.Module``, or a lazy one that never ran.
-    """
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            "model must be a torch.nn.Module or a function that returns one, got "
-            f"{model!r}"
-        )
-    lazy = [
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if nn.parameter.is_lazy(tensor)
-    ]
-    if lazy:
-        raise ModelError(
-            f"the shape of model.{lazy[0]} is not known yet; run the model on one "
-            "batch before handing it over"
-        )
 
 
 def check_step(
@@ -156,7 +100,7 @@ def check_step(
     check_model(model, loss, optimizer)
     with random_state_left_alone():
         copy = PackedModel(model).unpack().eval()
-        _check_optimizer(optimizer, copy)
+        check_optimizer(optimizer, copy)
         return rehearse(copy, loss, X, y, transform)
 
 
@@ -199,8 +143,9 @@ def of_validation() -> Iterator[None]:
     """Errors from here, which speak of X and y, are about the validation data.
 
     Example:
+        >>> import numpy as np
         >>> with of_validation():
-        ...     check_arrays(torch.zeros(3, 2), torch.zeros(4))
+        ...     check_arrays(np.zeros((3, 2)), np.zeros(4))
         Traceback (most recent call last):
         daskdl.errors.DataError: validation: X and y must have the same length, got \
 3 and 4
@@ -209,65 +154,3 @@ def of_validation() -> Iterator[None]:
         yield
     except OptionError as error:
         raise type(error)(f"validation: {error}") from error
-
-
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer is made from: rehearsed, on replicas and on the client alike.
-
-    A list, because the user's function may go over it more than once.
-
-    Example:
-        >>> [tuple(p.shape) for p in trainable(nn.Linear(2, 1))]
-        [(1, 2), (1,)]
-    """
-    return [p for p in module.parameters() if p.requires_grad]
-
-
-def check_loss(loss: Any) -> None:
-    """Refuse a loss that cannot be called; it is not run.
-
-    Raises:
-        ModelError: If it is no function of outputs and labels.
-
-    Example:
-        >>> check_loss(nn.MSELoss)
-        Traceback (most recent call last):
-        daskdl.errors.ModelError: loss is the class MSELoss; create one, MSELoss()
-    """
-    if isinstance(loss, OwnStep):
-        return  # it was looked at when it was made
-    if isinstance(loss, type):
-        name = loss.__name__
-        raise ModelError(f"loss is the class {name}; create one, {name}()")
-    _check_callable(loss, "loss", "a function of (output, labels), such as MSELoss()")
-
-
-def _check_callable(value: Any, argument: str, expected: str) -> None:
-    if not callable(value):
-        raise ModelError(f"{argument} must be {expected}; got {value!r}")
-
-
-def _check_optimizer(optimizer: Callable[..., Any], module: nn.Module) -> None:
-    """Make one for the trainable parameters of a copy, and look at what comes."""
-    parameters = trainable(module)
-    try:
-        made = optimizer(list(parameters))
-    except MISFITS as error:
-        raise ModelError(
-            f"optimizer failed on a list of {len(parameters)} parameters: {error}"
-        ) from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ModelError(f"optimizer must return a torch.optim.Optimizer, got {made!r}")
-    known = {id(parameter) for parameter in parameters}
-    if any(id(p) not in known for group in made.param_groups for p in group["params"]):
-        raise ModelError(
-            "optimizer works on parameters it was not given, so the replicas would "
-            "not be trained; make it from its argument, as in "
-            "lambda params: torch.optim.SGD(params, lr=0.1)"
-        )
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ModelError(
-            f"optimizer {type(made).__name__} needs a closure that evaluates the "
-            "model several times per step; choose one that does without"
-        )

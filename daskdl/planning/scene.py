@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from daskdl import codec
 from daskdl.accumulator import Accumulator
-from daskdl.data.checks import trainable
+from daskdl.data.models import trainable
 from daskdl.errors import DivergedError
 from daskdl.objective import Objective
 from daskdl.thresholds import Sent

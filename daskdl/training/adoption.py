@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.data.checks import check_module
+from daskdl.data.models import check_module
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.packed import PackedModel
 from daskdl.training.base import Outcome

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from daskdl.data.checks import trainable
+from daskdl.data.models import trainable
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError
 from daskdl.packed import Packed, PackedModel

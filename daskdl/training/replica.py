@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from daskdl.callbacks import Step
 from daskdl.channel.base import Channel, Stopped
 from daskdl.channel.messages import Barrier
-from daskdl.data.checks import trainable
+from daskdl.data.models import trainable
 from daskdl.errors import ChannelError, DaskDLError, DivergedError
 from daskdl.packed import Packed
 from daskdl.scores import Score, score_batches

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daskdl.data.batches import floating_dtype, rows_in, to_device
-from daskdl.data.checks import trainable
+from daskdl.data.models import trainable
 from daskdl.errors import ModelError, OptionError
 from daskdl.objective import Batch, Objective, batch_loss, is_sum, on_device
 from daskdl.training.options import check_whole

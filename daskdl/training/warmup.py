@@ -9,7 +9,7 @@ import copy
 import torch
 
 from daskdl.data.batches import floating_dtype, tensors
-from daskdl.data.checks import trainable
+from daskdl.data.models import trainable
 from daskdl.data.rehearsal import random_state_left_alone, transformed
 from daskdl.training.base import TrainingMaster
 from daskdl.training.stepping import Stepper, Stepping

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import daskdl
-from daskdl.data.checks import trainable
+from daskdl.data.models import trainable
 from daskdl.planning import scene as scene_module
 from daskdl.planning.scene import Scene, Script
 

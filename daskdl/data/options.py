@@ -23,7 +23,6 @@ class SourceOptions:
         shuffle_seed: Of the order in which data in memory are dealt out, or None.
         loader: Makes (x, y) of a file.
         collate_fn: Makes a batch of a list of a dataset's items.
-        shards: Into how many a dataset that is only iterable is split.
         labelled: Whether labels are needed.
         accumulate: Batches of a step; parts of data in memory are whole steps.
     """
@@ -32,7 +31,6 @@ class SourceOptions:
     shuffle_seed: int | None = None
     loader: Loader | Callable[..., Any] | None = None
     collate_fn: Callable[..., Any] | None = None
-    shards: int = 1
     labelled: bool = True
     accumulate: int = 1
 

@@ -97,7 +97,7 @@ def _files(X: Any, loader: Any) -> Source:
 def _dataset(X: Any, options: SourceOptions) -> Source:
     collation = Collation(options.collate_fn, options.batch_size, options.labelled)
     if is_iterable_style(X):
-        return IterableStyle(X, options.shards, collation)
+        return IterableStyle(X, collation=collation)
     return MapStyle(X, collation, options.shuffle_seed)
 
 

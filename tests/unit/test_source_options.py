@@ -45,7 +45,7 @@ def test_how_parts_are_made_follows_from_them():
 
     made = read.source(5, labelled=False, accumulate=3)
 
-    assert made == SourceOptions(8, 5, len, list, 1, labelled=False, accumulate=3)
+    assert made == SourceOptions(8, 5, len, list, labelled=False, accumulate=3)
 
 
 def test_a_word_that_is_allowed_passes():

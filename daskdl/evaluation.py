@@ -3,6 +3,7 @@
 What one process makes of batches is in :mod:`daskdl.scores`.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,8 @@ from daskdl.objective import Objective, OwnStep, on_device
 from daskdl.packed import Packed, PackedModel
 from daskdl.scores import Score, score_batches
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -37,7 +40,8 @@ class Scoring:
         batch_size: Rows per forward pass.
         transform: What is made of each batch before, or None.
         labels: What labels are held to; None: they are not looked at.
-        skips: Whether a part that cannot be read counts as none.
+        skips: Whether a part that cannot be read is left out; one that is gone through
+            bit by bit, from there on.
     """
 
     model: PackedModel
@@ -130,5 +134,8 @@ def evaluate(
     if client is not False:
         source = sharded(source, len(workers_of(client)))
     scores = dict(each_part(source, scoring, client, send=True))
+    unscored = [part for part in sorted(scores) if not scores[part].examples]
+    if read.skips and unscored:  # why, is in the logs of the workers
+        logger.warning("%s parts gave nothing to score: %s", len(unscored), unscored)
     # In order, so that the sum does not depend on who came first.
     return sum((scores[part] for part in sorted(scores)), Score()).metrics()

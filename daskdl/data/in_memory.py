@@ -18,7 +18,7 @@ PART_BYTES = 32 * 2**20  # at most about so many, so that none takes long on its
 
 
 class InMemory(Source):
-    """Rows in memory; a part is copied when it is loaded or sent, not before.
+    """Rows in memory; nothing is copied before a part is loaded or sent.
 
     Args:
         x: Tree of numpy arrays and torch tensors of equal length.

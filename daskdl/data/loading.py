@@ -48,8 +48,7 @@ class Fetcher:
             WaitTimeoutError: If something did not come in time.
             LostPieceError: If it was lost with its worker.
             DataError: If the part cannot be trained on, or something it begins with
-                is lost for good. What the user's own tasks
-                raise comes out as it is.
+                is lost for good. What the user's own tasks raise comes out as it is.
         """
         content = self.fetch(key, timeout_s, unwanted)
         if not isinstance(content, Packed):

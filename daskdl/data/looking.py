@@ -40,7 +40,10 @@ def looked_at(
     ]
     rows = sum(fact.rows for fact in in_order)
     if rows == 0:
-        raise DataError(f"X must not be empty, got no rows in {source.parts} parts")
+        unread = f", of which {len(bad)} cannot be read" if bad else ""
+        raise DataError(
+            f"X must not be empty, got no rows in {source.parts} parts{unread}"
+        )
     logger.info("there are %s rows in %s parts", rows, source.parts)
     return source.known(in_order)
 

@@ -38,7 +38,10 @@ class TestPartThatCannotBeRead:
 
     def test_it_counts_as_none_if_it_may_be_left_out(self, error, caplog):
         assert loss_of(ONES, error, TWOS, on_bad_batch="skip") == pytest.approx(3.25)
-        assert caplog.messages == [f"box 1 is left out: {error}"]
+        assert caplog.messages == [
+            f"box 1 is left out: {error}",
+            "1 parts gave nothing to score: [1]",
+        ]
 
 
 def test_what_is_not_about_the_data_is_never_left_out():

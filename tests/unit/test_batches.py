@@ -1,3 +1,5 @@
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -204,3 +206,28 @@ def test_the_accelerator_is_used_if_there_is_one(monkeypatch, there):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
 
     assert auto_device().type == ("cuda" if there else "cpu")
+
+
+def test_rows_of_a_table_of_columns_are_laid_out_row_by_row():
+    columns = np.asfortranarray(np.arange(12.0).reshape(4, 3))
+
+    ((x, _),) = batches([whole((columns, None))] * 2, 8)
+
+    assert x.is_contiguous()
+    assert x.tolist() == columns.tolist() * 2
+
+
+def test_a_part_that_is_done_with_is_gone_before_the_next_is_asked_for():
+    there = []
+
+    def parts():
+        for _ in range(3):
+            assert [part() for part in there] == [None] * len(there)
+            rows = np.zeros((2, 1))
+            there.append(weakref.ref(rows))
+            chunk = whole((rows, None))
+            del rows
+            yield chunk
+            del chunk
+
+    assert len(list(batches(parts(), 2))) == 3

@@ -118,6 +118,17 @@ class TestScoreBatches:
 
         assert score.metrics() == {"loss": 3.0}
 
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_a_mean_is_weighed_by_its_rows_and_a_sum_is_not(self, reduction):
+        x = torch.tensor([[1.0], [1.0], [3.0]])
+        both = [(x[:2], torch.zeros(2, 1)), (x[2:], torch.zeros(1, 1))]
+
+        score = score_batches(
+            nn.Identity(), nn.MSELoss(reduction=reduction), both, "cpu"
+        )
+
+        assert (score.loss_sum, score.examples) == (11.0, 3)
+
     def test_ignored_labels_count_neither_as_right_nor_as_wrong(self):
         loss = functools.partial(functional.cross_entropy, ignore_index=1)
         x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])

@@ -145,6 +145,13 @@ def test_a_file_system_is_told_to_forget_its_listings(monkeypatch):
     assert calls == ["forget", "find"]
 
 
+def test_there_are_no_files_in_a_file(store):
+    store.write("a", b"hello")
+
+    assert not Store(store.url_of("a"), store.options).exists("b")
+    assert not Store(store.url_of("a"), store.options).exists("b/c")
+
+
 def test_a_file_has_no_names_below_it(store):
     store.write("a", b"1")
 

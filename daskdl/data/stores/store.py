@@ -180,7 +180,10 @@ class Store:
 
         def looked() -> Mapping[str, Any] | None:
             system.invalidate_cache()
-            found: Mapping[str, Any] = system.info(f"{root}/{name}")
+            try:
+                found: Mapping[str, Any] = system.info(f"{root}/{name}")
+            except NotADirectoryError:  # the folder is a file
+                return None
             return found if found["type"] == "file" else None
 
         return self._tried(looked, f"read {self.url_of(name)}", None)

@@ -77,7 +77,8 @@ def validate(  # noqa: PLR0913 - those of a fit, and what is expected, by name
     """
     expectations = expectations_of(shapes, dtypes, labels)
     options = dict(storage_options or {})
-    chosen = _whole(source_of(source, y, SourceOptions(loader=loader)))
+    given = SourceOptions(loader=loader, labelled=False)  # missing labels are counted
+    chosen = _whole(source_of(source, y, given))
     away = None if quarantine is None else Quarantine.of(quarantine, chosen, options)
     function = functools.partial(findings_of, expectations=expectations)
     totals = _Totals()

@@ -65,7 +65,8 @@ class Decoding:
             >>> Decoding.of(28, 1, None)
             Decoding(size=(28, 28), channels=1, scale=None)
         """
-        pair = size if size is None or isinstance(size, Sequence) else (size, size)
+        several = size is None or hasattr(size, "__len__")
+        pair: Any = size if several else (size, size)
         if channels not in tuple(MODES):
             raise OptionError(f"channels must be 1, 3 or 4, got {channels!r}")
         if scale is not None and not 0 < scale < math.inf:

@@ -1,6 +1,6 @@
 """How data are to be read, as the arguments of `fit`, `evaluate` and `predict` say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ class SourceOptions:
         shards: Into how many a dataset that is only iterable is split.
         labelled: Whether labels are needed.
         accumulate: Batches of a step; parts of data in memory are whole steps.
+        storage_options: Of the file systems of paths, for fsspec.
     """
 
     batch_size: int = 32
@@ -34,6 +35,7 @@ class SourceOptions:
     shards: int = 1
     labelled: bool = True
     accumulate: int = 1
+    storage_options: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

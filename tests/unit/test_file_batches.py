@@ -305,17 +305,18 @@ class TestAgain:
         assert written == [*(shard.name for shard in index.shards), INDEX]
         assert sorted(members(index)) == sorted(FILES)
 
+    @pytest.mark.parametrize("kind", ["zip", "tar"])
     @pytest.mark.parametrize("damage", [b"", b"no archive", None])
     def test_a_shard_that_is_not_what_it_should_be_is_written_anew(
-        self, root, target, damage
+        self, root, target, damage, kind
     ):
-        index = pack(root, target)
+        index = pack(root, target, format=kind)
         before = contents(target)
         (target / INDEX).unlink()
         other = before[index.shards[1].name]
         (target / index.shards[0].name).write_bytes(other if damage is None else damage)
 
-        assert pack(root, target) == index
+        assert pack(root, target, format=kind) == index
 
         assert contents(target) == before
 

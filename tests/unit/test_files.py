@@ -92,6 +92,18 @@ def test_files_need_not_be_in_a_folder(form):
     root.delete([name])
 
 
+def test_a_bucket_is_not_taken_for_a_file(bucket, s3_endpoint, monkeypatch):
+    options = s3.options(s3_endpoint)
+    Store(bucket, options).write("a.bin", b"ab")
+    asked = []
+    monkeypatch.setattr(Store, "exists", lambda store, name: asked.append(name))
+
+    files = Files(bucket, FromBytes(bytes_example), storage_options=options)
+
+    assert files.file_urls(0) == [f"{bucket}/a.bin"]
+    assert asked == []
+
+
 def test_a_file_may_be_in_an_archive():
     name = uuid.uuid4().hex
     content = archived([("a/0.bin", b"ab"), ("1.bin", b"c")], "zip")

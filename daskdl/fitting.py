@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from daskdl.data.checks import of_validation, trainable
+from daskdl.data.checks import of_validation
 from daskdl.data.labels import LabelCheck
+from daskdl.data.models import trainable
 from daskdl.data.pairs import pair
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.data.sources import source_of

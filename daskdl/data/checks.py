@@ -16,23 +16,13 @@ from daskdl.data.arrays import check_array, check_structure
 from daskdl.data.batches import Transform
 from daskdl.data.in_memory import InMemory
 from daskdl.data.labels import ClassRange, LabelCheck
-from daskdl.data.models import check_model, check_optimizer, trainable
+from daskdl.data.models import check_model, check_optimizer
 from daskdl.data.rehearsal import random_state_left_alone, rehearse
 from daskdl.data.source import Source
 from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Objective
 from daskdl.packed import PackedModel
-
-__all__ = [
-    "check_arrays",
-    "check_rows",
-    "check_step",
-    "check_whole",
-    "of_validation",
-    "rows_like",
-    "trainable",
-]
 
 
 def check_arrays(X: Tree, y: Tree) -> int:

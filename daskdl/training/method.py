@@ -16,9 +16,9 @@ from daskdl.data.checks import (
     check_whole,
     of_validation,
     rows_like,
-    trainable,
 )
 from daskdl.data.labels import LabelCheck
+from daskdl.data.models import trainable
 from daskdl.data.source import Source, shown_rows
 from daskdl.errors import OptionError
 from daskdl.objective import Objective

@@ -1,12 +1,14 @@
 """Keys, futures and workers of Dask's: small things that all who have some need."""
 
+import asyncio
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from distributed import Client
 
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, WaitTimeoutError
+from daskdl.timeouts import Bound
 
 
 def new_key(what: str) -> str:
@@ -40,3 +42,41 @@ def workers_of(client: Client) -> list[str]:
             f"{client} has no workers; wait for some with client.wait_for_workers(1)"
         )
     return addresses
+
+
+def answers_of(
+    client: Client,
+    workers: Sequence[str],
+    function: Callable[[], Any],
+    bound: Bound,
+    what: str,
+) -> dict[str, Any]:
+    """Call a function on workers, beside their tasks.
+
+    Args:
+        client: Synchronous.
+        workers: Their addresses.
+        function: Called once on each.
+        bound: How long all of them may take.
+        what: They are to say, for the message.
+
+    Returns:
+        What it returned, by worker.
+
+    Raises:
+        OSError: If a worker is gone, or does not answer; the latter is a
+            WaitTimeoutError.
+    """
+
+    async def ask() -> Any:
+        # Dask by itself waits for a worker that hangs.
+        asking = client.run(function, workers=list(workers))
+        return await asyncio.wait_for(asking, bound.seconds)
+
+    try:
+        answers: dict[str, Any] = client.sync(ask)
+    except TimeoutError as error:
+        raise WaitTimeoutError(
+            f"not all of {', '.join(workers)} said within {bound} {what}"
+        ) from error
+    return answers

@@ -1,6 +1,6 @@
 """How data are to be read, as the arguments of `fit`, `evaluate` and `predict` say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ class SourceOptions:
         collate_fn: Makes a batch of a list of a dataset's items.
         labelled: Whether labels are needed.
         accumulate: Batches of a step; parts of data in memory are whole steps.
+        storage_options: Of the file systems of paths, for fsspec.
     """
 
     batch_size: int = 32
@@ -33,6 +34,7 @@ class SourceOptions:
     collate_fn: Callable[..., Any] | None = None
     labelled: bool = True
     accumulate: int = 1
+    storage_options: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from daskdl.data.trees import Rows
 
 SHOWN_ROWS = 2  # of the first part, to rehearse a step with
 
+# At a time in a pass, of a part that may not fit into memory.
+STREAMED_ROWS = 1024
+
 
 class Facts(NamedTuple):
     """What is known of a part that has been loaded once."""

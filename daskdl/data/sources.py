@@ -4,6 +4,7 @@ A new kind is a subclass of :class:`~daskdl.data.source.Source` in a file of its
 and a line in :func:`source_of`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -73,7 +74,7 @@ def _whole(X: Any, options: SourceOptions) -> Source | None:
         return _dataset(X, options)
     if are_paths(X):
         _refuse(options, collate_fn="a torch Dataset")
-        return _files(X, options.loader)
+        return _files(X, options.loader, options.storage_options)
     if is_bag(X) or is_lazy_list(X):
         _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
         return pairs(X)
@@ -85,13 +86,13 @@ def _brings_labels(X: Any) -> bool:
     return isinstance(X, Source) or any(is_kind(X) for is_kind in kinds)
 
 
-def _files(X: Any, loader: Any) -> Source:
+def _files(X: Any, loader: Any, storage: Mapping[str, Any] | None) -> Source:
     """What `export` or `file_batches` has written; else the files as they are."""
-    if loader is None and is_export(X):
-        return BatchFiles(X)
-    if is_shards(X):
-        return Shards(X, loader)
-    return Files(X, loader)
+    if loader is None and is_export(X, storage):
+        return BatchFiles(X, storage)
+    if is_shards(X, storage):
+        return Shards(X, loader, storage)
+    return Files(X, loader, storage_options=storage)
 
 
 def _dataset(X: Any, options: SourceOptions) -> Source:

@@ -1,17 +1,15 @@
 """How many replicas, and on which workers."""
 
-import asyncio
 import logging
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from distributed import Client
 
-from daskdl.data.futures import workers_of
-from daskdl.errors import OptionError, WaitTimeoutError
+from daskdl.data.futures import answers_of, workers_of
+from daskdl.errors import OptionError
 from daskdl.training.base import TrainingMaster
 
 logger = logging.getLogger(__name__)
@@ -86,17 +84,6 @@ def replicas_on(
     if master.replicas_per_worker != "auto":
         return dict.fromkeys(workers, int(master.replicas_per_worker))
     bound = master.timeouts().bound("request")
-
-    async def ask() -> Any:
-        # Dask by itself waits for a worker that hangs.
-        asking = client.run(torch.cuda.device_count, workers=list(workers))
-        return await asyncio.wait_for(asking, bound.seconds)
-
-    try:
-        devices = client.sync(ask)
-    except TimeoutError as error:
-        raise WaitTimeoutError(
-            f"not all of {', '.join(workers)} said within {bound} how many CUDA "
-            "devices they have"
-        ) from error
+    what = "how many CUDA devices they have"
+    devices = answers_of(client, workers, torch.cuda.device_count, bound, what)
     return {worker: max(1, devices[worker]) for worker in workers}

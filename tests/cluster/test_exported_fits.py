@@ -165,4 +165,5 @@ def test_a_worker_that_does_not_see_the_folder_is_named(
     with pytest.raises(OptionError, match=rf"is not seen by {blind}; set daskdl\.exp"):
         trainer(client).fit(x, y % 4, approach="export")
 
-    assert list(tmp_path.iterdir()) == []
+    # Torch makes a folder of its own there, if this is its first optimizer.
+    assert [p for p in tmp_path.iterdir() if "torch" not in p.name] == []

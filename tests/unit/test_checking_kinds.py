@@ -19,6 +19,7 @@ from daskdl.data.images.image_folder import image_folder
 from daskdl.data.shards.index import Index
 from daskdl.data.shards.packing import file_batches
 from daskdl.data.stores.store import Store
+from tests import s3
 from tests.unit.pictures import encoded, folder, pixels
 
 # Of 100 rows in parts of 40, 40 and 20: two labels are missing, three are no classes.
@@ -301,3 +302,40 @@ def test_a_damaged_file_at_the_beginning_of_a_shard_is_named(tmp_path):
     assert (report.files, report.rows) == (5, 4)
     assert [one[1:3] for one in report.offenders] == [(None, "unreadable")]
     assert "2.txt" in report.offenders[0].part
+
+
+class TestOnAServer:
+    @pytest.fixture
+    def store(self, s3_endpoint, bucket):
+        return Store(f"{bucket}/x", s3.options(s3_endpoint))
+
+    def test_batch_files_are_read_with_the_options(self, store):
+        options = store.options
+        export(X, store.url, 30, y=Y, client=False, storage_options=options)
+
+        report = validate(store.url, labels=3, client=False, storage_options=options)
+
+        assert report.rows == ROWS
+        assert report.counts["missing label"] == len(MISSING)
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_files_are_read_with_the_options(self, store, packed):
+        options = store.options
+        store.write("a.csv", b"a,y\n1,0\n2,1\n")
+        store.write("b.csv", b"a,y\n1,7\n")
+        url = f"{store.url}-packed" if packed else store.url
+        if packed:
+            file_batches(store.url, url, 1, client=False, storage_options=options)
+
+        report = validate(
+            url,
+            labels=2,
+            loader=Csv(label="y"),
+            client=False,
+            storage_options=options,
+            quarantine=f"{store.url}-bad",
+        )
+
+        assert report.rows == 3
+        assert report.counts["invalid label"] == 1
+        assert [move.to is None for move in report.moved] == [packed]

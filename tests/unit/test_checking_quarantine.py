@@ -1,3 +1,5 @@
+import uuid
+
 import pytest
 
 from daskdl.data.checking.quarantine import Quarantine
@@ -109,6 +111,39 @@ def test_a_folder_whose_name_begins_alike_is_outside(folder):
     quarantine = Quarantine.of(folder.url_of("dat"), filed(folder), {})
 
     assert quarantine.root.url == folder.url_of("data")
+
+
+def test_a_file_that_is_in_no_folder_is_moved():
+    name = uuid.uuid4().hex
+    root = Store("memory://")
+    root.write(name, b"1")
+    source = Filed([root.url_of(name)])
+    quarantine = Quarantine.of(f"memory://{uuid.uuid4().hex}", source, {})
+
+    (moved,) = quarantine.take(source, 0, {0: [0]})
+
+    assert moved == Moved(f"memory://{name}", quarantine.store.url_of(name))
+    assert quarantine.store.read(name) == b"1"
+    assert not root.exists(name)
+
+
+def test_a_file_keeps_its_path_however_the_others_are_written(tmp_path):
+    store = Store(str(tmp_path))
+    for name in ("a/1", "b/1"):
+        store.write(name, b"1")
+    source = Filed([f"{tmp_path}/a/1", f"file://{tmp_path}/b/1"])
+    quarantine = Quarantine.of(tmp_path / "bad", source, {})
+
+    moved = quarantine.take(source, 0, {0: [0, 1]})
+
+    assert [one.to for one in moved] == [f"{tmp_path}/bad/{n}" for n in ("a/1", "b/1")]
+
+
+def test_files_of_two_file_systems_have_no_quarantine(tmp_path):
+    source = Filed([f"{tmp_path}/1", "memory://a/1"])
+
+    with pytest.raises(OptionError, match="paths must be on one file system, got"):
+        Quarantine.of(tmp_path / "bad", source, {})
 
 
 def test_a_file_that_a_link_leads_to_is_not_deleted(tmp_path):

@@ -2,6 +2,8 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from daskdl.data.checking import validation
 from daskdl.data.checking.report import KINDS, Offender, Report
@@ -27,6 +29,14 @@ def test_sound_data_are_counted():
 
     assert report == Report(2, None, 6, NONE)
     assert report.ok
+
+
+def test_labels_that_a_dataset_has_not_are_counted():
+    dataset = TensorDataset(torch.zeros(3, 2))
+
+    found = [validate(dataset, labels=n, client=False).counts for n in (None, 2)]
+
+    assert [counts["missing label"] for counts in found] == [0, 3]
 
 
 def test_all_that_is_wrong_is_counted_and_listed_by_part():

@@ -154,6 +154,14 @@ def test_shards_that_begin_alike_are_told_of(dataset):
         _ = source.first
 
 
+def test_shards_that_begin_alike_are_told_of_when_there_are_more():
+    source = IterableStyle(Careless(), shards=1)
+    _ = source.first
+
+    with pytest.warns(UserWarning, match=r"2 of 2 shards .* begin with the same items"):
+        _ = source.in_shards(2).first
+
+
 def test_one_shard_may_have_everything():
     with warnings.catch_warnings(action="error"):
         x, _ = IterableStyle(Careless(), shards=1).first

@@ -438,3 +438,14 @@ class TestRefused:
 
         with pytest.raises(DataError, match=r"part-000000\.json is damaged: "):
             export(Numbered(LENGTHS), url, 4, client=False)
+
+
+def test_of_a_stream_no_more_is_held_than_goes_into_a_piece(url, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1)
+    held = []
+    joined = pieces.joined
+    monkeypatch.setattr(pieces, "joined", lambda b: held.append(len(b)) or joined(b))
+
+    export(Streamed([10]), url, 4, client=False)
+
+    assert held == [1, 1]  # it comes in two

@@ -1,5 +1,6 @@
 """Temporary batch files are there while they are used, and never afterwards."""
 
+import asyncio
 import tempfile
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from daskdl.data.exports.options import ExportOptions
 from daskdl.data.exports.temporary import temporary_batches
 from daskdl.data.stores.store import Store
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, WaitTimeoutError
 from tests.unit.numbered import Numbered, ids_of
 
 OPTIONS = ExportOptions(4)
@@ -82,9 +83,17 @@ def test_two_at_a_time_do_not_disturb_each_other(files):
 class Workers:
     """A client of workers, one of which is on another machine."""
 
-    def run(self, function):
+    asynchronous = False
+
+    def nthreads(self):
+        return {"tcp://here:1": 1, "tcp://there:2": 1}
+
+    def sync(self, function):
+        return asyncio.run(function())
+
+    async def run(self, function, workers):
         assert function()
-        return {"tcp://here:1": True, "tcp://there:2": False}
+        return {worker: "there" not in worker for worker in workers}
 
 
 def test_workers_that_do_not_see_the_folder_are_named(tmp_path, monkeypatch):
@@ -97,3 +106,22 @@ def test_workers_that_do_not_see_the_folder_are_named(tmp_path, monkeypatch):
         raise AssertionError("this is never reached")
 
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_a_worker_that_does_not_say_whether_it_sees_the_folder_is_not_waited_for(
+    tmp_path, monkeypatch
+):
+    class Hanging(Workers):
+        async def run(self, function, workers):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    with (
+        dask.config.set({"daskdl.timeouts.request": "10ms"}),
+        pytest.raises(WaitTimeoutError, match="not all of tcp://here:1, tcp"),
+        temporary_batches(Numbered([9]), OPTIONS, client=Hanging()),
+    ):
+        raise AssertionError("this is never reached")
+
+    assert list(tmp_path.iterdir()) == []

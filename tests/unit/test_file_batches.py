@@ -3,6 +3,7 @@
 import json
 import re
 import tarfile
+import uuid
 import zipfile
 from pathlib import Path
 
@@ -168,9 +169,9 @@ class TestPaths:
 
     def test_urls_of_the_same_files_differ_in_nothing_else(self, root, target):
         local = pack(f"file://{root}", target)
-        fill("memory://root")
+        fill("memory://other")
 
-        remote = pack("memory://root", "memory://packed")
+        remote = pack("memory://other", "memory://packed")
 
         assert members(local) == members(remote)
         assert [s.members for s in local.shards] == [s.members for s in remote.shards]
@@ -200,7 +201,7 @@ class TestPaths:
 
     def test_two_file_systems_are_refused(self, root, target):
         with pytest.raises(OptionError, match="paths must be on one file system"):
-            pack([root / "a/0.txt", "memory://root/a/3.txt"], target)
+            pack([root / "a/0.txt", "memory://other/a/3.txt"], target)
 
     def test_a_missing_file_is_named(self, root, target):
         with pytest.raises(DataError, match=r"there is no file at .*a/77\.txt"):
@@ -229,6 +230,19 @@ class TestPaths:
     def test_shards_must_not_be_among_the_files(self, root, inner):
         with pytest.raises(OptionError, match="url must not be in the root"):
             pack(root, root / inner)
+
+    def test_shards_must_not_be_there_however_it_is_written(self, root):
+        with pytest.raises(OptionError, match="url must not be in the root"):
+            pack(root, f"file://{root}/a/../packed")
+
+    def test_a_file_that_is_in_no_folder_is_packed(self, target):
+        name = f"{uuid.uuid4().hex}.txt"
+        Store("memory://").write(name, b"one")
+
+        index = pack(f"memory://{name}", target)
+
+        assert members(index) == [name]
+        Store("memory://").delete([name])
 
 
 class TestAgain:
@@ -291,17 +305,18 @@ class TestAgain:
         assert written == [*(shard.name for shard in index.shards), INDEX]
         assert sorted(members(index)) == sorted(FILES)
 
+    @pytest.mark.parametrize("kind", ["zip", "tar"])
     @pytest.mark.parametrize("damage", [b"", b"no archive", None])
     def test_a_shard_that_is_not_what_it_should_be_is_written_anew(
-        self, root, target, damage
+        self, root, target, damage, kind
     ):
-        index = pack(root, target)
+        index = pack(root, target, format=kind)
         before = contents(target)
         (target / INDEX).unlink()
         other = before[index.shards[1].name]
         (target / index.shards[0].name).write_bytes(other if damage is None else damage)
 
-        assert pack(root, target) == index
+        assert pack(root, target, format=kind) == index
 
         assert contents(target) == before
 

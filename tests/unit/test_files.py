@@ -12,6 +12,7 @@ from daskdl.data.files import Files
 from daskdl.data.formats.csv import Csv
 from daskdl.data.formats.loaders import FromBytes, OneExample
 from daskdl.data.formats.npy import Npy
+from daskdl.data.shards.archives import archived
 from daskdl.data.stores.listing import are_paths
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
@@ -73,6 +74,56 @@ def test_paths_are_folders_files_patterns_and_lists(folder, given, pattern, foun
 
     assert names(files) == found
     assert len(files.load(0)[0]) == int(found[0][0]) + 2
+
+
+@pytest.mark.parametrize("form", ["{}", "[{}]", "{:.8}*", "[{:.8}*]"])
+def test_files_need_not_be_in_a_folder(form):
+    name = f"{uuid.uuid4().hex}.bin"
+    root = Store("memory://")
+    root.write(name, b"ab")
+    given = f"memory://{form.strip('[]').format(name)}"
+
+    files = Files(
+        [given] if "[" in form else given, OneExample(FromBytes(bytes_example))
+    )
+
+    assert files.file_urls(0) == [f"memory://{name}"]
+    assert files.load(0)[1].tolist() == [ord("a")]
+    root.delete([name])
+
+
+def test_a_bucket_is_not_taken_for_a_file(bucket, s3_endpoint, monkeypatch):
+    options = s3.options(s3_endpoint)
+    Store(bucket, options).write("a.bin", b"ab")
+    asked = []
+    monkeypatch.setattr(Store, "exists", lambda store, name: asked.append(name))
+
+    files = Files(bucket, FromBytes(bytes_example), storage_options=options)
+
+    assert files.file_urls(0) == [f"{bucket}/a.bin"]
+    assert asked == []
+
+
+def test_a_file_may_be_in_an_archive():
+    name = uuid.uuid4().hex
+    content = archived([("a/0.bin", b"ab"), ("1.bin", b"c")], "zip")
+    Store(f"memory://{name}").write("x.zip", content)
+    loader = FromBytes(lambda content: np.frombuffer(content, "u1"))
+    ends = f"::memory://{name}/x.zip"
+
+    one, all_of_it = (Files(f"zip://{p}{ends}", loader) for p in ("a/0.bin", ""))
+
+    assert one.file_urls(0) == [f"zip://a/0.bin{ends}"]
+    assert one.load(0)[0].tolist() == [*b"ab"]
+    assert [all_of_it.name(i) for i in range(2)] == [
+        f"zip://1.bin{ends}",
+        f"zip://a/0.bin{ends}",
+    ]
+
+
+def test_an_archive_that_is_not_there_is_named():
+    with pytest.raises(DataError, match=r"cannot open zip://.*no/where\.zip"):
+        Files("zip://a.npy::memory://no/where.zip")
 
 
 def test_files_below_the_folder_are_found_and_hidden_ones_are_not(tmp_path):

@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from daskdl.data.normalising.normalisation import Normalisation
 from daskdl.data.normalising.normalisers import MinMax, Standardize
@@ -25,6 +26,14 @@ def test_standardised_data_has_mean_0_and_deviation_1():
     np.testing.assert_allclose(
         scaled, ((X - X.mean(0)) / X.std(0)).astype(np.float32), rtol=1e-6
     )
+
+
+def test_a_dataset_need_not_have_labels():
+    dataset = TensorDataset(torch.from_numpy(X))
+
+    fitted = Standardize().fit(dataset, client=False)
+
+    np.testing.assert_allclose(fitted.scalings.shift, X.mean(0), rtol=1e-14)
 
 
 def test_min_max_takes_the_lowest_and_the_highest_to_its_ends():

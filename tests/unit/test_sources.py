@@ -76,6 +76,15 @@ def test_each_kind_that_brings_its_labels_has_its_class(name, a_file):
     assert type(source_of(data)) is kind
 
 
+def test_one_local_file_is_data(tmp_path):
+    np.savez(tmp_path / "a.npz", x=X, y=Y)
+
+    source = source_of(tmp_path / "a.npz")
+
+    assert type(source) is Files
+    assert source.load(0)[1].tolist() == Y.tolist()
+
+
 @pytest.mark.parametrize("name", PAIRED)
 def test_what_brings_its_labels_takes_none_beside(name, a_file):
     with pytest.raises(DataError, match=r"y must not be given with a .*its labels"):

@@ -8,7 +8,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from daskdl.data.stores import attempts
-from daskdl.data.stores.store import Store, is_local, is_url, store_of
+from daskdl.data.stores.store import Store, store_of
 from daskdl.errors import DataError, OptionError
 from tests import s3
 
@@ -145,6 +145,13 @@ def test_a_file_system_is_told_to_forget_its_listings(monkeypatch):
     assert calls == ["forget", "find"]
 
 
+def test_there_are_no_files_in_a_file(store):
+    store.write("a", b"hello")
+
+    assert not Store(store.url_of("a"), store.options).exists("b")
+    assert not Store(store.url_of("a"), store.options).exists("b/c")
+
+
 def test_a_file_has_no_names_below_it(store):
     store.write("a", b"1")
 
@@ -257,17 +264,3 @@ def test_a_path_becomes_absolute(tmp_path, monkeypatch):
     assert store_of("x").url == f"{tmp_path}/x"
     assert store_of(tmp_path / "x").url == f"{tmp_path}/x"
     assert store_of("s3://bucket/x").url == "s3://bucket/x"
-
-
-def test_urls_are_told_from_paths():
-    assert [is_url(v) for v in ("s3://b", "simplecache::s3://b", "/x", 3)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert [is_local(v) for v in ("local:///x", "/x", "simplecache::s3://b")] == [
-        True,
-        True,
-        False,
-    ]

@@ -10,11 +10,9 @@ from daskdl.data.checking.files import OfFiles
 from daskdl.data.checking.report import OF_PARTS, SHOWN, Offender
 from daskdl.data.checking.rows import Examined, Wrong, examine
 from daskdl.data.faults import UNREADABLE, blames_data
-from daskdl.data.source import Source
+from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError
-
-_STREAMED_ROWS = 1024  # at a time, of a part that may not fit into memory
 
 
 @dataclass
@@ -93,10 +91,8 @@ def _loaded(source: Source, part: int, file: int | None) -> Iterator[Rows]:
     """The part, or one of its files; errors come out of the iterator."""
     if file is not None and isinstance(source, OfFiles):
         yield source.load_file(part, file)
-    elif source.sequential:
-        yield from source.stream(part, _STREAMED_ROWS)
     else:
-        yield source.load(part)
+        yield from rows_of_part(source, part, STREAMED_ROWS)
 
 
 def _says_missing(error: BaseException | None) -> bool:

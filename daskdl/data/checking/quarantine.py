@@ -1,9 +1,8 @@
 """Moving files away: copied first, deleted where they were only when that is done."""
 
-import itertools
 import os
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,7 +11,8 @@ import fsspec
 from daskdl.data.checking.files import OfFiles
 from daskdl.data.checking.report import Moved
 from daskdl.data.source import Source
-from daskdl.data.stores.store import Store, is_local, store_of
+from daskdl.data.stores.store import Store, store_of
+from daskdl.data.stores.urls import common_folder, parted
 from daskdl.errors import DataError, OptionError
 
 
@@ -49,15 +49,16 @@ class Quarantine:
             )
         urls = [u for part in range(source.parts) for u in source.file_urls(part)]
         store = Store(store_of(url).url, options)
-        inside = posixpath.join(_place(store.url, options), "")
-        folders = {u.rpartition("/")[0] for u in urls if not _is_packed(u)}
+        inside = posixpath.join(store.place, "")
+        folders = {parted(url).folder for url in urls if not _is_packed(url)}
         for one in folders:
-            if posixpath.join(_place(one, options), "").startswith(inside):
+            if posixpath.join(Store(one, options).place, "").startswith(inside):
                 raise OptionError(
                     f"quarantine must be outside of the data, got {store.url}, "
                     f"which has {one}"
                 )
-        return cls(store, Store(_common(folders), options))
+        root = common_folder(folders) if folders else store.url
+        return cls(store, Store(root, options))
 
     def take(
         self, source: Source, part: int, files: Mapping[int, Sequence[int]]
@@ -79,7 +80,9 @@ class Quarantine:
     def _move(self, url: str) -> Moved:
         if _is_packed(url):
             return Moved(url, None, "it is packed with others")
-        name = url.removeprefix(self.root.url).lstrip("/")
+        options = self.root.options
+        root = _path(self.root.url, options)
+        name = _path(url, options).removeprefix(root).lstrip("/")
         to = self.store.url_of(name)
         try:
             if not self.root.exists(name) and self.store.exists(name):
@@ -106,18 +109,6 @@ class Quarantine:
         return "" if self.store.read(name) == content else f"{to} is another file"
 
 
-def _common(folders: Iterable[str]) -> str:
-    """The deepest folder that has all of them.
-
-    Example:
-        >>> _common(["s3://bucket/a/b", "s3://bucket/a/bc"])
-        's3://bucket/a'
-    """
-    columns = zip(*(folder.split("/") for folder in folders), strict=False)
-    same = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
-    return "/".join(column[0] for column in same) or "/"
-
-
 def _is_packed(url: str) -> bool:
     return "::" in url
 
@@ -125,11 +116,3 @@ def _is_packed(url: str) -> bool:
 def _path(url: str, options: Mapping[str, Any]) -> str:
     _, path = fsspec.core.url_to_fs(url, **options)
     return str(path)
-
-
-def _place(url: str, options: Mapping[str, Any]) -> str:
-    """The same text for all ways to write a folder's URL."""
-    system, path = fsspec.core.url_to_fs(url, **options)
-    if is_local(url):
-        path = os.path.realpath(path)
-    return str(system.unstrip_protocol(path)).rstrip("/")

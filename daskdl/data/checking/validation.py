@@ -48,7 +48,7 @@ def validate(  # noqa: PLR0913 - those of a fit, and what is expected, by name
         loader: As of `Trainer.fit`, for paths. If it raises, the part is unreadable.
         quarantine: A folder outside of the data, on any fsspec URL.
         client: None: the default client, if there is one. False: no cluster.
-        storage_options: As fsspec's, of the file systems that files are moved between.
+        storage_options: As fsspec's, of the file systems of paths and of quarantine.
 
     Returns:
         Counts and the first offenders; labels are missing where they are NaN, and
@@ -77,7 +77,12 @@ def validate(  # noqa: PLR0913 - those of a fit, and what is expected, by name
     """
     expectations = expectations_of(shapes, dtypes, labels)
     options = dict(storage_options or {})
-    chosen = _whole(source_of(source, y, SourceOptions(loader=loader)))
+    given = SourceOptions(
+        loader=loader,
+        labelled=False,  # missing labels are counted
+        storage_options=storage_options,
+    )
+    chosen = _whole(source_of(source, y, given))
     away = None if quarantine is None else Quarantine.of(quarantine, chosen, options)
     function = functools.partial(findings_of, expectations=expectations)
     totals = _Totals()

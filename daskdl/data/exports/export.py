@@ -1,6 +1,7 @@
 """Data of any kind into batch files, once, for many runs to train from."""
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def export(  # noqa: PLR0913 - by name, as those of `Trainer.fit`
     X: Any,
-    url: str,
+    url: str | os.PathLike[str],
     batch_size: int,
     *,
     y: Any = None,

@@ -12,7 +12,7 @@ from daskdl.data import trees
 from daskdl.data.exports.dealing import row_order
 from daskdl.data.exports.progress import FOLDER, Progress
 from daskdl.data.exports.schema import Schema, as_rows, joined, named_arrays
-from daskdl.data.source import Source
+from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
@@ -20,9 +20,6 @@ KIND = "part"  # of a record of progress
 
 # Large enough that a request costs little beside it, small beside a worker's memory.
 PIECE_BYTES = 64 * 2**20
-
-# Of a part that comes as a stream.
-_ROWS_AT_A_TIME = 1024
 
 
 class Pieces(NamedTuple):
@@ -117,12 +114,7 @@ def _blocks(source: Source, part: int) -> Iterator[Rows]:
     """What is shuffled at a time: a part, or some of it if it comes as a stream."""
     waiting: list[Rows] = []
     size = 0
-    coming = (
-        source.stream(part, _ROWS_AT_A_TIME)
-        if source.sequential
-        else [source.load(part)]
-    )
-    for rows in map(as_rows, coming):
+    for rows in map(as_rows, rows_of_part(source, part, STREAMED_ROWS)):
         if any(len(array) for _, array in named_arrays(rows)):
             waiting.append(rows)
             size += trees.nbytes(rows)

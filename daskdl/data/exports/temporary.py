@@ -14,9 +14,11 @@ from daskdl.data.exports.options import ExportOptions
 from daskdl.data.exports.progress import Progress
 from daskdl.data.exports.source import BatchFiles
 from daskdl.data.exports.writing import export_source
+from daskdl.data.futures import answers_of, workers_of
 from daskdl.data.source import Source
 from daskdl.data.stores.store import Store, store_of
 from daskdl.errors import OptionError
+from daskdl.timeouts import Timeouts
 
 _PREFIX = "daskdl-export-"
 
@@ -41,6 +43,8 @@ def temporary_batches(
 
     Raises:
         OptionError: If no URL is configured, and a worker is on another machine.
+        OSError: If one is gone, or does not say whether it is; the latter is a
+            WaitTimeoutError.
     """
     url = dask.config.get("daskdl.export.url", None)
     with contextlib.ExitStack() as ending:
@@ -75,7 +79,9 @@ def _folder_here(client: Any) -> Iterator[Path]:
 def _check_seen(folder: Path, client: Any) -> None:
     if client is False:
         return
-    seen = client.run(folder.exists)
+    bound = Timeouts.from_config().bound("request")
+    what = f"whether they see {folder}"
+    seen = answers_of(client, workers_of(client), folder.exists, bound, what)
     blind = sorted(worker for worker, sees in seen.items() if not sees)
     if blind:
         raise OptionError(

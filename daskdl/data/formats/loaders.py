@@ -77,8 +77,20 @@ class Format(Loader):
             return self(content, url)
 
 
+class _Function(Loader):
+    """A loader that calls a function of the user's."""
+
+    @abstractmethod
+    def result(self, store: Store, name: str) -> Any:
+        """What the function returns."""
+
+    @override
+    def load(self, store: Store, name: str) -> Rows:
+        return rows_of(self.result(store, name), store.url_of(name))
+
+
 @dataclass(frozen=True)
-class FromPath(Loader):
+class FromPath(_Function):
     """A function of the local path, or of the URL of what is not local.
 
     Attributes:
@@ -88,19 +100,15 @@ class FromPath(Loader):
 
     function: Callable[[str], Any]
 
+    @override
     def result(self, store: Store, name: str) -> Any:
-        """What the function returns."""
         url = store.url_of(name)
         with reading(url):
             return self.function(str(strip_protocol(url)) if store.is_local else url)
 
-    @override
-    def load(self, store: Store, name: str) -> Rows:
-        return rows_of(self.result(store, name), store.url_of(name))
-
 
 @dataclass(frozen=True)
-class FromBytes(Loader):
+class FromBytes(_Function):
     """A function of the bytes of the file, wherever it is.
 
     Attributes:
@@ -117,15 +125,11 @@ class FromBytes(Loader):
 
     function: Callable[[bytes], Any]
 
+    @override
     def result(self, store: Store, name: str) -> Any:
-        """What the function returns."""
         content = store.read(name)
         with reading(store.url_of(name)):
             return self.function(content)
-
-    @override
-    def load(self, store: Store, name: str) -> Rows:
-        return rows_of(self.result(store, name), store.url_of(name))
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class OneExample(Loader):
     single = True
 
     def __post_init__(self) -> None:
-        if not isinstance(loader_of(self.function), FromPath | FromBytes):
+        if not isinstance(loader_of(self.function), _Function):
             raise OptionError(
                 "OneExample needs a function of a path, or one in FromBytes, got "
                 f"{self.function!r}"
@@ -162,7 +166,7 @@ class OneExample(Loader):
 
     @override
     def load(self, store: Store, name: str) -> Rows:
-        function = cast("FromPath | FromBytes", loader_of(self.function))
+        function = cast("_Function", loader_of(self.function))
         return row_of(function.result(store, name), store.url_of(name))
 
 

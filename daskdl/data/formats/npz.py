@@ -34,8 +34,27 @@ class Npz(Format):
             if isinstance(loaded, np.ndarray):
                 raise DataError(f"{name} must be an .npz file, got one array; use Npy")
             with loaded as arrays:
-                check_names((self.x, self.y), arrays, name)
-                return rows_of((picked(self.x, arrays), picked(self.y, arrays)), name)
+                return named_rows(self.x, self.y, arrays, name)
+
+
+def named_rows(x: Tree, y: Tree, arrays: Mapping[str, Any], url: str) -> Rows:
+    """The rows of a file that has arrays with names.
+
+    Args:
+        x: Names, as a tree.
+        y: Likewise; None: there are no labels.
+        arrays: What the file has.
+        url: Of the file.
+
+    Raises:
+        DataError: If a name is not there, or what it has cannot be used.
+
+    Example:
+        >>> named_rows("a", None, {"a": np.zeros(2)}, "x.npz")
+        (array([0., 0.]), None)
+    """
+    check_names((x, y), arrays, url)
+    return rows_of((picked(x, arrays), picked(y, arrays)), url)
 
 
 def check_names(wanted: tuple[Tree, Tree], there: Collection[str], url: str) -> None:

@@ -10,8 +10,8 @@ from safetensors.torch import load
 from typing_extensions import override
 
 from daskdl.data.formats.loaders import Format
-from daskdl.data.formats.npz import check_names, picked, wanted_names
-from daskdl.data.formats.results import header_facts, reading, rows_of
+from daskdl.data.formats.npz import check_names, named_rows, picked, wanted_names
+from daskdl.data.formats.results import header_facts, reading
 from daskdl.data.source import Facts
 from daskdl.data.stores.store import Store
 from daskdl.data.trees import Rows, Tree
@@ -52,8 +52,7 @@ class Safetensors(Format):
             tensors = load(content)
         except SafetensorError as error:
             raise DataError(f"cannot read {name}: {error}") from error
-        check_names((self.x, self.y), tensors, name)
-        return rows_of((picked(self.x, tensors), picked(self.y, tensors)), name)
+        return named_rows(self.x, self.y, tensors, name)
 
     @override
     def look(self, store: Store, name: str) -> Facts:

@@ -65,8 +65,9 @@ class Decoding:
             >>> Decoding.of(28, 1, None)
             Decoding(size=(28, 28), channels=1, scale=None)
         """
-        pair = (size, size) if isinstance(size, int | np.integer) else size
-        if channels not in MODES:
+        several = size is None or hasattr(size, "__len__")
+        pair: Any = size if several else (size, size)
+        if channels not in tuple(MODES):
             raise OptionError(f"channels must be 1, 3 or 4, got {channels!r}")
         if scale is not None and not 0 < scale < math.inf:
             raise OptionError(f"scale must be > 0 and finite, or None, got {scale!r}")

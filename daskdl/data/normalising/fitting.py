@@ -15,14 +15,12 @@ from daskdl.data import trees
 from daskdl.data.normalising.normalisation import alike
 from daskdl.data.normalising.statistics import Per, Statistics, statistics_of
 from daskdl.data.passes import each_part
-from daskdl.data.source import Source
+from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]
-
-_STREAMED_ROWS = 1024  # at a time, of a part that may not fit into memory
 
 
 def statistics_of_all(
@@ -64,10 +62,8 @@ def statistics_of_all(
 
 def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | None:
     """What is done where the part is; None if it has no rows."""
-    if not source.sequential:
-        return _of_rows(source, part, source.load(part)[0], per, only)
     total, start = None, 0
-    for x, _ in source.stream(part, _STREAMED_ROWS):
+    for x, _ in rows_of_part(source, part, STREAMED_ROWS):
         found = _of_rows(source, part, x, per, only, start)
         if found is not None:
             total = found if total is None else _merged(total, found, source, part)
@@ -76,7 +72,7 @@ def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | N
 
 
 def _of_rows(
-    source: Source, part: int, x: Tree, per: Per, only: Keys | None, start: int = 0
+    source: Source, part: int, x: Tree, per: Per, only: Keys | None, start: int
 ) -> Tree | None:
     if not trees.length(x):
         return None

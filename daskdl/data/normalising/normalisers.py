@@ -81,7 +81,7 @@ class Normaliser(ABC):
                 parts do not fit together, or if the data cannot be used.
             OptionError: If x has no such keys as `only`.
         """
-        source = source_of(X, y, SourceOptions(loader=loader))
+        source = source_of(X, y, SourceOptions(loader=loader, labelled=False))
         found = statistics_of_all(source, self.per, self.only, client)
         return Normalisation(
             trees.mapped(lambda one: None if one is None else self.scaling(one), found)

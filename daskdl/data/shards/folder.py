@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import numpy as np
 from typing_extensions import override
 
-from daskdl.data.stores.attempts import attempt
 from daskdl.data.stores.store import Store
 from daskdl.errors import OptionError
 
@@ -82,14 +80,7 @@ class LooseFiles(Folder):
 
     @override
     def folders(self, folder: str = "") -> list[str]:
-        url = self.store.url_of(folder).rstrip("/")
-        system, root = fsspec.core.url_to_fs(url, **self.store.options)
-        try:
-            found = attempt(lambda: system.ls(root, detail=True), f"list {url}")
-        except FileNotFoundError:
-            return []
-        inner = [entry["name"] for entry in found if entry["type"] == "directory"]
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in inner)
+        return Store(self.store.url_of(folder), self.store.options).folders()
 
     @override
     def exists(self, name: str) -> bool:

@@ -1,7 +1,6 @@
 """The files that are to be packed: which they are, and which of them go together."""
 
 import hashlib
-import itertools
 import json
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from daskdl.data.shards.folder import LooseFiles
 from daskdl.data.source import Source
 from daskdl.data.stores.listing import Path, Place, is_path, listed
 from daskdl.data.stores.store import Store, store_of
+from daskdl.data.stores.urls import common_folder, parted
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError, OptionError
 
@@ -66,7 +66,7 @@ def found(
         common = places[0].store.url  # the same for all
     else:
         places = listed(paths, None, options)
-        common = _common([place.url for place in places])
+        common = common_folder(parted(place.url).folder for place in places)
     if root is not None:
         common = store_of(root).url
     return Found(Store(common, options), _relative(places, common, options))
@@ -128,18 +128,6 @@ def _is_there(place: Place) -> bool:
     return place.store.exists(place.name)
 
 
-def _common(urls: Sequence[str]) -> str:
-    """The deepest folder that has all of them."""
-    if len({fsspec.utils.get_protocol(url) for url in urls}) > 1:
-        raise OptionError(
-            f"paths must be on one file system, got {urls[0]} and others; pack the "
-            "files of each into a folder of its own"
-        )
-    folders = zip(*(url.split("/")[:-1] for url in urls), strict=False)
-    same = itertools.takewhile(lambda names: len(set(names)) == 1, folders)
-    return "/".join(names[0] for names in same)
-
-
 def _relative(
     places: Sequence[Place], root: str, options: Mapping[str, Any]
 ) -> tuple[str, ...]:
@@ -154,4 +142,4 @@ def _relative(
         if path in seen:
             raise DataError(f"{url} is in paths twice")
         seen.add(path)
-    return tuple(path.removeprefix(inside) for path in paths)
+    return tuple(path.removeprefix(inside).lstrip("/") for path in paths)

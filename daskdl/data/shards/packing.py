@@ -133,9 +133,9 @@ def _finished(originals: Originals, target: Store) -> Index | None:
 
 
 def _check_apart(originals: Originals, target: Store) -> None:
-    folder = originals.files.store.url.rstrip("/") + "/"
-    if (target.url.rstrip("/") + "/").startswith(folder):
+    root = originals.files.store
+    if f"{target.place}/".startswith(f"{root.place}/"):
         raise OptionError(
-            f"url must not be in the root of the files, {folder}, got {target.url}; "
+            f"url must not be in the root of the files, {root.url}, got {target.url}; "
             "the shards would be packed the next time"
         )

@@ -1,17 +1,21 @@
 """Which files a user means: a folder, a pattern, one path or a list of them."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from fsspec.core import strip_protocol
+from fsspec.utils import get_protocol
 
-from daskdl.data.stores.store import Store, is_local, store_of
+from daskdl.data.stores.puts import LOCAL
+from daskdl.data.stores.store import Store, store_of
+from daskdl.data.stores.urls import is_local, is_pattern, parted, parted_pattern
 from daskdl.errors import DataError, OptionError
 
 Path = str | os.PathLike[str]
-_MAGIC = re.compile(r"[*?\[]")
+
+# Elsewhere what follows the protocol is the name of a host or a bucket.
+_FILES_AT_ROOT = frozenset({"memory", "tar", "zip", *LOCAL})
 
 
 class Place(NamedTuple):
@@ -89,9 +93,8 @@ def _store(path: Path, options: Mapping[str, Any]) -> Store:
 
 def _below(store: Store, pattern: str | None) -> list[Place]:
     """What one path or URL stands for."""
-    url = store.url.rstrip("/")
-    if pattern is None and (_is_glob(url) or _is_file(store)):
-        return _one(url, store.options, {})
+    if pattern is None and (_is_glob(store.url) or _is_file(store)):
+        return _one(store.url, store.options, {})
     names = store.names("**" if pattern is None else pattern)
     if pattern is None:
         names = [name for name in names if not _is_hidden(name)]
@@ -108,8 +111,8 @@ def _one(
     url = store_of(path).url
     if _is_glob(url):
         return _matching(url, options)
-    folder, _, name = url.rpartition("/")
-    store = stores.setdefault(folder, Store(folder or "/", options))
+    folder, name = parted(url)
+    store = stores.setdefault(folder, Store(folder, options))
     if is_local(url) and not os.path.isfile(strip_protocol(url)):
         raise DataError(f"there is no file at {url}")
     return [Place(store, name)]
@@ -117,11 +120,9 @@ def _one(
 
 def _matching(url: str, options: Mapping[str, Any]) -> list[Place]:
     """The files of a pattern, seen from the last folder that has none of it."""
-    first = _MAGIC.search(url)
-    assert first is not None, url
-    folder = url[: first.start()].rpartition("/")[0]
-    store = Store(folder or "/", options)
-    names = store.names(url[len(folder) + 1 :])
+    folder, pattern = parted_pattern(url)
+    store = Store(folder, options)
+    names = store.names(pattern)
     if not names:
         raise DataError(f"there are no files that match {url}")
     return [Place(store, name) for name in names]
@@ -130,14 +131,14 @@ def _matching(url: str, options: Mapping[str, Any]) -> list[Place]:
 def _is_glob(url: str) -> bool:
     """Whether it is a pattern; a local path with a bracket in its name is not one."""
     there = is_local(url) and os.path.exists(strip_protocol(url))
-    return _MAGIC.search(url) is not None and not there
+    return is_pattern(url) and not there
 
 
 def _is_file(store: Store) -> bool:
-    folder, _, name = store.url.rstrip("/").rpartition("/")
-    return not folder.endswith(("/", ":")) and Store(
-        folder or "/", store.options
-    ).exists(name)
+    folder, name = parted(store.url)
+    if folder.endswith("://") and get_protocol(folder) not in _FILES_AT_ROOT:
+        return False
+    return bool(name) and Store(folder, store.options).exists(name)
 
 
 def _is_hidden(name: str) -> bool:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
-from fsspec.utils import get_protocol, glob_translate
+from fsspec.utils import glob_translate
 
 from daskdl.data.stores.attempts import attempt
-from daskdl.data.stores.puts import LOCAL, TEMPORARY, put
+from daskdl.data.stores.puts import TEMPORARY, put
+from daskdl.data.stores.urls import is_local, is_url, joined
 from daskdl.errors import DataError, OptionError
 
 T = TypeVar("T")
@@ -105,6 +106,18 @@ class Store:
             n for n in self._all(pattern) if not n.endswith(TEMPORARY) and matches(n)
         ]
 
+    def folders(self) -> list[str]:
+        """Names of the folders that are directly in it, sorted."""
+        system, root = self._opened()
+
+        def listed() -> list[Mapping[str, Any]]:
+            return list(system.ls(root, detail=True))
+
+        nothing: list[Mapping[str, Any]] = []
+        entries = self._tried(listed, f"list {self.url}", nothing)
+        paths = [e["name"].rstrip("/") for e in entries if e["type"] == "directory"]
+        return sorted(path.rpartition("/")[2] for path in paths)
+
     def delete(self, names: Iterable[str]) -> None:
         """Delete files; those that are not there are passed over."""
         with ThreadPoolExecutor(_DELETED_AT_A_TIME) as pool:
@@ -120,12 +133,19 @@ class Store:
 
     def url_of(self, name: str) -> str:
         """The full URL or local path of a file."""
-        return f"{self.url.rstrip('/')}/{name}"
+        return joined(self.url, name)
 
     @property
     def is_local(self) -> bool:
         """Whether it is a folder on the disks of this machine."""
         return is_local(self.url)
+
+    @property
+    def place(self) -> str:
+        """The same URL without a slash at its end, whichever way it was written."""
+        system, root = self._opened()
+        path = os.path.realpath(root) if self.is_local else root
+        return str(system.unstrip_protocol(path)).rstrip("/")
 
     def _opened(self) -> tuple[Any, str]:
         """The file system, and the folder's path on it without a slash at its end."""
@@ -133,6 +153,8 @@ class Store:
             system, root = fsspec.core.url_to_fs(self.url, **self.options)
         except (ValueError, ImportError, TypeError) as error:
             raise OptionError(f"cannot open {self.url}: {error}") from error
+        except OSError as error:  # an archive that has the folder
+            raise DataError(f"cannot open {self.url}: {error!r}") from error
         return system, str(root).rstrip("/")
 
     def _all(self, pattern: str) -> list[str]:
@@ -148,8 +170,9 @@ class Store:
 
         nothing: list[str] = []
         paths = self._tried(listed, f"list {self.url}", nothing)
-        inside = root + "/"
-        return sorted(p.removeprefix(inside) for p in paths if p.startswith(inside))
+        inside = f"{root}/".lstrip("/")
+        found = (path.lstrip("/") for path in paths)
+        return sorted(p.removeprefix(inside) for p in found if p.startswith(inside))
 
     def _found(self, name: str) -> Mapping[str, Any] | None:
         """What the file system says about a file; not `exists`, which hides errors."""
@@ -157,7 +180,10 @@ class Store:
 
         def looked() -> Mapping[str, Any] | None:
             system.invalidate_cache()
-            found: Mapping[str, Any] = system.info(f"{root}/{name}")
+            try:
+                found: Mapping[str, Any] = system.info(f"{root}/{name}")
+            except NotADirectoryError:  # the folder is a file
+                return None
             return found if found["type"] == "file" else None
 
         return self._tried(looked, f"read {self.url_of(name)}", None)
@@ -191,26 +217,6 @@ def store_of(url_or_path: str | os.PathLike[str]) -> Store:
     """
     given = os.fspath(url_or_path)
     return Store(given if is_url(given) else str(Path(given).expanduser().absolute()))
-
-
-def is_url(value: Any) -> bool:
-    """Whether it is a string with a protocol in front.
-
-    Example:
-        >>> is_url("s3://bucket/x"), is_url("/local/path"), is_url(7)
-        (True, False, False)
-    """
-    return isinstance(value, str) and ("://" in value or "::" in value)
-
-
-def is_local(url: str) -> bool:
-    """Whether a URL or path is on the disks of this machine.
-
-    Example:
-        >>> is_local("file:///x"), is_local("/x"), is_local("memory://x")
-        (True, True, False)
-    """
-    return get_protocol(url) in LOCAL
 
 
 def _matcher(pattern: str) -> Callable[[str], Any]:

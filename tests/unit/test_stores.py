@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import weakref
 
 import dask
 import dask.array as da
@@ -195,6 +196,25 @@ class TestWorkerStore:
 
         assert store.rows("train", 0, "key") == (X, Y)
 
+    def test_of_rows_that_are_here_nothing_is_kept_if_they_were_begun(
+        self, worker_store
+    ):
+        def rows(key, unwanted):
+            x = X.copy()
+            if key == "key":
+                weakref.finalize(x, gone.set)
+                begun.set()
+            return x, Y
+
+        begun, gone = threading.Event(), threading.Event()
+        store = worker_store(rows, Channel(), held={"key": [X, Y]})
+        store.begin("train", 0, "key")
+        assert begun.wait(PATIENCE_S)
+
+        assert store.rows("train", 0, "key") == (X, Y)
+        assert store.rows("train", 1, "elsewhere") is not None  # so that 0 has come
+        assert gone.wait(PATIENCE_S)
+
     def test_a_part_without_a_key_is_loaded_from_the_whole_source(self, worker_store):
         sources = {"train": Packed(Parts((X, Y), (X + 1, Y)), "X")}
         store = worker_store(None, Channel(), sources=sources)
@@ -342,6 +362,28 @@ class TestStream:
             [5, 6, 7, 8, 9],
             [10, 11],
         ]
+
+    def test_a_bit_is_gone_when_the_next_is_waited_for(self, local_store):
+        seen = []
+
+        class Weak(Streamed):
+            def stream(self, part, rows):
+                for number in range(3):
+                    yield X + number, Y
+
+        class Looking(Channel):
+            def wait_for_data(self, future, timeout_s):
+                came = super().wait_for_data(future, timeout_s)
+                seen.append([ref() is not None for ref in refs])
+                return came
+
+        refs = []
+        store = local_store(Weak((X, Y)), Looking())
+        for bit in store.stream("train", 0, 12, 0):
+            refs.append(weakref.ref(bit[0]))
+            del bit
+
+        assert seen == [[], [False], [False] * 2, [False] * 3]
 
     def test_what_is_wrong_in_the_middle_comes_out_there(self, local_store):
         class Broken(Streamed):

@@ -169,6 +169,56 @@ class TestWorkerStore:
 
         assert store.rows("train", 0, "needed") == (X, Y)
 
+    def test_after_a_loss_those_ahead_are_not_waited_for_at_all(self, worker_store):
+        def rows(key, unwanted):
+            if key == "ahead":
+                while not unwanted():  # it was on the same worker
+                    threading.Event().wait(0.01)
+                raise LostPieceError(key)
+            if key == "needed":
+                assert both_begun.wait(PATIENCE_S)
+                raise LostPieceError(key)
+            return X, Y
+
+        class Looking(Channel):
+            def wait_for_data(self, future, timeout_s):
+                both_begun.set()
+                looks.append(super().wait_for_data(future, timeout_s))
+                return looks[-1]
+
+        both_begun, looks = threading.Event(), []
+        soon = dataclasses.replace(TIMEOUTS, silence=20.0)
+        store = worker_store(rows, Looking(), timeouts=soon)
+        store.begin("train", 0, "needed")
+        store.begin("train", 1, "ahead")
+
+        assert store.rows("train", 0, "needed") == (X, Y)
+        assert looks == [True, True]
+
+    @pytest.mark.parametrize(("key", "looks"), [("", 2), ("key", 7)])
+    def test_who_fetches_a_part_has_time_to_say_where_it_is(
+        self, key, looks, worker_store
+    ):
+        def rows(key, unwanted):
+            may_end.wait(PATIENCE_S)
+
+        class NeverThere(KeepingChannel):
+            def wait_for_data(self, future, timeout_s):
+                waits.append(timeout_s)
+                return False
+
+        may_end, waits = threading.Event(), []
+        timeouts = dataclasses.replace(TIMEOUTS, data=2.0, silence=4.0)
+        sources = {"train": Packed(Parts((X, Y)), "X")}
+        channel = NeverThere(lost=False)
+        store = worker_store(rows, channel, sources=sources, timeouts=timeouts)
+
+        with pytest.raises(WaitTimeoutError, match="no part came within 2 s"):
+            store.rows("train", 0, key)
+        may_end.set()
+
+        assert waits == [1.0] * looks
+
     def test_a_part_on_a_worker_that_hangs_is_had_under_its_new_key(self, worker_store):
         begun, let_go, told = threading.Event(), threading.Event(), []
 

@@ -137,11 +137,11 @@ def test_where_the_run_may_send_densely_the_exchange_does_too(monkeypatch):
 
 def test_a_transform_at_random_takes_nothing_from_the_run():
     def noisy(batch):
-        noise = torch.rand(1) + random.random() + np.random.rand()  # noqa: NPY002
+        noise = torch.rand(1) + random.random() + np.random.rand()
         return (batch[0] + noise).float(), batch[1]
 
     def states():
-        legacy = np.random.get_state()[1:]  # noqa: NPY002
+        legacy = np.random.get_state()[1:]
         return torch.get_rng_state().tolist(), random.getstate(), legacy
 
     own = recipe(transform=noisy)

@@ -132,11 +132,11 @@ class Leases(ABC):
         self._held.setdefault(replica, {})[lease.number] = lease
         return lease
 
-    def _repeat(self, replica: int, ahead: int | None = None) -> Lease | None:
-        """Hand out again, whole, what was lost first."""
+    def _repeat(self, replica: int) -> Lease | None:
+        """Hand out again, whole, what was lost first; nothing is known to follow."""
         if not self._again:
             return None
-        lease = self._again.popleft()._replace(ahead=ahead)
+        lease = self._again.popleft()._replace(ahead=None)
         self.repeated += 1
         self._held.setdefault(replica, {})[lease.number] = lease
         return lease

@@ -207,6 +207,10 @@ class TestWorkerStore:
                 waits.append(timeout_s)
                 return False
 
+            def missing(self, phase, part, key):
+                assert key  # what has none is on no worker
+                return super().missing(phase, part, key)
+
         may_end, waits = threading.Event(), []
         timeouts = dataclasses.replace(TIMEOUTS, data=2.0, silence=4.0)
         sources = {"train": Packed(Parts((X, Y)), "X")}

@@ -117,6 +117,13 @@ class Waiting(Parts):
         return super().load(part)
 
 
+def join_loaders():
+    """Wait for what is begun; stores have been closed."""
+    for thread in threading.enumerate():
+        if thread.name == "daskdl-loader":
+            thread.join(PATIENCE_S)
+
+
 def waiting(parts=3):
     return Waiting(*((X + part, Y) for part in range(parts)))
 
@@ -310,13 +317,20 @@ def test_a_local_store_computes_only_the_part_that_is_asked_for(local_store):
     assert computed == [2]
 
 
-def test_what_is_in_this_process_is_cut_in_the_thread_that_asks(local_store):
+def test_what_is_in_this_process_is_cut_in_the_thread_that_asks(
+    local_store, monkeypatch
+):
+    class Nobody(module.Loader):
+        def submit(self, job):
+            raise AssertionError("it needs no other thread")
+
     class Noting(InMemory):
         def load(self, part):
             loaded.append(threading.current_thread())
             return super().load(part)
 
     loaded = []
+    monkeypatch.setattr(module, "Loader", Nobody)
     store = local_store(Noting(X, Y, batch_size=4))
 
     store.begin("train", 0, "")
@@ -366,10 +380,22 @@ class TestAhead:
         else:
             store.close()
             source.may_end.set()
-            for thread in threading.enumerate():
-                if thread.name == "daskdl-loader":
-                    thread.join(PATIENCE_S)
+            join_loaders()
             assert source.loaded == [0]
+
+    def test_as_many_parts_are_loaded_together_as_there_are_threads(self, local_store):
+        class Meeting(Parts):
+            def load(self, part):
+                meeting.wait(PATIENCE_S)
+                return super().load(part)
+
+        meeting = threading.Barrier(2)
+        store = local_store(Meeting((X, Y), (X + 1, Y)), threads=2)
+        store.begin("train", 1, "")
+
+        x, _ = store.rows("train", 0, "")
+
+        assert x[0, 0] == 0
 
     def test_of_another_phase_nothing_is_forgotten(self, local_store):
         source = waiting()

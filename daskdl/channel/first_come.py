@@ -32,15 +32,15 @@ class FirstCome(Leases):
     """
 
     def __init__(self, order: Sequence[int], extent: Extent) -> None:
-        super().__init__()
+        parts = whole_parts(order, extent.rows)
+        super().__init__(sum(part.rows for part in parts))
         self._extent = extent
         share = PIECES_PER_REPLICA * extent.piece_rows
         self._parts = [
             stretch
-            for part in whole_parts(order, extent.rows)
+            for part in parts
             for stretch in stretches(part, share, extent.step_rows)
         ]
-        self._free_rows = sum(part.rows for part in self._parts)
         self._untouched = Remaining(len(self._parts))  # positions in `_parts`
         self._rests: list[Range] = []  # of parts that lost replicas had
         self._own: dict[int, Range] = {}  # what is free of the part a replica is on
@@ -71,10 +71,6 @@ class FirstCome(Leases):
         return bool(own or self._again or self._reserved or self._ample)
 
     @override
-    def _free(self) -> int:
-        return self._free_rows
-
-    @override
     def lose(self, replica: int) -> None:
         super().lose(replica)
         self._takers.discard(replica)
@@ -102,7 +98,6 @@ class FirstCome(Leases):
             self._go_to(replica, rest)
         else:
             self._go_to(replica, None)
-        self._free_rows -= own.rows
         return own
 
     def _go_to(self, replica: int, part: Range | None) -> Range | None:
@@ -118,7 +113,7 @@ class FirstCome(Leases):
     def _piece_rows(self) -> int:
         """The size aimed at, but half of a fair share of what is free at the end."""
         step = self._extent.step_rows
-        share = -(-self._free_rows // (2 * len(self._takers) * step)) * step
+        share = -(-self._free // (2 * len(self._takers) * step)) * step
         return min(self._extent.piece_rows, share)
 
     # ---- parts of its own

@@ -36,9 +36,8 @@ class FixedShares(Leases):
     def __init__(
         self, order: Sequence[int], extent: Extent, share_among: Sequence[int]
     ) -> None:
-        super().__init__()
         parts = whole_parts(order, extent.rows)
-        self._free_rows = sum(part.rows for part in parts)
+        super().__init__(sum(part.rows for part in parts))
         self._orphans: deque[Planned] = deque()
         known = Sequel([part for part in parts if not part.is_whole])
         whole = [part for part in parts if part.is_whole]
@@ -56,17 +55,11 @@ class FixedShares(Leases):
         share = self._shares.get(replica) or self._orphans
         if not share:
             return self._repeat(replica)
-        lease = self._hand_out(replica, *share.popleft())
-        self._free_rows -= lease.rows
-        return lease
+        return self._hand_out(replica, *share.popleft())
 
     @override
     def has_one_for(self, replica: int) -> bool:
         return bool(self._shares.get(replica) or self._orphans or self._again)
-
-    @override
-    def _free(self) -> int:
-        return self._free_rows
 
     @override
     def lose(self, replica: int) -> None:

@@ -77,16 +77,20 @@ def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
 class Leases(ABC):
     """Pieces of one epoch, handed out one at a time.
 
+    Args:
+        rows: To be handed out in all; a part of unknown length counts as one.
+
     Attributes:
         repeated: Pieces handed out again because their replica was lost.
     """
 
     repeated: int
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         self.repeated = 0
         self._count = 0  # pieces cut so far
-        self._rows = 0  # in pieces that were cut, and that nobody has finished
+        self._free = rows  # in no piece yet
+        self._unfinished = rows
         self._held: dict[int, dict[int, Lease]] = {}  # by replica, and by number
         self._again: deque[Lease] = deque()  # those of lost replicas
 
@@ -101,17 +105,13 @@ class Leases(ABC):
         """
 
     @abstractmethod
-    def _free(self) -> int:
-        """Rows that were in no piece yet."""
-
-    @abstractmethod
     def has_one_for(self, replica: int) -> bool:
         """Whether `take` would lease this replica a piece now."""
 
     def finish(self, replica: int, number: int) -> bool:
         """A replica has trained on its piece; False if the lease was not its own."""
         lease = self._held.get(replica, {}).pop(number, None)
-        self._rows -= 0 if lease is None else lease.rows
+        self._unfinished -= 0 if lease is None else lease.rows
         return lease is not None
 
     def lose(self, replica: int) -> None:
@@ -121,22 +121,22 @@ class Leases(ABC):
 
     def unfinished(self) -> int:
         """Rows that nobody has finished yet."""
-        return self._free() + self._rows
+        return self._unfinished
 
     def _hand_out(
         self, replica: int, ranges: Sequence[Range], ahead: int | None
     ) -> Lease:
         lease = Lease(self._count, tuple(ranges), ahead)
         self._count += 1
-        self._rows += lease.rows
+        self._free -= lease.rows
         self._held.setdefault(replica, {})[lease.number] = lease
         return lease
 
-    def _repeat(self, replica: int, ahead: int | None = None) -> Lease | None:
-        """Hand out again, whole, what was lost first."""
+    def _repeat(self, replica: int) -> Lease | None:
+        """Hand out again, whole, what was lost first; nothing is known to follow."""
         if not self._again:
             return None
-        lease = self._again.popleft()._replace(ahead=ahead)
+        lease = self._again.popleft()._replace(ahead=None)
         self.repeated += 1
         self._held.setdefault(replica, {})[lease.number] = lease
         return lease

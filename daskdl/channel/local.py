@@ -199,11 +199,6 @@ class LocalChannel(Receiver):
             return Piece(lease.number, lease.ranges, keys, lease.ahead)
 
     @override
-    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
-        future.add_done_callback(lambda _: self._inbox.wake())
-        return self._waits.until_done("data", future, timeout_s)
-
-    @override
     def gather(
         self, key: str, note: Any, kind: Barrier = Barrier.MEET, told: bytes = b""
     ) -> Gathered:

@@ -1,6 +1,7 @@
 """What a channel does with its inbox, however updates come there."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from typing_extensions import override
 
@@ -71,6 +72,11 @@ class Receiver(Channel):
             lambda: not self._inbox.behind(others),
             lambda: self._inbox.behind(others),
         )
+
+    @override
+    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
+        future.add_done_callback(lambda _: self._inbox.wake())
+        return self._waits.until_done("data", future, timeout_s)
 
     @override
     def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:

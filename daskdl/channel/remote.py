@@ -220,11 +220,6 @@ class RemoteChannel(Receiver):
         ranges = tuple(Range(*one) for one in answer["ranges"])
         return Piece(answer["piece"], ranges, dict(answer["keys"]), answer["ahead"])
 
-    @override
-    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
-        future.add_done_callback(lambda _: self._inbox.wake())
-        return self._waits.until_done("data", future, timeout_s)
-
     def missing(self, phase: str, part: int, key: str) -> str:
         """A part does not come: is it lost with the worker that held it?
 

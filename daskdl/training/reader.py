@@ -1,5 +1,6 @@
 """From leased pieces to rows: which part is loaded when, and what of it is used."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -110,27 +111,28 @@ class Reader:
 
     def _hold(self, part: int, key: str) -> None:
         phase = self._reading.phase
-        try:
+        with self._left_out_if_bad(part):
             rows = self._store.rows(phase, part, key)
             self._check(rows, part)
-        except UNREADABLE as error:
-            if not self._leaves_out(part, error):
-                raise
-            return
-        order = None
-        if self._reading.seed is not None:
-            # The same rows in the same order, whoever trains on the part.
-            rng = np.random.default_rng([*self._reading.seed, part])
-            order = rng.permutation(trees.length(rows[0]))
-        self._held = part, rows, order
+            self._held = part, rows, self._order(part, trees.length(rows[0]))
 
-    def _leaves_out(self, part: int, error: Exception) -> bool:
-        """Whether a part that cannot be read is no reason to fail."""
+    def _order(self, part: int, rows: int) -> np.ndarray | None:
+        """The same for the same rows, whoever trains on the part."""
+        if self._reading.seed is None:
+            return None
+        rng = np.random.default_rng([*self._reading.seed, part])
+        return rng.permutation(rows)
+
+    @contextlib.contextmanager
+    def _left_out_if_bad(self, part: int) -> Iterator[None]:
+        """Say of which part an error is; it ends here if such a part is left out."""
         name = f"part {part} of the {self._reading.phase} data"
-        left_out = is_left_out(error, name, self._reading.skips)
-        if left_out:
+        try:
+            yield
+        except UNREADABLE as error:
+            if not is_left_out(error, name, self._reading.skips):
+                raise
             self._bad.add(part)
-        return left_out
 
     def _check_length(self, rows: int, one: Range) -> None:
         if rows < one.stop:
@@ -147,18 +149,9 @@ class Reader:
 
     def _stream(self, part: int) -> Iterator[Chunk]:
         reading = self._reading
-        size = reading.batch_size
-        bits = self._store.stream(reading.phase, part, size, reading.prefetch)
-        while True:
-            try:
-                rows = next(bits, None)
-                if rows is not None:
-                    self._check(rows, part)
-            except UNREADABLE as error:
-                if not self._leaves_out(part, error):
-                    raise
-                return
-            if rows is None:
-                return
-            yield whole(rows)
-            del rows
+        size, ahead = reading.batch_size, reading.prefetch
+        with self._left_out_if_bad(part):
+            for rows in self._store.stream(reading.phase, part, size, ahead):
+                self._check(rows, part)
+                yield whole(rows)
+                del rows

@@ -114,6 +114,7 @@ class Store(ABC):
                     return
                 coming.append(own.submit(lambda: next(bits, None)))
                 yield bit
+                del bit  # or it would stay while the next is waited for
         finally:
             own.close()
 
@@ -234,6 +235,7 @@ class WorkerStore(Store):
     def rows(self, phase: str, part: int, key: str) -> Rows:
         held = self._fetcher.here(key) if key else None
         if held is not None and not isinstance(held, Packed):
+            self._drop((phase, part))  # it may have been begun
             x, y = held  # without going through another thread
             return x, y
         return super().rows(phase, part, key)

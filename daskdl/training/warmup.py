@@ -31,8 +31,8 @@ def warm_up(
         device: Where the replica computes.
     """
     module = copy.deepcopy(recipe.model)
-    batch = transformed(tensors(recipe.rows), recipe.transform)
     with random_state_left_alone():
+        batch = transformed(tensors(recipe.rows), recipe.transform)
         optimizer = recipe.optimizer(trainable(module))
         stepper = Stepper(module, recipe.objective, optimizer, stepping, device)
         stepper.backward([batch])

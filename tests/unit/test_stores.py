@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import weakref
 
 import dask
 import dask.array as da
@@ -116,6 +117,13 @@ class Waiting(Parts):
         return super().load(part)
 
 
+def join_loaders():
+    """Wait for what is begun; stores have been closed."""
+    for thread in threading.enumerate():
+        if thread.name == "daskdl-loader":
+            thread.join(PATIENCE_S)
+
+
 def waiting(parts=3):
     return Waiting(*((X + part, Y) for part in range(parts)))
 
@@ -168,6 +176,60 @@ class TestWorkerStore:
 
         assert store.rows("train", 0, "needed") == (X, Y)
 
+    def test_after_a_loss_those_ahead_are_not_waited_for_at_all(self, worker_store):
+        def rows(key, unwanted):
+            if key == "ahead":
+                while not unwanted():  # it was on the same worker
+                    threading.Event().wait(0.01)
+                raise LostPieceError(key)
+            if key == "needed":
+                assert both_begun.wait(PATIENCE_S)
+                raise LostPieceError(key)
+            return X, Y
+
+        class Looking(Channel):
+            def wait_for_data(self, future, timeout_s):
+                both_begun.set()
+                looks.append(super().wait_for_data(future, timeout_s))
+                return looks[-1]
+
+        both_begun, looks = threading.Event(), []
+        soon = dataclasses.replace(TIMEOUTS, silence=20.0)
+        store = worker_store(rows, Looking(), timeouts=soon)
+        store.begin("train", 0, "needed")
+        store.begin("train", 1, "ahead")
+
+        assert store.rows("train", 0, "needed") == (X, Y)
+        assert looks == [True, True]
+
+    @pytest.mark.parametrize(("key", "looks"), [("", 2), ("key", 7)])
+    def test_who_fetches_a_part_has_time_to_say_where_it_is(
+        self, key, looks, worker_store
+    ):
+        def rows(key, unwanted):
+            may_end.wait(PATIENCE_S)
+
+        class NeverThere(KeepingChannel):
+            def wait_for_data(self, future, timeout_s):
+                waits.append(timeout_s)
+                return False
+
+            def missing(self, phase, part, key):
+                assert key  # what has none is on no worker
+                return super().missing(phase, part, key)
+
+        may_end, waits = threading.Event(), []
+        timeouts = dataclasses.replace(TIMEOUTS, data=2.0, silence=4.0)
+        sources = {"train": Packed(Parts((X, Y)), "X")}
+        channel = NeverThere(lost=False)
+        store = worker_store(rows, channel, sources=sources, timeouts=timeouts)
+
+        with pytest.raises(WaitTimeoutError, match="no part came within 2 s"):
+            store.rows("train", 0, key)
+        may_end.set()
+
+        assert waits == [1.0] * looks
+
     def test_a_part_on_a_worker_that_hangs_is_had_under_its_new_key(self, worker_store):
         begun, let_go, told = threading.Event(), threading.Event(), []
 
@@ -194,6 +256,25 @@ class TestWorkerStore:
         store = worker_store(None, None, held={"key": [X, Y]})
 
         assert store.rows("train", 0, "key") == (X, Y)
+
+    def test_of_rows_that_are_here_nothing_is_kept_if_they_were_begun(
+        self, worker_store
+    ):
+        def rows(key, unwanted):
+            x = X.copy()
+            if key == "key":
+                weakref.finalize(x, gone.set)
+                begun.set()
+            return x, Y
+
+        begun, gone = threading.Event(), threading.Event()
+        store = worker_store(rows, Channel(), held={"key": [X, Y]})
+        store.begin("train", 0, "key")
+        assert begun.wait(PATIENCE_S)
+
+        assert store.rows("train", 0, "key") == (X, Y)
+        assert store.rows("train", 1, "elsewhere") is not None  # so that 0 has come
+        assert gone.wait(PATIENCE_S)
 
     def test_a_part_without_a_key_is_loaded_from_the_whole_source(self, worker_store):
         sources = {"train": Packed(Parts((X, Y), (X + 1, Y)), "X")}
@@ -236,13 +317,20 @@ def test_a_local_store_computes_only_the_part_that_is_asked_for(local_store):
     assert computed == [2]
 
 
-def test_what_is_in_this_process_is_cut_in_the_thread_that_asks(local_store):
+def test_what_is_in_this_process_is_cut_in_the_thread_that_asks(
+    local_store, monkeypatch
+):
+    class Nobody(module.Loader):
+        def submit(self, job):
+            raise AssertionError("it needs no other thread")
+
     class Noting(InMemory):
         def load(self, part):
             loaded.append(threading.current_thread())
             return super().load(part)
 
     loaded = []
+    monkeypatch.setattr(module, "Loader", Nobody)
     store = local_store(Noting(X, Y, batch_size=4))
 
     store.begin("train", 0, "")
@@ -292,10 +380,22 @@ class TestAhead:
         else:
             store.close()
             source.may_end.set()
-            for thread in threading.enumerate():
-                if thread.name == "daskdl-loader":
-                    thread.join(PATIENCE_S)
+            join_loaders()
             assert source.loaded == [0]
+
+    def test_as_many_parts_are_loaded_together_as_there_are_threads(self, local_store):
+        class Meeting(Parts):
+            def load(self, part):
+                meeting.wait(PATIENCE_S)
+                return super().load(part)
+
+        meeting = threading.Barrier(2)
+        store = local_store(Meeting((X, Y), (X + 1, Y)), threads=2)
+        store.begin("train", 1, "")
+
+        x, _ = store.rows("train", 0, "")
+
+        assert x[0, 0] == 0
 
     def test_of_another_phase_nothing_is_forgotten(self, local_store):
         source = waiting()
@@ -342,6 +442,28 @@ class TestStream:
             [5, 6, 7, 8, 9],
             [10, 11],
         ]
+
+    def test_a_bit_is_gone_when_the_next_is_waited_for(self, local_store):
+        seen = []
+
+        class Weak(Streamed):
+            def stream(self, part, rows):
+                for number in range(3):
+                    yield X + number, Y
+
+        class Looking(Channel):
+            def wait_for_data(self, future, timeout_s):
+                came = super().wait_for_data(future, timeout_s)
+                seen.append([ref() is not None for ref in refs])
+                return came
+
+        refs = []
+        store = local_store(Weak((X, Y)), Looking())
+        for bit in store.stream("train", 0, 12, 0):
+            refs.append(weakref.ref(bit[0]))
+            del bit
+
+        assert seen == [[], [False], [False] * 2, [False] * 3]
 
     def test_what_is_wrong_in_the_middle_comes_out_there(self, local_store):
         class Broken(Streamed):

@@ -1,6 +1,7 @@
 """Warming up leaves everything as it was."""
 
 import functools
+import random
 
 import numpy as np
 import pytest
@@ -132,3 +133,20 @@ def test_where_the_run_may_send_densely_the_exchange_does_too(monkeypatch):
 
     GradientSharing(LinkThreshold()).warm_up(CPU, torch.float32)
     assert sizes == [64, 64]
+
+
+def test_a_transform_at_random_takes_nothing_from_the_run():
+    def noisy(batch):
+        noise = torch.rand(1) + random.random() + np.random.rand()
+        return (batch[0] + noise).float(), batch[1]
+
+    def states():
+        legacy = np.random.get_state()[1:]
+        return torch.get_rng_state().tolist(), random.getstate(), legacy
+
+    own = recipe(transform=noisy)
+    before = states()
+
+    warm_up(own, GradientSharing(), Stepping(), CPU)
+
+    np.testing.assert_equal(states(), before)

@@ -10,10 +10,10 @@ from daskdl.data.source import Source
 from daskdl.errors import ChannelError
 from daskdl.packed import Packed
 from daskdl.training.replica import Replica
-from daskdl.training.stores import WorkerStore
 from daskdl.training.surroundings import surroundings
 from daskdl.training.task import Recipe, Result, TaskOptions
 from daskdl.training.warmup import warm_up
+from daskdl.training.worker_store import WorkerStore
 
 
 def train_replica(

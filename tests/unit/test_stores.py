@@ -16,7 +16,8 @@ from daskdl.data.sources import source_of
 from daskdl.errors import LostPieceError, WaitTimeoutError
 from daskdl.packed import Packed
 from daskdl.training import stores as module
-from daskdl.training.stores import LocalStore, WorkerStore
+from daskdl.training.stores import LocalStore
+from daskdl.training.worker_store import WorkerStore
 from tests.unit.part_sources import Parts, Streamed
 from tests.unit.records import TIMEOUTS
 

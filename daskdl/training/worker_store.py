@@ -1,0 +1,68 @@
+"""The parts of the data as a replica on a worker of Dask's gets them."""
+
+import threading
+from collections.abc import Callable, Mapping
+
+from typing_extensions import override
+
+from daskdl.channel.remote import RemoteChannel
+from daskdl.data.loading import Fetcher
+from daskdl.data.source import Source
+from daskdl.data.trees import Rows
+from daskdl.packed import Packed
+from daskdl.timeouts import Timeouts
+from daskdl.training.stores import Store
+
+
+class WorkerStore(Store):
+    """Parts are loaded by this worker, or are results of Dask's, here or elsewhere.
+
+    Made in the task of the replica.
+
+    Args:
+        sources: Of the phases whose source every worker has as a whole.
+        channel: Of the replica; what is lost is had again through it.
+        timeouts: See `Store`, as `threads`.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Packed[Source]],
+        channel: RemoteChannel,
+        timeouts: Timeouts,
+        threads: int,
+    ) -> None:
+        super().__init__(channel, timeouts, threads)
+        self._remote = channel
+        self._sources = sources
+        self._fetcher = Fetcher()
+
+    @override
+    def source(self, phase: str) -> Source:
+        return self._sources[phase].shared()
+
+    @override
+    def rows(self, phase: str, part: int, key: str) -> Rows:
+        held = self._fetcher.here(key) if key else None
+        if held is not None and not isinstance(held, Packed):
+            self._drop((phase, part))  # it may have been begun
+            x, y = held  # without going through another thread
+            return x, y
+        return super().rows(phase, part, key)
+
+    @override
+    def _job(
+        self, phase: str, part: int, key: str, unwanted: threading.Event
+    ) -> Callable[[], Rows]:
+        if not key:
+            return lambda: self.source(phase).load(part)
+        timeout_s = self._timeouts.data
+        return lambda: self._fetcher.rows(key, timeout_s, unwanted.is_set)
+
+    @override
+    def _still(self, phase: str, part: int, key: str) -> bool:
+        return not key or self._remote.missing(phase, part, key) == key
+
+    @override
+    def _found_again(self, phase: str, part: int, key: str) -> str:
+        return self._remote.missing(phase, part, key)

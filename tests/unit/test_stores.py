@@ -78,7 +78,9 @@ def worker_store(monkeypatch):
     made = []
 
     def make(rows, channel, *, held=(), sources=None, timeouts=TIMEOUTS):
-        monkeypatch.setattr(module, "Fetcher", lambda: Fetching(rows, held))
+        monkeypatch.setattr(
+            "daskdl.training.worker_store.Fetcher", lambda: Fetching(rows, held)
+        )
         made.append(WorkerStore(sources or {}, channel, timeouts, 1))
         return made[-1]
 

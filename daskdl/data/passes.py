@@ -157,15 +157,8 @@ class _Pass:
 
     def _recover(self, part: int, error: BaseException) -> None:
         """What a part was sent was lost with a worker: it goes to another one."""
-        self._lost[part] += 1
-        if self._lost[part] > MOST_LOSSES:
-            raise DataError(
-                f"{self._source.name(part)} was lost with its worker "
-                f"{self._lost[part]} times; does it, or one that was there with it, "
-                "fit into a worker's memory, and is what it is made from still there?"
-            ) from error
-        self._wait_for_a_worker()
-        self._workers = workers_of(self._client)
+        self._count_loss(part, error)
+        self._workers = self._there()
         if any(future.cancelled() for future in self._sent.values()):
             release(self._sent.values())
             try:
@@ -173,15 +166,26 @@ class _Pass:
             except OSError as gone:  # one more, meanwhile
                 self._recover(part, gone)
 
-    def _wait_for_a_worker(self) -> None:
-        """The only one may be about to be started again."""
-        bound = self._timeouts.bound("join")
-        try:
-            self._client.wait_for_workers(1, timeout=bound.seconds)
-        except TimeoutError as error:
-            raise WaitTimeoutError(
-                f"no worker came within {bound} after the last one was lost"
+    def _count_loss(self, part: int, error: BaseException) -> None:
+        self._lost[part] += 1
+        if self._lost[part] > MOST_LOSSES:
+            raise DataError(
+                f"{self._source.name(part)} was lost with its worker "
+                f"{self._lost[part]} times; does it, or one that was there with it, "
+                "fit into a worker's memory, and is what it is made from still there?"
             ) from error
+
+    def _there(self) -> list[str]:
+        """The workers; if there is none, the last may be about to be started again."""
+        bound = self._timeouts.bound("join")
+        while not (workers := sorted(self._client.nthreads())):
+            try:
+                self._client.wait_for_workers(1, timeout=bound.seconds)
+            except TimeoutError as error:
+                raise WaitTimeoutError(
+                    f"no worker came within {bound} after the last one was lost"
+                ) from error
+        return workers
 
     def end(self) -> None:
         """Leave nothing of it on the cluster."""
@@ -213,11 +217,12 @@ class _Pass:
             home = self._workers[part % len(self._workers)]
             try:
                 sent = scatter(self._client, content, [home], self._bound, name)
-            except OSError:  # it has gone, or hangs: another one
-                there = set(workers_of(self._client)).intersection(self._workers)
-                if not there - {home}:
+            except OSError as error:  # it has gone, or hangs: another one
+                self._count_loss(part, error)
+                others = [worker for worker in self._there() if worker != home]
+                if not others:
                     raise
-                self._workers = sorted(there - {home})
+                self._workers = others
             else:
                 (future,) = sent.values()
                 return future

@@ -34,10 +34,8 @@ def named_both(both: Rows, names: tuple[str, str] = ("X", "y")) -> dict[str, Any
         >>> named_both(({"a": 1}, 2)), named_both((1, None))
         ({"X['a']": 1, 'y': 2}, {'X': 1})
     """
-    trees = zip(both, names, strict=True)
-    return dict(
-        each for tree, name in trees if tree is not None for each in named(tree, name)
-    )
+    (x, y), (x_name, y_name) = both, names
+    return dict([*named(x, x_name), *(named(y, y_name) if y is not None else [])])
 
 
 def leaves(tree: Tree) -> list[Any]:

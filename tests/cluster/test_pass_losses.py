@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from daskdl.data import passes
 from daskdl.data.passes import each_part
 from daskdl.data.sources import source_of
 from daskdl.errors import DataError
@@ -33,6 +34,30 @@ def test_parts_go_to_the_workers_that_are_still_there():
             if len(found) == 1:
                 client.retire_workers([min(client.nthreads())])
 
+    assert found == {part: first_of(source, part) for part in range(source.parts)}
+
+
+def test_a_part_that_no_worker_is_left_for_waits_for_one(monkeypatch):
+    source, scatter, refused = source_of(X), passes.scatter, []
+
+    def refuse_once(client, content, *args):
+        if refused or "daskdl-part" not in str(*content):
+            return scatter(client, content, *args)
+        there = client.nthreads
+        refused.append(content)
+
+        def nobody():
+            monkeypatch.setattr(client, "nthreads", there)
+            return {}
+
+        monkeypatch.setattr(client, "nthreads", nobody)
+        raise OSError("it has gone")
+
+    monkeypatch.setattr(passes, "scatter", refuse_once)
+    with cluster_of(2) as client:
+        found = dict(each_part(source, first_of, client, send=True))
+
+    assert refused
     assert found == {part: first_of(source, part) for part in range(source.parts)}
 
 

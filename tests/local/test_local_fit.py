@@ -10,6 +10,8 @@ import distributed
 import numpy as np
 import pytest
 import torch
+from distributed.utils_test import poll_for
+from tqdm.auto import tqdm
 
 from daskdl import Callback, FailureInjection, OptionError, ReplicaError
 from daskdl.history import COLUMNS
@@ -33,12 +35,14 @@ def no_cluster(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
+def nothing_left(monkeypatch):
     """Threads, torch's settings and torch's random state are as they were."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread of the bar's own
     former = torch.get_num_threads()
     threads, state = set(threading.enumerate()), torch.get_rng_state()
     yield
-    assert set(threading.enumerate()) <= threads
+    # One that was told to end may still be about to.
+    poll_for(lambda: set(threading.enumerate()) <= threads, timeout=10)
     assert torch.get_num_threads() == former
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -28,6 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +41,15 @@ from benchmarks.comparison import Row, table
 from benchmarks.tasks import TASKS, Split, Task
 
 BASELINES = ("one process", "synchronous", "DDP")
+
+
+def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The outer optimizer of DiLoCo, with the rate and momentum of its authors."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
 # What is compared, beside the default: one option changed at a time.
-MASTERS: dict[str, daskdl.GradientSharing] = {
+MASTERS: dict[str, daskdl.TrainingMaster] = {
     "default": daskdl.GradientSharing(),
     "link": daskdl.GradientSharing(threshold=daskdl.LinkThreshold()),
     "strict": daskdl.GradientSharing(apply="strict"),
@@ -53,6 +61,13 @@ MASTERS: dict[str, daskdl.GradientSharing] = {
     "staleness None": daskdl.GradientSharing(max_staleness=None),
     "every 4": daskdl.GradientSharing(exchange_every=4),
     "every 16": daskdl.GradientSharing(exchange_every=16),
+    "averaging": daskdl.ParameterAveraging(),
+    "averaging 1": daskdl.ParameterAveraging(frequency=1),
+    "averaging 20": daskdl.ParameterAveraging(frequency=20),
+    "averaging, own": daskdl.ParameterAveraging(average_optimizer=False),
+    "DiLoCo 20": daskdl.ParameterAveraging(
+        frequency=20, average_optimizer=False, outer=nesterov
+    ),
 }
 
 
@@ -95,9 +110,8 @@ def shared(
     task: Task, split: Split, optimizer: str, replicas: int, way: str, seed: int
 ) -> Row:
     """One run of daskdl."""
-    master = daskdl.GradientSharing(
-        **{**vars(MASTERS[way]), "replicas_per_worker": replicas}
-    )
+    options: dict[str, Any] = {"replicas_per_worker": replicas}
+    master = replace(MASTERS[way], **options)  # type: ignore[type-var]
     trainer = daskdl.Trainer(
         task.model,
         task.loss,

@@ -8,16 +8,18 @@ whole steps of one grid.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from daskdl.channel.entry import Entry, Seating
 from daskdl.channel.leases import Range
 from daskdl.channel.messages import Barrier
+from daskdl.channel.parcel import Arrays
 from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
+from daskdl.channel.traffic import Traffic
 from daskdl.codec import Stamp
 from daskdl.link import Drained
 
@@ -48,51 +50,8 @@ class Piece(NamedTuple):
     ahead: int | None = None  # the part that this replica will probably load next
 
 
-class Entry(NamedTuple):
-    """How a replica comes into a run.
-
-    A founder finds all others there. A newcomer brings a snapshot with it: what
-    another replica's `serve` made, which it has to load before it is activated.
-    """
-
-    members: Sequence[int]  # ascending, itself included; of a newcomer only itself
-    snapshot: Mapping[str, Any] | None
-
-
-class Seating(NamedTuple):
-    """Where a newcomer begins."""
-
-    members: Sequence[int]  # that train, ascending, itself included
-    epoch: int  # counted from 0
-
-
 Serve = Callable[[], dict[str, Any]]
 Load = Callable[[Mapping[str, Any]], object]
-
-
-@dataclass
-class Traffic:
-    """What a channel has carried since the epoch began.
-
-    Attributes:
-        sent_bytes: Of frames published; each is counted once.
-        received_bytes: Of frames received.
-        frames: Published.
-        withheld: Exchanges skipped because the outbox was full.
-        refused: Frames that could not be read.
-        folds: How often the inbox was folded.
-        repaired: Updates that came only when they were asked for.
-        waits_s: Seconds waited, by cause.
-    """
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    frames: int = 0
-    withheld: int = 0
-    refused: int = 0
-    folds: int = 0
-    repaired: int = 0
-    waits_s: dict[str, float] = field(default_factory=dict)
 
 
 class Channel(ABC):
@@ -248,12 +207,46 @@ class Channel(ABC):
         """Wait at a barrier for all members, and read what each has to say.
 
         Args:
-            key: Name of the barrier, unique within the run.
+            key: Name of the barrier; once it is complete, it may be used again.
             note: Plain values, or arrays, which nobody between unpacks.
             kind: ``AGREE``: everything published is passed on first, and what is
                 published later is held back until the next barrier is complete.
-                ``REPORT``: the client reads the notes too.
+                ``REPORT``: the client reads the notes too. ``ROUND``: see `stand_by`;
+                some may come for this and others for ``AGREE``.
             told: With ``REPORT``, what the client reads and nobody else.
+        """
+
+    @abstractmethod
+    def stand_by(self, note: Any) -> None:
+        """While this replica waits for a lease next, ``ROUND`` barriers do not wait.
+
+        Args:
+            note: Which they take for its own meanwhile.
+        """
+
+    @abstractmethod
+    def offer(self, name: str, arrays: Arrays) -> None:
+        """Let other replicas fetch arrays, until they are withdrawn.
+
+        Args:
+            name: Not offered before.
+            arrays: Not changed any more.
+        """
+
+    @abstractmethod
+    def withdraw(self, but: str = "") -> None:
+        """Keep nothing of what was offered, but what has this name."""
+
+    @abstractmethod
+    def fetch(self, replica: int, name: str) -> Arrays | None:
+        """Wait for what another replica offers.
+
+        Args:
+            replica: Which.
+            name: Of the offer.
+
+        Returns:
+            The arrays, not to be changed; None: the replica is gone.
         """
 
     @abstractmethod

@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
+from daskdl.channel.messages import Barrier
+
 
 class Gathering:
     """Complete once every present member has arrived.
@@ -18,9 +20,18 @@ class Gathering:
     def __init__(self) -> None:
         self.notes, self.told = {}, {}
         self.gone = None
+        self._kinds: set[str] = set()
 
-    def arrive(self, replica: int, note: Any, told: bytes = b"") -> None:
+    @property
+    def kind(self) -> str:
+        """What all have come for; if not all for the same, it is a round."""
+        return next(iter(self._kinds)) if len(self._kinds) == 1 else Barrier.ROUND
+
+    def arrive(
+        self, replica: int, note: Any, told: bytes = b"", kind: str = Barrier.MEET
+    ) -> None:
         """A member is here; arriving again (a retried request) changes nothing."""
+        self._kinds.add(kind)
         self.notes.setdefault(replica, note)
         self.told.setdefault(replica, told)
 

@@ -27,6 +27,7 @@ from daskdl.channel.reading import UNREADABLE, Reader
 from daskdl.channel.relay import Relay
 from daskdl.channel.repairs import Repairs
 from daskdl.channel.routes import Routes
+from daskdl.channel.shelf import Shelf
 from daskdl.errors import WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Link:
         carrier: Of what is to be sent.
         repairs: Ask for what did not come.
         closing: The worker closes; the replica should hand over and leave.
+        shelf: What this replica lets others fetch.
         wanted: Newcomers that wait for a snapshot; the training thread serves them.
     """
 
@@ -80,6 +82,7 @@ class Link:
     carrier: Carrier
     repairs: Repairs
     closing: bool
+    shelf: Shelf
     wanted: list["Wanted"]
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
@@ -99,6 +102,7 @@ class Link:
         )
         self.repairs = Repairs(self.connection, self.inbox, self._put)
         self.closing = False
+        self.shelf = Shelf(self.connection.loop)
         self.wanted = []
         self._reader = Reader(endpoint, self.inbox)
         self._early: Early | None = None

@@ -13,14 +13,17 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import Entry, Finished, Gathered, Piece, Seating, Serve
+from daskdl.channel.base import Finished, Gathered, Piece, Serve
 from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.entry import Entry, Seating
 from daskdl.channel.local_run import LocalRun
 from daskdl.channel.local_waits import LocalWaits
 from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.outbox import Outbox
+from daskdl.channel.parcel import Arrays
 from daskdl.channel.reading import UNREADABLE, Reader
 from daskdl.channel.receiver import Receiver
+from daskdl.channel.traffic import Traffic
 from daskdl.errors import ChannelError
 from daskdl.link import Drained
 
@@ -48,6 +51,7 @@ class LocalChannel(Receiver):
         self._changed = run.changed
         self._reader = Reader(endpoint, inbox)
         self._drained = Drained()
+        self._note: Any = None  # while it waits for a lease
         self._step, self._done, self._sequence = 0, -1, 0
 
     @property
@@ -189,9 +193,13 @@ class LocalChannel(Receiver):
             self.check()
             self._run.hear(replica)
             record.give_back(replica, phase, epoch, finished)
+            if wait and self._note is not None:
+                record.barriers.stand_by(replica, self._note)
             self._changed.notify_all()
             if wait:
                 self._waits.until_true("lease", settled, None)
+                record.barriers.resume(replica)
+                self._note = None
             lease = record.lease(replica, phase, epoch, lambda key: False)
             if lease is None:
                 return None
@@ -205,12 +213,44 @@ class LocalChannel(Receiver):
         record = self._record
         with self._changed:
             self.check()
-            gathering = record.arrive(key, self._replica, note, told)
+            gathering = record.barriers.arrive(key, self._replica, note, told, kind)
             self._changed.notify_all()
-            self._waits.until_true(
-                "gather", lambda: gathering.over(record.members.expected), None
-            )
-            if record.complete(key, gathering, kind.value):
+            self._waits.until_true("gather", lambda: record.over(gathering), None)
+            if record.complete(key, gathering):
                 self._changed.notify_all()
             notes = {r: gathering.notes[r] for r in sorted(gathering.notes)}
             return Gathered(notes, dict(gathering.gone or {}))
+
+    @override
+    def stand_by(self, note: Any) -> None:
+        self._note = note
+
+    @override
+    def offer(self, name: str, arrays: Arrays) -> None:
+        self._run.offer(self._replica, name, arrays)
+
+    @override
+    def withdraw(self, but: str = "") -> None:
+        self._run.withdraw(self._replica, but)
+
+    @override
+    def fetch(self, replica: int, name: str) -> Arrays | None:
+        run, key = self._run, (replica, name)
+
+        def there_or_gone() -> bool:
+            return key in run.offers or not self._record.members.here(replica)
+
+        with self._changed:
+            self._waits.until_true("fetch", there_or_gone, None)
+            arrays = run.offers.get(key)
+            nbytes = sum(array.nbytes for array in (arrays or {}).values())
+            run.fetched_bytes[replica] += nbytes
+        self._traffic.received_bytes += nbytes
+        return arrays
+
+    @override
+    def traffic(self) -> Traffic:
+        now = super().traffic()
+        with self._changed:
+            now.sent_bytes += self._run.fetched_bytes.pop(self._replica, 0)
+        return now

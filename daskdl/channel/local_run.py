@@ -4,11 +4,13 @@ import contextlib
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.inbox import Inbox
+from daskdl.channel.parcel import Arrays
 from daskdl.channel.plan import RunPlan
 from daskdl.channel.run import RunRecord
 from daskdl.errors import ChannelError, DaskDLError, OptionError, WaitTimeoutError
@@ -25,11 +27,15 @@ class LocalRun:
     Attributes:
         record: What is known of the run; looked at and changed under `changed`.
         changed: Notified after every change.
+        offers: What replicas let others fetch, by replica and name.
+        fetched_bytes: That others have fetched of each, since it counted them off.
         now: The clock.
     """
 
     record: RunRecord
     changed: threading.Condition
+    offers: dict[tuple[int, str], Arrays]
+    fetched_bytes: Counter[int]
     now: Callable[[], float]
 
     def __init__(
@@ -38,6 +44,8 @@ class LocalRun:
         self.record = RunRecord(plan)
         self.changed = threading.Condition()
         self.now = now
+        self.offers = {}
+        self.fetched_bytes = Counter()
         self._inboxes: dict[int, Inbox] = {}
 
     def enter(self, endpoint: Endpoint) -> Inbox:
@@ -69,9 +77,23 @@ class LocalRun:
             self._inboxes[replica] = inbox
         return inbox
 
+    def offer(self, replica: int, name: str, arrays: Arrays) -> None:
+        """A replica lets others fetch something."""
+        with self.changed:
+            self.offers[replica, name] = arrays
+            self.changed.notify_all()
+
+    def withdraw(self, replica: int, but: str = "") -> None:
+        """Keep nothing of what a replica has offered, but what has this name."""
+        with self.changed:
+            for origin, name in list(self.offers):
+                if origin == replica and name != but:
+                    del self.offers[origin, name]
+
     def forget(self, replica: int) -> None:
         """A replica has left; the others learn of it."""
         with self.changed:
+            self.withdraw(replica)
             if self._inboxes.pop(replica, None) is not None:
                 self.record.remove(replica)
                 self.changed.notify_all()

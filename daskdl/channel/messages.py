@@ -21,7 +21,7 @@ GATHER, FAIL, LEAVE = "daskdl_gather", "daskdl_fail", "daskdl_leave"
 # request to a worker, from the scheduler or from a replica on another one
 DELIVER = "daskdl_deliver"
 # requests to a worker, from a replica on another one
-SNAPSHOT, REPAIR = "daskdl_snapshot", "daskdl_repair"
+SNAPSHOT, REPAIR, FETCH = "daskdl_snapshot", "daskdl_repair", "daskdl_fetch"
 
 ITEM_OVERHEAD_BYTES = 64  # of msgpack and Dask around one item, measured: 40 to 70
 
@@ -102,6 +102,7 @@ class Barrier(enum.StrEnum):
     AGREE = "agree"  # afterwards updates are held, until the next one
     REPORT = "report"  # the client reads the notes too
     MEET = "meet"
+    ROUND = "round"  # who waits for a lease is not waited for, see `stand_by`
 
 
 class Answer(enum.StrEnum):

@@ -6,11 +6,12 @@ from typing import Any
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import Channel, Last, Load, Traffic
+from daskdl.channel.base import Channel, Last, Load
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
+from daskdl.channel.traffic import Traffic
 from daskdl.channel.waits import Waits
 
 
@@ -87,7 +88,8 @@ class Receiver(Channel):
     def traffic(self) -> Traffic:
         now, self._traffic = self._traffic, Traffic()
         now.waits_s = self._waits.count_off()
-        now.received_bytes, now.refused, now.folds = self._inbox.count_off()
+        received_bytes, now.refused, now.folds = self._inbox.count_off()
+        now.received_bytes += received_bytes
         return now
 
     @override

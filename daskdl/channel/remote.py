@@ -1,7 +1,6 @@
 """The channel among replicas on workers of Dask: the training thread's half."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,27 +12,26 @@ from daskdl import codec
 from daskdl.channel import messages
 from daskdl.channel.agreement import Agreement
 from daskdl.channel.base import (
-    Entry,
     Finished,
     Gathered,
     Last,
     Load,
     Piece,
-    Seating,
     Serve,
-    Stopped,
-    Traffic,
 )
 from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.entrance import Entrance
+from daskdl.channel.entry import Entry, Seating
+from daskdl.channel.fetching import Fetching
 from daskdl.channel.leases import Range
 from daskdl.channel.link import Link
-from daskdl.channel.messages import Answer, Barrier, Item
+from daskdl.channel.messages import Barrier, Item
+from daskdl.channel.parcel import Arrays, Parcel
 from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.remote_waits import RemoteWaits
-from daskdl.errors import WaitTimeoutError
+from daskdl.channel.traffic import Traffic
 from daskdl.link import Drained
-from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +54,9 @@ class RemoteChannel(Receiver):
         self._link = link
         self._carrier = link.carrier
         self._forget = forget
+        self._entrance = Entrance(link, self._waits, endpoint)
+        self._fetching = Fetching(self._waits, self._worker_of)
+        self._note: Any = None  # while it waits for a lease
         self._agreement = Agreement(link, self._waits, self.gather)
         self._repaired = 0  # as told by the last `traffic`
 
@@ -68,48 +69,7 @@ class RemoteChannel(Receiver):
 
     @override
     def join(self) -> Entry:
-        # Updates may come before the answer does.
-        self._link.wait_for_snapshot()
-        answer = self._join()
-        self._link.enter(answer["routes"])
-        if answer["members"]:
-            self._inbox.meet({r: s for r, s in answer["members"] if r != self._replica})
-            self._link.begin({}, self._endpoint.grid)
-            self._link.start()
-            return Entry([r for r, _ in answer["members"]], None)
-        self._link.start()
-        snapshot = self._snapshot(answer)
-        received = {o: (last, tuple(more)) for o, last, more in snapshot["received"]}
-        received.pop(self._replica, None)
-        self._link.begin(received, snapshot["grid"])
-        return Entry([self._replica], snapshot)
-
-    def _join(self) -> dict[str, Any]:
-        bound = self._timeouts.bound("join", "request")
-        return self._waits.ask(messages.JOIN, bound, version=VERSION)
-
-    def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Ask the donor that was named, or another one if that has gone."""
-        bound = self._timeouts.bound("join")
-        deadline = time.monotonic() + bound.seconds
-        while answer["donor"] is not None:
-            given = self._waits.ask_worker(
-                answer["worker"],
-                messages.SNAPSHOT,
-                replica=answer["donor"],
-                cut=answer["cut"],
-            )
-            if given is not None and given["status"] == Answer.OK:
-                return dict(unwrap_note(given["snapshot"]))
-            if time.monotonic() > deadline:
-                why = "it did not answer" if given is None else given.get("reason")
-                raise WaitTimeoutError(
-                    f"replica {self._replica} waited {bound} for a snapshot, last of "
-                    f"replica {answer['donor']} on {answer['worker']}: {why}; last "
-                    f"heard: {self._waits.last_heard()}"
-                )
-            answer = self._join()
-        raise Stopped("nobody is left to begin from")
+        return self._entrance.enter()
 
     @override
     def activate(self, step: int) -> Seating:
@@ -214,7 +174,10 @@ class RemoteChannel(Receiver):
             epoch=epoch,
             finished=[dict(piece) for piece in finished],
             wait=wait,
+            note=wrap_note(self._note) if wait else None,
         )
+        if wait:
+            self._note = None
         if answer["piece"] is None:
             return None
         ranges = tuple(Range(*one) for one in answer["ranges"])
@@ -262,6 +225,29 @@ class RemoteChannel(Receiver):
         return Gathered(notes, dict(answer["gone"]))
 
     @override
+    def stand_by(self, note: Any) -> None:
+        self._note = note
+
+    @override
+    def offer(self, name: str, arrays: Arrays) -> None:
+        self._link.shelf.put(name, Parcel(arrays))
+
+    @override
+    def withdraw(self, but: str = "") -> None:
+        self._link.shelf.clear(but)
+
+    @override
+    def fetch(self, replica: int, name: str) -> Arrays | None:
+        arrays = self._fetching.fetch(replica, name)
+        if arrays is not None:
+            self._traffic.received_bytes += sum(a.nbytes for a in arrays.values())
+        return arrays
+
+    def _worker_of(self, replica: int) -> str | None:
+        gone = replica in self._inbox.lost()
+        return None if gone else self._link.repairs.workers.get(replica)
+
+    @override
     def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
         if self._endpoint.routing == "plain":
             super().agree(key, published, gone, load)
@@ -273,4 +259,5 @@ class RemoteChannel(Receiver):
         now = super().traffic()
         former, self._repaired = self._repaired, self._link.repairs.repaired
         now.repaired = self._repaired - former
+        now.sent_bytes += self._link.shelf.count_off()
         return now

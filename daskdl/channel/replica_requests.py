@@ -8,7 +8,7 @@ from typing import Any
 
 from daskdl.channel.answers import answer, check_present
 from daskdl.channel.live import LiveRun
-from daskdl.channel.messages import Answer, Item, ItemKind
+from daskdl.channel.messages import Answer, Barrier, Item, ItemKind
 from daskdl.channel.standings import Standing
 from daskdl.version import VERSION
 
@@ -114,18 +114,23 @@ async def handle_lease(
     epoch: int,
     finished: Sequence[dict[str, Any]],
     wait: bool,
+    note: Any = None,
 ) -> dict[str, Any]:
     """A replica gives finished pieces back and takes the next one.
 
-    If it waits, then until there is one, or nobody has anything left to do.
+    If it waits, then until there is one, or nobody has anything left to do. With a
+    note no round waits for it meanwhile.
     """
     record = live.record
     check_present(replica, record)
     record.give_back(replica, phase, epoch, finished)
-    if finished:
+    if note is not None:
+        record.barriers.stand_by(replica, note)
+    if finished or note is not None:
         await live.notify()
     if wait:
         await live.until(lambda: record.settled(replica, phase, epoch), None)
+        record.barriers.resume(replica)
         check_present(replica, record)
     worker = record.members.seats[replica]
     is_near = functools.partial(live.holds, worker)
@@ -167,11 +172,11 @@ async def handle_gather(
     """A replica is at a barrier; answered with all notes when all are."""
     record = live.record
     check_present(replica, record)
-    gathering = record.arrive(key, replica, note, told)
+    gathering = record.barriers.arrive(key, replica, note, told, Barrier(kind))
     await live.notify()
 
-    await live.until(lambda: gathering.over(record.members.expected), None)
-    if record.stopped is None and record.complete(key, gathering, kind):
+    await live.until(lambda: record.over(gathering), None)
+    if record.stopped is None and record.complete(key, gathering):
         await live.notify()
     notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
     gone = [[r, sequence] for r, sequence in (gathering.gone or {}).items()]

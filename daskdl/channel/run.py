@@ -7,6 +7,7 @@ everything: `run`, one fit, and `generation`, bumped by every join and loss.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from daskdl.channel.barriers import Barriers
 from daskdl.channel.events import EventLog
 from daskdl.channel.gathering import Gathering
 from daskdl.channel.leases import Lease, Leases
@@ -36,6 +37,7 @@ class RunRecord:
         epoch: That runs now, counted from 0.
         holding: Whether updates have to wait, see `complete`.
         standings: How replicas stand that send to each other.
+        barriers: Where replicas meet.
     """
 
     plan: RunPlan
@@ -48,6 +50,7 @@ class RunRecord:
     epoch: int
     holding: bool
     standings: Standings
+    barriers: Barriers
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
@@ -61,7 +64,7 @@ class RunRecord:
         self.holding = False
         self._held: list[Item] = []  # updates that wait, one of each that leaves
         self.standings = Standings()
-        self._gatherings: dict[str, Gathering] = {}
+        self.barriers = Barriers()
 
     @property
     def timeouts(self) -> Timeouts:
@@ -228,13 +231,11 @@ class RunRecord:
         shares = self.members.expected if self.plan.synchronous else None
         return self.schedule.open(phase, epoch, shares)
 
-    def arrive(self, key: str, replica: int, note: Any, told: bytes = b"") -> Gathering:
-        """A replica is at a barrier."""
-        gathering = self._gatherings.setdefault(key, Gathering())
-        gathering.arrive(replica, note, told)
-        return gathering
+    def over(self, gathering: Gathering) -> bool:
+        """Whether nobody has to be waited for at a barrier."""
+        return self.barriers.over(gathering, self.members.expected)
 
-    def complete(self, key: str, gathering: Gathering, kind: str) -> bool:
+    def complete(self, key: str, gathering: Gathering) -> bool:
         """All are at a barrier; the first to notice settles what they read there.
 
         From an ``AGREE`` on updates are kept here until the next barrier is complete.
@@ -243,22 +244,20 @@ class RunRecord:
 
         Args:
             key: Of the barrier.
-            gathering: That has nobody to wait for any more.
-            kind: What it is for, a :class:`Barrier`.
+            gathering: That is over.
 
         Returns:
             Whether this call was the first.
         """
         if gathering.gone is not None:
             return False
-        gathering.gone = dict(self.members.gone)
-        self.holding = kind == Barrier.AGREE
+        self.barriers.settle(key, gathering, self.members.gone)
+        self.holding = gathering.kind == Barrier.AGREE
         if not self.holding:
             for item in self._held:
                 self._tell(item, but=item.origin)
             self._held.clear()
-        self._gatherings.pop(key, None)
-        if kind == Barrier.REPORT:
+        if gathering.kind == Barrier.REPORT:
             notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
             told = [gathering.told[r] for r in sorted(gathering.told)]
             counted = {"refused": self.refused, "repeated": self.schedule.repeated}
@@ -274,6 +273,7 @@ class RunRecord:
         self.standings.leave(replica)
         self.outboxes.pop(replica, None)
         self.schedule.lose(replica)
+        self.barriers.resume(replica)
         step = self.members.step_of(replica)
         self._tell(Item(ItemKind.LOST.value, replica, 0, step, 0))
         self._tell_routes()

@@ -19,6 +19,7 @@ from daskdl.errors import ChannelError
 logger = logging.getLogger(__name__)
 
 NAME = "daskdl-channel"
+WAIT_S = 1.0  # for what is not there yet; then who wants it asks again
 LEAVE_S = 2.0  # batch systems kill soon after they ask a worker to close
 
 
@@ -44,6 +45,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         worker.handlers[messages.DELIVER] = self.handle_deliver
         worker.handlers[messages.SNAPSHOT] = self.handle_snapshot
         worker.handlers[messages.REPAIR] = self.handle_repair
+        worker.handlers[messages.FETCH] = self.handle_fetch
         self._worker = worker
 
     @override
@@ -111,6 +113,21 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             return {"status": Answer.REFUSED.value, "reason": str(error)}
         return {"status": Answer.OK.value, "items": [tuple(item) for item in found]}
 
+    async def handle_fetch(
+        self, run: Any = None, replica: Any = None, name: Any = None, part: Any = 0
+    ) -> dict[str, Any]:
+        """A replica elsewhere fetches what one here has on its shelf, or will have."""
+        link = self._link(run, replica)
+        if link is None:
+            return {"status": Answer.UNKNOWN.value}
+        try:
+            answer = await link.shelf.answer(_name(name), int(part), WAIT_S)
+        except TimeoutError:
+            return {"status": Answer.REFUSED.value, "reason": "it is not there yet"}
+        except (TypeError, ValueError) as error:
+            return {"status": Answer.REFUSED.value, "reason": str(error)}
+        return {"status": Answer.OK.value, **answer}
+
     def _link(self, run: Any, replica: Any) -> Link | None:
         known = isinstance(run, int) and isinstance(replica, int)
         link = self.links.get((run, replica)) if known else None
@@ -129,3 +146,9 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
         links[key] = Link(self._worker, endpoint)
         return RemoteChannel(links[key], endpoint, lambda: links.pop(key, None))
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"a name must be text, got {name!r}")
+    return name

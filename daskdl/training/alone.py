@@ -5,14 +5,11 @@ plain loop over the same batches bit for bit.
 """
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch import nn
 from typing_extensions import override
 
 from daskdl.training.base import (
@@ -45,7 +42,7 @@ class Alone(Exchange):
         self._module = seat.module
         self._sent = {} if seat.last is None else seat.last.sent
         self._made = 0 if seat.last is None else seat.last.steps
-        self._agreed = _state(seat.module)
+        self._agreed = Parameters.of(seat.module)
         self._steps = 0
 
     @override
@@ -53,7 +50,7 @@ class Alone(Exchange):
         pass
 
     @override
-    def after_step(self, epoch: int) -> None:
+    def after_step(self, epoch: int, examples: int) -> None:
         self._steps += 1
         self._made += 1
 
@@ -63,7 +60,7 @@ class Alone(Exchange):
 
     @override
     def end_epoch(self, epoch: int, examples: int) -> None:
-        self._agreed = _state(self._module)
+        self._agreed = Parameters.of(self._module)
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:
@@ -92,17 +89,12 @@ class Alone(Exchange):
 
     @override
     def final(self) -> Parameters:
-        return Parameters(exact=_state(self._module))
+        return Parameters.of(self._module)
 
     @override
     def agreed(self) -> Parameters:
-        return Parameters(exact=self._agreed)
+        return self._agreed
 
     @override
     def outcome(self) -> Outcome:
         return Outcome(self._sent, self._made)
-
-
-def _state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, copied to the CPU; tied ones stay tied on loading."""
-    return copy.deepcopy({k: v.cpu() for k, v in module.state_dict().items()})

@@ -4,6 +4,7 @@ A :class:`TrainingMaster` is chosen by the user and travels; the
 :class:`Exchange` it makes lives in one replica and moves its parameters.
 """
 
+import copy
 import dataclasses
 import math
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim import Optimizer
 
 from daskdl.buffers import Buffers, load_buffers_
 from daskdl.channel.base import Channel
@@ -78,6 +80,12 @@ class Parameters:
     grid: float = 0.0
     buffers: Buffers | None = None
 
+    @classmethod
+    def of(cls, module: nn.Module) -> "Parameters":
+        """A module's own, copied to the CPU; tied ones stay tied on loading."""
+        state = {name: value.cpu() for name, value in module.state_dict().items()}
+        return cls(exact=copy.deepcopy(state))
+
     def load_into(self, module: nn.Module) -> None:
         """Give a module these parameters and buffers; without any it stays as it is."""
         if self.exact is not None:
@@ -98,6 +106,7 @@ class Seat:
         members: All replicas of the run, ascending.
         last: What an earlier fit left, or None.
         snapshot: Of another replica, which a newcomer begins with; else None.
+        optimizer: Of the module; the exchange may change its state.
     """
 
     module: nn.Module
@@ -106,6 +115,7 @@ class Seat:
     members: Sequence[int] = field(default_factory=list)
     last: Outcome | None = None
     snapshot: Mapping[str, Any] | None = None
+    optimizer: Optimizer | None = None
 
 
 class Exchange(ABC):
@@ -120,8 +130,13 @@ class Exchange(ABC):
         """Wait if too far ahead, and take in what others have sent."""
 
     @abstractmethod
-    def after_step(self, epoch: int) -> None:
-        """The optimizer has moved the parameters; share what is due."""
+    def after_step(self, epoch: int, examples: int) -> None:
+        """The optimizer has moved the parameters; share what is due.
+
+        Args:
+            epoch: Counted from 0.
+            examples: Of this step.
+        """
 
     @abstractmethod
     def rest(self, epoch: int) -> None:

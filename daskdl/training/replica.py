@@ -99,6 +99,9 @@ class Replica:
     def _start(self) -> int:
         """Come into the run; return the first epoch to train in."""
         entry = self._channel.join()
+        self._optimizer: Optimizer = self._recipe.optimizer(trainable(self._module))
+        if self._recipe.optimizer_state is not None:
+            self._optimizer.load_state_dict(self._recipe.optimizer_state)
         exchange = self._options.master.attach(
             Seat(
                 self._module,
@@ -107,11 +110,9 @@ class Replica:
                 entry.members,
                 self._options.last,
                 entry.snapshot,
+                self._optimizer,
             )
         )
-        self._optimizer: Optimizer = self._recipe.optimizer(trainable(self._module))
-        if self._recipe.optimizer_state is not None:
-            self._optimizer.load_state_dict(self._recipe.optimizer_state)
         scheduling, before = self._recipe.scheduling, self._recipe.schedule
         self._rate = LearningRate(self._optimizer, scheduling, before)
         self._stepper = Stepper(
@@ -172,7 +173,7 @@ class Replica:
             raise self._diverged(epoch, value)
         self._stepper.update(exchange.learning_rate_scale)
         self._rate.after_step()
-        exchange.after_step(epoch)
+        exchange.after_step(epoch, rows)
         self._steps += 1
         self._tally.loss_sum += value * rows
         self._tally.examples += rows

@@ -95,7 +95,7 @@ class Sharer(Exchange):
         self._clock.begin()
 
     @override
-    def after_step(self, epoch: int) -> None:
+    def after_step(self, epoch: int, examples: int) -> None:
         self._clock.end()
         self._step += 1
         self._unshared += 1

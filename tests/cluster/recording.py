@@ -168,10 +168,10 @@ class Recording(Exchange):
         self._check()
         self._before = vector(self._seat.module)
 
-    def after_step(self, epoch):
+    def after_step(self, epoch, examples):
         moved = vector(self._seat.module) - self._before
         self._progress += moved / self._weight()
-        self._inner.after_step(epoch)
+        self._inner.after_step(epoch, examples)
         self._check()
 
     def _check(self):

@@ -278,6 +278,35 @@ async def test_a_delivery_for_nobody_here_is_unknown_and_counted(
         assert run.worker_plugin(1).refused == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"replica": 0}, "unknown"),
+        ({"replica": [1]}, "unknown"),
+        ({"run": "7"}, "unknown"),
+        ({"part": "first"}, "refused"),
+        ({"part": None}, "refused"),
+        ({"part": -1}, "refused"),
+        ({"part": 5}, "refused"),
+        ({"name": ["mean"]}, "refused"),
+    ],
+    ids=repr,
+)
+@two_workers()
+async def test_a_malformed_fetch_is_refused_and_a_good_one_still_answered(
+    c, s, a, b, fields, status
+):
+    async with a_run(c, s, a, b) as run:
+        run.channels[1].offer("mean", {"a": np.arange(3)})
+        good = {"run": RUN, "replica": 1, "name": "mean", "part": 0}
+
+        answer = await s.rpc(b.address).daskdl_fetch(**{**good, **fields})
+
+        assert answer["status"] == status
+        fetched = await in_thread(run.channels[0].fetch, 1, "mean")
+        assert fetched["a"].tolist() == [0, 1, 2]
+
+
 @two_workers()
 async def test_a_replica_learns_that_the_scheduler_has_no_plugin(
     c, s, a, b, monkeypatch

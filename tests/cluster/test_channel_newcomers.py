@@ -183,7 +183,7 @@ async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
         await wait_until(lambda: run.live._changed._waiters)  # it is there first
 
         first = begin(donor.gather, "report 0", 0, Barrier.REPORT)
-        await wait_until(lambda: run.record._gatherings)
+        await wait_until(lambda: run.record.barriers.open)
         await in_thread(run.channels[1].gather, "report 0", 1, Barrier.REPORT)
 
         assert (await first).notes == {0: 0, 1: 1}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl.callbacks import Callback
-from daskdl.channel.base import Traffic
+from daskdl.channel.traffic import Traffic
 from daskdl.history import History
 from daskdl.steps import StepRow, pack_rows
 from daskdl.training.base import Statistics

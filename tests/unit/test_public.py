@@ -96,10 +96,19 @@ def defaults_of(fields):
     }
 
 
-def test_the_page_of_options_lists_those_of_gradient_sharing_with_their_defaults():
-    defaults = defaults_of(dataclasses.fields(daskdl.GradientSharing))
+@pytest.mark.parametrize(
+    ("heading", "master"),
+    [
+        ("Ways of training", daskdl.GradientSharing),
+        ("Averaging", daskdl.ParameterAveraging),
+    ],
+)
+def test_the_page_of_options_lists_those_of_a_master_with_their_defaults(
+    heading, master
+):
+    defaults = defaults_of(dataclasses.fields(master))
 
-    rows = table("options.md", "Ways of training")
+    rows = table("options.md", heading)
 
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
 

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from daskdl.channel.base import Traffic
+from daskdl.channel.traffic import Traffic
 from daskdl.history import COLUMNS
 from daskdl.training.base import Statistics
 from daskdl.training.rows import row_of

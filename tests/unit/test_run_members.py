@@ -167,21 +167,21 @@ def test_repeated_pieces_of_the_validation_are_not_counted():
 def test_a_barrier_is_the_same_for_all_until_it_is_complete():
     record = joined(2)
 
-    gathering = record.arrive("end", 0, "zero")
+    gathering = record.barriers.arrive("end", 0, "zero")
 
-    assert record.arrive("end", 1, "one") is gathering
-    assert record.arrive("other", 1, "one") is not gathering
-    record.complete("end", gathering, "meet")
-    assert record.arrive("end", 0, "zero") is not gathering
+    assert record.barriers.arrive("end", 1, "one") is gathering
+    assert record.barriers.arrive("other", 1, "one") is not gathering
+    record.complete("end", gathering)
+    assert record.barriers.arrive("end", 0, "zero") is not gathering
 
 
 def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
     record = joined()
-    gathering = record.arrive("end", 0, "zero")
+    gathering = record.barriers.arrive("end", 0, "zero")
 
-    first = record.complete("end", gathering, "meet")
+    first = record.complete("end", gathering)
     record.remove(2)
-    second = record.complete("end", gathering, "meet")
+    second = record.complete("end", gathering)
 
     assert (first, second) == (True, False)
     assert gathering.gone == {}
@@ -189,26 +189,28 @@ def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
 
 def test_updates_are_held_between_two_barriers_and_then_passed_on():
     record = joined()
-    record.complete("end", record.arrive("end", 0, None), "agree")
+    record.complete("end", record.barriers.arrive("end", 0, None, b"", "agree"))
 
     accepted = record.publish(2, [update(2, 1)], 1, -1)
     record.remove(2)
     held = said(record, 0, "update")
-    record.complete("report", record.arrive("report", 0, None), "report")
+    record.complete("report", record.barriers.arrive("report", 0, None, b"", "report"))
 
     assert (accepted, held) == (1, [])
     assert said(record, 0, "update") == said(record, 1, "update") == [update(2, 1)]
     assert record.members.gone == {2: 1}
-    record.complete("next", record.arrive("next", 0, None), "meet")
+    record.complete("next", record.barriers.arrive("next", 0, None, b"", "meet"))
     assert len(said(record, 0, "update")) == 1
 
 
 def test_the_client_is_told_what_all_said_and_what_was_counted():
     record = joined(2)
     record.refused = 3
-    record.arrive("end", 1, "one", b"of one")
+    record.barriers.arrive("end", 1, "one", b"of one", "report")
 
-    record.complete("end", record.arrive("end", 0, "zero", b"of zero"), "report")
+    record.complete(
+        "end", record.barriers.arrive("end", 0, "zero", b"of zero", "report")
+    )
 
     assert record.events.since(0) == [
         {

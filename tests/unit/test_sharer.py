@@ -89,6 +89,7 @@ class Room(Channel):
 
     publish_last = activate = join = serve = align = wait_for_updates = None
     lease = wait_for_data = missing = gather = agree = fail = leave = None
+    stand_by = offer = withdraw = fetch = None
     traffic = check = None
 
 
@@ -126,7 +127,7 @@ class Case:
         with torch.no_grad():
             for name in names:
                 getattr(self.module, name).add_(amount)
-        self.exchange.after_step(0)
+        self.exchange.after_step(0, 1)
         return self.channel.published_[before:]
 
     def positions(self, published):
@@ -215,8 +216,8 @@ class TestWarmUp:
         channel, module = Room(), Three()
         master = GradientSharing(QUANTUM, warmup_steps=4)
         alone = master.attach(Seat(module, channel, 0, [0], Outcome({}, 1)))
-        alone.after_step(0)
-        alone.after_step(0)
+        alone.after_step(0, 1)
+        alone.after_step(0, 1)
 
         opened = alone.opened()
 
@@ -417,7 +418,7 @@ class TestMeasuring:
             clock.now += 100.0  # between steps
             case.exchange.before_step(0)
             clock.now += 1.0
-            case.exchange.after_step(0)
+            case.exchange.after_step(0, 1)
 
         assert [told.step_s for told in rule.told] == [2.0, 2.0]
 
@@ -428,7 +429,7 @@ class TestMeasuring:
             case.channel.room = room
             case.exchange.before_step(0)
             clock.now += 1.0
-            case.exchange.after_step(0)
+            case.exchange.after_step(0, 1)
 
         assert [told.step_s for told in rule.told] == [1.0]
 

@@ -1,0 +1,73 @@
+"""What a replica lets the others fetch, on its worker's event loop."""
+
+import asyncio
+from typing import Any
+
+from daskdl.channel.parcel import Parcel
+from daskdl.channel.payloads import wrap
+
+
+class Shelf:
+    """Parcels by name. Whoever comes before one is there waits for it.
+
+    Args:
+        loop: Of the worker.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._parcels: dict[str, asyncio.Future[Parcel]] = {}
+        self._sent_bytes = 0
+
+    # ---- event loop
+
+    async def answer(self, name: str, part: int, timeout_s: float) -> dict[str, Any]:
+        """One part of a parcel, as it is sent.
+
+        Args:
+            name: Of the parcel.
+            part: Counted from 0.
+            timeout_s: How long to wait for it, seconds.
+
+        Raises:
+            TimeoutError: If it did not come.
+        """
+        parcel = await asyncio.wait_for(asyncio.shield(self._named(name)), timeout_s)
+        content = parcel.part(part)
+        self._sent_bytes += content.nbytes
+        return {
+            "forms": parcel.forms if part == 0 else [],
+            "parts": parcel.parts,
+            "bytes": wrap(content),
+        }
+
+    def _named(self, name: str) -> asyncio.Future[Parcel]:
+        if name not in self._parcels:
+            self._parcels[name] = self._loop.create_future()
+        return self._parcels[name]
+
+    def _put(self, name: str, parcel: Parcel) -> None:
+        future = self._named(name)
+        if not future.done():
+            future.set_result(parcel)
+
+    def _clear(self, but: str) -> None:
+        # Who waits for what is not there yet goes on waiting.
+        for name, future in list(self._parcels.items()):
+            if future.done() and name != but:
+                del self._parcels[name]
+
+    # ---- training thread
+
+    def put(self, name: str, parcel: Parcel) -> None:
+        """Let others fetch it; a second one of the same name changes nothing."""
+        self._loop.call_soon_threadsafe(self._put, name, parcel)
+
+    def count_off(self) -> int:
+        """Bytes that others have fetched since the last call."""
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        return sent_bytes
+
+    def clear(self, but: str) -> None:
+        """Keep nothing of what is there, but what has this name."""
+        self._loop.call_soon_threadsafe(self._clear, but)

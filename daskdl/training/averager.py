@@ -1,0 +1,240 @@
+"""One replica that averages its model with the others' now and then."""
+
+import contextlib
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from typing_extensions import override
+
+from daskdl.channel.base import Stopped
+from daskdl.channel.messages import Barrier
+from daskdl.channel.parcel import Arrays
+from daskdl.channel.routes import Routes
+from daskdl.training.base import (
+    Exchange,
+    Exchanged,
+    Outcome,
+    Parameters,
+    Seat,
+    Statistics,
+)
+from daskdl.training.observer import Stopwatch
+from daskdl.training.reduction import Reduction
+from daskdl.training.replica_state import ReplicaState
+from daskdl.training.rounds import Round, Said, round_of
+from daskdl.training.shares import add
+
+MEETING = "average"  # key of the barrier, of one round after the other
+STATE = "state "  # before the names of a snapshot's arrays
+
+
+class Averager(Exchange):
+    """One replica's part in averaging.
+
+    Args:
+        seat: Where to work.
+        state: Of the replica there.
+        frequency: Steps between two averagings.
+        fan_out: Of the tree along which means are made.
+        made: Steps made before.
+    """
+
+    learning_rate_scale = 1.0
+    scale = 1.0
+
+    def __init__(
+        self,
+        seat: Seat,
+        state: ReplicaState,
+        frequency: int,
+        fan_out: int,
+        made: int,
+    ) -> None:
+        self._module = seat.module
+        self._channel = seat.channel
+        self._replica = seat.replica
+        self._frequency = frequency
+        self._fan_out = fan_out
+        self._state = state
+        self._said = Said(seen=0, mean=0, examples=0)
+        self._since = 0  # steps since the last mean
+        self._behind = False  # others may have a later mean
+        self._made = made
+        self._steps = self._rounds = 0  # since the last `statistics`
+        self._waiting = Stopwatch(time.perf_counter)
+        self._sent_bytes = 0  # in this step
+        self.exchange_tried = False
+        if seat.snapshot is not None:
+            self._begin(seat.snapshot)
+        self._agreed = Parameters.of(seat.module)
+
+    def _begin(self, snapshot: Mapping[str, Any]) -> None:
+        # What a replica was doing when it was asked. The common state is fetched
+        # before the first step; this counts if nobody is left by then.
+        names = [name for name in snapshot if name.startswith(STATE)]
+        self._state.load_({name.removeprefix(STATE): snapshot[name] for name in names})
+        self._made = snapshot["step"]
+        self._said = Said(seen=0, mean=-1, examples=0)
+        self._behind = True
+
+    @override
+    def before_step(self, epoch: int) -> None:
+        self._waiting.seconds = 0.0
+        self._sent_bytes = 0
+        while self._behind:
+            latest = self._meet().latest
+            self._behind = self._said.mean < latest
+
+    @override
+    def after_step(self, epoch: int, examples: int) -> None:
+        self._made += 1
+        self._steps += 1
+        self._since += 1
+        self._said = self._said._replace(examples=self._said.examples + examples)
+        self.exchange_tried = self._since == self._frequency
+        if self.exchange_tried:
+            self._average_all()
+
+    def _average_all(self) -> None:
+        """Meet until what was trained here is in a mean."""
+        while self._said.examples:
+            self._meet()
+        self._channel.complete(self._made)
+
+    @override
+    def rest(self, epoch: int) -> None:
+        self._average_all()
+        self._offer_state()
+        self._channel.stand_by(_note(self._said._replace(parked=True)))
+        self._behind = True
+
+    @override
+    def end_epoch(self, epoch: int, examples: int) -> None:
+        while not self._meet(ended=True).over:
+            pass
+        self._behind = False
+        self._agreed = Parameters.of(self._module)
+        self._channel.complete(self._made, done=epoch)
+
+    def _meet(self, *, ended: bool = False) -> Round:
+        """Come together once, and do what is to be done there."""
+        self._said = self._said._replace(
+            ended=ended, digest=self.digest() if ended else 0
+        )
+        if not self._said.examples:
+            self._offer_state()
+        kind = Barrier.AGREE if ended else Barrier.ROUND
+        with self._waiting:
+            gathered = self._channel.gather(MEETING, _note(self._said), kind)
+        if self._replica in gathered.gone:
+            raise Stopped("the others have gone on without this replica")
+        said = {r: note["said"] for r, note in gathered.notes.items()}
+        decided = round_of(said, gathered.gone)
+        # By now everybody has fetched what was offered for the meeting before.
+        self._channel.withdraw(but=self._state_name)
+        self._said = self._said._replace(seen=decided.number)
+        if decided.weights:
+            self._average(decided)
+        elif self._replica not in decided.current:
+            self._fetch_state(decided)
+        return decided
+
+    def _average(self, decided: Round) -> None:
+        weight = decided.weights.get(self._replica)
+        own = {} if weight is None else self._state.share(weight)
+        reduction = Reduction(
+            self._channel,
+            Routes(decided.number, decided.members, self._fan_out),
+            decided.root,
+            self._replica,
+        )
+
+        def finish(total: Arrays) -> Arrays:
+            late = set(decided.members) - set(decided.current)
+            return self._state.complete(total) if late else total
+
+        mean = reduction.result(own, add, finish)
+        if mean is None:
+            return
+        self._sent_bytes += sum(array.nbytes for array in own.values())
+        self._state.take_mean_(mean)
+        self._rounds += 1
+        self._has(decided.number)
+
+    def _has(self, mean: int) -> None:
+        self._said = self._said._replace(mean=mean, examples=0)
+        self._since = 0
+
+    @property
+    def _state_name(self) -> str:
+        return f"state {self._said.mean}"
+
+    def _offer_state(self) -> None:
+        self._channel.offer(self._state_name, self._state.whole())
+
+    def _fetch_state(self, decided: Round) -> None:
+        start = self._replica % len(decided.donors)
+        for donor in decided.donors[start:] + decided.donors[:start]:
+            state = self._channel.fetch(donor, f"state {decided.latest}")
+            if state is not None:
+                self._state.load_(state)
+                self._has(decided.latest)
+                return
+
+    @override
+    def showing_agreed(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @override
+    def digest(self) -> int:
+        return self._state.digest()
+
+    @override
+    def statistics(self) -> Statistics:
+        rounds, steps = self._rounds, self._steps
+        self._rounds = self._steps = 0
+        return Statistics(rounds, float(rounds), math.nan, 0.0, 0, steps)
+
+    @override
+    def exchanged(self) -> Exchanged:
+        if not self.exchange_tried:
+            return Exchanged(wait_s=self._waiting.seconds)
+        return Exchanged(
+            density=1.0,
+            sent_bytes=self._sent_bytes,
+            kind="MEAN",
+            wait_s=self._waiting.seconds,
+        )
+
+    @override
+    def opened(self) -> Exchange:
+        return self
+
+    @override
+    def snapshot(self) -> dict[str, Any]:
+        whole = self._state.whole()
+        state = {f"{STATE}{name}": array for name, array in whole.items()}
+        return {"received": [], "grid": 1.0, "step": self._made, **state}
+
+    @override
+    def hand_over(self) -> None:
+        pass  # the others average without it: at most one round of it is lost
+
+    @override
+    def final(self) -> Parameters:
+        return self._agreed
+
+    @override
+    def agreed(self) -> Parameters:
+        return self._agreed
+
+    @override
+    def outcome(self) -> Outcome:
+        return Outcome({}, self._made)
+
+
+def _note(said: Said) -> dict[str, list[int]]:
+    return {"said": list(said)}

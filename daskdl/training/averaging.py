@@ -1,0 +1,100 @@
+"""Synchronous training: each replica makes some steps, then all take the mean.
+
+What is averaged: parameters, floating buffers and, unless told otherwise, the
+optimizer's state, weighted by the examples that each replica has trained on since.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from daskdl.channel.routes import FAN_OUT
+from daskdl.errors import OptionError
+from daskdl.training.alone import Alone
+from daskdl.training.averager import Averager
+from daskdl.training.base import Exchange, Seat, TrainingMaster
+from daskdl.training.options import check_bound, check_whole
+from daskdl.training.replica_state import ReplicaState
+
+
+@dataclass(frozen=True)
+class ParameterAveraging(TrainingMaster):
+    """Average the replicas' models every few steps.
+
+    With `frequency` 1 and plain SGD, k replicas with batches of b rows make the steps
+    of one process with batches of k x b. A replica that is lost costs at most what it
+    had trained since the last mean; the others average without it.
+
+    Args:
+        frequency: Steps of each replica between two averagings, >= 1.
+        average_optimizer: Average the optimizer's state too; else each replica keeps
+            its own, and the trainer gets their weighted mean at the end.
+        outer: Makes a `torch.optim.Optimizer` from a list of parameters; it takes the
+            way from the last common parameters to their mean for a gradient. With
+            SGD, learning rate 0.7 and Nesterov momentum 0.9, this is DiLoCo. None: the
+            mean itself is taken.
+        replicas_per_worker: See `GradientSharing`.
+        min_replicas: Likewise.
+        rejoin_timeout: Likewise.
+        fan_out: Most replicas whose models one adds up, >= 1. Means are made along a
+            tree from worker to worker.
+
+    Raises:
+        OptionError: Naming the option, what was given and what is allowed.
+
+    Example:
+        >>> ParameterAveraging(frequency=0)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: frequency must be a whole number >= 1, got 0
+
+    Source:
+        Deeplearning4j, ParameterAveragingTrainingMaster.java, whose mean is not
+        weighted; Douillard and others, "DiLoCo", 2023.
+    """
+
+    frequency: int = 5
+    average_optimizer: bool = True
+    outer: Callable[[Any], Optimizer] | None = None
+    replicas_per_worker: int | Literal["auto"] = 1
+    min_replicas: int = 1
+    rejoin_timeout: float | None = None
+    fan_out: int = FAN_OUT
+
+    def __post_init__(self) -> None:
+        check_whole("frequency", self.frequency, 1)
+        if not isinstance(self.average_optimizer, bool):
+            raise OptionError(
+                f"average_optimizer must be True or False, got "
+                f"{self.average_optimizer!r}"
+            )
+        if self.outer is not None and not callable(self.outer):
+            raise OptionError(
+                "outer must be a function that makes an optimizer from parameters, "
+                f"such as lambda params: torch.optim.SGD(params, lr=0.7), or None; got "
+                f"{self.outer!r}"
+            )
+        if self.replicas_per_worker != "auto":
+            check_whole("replicas_per_worker", self.replicas_per_worker, 1, "or 'auto'")
+        check_whole("min_replicas", self.min_replicas, 1)
+        check_whole("fan_out", self.fan_out, 1)
+        check_bound("rejoin_timeout", self.rejoin_timeout)
+
+    @property
+    @override
+    def synchronous(self) -> bool:
+        return True
+
+    @override
+    def attach(self, seat: Seat) -> Exchange:
+        alone = len(seat.members) == 1 and seat.snapshot is None
+        if alone and self.outer is None:
+            return Alone(seat, 1.0, lambda made: self._average(seat, made))
+        return self._average(seat, 0 if seat.last is None else seat.last.steps)
+
+    def _average(self, seat: Seat, made: int) -> Exchange:
+        optimizer = seat.optimizer if self.average_optimizer else None
+        state = ReplicaState(seat.module, optimizer, self.outer)
+        return Averager(seat, state, self.frequency, self.fan_out, made)

@@ -1,0 +1,57 @@
+"""The outer optimizer: what the mean of the replicas' moves does to what all know."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from daskdl.data.models import trainable
+from daskdl.packed import Packed
+
+
+class Outer:
+    """Takes the way from the last common parameters to their mean for a gradient.
+
+    Every replica has one, and all make the same steps.
+
+    Args:
+        make: Makes the optimizer from a list of parameters.
+        module: Whose parameters are the first common ones; it is not changed.
+
+    Source:
+        Douillard and others, "DiLoCo: Distributed Low-Communication Training of
+        Language Models", 2023, algorithm 1.
+    """
+
+    def __init__(self, make: Callable[[Any], Optimizer], module: nn.Module) -> None:
+        self._module = module
+        self._common = [nn.Parameter(p.detach().clone()) for p in trainable(module)]
+        self._optimizer = make(self._common)
+
+    def step_(self) -> None:
+        """Let the module, which has the mean, take the outer step instead."""
+        for common, mean in zip(self._common, trainable(self._module), strict=True):
+            common.grad = common.detach() - mean.detach()
+        self._optimizer.step()
+        with torch.no_grad():
+            for common, mean in zip(self._common, trainable(self._module), strict=True):
+                mean.copy_(common)
+                common.grad = None
+
+    def state(self) -> NDArray[np.uint8]:
+        """The common parameters and the optimizer's state, as bytes."""
+        values = [parameter.detach().cpu() for parameter in self._common]
+        return Packed((values, self._optimizer.state_dict()), "outer").payload
+
+    def load_(self, state: NDArray[np.uint8]) -> None:
+        """Go on from another replica's."""
+        packed: Packed[Any] = Packed.of(state, "outer")
+        values, optimizer = packed.unpack()
+        with torch.no_grad():
+            for parameter, value in zip(self._common, values, strict=True):
+                parameter.copy_(value)
+        self._optimizer.load_state_dict(optimizer)

@@ -1,0 +1,141 @@
+"""A replica's state as arrays that can be added up over replicas, and back.
+
+Parameters, floating buffers and the optimizer's tensors are averaged; integer buffers
+and the optimizer's counters take the maximum.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from daskdl.buffers import Buffers, load_buffers_, pack_buffers
+from daskdl.channel.parcel import Arrays
+from daskdl.training.optimizer_state import OptimizerState, restore_, weigh
+from daskdl.vectors import Group, working_dtype
+
+# Of the names of arrays: what is added, and of what the maximum is taken.
+SUM, MOST = "sum ", "most "
+OPTIMIZER = "optimizer "
+PLAIN = {"int": int, "float": float, "bool": bool}  # numbers that are no tensors
+
+
+class Shares:
+    """Take a replica's state, weighted, and put an averaged one back.
+
+    Args:
+        module: Of the replica.
+        groups: Its trainable parameters, as they lie in memory.
+        optimizer: Of the same; None: it is not averaged.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[Group],
+        optimizer: Optimizer | None,
+    ) -> None:
+        self._module = module
+        self._groups = groups
+        self._optimizer = optimizer
+
+    def take(self, weight: float) -> dict[str, NDArray[Any]]:
+        """This replica's share of a mean.
+
+        Args:
+            weight: In (0, 1].
+
+        Returns:
+            New arrays: floating ones times the weight, under names that begin with
+            `SUM`; others under such that begin with `MOST`.
+        """
+        arrays: dict[str, NDArray[Any]] = {}
+        for number, group in enumerate(self._groups):
+            flat = group.flat.detach().to("cpu", working_dtype(group.flat.dtype))
+            arrays[f"{SUM}parameters {number}"] = flat.numpy() * weight
+        buffers = pack_buffers(self._module)
+        arrays[f"{SUM}buffers"] = buffers.floating_F * weight
+        arrays[f"{MOST}buffers"] = buffers.integer_I
+        if self._optimizer is not None:
+            arrays.update(_optimizer_arrays(weigh(self._optimizer, weight)))
+        return arrays
+
+    def load_(self, arrays: Arrays) -> None:
+        """Take over a mean.
+
+        Args:
+            arrays: The sum of all shares; not changed.
+        """
+        with torch.no_grad():
+            for number, group in enumerate(self._groups):
+                values = torch.from_numpy(np.array(arrays[f"{SUM}parameters {number}"]))
+                group.flat.copy_(values)
+        floating_F, integer_I = arrays[f"{SUM}buffers"], arrays[f"{MOST}buffers"]
+        load_buffers_(self._module, Buffers(floating_F, integer_I))
+        if self._optimizer is not None:
+            groups = self._optimizer.state_dict()["param_groups"]
+            restore_(self._optimizer, _optimizer_state(arrays, groups))
+
+
+def add(shares: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
+    """The sum of several replicas' shares; the order decides the rounding.
+
+    Args:
+        shares: At least one; not changed.
+
+    Example:
+        >>> one = {"sum a": np.array([0.5]), "most b": np.array([3])}
+        >>> two = {"sum a": np.array([1.0]), "most b": np.array([2])}
+        >>> {name: array.tolist() for name, array in add([one, two]).items()}
+        {'sum a': [1.5], 'most b': [3]}
+    """
+    total = dict(shares[0])
+    for share in shares[1:]:
+        for name, array in share.items():
+            if name not in total:
+                total[name] = array
+            elif name.startswith(SUM):
+                total[name] = total[name] + array
+            else:
+                total[name] = np.maximum(total[name], array)
+    return total
+
+
+def _optimizer_arrays(state: OptimizerState) -> dict[str, NDArray[Any]]:
+    arrays = {
+        f"{SUM}{OPTIMIZER}{n} {_dtype_name(state.dtypes[n, name])} {name}": part
+        for (n, name), part in state.parts.items()
+    }
+    for (n, name), value in state.scalars.items():
+        if isinstance(value, int | float):  # others are each replica's own affair
+            dtype = state.dtypes.get((n, name))
+            kind = type(value).__name__ if dtype is None else _dtype_name(dtype)
+            arrays[f"{MOST}{OPTIMIZER}{n} {kind} {name}"] = np.array(value)
+    return arrays
+
+
+def _optimizer_state(arrays: Arrays, groups: list[dict[str, Any]]) -> OptimizerState:
+    state = OptimizerState({}, {}, {}, groups)
+    for full, array in arrays.items():
+        how, _, rest = full.partition(OPTIMIZER)
+        if not rest:
+            continue
+        number, kind, name = rest.split(" ", 2)
+        key = (int(number), name)
+        if kind in PLAIN:
+            state.scalars[key] = PLAIN[kind](array.item())
+            continue
+        state.dtypes[key] = getattr(torch, kind)
+        if how == SUM:
+            state.parts[key] = array
+        else:
+            state.scalars[key] = array.item()
+    return state
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

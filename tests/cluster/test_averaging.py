@@ -1,0 +1,127 @@
+"""Parameter averaging between processes: as among threads; and workers that die."""
+
+import os
+import signal
+
+import dask.config
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl import ParameterAveraging
+from tests.cluster.problems import (
+    adam,
+    kept,
+    normalised,
+    parameters_of,
+    rows,
+    sgd,
+    trainer,
+)
+from tests.cluster.script import Script, enough, nothing
+from tests.cluster.watched import TrainedRows
+
+X, Y = rows(count=960)
+
+
+def nesterov(parameters):
+    # As many epochs as these tests have would go astray with a momentum of 0.9.
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.5, nesterov=True)
+
+
+def with_buffers():
+    # No dropout: threads of one process share one random generator.
+    return nn.Sequential(
+        nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
+    )
+
+
+def averaging(**options):
+    return ParameterAveraging(**{"frequency": 2, "fan_out": 1, **options})
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_workers_average_as_threads_do_bit_for_bit(three, optimizer, outer):
+    options = {"model": with_buffers, "optimizer": optimizer}
+    remote = trainer(three, master=averaging(outer=outer), **options)
+    local = trainer(
+        False, master=averaging(outer=outer, replicas_per_worker=3), **options
+    )
+
+    for own in (remote, local):
+        own.fit(X, Y, epochs=2, batch_size=16, validation=(X, Y))
+
+    expected = parameters_of(local.model_)
+    for name, value in parameters_of(remote.model_).items():
+        np.testing.assert_array_equal(value, expected[name])
+    for column in ("loss", "examples", "val_loss", "density"):
+        assert remote.history_.column(column) == local.history_.column(column)
+    assert remote.history_[0]["sent_bytes"] > 0
+
+
+class TestLosses:
+    @pytest.fixture
+    def worker(self, three):
+        """The process of the worker of replica 1."""
+        pids = three.run(os.getpid)
+        return pids[sorted(pids)[1]]
+
+    @pytest.mark.parametrize("outer", [None, nesterov], ids=["mean", "outer"])
+    def test_a_worker_that_is_killed_is_replaced_and_all_rows_are_trained_on(
+        self, three, worker, tmp_path, outer
+    ):
+        watched = TrainedRows(tmp_path)
+        script = Script(
+            (3, lambda: os.kill(worker, signal.SIGKILL)), (2, nothing), (3, enough)
+        )
+        own = trainer(
+            three,
+            master=averaging(outer=outer),
+            model=normalised,
+            loss=watched,
+            callbacks=[watched],
+        )
+
+        script.run(own, X, np.arange(len(X)))
+
+        # The last epoch is broken off, and the one of the death has pieces twice.
+        for trained in watched.by_epoch()[: len(script.rows)]:
+            assert set(trained) == set(range(len(X)))
+
+    def test_a_frozen_worker_is_given_up_and_begins_again(self, three, worker):
+        script = Script(
+            (3, lambda: os.kill(worker, signal.SIGSTOP)),
+            (2, lambda: os.kill(worker, signal.SIGCONT)),
+            (3, enough),
+        )
+        own = trainer(three, master=averaging(), model=normalised)
+        try:
+            with dask.config.set({"daskdl.timeouts.silence": "4s"}):
+                script.run(own, X, Y)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+
+        assert own.evaluate(X, Y)["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("outer", [None, nesterov], ids=["mean", "outer"])
+def test_one_replica_becomes_several(growing, outer):
+    script = Script((1, lambda: growing.cluster.scale(3)), (3, enough))
+
+    own = script.run(
+        trainer(growing, master=averaging(outer=outer), model=normalised), X, Y
+    )
+
+    assert own.evaluate(X, Y)["accuracy"] > 0.8
+
+
+def test_it_ends_at_the_accuracy_of_sharing(three):
+    scores = []
+    for master in (averaging(), kept()):
+        own = trainer(three, master=master)
+        own.fit(X, Y, epochs=6, batch_size=16)
+        scores.append(own.evaluate(X, Y)["accuracy"])
+
+    assert min(scores) > 0.9

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import dask
 import numpy as np
 import pytest
 import torch
@@ -282,6 +283,20 @@ def test_what_there_will_not_be_is_refused_before_anything_begins(
 
     assert begun(0) == []
     assert not hasattr(own, "history_")
+
+
+def test_what_needs_validation_data_is_refused_before_any_are_loaded():
+    loaded = []
+
+    @dask.delayed
+    def part():
+        loaded.append(1)
+        return X, Y
+
+    with pytest.raises(OptionError, match="monitor='val_loss' needs validation data"):
+        trainer(False, callbacks=[EarlyStopping(patience=1)]).fit([part()])
+
+    assert loaded == []
 
 
 class Told(Callback):

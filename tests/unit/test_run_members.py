@@ -221,6 +221,7 @@ def test_the_client_is_told_what_all_said_and_what_was_counted():
             "repeated": 0,
         }
     ]
+    assert record.report == [[0, "zero"], [1, "one"]]  # for those that come later
 
 
 def test_a_replica_is_described_by_who_where_and_what_was_heard():

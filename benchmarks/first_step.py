@@ -42,7 +42,7 @@ class FirstStep(daskdl.Callback):
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    def on_step(self, step: daskdl.Step) -> None:
+    def on_step_end(self, step: daskdl.Step) -> None:
         if step.number == 1:
             Path(self._folder, str(step.replica)).write_text(repr(time.time()))
 

@@ -56,7 +56,7 @@ class Clock(daskdl.Callback):
         self._step_s = step_s
         self._kills = kills
 
-    def on_step(self, step: daskdl.Step) -> None:
+    def on_step_end(self, step: daskdl.Step) -> None:
         time.sleep(self._step_s)
         with Path(self._folder, str(step.replica)).open("a") as file:
             file.write(f"{time.time()}\n")

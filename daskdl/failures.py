@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from daskdl.callbacks import Callback, Step
+from daskdl.callbacks.base import Callback, Step
 from daskdl.errors import OptionError
 
 KINDS = ("raise", "exit", "sleep", "freeze", "drop")
@@ -155,7 +155,7 @@ class FailureInjection(Callback):
         return drawn < self.probability
 
     @override
-    def on_step(self, step: Step) -> None:
+    def on_step_end(self, step: Step) -> None:
         if self.kind != "drop" and self.strikes(step.replica, step.number):
             self._fail(step)
 

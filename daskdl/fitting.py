@@ -1,13 +1,16 @@
 """One fit: from what the user chose and gave to a run that can begin."""
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from daskdl.callbacks.base import FitBegin
 from daskdl.data.checks import of_validation
 from daskdl.data.labels import LabelCheck
 from daskdl.data.models import trainable
@@ -21,8 +24,10 @@ from daskdl.packed import Packed, PackedModel
 from daskdl.sites import Site
 from daskdl.steps import unpack_rows
 from daskdl.training.adoption import Standing, adopt
+from daskdl.training.attendance import attended
 from daskdl.training.driver import Driver
 from daskdl.training.follow import Follower
+from daskdl.training.judging import Judging
 from daskdl.training.merge import Final
 from daskdl.training.method import Method
 from daskdl.training.options import FitOptions, TrainerOptions
@@ -31,8 +36,17 @@ from daskdl.training.stage import Stage
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.vectors import FlatParameters, grid_for
 
+logger = logging.getLogger(__name__)
+
 OUTBOX_BYTES = 2**20  # more would only grow old; the residual is the better queue
 INBOX_BYTES = 64 * 2**20  # of decoded entries; beyond it they are folded
+
+
+class Checked(NamedTuple):
+    """What was found out by checking that all goes together."""
+
+    labels: LabelCheck | None  # what labels of parts are held to
+    judging: Judging
 
 
 class Run:
@@ -44,7 +58,7 @@ class Run:
         recipe: The user's objects.
         model: At its start; not changed.
         train: What is trained on.
-        size: Trainable parameters.
+        options: Of the run.
 
     Attributes:
         history: Gets a row after each epoch.
@@ -62,7 +76,7 @@ class Run:
         recipe: Packed[Recipe],
         model: nn.Module,
         train: Source,
-        size: int,
+        options: TaskOptions,
     ) -> None:
         self.history = History()
         self.classes = train.classes
@@ -72,7 +86,7 @@ class Run:
         self._recipe = recipe
         self._model = model
         self._rows = rows_in(train)
-        self._size = size
+        self._options = options
 
     @property
     def final(self) -> Final | None:
@@ -96,6 +110,7 @@ class Run:
                 self.history.steps.extend(unpack_rows(self.final.steps))
         if self.final is None:
             raise RunError("the run ended without a result")
+        self._restored(self.final)
         hint_at_small_threshold(self.history[-1])
 
     def settle_(self, model: nn.Module) -> Standing:
@@ -117,11 +132,42 @@ class Run:
         moved = adopt(optimizer, fitting.method.scheduling, final, before.moved)
         return Standing(moved, final.outcome or before.sent, epochs)
 
+    def _restored(self, final: Final) -> None:
+        stopping, rule = self.history.stopping, self._options.judging.stopping
+        if stopping is None or rule is None:
+            return
+        self.history.stopping = replace(stopping, restored=final.restored)
+        lost = rule.restore_best and not final.restored
+        if lost and stopping.best_epoch is not None:
+            logger.warning(
+                "all replicas that had the model of epoch %s, the best, were lost, and "
+                "model_ is that of the last epoch; restore_best needs one that stays",
+                stopping.best_epoch,
+            )
+
+    def attended(self) -> AbstractContextManager[None]:
+        """Tell the callbacks that it begins, and on the way out that it has ended."""
+        fitting = self._fitting
+        begin = FitBegin(
+            replicas=self._seats,
+            epochs=fitting.fit.epochs,
+            epochs_before=fitting.standing.epochs,
+            batch_size=fitting.fit.read.batch_size,
+            examples=self._rows,
+            parameters=self._options.size,
+        )
+        return attended(fitting.trainer.callbacks, begin, self.history)
+
     def _follower(self) -> Follower:
-        trainer, epochs = self._fitting.trainer, self._fitting.fit.epochs
-        examples = None if self._rows is None else self._rows * epochs
+        trainer, options = self._fitting.trainer, self._options
+        examples = None if self._rows is None else self._rows * options.epochs
         return Follower(
-            self.history, trainer.callbacks, self._size, examples, trainer.progress
+            self.history,
+            trainer.callbacks,
+            options.size,
+            examples,
+            trainer.progress,
+            options.judging,
         )
 
 
@@ -154,7 +200,9 @@ class Fitting:
 
         Raises:
             DataError: If it is of no kind that can be trained on.
+            OptionError: If a callback needs validation data, and there are none.
         """
+        self._judging(validation is not None)
         labelled = not isinstance(self.method.objective, OwnStep)
         seed = self.trainer.seed if self.fit.shuffle else None
         accumulate = self.method.stepping.accumulate
@@ -184,23 +232,31 @@ class Fitting:
             DaskDLError: If something does not go together; where that can be seen
                 without loading data, no worker was touched.
         """
-        labels = None
-        if early := all(is_known(source) for source in sources.values()):
-            labels = self.method.check(model, sources)
+        checked = None
+        if all(is_known(source) for source in sources.values()):
+            checked = self._check(model, sources)
         with site.ready(sources, self.fit, self.trainer.seed) as ready:
-            if not early:
-                labels = self.method.check(model, ready)
+            checked = checked or self._check(model, ready)
             train = ready["train"]
             recipe = self.method.recipe(
                 model, self.standing.moved, self.trainer.callbacks, train
             )
-            options = self._task(model, "validation" in ready, labels)
+            options = self._task(model, checked)
             with site.stage(options, ready) as stage:
-                yield Run(self, stage, recipe, model, train, options.size)
+                run = Run(self, stage, recipe, model, train, options)
+                with run.attended():
+                    yield run
 
-    def _task(
-        self, model: nn.Module, validates: bool, labels: LabelCheck | None
-    ) -> TaskOptions:
+    def _judging(self, validates: bool, accuracy: bool | None = None) -> Judging:
+        callbacks, epochs = self.trainer.callbacks, self.fit.epochs
+        return Judging.of(callbacks, epochs, validates=validates, accuracy=accuracy)
+
+    def _check(self, model: nn.Module, sources: Mapping[str, Source]) -> Checked:
+        labels = self.method.check(model, sources)
+        accuracy = self.method.has_accuracy(model, sources)
+        return Checked(labels, self._judging("validation" in sources, accuracy))
+
+    def _task(self, model: nn.Module, checked: Checked) -> TaskOptions:
         trainer, fit = self.trainer, self.fit
         flat = FlatParameters(PackedModel(model).unpack())
         trainer.master.check(flat)
@@ -213,8 +269,8 @@ class Fitting:
             seed=trainer.seed,
             shuffle=fit.shuffle,
             device=str(trainer.device),
-            validates=validates,
-            labels=labels,
+            judging=checked.judging,
+            labels=checked.labels,
             size=flat.size,
             grid=grid_for(flat),
             last=self.standing.sent,

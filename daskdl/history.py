@@ -6,6 +6,7 @@ from typing import Any, overload
 from typing_extensions import override
 
 from daskdl.steps import StepTable
+from daskdl.stopping import Stopping
 
 Row = Mapping[str, Any]
 
@@ -38,10 +39,13 @@ class History(Sequence[Row]):
     """Rows of a fit, oldest first; a sequence of mappings.
 
     Every row has the keys of :data:`COLUMNS`, and with validation data
-    ``val_loss`` and, for classification, ``val_accuracy``.
+    ``val_loss`` and, for classification, ``val_accuracy``: NaN in epochs in which these
+    were not computed, see :class:`~daskdl.Evaluate`.
 
     Attributes:
         steps: A sample of the steps of each replica.
+        stopping: What early stopping saw and did; None without it, and while the fit
+            runs.
 
     Example:
         >>> history = History([{"epoch": 0, "loss": 0.5}, {"epoch": 1, "loss": 0.25}])
@@ -50,10 +54,12 @@ class History(Sequence[Row]):
     """
 
     steps: StepTable
+    stopping: Stopping | None
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self._rows = list(rows)
         self.steps = StepTable()
+        self.stopping = None
 
     def append(self, row: Row) -> None:
         """Add the row of an epoch."""

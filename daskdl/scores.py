@@ -7,11 +7,11 @@ they should and any way of cutting the data gives the same answer.
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from daskdl.data.accuracy import is_classification
 from daskdl.data.batches import Batch, floating_dtype, rows_in, to_device
 from daskdl.data.rehearsal import ignored_label
 from daskdl.data.trees import Tree
@@ -108,23 +108,12 @@ def _score_batch(module: nn.Module, loss: Objective, x: Tree, y: Tree) -> Score:
     loss_sum = loss(output, y).item()
     if not is_sum(loss):
         loss_sum *= rows
-    if not _is_classification(output, y):
+    if not is_classification(output, y):
         return Score(loss_sum, examples=rows)
     ignored = ignored_label(loss)
     counted = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
     right = (output.argmax(dim=1) == y) & counted
     return Score(loss_sum, int(right.sum()), int(counted.sum()), rows)
-
-
-def _is_classification(output: Any, y: Tree) -> bool:
-    """Class indices, and one score per class along dimension 1 of the output."""
-    return (
-        isinstance(y, Tensor)
-        and y.dtype == torch.int64  # as `to_device` makes every integer label
-        and isinstance(output, Tensor)
-        and output.ndim == y.ndim + 1
-        and (output.shape[0], *output.shape[2:]) == y.shape
-    )
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ STEP_COLUMNS: Mapping[str, str] = {
     "step": "of this replica, counted from 1",
     "replica": "its number",
     "loss": "over the rows of this step",
+    "learning_rate": "of the first parameter group, in this step",
     "threshold": "of the last exchange, mean over patterns, parameter units",
     "density": "sent in this step / parameters; 1: sent whole; NaN: no exchange",
     "sent_bytes": "of the frames that were published in this step",
@@ -43,6 +44,7 @@ class StepRow(NamedTuple):
     step: int
     replica: int
     loss: float
+    learning_rate: float = math.nan
     threshold: float = math.nan
     density: float = math.nan
     sent_bytes: int = 0
@@ -66,12 +68,12 @@ LAYOUT = np.dtype(
 
 
 def pack_rows(numbered: Sequence[tuple[int, StepRow]]) -> bytes:
-    """Write rows and their numbers as bytes, 144 for each; nothing for none.
+    """Write rows and their numbers as bytes, 152 for each; nothing for none.
 
     Example:
         >>> row = StepRow(epoch=0, step=10, replica=1, loss=0.5, kind="GAPS")
         >>> len(pack_rows([(1, row)])), unpack_rows(pack_rows([(1, row)]))[0][0]
-        (144, 1)
+        (152, 1)
     """
     packed = [
         (number, *row._replace(kind=(row.kind or "").encode()))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from daskdl.callbacks import Callback
+from daskdl.callbacks.base import Callback
 from daskdl.cluster import check_outlives
 from daskdl.data.batches import Transform
 from daskdl.data.collections import is_lazy
@@ -161,7 +161,7 @@ class Trainer:
             epochs: How many times to go through the data, >= 1.
             batch_size: Rows per step of each replica, >= 1.
             validation: (X, y), or what has both, on which the agreed model is scored
-                after each epoch.
+                after each epoch, or after those of an :class:`~daskdl.Evaluate`.
             shuffle: New random order in each epoch, from the seed.
             transform: Of each batch, before that of the trainer; of `validation` too.
             loader: Makes (x, y) of a file: a function of its path, or one of those in

@@ -36,7 +36,7 @@ def network():
 class Table(daskdl.Callback):
     """Print a line for each epoch."""
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         if row["epoch"] == 0:
             print("epoch    loss  accuracy   density       sent   dense would be")
         print(

@@ -72,7 +72,7 @@ def make_folder(root):
 class Table(daskdl.Callback):
     """Print a line for each epoch."""
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         print(
             f"epoch {row['epoch']:2}  loss {row['loss']:6.4f}"
             f"  test accuracy {row['val_accuracy']:6.4f}",

@@ -44,22 +44,20 @@ class ClipAfterWarmUp(daskdl.ResidualPostProcessor):
 
 # --8<-- [end:residual]
 # --8<-- [start:callback]
-class Patience(daskdl.Callback):
-    """Stop when the validation loss has not fallen for a number of epochs."""
+class Budget(daskdl.Callback):
+    """Stop when the replicas have sent more than a number of bytes."""
 
     class Over(Exception):
         """What `fit` raises then; `trainer.model_` is what was agreed on last."""
 
-    def __init__(self, epochs):
-        self.epochs = epochs
-        self.best = math.inf
-        self.waited = 0
+    def __init__(self, size_bytes):
+        self.size_bytes = size_bytes
+        self.sent_bytes = 0
 
-    def on_epoch(self, row):
-        self.waited = 0 if row["val_loss"] < self.best else self.waited + 1
-        self.best = min(self.best, row["val_loss"])
-        if self.waited >= self.epochs:
-            raise self.Over(f"no better than {self.best:.4f} for {self.waited} epochs")
+    def on_epoch_end(self, row):
+        self.sent_bytes += row["sent_bytes"]
+        if self.sent_bytes > self.size_bytes:
+            raise self.Over(f"{self.sent_bytes} of {self.size_bytes} bytes were sent")
 
 
 # --8<-- [end:callback]
@@ -80,11 +78,11 @@ def main():
                 threshold=LargestShare(0.02), residual=ClipAfterWarmUp()
             ),
             client=client,
-            callbacks=[Patience(3)],
+            callbacks=[Budget(150_000)],
         )
         try:
             trainer.fit(X[:1400], y[:1400], epochs=30, validation=(X[1400:], y[1400:]))
-        except Patience.Over as over:
+        except Budget.Over as over:
             print(f"stopped: {over}")
         score = trainer.evaluate(X[1400:], y[1400:])
 

@@ -112,9 +112,9 @@ def test_more_than_a_workers_memory_is_trained_on():
 
 
 def test_strategies_of_ones_own_are_used():
-    *stopped, mean, accuracy = run(EXAMPLES / "own_strategies.py")
+    stopped, mean, accuracy = run(EXAMPLES / "own_strategies.py")
 
-    assert all(line.startswith("stopped: no better than ") for line in stopped)
+    assert re.fullmatch(r"stopped: \d+ of 150000 bytes were sent", stopped)
     density = number(mean)
     assert 0.015 < density <= 0.021  # the share it was asked to send
     assert number(accuracy) >= 0.8
@@ -156,13 +156,13 @@ class TestOwnStrategies:
 
         assert pickle.loads(pickle.dumps(strategy)) == strategy
 
-    def test_patience_ends_when_it_is_over(self):
-        patience = own_strategies().Patience(2)
-        for loss in (1.0, 0.5, 0.6):
-            patience.on_epoch({"val_loss": loss})
+    def test_a_budget_ends_when_it_is_over(self):
+        budget = own_strategies().Budget(100)
+        for _ in range(2):
+            budget.on_epoch_end({"sent_bytes": 50})
 
-        with pytest.raises(patience.Over, match=r"no better than 0\.5000 for 2 epochs"):
-            patience.on_epoch({"val_loss": 0.5})
+        with pytest.raises(budget.Over, match="101 of 100 bytes were sent"):
+            budget.on_epoch_end({"sent_bytes": 1})
 
 
 def test_the_readme_trains(tmp_path):

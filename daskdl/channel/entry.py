@@ -20,3 +20,4 @@ class Seating(NamedTuple):
 
     members: Sequence[int]  # that train, ascending, itself included
     epoch: int  # counted from 0
+    report: Mapping[int, Any]  # what all said at the end of the epoch before, if any

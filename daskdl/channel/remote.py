@@ -77,7 +77,8 @@ class RemoteChannel(Receiver):
         members = dict(answer["members"])
         self._carrier.progress = (step, answer["epoch"] - 1)
         self._inbox.meet({r: s for r, s in members.items() if r != self._replica})
-        return Seating(sorted(members), answer["epoch"])
+        report = {replica: unwrap_note(said) for replica, said in answer["report"]}
+        return Seating(sorted(members), answer["epoch"], report)
 
     @override
     def serve(self, make: Serve | None) -> None:

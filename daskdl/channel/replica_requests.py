@@ -76,7 +76,7 @@ async def handle_activate(live: LiveRun, replica: int, step: int) -> dict[str, A
     record.activate(replica, int(step))
     await live.notify()
     members = [[r, record.members.step_of(r)] for r in record.members.expected]
-    return answer(record, members=members, epoch=record.epoch)
+    return answer(record, members=members, epoch=record.epoch, report=record.report)
 
 
 async def handle_publish(

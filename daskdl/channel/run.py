@@ -35,6 +35,7 @@ class RunRecord:
         stopped: Why the run was stopped; None while it runs.
         refused: Messages that were not understood.
         epoch: That runs now, counted from 0.
+        report: The notes of the epoch before, ``[replica, note]`` each.
         holding: Whether updates have to wait, see `complete`.
         standings: How replicas stand that send to each other.
         barriers: Where replicas meet.
@@ -48,6 +49,7 @@ class RunRecord:
     stopped: str | None
     refused: int
     epoch: int
+    report: Sequence[Any]
     holding: bool
     standings: Standings
     barriers: Barriers
@@ -61,6 +63,7 @@ class RunRecord:
         self.stopped = None
         self.refused = 0
         self.epoch = 0
+        self.report = ()
         self.holding = False
         self._held: list[Item] = []  # updates that wait, one of each that leaves
         self.standings = Standings()
@@ -204,13 +207,9 @@ class RunRecord:
     ) -> None:
         """A replica is through with pieces it had leased; the client learns of it."""
         for piece in finished:
-            self.finish(replica, phase, epoch, piece["piece"])
+            self._leases(phase, epoch).finish(replica, piece["piece"])
             if phase == "train":
                 self.events.post("progress", epoch=epoch, **piece)
-
-    def finish(self, replica: int, phase: str, epoch: int, piece: int) -> bool:
-        """A replica is through with a piece it had leased."""
-        return self._leases(phase, epoch).finish(replica, piece)
 
     def settled(self, replica: int, phase: str, epoch: int) -> bool:
         """Whether one that waits for a piece gets an answer: one, or none any more."""
@@ -262,6 +261,7 @@ class RunRecord:
             told = [gathering.told[r] for r in sorted(gathering.told)]
             counted = {"refused": self.refused, "repeated": self.schedule.repeated}
             self.events.post("gathered", key=key, notes=notes, told=told, **counted)
+            self.report = notes
             self.epoch += 1
         return True
 

@@ -8,9 +8,11 @@ from typing import Any, Self
 
 from tqdm.auto import tqdm
 
-from daskdl.callbacks import Callback
+from daskdl.callbacks.base import Callback
 from daskdl.history import History
 from daskdl.steps import unpack_rows
+from daskdl.stopping import Stopping
+from daskdl.training.judging import Judging, Verdict
 from daskdl.training.rows import row_of
 
 
@@ -18,11 +20,12 @@ class Follower:
     """Turn events into rows of a history, and show how far the run is.
 
     Args:
-        history: Gets a row after each epoch.
-        callbacks: Their `on_epoch` is called with it.
+        history: Gets a row after each epoch, and in the end what early stopping did.
+        callbacks: Their `on_epoch_end` is called with it.
         size: Parameters of the model.
         examples: Of all epochs together, for the bar; None: not known.
         progress: Show a bar; None: if standard error is a terminal.
+        judging: In which epochs the model is scored, and when the fit ends early.
     """
 
     def __init__(
@@ -32,10 +35,14 @@ class Follower:
         size: int,
         examples: int | None,
         progress: bool | None,
+        judging: Judging,
     ) -> None:
         self._history = history
         self._callbacks = callbacks
         self._size = size
+        self._judging = judging
+        self._verdict = Verdict()
+        self._scores: dict[int, float] = {}
         shown = sys.stderr.isatty() if progress is None else progress
         self._bar = tqdm(total=examples, unit="ex", disable=not shown)
         self._before = time.perf_counter()
@@ -50,6 +57,17 @@ class Follower:
         trace: TracebackType | None,
     ) -> None:
         self._bar.close()
+        rule, verdict = self._judging.stopping, self._verdict
+        if rule is not None:
+            best = verdict.record.best_epoch
+            self._history.stopping = Stopping(
+                rule.monitor,
+                verdict.reason,
+                verdict.details,
+                self._scores,
+                None if best < 0 else best,
+                verdict.record.best_score,
+            )
 
     def follow(self, event: Mapping[str, Any]) -> None:
         """Take note of one event."""
@@ -62,9 +80,13 @@ class Follower:
     def _end_epoch(self, event: Mapping[str, Any]) -> None:
         now = time.perf_counter()
         seconds, self._before = now - self._before, now
-        row = row_of(len(self._history), event, self._size, seconds)
+        epoch, columns = len(self._history), self._judging.columns
+        row = row_of(epoch, event, self._size, seconds, columns)
         self._history.append(row)
+        self._verdict = self._judging.judge(epoch, [note for _, note in event["notes"]])
+        if self._verdict.score is not None:
+            self._scores[epoch] = self._verdict.score
         for packed in event["told"]:
             self._history.steps.extend(unpack_rows(packed))
         for callback in self._callbacks:
-            callback.on_epoch(row)
+            callback.on_epoch_end(row)

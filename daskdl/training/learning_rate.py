@@ -174,19 +174,23 @@ class LearningRate:
         if self._every == "step":
             self._step()
 
-    def end_epoch(self, notes: Sequence[Mapping[str, Any]]) -> None:
+    def end_epoch(
+        self, notes: Sequence[Mapping[str, Any]], *, judged: bool = True
+    ) -> None:
         """All have met: go on from whoever is farthest, and step if it is time.
 
         Args:
             notes: What all replicas reported, this one included, in an order that is
                 the same for all.
+            judged: Whether the loss that counts is among it; ReduceLROnPlateau waits
+                for one.
         """
         if self.scheduler is None:
             return
         farthest = max(notes, key=lambda note: int(note["scheduled"]))
         if farthest["scheduled"] > self._count:
             self.load_(farthest["schedule"])
-        if self._every == "epoch":
+        if self._every == "epoch" and (judged or not self._judges):
             self._step(validation(notes).get("val_loss", training_loss(notes)))
 
     def catch_up_(self, epoch: int) -> None:
@@ -197,9 +201,12 @@ class LearningRate:
         """
         if self.scheduler is None or self._every == "step":
             return
-        judges = isinstance(self.scheduler, ReduceLROnPlateau)
-        while not judges and self._count < self._count_before + epoch:
+        while not self._judges and self._count < self._count_before + epoch:
             self._step()
+
+    @property
+    def _judges(self) -> bool:
+        return isinstance(self.scheduler, ReduceLROnPlateau)
 
     def _step(self, loss: float = math.nan) -> None:
         self._count += 1

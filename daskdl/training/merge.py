@@ -25,6 +25,7 @@ class Final:
         outcome: What is left to the next fit; None if no replica left anything.
         schedule: Where it stands; empty if there is none, or no optimizer.
         steps: Rows of steps that were not reported before, packed.
+        restored: Whether the parameters are those of the best epoch.
     """
 
     parameters: Parameters
@@ -32,20 +33,25 @@ class Final:
     outcome: Outcome | None
     schedule: bytes = b""
     steps: bytes = b""
+    restored: bool = False
 
 
 def merge(results: Sequence[Result]) -> Packed[Final]:
     """Join what the replicas left behind.
 
     All that came to the end contribute what they had not sent yet: whole steps
-    of the grid, so that the sum does not depend on its order. If none did, the
-    last state on which they agreed is what is left, from the first that has one.
+    of the grid, so that the sum does not depend on its order. If some bring back the
+    best epoch, that of the first of them is all there is: they are the same. If nobody
+    came to the end, the last state on which they agreed is what is left, from the first
+    that has one.
 
     Args:
         results: In order of replica, at least one.
     """
     ended = [result for result in results if result.finished]
-    parts = [result.parameters.unpack() for result in ended] or [_agreed(results)]
+    restored = [result for result in ended if result.restored][:1]
+    parts = [result.parameters.unpack() for result in restored or ended]
+    parts = parts or [_agreed(results)]
     states = [r.optimizer.unpack() for r in ended if r.optimizer is not None]
     final = Final(
         _sum(parts),
@@ -53,6 +59,7 @@ def merge(results: Sequence[Result]) -> Packed[Final]:
         average_outcome([result.outcome for result in results]),
         ended[0].schedule if ended else b"",  # there all have agreed
         b"".join(result.steps for result in results),
+        bool(restored),
     )
     return Packed(final, "result")
 

@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.callbacks import Callback
+from daskdl.callbacks.base import Callback
 from daskdl.data import trees
+from daskdl.data.accuracy import has_accuracy
 from daskdl.data.batches import Transform
 from daskdl.data.checks import (
     check_rows,
@@ -91,6 +92,18 @@ class Method:
                 if labels is not None:
                     check_whole(sources["validation"], labels)
         return labels
+
+    def has_accuracy(self, model: nn.Module, sources: Mapping[str, Source]) -> bool:
+        """Whether the validation data, which `check` has accepted, have an accuracy.
+
+        Args:
+            model: Not changed.
+            sources: As in `check`.
+        """
+        if "validation" not in sources:
+            return False
+        rows = rows_like(sources["validation"])
+        return has_accuracy(model, self.objective, *rows, self.transform)
 
     def warn(self, model: nn.Module, replicas: int) -> None:
         """Warn of what so many replicas, of whose updates the mean counts, do worse.

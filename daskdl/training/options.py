@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from daskdl.callbacks import Callback
+from daskdl.callbacks.base import Callback
 from daskdl.data.options import Approach, ReadOptions, check_choice
 from daskdl.errors import OptionError
 from daskdl.training.base import TrainingMaster

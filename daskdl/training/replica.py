@@ -1,48 +1,39 @@
 """One replica: the loop inside a worker.
 
 A replica leases pieces, makes the optimizer's steps on their batches, and lets
-its exchange do the rest. It leaves for one of four reasons: all epochs are done,
-the run was stopped, its worker closes, or it failed.
+its exchange do the rest. It leaves for one of five reasons: all epochs are done,
+going on does not pay, the run was stopped, its worker closes, or it failed.
 """
 
 import dataclasses
 import math
-import pickle
 import time
-import traceback
+from collections.abc import Mapping
 from typing import Any
 
-import cloudpickle
 import torch
 from torch.optim import Optimizer
 
-from daskdl.callbacks import Step
+from daskdl.callbacks.base import EpochBegin, Step
 from daskdl.channel.base import Channel, Stopped
 from daskdl.channel.messages import Barrier
 from daskdl.data.models import trainable
-from daskdl.errors import ChannelError, DaskDLError, DivergedError
+from daskdl.errors import ChannelError, DivergedError
 from daskdl.packed import Packed
 from daskdl.scores import Score, score_batches
 from daskdl.steps import StepRow
 from daskdl.training.base import Exchange, Parameters, Seat
 from daskdl.training.diagnosis import Symptoms, diagnosis
+from daskdl.training.failure import failure_of
 from daskdl.training.feed import Feed
 from daskdl.training.learning_rate import LearningRate
 from daskdl.training.loss_watch import LossWatch
 from daskdl.training.optimizer_state import load_optimizer_, weigh
 from daskdl.training.step_log import StepLog
 from daskdl.training.stepping import Group, Stepper, rows_of
+from daskdl.training.stopper import Stopper
 from daskdl.training.stores import Store
 from daskdl.training.task import Recipe, Result, Tally, TaskOptions
-
-# What pickling an exception of the user's raises, depending on what it holds.
-UNPICKLABLE = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    RuntimeError,
-    pickle.PickleError,
-)
 
 
 class Replica:
@@ -82,9 +73,11 @@ class Replica:
         self._exchange: Exchange | None = None
 
     def run(self) -> Result:
-        """Train for all epochs, or until told to leave."""
+        """Train for all epochs, or until it is enough, or until told to leave."""
         try:
             for epoch in range(self._start(), self._options.epochs):
+                if self._stopper.over:
+                    break
                 self._train(epoch)
                 self._end(epoch)
         except Stopped:
@@ -92,7 +85,7 @@ class Replica:
                 self._exchange.hand_over()
             return self._result(finished=False)
         except Exception as error:  # user code: whatever it raises is reported
-            self._channel.fail(self._failure(error))
+            self._channel.fail(failure_of(error, self._steps))
             return self._result(finished=False)
         return self._result(finished=True)
 
@@ -123,12 +116,15 @@ class Replica:
             self._device,
         )
         torch.manual_seed(self._options.seed + self._number)
+        self._stopper = Stopper(self._options.judging, entry.snapshot)
         epoch = 0
         if entry.snapshot is not None:
             load_optimizer_(self._optimizer, entry.snapshot["optimizer"])
             self._rate.load_(entry.snapshot["schedule"])
-            epoch = self._channel.activate(entry.snapshot["step"]).epoch
+            _, epoch, report = self._channel.activate(entry.snapshot["step"])
             self._rate.catch_up_(epoch)
+            if report:
+                self._stopper.catch_up(epoch - 1, _ordered(report))
         self._exchange = exchange
         self._channel.serve(self._snapshot)
         return epoch
@@ -140,9 +136,14 @@ class Replica:
             **self._exchange.snapshot(),
             "optimizer": Packed(self._optimizer.state_dict(), "optimizer").payload,
             "schedule": self._rate.state(),
+            **self._stopper.snapshot(),
         }
 
     def _train(self, epoch: int) -> None:
+        replicas = 1 + len(self._channel.others())
+        begin = EpochBegin(self._number, epoch, replicas, self._rate.value)
+        for callback in self._recipe.callbacks:
+            callback.on_epoch_begin(begin)
         started = time.perf_counter()
         self._tally = Tally()
         feed = self._feed("train", epoch)
@@ -171,6 +172,7 @@ class Replica:
         value, rows = self._stepper.backward(group), rows_of(group)
         if not math.isfinite(value) or self._watch.note(value):
             raise self._diverged(epoch, value)
+        rate = self._rate.value * exchange.learning_rate_scale
         self._stepper.update(exchange.learning_rate_scale)
         self._rate.after_step()
         exchange.after_step(epoch, rows)
@@ -181,10 +183,10 @@ class Replica:
         if self._log.due(self._steps, exchange.exchange_tried):
             done = exchange.exchanged()
             number, made = self._number, self._steps
-            self._log.add(StepRow(epoch, made, number, value, *done, step_s))
-        step = Step(self._number, epoch, self._steps, value, rows)
+            self._log.add(StepRow(epoch, made, number, value, rate, *done, step_s))
+        step = Step(self._number, epoch, self._steps, value, rows, rate)
         for callback in self._recipe.callbacks:
-            callback.on_step(step)
+            callback.on_step_end(step)
 
     def _end(self, epoch: int) -> None:
         started = time.perf_counter()
@@ -202,6 +204,7 @@ class Replica:
             "traffic": vars(self._channel.traffic()),
             "score": self._validate(epoch),
             **self._rate.note(),
+            **self._stopper.note(),
         }
         key, rows = f"report {epoch}", self._log.take()
         gathered = self._channel.gather(key, note, Barrier.REPORT, rows)
@@ -213,10 +216,13 @@ class Replica:
             )
         seen = sum(other["seen"] for other in gathered.notes.values())
         self._weight = self._seen / seen if seen else 0.0
-        self._rate.end_epoch([gathered.notes[r] for r in sorted(gathered.notes)])
+        judging, notes = self._options.judging, _ordered(gathered.notes)
+        judged = judging.scored(epoch) or not judging.validates
+        self._rate.end_epoch(notes, judged=judged)
+        self._stopper.end_epoch(epoch, notes, exchange.agreed)
 
     def _validate(self, epoch: int) -> list[float] | None:
-        if not self._options.validates:
+        if not self._options.judging.scored(epoch):
             return None
         feed = self._feed("validation", epoch)
         self._channel.serve(None)  # the module shows something else meanwhile
@@ -243,13 +249,15 @@ class Replica:
                 outcome=exchange.outcome(),
                 steps=self._log.take(),
             )
+        best = self._stopper.best()
         return Result(
             self._number,
             finished,
-            Packed(exchange.final(), "result"),
+            Packed(exchange.final() if best is None else best, "result"),
             Packed(weigh(self._optimizer, self._weight), "optimizer state"),
             exchange.outcome(),
             self._rate.state(),
+            restored=best is not None,
         )
 
     def _diverged(self, epoch: int, loss: float) -> DivergedError:
@@ -272,17 +280,7 @@ class Replica:
         )
         return DivergedError(diagnosis(symptoms))
 
-    def _failure(self, error: Exception) -> dict[str, Any]:
-        summary = f"{type(error).__name__}: {error}"
-        own = isinstance(error, DaskDLError)
-        try:
-            pickled = cloudpickle.dumps(error)
-        except UNPICKLABLE:
-            pickled = b""  # its traceback, as text, says enough
-        return {
-            "type": type(error).__name__ if own else "ReplicaError",
-            "summary": str(error) if own else summary,
-            "traceback": "".join(traceback.format_exception(error)),
-            "step": self._steps,
-            "pickled": pickled,
-        }
+
+def _ordered(notes: Mapping[int, Any]) -> list[Any]:
+    """Of all replicas, in the order of their numbers."""
+    return [notes[replica] for replica in sorted(notes)]

@@ -11,7 +11,11 @@ Note = Mapping[str, Any]
 
 
 def row_of(
-    epoch: int, event: Mapping[str, Any], size: int, seconds: float
+    epoch: int,
+    event: Mapping[str, Any],
+    size: int,
+    seconds: float,
+    scores: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Sum up an epoch.
 
@@ -20,6 +24,7 @@ def row_of(
         event: As the scheduler announced it: notes by replica, and its counters.
         size: Parameters of the model.
         seconds: Since the end of the epoch before.
+        scores: Columns of the validation data; NaN where the model was not scored.
     """
     notes: Sequence[Note] = [note for _, note in event["notes"]]
     statistics = [Statistics(*note["statistics"]) for note in notes]
@@ -51,7 +56,7 @@ def row_of(
         "withheld": sum(t["withheld"] for t in traffic),
         "folds": sum(t["folds"] for t in traffic),
     }
-    return {**row, **validation(notes)}
+    return {**row, **dict.fromkeys(scores, math.nan), **validation(notes)}
 
 
 def training_loss(notes: Sequence[Note]) -> float:

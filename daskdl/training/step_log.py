@@ -8,7 +8,7 @@ from typing import Literal
 from daskdl.steps import StepRow, pack_rows
 from daskdl.thinned import Thinned
 
-# Between two reports, so that one has 37 KB of them at most.
+# Between two reports, so that one has 39 KB of them at most.
 MOST_ROWS = 256
 # With "auto": steps from one row to the next, at least; and the share of the time that
 # making them may take, half of what is promised, since the clock sees not all of it.

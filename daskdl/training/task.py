@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.callbacks import Callback
+from daskdl.callbacks.base import Callback
 from daskdl.channel.endpoint import Endpoint
 from daskdl.data.batches import Transform
 from daskdl.data.labels import LabelCheck
@@ -17,6 +17,7 @@ from daskdl.objective import Objective
 from daskdl.packed import Packed
 from daskdl.timeouts import Timeouts
 from daskdl.training.base import Outcome, Parameters, TrainingMaster
+from daskdl.training.judging import Judging
 from daskdl.training.learning_rate import Scheduling
 from daskdl.training.optimizer_state import OptimizerState
 from daskdl.training.oversight import Oversight
@@ -36,7 +37,7 @@ class Recipe:
         objective: What to make small.
         optimizer: Makes an optimizer from an iterable of parameters.
         optimizer_state: A state dict to begin with, or None.
-        callbacks: Run after each step.
+        callbacks: Those that run on workers.
         rows: Two rows of X and y, to warm up with.
         scheduling: Makes the scheduler of an optimizer.
         schedule: Where its earlier fits have left it; empty: at its start.
@@ -61,13 +62,14 @@ class TaskOptions:
     Attributes:
         run: Identity of the run.
         master: The way of training.
-        epochs: How many times to go through the data.
+        epochs: How many times to go through the data, at most.
         epochs_before: Of earlier fits of the same trainer.
         batch_size: Rows per batch.
         seed: Of shuffling and of torch's generator.
         shuffle: Whether rows are shuffled within their pieces.
         device: ``"auto"`` or a torch device.
-        validates: Whether the agreed model is scored after each epoch.
+        judging: In which epochs the agreed model is scored, and when the fit ends
+            early.
         labels: What labels of parts are held to; None: they are not looked at.
         size: Trainable parameters of the model.
         grid: Of the run at its start, parameter units.
@@ -90,7 +92,7 @@ class TaskOptions:
     seed: int
     shuffle: bool
     device: str
-    validates: bool
+    judging: Judging
     labels: LabelCheck | None
     size: int
     grid: float
@@ -173,6 +175,7 @@ class Result:
         outcome: What it leaves to the next fit, or None.
         schedule: Where it stands, the same for all that finished.
         steps: Rows of steps that it has not reported, packed.
+        restored: Whether the parameters are those of the best epoch.
     """
 
     replica: int
@@ -182,6 +185,7 @@ class Result:
     outcome: Outcome | None = None
     schedule: bytes = b""
     steps: bytes = b""
+    restored: bool = False
 
 
 @dataclass

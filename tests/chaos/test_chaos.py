@@ -31,7 +31,7 @@ STEP_S = 0.05  # a step of a larger model; the run takes long enough to be distu
 class Larger(Callback):
     """Makes each step take as long as that of a larger model."""
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         time.sleep(STEP_S)
 
 

@@ -27,7 +27,7 @@ class FailAt(Callback):
         self.make = make
         self.number = number
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.replica == 1 and step.number == self.number:
             raise self.make()
 
@@ -48,7 +48,7 @@ class Diverging(nn.CrossEntropyLoss):
 class Interrupt(Callback):
     """Presses Ctrl-C on the client after the first epoch, and notes when."""
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         self.at = time.perf_counter()
         os.kill(os.getpid(), signal.SIGINT)
 

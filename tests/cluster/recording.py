@@ -41,7 +41,7 @@ class Notes(Callback):
     def __init__(self, folder):
         self.folder = str(folder)
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         path = os.path.join(self.folder, f"{step.replica}.jsonl")
         line = {
             **step._asdict(),

@@ -20,7 +20,7 @@ class Script(Callback):
         self._acts = list(acts)
         self.rows = []
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         self.rows.append(row)
         replicas, act = self._acts[0]
         if row["replicas"] == replicas:

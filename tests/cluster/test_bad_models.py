@@ -24,7 +24,7 @@ class LockedCallback(Callback):
     def __init__(self):
         self.lock = threading.Lock()
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         """It would have to travel."""
 
 

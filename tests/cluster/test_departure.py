@@ -21,7 +21,7 @@ class After(Callback):
     def __init__(self, action):
         self._action = action
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         if row["epoch"] == 0:
             self._action()
 

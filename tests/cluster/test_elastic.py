@@ -124,7 +124,7 @@ class Stalled(Callback):
     def __init__(self, folder):
         self._folder = folder
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.number == 1:
             Path(self._folder, str(step.replica)).touch()
             assert Event("go").wait(90)

@@ -44,7 +44,7 @@ class Looking(TrainedRows):
         self._store = store
         self.files = []
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         self.files.append(len(self._store.names("**/*.safetensors")))
 
 

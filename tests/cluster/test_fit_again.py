@@ -37,7 +37,7 @@ class TestFitAgain(promises.FitAgain):
         model, state = vector(own.model_), own.optimizer_.state_dict()["state"]
 
         class Fail(Callback):
-            def on_step(self, step):
+            def on_step_end(self, step):
                 raise RuntimeError
 
         own.callbacks = [Fail()]

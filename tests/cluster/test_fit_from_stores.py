@@ -84,7 +84,7 @@ class Drop(Callback):
         self._door = door
         self._refused = refused
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         if row["epoch"] == 0:
             self.visits = self._door.visits
             self._door.drop(self._refused)
@@ -142,6 +142,6 @@ class Delete(Callback):
         self._store = store
         self._name = name
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         if row["epoch"] == 0:
             self._store.delete([self._name])

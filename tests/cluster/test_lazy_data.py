@@ -46,7 +46,7 @@ class Made(Callback):
         self._folder = str(folder)
         self._ahead = ahead
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         wanted = expected(step.number, self._ahead)
         with MADE:
             MADE.wait_for(lambda: made[self._folder] >= wanted, timeout=30)

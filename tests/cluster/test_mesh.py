@@ -45,7 +45,7 @@ class Killing(Callback):
     replica: int
     step: int
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.replica == self.replica and step.number == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -113,7 +113,7 @@ class TestModels:
 
     def test_seeds_make_the_start(self, client):
         class Stop(Callback):
-            def on_step(self, step):
+            def on_step_end(self, step):
                 raise RuntimeError
 
         starts = []

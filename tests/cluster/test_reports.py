@@ -99,7 +99,7 @@ class TestSteps:
 
 
 class FailAt40(Callback):
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.replica == 1 and step.number == 40:
             raise RuntimeError("enough")
 
@@ -109,7 +109,7 @@ class Enough(Exception):
 
 
 class TestCallbacks:
-    def test_on_step_is_run_on_the_workers_after_each_step(self, client, tmp_path):
+    def test_on_step_end_is_run_on_the_workers_after_each_step(self, client, tmp_path):
         notes = Notes(tmp_path)
 
         history = trainer(client, callbacks=[notes]).fit(X, Y, epochs=2, batch_size=50)
@@ -126,13 +126,13 @@ class TestCallbacks:
             numbers = [line["number"] for line in lines if line["replica"] == replica]
             assert numbers == list(range(1, len(numbers) + 1))
 
-    def test_on_epoch_is_run_on_the_client_and_need_not_travel(self, client):
+    def test_on_epoch_end_is_run_on_the_client_and_need_not_travel(self, client):
         class Keep(Callback):
             def __init__(self):
                 self.rows = []
                 self.lock = threading.Lock()  # cannot be pickled
 
-            def on_epoch(self, row):
+            def on_epoch_end(self, row):
                 with self.lock:
                     self.rows.append(row)
 
@@ -141,9 +141,11 @@ class TestCallbacks:
 
         assert keep.rows == list(history)
 
-    def test_what_on_epoch_raises_stops_the_run_and_reaches_the_caller(self, client):
+    def test_what_on_epoch_end_raises_stops_the_run_and_reaches_the_caller(
+        self, client
+    ):
         class Stop(Callback):
-            def on_epoch(self, row):
+            def on_epoch_end(self, row):
                 if row["epoch"] == 1:
                     raise Enough("after two")
 

@@ -36,7 +36,7 @@ class Rates(Callback):
     def __init__(self, folder):
         self._folder = str(folder)
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         line = json.dumps([step.replica, step.epoch, Noting.last])
         with Path(self._folder, f"{step.replica}.jsonl").open("a") as file:
             file.write(line + "\n")
@@ -122,7 +122,7 @@ class Steps(Callback):
     def __init__(self, folder):
         self._folder = str(folder)
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         with Path(self._folder, str(step.replica)).open("a") as file:
             file.write(f"{step.examples}\n")
 

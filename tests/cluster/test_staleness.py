@@ -16,7 +16,7 @@ X, Y = rows()
 class Slow(Callback):
     """Makes one replica slower than the other."""
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.replica == 1:
             time.sleep(0.01)  # the slowness itself, not a wait for something
 
@@ -24,7 +24,7 @@ class Slow(Callback):
 class Overtaken(Callback):
     """Holds one replica at its first step until the other has made twelve."""
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.replica == 0 and step.number == 12:
             Event("overtaken").set()
         if step.replica == 1 and step.number == 1:
@@ -34,7 +34,7 @@ class Overtaken(Callback):
 class Laggard(Callback):
     """One replica makes eight steps while the other makes forty."""
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         turn, rest = divmod(step.number, 5)
         if step.replica == 0 and rest == 0 and turn <= 8:
             Event(f"fifth step {turn}").set()

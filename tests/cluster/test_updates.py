@@ -40,7 +40,7 @@ class TestAgreement(promises.Agreement):
 
     def test_replicas_that_differ_are_told(self, client):
         class Liar(Callback):
-            def on_step(self, step):
+            def on_step_end(self, step):
                 """Change shared on one replica behind everybody's back."""
                 import gc
 
@@ -78,7 +78,7 @@ class TestDamagedBytes:
 
     def test_a_run_under_fire_finishes_right(self, client, tmp_path):
         class Fire(Callback):
-            def on_epoch(self, row):
+            def on_epoch_end(self, row):
                 run = client.run_on_scheduler(
                     lambda dask_scheduler: next(
                         iter(dask_scheduler.extensions[NAME].runs)

@@ -97,7 +97,7 @@ class TestNoSilentWaits:
         worker = sorted(pids)[1]
 
         class Freeze(Callback):
-            def on_epoch(self, row):
+            def on_epoch_end(self, row):
                 os.kill(pids[worker], signal.SIGSTOP)
 
         master = GradientSharing(min_replicas=2, rejoin_timeout=1.0)
@@ -119,7 +119,7 @@ class TestNoSilentWaits:
         trainer(client).fit(X, Y)  # the handlers are there
 
         class Deafen(Callback):
-            def on_epoch(self, row):
+            def on_epoch_end(self, row):
                 client.run_on_scheduler(deafen)
 
         own = trainer(client, callbacks=[Deafen()])
@@ -144,13 +144,13 @@ class TestNoSilentWaits:
         worker = sorted(client.nthreads())[1]
 
         class Busy(Callback):
-            def on_step(self, step):
+            def on_step_end(self, step):
                 if step.replica == 1 and step.epoch == 1:
                     Event("busy-stop").set()
                     Event("release-stop").wait()
 
         class Stop(Callback):
-            def on_epoch(self, row):
+            def on_epoch_end(self, row):
                 assert Event("busy-stop", client=client).wait(timeout=30)
                 raise EnoughError
 
@@ -227,7 +227,7 @@ class TestNoSilentWaits:
             Event("release-join").wait()
 
         class Occupy(Callback):
-            def on_epoch(self, row):
+            def on_epoch_end(self, row):
                 futures.extend(
                     client.submit(occupy, workers=[worker], pure=False)
                     for worker in workers

@@ -48,7 +48,7 @@ class TrainedRows(Callback):
         self._rows = numbers.tolist()
         return nn.functional.cross_entropy(output, numbers % 4)
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         line = {"epoch": step.epoch, "replica": step.replica, "rows": self._rows}
         note(self.folder, "steps", **line)
 
@@ -70,7 +70,7 @@ class KillAt(Callback):
     def __init__(self, number):
         self._number = number
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.replica == 1 and step.number == self._number:
             os.kill(os.getpid(), signal.SIGKILL)
 

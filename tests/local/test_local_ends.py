@@ -64,7 +64,7 @@ class TestFailures(EarlyEnds):
 
     def test_what_a_callback_raises_here_stops_the_run(self):
         class Stop(Callback):
-            def on_epoch(self, row):
+            def on_epoch_end(self, row):
                 raise ZeroDivisionError
 
         own = trainer(False, master=TWO, callbacks=[Stop()])
@@ -78,7 +78,7 @@ class TestFailures(EarlyEnds):
 class Rare(Callback):
     """Cannot be unpacked by anybody."""
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         pass
 
     def __reduce__(self):
@@ -121,7 +121,7 @@ class TestCtrlC:
 class Midway(Callback):
     """Presses Ctrl-C from the thread of a replica."""
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.replica == 1 and step.number == 10:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -131,7 +131,7 @@ class Hang(Callback):
 
     hangs = release = None
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.replica == 0:
             Hang.hangs.set()
             Hang.release.wait(60)

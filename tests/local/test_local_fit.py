@@ -75,11 +75,11 @@ class Threads(Callback):
     def __init__(self, folder):
         self.folder = folder
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         name = threading.current_thread().name
         (self.folder / f"{step.replica}").write_text(name)
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         self.epochs = (*self.epochs, threading.current_thread())
 
 

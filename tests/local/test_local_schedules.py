@@ -84,7 +84,7 @@ STALLED = threading.Event()
 class Stall(Callback):
     """The second replica stands still for most of the first epoch."""
 
-    def on_step(self, step):
+    def on_step_end(self, step):
         if step.replica == 1 and step.number == 1:
             assert STALLED.wait(90)
         if step.replica == 0 and step.number == 41:
@@ -215,7 +215,7 @@ class TestFitAgain:
         own.fit(X, Y, epochs=2)
 
         class Fail(Callback):
-            def on_step(self, step):
+            def on_step_end(self, step):
                 if step.epoch == 1:
                     raise RuntimeError
 

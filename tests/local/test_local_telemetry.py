@@ -164,7 +164,7 @@ class TestRows:
 
     def test_after_an_error_those_that_were_not_reported_are_there(self):
         class FailLater(Callback):
-            def on_step(self, step):
+            def on_step_end(self, step):
                 if step.replica == 1 and step.number == 40:
                     raise RuntimeError("enough")
 

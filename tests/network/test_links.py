@@ -71,7 +71,7 @@ class Unplugs(Callback):
         self._network = network
         self._host = host
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         if row["epoch"] == 0:
             self._network.unplug(self._host)
             time.sleep(DOWN_S)

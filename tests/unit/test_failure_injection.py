@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from daskdl.callbacks import Step
+from daskdl.callbacks.base import Step
 from daskdl.errors import OptionError
 from daskdl.failures import FailureInjection
 
 
 def step(replica=0, number=1):
-    return Step(replica, epoch=0, number=number, loss=0.5, examples=8)
+    return Step(replica, 0, number, loss=0.5, examples=8, learning_rate=0.1)
 
 
 def struck(rule, replica=0, receiver=None, numbers=range(1, 101)):
@@ -77,9 +77,9 @@ class TestWhat:
     def test_to_raise_says_where_and_which_rule(self):
         rule = FailureInjection("raise", replicas=[1], steps=[3])
 
-        rule.on_step(step(1, 2))
+        rule.on_step_end(step(1, 2))
         with pytest.raises(RuntimeError) as caught:
-            rule.on_step(step(1, 3))
+            rule.on_step_end(step(1, 3))
 
         assert str(caught.value) == (
             "replica 1 fails at step 3, as FailureInjection(kind='raise', "
@@ -93,19 +93,19 @@ class TestWhat:
         rule = FailureInjection("sleep", seconds=2.5, steps=[2])
 
         for number in (1, 2, 3):
-            rule.on_step(step(number=number))
+            rule.on_step_end(step(number=number))
 
         assert slept == [2.5]
 
     def test_to_drop_does_nothing_in_a_step(self):
-        assert FailureInjection("drop").on_step(step()) is None
+        assert FailureInjection("drop").on_step_end(step()) is None
 
     @pytest.mark.parametrize("kind", ["exit", "freeze"])
     def test_the_process_it_was_made_in_is_spared(self, kind):
         message = f"kind='{kind}' would hit the client's own process"
 
         with pytest.raises(OptionError, match=re.escape(message)):
-            FailureInjection(kind).on_step(step())
+            FailureInjection(kind).on_step_end(step())
 
     def test_to_exit_ends_a_process_at_once(self):
         done = self.elsewhere(FailureInjection("exit"), "atexit.register(print, 'end')")
@@ -138,9 +138,9 @@ class TestWhat:
     def child(self, rule, before):
         code = (
             f"import atexit, pickle; {before}\n"
-            "from daskdl.callbacks import Step\n"
+            "from daskdl.callbacks.base import Step\n"
             f"rule = pickle.loads({pickle.dumps(rule)!r})\n"
-            "rule.on_step(Step(0, 0, 1, 0.5, 8))\n"
+            "rule.on_step_end(Step(0, 0, 1, 0.5, 8, 0.1))\n"
             "print('goes on')"
         )
         return subprocess.Popen(

@@ -1,17 +1,21 @@
 """What becomes of the news of a run, without a run."""
 
 import dataclasses
+import math
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from daskdl.callbacks import Callback
+from daskdl.callbacks.base import Callback
+from daskdl.callbacks.early_stopping import EarlyStopping
 from daskdl.channel.traffic import Traffic
 from daskdl.history import History
 from daskdl.steps import StepRow, pack_rows
+from daskdl.stopping import Stopping
 from daskdl.training.base import Statistics
 from daskdl.training.follow import Follower
+from daskdl.training.judging import Judging, Record
 
 NOTE = {
     "tally": [6.0, 4, 1.0],
@@ -21,6 +25,8 @@ NOTE = {
     "score": None,
     "scheduled": 0,
     "learning_rate": 0.1,
+    "record": list(Record()),
+    "elapsed_s": 1.0,
 }
 GATHERED = {
     "kind": "gathered",
@@ -36,12 +42,13 @@ class Watching(Callback):
     def __init__(self):
         self.rows = []
 
-    def on_epoch(self, row):
+    def on_epoch_end(self, row):
         self.rows.append(row)
 
 
-def follower(history, callbacks=(), progress=False):
-    return Follower(history, callbacks, size=10, examples=8, progress=progress)
+def follower(history, callbacks=(), progress=False, judging=None):
+    judging = judging or Judging(epochs=9)
+    return Follower(history, callbacks, 10, 8, progress, judging)
 
 
 def test_each_epoch_adds_a_row_and_calls_every_callback_with_it():
@@ -109,3 +116,47 @@ def test_without_a_choice_a_terminal_gets_a_bar(monkeypatch, terminal):
 
     with follower(History(), progress=None) as own:
         assert own._bar.disable is not terminal
+
+
+def ended(history, *losses, rule):
+    """Follow epochs with these training losses, each with the record so far."""
+    judging, record = Judging(epochs=9, stopping=rule), Record()
+    with follower(history, judging=judging) as own:
+        for loss in losses:
+            note = {**NOTE, "tally": [loss, 1, 1.0], "record": list(record)}
+            own.follow({**GATHERED, "notes": [(0, note)]})
+            record = judging.judge(len(history) - 1, [note]).record
+
+
+def test_what_early_stopping_saw_and_did_is_said_in_the_end():
+    history = History()
+
+    ended(history, 3.0, 1.0, 2.0, rule=EarlyStopping("loss", patience=1))
+
+    assert history.stopping == Stopping(
+        "loss",
+        "patience",
+        "loss has not improved for 1 epoch: it is 2, the best was 1 in epoch 1",
+        {0: 3.0, 1: 1.0, 2: 2.0},
+        1,
+        1.0,
+    )
+
+
+def test_without_a_finite_score_there_is_no_best_epoch():
+    history = History()
+
+    ended(history, math.inf, rule=EarlyStopping("loss", patience=1))
+
+    assert history.stopping.reason == "not_finite"
+    assert history.stopping.best_epoch is None
+    assert math.isnan(history.stopping.best_score)
+
+
+def test_without_early_stopping_nothing_is_said():
+    history = History()
+
+    with follower(history) as own:
+        own.follow(GATHERED)
+
+    assert history.stopping is None

@@ -135,6 +135,23 @@ class TestPlateau:
 
         assert [rate.scheduler.best for rate in rates] == [0.5, 0.5]
 
+    def test_it_waits_where_the_loss_that_counts_was_not_computed(self):
+        rate = LearningRate(sgd(), Scheduling(plateau))
+        notes = [{**rate.note(), "tally": [1.0, 1, 0.0], "score": None}]
+
+        rate.end_epoch(notes, judged=False)
+
+        assert rate.scheduler.best == math.inf
+        assert rate.note()["scheduled"] == 0
+
+    def test_others_do_not_wait(self):
+        rate = LearningRate(sgd(), Scheduling(halved))
+        notes = [{**rate.note(), "tally": [1.0, 1, 0.0], "score": None}]
+
+        rate.end_epoch(notes, judged=False)
+
+        assert rate_of(rate) == 0.5
+
     def test_it_reduces_the_rate_when_the_loss_stays(self):
         rate = LearningRate(sgd(), Scheduling(plateau))
 

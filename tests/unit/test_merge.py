@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,26 @@ def test_a_sum_outside_int32_stays_at_its_edge():
     parameters = merged(result(0, shared([MOST, -MOST], [5, -5]))).parameters
 
     assert parameters.shared_N.tolist() == [MOST, -MOST - 1]
+
+
+def test_the_best_epoch_comes_back_from_the_first_that_has_it_and_nothing_is_added():
+    best = dataclasses.replace(result(1, shared([7], [5])), restored=True)
+
+    final = merged(
+        result(0, shared([10], [1])), best, dataclasses.replace(best, replica=2)
+    )
+
+    assert final.parameters.shared_N.tolist() == [12]
+    assert final.restored
+
+
+def test_one_that_did_not_come_to_its_end_brings_nothing_back():
+    best = dataclasses.replace(result(1, shared([7]), finished=False), restored=True)
+
+    final = merged(result(0, shared([10], [1])), best)
+
+    assert final.parameters.shared_N.tolist() == [11]
+    assert not final.restored
 
 
 def test_buffers_are_those_on_which_all_agreed():

@@ -38,7 +38,7 @@ def method(**changes):
 
 
 class OnSteps(Callback):
-    def on_step(self, step):
+    def on_step_end(self, step):
         """It would have to travel."""
 
 

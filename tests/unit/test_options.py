@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from daskdl.callbacks import Callback
+from daskdl.callbacks.base import Callback
 from daskdl.data.options import ReadOptions
 from daskdl.errors import OptionError
 from daskdl.training.options import FitOptions, TrainerOptions

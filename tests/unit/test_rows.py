@@ -142,3 +142,25 @@ def test_a_replica_that_validated_nothing_is_left_out():
 
     assert merged["val_loss"] == 1.5
     assert "val_accuracy" not in merged
+
+
+def test_scores_that_were_not_computed_are_not_a_number():
+    event = {"notes": [(0, note(1.0, 1))], "repeated": 0, "refused": 0}
+
+    made = row_of(3, event, 10, 2.0, ("val_loss", "val_accuracy"))
+
+    assert list(made)[-2:] == ["val_loss", "val_accuracy"]
+    assert math.isnan(made["val_loss"])
+    assert math.isnan(made["val_accuracy"])
+
+
+def test_scores_that_were_computed_are_in_their_columns():
+    event = {
+        "notes": [(0, note(1.0, 1, score=[3.0, 1, 2, 2]))],
+        "repeated": 0,
+        "refused": 0,
+    }
+
+    made = row_of(3, event, 10, 2.0, ("val_loss", "val_accuracy"))
+
+    assert (made["val_loss"], made["val_accuracy"]) == (1.5, 0.5)

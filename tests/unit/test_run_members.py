@@ -149,8 +149,9 @@ def test_a_piece_is_finished_by_its_holder_only():
     record = joined()
     number = record.lease(0, "train", 0, lambda key: False).number
 
-    assert not record.finish(1, "train", 0, number)
-    assert record.finish(0, "train", 0, number)
+    for replica, rows_left in ((1, 4), (0, 3)):
+        record.give_back(replica, "train", 0, [{"piece": number, "examples": 1}])
+        assert record.schedule.open("train", 0, None).unfinished() == rows_left
 
 
 def test_repeated_pieces_of_the_validation_are_not_counted():
@@ -222,6 +223,7 @@ def test_the_client_is_told_what_all_said_and_what_was_counted():
             "repeated": 0,
         }
     ]
+    assert record.report == [[0, "zero"], [1, "one"]]  # for those that come later
 
 
 def test_a_replica_is_described_by_who_where_and_what_was_heard():

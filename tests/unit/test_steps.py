@@ -11,6 +11,7 @@ FULL = StepRow(
     step=70_000_000_000,
     replica=2,
     loss=0.1,
+    learning_rate=0.05,
     threshold=1e-3,
     density=0.25,
     sent_bytes=5_000_000_000,
@@ -41,8 +42,8 @@ def table(*batches):
 
 def test_what_an_exchange_says_is_the_middle_of_a_row():
     # A row is made of it by position.
-    assert StepRow._fields[4:-1] == Exchanged._fields
-    assert ALONE[4:-1] == pytest.approx(tuple(Exchanged()), nan_ok=True)
+    assert StepRow._fields[5:-1] == Exchanged._fields
+    assert ALONE[5:-1] == pytest.approx(tuple(Exchanged()), nan_ok=True)
 
 
 def test_a_row_has_the_documented_columns():
@@ -75,8 +76,8 @@ class TestPacking:
 
         assert unpack_rows(packed) == [(1, FULL), (2, FULL)]
 
-    def test_a_row_has_144_bytes(self):
-        assert len(pack_rows([(1, FULL)] * 3)) == 3 * 144
+    def test_a_row_has_152_bytes(self):
+        assert len(pack_rows([(1, FULL)] * 3)) == 3 * 152
 
 
 class TestStepTable:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from daskdl import GradientSharing
+from daskdl.training.judging import Judging
 from daskdl.training.reader import Reading
 from daskdl.training.task import TaskOptions
 from tests.unit.records import TIMEOUTS
@@ -18,7 +19,7 @@ OPTIONS = TaskOptions(
     seed=7,
     shuffle=True,
     device="cpu",
-    validates=True,
+    judging=Judging(3, validates=True),
     labels=None,
     size=10,
     grid=1e-3,

@@ -1,0 +1,1 @@
+"""What users may hang into a run, and what of that comes with daskdl."""

@@ -1,0 +1,97 @@
+"""Early stopping in one replica: how far it has come, and the best model so far."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from daskdl.packed import Packed
+from daskdl.training.base import Parameters
+from daskdl.training.judging import Judging, Verdict
+
+
+class Stopper:
+    """Of one replica, from when all were there. One thread uses it.
+
+    Args:
+        judging: Decides; the same for all replicas.
+        snapshot: Of another replica, where this one comes later; else None.
+        now: Seconds, of a clock that never goes back.
+
+    Attributes:
+        over: Whether the fit has ended, before its last epoch.
+    """
+
+    over: bool
+
+    def __init__(
+        self,
+        judging: Judging,
+        snapshot: Mapping[str, Any] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.over = False
+        self._judging = judging
+        self._record = Verdict().record
+        self._best: Parameters | None = None
+        self._best_epoch = -1
+        self._now = now
+        self._began_at = now()
+        if snapshot is not None:
+            self._began_at -= snapshot["elapsed_s"]
+            self._take(snapshot["best_epoch"], snapshot["best"])
+
+    def _take(self, epoch: int, packed: Any) -> None:
+        if packed is not None:
+            own: Packed[Parameters] = Packed.of(np.asarray(packed), "best")
+            self._best_epoch, self._best = epoch, own.unpack()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began."""
+        return self._now() - self._began_at
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a newcomer begins with, beside the notes of the last epoch."""
+        best = None if self._best is None else Packed(self._best, "best").payload
+        return {
+            "elapsed_s": self.elapsed_s,
+            "best_epoch": self._best_epoch,
+            "best": best,
+        }
+
+    def note(self) -> dict[str, Any]:
+        """What the others are told at the end of an epoch; plain values."""
+        return {"record": list(self._record), "elapsed_s": self.elapsed_s}
+
+    def end_epoch(
+        self,
+        epoch: int,
+        notes: Sequence[Mapping[str, Any]],
+        agreed: Callable[[], Parameters],
+    ) -> None:
+        """All have met: decide whether to go on, and keep the model if it is the best.
+
+        Args:
+            epoch: Counted from 0.
+            notes: What all replicas reported, in an order that is the same for all.
+            agreed: The parameters on which they agree.
+        """
+        self.catch_up(epoch, notes)
+        rule = self._judging.stopping
+        if rule is not None and rule.restore_best and self._record.best_epoch == epoch:
+            self._best_epoch, self._best = epoch, agreed()
+
+    def catch_up(self, epoch: int, notes: Sequence[Mapping[str, Any]]) -> None:
+        """Decide as the others have, who met without this replica; as `end_epoch`."""
+        verdict = self._judging.judge(epoch, notes)
+        self._record = verdict.record
+        self.over = verdict.reason is not None
+
+    def best(self) -> Parameters | None:
+        """The agreed model of the best epoch; None if it is not to come back.
+
+        Nor does it if this replica came after that epoch and was not given it.
+        """
+        return self._best if self._best_epoch == self._record.best_epoch else None

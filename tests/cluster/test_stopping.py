@@ -1,0 +1,200 @@
+"""Fits that end early on a cluster: for all replicas at the same epoch."""
+
+import os
+
+import dask.array as da
+import numpy as np
+import pytest
+from torch.nn import functional
+
+from daskdl import Callback, EarlyStopping, OptionError, ReplicaError
+from tests.cluster.problems import kept, rows, trainer
+from tests.cluster.recording import Recorded, records, vector
+from tests.cluster.watched import KillAt, note, notes
+
+X, Y = rows(count=960)
+OTHER = rows(seed=5)  # other classes: the better on X, the worse on these
+
+
+class Epochs(Callback):
+    """Writes down which epochs each replica begins, and when it was unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+        self.packed = 0
+
+    def __getstate__(self):
+        self.packed += 1
+        return {"folder": self.folder}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        note(self.folder, "unpacked")
+
+    def on_epoch_begin(self, epoch):
+        note(self.folder, "begun", **epoch._asdict())
+
+    def begun(self):
+        """By replica, in order."""
+        found = {}
+        for line in notes(self.folder, "begun"):
+            found.setdefault(line["replica"], []).append(line["epoch"])
+        return found
+
+
+class Enough(Epochs):
+    """Also a loss: it is small from the fourth epoch with so many replicas on.
+
+    Args:
+        folder: Of the notes.
+        replicas: How many there have to be.
+        after: The first epoch that counts.
+    """
+
+    def __init__(self, folder, replicas, after=0):
+        super().__init__(folder)
+        self.replicas, self.after = replicas, after
+
+    def __getstate__(self):
+        self.packed += 1
+        return {**vars(self), "seen": 0}
+
+    def __call__(self, output, labels):
+        high = 0.0 if getattr(self, "seen", 0) > 3 else 9.0
+        return functional.cross_entropy(output, labels) + high
+
+    def on_epoch_begin(self, epoch):
+        super().on_epoch_begin(epoch)
+        counts = epoch.replicas == self.replicas and epoch.epoch >= self.after
+        self.seen = getattr(self, "seen", 0) + counts
+
+
+def assert_best(own, folder):
+    """The model is what all had agreed on at the end of the best epoch."""
+    stopping = own.history_.stopping
+    assert stopping.restored
+    of_best = records(folder, stopping.best_epoch)
+    assert of_best
+    for record in of_best.values():
+        np.testing.assert_array_equal(vector(own.model_).numpy(), record["shared"])
+
+
+class TestTwo:
+    def test_with_uneven_data_all_stop_at_the_same_epoch(self, client, tmp_path):
+        chunks = (700, 20, 100, 140)
+        x, y = da.from_array(X, (chunks, 20)), da.from_array(Y, (chunks,))
+        epochs = Epochs(tmp_path)
+        master = Recorded(str(tmp_path), kept())
+        rule = EarlyStopping(patience=3, every=2)
+        own = trainer(client, master=master, callbacks=[rule, epochs])
+
+        history = own.fit(x, y, epochs=100, batch_size=7, validation=OTHER)
+
+        stopping = history.stopping
+        assert stopping.reason == "patience"
+        assert sorted(stopping.scores) == list(range(1, len(history), 2))
+        begun = list(range(len(history)))
+        assert epochs.begun() == {0: begun, 1: begun}
+        assert history.column("examples") == [960] * len(history)
+        assert_best(own, tmp_path)
+        score = own.evaluate(*OTHER)["loss"]
+        assert score == pytest.approx(stopping.best_score, rel=1e-6)
+
+    def test_a_callback_is_pickled_once_and_unpickled_by_each_replica(
+        self, client, tmp_path
+    ):
+        epochs = Epochs(tmp_path)
+
+        trainer(client, callbacks=[epochs]).fit(X, Y, epochs=3)
+
+        assert epochs.packed == 1
+        pids = [line["pid"] for line in notes(tmp_path, "unpacked")]
+        assert sorted(pids) == sorted(client.run(os.getpid).values())
+
+    def test_what_the_beginning_of_an_epoch_raises_comes_with_its_traceback(
+        self, client
+    ):
+        told = Told()
+        own = trainer(client, callbacks=[told, FailInTheThird()])
+
+        with pytest.raises(ReplicaError) as caught:
+            own.fit(X, Y, epochs=100)
+
+        assert "KeyError: 'wanted'" in str(caught.value)
+        assert 'raise KeyError("wanted")' in str(caught.value)
+        assert type(caught.value.__cause__) is KeyError
+        assert told.errors == [caught.value]
+        assert len(own.history_) == 2
+
+
+class FailInTheThird(Callback):
+    def on_epoch_begin(self, epoch):
+        if epoch.replica == 1 and epoch.epoch == 2:
+            raise KeyError("wanted")
+
+
+class Told(Callback):
+    """On the client: how the fits ended."""
+
+    def __init__(self):
+        self.errors = []
+
+    def on_fit_end(self, end):
+        self.errors.append(end.error)
+
+
+class More(Callback):
+    """On the client: lets a worker come after the first epoch."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+
+    def on_epoch_end(self, row):
+        if row["epoch"] == 0:
+            self.cluster.scale(2)
+
+
+def test_a_newcomer_stops_with_the_others(growing, tmp_path):
+    enough = Enough(tmp_path, replicas=2)
+    own = trainer(
+        growing,
+        loss=enough,
+        master=Recorded(str(tmp_path), kept()),
+        callbacks=[EarlyStopping("loss", target=5.0), enough, More(growing.cluster)],
+    )
+
+    history = own.fit(X, Y, epochs=10**6, batch_size=16)
+
+    assert history.stopping.reason == "target"
+    assert history[-1]["replicas"] == 2
+    begun = enough.begun()
+    assert begun[0] == list(range(len(history)))
+    assert begun[1] == begun[0][-len(begun[1]) :]
+    assert_best(own, tmp_path)
+
+
+def test_the_others_stop_together_when_a_worker_is_killed_meanwhile(three, tmp_path):
+    # Two that are left, or two and the one that comes in its place.
+    enough = Enough(tmp_path, replicas=2)
+    own = trainer(
+        three,
+        loss=enough,
+        master=Recorded(str(tmp_path), kept()),
+        callbacks=[EarlyStopping("loss", target=5.0), enough, KillAt(40)],
+    )
+
+    history = own.fit(X, Y, epochs=10**6, batch_size=16)
+
+    assert history.stopping.reason == "target"
+    begun = enough.begun()
+    for replica in (0, 2):
+        assert begun[replica] == list(range(len(history)))
+    assert begun[1][-1] < len(history) - 1
+    assert_best(own, tmp_path)
+
+
+def test_what_there_will_not_be_is_refused_before_a_worker_is_touched(untouched):
+    own = trainer(untouched, callbacks=[EarlyStopping(patience=1)])
+
+    with pytest.raises(OptionError, match="monitor='val_loss' needs validation data"):
+        own.fit(X, Y)

@@ -1,0 +1,225 @@
+"""When a fit ends, and in which epochs the model is scored, from notes alone."""
+
+import itertools
+import math
+import re
+
+import pytest
+
+from daskdl import Callback
+from daskdl.callbacks.early_stopping import EarlyStopping
+from daskdl.callbacks.evaluate import Evaluate
+from daskdl.errors import OptionError
+from daskdl.training.judging import Judging, Record, Verdict
+
+NAN, INF = float("nan"), float("inf")
+
+
+def note(record, loss=1.0, score=None, elapsed_s=0.0, examples=10):
+    return {
+        "tally": [loss * examples, examples, 1.0],
+        "score": score,
+        "record": list(record),
+        "elapsed_s": elapsed_s,
+    }
+
+
+NO_TIME = itertools.repeat(0.0)
+
+
+def trained(rule, losses, *, seconds=NO_TIME, epochs=99):
+    """The verdicts of epochs with these training losses, until one ends the fit."""
+    judging, verdicts = Judging(epochs, stopping=rule), [Verdict()]
+    for epoch, (loss, elapsed_s) in enumerate(zip(losses, seconds, strict=False)):
+        said = note(verdicts[-1].record, loss, elapsed_s=elapsed_s)
+        verdicts.append(judging.judge(epoch, [said]))
+        if verdicts[-1].reason is not None:
+            break
+    return verdicts[1:]
+
+
+class TestPatience:
+    @pytest.mark.parametrize(
+        ("patience", "losses", "ended"),
+        [
+            (1, [3.0, 2.0, 2.0], 2),
+            (2, [3.0, 2.0, 2.5, 2.0, 1.0], 3),
+            (2, [3.0, 2.0, 2.5, 1.0, 1.5, 1.5], 5),
+            (3, [1.0, 1.0, 1.0, 1.0], 3),
+        ],
+    )
+    def test_it_is_used_up_after_so_many_epochs(self, patience, losses, ended):
+        verdicts = trained(EarlyStopping("loss", patience=patience), [*losses, 9.0])
+
+        assert len(verdicts) == ended + 1
+        assert verdicts[-1].reason == "patience"
+
+    def test_it_says_how_long_and_since_what(self):
+        *_, last = trained(EarlyStopping("loss", patience=2), [2.0, 1.0, 1.5, 1.25])
+
+        assert last.details == (
+            "loss has not improved for 2 epochs: it is 1.25, the best was 1 in epoch 1"
+        )
+
+    def test_less_than_min_delta_is_the_best_but_does_not_count(self):
+        rule = EarlyStopping("loss", patience=2, min_delta=0.25)
+
+        *_, last = trained(rule, [1.0, 0.875, 0.8125])
+
+        assert last.reason == "patience"
+        assert last.record == Record(2, 0.8125, 0, 1.0)
+
+    def test_small_improvements_add_up(self):
+        rule = EarlyStopping("loss", patience=2, min_delta=0.25)
+
+        verdicts = trained(rule, [1.0, 0.875, 0.75, 0.625, 0.5, 0.5, 0.5])
+
+        assert len(verdicts) == 7
+
+    @pytest.mark.parametrize(
+        ("every", "patience", "ended"), [(2, 1, 3), (2, 2, 3), (2, 3, 5), (3, 1, 5)]
+    )
+    def test_it_counts_epochs_and_ends_when_the_score_is_looked_at(
+        self, every, patience, ended
+    ):
+        rule = EarlyStopping("loss", patience=patience, every=every)
+
+        verdicts = trained(rule, [1.0] * 20)
+
+        assert len(verdicts) == ended + 1
+        looked_at = [e for e, v in enumerate(verdicts) if v.score is not None]
+        assert looked_at == list(range(every - 1, ended + 1, every))
+
+
+class TestOtherReasons:
+    def test_a_target_ends_it(self):
+        *_, last = trained(EarlyStopping("loss", target=0.5), [1.0, 0.6, 0.5, 0.1])
+
+        assert last[1:] == (0.5, "target", "loss is 0.5, the target 0.5")
+
+    @pytest.mark.parametrize("score", [NAN, INF, -INF])
+    def test_a_score_that_is_not_finite_ends_it(self, score):
+        first, last = trained(EarlyStopping("loss", patience=9), [1.0, score])
+
+        assert (last.reason, last.details) == ("not_finite", f"loss became {score}")
+        assert last.record == first.record
+
+    @pytest.mark.parametrize("score", [NAN, INF, -INF])
+    def test_unchecked_it_is_no_improvement(self, score):
+        rule = EarlyStopping("loss", patience=2, target=0.0, check_finite=False)
+
+        verdicts = trained(rule, [score, 1.0, score, score, 0.5])
+
+        assert len(verdicts) == 4
+        assert verdicts[-1].reason == "patience"
+        assert verdicts[-1].record.best_epoch == 1
+
+    def test_time_ends_it_in_any_epoch(self):
+        rule = EarlyStopping("loss", max_seconds=60.0, every=4)
+
+        verdicts = trained(rule, [1.0] * 9, seconds=[30.0, 59.9, 60.0, 70.0])
+
+        assert len(verdicts) == 3
+        assert verdicts[-1][1:] == (
+            None,
+            "max_seconds",
+            "60.0 s have passed, max_seconds is 60",
+        )
+
+    def test_the_longest_time_that_a_replica_tells_counts(self):
+        judging = Judging(9, stopping=EarlyStopping("loss", max_seconds=60))
+        notes = [note(Record(), elapsed_s=s) for s in (10.0, 61.0, 20.0)]
+
+        assert judging.judge(0, notes).reason == "max_seconds"
+
+    def test_after_the_last_epoch_there_is_none_but_it_is_looked_at(self):
+        rule = EarlyStopping("loss", patience=1, target=0.5, every=5)
+
+        *_, last = trained(rule, [1.0, 0.5, 0.25], epochs=3)
+
+        assert (last.reason, last.details, last.score) == (None, "", 0.25)
+        assert last.record.best_epoch == 2
+
+    def test_without_a_rule_there_is_never_one(self):
+        assert Judging(9).judge(0, [note(Record(), NAN)]) == Verdict()
+
+
+class TestScores:
+    def test_the_parts_of_all_replicas_make_the_score(self):
+        judging = Judging(9, True, True, stopping=EarlyStopping(patience=1))
+        # Sums of the losses, right labels, labels and examples.
+        notes = [note(Record(), score=s) for s in ([6.0, 1, 2, 2], [0.0, 1, 1, 1])]
+
+        assert judging.judge(0, notes).score == 2.0
+
+    def test_the_accuracy_is_monitored_too(self):
+        rule = EarlyStopping("val_accuracy", target=0.75)
+        notes = [note(Record(), score=s) for s in ([6.0, 2, 3, 3], [0.0, 1, 1, 1])]
+
+        assert Judging(9, True, True, stopping=rule).judge(0, notes).score == 0.75
+
+
+class TestWhenScored:
+    @pytest.mark.parametrize(
+        ("callbacks", "epochs"),
+        [
+            ([], [0, 1, 2, 3, 4, 5, 6]),
+            ([Evaluate(every=3)], [2, 5, 6]),
+            ([EarlyStopping(patience=1, every=4)], [3, 6]),
+            ([EarlyStopping("loss", patience=1, every=4)], [0, 1, 2, 3, 4, 5, 6]),
+            ([EarlyStopping("loss", patience=1), Evaluate(every=3)], [2, 5, 6]),
+            ([EarlyStopping(patience=1, every=2), Evaluate(every=3)], [1, 2, 3, 5, 6]),
+        ],
+        ids=str,
+    )
+    def test_only_epochs_that_need_it_are(self, callbacks, epochs):
+        judging = Judging.of(callbacks, 7, validates=True)
+
+        assert [epoch for epoch in range(7) if judging.scored(epoch)] == epochs
+
+    def test_without_validation_data_none_is(self):
+        judging = Judging.of([Callback()], 7, validates=False)
+
+        assert not any(map(judging.scored, range(7)))
+        assert judging.columns == ()
+
+    @pytest.mark.parametrize(
+        ("accuracy", "columns"),
+        [(True, ("val_loss", "val_accuracy")), (False, ("val_loss",))],
+    )
+    def test_a_row_has_a_column_for_each_score(self, accuracy, columns):
+        judging = Judging.of([], 7, validates=True, accuracy=accuracy)
+
+        assert judging.columns == columns
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "validates", "accuracy", "message"),
+    [
+        ([Evaluate(2)], False, None,
+         "Evaluate(every=2) needs validation data, got none; give fit(validation=...)"),
+        ([EarlyStopping(patience=1)], False, None,
+         "monitor='val_loss' needs validation data, got none; give "
+         "fit(validation=...), or monitor='loss'"),
+        ([EarlyStopping("val_accuracy", patience=1)], True, False,
+         "monitor='val_accuracy' needs labels that are class indices and one output "
+         "for each class"),
+        ([Evaluate(), Evaluate()], True, True,
+         "callbacks must have at most one Evaluate, got [Evaluate(every=1), "),
+        ([EarlyStopping(patience=1), EarlyStopping("loss", target=1.0)], True, True,
+         "callbacks must have at most one EarlyStopping, got [EarlyStopping("),
+    ],
+    ids=["evaluate", "val_loss", "val_accuracy", "evaluates", "stoppings"],
+)  # fmt: skip
+def test_what_cannot_be_judged_is_refused(callbacks, validates, accuracy, message):
+    with pytest.raises(OptionError, match=f"^{re.escape(message)}"):
+        Judging.of(callbacks, 9, validates=validates, accuracy=accuracy)
+
+
+def test_an_accuracy_that_is_not_known_yet_is_not_refused():
+    rule = EarlyStopping("val_accuracy", patience=1)
+
+    judging = Judging.of([rule], 9, validates=True)
+
+    assert judging.stopping is rule
+    assert math.isnan(Verdict().record.best_score)

@@ -1,0 +1,142 @@
+"""A replica that comes to a run when the others have come to its end."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from torch import nn
+
+from daskdl import Callback, GradientSharing
+from daskdl.callbacks.early_stopping import EarlyStopping
+from daskdl.channel.base import Entry, Seating
+from daskdl.channel.local import LocalChannel
+from daskdl.channel.local_run import LocalRun
+from daskdl.data.in_memory import InMemory
+from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.timeouts import Timeouts
+from daskdl.training.judging import Judging, Record
+from daskdl.training.replica import Replica
+from daskdl.training.stage import extent_for, plan_of
+from daskdl.training.stores import LocalStore
+from daskdl.training.task import Recipe, TaskOptions
+from daskdl.vectors import FlatParameters, grid_for
+from tests.cluster.problems import rows, sgd
+
+X, Y = rows(64)
+EPOCHS = 6
+RULE = EarlyStopping("loss", patience=2)
+# The best epoch was the first, so that patience is used up in the third.
+RECORD = Record(0, 1.0, 0, 1.0)
+
+
+class Begun(Callback):
+    """The epochs that are begun."""
+
+    def __init__(self):
+        self.epochs = []
+
+    def on_epoch_begin(self, epoch):
+        self.epochs.append(epoch.epoch)
+
+
+class Late(LocalChannel):
+    """Of a newcomer: it has a snapshot, and begins with the fourth epoch.
+
+    Args:
+        loss: Of the epoch before, in which nobody was there but another replica.
+    """
+
+    def __init__(self, run, endpoint, snapshot, loss):
+        super().__init__(run, endpoint)
+        self._given = snapshot
+        self._report = {
+            0: {
+                "tally": [loss, 1, 1.0],
+                "score": None,
+                "record": list(RECORD),
+                "elapsed_s": 1.0,
+            }
+        }
+
+    def join(self):
+        super().join()
+        return Entry([self._replica], self._given)
+
+    def activate(self, step):
+        return Seating([self._replica], 3, self._report)
+
+
+@contextlib.contextmanager
+def a_replica(make, begun):
+    """One replica of a run of its own."""
+    model = nn.Linear(20, 4)
+    flat = FlatParameters(model)
+    options = TaskOptions(
+        run=7,
+        master=GradientSharing(),
+        epochs=EPOCHS,
+        epochs_before=0,
+        batch_size=16,
+        seed=0,
+        shuffle=False,
+        device="cpu",
+        judging=Judging(EPOCHS, stopping=RULE),
+        labels=None,
+        size=flat.size,
+        grid=grid_for(flat),
+        last=None,
+        outbox_bytes=2**20,
+        inbox_bytes=2**20,
+        timeouts=Timeouts.from_config(),
+    )
+    recipe = Recipe(model, nn.CrossEntropyLoss(), sgd, None, [begun], (X[:2], Y[:2]))
+    sources = {"train": InMemory(X, Y, 16)}
+    extents = {"train": extent_for(options, "train", sources["train"], 1)}
+    run = LocalRun(plan_of(options, {0: "here"}, extents, 0))
+    channel = make(run, options.endpoint(0, recipe))
+    store = LocalStore(sources, channel, options.timeouts, options.load_threads)
+    with random_state_left_alone(), contextlib.closing(store):
+        yield Replica(0, options, recipe, channel, "cpu", store)
+
+
+@pytest.fixture
+def snapshot():
+    """Of one that has the best model."""
+    with a_replica(LocalChannel, Begun()) as replica:
+        replica._start()
+        replica._stopper.end_epoch(
+            0,
+            [{"tally": [1.0, 1, 1.0], "score": None, **replica._stopper.note()}],
+            replica._live.agreed,
+        )
+        start = replica._module.weight.detach().clone().numpy()
+        return {**replica._snapshot(), "start": start}
+
+
+def late(snapshot, loss, begun):
+    return a_replica(lambda *args: Late(*args, snapshot, loss), begun)
+
+
+def test_one_that_comes_when_the_others_have_stopped_begins_no_epoch(snapshot):
+    begun = Begun()
+
+    with late(snapshot, 1.5, begun) as replica:
+        result = replica.run()
+
+    assert begun.epochs == []
+    assert result.finished
+    assert result.restored
+    best = result.parameters.unpack().exact
+    np.testing.assert_array_equal(best["weight"].numpy(), snapshot["start"])
+
+
+def test_one_that_comes_before_counts_on_from_where_they_are(snapshot):
+    begun = Begun()
+
+    with late(snapshot, 0.25, begun) as replica:
+        result = replica.run()
+
+    # The epoch before its first was the best, and the next two are not better.
+    assert begun.epochs == [3, 4]
+    assert result.finished
+    assert not result.restored  # that model it was not given

@@ -44,7 +44,7 @@ class Run:
         recipe: The user's objects.
         model: At its start; not changed.
         train: What is trained on.
-        size: Trainable parameters.
+        options: Of the replicas.
 
     Attributes:
         history: Gets a row after each epoch.
@@ -62,7 +62,7 @@ class Run:
         recipe: Packed[Recipe],
         model: nn.Module,
         train: Source,
-        size: int,
+        options: TaskOptions,
     ) -> None:
         self.history = History()
         self.classes = train.classes
@@ -72,7 +72,7 @@ class Run:
         self._recipe = recipe
         self._model = model
         self._rows = rows_in(train)
-        self._size = size
+        self._options = options
 
     @property
     def final(self) -> Final | None:
@@ -115,13 +115,24 @@ class Run:
         final.parameters.load_into(model)
         optimizer = fitting.method.optimizer(trainable(model))
         moved = adopt(optimizer, fitting.method.scheduling, final, before.moved)
-        return Standing(moved, final.outcome or before.sent, epochs)
+        sent = final.outcome or before.sent
+        return Standing(moved, sent, epochs, self._class_count())
+
+    def _class_count(self) -> int | None:
+        labels = self._options.labels
+        if labels is not None and labels.accepted is not None:
+            return labels.accepted.classes
+        return None if self.classes is None else len(self.classes)
 
     def _follower(self) -> Follower:
         trainer, epochs = self._fitting.trainer, self._fitting.fit.epochs
         examples = None if self._rows is None else self._rows * epochs
         return Follower(
-            self.history, trainer.callbacks, self._size, examples, trainer.progress
+            self.history,
+            trainer.callbacks,
+            self._options.size,
+            examples,
+            trainer.progress,
         )
 
 
@@ -196,7 +207,7 @@ class Fitting:
             )
             options = self._task(model, "validation" in ready, labels)
             with site.stage(options, ready) as stage:
-                yield Run(self, stage, recipe, model, train, options.size)
+                yield Run(self, stage, recipe, model, train, options)
 
     def _task(
         self, model: nn.Module, validates: bool, labels: LabelCheck | None

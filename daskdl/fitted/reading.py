@@ -91,6 +91,5 @@ def _decoded_transform(content: Json, plain: Plain) -> Any:
 def _decoded_module(content: Mapping[str, Json], plain: Plain) -> nn.Module:
     module = layers.build(content["layers"])
     tensors = plain.decode(content["tensors"])
-    state = ModuleState(tensors, {}, {}, [], content["evaluating"])
-    state.put_into(module)
+    ModuleState.from_json(content["state"], tensors, {}).put_into(module)
     return module

@@ -44,7 +44,7 @@ def save(fitted: Fitted, url: Any, optimizer: bool) -> None:
     moved: dict[str, Tensor] = {}
     content = {
         "arguments": encode_arguments(fitted, extra),
-        "model": _encoded_model(state),
+        "model": state.to_json(),
         "moved": encode_moved(fitted, moved) if optimizer else None,
         "epochs": fitted.standing.epochs,
         "classes": None if fitted.classes is None else list(fitted.classes),
@@ -81,13 +81,16 @@ def _fitted(saved: Saved, passed: Mapping[str, Any]) -> Fitted:
         for name, tensor in extra.items()
         if name.startswith(_HIDDEN)
     }
-    state = _decoded_model(content["model"], saved.tensors.get("model", {}), hidden)
+    tensors = saved.tensors.get("model", {})
+    state = ModuleState.from_json(content["model"], tensors, hidden)
     model = _model(state, arguments, "model" not in passed)
     moved, sent = decode_moved(
         content["moved"], arguments, model, saved.tensors.get("optimizer", {})
     )
-    epochs, count = _count(content, "epochs"), content["class_count"]
-    standing = Standing(moved, sent, epochs, count and _count(content, "class_count"))
+    epochs, classes = _count(content["epochs"]), content["class_count"]
+    standing = Standing(
+        moved, sent, epochs, None if classes is None else _count(classes)
+    )
     history = decode_history(content["history"], extra)
     return Fitted(arguments, model, standing, history, _classes(content["classes"]))
 
@@ -112,41 +115,17 @@ def _model(
     return made
 
 
-def _encoded_model(state: ModuleState) -> Json:
-    return {
-        "ties": dict(state.ties),
-        "frozen": list(state.frozen),
-        "evaluating": list(state.evaluating),
-    }
-
-
-def _decoded_model(
-    content: Mapping[str, Json],
-    tensors: Mapping[str, Tensor],
-    hidden: Mapping[str, Tensor],
-) -> ModuleState:
-    ties = dict(content["ties"])
-    wrong = [name for name, one in ties.items() if one not in tensors]
-    if wrong:
-        raise SaveError(f"{wrong[0]!r:.80} is tied to what is not there")
-    frozen, evaluating = _names(content["frozen"]), _names(content["evaluating"])
-    return ModuleState(tensors, hidden, ties, frozen, evaluating)
-
-
-def _names(content: Json) -> Sequence[str]:
+def _classes(content: Json) -> Sequence[str] | None:
+    if content is None:
+        return None
     if type(content) is not list or not all(isinstance(n, str) for n in content):
-        raise SaveError(f"{content!r:.80} is no list of names")
+        raise SaveError(f"{content!r:.80} are no names of classes")
     return content
 
 
-def _classes(content: Json) -> Sequence[str] | None:
-    return None if content is None else _names(content)
-
-
-def _count(content: Mapping[str, Json], name: str) -> int:
-    value = content[name]
+def _count(value: Json) -> int:
     if type(value) is not int or value < 0:
-        raise SaveError(f"{name} is {value!r:.80}")
+        raise SaveError(f"{value!r:.80} is no count")
     return value
 
 

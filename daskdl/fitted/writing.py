@@ -97,8 +97,8 @@ def _encoded_transform(value: Any, plain: Plain) -> Json:
 def _encoded_module(module: nn.Module, plain: Plain) -> Json:
     """A loss of torch: layers, and the tensors it has, class weights for one."""
     plan, state = layers.describe(module, "loss"), ModuleState.of(module)
-    tensors = plain.encode(dict(state.tensors), "loss")
-    return {"layers": plan, "tensors": tensors, "evaluating": list(state.evaluating)}
+    tensors = plain.encode({**state.tensors, **state.hidden}, "loss")
+    return {"layers": plan, "tensors": tensors, "state": state.to_json()}
 
 
 def _own_optimizer(fitted: Fitted) -> Any:

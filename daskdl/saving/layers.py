@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from daskdl.errors import OptionError, SaveError
 from daskdl.saving.differences import difference
@@ -57,9 +58,8 @@ MOST_LAYERS = 1000  # of one recurrent module: a file must not ask for millions
 _READ_BACK: Mapping[str, Callable[[nn.Module], Any]] = {
     "MultiheadAttention.bias": lambda m: m.in_proj_bias is not None,
     "MultiheadAttention.add_bias_kv": lambda m: m.bias_k is not None,
-    "Bilinear.bias": lambda m: m.bias is not None,
 }
-_RECURRENT = (
+_RECURRENT = (  # whose signature is *args, **kwargs
     "input_size",
     "hidden_size",
     "num_layers",
@@ -67,8 +67,8 @@ _RECURRENT = (
     "batch_first",
     "dropout",
     "bidirectional",
-    "proj_size",
 )
+_OF_ONE = {"LSTM": ["proj_size"], "RNN": ["nonlinearity"]}
 
 
 def describe(module: nn.Module, name: str) -> Json:
@@ -130,11 +130,12 @@ def _described(module: nn.Module, path: str, seen: dict[int, str]) -> Json:
 
 
 def _is_leaf(kind: Any) -> bool:
-    known = isinstance(kind, type) and issubclass(kind, nn.Module)
-    if not known or getattr(nn, kind.__name__, None) is not kind:
+    found: Any = getattr(nn, getattr(kind, "__name__", ""), None)
+    if found is not kind or not isinstance(found, type):
         return False
+    layer = issubclass(kind, nn.Module) and not issubclass(kind, LazyModuleMixin)
     package, _, family = kind.__module__.rpartition(".")
-    return package == "torch.nn.modules" and family in _FAMILIES
+    return layer and package == "torch.nn.modules" and family in _FAMILIES
 
 
 def _arguments(module: nn.Module, path: str) -> Json:
@@ -157,8 +158,8 @@ def _value(name: str, attribute: Any) -> Any:
 
 
 def _names(kind: type[nn.Module]) -> list[str]:
-    if issubclass(kind, nn.RNNBase):  # their signature is *args, **kwargs
-        return [*_RECURRENT, *(["nonlinearity"] if kind is nn.RNN else [])]
+    if issubclass(kind, nn.RNNBase):
+        return [*_RECURRENT, *_OF_ONE.get(kind.__name__, [])]
     names = inspect.signature(kind).parameters
     # Deprecated in losses; where tensors are comes with them.
     left_out = {"device", "dtype", "size_average", "reduce"}

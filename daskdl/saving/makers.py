@@ -67,6 +67,8 @@ def decode_maker(content: Json, base: type, plain: Plain) -> Maker:
         maker = _of(content["partial"], base, called_with_more=True)
         arguments = plain.decode(content["arguments"])
         keywords = plain.decode(content["keywords"])
+        if not all(isinstance(name, str) for name in keywords):
+            raise SaveError(f"{keywords!r:.80} are no arguments by name")
         return functools.partial(maker, *arguments, **keywords)
     except (TypeError, KeyError) as error:
         raise SaveError(f"{content!r:.80} names no class or function") from error

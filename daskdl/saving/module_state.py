@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from daskdl.errors import OptionError, SaveError
+from daskdl.saving.plain import Json
 from daskdl.saving.references import FAILURES
 
 
@@ -56,6 +57,31 @@ class ModuleState:
         evaluating = [n for n, m in module.named_modules() if not m.training]
         own = {n: t.detach() for n, t in whole.items() if n not in ties}
         return cls(own, hidden, ties, frozen, evaluating)
+
+    @classmethod
+    def from_json(
+        cls, content: Json, tensors: Mapping[str, Tensor], hidden: Mapping[str, Tensor]
+    ) -> "ModuleState":
+        """Put together what `to_json` returned and the tensors.
+
+        Raises:
+            SaveError: If it is damaged.
+        """
+        ties = content["ties"]
+        if not isinstance(ties, dict) or not set(ties.values()) <= set(tensors):
+            raise SaveError(f"{ties!r:.200} are no names of tied tensors")
+        lists = [content["frozen"], content["evaluating"]]
+        if not all(isinstance(n, list) and set(map(type, n)) <= {str} for n in lists):
+            raise SaveError(f"{lists!r:.200} are no lists of names")
+        return cls(tensors, hidden, ties, *lists)
+
+    def to_json(self) -> Json:
+        """All but the tensors."""
+        return {
+            "ties": dict(self.ties),
+            "frozen": list(self.frozen),
+            "evaluating": list(self.evaluating),
+        }
 
     def whole(self) -> dict[str, Tensor]:
         """The state dict, with tied tensors under all of their names."""
@@ -126,7 +152,7 @@ class ModuleState:
 
 def _check_alike(saved: ModuleState, own: ModuleState) -> None:
     ours, theirs = saved.whole(), own.whole()
-    for name in {**ours, **theirs}:
+    for name in {**theirs, **ours}:  # in the order of the model
         if name not in theirs or name not in ours:
             where = "the model" if name in ours else "the save"
             raise SaveError(f"there is no {name} in {where}; it is of another model")

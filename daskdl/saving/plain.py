@@ -110,7 +110,7 @@ class Plain:
         if type(value) in (list, tuple):
             items = [inner(one, i) for i, one in enumerate(value)]
             return items if type(value) is list else {"tuple": items}
-        if isinstance(value, dict | Mapping) and type(value) in (dict, Counter):
+        if type(value) in (dict, Counter):
             tag = "dict" if type(value) is dict else "counter"
             return {tag: [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
         kind = type(value)

@@ -30,6 +30,7 @@ FAILURES = (
     NameError,
     OSError,
     SyntaxError,
+    UserWarning,  # where warnings are errors
 )
 
 

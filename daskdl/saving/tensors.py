@@ -85,7 +85,7 @@ def from_bytes(content: bytes) -> dict[str, Tensor]:
             f"{header_bytes} bytes, of {len(content)} in all"
         )
     try:
-        return load(content)
+        return dict(sorted(load(content).items()))  # they come in any order
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise SaveError(f"it is no safetensors file: {error}") from error
 

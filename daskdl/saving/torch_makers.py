@@ -89,7 +89,8 @@ def _read_back(made: LRScheduler) -> dict[str, Any]:
         if name in ("optimizer", "last_epoch", "verbose"):
             continue
         if name == "min_lr" and hasattr(made, "min_lrs"):
-            found[name] = list(made.min_lrs)
+            same = len(set(made.min_lrs)) == 1
+            found[name] = made.min_lrs[0] if same else list(made.min_lrs)
         elif hasattr(made, name):
             value = getattr(made, name)
             found[name] = (

@@ -18,8 +18,8 @@ FOLDER = Path(__file__).parent / "trainer_v1"
 PREDICTIONS = FOLDER / "predictions.json"  # of `inputs`, not part of the save
 MASTER = daskdl.GradientSharing(
     threshold={
-        "*.bias": daskdl.FixedThreshold(1e-3),
-        "*": daskdl.AdaptiveThreshold(initial=1e-3, max_density=0.05),
+        "*.bias": daskdl.FixedThreshold(1e-2),
+        "*": daskdl.AdaptiveThreshold(initial=1e-2, max_density=0.05),
     },
     residual=daskdl.ResidualClipping(4.0, 3),
     update_scale="sum",

@@ -43,7 +43,8 @@ def fitted(model=lambda: layers(), steps=3, **options):
             if p.requires_grad:
                 p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         optimizer.step()
-        rate.end_epoch([{"scheduled": i, "schedule": b"", "tally": (3.0 - i, 1)}])
+        note = {"scheduled": i, "schedule": b"", "tally": (3.0 - i, 1), "score": None}
+        rate.end_epoch([note])
     optimizer.zero_grad(set_to_none=True)
     sent = Outcome({"*": Sent(1e-3, 0.25)}, 7)
     standing = Standing(Moved(optimizer, rate, scheduling), sent, 2, 2)

@@ -356,7 +356,7 @@ class TestWhatHasToBePassed:
     @pytest.mark.parametrize(
         ("passed", "message"),
         [
-            ({"model": Net}, "there is no .* in the model"),
+            ({"model": Net}, "there is no layers.0.weight in the save"),
             ({"model": lambda: None}, "model must make a torch.nn.Module"),
             ({"model": lambda: 1 / 0}, "model failed: division by zero"),
             ({"optimizer": own_optimizer}, "the optimizer makes|optimizer makes a"),

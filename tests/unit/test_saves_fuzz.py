@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from daskdl import DaskDLError, GradientSharing, SaveError
-from daskdl.fitted.saves import load, save
+from daskdl import DaskDLError, GradientSharing, SaveError, Trainer
+from daskdl.fitted.saves import save
 from daskdl.saving.index import _digest
 from tests.unit.fitted_trainers import fitted
 
@@ -67,7 +67,7 @@ def outcome(folder):
     """What loading came to; anything but a trainer or an error of ours is raised."""
     before = sorted((p.name, p.read_bytes()) for p in folder.iterdir())
     try:
-        return load(folder, {})
+        return Trainer.load(folder, client=False)
     except DaskDLError as error:
         return error
     finally:

@@ -91,8 +91,8 @@ def without_scale():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: nn.Linear(2, 2), "there is no .* in the model"),
-        (lambda: nn.Sequential(Own()), "there is no .* in the model"),
+        (lambda: nn.Linear(2, 2), "there is no .* in the save; it is of another"),
+        (lambda: nn.Sequential(Own()), "there is no .* in the save; it is of another"),
         (wider, r"head.bias is \(2,\) float32 in the save, and \(3,\) float32"),
         (lambda: Own().double(), r"float32 in the save, and \(2, 2\) float64"),
         (Untied, "head.weight is tied in one"),

@@ -51,7 +51,7 @@ def test_views_of_one_memory_are_written_each():
 
     read = from_bytes(to_bytes({"a": flat[:2], "b": flat[1:], "c": flat}))
 
-    assert [t.tolist() for t in read.values()] == [[0, 1], [1, 2, 3], [0, 1, 2, 3]]
+    assert [read[n].tolist() for n in "abc"] == [[0, 1], [1, 2, 3], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Trainers as they are after a fit, made without one: it is done in milliseconds."""
 
+import json
+
 import torch
 from torch import nn
 
@@ -7,6 +9,7 @@ from daskdl import History, Trainer
 from daskdl.fitted.arguments import NAMES
 from daskdl.fitted.fitted import Fitted, new_optimizer
 from daskdl.fitted.progress import scheduling_of
+from daskdl.saving.index import _digest
 from daskdl.steps import StepRow
 from daskdl.thresholds import Sent
 from daskdl.training.adoption import Moved, Standing, starting_model
@@ -51,3 +54,9 @@ def fitted(model=lambda: layers(), steps=3, **options):
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
     history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])
     return Fitted(arguments, module, standing, history, ["no", "yes"])
+
+
+def signed(index):
+    """An index as an attacker would write it: with a right checksum."""
+    index = {name: value for name, value in index.items() if name != "sha256"}
+    return json.dumps({**index, "sha256": _digest(index)}).encode()

@@ -28,7 +28,7 @@ from daskdl.data import MinMax, Standardize
 from daskdl.data.options import Both
 from daskdl.fitted.arguments import NAMES
 from daskdl.fitted.saves import load, save
-from tests.unit.fitted_trainers import fitted, layers
+from tests.unit.fitted_trainers import fitted, layers, signed
 
 
 class Net(nn.Module):
@@ -67,6 +67,13 @@ def doubled(batch):
 
 @dataclass(frozen=True)
 class Own(Callback):
+    number: int = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Unequal(Callback):
+    """What is read of it cannot be held to what was written."""
+
     number: int = 3
 
 
@@ -320,6 +327,7 @@ class TestWhatHasToBePassed:
             ({"scheduler": lambda o: own_scheduler(o)}, "scheduler", "not made again"),
             ({"transform": lambda b: doubled(b)}, "transform", "cannot be imported"),
             ({"callbacks": [Counting()]}, "callbacks", r"callbacks\.0 is a"),
+            ({"callbacks": [Unequal()]}, "callbacks", "is not equal to what is read"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
@@ -392,6 +400,25 @@ def test_a_class_that_has_changed_since_is_an_error_with_url_and_name(
     monkeypatch.setattr(Changing, "size", 3)
 
     with pytest.raises(SaveError, match=rf"cannot load {tmp_path}: layer.weight is"):
+        load(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        {"tuple": [1, {"dict": [["step", 3]]}]},
+        {"tuple": ["1", {"dict": []}]},
+        {"tuple": [1]},
+        {"tuple": [1, 2]},
+    ],
+)
+def test_a_state_that_is_none_of_a_scheduler_is_refused(tmp_path, position):
+    save(fitted(scheduler=lambda o: lr_scheduler.StepLR(o, 1)), tmp_path, True)
+    index = json.loads((tmp_path / "trainer.json").read_text())
+    index["content"]["moved"]["position"] = position
+    (tmp_path / "trainer.json").write_bytes(signed(index))
+
+    with pytest.raises(SaveError, match="scheduler"):
         load(tmp_path, {})
 
 

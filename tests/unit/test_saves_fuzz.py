@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,7 @@ from torch.optim import lr_scheduler
 
 from daskdl import DaskDLError, GradientSharing, SaveError, Trainer
 from daskdl.fitted.saves import save
-from daskdl.saving.index import _digest
-from tests.unit.fitted_trainers import fitted
+from tests.unit.fitted_trainers import fitted, signed
 
 FLIPS, CUTS, CHANGES = 150, 60, 1500  # for each file; in the JSON
 WRONG = [None, True, -1, 2**70, 1.5, 1e308, "x", "../../x", [], {}, [[]], {"x": []}]
@@ -57,20 +57,49 @@ def put(folder, files):
     return sorted((p.name, p.read_bytes()) for p in folder.iterdir())
 
 
-def signed(index):
-    """An index as an attacker would write it: with a right checksum."""
-    index = {name: value for name, value in index.items() if name != "sha256"}
-    return json.dumps({**index, "sha256": _digest(index)}).encode()
+class Watch:
+    """What happens in this process that loading never does; there is one hook."""
+
+    ACTIONS = (
+        "os.exec",
+        "os.fork",
+        "os.mkdir",
+        "os.posix_spawn",
+        "os.remove",
+        "os.rename",
+        "os.system",
+        "pickle.find_class",
+        "socket.connect",
+        "subprocess.Popen",
+    )
+
+    def __init__(self):
+        self.watching = False
+        self.seen = []
+        sys.addaudithook(self.note)
+
+    def note(self, event, arguments):
+        if not self.watching:
+            return
+        writes = event == "open" and set(str(arguments[1])) & set("wax+")
+        if event in self.ACTIONS or writes:
+            self.seen.append((event, arguments))
+
+
+WATCH = Watch()
 
 
 def outcome(folder):
     """What loading came to; anything but a trainer or an error of ours is raised."""
     before = sorted((p.name, p.read_bytes()) for p in folder.iterdir())
+    WATCH.watching = True
     try:
         return Trainer.load(folder, client=False)
     except DaskDLError as error:
         return error
     finally:
+        WATCH.watching = False
+        assert WATCH.seen == []
         assert sorted((p.name, p.read_bytes()) for p in folder.iterdir()) == before
 
 
@@ -264,3 +293,13 @@ def test_the_save_itself_loads(around, original):
 
     assert not isinstance(found, DaskDLError), found
     assert Path(around).is_dir()
+
+
+def test_the_watch_sees_what_is_done():
+    watch = Watch()
+    watch.watching = True
+
+    pickle.loads(pickle.dumps(Path()))
+
+    watch.watching = False
+    assert ("pickle.find_class", ("pathlib", "PosixPath")) in watch.seen

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from daskdl import OptionError, SaveError
+from daskdl.saving import tensors
 from daskdl.saving.tensors import DTYPES, from_bytes, to_bytes
 
 
@@ -90,3 +91,10 @@ def test_what_the_format_cannot_hold_is_refused_by_name(tensor, message):
 def test_what_is_no_whole_file_is_refused(content):
     with pytest.raises(SaveError, match="no safetensors file"):
         from_bytes(content)
+
+
+def test_a_header_longer_than_the_file_is_refused_before_it_is_read(monkeypatch):
+    monkeypatch.setattr(tensors, "load", lambda _: pytest.fail("it was read"))
+
+    with pytest.raises(SaveError, match=r"a header of 2147483648 bytes, of 10 in all"):
+        from_bytes((2**31).to_bytes(8, "little") + b"{}")

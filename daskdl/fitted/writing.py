@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daskdl.data.checks import trainable
+from daskdl.data.models import trainable
 from daskdl.data.normalising.normalisation import Normalisation
 from daskdl.data.options import Both
 from daskdl.data.rehearsal import MISFITS

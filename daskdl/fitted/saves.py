@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daskdl.errors import OptionError, SaveError
+from daskdl.errors import DaskDLError, OptionError, SaveError
 from daskdl.fitted.fitted import Fitted
 from daskdl.fitted.progress import (
     decode_history,
@@ -27,6 +27,17 @@ from daskdl.version import VERSION
 
 TRAINER = Kind("daskdl trainer", 1, "trainer.json", ("model", "optimizer", "extra"))
 _HIDDEN = "hidden."  # before the names of buffers that are not in the state dict
+
+
+# What reading something raises that is not as it was written.
+_TRIPPED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 def save(fitted: Fitted, url: Any, optimizer: bool) -> None:
@@ -136,5 +147,7 @@ def _named(url: str) -> Iterator[None]:
         yield
     except SaveError as error:
         raise SaveError(f"cannot load {url}: {error}") from error
-    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+    except _TRIPPED as error:
+        if isinstance(error, DaskDLError):  # about what was passed
+            raise
         raise SaveError(f"cannot load {url}: it is damaged: {error!r:.200}") from error

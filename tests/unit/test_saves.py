@@ -422,6 +422,38 @@ def test_a_state_that_is_none_of_a_scheduler_is_refused(tmp_path, position):
         load(tmp_path, {})
 
 
+@pytest.mark.parametrize(
+    ("steps", "wrong"),
+    [
+        (("moved", "sent", "sent"), [[]]),
+        (("moved", "sent", "sent"), [["*", -1.0, 0.5]]),
+        (("moved", "sent", "steps"), 2.5),
+        (("moved", "state"), {"dict": []}),
+        (("arguments", "transform"), {"both": [{}]}),
+        (("arguments", "transform"), {"normaliser": {"x": {"shift": 1}}}),
+        (("arguments", "own"), {"value": 1}),
+        (("arguments", "seed"), {"import": "torch.nn.modules.linear:Linear"}),
+        (("model", "ties"), {"a": "b"}),
+        (("model", "frozen"), [1]),
+        (("epochs",), -1),
+        (("class_count",), "2"),
+        (("classes",), [1]),
+        (("history",), {"dict": []}),
+    ],
+)
+def test_what_is_not_as_it_is_written_is_an_error_with_the_url(tmp_path, steps, wrong):
+    save(fitted(), tmp_path, True)
+    index = json.loads((tmp_path / "trainer.json").read_text())
+    inner = index["content"]
+    for step in steps[:-1]:
+        inner = inner[step]
+    inner[steps[-1]] = wrong
+    (tmp_path / "trainer.json").write_bytes(signed(index))
+
+    with pytest.raises(SaveError, match=f"cannot load {tmp_path}: "):
+        load(tmp_path, {})
+
+
 def test_a_trainer_without_a_fit_is_not_saved(tmp_path):
     trainer = Trainer(nn.Linear(2, 1), nn.MSELoss(), torch.optim.SGD, client=False)
 

@@ -20,7 +20,7 @@ from daskdl import DaskDLError, GradientSharing, SaveError, Trainer
 from daskdl.fitted.saves import save
 from tests.unit.fitted_trainers import fitted, signed
 
-FLIPS, CUTS, CHANGES = 150, 60, 1500  # for each file; in the JSON
+FLIPS, CUTS, CHANGES = 150, 60, 1000  # for each file; in the JSON
 WRONG = [None, True, -1, 2**70, 1.5, 1e308, "x", "../../x", [], {}, [[]], {"x": []}]
 
 

@@ -6,6 +6,7 @@ DaskDLError
 │   │   └── LostPieceError  a part of them died with the worker that held it
 │   └── ModelError        the model, loss or optimizer cannot be used
 ├── CodecError            bytes that are not a valid update message
+├── SaveError             what was saved cannot be loaded, or nothing can be saved there
 ├── WaitTimeoutError      something awaited did not come in time
 └── RunError              a run ended before it was finished
     ├── ReplicaError      user code raised on a worker
@@ -36,6 +37,10 @@ class ModelError(OptionError):
 
 class CodecError(DaskDLError, ValueError):
     """The bytes are not an update message this version can read."""
+
+
+class SaveError(DaskDLError, ValueError):
+    """What was saved cannot be loaded, or nothing can be saved there."""
 
 
 class WaitTimeoutError(DaskDLError, TimeoutError):

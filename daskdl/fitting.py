@@ -130,7 +130,14 @@ class Run:
         final.parameters.load_into(model)
         optimizer = fitting.method.optimizer(trainable(model))
         moved = adopt(optimizer, fitting.method.scheduling, final, before.moved)
-        return Standing(moved, final.outcome or before.sent, epochs)
+        sent = final.outcome or before.sent
+        return Standing(moved, sent, epochs, self._class_count())
+
+    def _class_count(self) -> int | None:
+        labels = self._options.labels
+        if labels is not None and labels.accepted is not None:
+            return labels.accepted.classes
+        return None if self.classes is None else len(self.classes)
 
     def _restored(self, final: Final) -> None:
         stopping, rule = self.history.stopping, self._options.judging.stopping

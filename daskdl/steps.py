@@ -115,6 +115,11 @@ class StepTable(Sequence[Row]):
         for number, row in numbered:
             self._rows.add(number, row)
 
+    def packed(self) -> bytes:
+        """The rows and their numbers as :func:`pack_rows` writes them."""
+        numbered = self._rows.numbered()
+        return pack_rows(numbered) if numbered else b""
+
     def column(self, name: str) -> list[Any]:
         """One column over all rows."""
         if name not in STEP_COLUMNS:

@@ -50,6 +50,10 @@ class Thinned(Generic[T]):
             self._stride *= 2
             self._numbered = [kept for kept in self._numbered if self.wants(kept[0])]
 
+    def numbered(self) -> list[tuple[int, T]]:
+        """What is there, with its numbers."""
+        return list(self._numbered)
+
     def take(self) -> list[tuple[int, T]]:
         """Empty it; return what was there with its numbers. It goes on as sparsely."""
         taken, self._numbered = self._numbered, []

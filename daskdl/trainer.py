@@ -1,8 +1,8 @@
-"""The user's object: fit, evaluate, predict."""
+"""The user's object: fit, evaluate, predict, save, load."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from distributed import Client
@@ -18,6 +18,9 @@ from daskdl.data.formats.loaders import Loader
 from daskdl.data.options import Approach, OnBad, ReadOptions, one_of
 from daskdl.data.sources import source_of
 from daskdl.errors import OptionError
+from daskdl.fitted import saves
+from daskdl.fitted.arguments import NAMES
+from daskdl.fitted.fitted import Fitted
 from daskdl.fitting import Fitting, Run
 from daskdl.history import History
 from daskdl.objective import Loss, OwnStep, objective_of
@@ -272,6 +275,56 @@ class Trainer:
         with site_of(self.client) as site:
             return site.predict(self._fitted(), X, read)
 
+    def save(self, url: Any, optimizer: bool = True) -> None:
+        """Save what is needed to predict, to evaluate and to fit on.
+
+        Tensors become safetensors files, all else JSON; nothing is pickled. A save that
+        was there before is replaced at once, when all files are written.
+
+        Args:
+            url: A folder: a path, or a URL of fsspec such as ``s3://bucket/run-17``.
+            optimizer: Also the state of optimizer, scheduler and thresholds; without it
+                the next fit begins these anew.
+
+        Raises:
+            OptionError: If there is no `model_` yet, or something cannot be saved.
+            SaveError: If nothing can be written there.
+        """
+        self._fitted()
+        arguments = {name: getattr(self, name) for name in NAMES}
+        standing, history = self._standing, self.history_
+        fitted = Fitted(arguments, self.model_, standing, history, self.classes_)
+        saves.save(fitted, url, optimizer)
+
+    @classmethod
+    def load(
+        cls,
+        url: Any,
+        *,
+        client: Client | Literal[False] | None = None,
+        **passed: Any,
+    ) -> Self:
+        """Make a trainer that goes on where the saved one was.
+
+        Executes nothing that the files contain, but imports and calls the classes and
+        functions that they name; the page on saving says which. Load what you trust.
+
+        Args:
+            url: Where it was saved.
+            client: See the class.
+            passed: Other arguments of the class, in place of those that were saved.
+
+        Raises:
+            SaveError: If there is nothing, or it is damaged, foreign or too new.
+            OptionError: Naming each argument that has to be passed, and why.
+        """
+        fitted = saves.load(url, passed)
+        trainer = cls(client=client, **fitted.arguments)
+        trainer._standing = fitted.standing
+        trainer.history_, trainer.classes_ = fitted.history, fitted.classes
+        trainer._show(fitted.model)
+        return trainer
+
     def _fitted(self) -> nn.Module:
         if not hasattr(self, "model_"):
             raise OptionError("the trainer has no model_ yet; call fit first")
@@ -294,7 +347,11 @@ class Trainer:
 
     def _adopt(self, model: nn.Module, run: Run) -> None:
         self._standing = run.settle_(model)
+        if run.final is not None:
+            self._show(model)
+
+    def _show(self, model: nn.Module) -> None:
         moved = self._standing.moved
-        if run.final is not None and moved is not None:
+        if moved is not None:
             self.model_ = model
             self.optimizer_, self.scheduler_ = moved.optimizer, moved.rate.scheduler

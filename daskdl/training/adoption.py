@@ -43,11 +43,13 @@ class Standing:
         moved: By the last one, or None.
         sent: How far the last one that left anything came with compression.
         epochs: Of all of them.
+        class_count: Of the labels of the last one, if they are classes; else None.
     """
 
     moved: Moved | None = None
     sent: Outcome | None = None
     epochs: int = 0
+    class_count: int | None = None
 
 
 def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:

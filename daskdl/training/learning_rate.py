@@ -23,7 +23,8 @@ from daskdl.packed import Packed, PackedModel
 from daskdl.training.rows import training_loss, validation
 
 Every = Literal["epoch", "step"]
-# Steps of the scheduler, its state dict, and the optimizer's groups.
+Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
+# With the optimizer's groups.
 State = tuple[int, dict[str, Any], list[dict[str, Any]]]
 
 
@@ -143,7 +144,7 @@ class LearningRate:
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
-        state = (self._count, self.scheduler.state_dict(), groups)
+        state = (*self._position(self.scheduler), groups)
         return Packed(state, "scheduler").payload.tobytes()
 
     def load_(self, state: bytes) -> None:
@@ -151,10 +152,28 @@ class LearningRate:
         if self.scheduler is None or not state:
             return
         packed: Packed[State] = Packed.of(np.frombuffer(state, np.uint8), "scheduler")
-        self._count, own, groups = packed.unpack()
-        self.scheduler.load_state_dict(own)
+        count, own, groups = packed.unpack()
+        self.go_on_(count, own)
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(saved)
+
+    def position(self) -> Position | None:
+        """Where it stands, without the optimizer; None without a scheduler."""
+        return None if self.scheduler is None else self._position(self.scheduler)
+
+    def _position(self, scheduler: LRScheduler) -> Position:
+        return self._count, scheduler.state_dict()
+
+    def go_on_(self, count: int, own: dict[str, Any]) -> None:
+        """Go on from a position; the optimizer has its groups already.
+
+        Args:
+            count: How often it was stepped.
+            own: The scheduler's state dict.
+        """
+        assert self.scheduler is not None, "a position is of a scheduler"
+        self._count = count
+        self.scheduler.load_state_dict(own)
 
     @property
     def value(self) -> float:

@@ -1,0 +1,1 @@
+"""A trainer that has been fitted, in a folder and back."""

@@ -1,0 +1,168 @@
+"""How far a trainer has come: its standing and its history, as JSON and tensors."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from daskdl.data.rehearsal import MISFITS
+from daskdl.errors import OptionError, SaveError
+from daskdl.fitted.fitted import Fitted, new_optimizer
+from daskdl.history import History
+from daskdl.saving.plain import Json, Plain
+from daskdl.steps import unpack_rows
+from daskdl.thresholds import Sent
+from daskdl.training.adoption import Moved
+from daskdl.training.base import Outcome
+from daskdl.training.learning_rate import LearningRate, Scheduling
+
+STEPS = "history.steps"  # name of the tensor with the packed rows of steps
+
+
+def encode_moved(fitted: Fitted, tensors: dict[str, Tensor]) -> Json:
+    """Write the state of the optimizer, the scheduler and the thresholds.
+
+    Args:
+        fitted: Not changed.
+        tensors: Gets those of the state.
+
+    Raises:
+        OptionError: If something of it cannot be written, or the trainer has been given
+            another optimizer since.
+    """
+    moved, sent = fitted.standing.moved, fitted.standing.sent
+    if moved is None:
+        raise OptionError("the trainer has no optimizer_; fit it, or optimizer=False")
+    _check_kept(moved.optimizer, new_optimizer(fitted.arguments, fitted.model))
+    plain = Plain(tensors=tensors)
+    scheduling = scheduling_of(fitted.arguments)
+    position = moved.rate.position() if moved.scheduling == scheduling else None
+    return {
+        "optimizer": _class_of(moved.optimizer),
+        "state": plain.encode(moved.optimizer.state_dict(), "optimizer"),
+        "scheduler": None if position is None else _class_of(moved.rate.scheduler),
+        "position": plain.encode(position, "scheduler"),
+        "sent": None if sent is None else _encoded_sent(sent),
+    }
+
+
+def decode_moved(
+    content: Json, arguments: Mapping[str, Any], model: nn.Module, given: Any
+) -> tuple[Moved, Outcome | None]:
+    """Make the optimizer and its scheduler, and give them their state.
+
+    Args:
+        content: What `encode_moved` wrote, or something damaged; None: they begin anew.
+        arguments: Of the trainer.
+        model: With its parameters.
+        given: The tensors of the state, by name.
+
+    Raises:
+        SaveError: If it is damaged.
+        OptionError: If optimizer or scheduler are of another class than those saved.
+    """
+    optimizer, scheduling = new_optimizer(arguments, model), scheduling_of(arguments)
+    rate = LearningRate(optimizer, scheduling)
+    moved = Moved(optimizer, rate, scheduling)
+    if content is None:
+        return moved, None
+    plain = Plain(tensors=dict(given))
+    _check_class("optimizer", optimizer, content["optimizer"])
+    try:
+        optimizer.load_state_dict(plain.decode(content["state"]))
+    except MISFITS as error:
+        raise SaveError(f"the optimizer refuses its state: {error}") from error
+    position = plain.decode(content["position"])
+    if position is not None:
+        _check_class("scheduler", rate.scheduler, content["scheduler"])
+        _go_on_(rate, position)
+    sent = content["sent"]
+    return moved, None if sent is None else _decoded_sent(sent)
+
+
+def scheduling_of(arguments: Mapping[str, Any]) -> Scheduling:
+    """How the learning rate changes, by the arguments of a trainer."""
+    every = arguments.get("scheduler_every", "epoch")
+    return Scheduling(arguments.get("scheduler"), every)
+
+
+def encode_history(history: History, tensors: dict[str, Tensor]) -> Json:
+    """Write the rows of a history; those of single steps as a tensor of bytes."""
+    packed = history.steps.packed()
+    if packed:
+        tensors[STEPS] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    return Plain().encode([dict(row) for row in history], "history")
+
+
+def decode_history(content: Json, tensors: Mapping[str, Tensor]) -> History:
+    """Read a history.
+
+    Raises:
+        SaveError: If it is damaged.
+    """
+    rows = Plain().decode(content)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise SaveError(f"the history is {rows!r:.80}")
+    history = History(rows)
+    if STEPS in tensors:
+        try:
+            history.steps.extend(unpack_rows(tensors[STEPS].numpy().tobytes()))
+        except (ValueError, TypeError) as error:
+            raise SaveError(f"the rows of steps are damaged: {error}") from error
+    return history
+
+
+def _check_kept(had: Optimizer, makes: Optimizer) -> None:
+    ours, theirs = ([len(g["params"]) for g in o.param_groups] for o in (had, makes))
+    if type(had) is not type(makes) or ours != theirs:
+        raise OptionError(
+            f"optimizer makes a {_class_of(makes)} of {theirs} parameters, and the "
+            f"state after the last fit is of a {_class_of(had)} of {ours}; save "
+            "without it, optimizer=False, or fit first"
+        )
+
+
+def _class_of(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _check_class(argument: str, made: Any, saved: Json) -> None:
+    if _class_of(made) != saved:
+        raise OptionError(
+            f"{argument} makes a {_class_of(made)}, and the saved state is of a "
+            f"{saved}; to train on with another, make a new Trainer with the model_ of "
+            "the one that is loaded"
+        )
+
+
+def _go_on_(rate: LearningRate, position: Any) -> None:
+    try:
+        count, own = position
+        wrong = [k for k in own if callable(getattr(rate.scheduler, k, None))]
+        if wrong or type(count) is not int:
+            raise SaveError(f"the state of the scheduler has {count!r:.80}, {wrong}")
+        rate.go_on_(count, own)
+    except MISFITS as error:
+        raise SaveError(f"the scheduler refuses its state: {error}") from error
+
+
+def _encoded_sent(outcome: Outcome) -> Json:
+    sent = [[p, float(s.threshold), float(s.density)] for p, s in outcome.sent.items()]
+    return {"sent": sent, "steps": int(outcome.steps)}
+
+
+def _decoded_sent(content: Mapping[str, Json]) -> Outcome:
+    sent = {}
+    rows: Sequence[Any] = content["sent"]
+    for pattern, threshold, density in rows:
+        numbers = isinstance(threshold, float) and isinstance(density, float)
+        if not (isinstance(pattern, str) and numbers and 0 < threshold < math.inf):
+            raise SaveError(f"the threshold of {pattern!r:.80} is {threshold!r:.80}")
+        sent[pattern] = Sent(threshold, density)
+    steps = content["steps"]
+    if type(steps) is not int or steps < 0:
+        raise SaveError(f"the threshold is of {steps!r:.80} steps")
+    return Outcome(sent, steps)

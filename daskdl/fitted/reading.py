@@ -1,0 +1,95 @@
+"""What a trainer is made with, from JSON; see :mod:`.arguments`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from daskdl.data.normalising.normalisation import Normalisation
+from daskdl.data.options import Both
+from daskdl.errors import OptionError, SaveError
+from daskdl.fitted.arguments import MADE, NAMES, plain_with
+from daskdl.saving import layers
+from daskdl.saving.makers import decode_maker
+from daskdl.saving.module_state import ModuleState
+from daskdl.saving.plain import Json, Plain
+
+
+def decode_arguments(
+    content: Mapping[str, Json], passed: Mapping[str, Any], extra: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Read the arguments of a trainer; a described model is left as its layers.
+
+    Args:
+        content: What `encode_arguments` wrote, or something damaged.
+        passed: By name, in place of what is there.
+        extra: The tensors among them.
+
+    Raises:
+        SaveError: If it is damaged.
+        OptionError: Naming each that has to be passed, and why.
+    """
+    unknown = [name for name in content if name not in NAMES]
+    if unknown:
+        raise SaveError(f"a trainer has no argument {unknown[0]!r:.80}")
+    _check_passed(content, passed)
+    plain = plain_with(dict(extra))
+    read = {
+        name: _decoded(name, one, plain)
+        for name, one in content.items()
+        if name not in passed
+    }
+    return {**read, **passed}
+
+
+def _check_passed(content: Mapping[str, Json], passed: Mapping[str, Any]) -> None:
+    wrong = [name for name in passed if name not in NAMES]
+    if wrong:
+        raise OptionError(
+            f"Trainer has no argument {wrong[0]!r}; of those that it has, any can be "
+            f"passed: {', '.join(NAMES)}"
+        )
+    missing = {
+        name: one["pass"]
+        for name, one in content.items()
+        if name not in passed and "pass" in one
+    }
+    if missing:
+        why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        raise OptionError(
+            f"pass {' and '.join(missing)} to Trainer.load as to Trainer: what was "
+            f"saved does not make them without code ({why})"
+        )
+
+
+def _decoded(name: str, content: Json, plain: Plain) -> Any:
+    if set(content) == {"value"}:
+        return plain.decode(content["value"])
+    if name not in MADE:
+        raise SaveError(f"{name} is written as {content!r:.80}")
+    if name == "transform":
+        return _decoded_transform(content, plain)
+    if name == "model" and set(content) == {"layers"}:
+        return layers.build(content["layers"])
+    if name == "loss" and "layers" in content:
+        return _decoded_module(content, plain)
+    return decode_maker(content, MADE[name], plain)
+
+
+def _decoded_transform(content: Json, plain: Plain) -> Any:
+    if set(content) == {"normaliser"}:
+        try:
+            return Normalisation.from_dict(content["normaliser"])
+        except OptionError as error:
+            raise SaveError(f"the normaliser is damaged: {error}") from error
+    if set(content) == {"both"}:
+        first, then = (_decoded_transform(one, plain) for one in content["both"])
+        return Both(first, then)
+    return decode_maker(content, tuple, plain)
+
+
+def _decoded_module(content: Mapping[str, Json], plain: Plain) -> nn.Module:
+    module = layers.build(content["layers"])
+    tensors = plain.decode(content["tensors"])
+    ModuleState.from_json(content["state"], tensors, {}).put_into(module)
+    return module

@@ -1,0 +1,62 @@
+"""Trainers of a cluster that are saved, to files and to S3, and loaded."""
+
+import dask.array as da
+import fsspec.config
+import pytest
+import torch
+from torch import nn
+
+from daskdl import SaveError, Trainer
+from tests import s3
+from tests.cluster.problems import kept, rows, trainer
+from tests.cluster.recording import vector
+
+X, Y = rows()
+
+
+def of_lambdas(client):
+    return trainer(
+        client,
+        model=lambda: nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4)),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        master=kept(max_staleness=0),
+    )
+
+
+@pytest.fixture
+def options_of_s3(bucket, s3_endpoint, monkeypatch):
+    """Options as a user configures them."""
+    monkeypatch.setitem(fsspec.config.conf, "s3", s3.options(s3_endpoint))
+
+
+def test_a_trainer_loaded_from_s3_goes_on_as_if_it_had_not_been_saved(
+    client, bucket, options_of_s3
+):
+    without = of_lambdas(client)
+    without.fit(X, Y, batch_size=16)
+    without.save(f"{bucket}/run-17")
+    without.save(f"{bucket}/run-17")  # over the first
+
+    loaded = Trainer.load(f"{bucket}/run-17", client=client)
+
+    ends = [one.fit(X, Y, batch_size=16)[-1]["loss"] for one in (without, loaded)]
+    assert ends[0] == ends[1]
+    assert torch.equal(vector(loaded.model_), vector(without.model_))
+
+
+def test_what_is_not_on_s3_is_an_error_with_the_url(client, bucket, options_of_s3):
+    with pytest.raises(SaveError, match=f"cannot read {bucket}/nothing"):
+        Trainer.load(f"{bucket}/nothing", client=client)
+
+
+def test_a_loaded_trainer_predicts_lazily_and_scores_on_the_cluster(client, tmp_path):
+    fitted = of_lambdas(client)
+    fitted.fit(X, Y, batch_size=16)
+    fitted.save(tmp_path)
+    lazy = da.from_array(X, chunks=(120, 20))
+
+    loaded = Trainer.load(tmp_path, client=client)
+
+    predictions = client.compute(loaded.predict(lazy)).result()
+    assert (predictions == fitted.predict(X)).all()
+    assert loaded.evaluate(X, Y) == fitted.evaluate(X, Y)

@@ -1,0 +1,62 @@
+"""Trainers as they are after a fit, made without one: it is done in milliseconds."""
+
+import json
+
+import torch
+from torch import nn
+
+from daskdl import History, Trainer
+from daskdl.fitted.arguments import NAMES
+from daskdl.fitted.fitted import Fitted, new_optimizer
+from daskdl.fitted.progress import scheduling_of
+from daskdl.saving.index import _digest
+from daskdl.steps import StepRow
+from daskdl.thresholds import Sent
+from daskdl.training.adoption import Moved, Standing, starting_model
+from daskdl.training.base import Outcome
+from daskdl.training.learning_rate import LearningRate
+
+
+def layers():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def fitted(model=lambda: layers(), steps=3, **options):
+    """A trainer whose model has made a few steps.
+
+    Args:
+        steps: That its optimizer and its scheduler have made.
+        options: Of the trainer.
+    """
+    chosen = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        **options,
+    }
+    if "step" in options:
+        del chosen["loss"]
+    trainer = Trainer(model=model, **chosen)
+    arguments = {name: getattr(trainer, name) for name in NAMES}
+    module = starting_model(model, 0)
+    optimizer, scheduling = new_optimizer(arguments, module), scheduling_of(arguments)
+    rate = LearningRate(optimizer, scheduling)
+    generator = torch.Generator().manual_seed(1)
+    for i in range(steps):
+        for p in module.parameters():
+            if p.requires_grad:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+        note = {"scheduled": i, "schedule": b"", "tally": (3.0 - i, 1), "score": None}
+        rate.end_epoch([note])
+    optimizer.zero_grad(set_to_none=True)
+    sent = Outcome({"*": Sent(1e-3, 0.25)}, 7)
+    standing = Standing(Moved(optimizer, rate, scheduling), sent, 2, 2)
+    history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
+    history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])
+    return Fitted(arguments, module, standing, history, ["no", "yes"])
+
+
+def signed(index):
+    """An index as an attacker would write it: with a right checksum."""
+    index = {name: value for name, value in index.items() if name != "sha256"}
+    return json.dumps({**index, "sha256": _digest(index)}).encode()

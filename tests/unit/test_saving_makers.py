@@ -1,0 +1,122 @@
+"""What makes a model or an optimizer is imported; with arguments, it must say so."""
+
+import functools
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from daskdl import OptionError, SaveError
+from daskdl.saving.makers import decode_maker, encode_maker
+from daskdl.saving.plain import Plain
+
+NAME = __name__
+
+
+class Net(nn.Module):
+    def __init__(self, size=3):
+        super().__init__()
+        self.layer = nn.Linear(size, 2)
+
+
+def net(size=4):
+    return Net(size)
+
+
+def said(size: int) -> nn.Module:
+    return Net(size)
+
+
+def scored(output: Tensor, labels: Tensor, power: float = 2.0) -> Tensor:
+    return (output - labels).abs().pow(power).mean()
+
+
+def shifted(batch, by: float = 0.0) -> tuple[Tensor, Tensor]:
+    return batch[0] + by, batch[1]
+
+
+def strange(size: "Nowhere") -> "Nowhere":  # noqa: F821
+    return Net(size)
+
+
+def back(value, base):
+    content = json.loads(json.dumps(encode_maker(value, base, Plain(), "model")))
+    return decode_maker(content, base, Plain())
+
+
+@pytest.mark.parametrize(
+    ("value", "base"),
+    [(Net, nn.Module), (net, nn.Module), (scored, Tensor), (shifted, tuple)],
+)
+def test_a_class_or_a_function_comes_back_itself(value, base):
+    assert back(value, base) is value
+
+
+@pytest.mark.parametrize(
+    ("value", "base"),
+    [
+        (functools.partial(Net, 5), nn.Module),
+        (functools.partial(Net, size=5), nn.Module),
+        (functools.partial(said, size=5), nn.Module),
+        (
+            functools.partial(torch.optim.Adam, lr=0.1, betas=(0.5, 0.9)),
+            torch.optim.Adam,
+        ),
+        (functools.partial(scored, power=3.0), Tensor),
+        (functools.partial(shifted, by=1.0), tuple),
+    ],
+)
+def test_a_partial_comes_back_with_its_arguments(value, base):
+    read = back(value, base)
+
+    assert (read.func, read.args, read.keywords) == (
+        value.func,
+        value.args,
+        value.keywords,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "base", "message"),
+    [
+        (lambda: Net(), nn.Module, "cannot be imported"),
+        (Net(), nn.Module, "is no class or function"),
+        (torch.optim.SGD, nn.Module, "is no Module"),
+        (functools.partial(net, size=5), nn.Module, "no return annotation of a Module"),
+        (functools.partial(strange, 5), nn.Module, "no return annotation of a Module"),
+        (functools.partial(Net, size=object()), nn.Module, "model.size is a"),
+        (functools.partial(lambda: Net()), nn.Module, "cannot be imported"),
+    ],
+)
+def test_what_would_not_come_back_is_refused(value, base, message):
+    with pytest.raises(OptionError, match=message):
+        encode_maker(value, base, Plain(), "model")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"import": "subprocess:call"},
+        {"import": f"{NAME}:scored", "more": 1},
+        {"import": 3},
+        {"import": "torch.optim.sgd:SGD"},
+        {"partial": f"{NAME}:net", "arguments": [], "keywords": {"dict": []}},
+        {
+            "partial": "torch.hub:load",
+            "arguments": ["x", "y"],
+            "keywords": {"dict": []},
+        },
+        {"partial": "torch.serialization:load", "arguments": ["x"], "keywords": {}},
+        {"partial": f"{NAME}:Net", "arguments": 3, "keywords": {"dict": []}},
+        {"partial": f"{NAME}:Net", "arguments": [], "keywords": [1]},
+        {"partial": f"{NAME}:Net", "arguments": [], "keywords": {"dict": [[1, 2]]}},
+        {"partial": f"{NAME}:Net"},
+        [],
+        None,
+    ],
+    ids=lambda content: str(content)[:60],
+)
+def test_a_file_cannot_have_anything_else_called(content):
+    with pytest.raises(SaveError):
+        decode_maker(content, nn.Module, Plain())

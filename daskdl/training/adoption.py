@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from daskdl.data.models import check_module
 from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.keras.module import as_module
 from daskdl.packed import PackedModel
 from daskdl.training.base import Outcome
 from daskdl.training.learning_rate import LearningRate, Scheduling
@@ -51,7 +52,7 @@ class Standing:
 
 
 def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Copy the user's module, or make it.
+    """Copy the user's module, or make it; a Keras model becomes a module of torch.
 
     Args:
         model: Not changed.
@@ -60,13 +61,14 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
     Raises:
         ModelError: If it is no module, or cannot be copied.
     """
+    model = as_module(model)
     if isinstance(model, nn.Module) or not callable(model):
         check_module(model)
         # Not a deep copy: what cannot travel is then named here.
         return PackedModel(model).unpack()
     with random_state_left_alone():
         torch.manual_seed(seed)
-        return model()
+        return as_module(model())  # type: ignore[no-any-return]
 
 
 def adopt(

@@ -27,6 +27,12 @@ _OPERATIONS = re.compile(r"keras\.src\.ops\.[a-z_]+")  # as `a + b` of two outpu
 _KERAS = re.compile(r"(tf_|tensorflow\.)?keras(\..*)?|builtins")
 _POLICIES = ("DTypePolicy", "FloatDTypePolicy")
 
+# They keep words, in files of their own.
+_VOCABULARIES = ("TextVectorization", "StringLookup", "IntegerLookup")
+
+# Parts of a layer, which have no place of their own to name.
+_SETTINGS = ("initializer", "regularizer", "dtype")
+
 # What the optimizers of torch would leave out without a word, or the replicas mix up.
 _UNTRAINABLE = {
     "_constraint": "a constraint, which no optimizer of torch keeps",
@@ -56,13 +62,15 @@ def _vetted(value: JSON, key: str, where: str) -> JSON:
     if not isinstance(value, dict):
         _check_setting(key, value, where)
         return value
-    kind = value.get("class_name")
-    if kind is None or "config" not in value:
+    if "class_name" not in value or "config" not in value:
         return {name: _vetted(part, name, where) for name, part in value.items()}
-    if kind in _PLAIN:
+    where = _place(value, key, where)
+    if not isinstance(value["class_name"], str):
+        _refuse(where, value["class_name"])
+    if value["class_name"] in _PLAIN:
         return value
     _check_setting(key, value, where)
-    return _object(value, key, _place(value, where))
+    return _object(value, key, where)
 
 
 def _check_setting(key: str, value: JSON, where: str) -> None:
@@ -87,11 +95,11 @@ def _object(value: dict[str, JSON], key: str, where: str) -> JSON:
     return made
 
 
-def _place(value: Mapping[str, JSON], where: str) -> str:
+def _place(value: Mapping[str, JSON], key: str, where: str) -> str:
     """How to speak of an object: of a layer by its name, else by where it is."""
     config = value["config"]
     name = config.get("name") if isinstance(config, dict) else None
-    return where if name is None else f"layer {name!r}"
+    return where if name is None or key.endswith(_SETTINGS) else f"layer {name!r}"
 
 
 def _activation(value: Mapping[str, JSON], where: str) -> str:
@@ -111,6 +119,8 @@ def _home(value: Mapping[str, JSON], key: str, where: str) -> str:
             f"{where} is a {kind}, which is made of code; nothing of a file is "
             "executed: use layers of Keras in its place"
         )
+    if kind in _VOCABULARIES:
+        raise ModelError(f"{where} is a {kind}; turn words into numbers beforehand")
     registered = value.get("registered_name") or kind
     if not isinstance(module, str) or not _KERAS.fullmatch(module):
         _refuse(where, f"{module}.{kind}" if module else kind)
@@ -126,7 +136,7 @@ def _home(value: Mapping[str, JSON], key: str, where: str) -> str:
 def _operation(kind: str, module: str, where: str) -> str:
     base = library().Operation
     try:
-        found = getattr(importlib.import_module(module), str(kind), None)
+        found = getattr(importlib.import_module(module), kind, None)
     except ImportError:
         found = None
     if not isinstance(found, type) or not issubclass(found, base):
@@ -137,11 +147,11 @@ def _operation(kind: str, module: str, where: str) -> str:
 def _namespace(kind: str, key: str, where: str) -> str:
     keras = library()
     space, base = _expected(keras, key)
-    found = getattr(space, str(kind), None)
+    found = getattr(space, kind, None)
     if not isinstance(found, type) or not issubclass(found, base):
         # An activation may be a layer, and so may what a wrapper wraps.
         space, base = keras.layers, keras.layers.Layer
-        found = getattr(space, str(kind), None)
+        found = getattr(space, kind, None)
     if not isinstance(found, type) or not issubclass(found, base):
         _refuse(where, kind)
     if space is keras.dtype_policies and kind not in _POLICIES:

@@ -71,6 +71,12 @@ def test_code_is_refused(given):
         vetted(sequential(given))
 
 
+@pytest.mark.parametrize("kind", ["TextVectorization", "StringLookup"])
+def test_vocabularies_are_refused(kind):
+    with pytest.raises(ModelError, match=f"layer 'mine' is a {kind}; turn words"):
+        vetted(sequential(layer(kind)))
+
+
 @pytest.mark.parametrize("name", ["get_file", "__init__.x", ["relu"]], ids=str)
 def test_a_function_must_be_an_activation(name):
     function = {"module": "keras.utils", "class_name": "function", "config": name}
@@ -97,7 +103,12 @@ def test_an_activation_is_written_by_name():
         ({"bias_constraint": "max_norm"}, "set bias_constraint to null"),
         ({"stateful": True}, "layer 'mine' has stateful=True"),
         (
-            {"dtype": {"class_name": "QuantizedDTypePolicy", "config": {}}},
+            {
+                "dtype": {
+                    "class_name": "QuantizedDTypePolicy",
+                    "config": {"name": "int8"},
+                }
+            },
             "layer 'mine' is quantised",
         ),
     ],

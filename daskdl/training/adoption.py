@@ -1,5 +1,6 @@
 """What a trainer goes on from: the start of a fit, and the end of the one before."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
 
     Args:
         model: Not changed.
-        seed: Of torch's generator, which is left as it was.
+        seed: Of torch's generator and Python's, which are left as they were.
 
     Raises:
         ModelError: If it is no module, or cannot be copied.
@@ -68,6 +69,7 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
         return PackedModel(model).unpack()
     with random_state_left_alone():
         torch.manual_seed(seed)
+        random.seed(seed)  # from it Keras draws a seed for each of its initialisers
         return as_module(model())  # type: ignore[no-any-return]
 
 

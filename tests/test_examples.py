@@ -108,7 +108,7 @@ def test_a_folder_of_images_is_packed_and_learned():
 def test_a_keras_model_is_trained_and_saved():
     heading, *epochs, accuracy, same = run(EXAMPLES / "keras_model.py")
 
-    assert heading == "digits: 7 layers, 37706 parameters"
+    assert heading == "digits: 7 layers, 19578 parameters"
     assert len(epochs) == 8
     assert number(epochs[-1]) < number(epochs[0]) / 3
     assert number(accuracy) >= 0.9

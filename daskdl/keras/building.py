@@ -35,8 +35,7 @@ def built(config: JSON, *, seeded: bool) -> Any:
         # Keras takes apart what it is given.
         own = json.loads(json.dumps(config))
         try:
-            with _sharing(keras):
-                model = keras.saving.deserialize_keras_object(own, safe_mode=True)
+            model = keras.saving.deserialize_keras_object(own, safe_mode=True)
         except WRONG as error:
             raise ModelError(
                 f"Keras {keras.__version__} cannot make the model: {gist(error)}"
@@ -55,8 +54,7 @@ def described(model: Any) -> JSON:
     """
     keras = library()
     try:
-        with _sharing(keras):
-            config = keras.saving.serialize_keras_object(model)
+        config = keras.saving.serialize_keras_object(model)
     except WRONG as error:
         raise ModelError(
             f"Keras cannot describe the model {model.name!r}: {gist(error)}"
@@ -83,8 +81,3 @@ def gist(error: BaseException) -> str:
     """The line of an error of Keras that says most: it shows all settings first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"
-
-
-def _sharing(keras: Any) -> Any:
-    """Layers that are in two places are described, and made, once."""
-    return keras.src.saving.serialization_lib.ObjectSharingScope()

@@ -165,7 +165,6 @@ def _variables(model: Any) -> Variables:
     found: Variables = {}
     for name, variable, trained in _weights_in(model, ""):
         if all(variable is not other for other, _ in found.values()):
-            name = name.replace(".", "_")  # torch takes no dots
             while name in found:
                 name += "_"
             found[name] = variable, trained
@@ -193,8 +192,8 @@ def _rebuilt(config: JSON, weights: Sequence[Tensor], training: bool) -> KerasMo
     variables = [variable for variable, _ in module._variables.values()]
     if len(variables) != len(weights):
         raise ModelError(
-            f"the model has {len(weights)} weights, and {len(variables)} when it is "
-            "built anew from its description"
+            f"the model has {len(weights)} weights, and {len(variables)} when Keras "
+            "makes it anew from its description: is a layer shared by two wrappers?"
         )
     with torch.no_grad():
         for variable, weight in zip(variables, weights, strict=True):

@@ -139,11 +139,11 @@ def _parsed(text: str | bytes, where: str) -> JSON:
 def _understood(config: JSON, where: str) -> JSON:
     """A description of either Keras, as Keras 3 writes it, of known layers only."""
     library()
-    if not isinstance(config, dict) or config.get("class_name") not in MODELS:
-        kind = config.get("class_name") if isinstance(config, dict) else type(config)
+    kind = config.get("class_name") if isinstance(config, dict) else type(config)
+    if kind not in MODELS or not isinstance(config.get("config"), dict | list):
         raise ModelError(
-            f"{where} is no Sequential or functional model of Keras: its class_name "
-            f"must be one of {', '.join(MODELS)}, got {kind!r}"
+            f"{where} is no Sequential or functional model of Keras: it must have a "
+            f"config, and a class_name out of {', '.join(MODELS)}, got {kind!r}"
         )
     try:
         return vetted(modern(config))

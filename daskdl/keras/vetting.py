@@ -7,7 +7,6 @@ its classes are only serves to refuse others. So nothing of a file is executed.
 import importlib
 import re
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any, NoReturn
 
 from daskdl.errors import ModelError
@@ -89,7 +88,7 @@ def _object(value: dict[str, JSON], key: str, where: str) -> JSON:
         "config": _vetted(value["config"], "", where),
         "registered_name": None,
     }
-    for name in ("name", "inbound_nodes", "shared_object_id"):
+    for name in ("name", "inbound_nodes"):
         if name in value:
             made[name] = _vetted(value[name], name, where)
     return made
@@ -147,27 +146,23 @@ def _operation(kind: str, module: str, where: str) -> str:
 def _namespace(kind: str, key: str, where: str) -> str:
     keras = library()
     space, base = _expected(keras, key)
-    found = getattr(space, kind, None)
-    if not isinstance(found, type) or not issubclass(found, base):
-        # An activation may be a layer, and so may what a wrapper wraps.
-        space, base = keras.layers, keras.layers.Layer
-        found = getattr(space, kind, None)
+    found = getattr(getattr(keras, space), kind, None)
     if not isinstance(found, type) or not issubclass(found, base):
         _refuse(where, kind)
-    if space is keras.dtype_policies and kind not in _POLICIES:
+    if space == "dtype_policies" and kind not in _POLICIES:
         raise ModelError(f"{where} is quantised ({kind}); only floating ones train")
-    return "keras" if space is keras.dtype_policies else str(space.__name__)
+    return "keras" if space == "dtype_policies" else f"keras.{space}"
 
 
-def _expected(keras: Any, key: str) -> tuple[ModuleType, type]:
+def _expected(keras: Any, key: str) -> tuple[str, type]:
     """Where the class of a setting is, and what it derives from."""
     if key.endswith("initializer"):
-        return keras.initializers, keras.Initializer
+        return "initializers", keras.Initializer
     if key.endswith("regularizer"):
-        return keras.regularizers, keras.Regularizer
+        return "regularizers", keras.Regularizer
     if key.endswith("dtype"):
-        return keras.dtype_policies, keras.DTypePolicy
-    return keras.layers, keras.layers.Layer
+        return "dtype_policies", keras.DTypePolicy
+    return "layers", keras.layers.Layer
 
 
 def _refuse(where: str, what: object) -> NoReturn:

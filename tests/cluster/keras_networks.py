@@ -18,3 +18,7 @@ def pictures(count=64):
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=2e-3)

@@ -59,12 +59,20 @@ def test_another_backend_in_the_environment_is_refused():
     )
 
 
+def imported(fake):
+    """Where the library has been imported already, and is something else."""
+    return f"import sys, types; sys.modules['keras'] = {fake}\n{REFUSED}"
+
+
 def test_keras_that_was_imported_with_another_backend_is_refused():
-    message = said("import keras" + REFUSED, KERAS_BACKEND="numpy")
+    backend = "types.SimpleNamespace(backend=lambda: 'jax')"
+    fake = f"types.SimpleNamespace(__version__='3.15.1', backend={backend})"
+
+    message = said(imported(fake), KERAS_BACKEND="torch")
 
     assert message.startswith(
         "Keras models are trained on Keras' backend 'torch', and keras has been "
-        "imported with 'numpy' in this process; set KERAS_BACKEND=torch before"
+        "imported with 'jax' in this process; set KERAS_BACKEND=torch before"
     )
 
 
@@ -77,9 +85,7 @@ def test_keras_that_was_imported_with_another_backend_is_refused():
     ids=["missing", "old"],
 )
 def test_keras_that_is_missing_or_old_is_refused(fake, message):
-    script = f"import sys, types; sys.modules['keras'] = {fake}\n{REFUSED}"
-
-    answer = said(script)
+    answer = said(imported(fake))
 
     assert message in answer
     assert "pip install daskdl[keras]" in answer

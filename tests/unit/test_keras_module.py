@@ -91,12 +91,16 @@ class TestParts:
 
         assert frozen == ["first/kernel", "first/bias"]
 
-    def test_layers_with_a_dot_in_their_name_are_parameters_too(self):
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(2, name="a.b")])
+    def test_cells_of_one_name_have_names_of_their_own(self):
+        cells = [layers.SimpleRNNCell(2, name="cell") for _ in range(2)]
+        model = keras.Sequential([keras.Input((3, 4)), layers.RNN(cells, name="rnn")])
 
         names = [name for name, _ in KerasModule(model).named_parameters()]
 
-        assert names == ["a_b/kernel", "a_b/bias"]
+        assert [name for name in names if "bias" in name] == [
+            "rnn/stacked_rnn_cells/cell/bias",
+            "rnn/stacked_rnn_cells/cell/bias_",
+        ]
 
     def test_what_it_does_not_have_is_looked_up_in_the_model(self):
         module = KerasModule(normalised())
@@ -257,13 +261,20 @@ class TestPickling:
         assert not other.keras.compiled
 
     def test_shared_layers_stay_shared(self):
-        dense, steps = layers.Dense(2), keras.Input((3, 4))
-        wrapped = [layers.TimeDistributed(dense)(steps) for _ in range(2)]
-        module = KerasModule(keras.Model(steps, wrapped))
+        shared, rows = layers.Dense(4), keras.Input((4,))
+        module = KerasModule(keras.Model(rows, [shared(rows), shared(shared(rows))]))
 
         other = copy.deepcopy(module)
 
         assert len(list(other.parameters())) == len(list(module.parameters())) == 2
+
+    def test_what_keras_would_not_share_any_more_is_refused(self):
+        dense, steps = layers.Dense(2), keras.Input((3, 4))
+        wrapped = [layers.TimeDistributed(dense)(steps) for _ in range(2)]
+        module = KerasModule(keras.Model(steps, wrapped))
+
+        with pytest.raises(ModelError, match="has 2 weights, and 4 when Keras makes"):
+            copy.deepcopy(module)
 
 
 class TestStructure:

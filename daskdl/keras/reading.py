@@ -94,6 +94,11 @@ def _read(given: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[JSON, str]
         return dict(given), "the configuration"
     if isinstance(given, str) and given.lstrip().startswith("{"):
         return _parsed(given, "the configuration"), "the configuration"
+    if not isinstance(given, str | os.PathLike):
+        raise ModelError(
+            "path_or_json must be the path of a file, JSON, or what json.loads made "
+            f"of it, got {given!r}"
+        )
     file = Path(given)
     return _parsed(file.read_bytes(), str(file)), str(file)
 

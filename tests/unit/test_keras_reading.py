@@ -121,6 +121,15 @@ class TestFromConfig:
         with pytest.raises(ModelError, match=re.escape(message)):
             from_config(given)
 
+    @pytest.mark.parametrize("given", [3, None, [1]], ids=str)
+    def test_what_is_neither_a_path_nor_json_is_refused(self, given):
+        with pytest.raises(ModelError, match="path_or_json must be the path of a file"):
+            from_config(given)
+
+    def test_a_file_that_is_not_there_is_no_model_error(self, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            from_config(tmp_path / "none.json")
+
     def test_a_model_of_unknown_shape_is_refused(self):
         dense = {"class_name": "Dense", "config": {"name": "d", "units": 2}}
         config = {

@@ -19,14 +19,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "time_major": (False,),
     "groups": (1,),
     "ragged": (False, None),
-    "loss_scale": (None,),
 }
 _ONLY_OF = {
     "groups": ("DepthwiseConv1D", "DepthwiseConv2D"),
     "ragged": ("InputLayer",),
 }
 # How something is computed, and shapes that Keras 3 finds out by itself.
-_DROPPED = ("batch_input_shape", "implementation", "input_length")
+_DROPPED = ("batch_input_shape", "implementation", "input_length", "loss_scale")
 
 
 def modern(value: JSON) -> JSON:
@@ -38,7 +37,7 @@ def modern(value: JSON) -> JSON:
     Raises:
         LookupError: If something is missing.
         TypeError: If something is of another kind than Keras writes.
-        ValueError: Likewise.
+        AttributeError: Likewise.
 
     Example:
         >>> modern({"class_name": "LeakyReLU", "config": {"alpha": 0.5}})

@@ -117,7 +117,9 @@ class KerasModule(nn.Module, Penalised):
         save(self._keras, path)
 
     def _device(self) -> str:
-        return str(next(self.parameters()).device)
+        variables = (variable for variable, _ in self._variables.values())
+        first = next(variables, None)
+        return "cpu" if first is None else str(first.value.device)
 
     def _draw_seeds_(self) -> None:
         if self._seeds:

@@ -23,6 +23,7 @@ def modern_graph(config: Mapping[str, JSON]) -> dict[str, JSON]:
     Raises:
         LookupError: If something is missing.
         TypeError: If something is of another kind than Keras writes.
+        AttributeError: Likewise.
     """
     layers = config["layers"]
     if not any(isinstance(node, list) for layer in layers for node in _nodes(layer)):
@@ -64,7 +65,7 @@ def _first_argument(part: JSON, nested: Set[str], kwargs: dict[str, JSON]) -> JS
     if not _is_reference(part):
         return [_first_argument(inner, nested, kwargs) for inner in part]
     if len(part) > 3:
-        kwargs.update(part[3])
+        kwargs.update(part[3].items())
     return part[2] if part[0] == _CONSTANT else _tensor(part, nested)
 
 

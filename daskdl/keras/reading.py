@@ -23,6 +23,8 @@ _MEMBERS = frozenset({_CONFIG, _WEIGHTS, "metadata.json"})
 # A description is kilobytes; more is a bomb, for json.loads takes it all into memory.
 MOST_CONFIG_BYTES = 64 * 2**20
 
+# What rewriting raises where something is missing, or of another kind.
+_MALFORMED = (LookupError, TypeError, AttributeError, RecursionError)
 # What `zipfile` raises where bytes are wrong, zlib included.
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 _DAMAGED = (*WRONG, *_BROKEN, OSError)
@@ -152,13 +154,5 @@ def _understood(config: JSON, where: str) -> JSON:
         )
     try:
         return vetted(modern(config))
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        if isinstance(error, ModelError):
-            raise
+    except _MALFORMED as error:
         raise ModelError(f"{where} is not as Keras writes it: {gist(error)}") from error

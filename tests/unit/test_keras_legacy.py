@@ -44,7 +44,7 @@ def test_settings_are_those_of_keras_3(kind, config, expected):
 def test_a_policy_has_its_new_name():
     policy = {"class_name": "Policy", "config": {"name": "mixed_float16"}}
 
-    made = settings("Dense", dtype={**policy, "config": {"loss_scale": None}})
+    made = settings("Dense", dtype={**policy, "config": {"loss_scale": {}}})
 
     assert made["dtype"] == {"class_name": "DTypePolicy", "config": {}}
 

@@ -287,6 +287,11 @@ class TestStructure:
         assert isinstance(outputs, tuple)
         assert torch.equal(outputs[0], 2 * ROWS)
 
+    def test_a_model_without_weights_can_be_asked(self):
+        module = KerasModule(keras.Sequential([keras.Input((4,)), layers.ReLU()]))
+
+        assert torch.equal(copy.deepcopy(module)(ROWS), ROWS.relu())
+
     def test_inputs_may_be_named(self):
         left, right = keras.Input((4,), name="left"), keras.Input((4,), name="right")
         model = keras.Model([left, right], [left - 2 * right, layers.Dense(1)(left)])

@@ -3,6 +3,7 @@
 Everything that runs a model on labelled rows takes either, and asks here.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,26 @@ def batch_loss(objective: Objective, module: nn.Module, batch: Batch) -> Tensor:
         return objective.function(module, batch)
     x, y = batch
     return objective(module(x), y)
+
+
+class Penalised(ABC):
+    """A module that adds something of its own to the loss it is trained with."""
+
+    @abstractmethod
+    def penalty(self) -> Tensor | None:
+        """What it adds after a forward pass, whatever the number of rows, or None."""
+
+
+def penalty_of(objective: Objective, module: nn.Module) -> Tensor | None:
+    """What a module adds to the loss of a step; a step of the user's own does itself.
+
+    Example:
+        >>> penalty_of(nn.MSELoss(), nn.Linear(1, 1)) is None
+        True
+    """
+    if isinstance(objective, OwnStep) or not isinstance(module, Penalised):
+        return None
+    return module.penalty()
 
 
 def on_device(objective: Objective, device: torch.device) -> Objective:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from daskdl.callbacks import Callback
+from daskdl.callbacks.base import Callback
+from daskdl.callbacks.early_stopping import EarlyStopping
+from daskdl.callbacks.evaluate import Evaluate
 from daskdl.failures import FailureInjection
 from daskdl.layers import LayerThresholds
 from daskdl.link_threshold import LinkThreshold
@@ -30,6 +32,7 @@ from daskdl.thresholds import (
     TargetSparsityThreshold,
     ThresholdAlgorithm,
 )
+from daskdl.training.averaging import ParameterAveraging
 from daskdl.training.base import TrainingMaster
 from daskdl.training.sharing import GradientSharing
 
@@ -58,6 +61,7 @@ KNOWN: Mapping[str, type] = {
     kind.__name__: kind
     for kind in (
         GradientSharing,
+        ParameterAveraging,
         AdaptiveThreshold,
         FixedThreshold,
         TargetSparsityThreshold,
@@ -66,6 +70,8 @@ KNOWN: Mapping[str, type] = {
         ResidualClipping,
         KeepResidual,
         FailureInjection,
+        EarlyStopping,
+        Evaluate,
     )
 }
 BASES = (TrainingMaster, ThresholdAlgorithm, ResidualPostProcessor, Callback)

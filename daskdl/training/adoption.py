@@ -1,5 +1,6 @@
 """What a trainer goes on from: the start of a fit, and the end of the one before."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from daskdl.data.models import check_module
 from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.keras.module import as_module
 from daskdl.packed import PackedModel
 from daskdl.training.base import Outcome
 from daskdl.training.learning_rate import LearningRate, Scheduling
@@ -53,22 +55,24 @@ class Standing:
 
 
 def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Copy the user's module, or make it.
+    """Copy the user's module, or make it; a Keras model becomes a module of torch.
 
     Args:
         model: Not changed.
-        seed: Of torch's generator, which is left as it was.
+        seed: Of torch's generator and Python's, which are left as they were.
 
     Raises:
         ModelError: If it is no module, or cannot be copied.
     """
+    model = as_module(model)
     if isinstance(model, nn.Module) or not callable(model):
         check_module(model)
         # Not a deep copy: what cannot travel is then named here.
         return PackedModel(model).unpack()
     with random_state_left_alone():
         torch.manual_seed(seed)
-        return model()
+        random.seed(seed)  # from it Keras draws a seed for each of its initialisers
+        return as_module(model())  # type: ignore[no-any-return]
 
 
 def adopt(

@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 from daskdl.data.batches import floating_dtype, rows_in, to_device
 from daskdl.data.models import trainable
 from daskdl.errors import ModelError, OptionError
-from daskdl.objective import Batch, Objective, batch_loss, is_sum, on_device
+from daskdl.objective import (
+    Batch,
+    Objective,
+    batch_loss,
+    is_sum,
+    on_device,
+    penalty_of,
+)
 from daskdl.training.options import check_whole
 
 Group = Sequence[Batch]
@@ -130,6 +137,9 @@ class Stepper:
             if rows_in(batch) != rows and not is_sum(self._objective):
                 # Not times a share: of equal batches this is the plain loss / k.
                 loss = loss / (rows / rows_in(batch))
+            penalty = penalty_of(self._objective, self._module)
+            if penalty is not None:
+                loss = loss + penalty * (rows_in(batch) / rows)
         scaled_loss = loss if self._scaler is None else self._scaler.scale(loss)
         scaled_loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()

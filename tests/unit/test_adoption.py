@@ -1,5 +1,7 @@
 """What a fit begins with, and what the next one goes on from."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,20 @@ class TestStartingModel:
         assert torch.equal(one.weight, same.weight)
         assert not torch.equal(one.weight, other.weight)
         assert torch.equal(torch.get_rng_state(), state)
+
+    def test_pythons_generator_is_under_the_seed_too_and_nobody_notices(self):
+        def drawn():
+            module = nn.Linear(1, 1)
+            nn.init.constant_(module.weight, random.random())
+            return module
+
+        state = random.getstate()
+
+        one, same, other = (starting_model(drawn, seed) for seed in (3, 3, 4))
+
+        assert torch.equal(one.weight, same.weight)
+        assert not torch.equal(one.weight, other.weight)
+        assert random.getstate() == state
 
     def test_anything_else_is_refused(self):
         with pytest.raises(ModelError, match="or a function that returns one, got 3"):

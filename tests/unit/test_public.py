@@ -13,6 +13,7 @@ import pytest
 
 import daskdl
 import daskdl.data
+import daskdl.keras
 from daskdl.channel import messages
 from daskdl.history import COLUMNS
 from daskdl.steps import STEP_COLUMNS
@@ -23,7 +24,11 @@ DOCS = ROOT / "docs"
 PUBLIC = {
     **{name: getattr(daskdl, name) for name in daskdl.__all__ if name[0] != "_"},
     **{f"data.{name}": getattr(daskdl.data, name) for name in daskdl.data.__all__},
+    **{f"keras.{name}": getattr(daskdl.keras, name) for name in daskdl.keras.__all__},
 }
+PACKAGES = pytest.mark.parametrize(
+    "package", [daskdl, daskdl.data, daskdl.keras], ids=lambda p: p.__name__
+)
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
@@ -33,12 +38,12 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
     return {name: re.split(r"(?<!\\) ?\| ?", cells) for name, cells in rows}
 
 
-@pytest.mark.parametrize("package", [daskdl, daskdl.data], ids=lambda p: p.__name__)
+@PACKAGES
 def test_every_public_name_is_there(package):
     assert [name for name in package.__all__ if not hasattr(package, name)] == []
 
 
-@pytest.mark.parametrize("package", [daskdl, daskdl.data], ids=lambda p: p.__name__)
+@PACKAGES
 def test_the_list_of_public_names_is_sorted_and_without_repeats(package):
     assert package.__all__ == sorted(set(package.__all__))
 
@@ -57,7 +62,8 @@ def test_the_reference_documents_the_public_names_and_no_others():
     documented = re.findall(r"^::: daskdl\.(\S+)$", (DOCS / "api.md").read_text(), re.M)
 
     of_data = [f"data.{name}" for name in daskdl.data.__all__]
-    assert sorted(documented) == sorted([*daskdl.__all__, *of_data])
+    of_keras = [f"keras.{name}" for name in daskdl.keras.__all__]
+    assert sorted(documented) == sorted([*daskdl.__all__, *of_data, *of_keras])
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -192,7 +198,7 @@ for path in root.rglob("*.py"):
         if isinstance(node, ast.ImportFrom):
             names = [node.module]
         for name in names:
-            if name.split(".")[0] not in {"daskdl", "pandas"}:
+            if name.split(".")[0] not in {"daskdl", "pandas", "keras"}:
                 importlib.import_module(name)
 
 import dask.config

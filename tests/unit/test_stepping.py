@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from daskdl.errors import ModelError, OptionError
-from daskdl.objective import OwnStep
+from daskdl.objective import OwnStep, Penalised
 from daskdl.training.stepping import Stepper, Stepping, rows_of, scaled
 
 CPU = torch.device("cpu")
@@ -39,6 +39,48 @@ def stepper(module, objective=None, lr=0.5, **options):
 
 def gradients(module):
     return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+
+
+class Held(nn.Linear, Penalised):
+    """Its weights are to be small."""
+
+    def penalty(self):
+        return self.weight.square().sum()
+
+
+class Free(Held):
+    def penalty(self):
+        return None
+
+
+def gradient_of_step(kind, objective, *sizes):
+    module = kind(3, 2)
+    torch.nn.init.constant_(module.weight, 0.25)
+    torch.nn.init.constant_(module.bias, -0.5)
+    value = stepper(module, objective).backward(batches(*sizes))
+    return value, module.weight.grad
+
+
+class TestPenalty:
+    @pytest.mark.parametrize("sizes", [(4,), (4, 4), (5, 2)], ids=str)
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_it_counts_once_in_a_step(self, sizes, reduction):
+        loss = nn.MSELoss(reduction=reduction)
+
+        value, gradient = gradient_of_step(Held, loss, *sizes)
+
+        without, expected = gradient_of_step(Free, loss, *sizes)
+        assert value == pytest.approx(without + 6 * 0.25**2, rel=1e-6)
+        torch.testing.assert_close(gradient, expected + 2 * 0.25)
+
+    def test_a_step_of_the_users_own_is_left_to_itself(self):
+        own = OwnStep(lambda model, batch: model(batch[0]).square().mean())
+
+        value, gradient = gradient_of_step(Held, own, 4)
+
+        without, expected = gradient_of_step(Free, own, 4)
+        assert value == without
+        assert torch.equal(gradient, expected)
 
 
 class TestAccumulation:

@@ -1,0 +1,60 @@
+"""Train a Keras model that is given as JSON, and save it for Keras.
+
+`keras_model.json` is what `model.to_json()` of Keras 2 wrote; that of Keras 3 is read
+as well. The model ends in a softmax, so the loss is one of probabilities.
+
+Run:  python examples/keras_model.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from dask.distributed import Client
+from sklearn.datasets import load_digits
+
+import daskdl
+from daskdl.keras import CrossEntropyOfProbabilities, from_config
+
+JSON = Path(__file__).with_name("keras_model.json")
+
+
+def main():
+    digits = load_digits()
+    X = (digits.images[..., np.newaxis] / 16).astype("float32")  # channels last
+    X, y, X_test, y_test = (
+        X[:1400],
+        digits.target[:1400],
+        X[1400:],
+        digits.target[1400:],
+    )
+    model = from_config(JSON)
+    print(
+        f"{model.name}: {len(model.layers)} layers, {model.count_params()} parameters"
+    )
+
+    with Client(n_workers=2, threads_per_worker=1) as client:
+        trainer = daskdl.Trainer(
+            model=model,
+            loss=CrossEntropyOfProbabilities(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+            client=client,
+        )
+        for row in trainer.fit(X, y, epochs=8, batch_size=32):
+            print(f"epoch {row['epoch']}  loss {row['loss']:.4f}")
+        print(f"test accuracy {trainer.evaluate(X_test, y_test)['accuracy']:.4f}")
+        predicted = trainer.predict(X_test)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "digits.keras"
+        trainer.model_.save(path)
+
+        import keras  # on the backend that daskdl has chosen
+
+        by_keras = keras.saving.load_model(path).predict(X_test, verbose=0)
+    print(f"Keras predicts the same: {np.allclose(predicted, by_keras, atol=1e-5)}")
+
+
+if __name__ == "__main__":
+    main()

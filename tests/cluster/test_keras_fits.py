@@ -1,0 +1,60 @@
+"""Keras models on workers that are processes of their own."""
+
+import numpy as np
+import pytest
+import torch
+
+from daskdl import DaskDLError, Trainer
+from daskdl.keras import CrossEntropyOfProbabilities, from_config
+from daskdl.keras.library import library
+from tests.cluster.clusters import cluster_of
+from tests.cluster.keras_networks import MODELS, adam, pictures
+from tests.cluster.problems import kept
+
+X, Y = pictures()
+
+
+def trainer(client, name="cifar10_keras2"):
+    """Of the network of eight convolutions, in step."""
+    return Trainer(
+        lambda: from_config(MODELS / f"{name}.json"),
+        CrossEntropyOfProbabilities(),
+        adam,
+        master=kept(max_staleness=0),
+        client=client,
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["cifar10_keras2", "cifar10_keras3"])
+def test_two_workers_train_the_network_and_keras_says_the_same(client, name, tmp_path):
+    own = trainer(client, name)
+
+    history = own.fit(X, Y, epochs=6, batch_size=8)
+    predicted = own.predict(X)
+    own.model_.save(tmp_path / "trained.keras")
+
+    assert history.column("replicas") == [2] * 6
+    assert history[-1]["loss"] < 0.97 * history[0]["loss"]
+    loaded = library().saving.load_model(tmp_path / "trained.keras")
+    for model in (own.model_, loaded):
+        by_keras = model.predict(X, verbose=0)
+        np.testing.assert_allclose(predicted, by_keras, rtol=0, atol=1e-5)
+
+
+def test_dropout_is_repeatable_from_the_seed(client):
+    states = []
+    for _ in range(2):
+        own = trainer(client)
+        own.fit(X[:32], Y[:32], batch_size=8)
+        states.append(own.model_.state_dict())
+
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_workers_on_another_backend_say_so():
+    with cluster_of(1, env={"KERAS_BACKEND": "jax"}) as client:
+        own = trainer(client)
+
+        with pytest.raises(DaskDLError, match="KERAS_BACKEND is 'jax' in this process"):
+            own.fit(X, Y, batch_size=8)

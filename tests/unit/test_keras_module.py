@@ -1,0 +1,367 @@
+"""A Keras model is a module like any other."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl.buffers import load_buffers_, pack_buffers
+from daskdl.errors import ModelError
+from daskdl.keras.library import library
+from daskdl.keras.module import KerasModule, as_module
+from daskdl.packed import PackedModel
+from daskdl.vectors import FlatParameters
+
+keras = library()
+layers = keras.layers
+ROWS = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+
+
+def normalised(**options):
+    """A model with batch normalisation and dropout."""
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(6, name="first", **options),
+            layers.BatchNormalization(name="normal"),
+            layers.Dropout(0.5),
+            layers.Dense(2, name="last"),
+        ],
+        name="normalised",
+    )
+
+
+def everything():
+    """A model of all that is awkward."""
+    text = keras.Input((5,), dtype="int32", name="text")
+    image = keras.Input((8, 8, 3), name="image")
+    shared = layers.Dense(3, name="shared")
+    inner = keras.Sequential(
+        [keras.Input((3,)), layers.Dense(3), layers.BatchNormalization()], name="inner"
+    )
+    words = layers.Embedding(10, 4, mask_zero=True)(text)
+    words = layers.Bidirectional(layers.LSTM(2, return_sequences=True))(words)
+    seen = layers.MultiHeadAttention(2, 2)(words, words)
+    words = shared(layers.GRU(3)(layers.LayerNormalization()(words + seen)))
+    patch = layers.SeparableConv2D(3, 3, activation=layers.ReLU())(image)
+    patch = layers.GaussianNoise(0.1)(layers.PReLU()(patch))
+    patch = inner(shared(layers.GlobalAveragePooling2D()(patch)))
+    return keras.Model(
+        {"text": text, "image": image},
+        {"sum": layers.Add()([words, inner(patch)]), "first": patch[:, :1] * 2},
+    )
+
+
+def inputs_of_everything():
+    draw = torch.Generator().manual_seed(1)
+    return {
+        "text": torch.randint(0, 10, (3, 5), generator=draw),
+        "image": torch.randn(3, 8, 8, 3, generator=draw),
+    }
+
+
+def moving_mean(module):
+    return dict(module.named_buffers())["normal/moving_mean"]
+
+
+class TestParts:
+    def test_trained_weights_are_parameters_and_others_are_buffers(self):
+        module = KerasModule(normalised())
+
+        assert [name for name, _ in module.named_parameters()] == [
+            "first/kernel",
+            "first/bias",
+            "normal/gamma",
+            "normal/beta",
+            "last/kernel",
+            "last/bias",
+        ]
+        assert [name for name, _ in module.named_buffers()] == [
+            "normal/moving_mean",
+            "normal/moving_variance",
+        ]
+
+    def test_frozen_layers_have_frozen_parameters_not_buffers(self):
+        module = KerasModule(normalised(trainable=False))
+
+        frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
+
+        assert frozen == ["first/kernel", "first/bias"]
+
+    def test_cells_of_one_name_have_names_of_their_own(self):
+        cells = [layers.SimpleRNNCell(2, name="cell") for _ in range(2)]
+        model = keras.Sequential([keras.Input((3, 4)), layers.RNN(cells, name="rnn")])
+
+        names = [name for name, _ in KerasModule(model).named_parameters()]
+
+        assert [name for name in names if "bias" in name] == [
+            "rnn/stacked_rnn_cells/cell/bias",
+            "rnn/stacked_rnn_cells/cell/bias_",
+        ]
+
+    def test_what_it_does_not_have_is_looked_up_in_the_model(self):
+        module = KerasModule(normalised())
+
+        assert module.count_params() == module.keras.count_params()
+        assert module.layers[0].name == "first"
+        with pytest.raises(AttributeError, match="nothing_of_this_name"):
+            module.nothing_of_this_name  # noqa: B018
+
+    def test_it_says_which_model_it_is(self):
+        assert repr(KerasModule(normalised())) == "KerasModule(Sequential 'normalised')"
+
+
+class TestModes:
+    def test_training_looks_at_the_batch_and_evaluation_does_not(self):
+        module = KerasModule(normalised())
+        before = moving_mean(module).clone()
+
+        module.eval()(ROWS)
+        still = moving_mean(module).clone()
+        module.train()(ROWS)
+
+        assert torch.equal(before, still)
+        assert not torch.equal(before, moving_mean(module))
+
+    def test_evaluation_is_what_keras_predicts(self):
+        module = KerasModule(normalised()).eval()
+
+        with torch.inference_mode():
+            own = module(ROWS).numpy()
+
+        np.testing.assert_array_equal(own, module.predict(ROWS.numpy(), verbose=0))
+
+    @pytest.mark.parametrize(
+        "layer",
+        [
+            layers.Dropout(0.5),
+            layers.Dropout(0.5, seed=3),
+            layers.GaussianNoise(1.0),
+            layers.SpatialDropout1D(0.5, seed=3),
+        ],
+        ids=["dropout", "seeded", "noise", "spatial"],
+    )
+    def test_torchs_generator_decides_what_is_random(self, layer):
+        model = keras.Sequential([keras.Input((4, 64)), layer, layers.Dense(1)])
+        module, copied = KerasModule(model), PackedModel(KerasModule(model)).unpack()
+        rows = torch.ones(2, 4, 64)
+
+        def drawn(one, seed):
+            torch.manual_seed(seed)
+            return [one(rows), one(rows)]
+
+        first, second = drawn(module, 0)
+        again, _ = drawn(copied.train(), 0)
+        other, _ = drawn(copied, 1)
+
+        assert torch.equal(first, again)
+        assert not torch.equal(first, second)
+        assert not torch.equal(first, other)
+
+
+class TestSharedMemory:
+    def test_flat_parameters_are_those_of_keras(self):
+        module = KerasModule(normalised())
+        flat = FlatParameters(module)
+
+        flat.groups[0].flat.fill_(0.5)
+
+        assert (module.keras.get_layer("first").get_weights()[0] == 0.5).all()
+
+    def test_an_optimizer_moves_the_weights_of_keras(self):
+        module = KerasModule(normalised())
+        FlatParameters(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        before = module.predict(ROWS.numpy(), verbose=0)
+
+        module(ROWS).square().sum().backward()
+        optimizer.step()
+
+        assert not np.allclose(before, module.predict(ROWS.numpy(), verbose=0))
+
+    def test_buffers_are_those_of_keras(self):
+        module = KerasModule(normalised())
+        packed = pack_buffers(module)
+
+        load_buffers_(module, packed._replace(floating_F=packed.floating_F + 2.0))
+
+        mean, variance = module.keras.get_layer("normal").get_weights()[2:]
+        assert (mean == 2.0).all()
+        assert (variance == 3.0).all()
+
+    def test_they_are_still_after_a_move(self):
+        module = KerasModule(normalised())
+        # Memory of its own for every tensor, as on the way to an accelerator.
+        module._apply(lambda tensor: tensor.detach().clone())
+
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.fill_(0.25)
+
+        assert all((weight == 0.25).all() for weight in module.keras.get_weights())
+
+    def test_a_state_dict_is_ordinary(self):
+        module, other = KerasModule(normalised()), KerasModule(normalised())
+
+        other.load_state_dict(module.state_dict())
+
+        assert len(module.state_dict()) == 8
+        assert torch.equal(other.eval()(ROWS), module.eval()(ROWS))
+
+
+class TestPickling:
+    @pytest.mark.parametrize(
+        "copied",
+        [
+            copy.deepcopy,
+            lambda module: pickle.loads(pickle.dumps(module)),
+            lambda module: PackedModel(module).unpack(),
+        ],
+        ids=["deepcopy", "pickle", "packed"],
+    )
+    def test_a_copy_says_the_same_and_has_memory_of_its_own(self, copied):
+        module = KerasModule(everything()).eval()
+        x = inputs_of_everything()
+
+        other = copied(module)
+        said, told = module(x), other(x)
+
+        assert not other.training
+        assert said.keys() == told.keys() == {"sum", "first"}
+        assert all(torch.equal(said[name], told[name]) for name in said)
+        assert [n for n, _ in other.named_parameters()] == [
+            n for n, _ in module.named_parameters()
+        ]
+        pairs = zip(other.parameters(), module.parameters(), strict=True)
+        assert all(one.data_ptr() != two.data_ptr() for one, two in pairs)
+
+    def test_what_was_frozen_meanwhile_is_frozen_in_a_copy(self):
+        module = KerasModule(normalised())
+        module.keras.get_layer("normal").trainable = False
+
+        other = PackedModel(module).unpack()
+        before = moving_mean(other).clone()
+        other.train()(ROWS)
+
+        assert [n for n, p in other.named_parameters() if not p.requires_grad] == [
+            "normal/gamma",
+            "normal/beta",
+        ]
+        assert torch.equal(before, moving_mean(other))
+
+    def test_what_it_was_compiled_with_does_not_travel(self):
+        model = normalised()
+        model.compile("adam", "mse")
+
+        other = copy.deepcopy(KerasModule(model))
+
+        assert not other.keras.compiled
+
+    def test_shared_layers_stay_shared(self):
+        shared, rows = layers.Dense(4), keras.Input((4,))
+        module = KerasModule(keras.Model(rows, [shared(rows), shared(shared(rows))]))
+
+        other = copy.deepcopy(module)
+
+        assert len(list(other.parameters())) == len(list(module.parameters())) == 2
+
+    def test_what_keras_would_not_share_any_more_is_refused(self):
+        dense, steps = layers.Dense(2), keras.Input((3, 4))
+        wrapped = [layers.TimeDistributed(dense)(steps) for _ in range(2)]
+        module = KerasModule(keras.Model(steps, wrapped))
+
+        with pytest.raises(ModelError, match="has 2 weights, and 4 when Keras makes"):
+            copy.deepcopy(module)
+
+
+class TestStructure:
+    def test_two_outputs_are_a_tuple(self):
+        left, right = keras.Input((4,)), keras.Input((4,))
+        model = keras.Model([left, right], [left + right, layers.Dense(1)(left)])
+
+        outputs = KerasModule(model)((ROWS, ROWS))
+
+        assert isinstance(outputs, tuple)
+        assert torch.equal(outputs[0], 2 * ROWS)
+
+    def test_a_model_without_weights_can_be_asked(self):
+        module = KerasModule(keras.Sequential([keras.Input((4,)), layers.ReLU()]))
+
+        assert torch.equal(copy.deepcopy(module)(ROWS), ROWS.relu())
+
+    def test_inputs_may_be_named(self):
+        left, right = keras.Input((4,), name="left"), keras.Input((4,), name="right")
+        model = keras.Model([left, right], [left - 2 * right, layers.Dense(1)(left)])
+
+        first, _ = KerasModule(model)({"right": ROWS, "left": ROWS})
+
+        assert torch.equal(first, -ROWS)
+
+
+class TestPenalty:
+    def test_it_is_what_regularisers_say(self):
+        module = KerasModule(normalised(kernel_regularizer=keras.regularizers.L2(0.5)))
+        kernel = dict(module.named_parameters())["first/kernel"]
+
+        module(ROWS)
+        penalty = module.penalty()
+        penalty.backward()
+
+        torch.testing.assert_close(penalty, 0.5 * kernel.detach().square().sum())
+        torch.testing.assert_close(kernel.grad, kernel.detach())
+
+    def test_it_is_of_the_last_forward_pass(self):
+        module = KerasModule(normalised(activity_regularizer="l2"))
+
+        module(ROWS)
+        module(ROWS)
+        twice = module.penalty()
+        module(ROWS)
+
+        torch.testing.assert_close(twice, module.penalty())
+
+    def test_there_is_none_without(self):
+        assert KerasModule(normalised()).penalty() is None
+
+
+class TestRefusals:
+    def test_a_model_of_ones_own_is_refused_by_name(self):
+        class Mine(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.last = layers.Dense(2)
+
+            def call(self, x):
+                return self.last(x)
+
+        model = Mine()
+        model(ROWS)
+
+        with pytest.raises(ModelError, match="Mine"):
+            KerasModule(model)
+
+    def test_a_layer_of_ones_own_is_refused_by_name(self):
+        class Mine(layers.Layer):
+            def call(self, x):
+                return x
+
+        model = keras.Sequential([keras.Input((4,)), Mine(name="mine")])
+
+        with pytest.raises(ModelError, match=r"layer 'mine' is or has a .*Mine"):
+            KerasModule(model)
+
+    def test_a_model_of_unknown_shape_is_refused(self):
+        with pytest.raises(ModelError, match=r"begin the model with a keras\.Input"):
+            KerasModule(keras.Sequential([layers.Dense(2)]))
+
+
+class TestAsModule:
+    def test_a_keras_model_becomes_one(self):
+        assert isinstance(as_module(normalised()), KerasModule)
+
+    @pytest.mark.parametrize("value", [nn.ReLU(), 3, None, normalised], ids=str)
+    def test_anything_else_stays_as_it_is(self, value):
+        assert as_module(value) is value

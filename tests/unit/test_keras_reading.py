@@ -1,0 +1,307 @@
+"""Models from JSON and from files; whatever is in them, only they are made."""
+
+import contextlib
+import json
+import random
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from daskdl.errors import DaskDLError, ModelError
+from daskdl.keras import from_config, from_saved
+from daskdl.keras.library import library
+from daskdl.keras.module import KerasModule
+
+keras = library()
+MODELS = Path(__file__).parents[1] / "keras_models"
+NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
+CIFAR = MODELS / "cifar10_keras2.json"
+FUZZED = 60  # each takes about 10 ms
+
+
+def small():
+    return KerasModule(
+        keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="last")])
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "small.keras"
+    small().save(path)
+    return path
+
+
+def rewritten(path, target, **members):
+    """The file with other members; None leaves one out."""
+    with zipfile.ZipFile(path) as before, zipfile.ZipFile(target, "w") as after:
+        held = {name: before.read(name) for name in before.namelist()}
+        for name, content in {**held, **members}.items():
+            if content is not None:
+                after.writestr(name, content)
+    return target
+
+
+class TestFromConfig:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_it_is_read_from_a_file(self, name):
+        module = from_config(MODELS / f"{name}.json")
+
+        assert isinstance(module, KerasModule)
+        assert module.keras.name == name.removesuffix("_keras2").removesuffix("_keras3")
+
+    @pytest.mark.parametrize("given", [str, json.dumps, dict], ids=lambda f: f.__name__)
+    def test_it_may_be_a_path_json_or_what_json_says(self, given):
+        path = MODELS / "two_by_two_keras2.json"
+        value = path if given is str else json.loads(path.read_text())
+
+        assert from_config(given(value)).keras.name == "two_by_two"
+
+    @pytest.mark.parametrize("name", ["cifar10", "two_by_two"])
+    def test_both_kerases_mean_the_same(self, name):
+        two, three = (from_config(MODELS / f"{name}_keras{i}.json") for i in (2, 3))
+        three.load_state_dict(two.state_dict())
+        draw = torch.Generator().manual_seed(0)
+        shapes = {"cifar10": [(32, 32, 3)], "two_by_two": [(4,), (3,)]}[name]
+        x = tuple(torch.randn(2, *shape, generator=draw) for shape in shapes)
+        x = x if len(x) > 1 else x[0]
+
+        assert json.loads(two.to_json()) == json.loads(three.to_json())
+        torch.testing.assert_close(two.eval()(x), three.eval()(x), rtol=0, atol=0)
+
+    def test_the_network_has_the_layers_it_is_named_for(self):
+        kinds = [type(layer).__name__ for layer in from_config(CIFAR).layers]
+
+        assert {kind: kinds.count(kind) for kind in kinds} == {
+            "Conv2D": 8,
+            "MaxPooling2D": 2,
+            "Dropout": 2,
+            "Flatten": 1,
+            "Dense": 3,
+        }
+
+    def test_the_seed_of_torch_decides_the_weights(self):
+        kernels = []
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
+            kernels.append(from_config(CIFAR).state_dict()["dense/kernel"])
+
+        assert torch.equal(kernels[0], kernels[1])
+        assert not torch.equal(kernels[0], kernels[2])
+
+    def test_nested_models_of_keras_2_are_understood(self):
+        module = from_config(nested_of_keras_2())
+        x = torch.randn(2, 4)
+
+        first, second = module.eval()(x)
+
+        weights = module.state_dict()
+        once = x @ weights["inner/dense/kernel"]
+        torch.testing.assert_close(first, once)
+        torch.testing.assert_close(second, once @ weights["inner/dense/kernel"])
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ("{", "the configuration is no JSON"),
+            ("{}", "class_name out of Functional, Model, Sequential, got None"),
+            ('{"class_name": "Dense"}', "got 'Dense'"),
+            ('{"class_name": "Sequential"}', "it must have a config"),
+            ('{"class_name": "Sequential", "config": {}}', "KeyError: 'layers'"),
+            ('{"class_name": "Sequential", "config": 3}', "it must have a config"),
+            ('{"class_name": "Functional", "config": {"layers": 3}}', "TypeError"),
+            ('{"a":' * 20_000 + "0" + "}" * 20_000, "RecursionError"),
+        ],
+        ids=["cut", "empty", "layer", "no-config", "no-layers", "int", "graph", "deep"],
+    )
+    def test_what_is_no_model_is_refused(self, given, message):
+        with pytest.raises(ModelError, match=re.escape(message)):
+            from_config(given)
+
+    @pytest.mark.parametrize("given", [3, None, [1]], ids=str)
+    def test_what_is_neither_a_path_nor_json_is_refused(self, given):
+        with pytest.raises(ModelError, match="path_or_json must be the path of a file"):
+            from_config(given)
+
+    def test_a_file_that_is_not_there_is_no_model_error(self, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            from_config(tmp_path / "none.json")
+
+    def test_a_model_of_unknown_shape_is_refused(self):
+        dense = {"class_name": "Dense", "config": {"name": "d", "units": 2}}
+        config = {
+            "class_name": "Sequential",
+            "config": {"name": "s", "layers": [dense]},
+        }
+
+        with pytest.raises(ModelError, match="batch_input_shape in the first layer"):
+            from_config(config)
+
+
+def nested_of_keras_2():
+    """A model that applies another one twice, as Keras 2.4 writes it."""
+    start = {
+        "class_name": "InputLayer",
+        "config": {"batch_input_shape": [None, 4], "name": "start"},
+    }
+    dense = {
+        "class_name": "Dense",
+        "config": {"name": "dense", "units": 4, "use_bias": False},
+    }
+    inner = {
+        "class_name": "Functional",
+        "config": {
+            "name": "inner",
+            "layers": [
+                {**start, "name": "start", "inbound_nodes": []},
+                {
+                    **dense,
+                    "name": "dense",
+                    "inbound_nodes": [[["start", 0, 0, {}]]],
+                },
+            ],
+            "input_layers": [["start", 0, 0]],
+            "output_layers": [["dense", 0, 0]],
+        },
+        "name": "inner",
+        "inbound_nodes": [[["outer", 0, 0, {}]], [["inner", 1, 0, {}]]],
+    }
+    outer = {
+        "class_name": "InputLayer",
+        "config": {"batch_input_shape": [None, 4], "name": "outer"},
+        "name": "outer",
+        "inbound_nodes": [],
+    }
+    return {
+        "class_name": "Functional",
+        "config": {
+            "name": "twice",
+            "layers": [outer, inner],
+            "input_layers": [["outer", 0, 0]],
+            "output_layers": [["inner", 1, 0], ["inner", 2, 0]],
+        },
+        "keras_version": "2.4.0",
+        "backend": "tensorflow",
+    }
+
+
+class TestFromSaved:
+    def test_it_says_what_the_saved_one_said(self, saved):
+        x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+
+        module = from_saved(saved)
+
+        expected = keras.saving.load_model(saved).predict(x, verbose=0)
+        with torch.no_grad():
+            np.testing.assert_array_equal(module.eval()(torch.from_numpy(x)), expected)
+
+    def test_a_compiled_one_is_loaded_without_that(self, tmp_path):
+        model = small().keras
+        model.compile("adam", "mse")
+        model.fit(np.zeros((4, 4)), np.zeros((4, 3)), verbose=0)
+        model.save(tmp_path / "compiled.keras")
+
+        module = from_saved(tmp_path / "compiled.keras")
+
+        assert not module.keras.compiled
+        np.testing.assert_array_equal(module.get_weights()[0], model.get_weights()[0])
+
+    def test_another_ending_is_refused(self, tmp_path):
+        with pytest.raises(ModelError, match=r"ends in '.keras', got .*model.h5"):
+            from_saved(tmp_path / "model.h5")
+
+    def test_a_file_that_is_not_there_is_no_model_error(self, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            from_saved(tmp_path / "none.keras")
+
+    @pytest.mark.parametrize(
+        ("members", "message"),
+        [
+            ({"config.json": None}, "has no config.json"),
+            ({"model.weights.h5": None}, "has no model.weights.h5"),
+            ({"config.json": b"{"}, "config.json is no JSON"),
+            ({"model.weights.h5": b"nonsense"}, "has not the weights of its model"),
+            ({"assets/x": b"words"}, "has 'assets/x' beside the model"),
+            ({"../evil": b"x"}, "has '../evil' beside the model"),
+        ],
+        ids=["config", "weights", "json", "h5", "assets", "path"],
+    )
+    def test_other_members_are_refused(self, saved, tmp_path, members, message):
+        path = rewritten(saved, tmp_path / "other.keras", **members)
+
+        with pytest.raises(ModelError, match=re.escape(message)):
+            from_saved(path)
+
+    def test_weights_of_another_model_are_refused(self, saved, tmp_path):
+        other = KerasModule(
+            keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, name="last")])
+        )
+        other.save(tmp_path / "other.keras")
+        with zipfile.ZipFile(tmp_path / "other.keras") as archive:
+            config = archive.read("config.json")
+
+        path = rewritten(saved, tmp_path / "mixed.keras", **{"config.json": config})
+
+        with pytest.raises(ModelError, match="has not the weights of its model"):
+            from_saved(path)
+
+    def test_code_in_a_file_is_not_executed(self, tmp_path):
+        ran = tmp_path / "ran"
+        function = f"lambda x: (__import__('pathlib').Path({str(ran)!r}).touch(), x)[1]"
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Lambda(eval(function), name="evil")]
+        )
+        model.save(tmp_path / "evil.keras")
+        ran.unlink(missing_ok=True)  # Keras tries it out when the model is made
+
+        with pytest.raises(ModelError, match="layer 'evil' is a Lambda"):
+            from_saved(tmp_path / "evil.keras")
+
+        assert not ran.exists()
+
+    @pytest.mark.parametrize("kind", ["flipped", "cut"])
+    def test_damage_is_a_model_error_or_harmless(self, saved, tmp_path, kind):
+        whole, draw = saved.read_bytes(), random.Random(0)
+        path = tmp_path / "damaged.keras"
+        refused = 0
+
+        for _ in range(FUZZED):
+            data = bytearray(whole)
+            if kind == "cut":
+                del data[draw.randrange(len(data)) :]
+            else:
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            path.write_bytes(data)
+            with contextlib.suppress(DaskDLError):
+                from_saved(path)
+                continue
+            refused += 1
+
+        assert refused > FUZZED / 4
+
+    def test_a_description_of_any_size_is_not_read(self, saved, tmp_path, monkeypatch):
+        monkeypatch.setattr("daskdl.keras.reading.MOST_CONFIG_BYTES", 100)
+
+        with pytest.raises(ModelError, match=r"config.json has \d+ bytes, more than"):
+            from_saved(saved)
+
+
+def test_json_with_other_values_is_refused_or_harmless():
+    text = (MODELS / "two_by_two_keras2.json").read_text()
+    draw, refused = random.Random(0), 0
+    numbers = list(re.finditer(r"\b\d+\b|null|true|false|\"[a-zA-Z_]+\"", text))
+
+    for _ in range(FUZZED):
+        found = draw.choice(numbers)
+        other = draw.choice(["null", "-1", "[]", "{}", '"x"', "1e30", '["x", 0, 0]'])
+        damaged = text[: found.start()] + other + text[found.end() :]
+        with contextlib.suppress(DaskDLError):
+            from_config(damaged)
+            continue
+        refused += 1
+
+    assert refused > FUZZED / 4

@@ -82,13 +82,32 @@ def pack_rows(numbered: Sequence[tuple[int, StepRow]]) -> bytes:
     return np.array(packed, LAYOUT).tobytes()
 
 
-def unpack_rows(packed: bytes) -> list[tuple[int, StepRow]]:
-    """Read what :func:`pack_rows` wrote."""
+def unpack_rows(
+    packed: bytes, layout: np.dtype[Any] = LAYOUT
+) -> list[tuple[int, StepRow]]:
+    """Read what :func:`pack_rows` wrote.
+
+    Args:
+        packed: Whole rows.
+        layout: With which they were written, perhaps by another release: columns that
+            it lacks are as in a row without them, and others are passed over.
+
+    Raises:
+        ValueError: If the bytes are no rows of it, or it lacks what a row must have.
+    """
+    names = layout.names or ()
+    if "number" not in names:
+        raise ValueError(f"rows of steps need their numbers, got {names}")
+    columns = {name: i for i, name in enumerate(names) if name in StepRow._fields}
     rows = []
-    for number, *values in np.frombuffer(packed, LAYOUT).tolist():
-        row = StepRow(*values)
-        kind: Any = row.kind
-        rows.append((number, row._replace(kind=kind.decode() or None)))
+    try:
+        at = names.index("number")
+        for values in np.frombuffer(packed, layout).tolist():
+            row = StepRow(**{name: values[i] for name, i in columns.items()})
+            kind: Any = row.kind
+            rows.append((values[at], row._replace(kind=kind.decode() or None)))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"rows of {names} are none of steps: {error}") from error
     return rows
 
 

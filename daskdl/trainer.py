@@ -11,20 +11,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks.base import Callback
-from daskdl.cluster import check_outlives
 from daskdl.data.batches import Transform
-from daskdl.data.collections import is_lazy
 from daskdl.data.formats.loaders import Loader
 from daskdl.data.options import Approach, OnBad, ReadOptions, one_of
-from daskdl.data.sources import source_of
-from daskdl.errors import OptionError
 from daskdl.fitted import saves
 from daskdl.fitted.arguments import NAMES
 from daskdl.fitted.fitted import Fitted
 from daskdl.fitting import Fitting, Run
 from daskdl.history import History
-from daskdl.objective import Loss, OwnStep, objective_of
+from daskdl.objective import Loss, objective_of
 from daskdl.sites import site_of
+from daskdl.trained import Trained
 from daskdl.training.adoption import Standing, starting_model
 from daskdl.training.base import TrainingMaster
 from daskdl.training.learning_rate import Scheduling
@@ -36,7 +33,7 @@ from daskdl.training.stepping import Stepping
 
 
 @dataclass(eq=False)
-class Trainer:
+class Trainer(Trained):
     """Train a PyTorch model on a Dask cluster, or with threads of this process.
 
     With ``client=False`` there is no cluster and no scheduler: the replicas are
@@ -208,74 +205,6 @@ class Trainer:
                 self._adopt(model, run)
         return self.history_
 
-    def evaluate(
-        self,
-        X: Any,
-        y: Any = None,
-        *,
-        batch_size: int = 64,
-        transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        on_bad_batch: OnBad = "raise",
-    ) -> dict[str, float]:
-        """Score `model_`, on the cluster or in this process.
-
-        Args:
-            X: Inputs, of the kinds that :meth:`fit` takes.
-            y: Labels, likewise.
-            batch_size: Rows per forward pass.
-            transform: See :meth:`fit`, as those that follow.
-            loader: For files.
-            collate_fn: For datasets.
-            on_bad_batch: What to do about parts that cannot be read.
-
-        Returns:
-            ``"loss"``, and for class indices ``"accuracy"``, means over all rows;
-            with a `step` the loss only.
-        """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-        objective = self._method(None).objective
-        labelled = not isinstance(objective, OwnStep)
-        source = source_of(X, y, read.source(None, labelled))
-        with site_of(self.client) as site:
-            return site.evaluate(self._fitted(), objective, source, read)
-
-    def predict(
-        self,
-        X: Any,
-        *,
-        batch_size: int = 64,
-        transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-    ) -> Any:
-        """Apply `model_(x)` to every row, on the cluster or in this process.
-
-        Args:
-            X: Inputs, of the kinds that :meth:`fit` takes; labels that come with them
-                are passed over.
-            batch_size: Rows per forward pass.
-            transform: See :meth:`fit`, as those that follow; y is None for it.
-            loader: For files.
-            collate_fn: For datasets.
-
-        Returns:
-            The outputs in order. Of Dask's collections, lazy ones of the same kind; a
-            tensor of tensors, and of all else a numpy array. Where the model returns
-            tuples or dicts, such of these.
-
-        Raises:
-            OptionError: If it would be lazy, and no cluster is there to compute it.
-        """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn)
-        if is_lazy(X):
-            check_outlives(self.client)
-        with site_of(self.client) as site:
-            return site.predict(self._fitted(), X, read)
-
     def save(self, url: Any, optimizer: bool = True) -> None:
         """Save what is needed to predict, to evaluate and to fit on.
 
@@ -325,11 +254,6 @@ class Trainer:
         trainer.history_, trainer.classes_ = fitted.history, fitted.classes
         trainer._show(fitted.model)
         return trainer
-
-    def _fitted(self) -> nn.Module:
-        if not hasattr(self, "model_"):
-            raise OptionError("the trainer has no model_ yet; call fit first")
-        return self.model_
 
     def _method(self, transform: Transform | None) -> Method:
         return Method(

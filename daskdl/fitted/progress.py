@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,12 +14,16 @@ from daskdl.errors import OptionError, SaveError
 from daskdl.fitted.fitted import Fitted, new_optimizer
 from daskdl.history import History
 from daskdl.saving.plain import Json, Plain
-from daskdl.steps import unpack_rows
+from daskdl.steps import LAYOUT, unpack_rows
+from daskdl.stopping import Stopping
 from daskdl.thresholds import Sent
 from daskdl.training.adoption import Moved
 from daskdl.training.base import Outcome
 from daskdl.training.learning_rate import LearningRate, Scheduling
 
+COLUMNS = {column[1] for column in LAYOUT.descr}  # kinds of columns of steps
+PARTS = {"rows", "stopping", "layout"}  # of a history
+STOPPING = {"Stopping": Stopping}
 STEPS = "history.steps"  # name of the tensor with the packed rows of steps
 
 
@@ -94,7 +99,13 @@ def encode_history(history: History, tensors: dict[str, Tensor]) -> Json:
     packed = history.steps.packed()
     if packed:
         tensors[STEPS] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    return Plain().encode([dict(row) for row in history], "history")
+    plain = Plain(STOPPING)
+    return {
+        "rows": plain.encode([dict(row) for row in history], "history"),
+        "stopping": plain.encode(history.stopping, "history.stopping"),
+        # A later release has other columns.
+        "layout": [list(column) for column in LAYOUT.descr],
+    }
 
 
 def decode_history(content: Json, tensors: Mapping[str, Tensor]) -> History:
@@ -103,16 +114,31 @@ def decode_history(content: Json, tensors: Mapping[str, Tensor]) -> History:
     Raises:
         SaveError: If it is damaged.
     """
-    rows = Plain().decode(content)
+    if not isinstance(content, dict) or content.keys() != PARTS:
+        raise SaveError(f"the history is {content!r:.80}")
+    rows = Plain().decode(content["rows"])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise SaveError(f"the history is {rows!r:.80}")
     history = History(rows)
+    stopping = Plain(STOPPING).decode(content["stopping"])
+    if stopping is not None and not isinstance(stopping, Stopping):
+        raise SaveError(f"early stopping is {stopping!r:.80}")
+    history.stopping = stopping
     if STEPS in tensors:
         try:
-            history.steps.extend(unpack_rows(tensors[STEPS].numpy().tobytes()))
+            packed = tensors[STEPS].numpy().tobytes()
+            history.steps.extend(unpack_rows(packed, _layout(content["layout"])))
         except (ValueError, TypeError) as error:
             raise SaveError(f"the rows of steps are damaged: {error}") from error
     return history
+
+
+def _layout(columns: Any) -> np.dtype[Any]:
+    named = [(name, kind) for name, kind in columns]
+    wrong = [c for c in named if not isinstance(c[0], str) or c[1] not in COLUMNS]
+    if wrong:
+        raise ValueError(f"columns {wrong!r:.80}")
+    return np.dtype(named)
 
 
 def _check_kept(had: Optimizer, makes: Optimizer) -> None:

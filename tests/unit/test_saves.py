@@ -28,6 +28,7 @@ from daskdl.data import MinMax, Standardize
 from daskdl.data.options import Both
 from daskdl.fitted.arguments import NAMES
 from daskdl.fitted.saves import load, save
+from daskdl.stopping import Stopping
 from tests.unit.fitted_trainers import fitted, layers, signed
 
 
@@ -117,6 +118,12 @@ class TestWhatComesBack:
         assert math.isnan(loaded.history[0]["loss"])
         assert loaded.history[0]["waits"] == {"end": 0.5}
         assert repr(list(loaded.history.steps)) == repr(list(one.history.steps))
+
+    def test_what_early_stopping_saw_comes_back(self, tmp_path):
+        one = fitted()
+        one.history.stopping = Stopping("loss", "target", "", {0: 2.0}, 0, 2.0, True)
+
+        assert back(one, tmp_path).history.stopping == one.history.stopping
 
     def test_every_argument_of_a_trainer_is_saved(self, tmp_path):
         one = fitted()
@@ -439,6 +446,11 @@ def test_a_state_that_is_none_of_a_scheduler_is_refused(tmp_path, position):
         (("class_count",), "2"),
         (("classes",), [1]),
         (("history",), {"dict": []}),
+        (("history", "rows"), {"dict": []}),
+        (("history", "stopping"), "patience"),
+        (("history", "layout"), [["number", "<i8"]]),
+        (("history", "layout"), [["loss", "|O8"]]),
+        (("history", "layout"), 5),
     ],
 )
 def test_what_is_not_as_it_is_written_is_an_error_with_the_url(tmp_path, steps, wrong):

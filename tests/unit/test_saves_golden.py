@@ -19,7 +19,7 @@ from tests.golden.make_trainer_v1 import (
 )
 
 # Of the index, which has those of the other files.
-SHA256 = "d3e0cb945fd80bdddea840ab0cba4cee1587a350d41e99b1fcff7335f369621d"
+SHA256 = "8c7c1d2914f1171f8c4cafe1913db7a7131e39bfebdad3913bfa31d099ada76e"
 
 
 @pytest.fixture(scope="module")

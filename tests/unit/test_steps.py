@@ -1,9 +1,17 @@
 import math
 
+import numpy as np
 import pytest
 
 from daskdl import steps
-from daskdl.steps import STEP_COLUMNS, StepRow, StepTable, pack_rows, unpack_rows
+from daskdl.steps import (
+    LAYOUT,
+    STEP_COLUMNS,
+    StepRow,
+    StepTable,
+    pack_rows,
+    unpack_rows,
+)
 from daskdl.training.base import Exchanged
 
 FULL = StepRow(
@@ -133,3 +141,25 @@ class TestStepTable:
 
     def test_its_text_says_how_many_there_are(self):
         assert repr(table(rows(3))) == "StepTable(3 rows)"
+
+
+def test_rows_of_another_release_are_read_by_their_names():
+    layout = np.dtype(
+        [(n, t) for n, t in LAYOUT.descr if n != "wait_s"] + [("x", "<f8")]
+    )
+    (written,) = np.frombuffer(pack_rows([(7, StepRow(1, 2, 3, 0.5, 0.1))]), LAYOUT)
+    other = np.zeros(1, layout)
+    for name in set(layout.names) & set(LAYOUT.names):
+        other[name] = written[name]
+
+    ((number, row),) = unpack_rows(other.tobytes(), layout)
+
+    assert (number, row.epoch, row.learning_rate, row.wait_s) == (7, 1, 0.1, 0.0)
+
+
+@pytest.mark.parametrize("missing", ["number", "loss"])
+def test_rows_without_what_each_must_have_are_refused(missing):
+    layout = np.dtype([column for column in LAYOUT.descr if column[0] != missing])
+
+    with pytest.raises(ValueError, match=r"need their numbers|none of steps"):
+        unpack_rows(np.zeros(1, layout).tobytes(), layout)

@@ -16,6 +16,7 @@ WAYS = [
     *("one process", "synchronous", "DDP", "default", "link", "target", "strict"),
     *("sum", "keep", "staleness 0", "staleness 2", "staleness None"),
     *("every 4", "every 16", "warm-up"),
+    *("averaging", "averaging 1", "averaging 20", "averaging own", "DiLoCo 20"),
 ]
 PLOTTED = {
     "one process": "one process",

@@ -64,7 +64,7 @@ MASTERS: dict[str, daskdl.TrainingMaster] = {
     "averaging": daskdl.ParameterAveraging(),
     "averaging 1": daskdl.ParameterAveraging(frequency=1),
     "averaging 20": daskdl.ParameterAveraging(frequency=20),
-    "averaging, own": daskdl.ParameterAveraging(average_optimizer=False),
+    "averaging own": daskdl.ParameterAveraging(average_optimizer=False),
     "DiLoCo 20": daskdl.ParameterAveraging(
         frequency=20, average_optimizer=False, outer=nesterov
     ),

@@ -3,6 +3,7 @@
 DaskDLError
 ├── OptionError           an argument is outside what is allowed
 │   ├── DataError         the data cannot be trained on as it was given
+│   │   ├── ShapeError    a part can be read, and has another shape than others
 │   │   └── LostPieceError  a part of them died with the worker that held it
 │   └── ModelError        the model, loss or optimizer cannot be used
 ├── CodecError            bytes that are not a valid update message
@@ -25,6 +26,10 @@ class OptionError(DaskDLError, ValueError):
 
 class DataError(OptionError):
     """The data cannot be trained on as it was given."""
+
+
+class ShapeError(DataError):
+    """A part of the data can be read, and has another shape than the others."""
 
 
 class LostPieceError(DataError):

@@ -14,7 +14,7 @@ from daskdl.data.formats.loaders import Loader, loader_of
 from daskdl.data.source import SHOWN_ROWS, Facts, Source
 from daskdl.data.stores.listing import Path, Place, listed
 from daskdl.data.trees import Rows
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError, OptionError, ShapeError
 
 # Of files with one example each: enough rows that a part is worth a request, few
 # enough that images of a megabyte stay far below a worker's memory.
@@ -157,7 +157,7 @@ def _check_same_shapes(loaded: list[Rows], places: list[Place]) -> None:
     first, *others = [_shapes(rows) for rows in loaded]
     for place, shapes in zip(places[1:], others, strict=True):
         if shapes != first:
-            raise DataError(
+            raise ShapeError(
                 f"all examples must have the same shapes, but {place.url} has "
                 f"{shapes} and {places[0].url} has {first}"
             )

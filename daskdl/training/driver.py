@@ -65,8 +65,12 @@ class Driver:
             self._stage.start(recipe)
             self._follow(on_event)
         reason = self._reason()
-        if reason is not None:
-            raise reason
+        try:
+            if reason is not None:
+                raise reason
+        finally:
+            # Else it would hold itself, and by its frames the user's data with it.
+            del reason
 
     def _end(
         self,
@@ -122,10 +126,14 @@ class Driver:
         if kind is ReplicaError:
             message += f"\n\nTraceback of the worker:\n{event['traceback']}"
         error = kind(message)
-        if event.get("pickled"):
-            with contextlib.suppress(*UNREADABLE):  # its traceback says enough
-                error.__cause__ = cloudpickle.loads(event["pickled"])
-        return error
+        try:
+            if event.get("pickled"):
+                with contextlib.suppress(*UNREADABLE):  # its traceback says enough
+                    error.__cause__ = cloudpickle.loads(event["pickled"])
+            return error
+        finally:
+            # The cause's traceback knows this frame.
+            del error
 
     def _gone(self) -> str:
         """Replicas that were lost before, which may be why another one failed."""
@@ -134,8 +142,9 @@ class Driver:
         return f"; gone before: {where}" if where else ""
 
     def _reason(self) -> Exception | None:
-        if self._failure is not None:
-            return self._failure
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            return failure
         if self._stopped is not None:
             return RunError(f"the run was stopped: {self._stopped}")
         return None

@@ -1,10 +1,12 @@
 """Runs among threads that end early: failures, divergence, Ctrl-C."""
 
+import gc
 import os
 import re
 import signal
 import threading
 import time
+import weakref
 
 import dask
 import numpy as np
@@ -36,6 +38,23 @@ def nothing_left():
         lambda: not any(t.name.startswith("daskdl") for t in threading.enumerate()),
         timeout=10,
     )
+
+
+@pytest.mark.parametrize("where", ["worker", "client"])
+def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where):
+    fail = FailAt(lambda: KeyError("wanted")) if where == "worker" else Interrupt()
+    x = X.copy()
+    held = weakref.ref(x)
+    gc.collect()
+    gc.disable()  # what holds itself would stay until some collection
+    try:
+        try:
+            trainer(False, master=TWO, callbacks=[fail]).fit(x, Y, epochs=100)
+        except (ReplicaError, KeyboardInterrupt):
+            del x
+        poll_for(lambda: held() is None, timeout=10)
+    finally:
+        gc.enable()
 
 
 class TestFailures(EarlyEnds):

@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,10 @@ def put(folder, files):
 
 
 class Watch:
-    """What happens in this process that loading never does; there is one hook."""
+    """What this thread does that loading never does; there is one hook.
+
+    Other threads have their own affairs: those of clusters that other tests began.
+    """
 
     ACTIONS = (
         "os.exec",
@@ -74,12 +78,12 @@ class Watch:
     )
 
     def __init__(self):
-        self.watching = False
+        self.watching = None
         self.seen = []
         sys.addaudithook(self.note)
 
     def note(self, event, arguments):
-        if not self.watching:
+        if self.watching != threading.get_ident():
             return
         writes = event == "open" and set(str(arguments[1])) & set("wax+")
         if event in self.ACTIONS or writes:
@@ -92,13 +96,13 @@ WATCH = Watch()
 def outcome(folder):
     """What loading came to; anything but a trainer or an error of ours is raised."""
     before = sorted((p.name, p.read_bytes()) for p in folder.iterdir())
-    WATCH.watching = True
+    WATCH.watching = threading.get_ident()
     try:
         return Trainer.load(folder, client=False)
     except DaskDLError as error:
         return error
     finally:
-        WATCH.watching = False
+        WATCH.watching = None
         assert WATCH.seen == []
         assert sorted((p.name, p.read_bytes()) for p in folder.iterdir()) == before
 

@@ -12,7 +12,7 @@ from daskdl.data.checking.rows import Examined, Wrong, examine
 from daskdl.data.faults import UNREADABLE, blames_data
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.trees import Rows
-from daskdl.errors import DataError
+from daskdl.errors import DataError, ShapeError
 
 
 @dataclass
@@ -70,7 +70,7 @@ def _examined(loaded: Iterator[Rows], expectations: Expectations) -> Examined:
         except UNREADABLE as error:
             if not blames_data(error):
                 raise  # it says what the caller has to change
-            kind = "missing" if _says_missing(error) else "unreadable"
+            kind = _kind(error)
             wrong = Wrong(None, kind, _shown(error))
             return _together(total, Examined(0, Counter([kind]), [wrong]))
         if rows is None:
@@ -93,6 +93,12 @@ def _loaded(source: Source, part: int, file: int | None) -> Iterator[Rows]:
         yield source.load_file(part, file)
     else:
         yield from rows_of_part(source, part, STREAMED_ROWS)
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, ShapeError):
+        return "wrong shape"
+    return "missing" if _says_missing(error) else "unreadable"
 
 
 def _says_missing(error: BaseException | None) -> bool:

@@ -27,7 +27,7 @@ from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.source import Source
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.trees import Rows
-from daskdl.errors import DataError
+from daskdl.errors import DataError, ShapeError
 
 # Of 64 x 64 pixels in three colours these are 3 MB: much more than a request costs, and
 # little beside what a batch needs.
@@ -183,7 +183,7 @@ class ImageFolder(Source):
     def _image(self, content: bytes, url: str) -> np.ndarray:
         image = self._decoding(content, url)
         if image.shape != self.shape:
-            raise DataError(
+            raise ShapeError(
                 f"{url} has {_pixels(image.shape)}, but {self._model} has "
                 f"{_pixels(self.shape)} (height x width); give size=(height, width)"
             )

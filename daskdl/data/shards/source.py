@@ -22,7 +22,7 @@ from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.source import Facts, Source
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.trees import Rows
-from daskdl.errors import DataError
+from daskdl.errors import DataError, ShapeError
 
 
 class Shards(Source):
@@ -104,7 +104,7 @@ class Shards(Source):
     @staticmethod
     def _check_alike(url: str, rows: Rows, others: Rows) -> None:
         if _kind(rows) != _kind(others):
-            raise DataError(
+            raise ShapeError(
                 f"{url} gives {_kind(rows)}, but the files before it "
                 f"give {_kind(others)}; rows of all files must have the same shapes"
             )

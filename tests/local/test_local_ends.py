@@ -43,6 +43,8 @@ def nothing_left():
 @pytest.mark.parametrize("where", ["worker", "client"])
 def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where):
     fail = FailAt(lambda: KeyError("wanted")) if where == "worker" else Interrupt()
+    # Whoever makes torch's first optimizer in a process is remembered by an import.
+    torch.optim.SGD([torch.zeros(1)])
     x = X.copy()
     held = weakref.ref(x)
     gc.collect()

@@ -3,22 +3,14 @@
 import json
 from typing import Any
 
+from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import ModelError
 from daskdl.keras.library import building, library
 from daskdl.keras.nodes import JSON
 from daskdl.keras.vetting import vetted
 
 # What Keras raises when a description is wrong somewhere.
-WRONG = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    ImportError,
-    RuntimeError,
-)
+WRONG = (*MISFITS, ImportError)
 
 
 def built(config: JSON, *, seeded: bool) -> Any:

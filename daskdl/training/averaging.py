@@ -16,7 +16,7 @@ from daskdl.errors import OptionError
 from daskdl.training.alone import Alone
 from daskdl.training.averager import Averager
 from daskdl.training.base import Exchange, Seat, TrainingMaster
-from daskdl.training.options import check_bound, check_whole
+from daskdl.training.options import check_places, check_whole
 from daskdl.training.replica_state import ReplicaState
 
 
@@ -76,11 +76,7 @@ class ParameterAveraging(TrainingMaster):
                 f"such as lambda params: torch.optim.SGD(params, lr=0.7), or None; got "
                 f"{self.outer!r}"
             )
-        if self.replicas_per_worker != "auto":
-            check_whole("replicas_per_worker", self.replicas_per_worker, 1, "or 'auto'")
-        check_whole("min_replicas", self.min_replicas, 1)
-        check_whole("fan_out", self.fan_out, 1)
-        check_bound("rejoin_timeout", self.rejoin_timeout)
+        check_places(self)
 
     @property
     @override

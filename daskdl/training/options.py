@@ -110,6 +110,19 @@ def check_bound(name: str, value: Any) -> None:
         raise OptionError(f"{name} must be seconds > 0 or None, got {value!r}")
 
 
+def check_places(master: TrainingMaster) -> None:
+    """Refuse how many replicas a way of training is to have, and how they are joined.
+
+    Raises:
+        OptionError: Naming the option, what was given and what is allowed.
+    """
+    if master.replicas_per_worker != "auto":
+        check_whole("replicas_per_worker", master.replicas_per_worker, 1, "or 'auto'")
+    check_whole("min_replicas", master.min_replicas, 1)
+    check_whole("fan_out", master.fan_out, 1)
+    check_bound("rejoin_timeout", master.rejoin_timeout)
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -24,7 +24,7 @@ from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import AdaptiveThreshold, LinkAlgorithm, ThresholdAlgorithm
 from daskdl.training.alone import Alone
 from daskdl.training.base import Exchange, Seat, TrainingMaster
-from daskdl.training.options import check_bound, check_type, check_whole
+from daskdl.training.options import check_places, check_type, check_whole
 from daskdl.training.pace import Pace
 from daskdl.training.sharer import Sharer
 from daskdl.vectors import FlatParameters
@@ -111,12 +111,7 @@ class GradientSharing(TrainingMaster):
             raise OptionError(
                 f"routing must be 'auto', 'plain' or 'mesh', got {self.routing!r}"
             )
-        if self.replicas_per_worker != "auto":
-            check_whole("replicas_per_worker", self.replicas_per_worker, 1, "or 'auto'")
-
-        check_whole("min_replicas", self.min_replicas, 1)
-        check_whole("fan_out", self.fan_out, 1)
-        check_bound("rejoin_timeout", self.rejoin_timeout)
+        check_places(self)
 
     def _check_scale(self) -> None:
         scale = self.update_scale

@@ -11,8 +11,8 @@ import contextlib
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from daskdl import kernels
 from daskdl.codec import DenseUpdate, Update, counts_of, quantize
@@ -263,6 +263,47 @@ class Accumulator:
         for group, part_N in split_counts(self._free(), counts_N):
             group.replace_shared_(part_N, grid)
         self.grid = grid
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is shared, and what is this replica's own: plain values and tensors.
+
+        The tensors are those that go on changing: copy them.
+        """
+        self.absorb_()
+        shared = {"grid": self.grid, "shared": [g.shared_N for g in self._groups]}
+        own = {
+            "local": [group.local_N for group in self._groups],
+            "weight": self.weight,
+            "clipped": self.clipped,
+            "sections": self.sections.state(),
+        }
+        return shared, own
+
+    def restore_(
+        self, shared: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Go on from what `state` made: of one replica exactly, or of several.
+
+        Args:
+            shared: The same for all.
+            parts: What was their own. Of one, all is as it was; of more, the residuals
+                add up; of none, there is no residual.
+        """
+        grid = shared["grid"]
+        for i, group in enumerate(self._groups):
+            shared_N = shared["shared"][i].to(group.flat.device)
+            sent_N = shared_N.to(group.local_N.dtype) * grid
+            first = parts[0]["local"][i] if parts else sent_N
+            weight = parts[0]["weight"] if parts else group.weight
+            group.restore_(shared_N, first, grid, weight)
+            for part in parts[1:]:
+                group.add_residual_(
+                    part["local"][i], shared["shared"][i], part["weight"]
+                )
+        self.grid = grid
+        self.clipped = sum(part["clipped"] for part in parts)
+        for part in parts[:1]:
+            self.sections.restore_(part["sections"])
 
     def residual_norm(self) -> float:
         """Return the Euclidean length of the residual, parameter units."""

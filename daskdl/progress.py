@@ -183,6 +183,23 @@ class Progress:
         self.grid = grid
         self._show_all_()
 
+    def restore_(
+        self, shared_N: Tensor, local_N: Tensor, grid: float, weight: float
+    ) -> None:
+        """Take both vectors as they were, exactly."""
+        self.shared_N.copy_(shared_N)
+        self.local_N.copy_(local_N)
+        self.grid, self.weight = grid, weight
+        self._show_all_()
+
+    def add_residual_(self, local_N: Tensor, shared_N: Tensor, weight: float) -> None:
+        """Add the residual of vectors that others had, of the same grid."""
+        for piece in self._pieces():
+            sent = shared_N[piece].to(self.local_N.dtype) * self.grid
+            ahead = (local_N[piece].to(sent.dtype) - sent) * (self.weight / weight)
+            self.local_N[piece] += ahead.to(self.flat.device)
+        self._show_all_()
+
     def regrid_(self, shift: int) -> None:
         """Coarsen the grid to ``2**shift`` of its steps; local stays.
 

@@ -6,7 +6,7 @@ Their outcome and their count of exchanges; where they are is
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -196,6 +196,25 @@ class Sections(Mapping[str, Section]):
         """Tell each what the exchange just taken took, see :meth:`Section.learn`."""
         for section in self.values():
             section.learn(measured)
+
+    def state(self) -> dict[str, Any]:
+        """What each goes on from, as plain values; measurements of a link are not."""
+        return {
+            pattern: {
+                "exchanges": section.exchanges,
+                "threshold": section.sent and section.sent.threshold,
+                "density": section.sent and section.sent.density,
+            }
+            for pattern, section in self.items()
+        }
+
+    def restore_(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` made; a pattern that is new begins anew."""
+        for pattern in self.keys() & state.keys():
+            section, own = self[pattern], state[pattern]
+            section.exchanges = own["exchanges"]
+            if own["threshold"] is not None:
+                section.sent = Sent(own["threshold"], own["density"])
 
     @override
     def __getitem__(self, pattern: str) -> Section:

@@ -17,9 +17,10 @@ from daskdl.data.options import Approach, OnBad, ReadOptions, one_of
 from daskdl.fitted import saves
 from daskdl.fitted.arguments import NAMES
 from daskdl.fitted.fitted import Fitted
-from daskdl.fitting import Fitting, Run
+from daskdl.fitting import Fitting
 from daskdl.history import History
 from daskdl.objective import Loss, objective_of
+from daskdl.run import Run, begun
 from daskdl.sites import site_of
 from daskdl.trained import Trained
 from daskdl.training.adoption import Standing, starting_model
@@ -28,6 +29,7 @@ from daskdl.training.learning_rate import Scheduling
 from daskdl.training.method import Method
 from daskdl.training.options import FitOptions, TrainerOptions
 from daskdl.training.oversight import Oversight
+from daskdl.training.resumption import resumption_of
 from daskdl.training.sharing import GradientSharing
 from daskdl.training.stepping import Stepping
 
@@ -149,6 +151,7 @@ class Trainer(Trained):
         on_bad_batch: OnBad = "raise",
         prefetch: int = 2,
         approach: Approach = "direct",
+        resume: Any = None,
     ) -> History:
         """Train; calling it again goes on from `model_`.
 
@@ -174,11 +177,16 @@ class Trainer(Trained):
                 trained on, and the next part in any case; 0: none.
             approach: ``"export"``: write batch files first, which all epochs read,
                 and which are deleted in the end; where: ``daskdl.export.url``.
+            resume: Where a :class:`~daskdl.Checkpoint` has written: go on from the
+                newest one there, or from this one, in place of `model_`, and train
+                until `epochs` are done, those before it included. True: where the one
+                among `callbacks` writes, if there is one yet.
 
         Returns:
             One row for each epoch, as in `history_`.
 
         Raises:
+            SaveError: If there is no checkpoint to resume, or one cannot be written.
             DataError: If the data cannot be trained on. What can be seen without
                 loading any is seen before a worker is touched.
             ModelError: If model, loss, step or optimizer cannot be used, likewise.
@@ -192,12 +200,14 @@ class Trainer(Trained):
         read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
         fit = FitOptions(read, epochs, shuffle, prefetch, approach)
         method = self._method(read.transform)
-        fitting = Fitting(method, self._options(), fit, self._standing)
+        resumed = resumption_of(resume, self.callbacks)
+        standing = self._standing if resumed is None else resumed.standing
+        fitting = Fitting(method, self._options(), fit, standing, resumed)
         sources = fitting.sources(X, y, validation)
-        model = getattr(self, "model_", None)
+        model = getattr(self, "model_", None) if resumed is None else None
         if model is None:
             model = starting_model(self.model, self.seed)
-        with site_of(self.client) as site, fitting.begun(model, sources, site) as run:
+        with site_of(self.client) as site, begun(fitting, model, sources, site) as run:
             self.history_, self.classes_ = run.history, run.classes
             try:
                 run.train()

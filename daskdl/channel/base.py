@@ -36,6 +36,7 @@ class Gathered(NamedTuple):
 
     notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
     gone: Last  # of those that left or were lost
+    counted: Mapping[str, int] = {}  # by the run so far: "refused" and "repeated"
 
 
 class Piece(NamedTuple):

@@ -1,6 +1,6 @@
 """A barrier at which every member leaves a note and reads all of them. No I/O."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from daskdl.channel.messages import Barrier
@@ -16,10 +16,12 @@ class Gathering:
     notes: dict[int, Any]
     told: dict[int, bytes]  # for the client alone
     gone: dict[int, int] | None  # set once: everybody has to read the same
+    counted: Mapping[str, int]  # likewise, where the client reads the notes too
 
     def __init__(self) -> None:
         self.notes, self.told = {}, {}
         self.gone = None
+        self.counted = {}
         self._kinds: set[str] = set()
 
     @property

@@ -219,7 +219,7 @@ class LocalChannel(Receiver):
             if record.complete(key, gathering):
                 self._changed.notify_all()
             notes = {r: gathering.notes[r] for r in sorted(gathering.notes)}
-            return Gathered(notes, dict(gathering.gone or {}))
+            return Gathered(notes, dict(gathering.gone or {}), gathering.counted)
 
     @override
     def stand_by(self, note: Any) -> None:

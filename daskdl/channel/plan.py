@@ -59,6 +59,7 @@ class RunPlan:
         min_replicas: With fewer active ones nobody gets a piece.
         timeouts: Bounds on waiting, seconds, by name.
         routing: ``"plain"``, or ``"mesh"``: then no updates come here.
+        first_epoch: That is trained, counted from 0; those before were, elsewhere.
     """
 
     run: int
@@ -71,6 +72,7 @@ class RunPlan:
     min_replicas: int
     timeouts: Mapping[str, float]
     routing: str = "plain"
+    first_epoch: int = 0
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:

@@ -223,7 +223,7 @@ class RemoteChannel(Receiver):
         if kind != Barrier.AGREE:
             self._inbox.release()
         notes = {replica: unwrap_note(said) for replica, said in answer["notes"]}
-        return Gathered(notes, dict(answer["gone"]))
+        return Gathered(notes, dict(answer["gone"]), answer["counted"])
 
     @override
     def stand_by(self, note: Any) -> None:

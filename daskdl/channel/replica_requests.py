@@ -180,7 +180,7 @@ async def handle_gather(
         await live.notify()
     notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
     gone = [[r, sequence] for r, sequence in (gathering.gone or {}).items()]
-    return answer(record, notes=notes, gone=gone)
+    return answer(record, notes=notes, gone=gone, counted=dict(gathering.counted))
 
 
 async def handle_fail(

@@ -62,7 +62,7 @@ class RunRecord:
         self.events = EventLog()
         self.stopped = None
         self.refused = 0
-        self.epoch = 0
+        self.epoch = plan.first_epoch
         self.report = ()
         self.holding = False
         self._held: list[Item] = []  # updates that wait, one of each that leaves
@@ -260,6 +260,7 @@ class RunRecord:
             notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
             told = [gathering.told[r] for r in sorted(gathering.told)]
             counted = {"refused": self.refused, "repeated": self.schedule.repeated}
+            gathering.counted = counted
             self.events.post("gathered", key=key, notes=notes, told=told, **counted)
             self.report = notes
             self.epoch += 1

@@ -105,6 +105,15 @@ class Folder:
                         raise
             return self._contents(index)
 
+    def content(self) -> Any:
+        """Read the JSON alone; of its files nothing is looked at.
+
+        Raises:
+            SaveError: As `read`.
+        """
+        with self._named("read"):
+            return decode_index(self.kind, self._index())[1]
+
     def _put(self, role: str, own: Mapping[str, Tensor]) -> File:
         content = tensors.to_bytes(own)
         file = file_of(role, content)

@@ -13,12 +13,16 @@ from typing import Any
 from typing_extensions import override
 
 from daskdl.training.base import (
+    ALONE,
+    PARAMETERS,
     Exchange,
     Outcome,
     Parameters,
     Seat,
+    State,
     Statistics,
 )
+from daskdl.training.tensors import trained_in
 
 
 class Alone(Exchange):
@@ -84,6 +88,12 @@ class Alone(Exchange):
         raise AssertionError("it is opened before")
 
     @override
+    def state(self) -> State:
+        sent = {p: (s.threshold, s.density) for p, s in self._sent.items()}
+        common = {PARAMETERS: trained_in(self._module), "made": self._made}
+        return State(ALONE, {**common, "sent": sent}, {})
+
+    @override
     def hand_over(self) -> None:
         pass
 
@@ -98,3 +108,10 @@ class Alone(Exchange):
     @override
     def outcome(self) -> Outcome:
         return Outcome(self._sent, self._made)
+
+
+def may_be_alone(seat: Seat) -> bool:
+    """Whether a replica is the only one, and has nobody's residual to deliver."""
+    resumed = seat.resumed
+    begins = seat.snapshot is None and (resumed is None or resumed.kind == ALONE)
+    return len(seat.members) == 1 and begins

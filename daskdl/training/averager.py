@@ -14,11 +14,14 @@ from daskdl.channel.messages import Barrier
 from daskdl.channel.parcel import Arrays
 from daskdl.channel.routes import Routes
 from daskdl.training.base import (
+    AVERAGER,
+    PARAMETERS,
     Exchange,
     Exchanged,
     Outcome,
     Parameters,
     Seat,
+    State,
     Statistics,
 )
 from daskdl.training.observer import Stopwatch
@@ -26,6 +29,7 @@ from daskdl.training.reduction import Reduction
 from daskdl.training.replica_state import ReplicaState
 from daskdl.training.rounds import Round, Said, round_of
 from daskdl.training.shares import add
+from daskdl.training.tensors import trained_in
 
 MEETING = "average"  # key of the barrier, of one round after the other
 STATE = "state "  # before the names of a snapshot's arrays
@@ -69,6 +73,9 @@ class Averager(Exchange):
         self.exchange_tried = False
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
+        if seat.resumed is not None and seat.resumed.kind == AVERAGER:
+            self._resume(seat.resumed.common)
+        self.averages_optimizer = state.averages_optimizer
         self._agreed = Parameters.of(seat.module)
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
@@ -79,6 +86,13 @@ class Averager(Exchange):
         self._made = snapshot["step"]
         self._said = Said(seen=0, mean=-1, examples=0)
         self._behind = True
+
+    def _resume(self, common: Mapping[str, Any]) -> None:
+        if common["outer"] is not None:
+            self._state.restore_outer_(common["outer"])
+        self._made = common["made"]
+        # The number of a meeting says along which tree its mean is made.
+        self._said = Said(seen=common["met"], mean=common["met"], examples=0)
 
     @override
     def before_step(self, epoch: int) -> None:
@@ -218,6 +232,16 @@ class Averager(Exchange):
         whole = self._state.whole()
         state = {f"{STATE}{name}": array for name, array in whole.items()}
         return {"received": [], "grid": 1.0, "step": self._made, **state}
+
+    @override
+    def state(self) -> State:
+        common = {
+            PARAMETERS: trained_in(self._module),
+            "outer": self._state.outer(),
+            "made": self._made,
+            "met": self._said.seen,
+        }
+        return State(AVERAGER, common, {})
 
     @override
     def hand_over(self) -> None:

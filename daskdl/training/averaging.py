@@ -6,16 +6,16 @@ optimizer's state, weighted by the examples that each replica has trained on sin
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from daskdl.channel.routes import FAN_OUT
 from daskdl.errors import OptionError
-from daskdl.training.alone import Alone
+from daskdl.training.alone import Alone, may_be_alone
 from daskdl.training.averager import Averager
-from daskdl.training.base import Exchange, Seat, TrainingMaster
+from daskdl.training.base import ALONE, AVERAGER, Exchange, Seat, TrainingMaster
 from daskdl.training.options import check_places, check_whole
 from daskdl.training.replica_state import ReplicaState
 
@@ -62,6 +62,7 @@ class ParameterAveraging(TrainingMaster):
     min_replicas: int = 1
     rejoin_timeout: float | None = None
     fan_out: int = FAN_OUT
+    resumes: ClassVar = (ALONE, AVERAGER)
 
     def __post_init__(self) -> None:
         check_whole("frequency", self.frequency, 1)
@@ -85,8 +86,7 @@ class ParameterAveraging(TrainingMaster):
 
     @override
     def attach(self, seat: Seat) -> Exchange:
-        alone = len(seat.members) == 1 and seat.snapshot is None
-        if alone and self.outer is None:
+        if may_be_alone(seat) and self.outer is None:
             return Alone(seat, 1.0, lambda made: self._average(seat, made))
         return self._average(seat, 0 if seat.last is None else seat.last.steps)
 

@@ -8,10 +8,10 @@ import copy
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +86,22 @@ class Parameters:
         state = {name: value.cpu() for name, value in module.state_dict().items()}
         return cls(exact=copy.deepcopy(state))
 
+    def values(self) -> dict[str, Any]:
+        """The same as plain values and tensors."""
+        if self.shared_N is None or self.buffers is None:
+            return {"exact": None if self.exact is None else dict(self.exact)}
+        arrays = (self.shared_N, *self.buffers)
+        shared, floating, integer = (torch.from_numpy(array) for array in arrays)
+        return {"shared": shared, "grid": self.grid, "buffers": [floating, integer]}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "Parameters":
+        """Read what `values` made."""
+        if "shared" not in values:
+            return cls(exact=values["exact"])
+        buffers = Buffers(*(tensor.numpy() for tensor in values["buffers"]))
+        return cls(None, values["shared"].numpy(), None, values["grid"], buffers)
+
     def load_into(self, module: nn.Module) -> None:
         """Give a module these parameters and buffers; without any it stays as it is."""
         if self.exact is not None:
@@ -107,6 +123,7 @@ class Seat:
         last: What an earlier fit left, or None.
         snapshot: Of another replica, which a newcomer begins with; else None.
         optimizer: Of the module; the exchange may change its state.
+        resumed: What a checkpoint says of it, or None.
     """
 
     module: nn.Module
@@ -116,6 +133,39 @@ class Seat:
     last: Outcome | None = None
     snapshot: Mapping[str, Any] | None = None
     optimizer: Optimizer | None = None
+    resumed: "Resumed | None" = None
+
+
+# Kinds of the states of exchanges.
+ALONE, SHARER, AVERAGER = "alone", "sharer", "averager"
+PARAMETERS = "parameters"  # in what is common, where a module has them as they are
+
+
+class State(NamedTuple):
+    """What an exchange goes on from, between two epochs: plain values and tensors.
+
+    The tensors may be those that go on changing.
+    """
+
+    kind: str  # of the exchange
+    common: Mapping[str, Any]  # the same for all replicas
+    own: Mapping[str, Any]
+
+
+class Resumed(NamedTuple):
+    """What one replica goes on from, of the states of another run."""
+
+    kind: str  # of the exchanges
+    common: Mapping[str, Any]
+    own: Sequence[Mapping[str, Any]]  # of replicas whose part it takes, maybe of none
+
+    @property
+    def last(self) -> Outcome | None:
+        """What one that was alone leaves to any other exchange; None of others."""
+        if self.kind != ALONE:
+            return None
+        sent = {p: Sent(*numbers) for p, numbers in self.common["sent"].items()}
+        return Outcome(sent, self.common["made"])
 
 
 class Exchange(ABC):
@@ -124,6 +174,7 @@ class Exchange(ABC):
     learning_rate_scale: float  # factor on the optimizer's learning rate, this step
     scale: float  # how much an update of this replica counts for the group
     exchange_tried: bool = True  # in the last step; or there never is one
+    averages_optimizer: bool = False  # so that all have the same after `end_epoch`
 
     @abstractmethod
     def before_step(self, epoch: int) -> None:
@@ -180,6 +231,14 @@ class Exchange(ABC):
         """
 
     @abstractmethod
+    def state(self) -> State:
+        """All that another run needs to go on from here, between two epochs.
+
+        What the module shows, trainable parameters excepted, and the optimizer are
+        not in it.
+        """
+
+    @abstractmethod
     def hand_over(self) -> None:
         """This replica leaves before the end: deliver what only it has."""
 
@@ -203,6 +262,7 @@ class TrainingMaster(ABC):
     min_replicas: int = 1  # with fewer, training waits for more
     rejoin_timeout: float | None = None  # how long, seconds; None: as configured
     fan_out: int = FAN_OUT  # most replicas that one passes an update on to, in a mesh
+    resumes: ClassVar[Collection[str]] = ()  # kinds of states to go on from
 
     @property
     @abstractmethod

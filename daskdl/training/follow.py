@@ -15,6 +15,8 @@ from daskdl.stopping import Stopping
 from daskdl.training.judging import Judging, Verdict
 from daskdl.training.rows import row_of
 
+NOTHING_YET = Verdict()
+
 
 class Follower:
     """Turn events into rows of a history, and show how far the run is.
@@ -26,6 +28,7 @@ class Follower:
         examples: Of all epochs together, for the bar; None: not known.
         progress: Show a bar; None: if standard error is a terminal.
         judging: In which epochs the model is scored, and when the fit ends early.
+        verdict: Of early stopping on the rows that are there already.
     """
 
     def __init__(
@@ -36,15 +39,17 @@ class Follower:
         examples: int | None,
         progress: bool | None,
         judging: Judging,
+        verdict: Verdict = NOTHING_YET,
     ) -> None:
         self._history = history
         self._callbacks = callbacks
         self._size = size
         self._judging = judging
-        self._verdict = Verdict()
-        self._scores: dict[int, float] = {}
+        self._verdict = verdict
+        self._scores = judging.scores(history)
         shown = sys.stderr.isatty() if progress is None else progress
-        self._bar = tqdm(total=examples, unit="ex", disable=not shown)
+        before = sum(history.column("examples"))
+        self._bar = tqdm(total=examples, initial=before, unit="ex", disable=not shown)
         self._before = time.perf_counter()
 
     def __enter__(self) -> Self:

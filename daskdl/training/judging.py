@@ -5,11 +5,12 @@ clock, no channel, and no state but what is in the notes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from daskdl.callbacks.base import Callback
+from daskdl.callbacks.checkpoint import Checkpoint
 from daskdl.callbacks.early_stopping import EarlyStopping
 from daskdl.callbacks.evaluate import Evaluate
 from daskdl.errors import OptionError
@@ -35,6 +36,16 @@ class Verdict(NamedTuple):
     score: float | None = None  # None: it was not looked at
     reason: Reason | None = None  # why the fit ends here; None: it goes on
     details: str = ""
+
+    def values(self) -> list[Any]:
+        """The same as plain values."""
+        return [list(self.record), self.score, self.reason, self.details]
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> Self:
+        """Read what `values` made."""
+        record, *others = fields
+        return cls(Record(*record), *others)
 
 
 @dataclass(frozen=True)
@@ -76,14 +87,17 @@ class Judging:
             OptionError: If two of a kind are there, or scores are asked for that there
                 will not be.
         """
-        evaluate = _only(Evaluate, callbacks)
-        stopping = _only(EarlyStopping, callbacks)
+        evaluate = only(Evaluate, callbacks)
+        stopping = only(EarlyStopping, callbacks)
         if evaluate is not None and not validates:
             raise OptionError(
                 f"{evaluate} needs validation data, got none; give fit(validation=...)"
             )
         if stopping is not None and stopping.needs_validation:
-            _check_monitor(stopping.monitor, validates, accuracy)
+            _check_monitor("monitor", stopping.monitor, validates, accuracy)
+        checkpoint = only(Checkpoint, callbacks)
+        if checkpoint is not None and checkpoint.keep_best not in (None, "loss"):
+            _check_monitor("keep_best", checkpoint.keep_best, validates, accuracy)
         return cls(epochs, validates, bool(accuracy), evaluate, stopping)
 
     @property
@@ -103,6 +117,18 @@ class Judging:
         if self.stopping is not None and self.stopping.needs_validation:
             rules.append(self.stopping)
         return not rules or any(rule.due(epoch) for rule in rules)
+
+    def scores(self, rows: Iterable[Note]) -> dict[int, float]:
+        """The scores that early stopping has looked at, by epoch.
+
+        Args:
+            rows: Of the history.
+        """
+        rule = self.stopping
+        if rule is None:
+            return {}
+        looked = (r for r in rows if rule.due(r["epoch"]) or self._is_last(r["epoch"]))
+        return {row["epoch"]: row[rule.monitor] for row in looked}
 
     def _is_last(self, epoch: int) -> bool:
         return epoch + 1 == self.epochs
@@ -172,8 +198,12 @@ def _epochs(count: int) -> str:
     return "1 epoch" if count == 1 else f"{count} epochs"
 
 
-def _only(kind: type[Any], callbacks: Sequence[Callback]) -> Any:
-    """The callback of a kind, or None."""
+def only(kind: type[Any], callbacks: Sequence[Callback]) -> Any:
+    """The callback of a kind, or None.
+
+    Raises:
+        OptionError: If there are several.
+    """
     found = [callback for callback in callbacks if isinstance(callback, kind)]
     if len(found) > 1:
         raise OptionError(
@@ -182,15 +212,17 @@ def _only(kind: type[Any], callbacks: Sequence[Callback]) -> Any:
     return found[0] if found else None
 
 
-def _check_monitor(monitor: str, validates: bool, accuracy: bool | None) -> None:
+def _check_monitor(
+    option: str, monitor: str, validates: bool, accuracy: bool | None
+) -> None:
     if not validates:
         raise OptionError(
-            f"monitor={monitor!r} needs validation data, got none; give "
-            "fit(validation=...), or monitor='loss'"
+            f"{option}={monitor!r} needs validation data, got none; give "
+            f"fit(validation=...), or {option}='loss'"
         )
     if monitor == "val_accuracy" and accuracy is False:
         raise OptionError(
-            "monitor='val_accuracy' needs labels that are class indices and one output "
-            "for each class, which model, loss and validation data do not have; take "
-            "monitor='val_loss'"
+            f"{option}='val_accuracy' needs labels that are class indices and one "
+            "output for each class, which model, loss and validation data do not "
+            f"have; take {option}='val_loss'"
         )

@@ -24,8 +24,8 @@ from daskdl.training.rows import training_loss, validation
 
 Every = Literal["epoch", "step"]
 Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
-# With the optimizer's groups.
-State = tuple[int, dict[str, Any], list[dict[str, Any]]]
+# With the optimizer's groups, and the steps before this run.
+State = tuple[int, dict[str, Any], list[dict[str, Any]], int]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class LearningRate:
         self._optimizer = optimizer
         self._every = scheduling.every
         self.scheduler = scheduling.of(optimizer)
-        self._count = 0  # how often it was stepped, over all fits
+        self._count = self._count_before = 0  # how often it was stepped, over all fits
         self.load_(before)
         self._count_before = self._count  # this run
 
@@ -144,7 +144,7 @@ class LearningRate:
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
-        state = (*self._position(self.scheduler), groups)
+        state = (*self._position(self.scheduler), groups, self._count_before)
         return Packed(state, "scheduler").payload.tobytes()
 
     def load_(self, state: bytes) -> None:
@@ -152,10 +152,23 @@ class LearningRate:
         if self.scheduler is None or not state:
             return
         packed: Packed[State] = Packed.of(np.frombuffer(state, np.uint8), "scheduler")
-        count, own, groups = packed.unpack()
+        count, own, groups, self._count_before = packed.unpack()
         self.go_on_(count, own)
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(saved)
+
+    def values(self) -> dict[str, Any] | None:
+        """Where it stands in its fit, as plain values; None without a scheduler."""
+        if self.scheduler is None:
+            return None
+        count, own = self._position(self.scheduler)
+        return {"count": count, "before": self._count_before, "state": own}
+
+    def restore_(self, values: Mapping[str, Any] | None) -> None:
+        """Go on from what `values` made; the optimizer has its groups already."""
+        if self.scheduler is not None and values is not None:
+            self.go_on_(values["count"], values["state"])
+            self._count_before = values["before"]
 
     def position(self) -> Position | None:
         """Where it stands, without the optimizer; None without a scheduler."""

@@ -1,7 +1,8 @@
 """Whether the loss of one replica runs away, though it is still a number. No I/O."""
 
+from collections.abc import Mapping
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # A decision after each so many steps. In fewer there would be too few low losses where
 # they are noisy, as with a batch of one row.
@@ -83,6 +84,18 @@ class LossWatch:
             and all(level.too_high(least) for level in self._levels)
             and self._levels[-1].median >= self._levels[0].median
         )
+
+    def values(self) -> dict[str, Any]:
+        """What it has seen, as plain values."""
+        levels = [tuple(level) for level in self._levels]
+        seen = {"first": self.first, "last": self.last}
+        return {**seen, "block": list(self._block), "levels": levels}
+
+    def restore_(self, values: Mapping[str, Any]) -> None:
+        """Go on from what `values` made."""
+        self.first, self.last = values["first"], values["last"]
+        self._block = list(values["block"])
+        self._levels = [Level(*level) for level in values["levels"]]
 
     @property
     def recent(self) -> int:

@@ -1,6 +1,6 @@
 """The outer optimizer: what the mean of the replicas' moves does to what all know."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,16 +42,25 @@ class Outer:
                 mean.copy_(common)
                 common.grad = None
 
+    def values(self) -> dict[str, Any]:
+        """The common parameters and the optimizer's state; they go on changing."""
+        return {
+            "common": [parameter.detach() for parameter in self._common],
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def restore_(self, values: Mapping[str, Any]) -> None:
+        """Go on from what `values` returned."""
+        with torch.no_grad():
+            for common, value in zip(self._common, values["common"], strict=True):
+                common.copy_(value)
+        self._optimizer.load_state_dict(values["optimizer"])
+
     def state(self) -> NDArray[np.uint8]:
-        """The common parameters and the optimizer's state, as bytes."""
-        values = [parameter.detach().cpu() for parameter in self._common]
-        return Packed((values, self._optimizer.state_dict()), "outer").payload
+        """What `values` returns, as bytes."""
+        return Packed(self.values(), "outer").payload
 
     def load_(self, state: NDArray[np.uint8]) -> None:
         """Go on from another replica's."""
-        packed: Packed[Any] = Packed.of(state, "outer")
-        values, optimizer = packed.unpack()
-        with torch.no_grad():
-            for parameter, value in zip(self._common, values, strict=True):
-                parameter.copy_(value)
-        self._optimizer.load_state_dict(optimizer)
+        packed: Packed[dict[str, Any]] = Packed.of(state, "outer")
+        self.restore_(packed.unpack())

@@ -6,7 +6,7 @@ state, the last one to leave puts it back.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -31,6 +31,18 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
                 former = _users[each].pop()
                 if not _users[each]:
                     _restore(each, former)
+
+
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """The states of the CPU's generator and of the device's, as they are now."""
+    return {each.type: _state(each) for each in {torch.device("cpu"), device}}
+
+
+def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on from what `generators` made, as far as there is such a device."""
+    for each in {torch.device("cpu"), device}:
+        if each.type in states:
+            _restore(each, states[each.type])
 
 
 def _state(device: torch.device) -> Tensor:

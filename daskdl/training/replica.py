@@ -6,34 +6,29 @@ going on does not pay, the run was stopped, its worker closes, or it failed.
 """
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from daskdl.callbacks.base import EpochBegin, Step
-from daskdl.channel.base import Channel, Stopped
+from daskdl.channel.base import Channel, Gathered, Stopped
 from daskdl.channel.messages import Barrier
-from daskdl.data.models import trainable
-from daskdl.errors import ChannelError, DivergedError
+from daskdl.errors import DivergedError
 from daskdl.packed import Packed
 from daskdl.scores import Score, score_batches
 from daskdl.steps import StepRow
-from daskdl.training.base import Exchange, Parameters, Seat
+from daskdl.training.base import Parameters
 from daskdl.training.diagnosis import Symptoms, diagnosis
 from daskdl.training.failure import failure_of
 from daskdl.training.feed import Feed
-from daskdl.training.learning_rate import LearningRate
-from daskdl.training.loss_watch import LossWatch
-from daskdl.training.optimizer_state import load_optimizer_, weigh
+from daskdl.training.optimizer_state import weigh
 from daskdl.training.step_log import StepLog
-from daskdl.training.stepping import Group, Stepper, rows_of
-from daskdl.training.stopper import Stopper
+from daskdl.training.stepping import Group, rows_of
 from daskdl.training.stores import Store
 from daskdl.training.task import Recipe, Result, Tally, TaskOptions
+from daskdl.training.works import Works, check_alike, ordered
 
 
 class Replica:
@@ -63,92 +58,51 @@ class Replica:
         self._channel = channel
         self._device = device
         self._store = store
-        self._module = recipe.model.to(device).train()
-        self._steps = 0
-        self._seen = 0  # examples, over all epochs
-        self._weight = 0.0  # share of the examples all replicas saw
         self._tally = Tally()
         self._log = StepLog(options.oversight.telemetry_every)
-        self._watch = LossWatch(options.oversight.max_loss_rise)
-        self._exchange: Exchange | None = None
+        self._works: Works | None = None  # before it has come into the run
 
     def run(self) -> Result:
         """Train for all epochs, or until it is enough, or until told to leave."""
         try:
-            for epoch in range(self._start(), self._options.epochs):
-                if self._stopper.over:
+            self._begin()
+            for epoch in range(self._live.first_epoch, self._options.epochs):
+                if self._live.stopper.over:
                     break
                 self._train(epoch)
                 self._end(epoch)
+            if self._live.checkpoints is not None:
+                self._live.checkpoints.finish()
         except Stopped:
-            if self._channel.closing and self._exchange is not None:
-                self._exchange.hand_over()
+            if self._channel.closing and self._works is not None:
+                self._works.exchange.hand_over()
             return self._result(finished=False)
         except Exception as error:  # user code: whatever it raises is reported
-            self._channel.fail(failure_of(error, self._steps))
+            steps = 0 if self._works is None else self._works.steps
+            self._channel.fail(failure_of(error, steps))
             return self._result(finished=False)
         return self._result(finished=True)
 
-    def _start(self) -> int:
-        """Come into the run; return the first epoch to train in."""
-        entry = self._channel.join()
-        self._optimizer: Optimizer = self._recipe.optimizer(trainable(self._module))
-        if self._recipe.optimizer_state is not None:
-            self._optimizer.load_state_dict(self._recipe.optimizer_state)
-        exchange = self._options.master.attach(
-            Seat(
-                self._module,
-                self._channel,
-                self._number,
-                entry.members,
-                self._options.last,
-                entry.snapshot,
-                self._optimizer,
-            )
+    def _begin(self) -> None:
+        self._works = Works(
+            self._number, self._options, self._recipe, self._channel, self._device
         )
-        scheduling, before = self._recipe.scheduling, self._recipe.schedule
-        self._rate = LearningRate(self._optimizer, scheduling, before)
-        self._stepper = Stepper(
-            self._module,
-            self._recipe.objective,
-            self._optimizer,
-            self._options.stepping,
-            self._device,
-        )
-        torch.manual_seed(self._options.seed + self._number)
-        self._stopper = Stopper(self._options.judging, entry.snapshot)
-        epoch = 0
-        if entry.snapshot is not None:
-            load_optimizer_(self._optimizer, entry.snapshot["optimizer"])
-            self._rate.load_(entry.snapshot["schedule"])
-            _, epoch, report = self._channel.activate(entry.snapshot["step"])
-            self._rate.catch_up_(epoch)
-            if report:
-                self._stopper.catch_up(epoch - 1, _ordered(report))
-        self._exchange = exchange
-        self._channel.serve(self._snapshot)
-        return epoch
 
-    def _snapshot(self) -> dict[str, Any]:
-        assert self._exchange is not None
-        self._exchange = self._exchange.opened()
-        return {
-            **self._exchange.snapshot(),
-            "optimizer": Packed(self._optimizer.state_dict(), "optimizer").payload,
-            "schedule": self._rate.state(),
-            **self._stopper.snapshot(),
-        }
+    @property
+    def _live(self) -> Works:
+        assert self._works is not None, "it has come into the run"
+        return self._works
 
     def _train(self, epoch: int) -> None:
         replicas = 1 + len(self._channel.others())
-        begin = EpochBegin(self._number, epoch, replicas, self._rate.value)
+        begin = EpochBegin(self._number, epoch, replicas, self._live.rate.value)
         for callback in self._recipe.callbacks:
             callback.on_epoch_begin(begin)
         started = time.perf_counter()
         self._tally = Tally()
         feed = self._feed("train", epoch)
         size = self._options.stepping.accumulate
-        for group in feed.groups(lambda: self._live.rest(epoch), size):
+        for group in feed.groups(lambda: self._live.exchange.rest(epoch), size):
             self._step(epoch, group)
             feed.loss = self._tally.loss_sum / self._tally.examples
         self._tally.seconds = time.perf_counter() - started
@@ -159,88 +113,87 @@ class Replica:
         transform = self._recipe.transform
         return Feed(self._channel, epoch, self._store, reading, transform)
 
-    @property
-    def _live(self) -> Exchange:
-        assert self._exchange is not None
-        return self._exchange
-
     def _step(self, epoch: int, group: Group) -> None:
         self._channel.check()
         started = time.perf_counter()
-        exchange = self._live
+        works, exchange = self._live, self._live.exchange
         exchange.before_step(epoch)
-        value, rows = self._stepper.backward(group), rows_of(group)
-        if not math.isfinite(value) or self._watch.note(value):
+        value, rows = works.stepper.backward(group), rows_of(group)
+        if not math.isfinite(value) or works.watch.note(value):
             raise self._diverged(epoch, value)
-        rate = self._rate.value * exchange.learning_rate_scale
-        self._stepper.update(exchange.learning_rate_scale)
-        self._rate.after_step()
+        rate = works.rate.value * exchange.learning_rate_scale
+        works.stepper.update(exchange.learning_rate_scale)
+        works.rate.after_step()
         exchange.after_step(epoch, rows)
-        self._steps += 1
+        works.steps += 1
         self._tally.loss_sum += value * rows
         self._tally.examples += rows
         step_s = time.perf_counter() - started
-        if self._log.due(self._steps, exchange.exchange_tried):
+        if self._log.due(works.steps, exchange.exchange_tried):
             done = exchange.exchanged()
-            number, made = self._number, self._steps
+            number, made = self._number, works.steps
             self._log.add(StepRow(epoch, made, number, value, rate, *done, step_s))
-        step = Step(self._number, epoch, self._steps, value, rows, rate)
+        step = Step(self._number, epoch, works.steps, value, rows, rate)
         for callback in self._recipe.callbacks:
             callback.on_step_end(step)
 
     def _end(self, epoch: int) -> None:
         started = time.perf_counter()
-        self._live.end_epoch(epoch, self._tally.examples)
-        exchange = self._live
+        works = self._live
+        works.exchange.end_epoch(epoch, self._tally.examples)
         self._tally.seconds += time.perf_counter() - started
-        self._seen += self._tally.examples
+        works.seen += self._tally.examples
+        gathered = self._report(epoch)
+        check_alike(gathered, f"at the end of epoch {epoch}")
+        seen = sum(other["seen"] for other in gathered.notes.values())
+        works.weight = works.seen / seen if seen else 0.0
+        judging, notes = self._options.judging, ordered(gathered.notes)
+        judged = judging.scored(epoch) or not judging.validates
+        works.rate.end_epoch(notes, judged=judged)
+        works.stopper.end_epoch(epoch, notes, works.exchange.agreed)
+        if works.checkpoints is not None:
+            over = works.stopper.over or epoch + 1 == self._options.epochs
+            make = functools.partial(works.checkpoint, epoch)
+            works.checkpoints.end_epoch(epoch, gathered, over, make)
+
+    def _report(self, epoch: int) -> Gathered:
+        works, exchange = self._live, self._live.exchange
         note = {
             "digest": exchange.digest(),
-            "seen": self._seen,
-            "step": self._steps,
+            "seen": works.seen,
+            "step": works.steps,
             "tally": [self._tally.loss_sum, self._tally.examples, self._tally.seconds],
             "skipped": self._tally.skipped,
             "statistics": list(exchange.statistics()),
             "traffic": vars(self._channel.traffic()),
             "score": self._validate(epoch),
-            **self._rate.note(),
-            **self._stopper.note(),
+            **works.note(),
         }
         key, rows = f"report {epoch}", self._log.take()
-        gathered = self._channel.gather(key, note, Barrier.REPORT, rows)
-        digests = {r: other["digest"] for r, other in gathered.notes.items()}
-        if len(set(digests.values())) > 1:
-            raise ChannelError(
-                f"replicas differ at the end of epoch {epoch}: checksums by replica "
-                f"{digests}"
-            )
-        seen = sum(other["seen"] for other in gathered.notes.values())
-        self._weight = self._seen / seen if seen else 0.0
-        judging, notes = self._options.judging, _ordered(gathered.notes)
-        judged = judging.scored(epoch) or not judging.validates
-        self._rate.end_epoch(notes, judged=judged)
-        self._stopper.end_epoch(epoch, notes, exchange.agreed)
+        return self._channel.gather(key, note, Barrier.REPORT, rows)
 
     def _validate(self, epoch: int) -> list[float] | None:
         if not self._options.judging.scored(epoch):
             return None
+        works = self._live
         feed = self._feed("validation", epoch)
         self._channel.serve(None)  # the module shows something else meanwhile
-        with self._live.showing_agreed():
+        with works.exchange.showing_agreed():
             score: Score = score_batches(
-                self._module,
+                works.module,
                 self._recipe.objective,
                 feed.batches(),
                 self._device,
             )
-        self._channel.serve(self._snapshot)
+        self._channel.serve(works.snapshot)
         return list(dataclasses.astuple(score))
 
     def _result(self, *, finished: bool) -> Result:
-        exchange = self._exchange
-        if exchange is None:
+        works = self._works
+        if works is None:
             nothing: Packed[Parameters] = Packed(Parameters(), "result")
             return Result(self._number, finished, nothing)
+        exchange = works.exchange
         if not finished:
             return Result(
                 self._number,
@@ -249,38 +202,34 @@ class Replica:
                 outcome=exchange.outcome(),
                 steps=self._log.take(),
             )
-        best = self._stopper.best()
+        best = works.stopper.best()
         return Result(
             self._number,
             finished,
             Packed(exchange.final() if best is None else best, "result"),
-            Packed(weigh(self._optimizer, self._weight), "optimizer state"),
+            Packed(weigh(works.optimizer, works.weight), "optimizer state"),
             exchange.outcome(),
-            self._rate.state(),
+            works.rate.state(),
             restored=best is not None,
         )
 
     def _diverged(self, epoch: int, loss: float) -> DivergedError:
-        exchange, statistics = self._live, self._live.statistics()
+        works, exchange = self._live, self._live.exchange
+        statistics = exchange.statistics()
         symptoms = Symptoms(
             replica=self._number,
             epoch=epoch,
-            step=self._steps + 1,
+            step=works.steps + 1,
             loss=loss,
-            first=self._watch.first,
-            before=self._watch.last,
-            high_steps=self._watch.recent if math.isfinite(loss) else 0,
-            learning_rate=self._rate.value,
+            first=works.watch.first,
+            before=works.watch.last,
+            high_steps=works.watch.recent if math.isfinite(loss) else 0,
+            learning_rate=works.rate.value,
             scale=exchange.scale,
             replicas=1 + len(self._channel.others()),
             staleness=statistics.lead_sum / max(statistics.steps, 1),
             residual=exchange.exchanged().residual_p99,
-            gradient_norm=self._stepper.gradient_norm(),
+            gradient_norm=works.stepper.gradient_norm(),
             clip_grad_norm=self._options.stepping.clip_grad_norm,
         )
         return DivergedError(diagnosis(symptoms))
-
-
-def _ordered(notes: Mapping[int, Any]) -> list[Any]:
-    """Of all replicas, in the order of their numbers."""
-    return [notes[replica] for replica in sorted(notes)]

@@ -1,7 +1,7 @@
 """What the replicas of an averaging run have in common at times, and take a mean of."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,12 @@ class ReplicaState:
         module: Its parameters' memory is replaced, see `FlatParameters`.
         optimizer: Of the module; None: it is not averaged.
         outer: Makes the outer optimizer; None: there is none.
+
+    Attributes:
+        averages_optimizer: Whether the optimizer is among what is averaged.
     """
+
+    averages_optimizer: bool
 
     def __init__(
         self,
@@ -33,6 +38,7 @@ class ReplicaState:
     ) -> None:
         self._groups = FlatParameters(module).groups
         self._shares = Shares(module, self._groups, optimizer)
+        self.averages_optimizer = optimizer is not None
         self._outer = None if outer is None else Outer(outer, module)
 
     def share(self, weight: float) -> Arrays:
@@ -64,6 +70,15 @@ class ReplicaState:
             self._outer.load_(mean[OUTER])
         self._shares.load_(mean)
         self._outer.step_()
+
+    def outer(self) -> dict[str, Any] | None:
+        """What the outer optimizer goes on from; None without one."""
+        return None if self._outer is None else self._outer.values()
+
+    def restore_outer_(self, values: Mapping[str, Any]) -> None:
+        """Go on from what `outer` made, if there still is an outer optimizer."""
+        if self._outer is not None:
+            self._outer.restore_(values)
 
     def digest(self) -> int:
         """A CRC-32 of the parameters."""

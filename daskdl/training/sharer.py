@@ -17,11 +17,14 @@ from daskdl.channel.pile import Arrived
 from daskdl.link import Measured
 from daskdl.proposals import DenseProposal, Frame, Proposal
 from daskdl.training.base import (
+    SHARER,
     Exchange,
     Exchanged,
     Outcome,
     Parameters,
+    Resumed,
     Seat,
+    State,
     Statistics,
 )
 from daskdl.training.observer import SAMPLE, Observer
@@ -68,6 +71,8 @@ class Sharer(Exchange):
         self._clipped_before = 0.0  # at the last `statistics`
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
+        if seat.resumed is not None and seat.resumed.kind == SHARER:
+            self._resume(seat.resumed)
         self._agreed: tuple[NDArray[np.int32], float, Buffers]
         self._keep_agreed()
 
@@ -81,6 +86,15 @@ class Sharer(Exchange):
             self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
         )
         self._made, self._step = snapshot["made"], snapshot["step"]
+
+    def _resume(self, resumed: Resumed) -> None:
+        common = resumed.common
+        self._accumulator.restore_(common["accumulator"], resumed.own)
+        self._made, self._step = common["made"], common["step"]
+        for own in resumed.own[:1]:
+            self._unshared, self._due = own["unshared"], own["due"]
+        self._clipped_before = self._accumulator.clipped
+        self._channel.align(self._step, self._accumulator.grid)
 
     @override
     def before_step(self, epoch: int) -> None:
@@ -273,6 +287,13 @@ class Sharer(Exchange):
             "floating_F": buffers.floating_F,
             "integer_I": buffers.integer_I,
         }
+
+    @override
+    def state(self) -> State:
+        shared, own = self._accumulator.state()
+        common = {"accumulator": shared, "made": self._made, "step": self._step}
+        pending = {"unshared": self._unshared, "due": self._due}
+        return State(SHARER, common, {**own, **pending})
 
     @override
     def hand_over(self) -> None:

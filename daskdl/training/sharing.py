@@ -8,7 +8,7 @@ rest stays where it is, in the replica, and is sent later.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -22,8 +22,8 @@ from daskdl.layers import LayerThresholds
 from daskdl.proposals import DenseProposal, Proposal
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import AdaptiveThreshold, LinkAlgorithm, ThresholdAlgorithm
-from daskdl.training.alone import Alone
-from daskdl.training.base import Exchange, Seat, TrainingMaster
+from daskdl.training.alone import Alone, may_be_alone
+from daskdl.training.base import ALONE, SHARER, Exchange, Seat, TrainingMaster
 from daskdl.training.options import check_places, check_type, check_whole
 from daskdl.training.pace import Pace
 from daskdl.training.sharer import Sharer
@@ -93,6 +93,7 @@ class GradientSharing(TrainingMaster):
     min_replicas: int = 1
     rejoin_timeout: float | None = None
     fan_out: int = FAN_OUT
+    resumes: ClassVar = (ALONE, SHARER)
 
     def __post_init__(self) -> None:
         thresholds = self.thresholds  # refuses what is none
@@ -168,7 +169,7 @@ class GradientSharing(TrainingMaster):
 
     @override
     def attach(self, seat: Seat) -> Exchange:
-        if len(seat.members) == 1 and seat.snapshot is None:
+        if may_be_alone(seat):
             return Alone(seat, self.scale(1), lambda made: self._share(seat, made))
         return self._share(seat, 0 if seat.last is None else seat.last.steps)
 

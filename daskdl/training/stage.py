@@ -139,4 +139,5 @@ def plan_of(
         min_replicas=options.master.min_replicas,
         timeouts=vars(options.timeouts),
         routing=options.routing,
+        first_epoch=options.first_epoch,
     )

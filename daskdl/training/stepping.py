@@ -6,7 +6,7 @@ exchange, no epochs: those are the replica's.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,15 @@ class Stepper:
         if self._stepping.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._stepping.autocast)
+
+    def values(self) -> dict[str, Any]:
+        """The state of the factor on float16 gradients; empty where there is none."""
+        return {} if self._scaler is None else dict(self._scaler.state_dict())
+
+    def restore_(self, values: Mapping[str, Any]) -> None:
+        """Go on from what `values` made."""
+        if self._scaler is not None and values:
+            self._scaler.load_state_dict(dict(values))
 
     def gradient_norm(self) -> float:
         """Return the norm of all gradients together, before they are clipped."""

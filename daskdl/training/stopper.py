@@ -8,7 +8,7 @@ import numpy as np
 
 from daskdl.packed import Packed
 from daskdl.training.base import Parameters
-from daskdl.training.judging import Judging, Verdict
+from daskdl.training.judging import Judging, Record, Verdict
 
 
 class Stopper:
@@ -33,7 +33,7 @@ class Stopper:
     ) -> None:
         self.over = False
         self._judging = judging
-        self._record = Verdict().record
+        self._verdict = Verdict()
         self._best: Parameters | None = None
         self._best_epoch = -1
         self._now = now
@@ -61,6 +61,23 @@ class Stopper:
             "best": best,
         }
 
+    def values(self) -> dict[str, Any]:
+        """How far it has come, as plain values and tensors, for another run."""
+        return {
+            "verdict": self._verdict.values(),
+            "elapsed_s": self.elapsed_s,
+            "best_epoch": self._best_epoch,
+            "best": None if self._best is None else self._best.values(),
+        }
+
+    def restore_(self, values: Mapping[str, Any]) -> None:
+        """Go on from what `values` made."""
+        self._conclude(Verdict.of(values["verdict"]))
+        self._began_at = self._now() - values["elapsed_s"]
+        if values["best"] is not None:
+            self._best_epoch = values["best_epoch"]
+            self._best = Parameters.from_values(values["best"])
+
     def note(self) -> dict[str, Any]:
         """What the others are told at the end of an epoch; plain values."""
         return {"record": list(self._record), "elapsed_s": self.elapsed_s}
@@ -85,9 +102,20 @@ class Stopper:
 
     def catch_up(self, epoch: int, notes: Sequence[Mapping[str, Any]]) -> None:
         """Decide as the others have, who met without this replica; as `end_epoch`."""
-        verdict = self._judging.judge(epoch, notes)
-        self._record = verdict.record
+        self._conclude(self._judging.judge(epoch, notes))
+
+    def _conclude(self, verdict: Verdict) -> None:
+        self._verdict = verdict
         self.over = verdict.reason is not None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the last epoch."""
+        return self._verdict
+
+    @property
+    def _record(self) -> Record:
+        return self._verdict.record
 
     def best(self) -> Parameters | None:
         """The agreed model of the best epoch; None if it is not to come back.

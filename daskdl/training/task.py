@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from daskdl.callbacks.base import Callback
 from daskdl.channel.endpoint import Endpoint
+from daskdl.checkpoints.plan import CheckpointPlan, ResumePlan
 from daskdl.data.batches import Transform
 from daskdl.data.labels import LabelCheck
 from daskdl.data.trees import Rows
@@ -82,6 +83,8 @@ class TaskOptions:
         oversight: What is watched.
         prefetch: Parts with rows of so many batches are loaded meanwhile.
         skips_bad: Whether parts that cannot be read are left out.
+        checkpoints: How they are written; None: they are not.
+        resume: Where the run goes on from; None: from the recipe's model.
     """
 
     run: int
@@ -105,6 +108,13 @@ class TaskOptions:
     oversight: Oversight = field(default_factory=Oversight)
     prefetch: int = 2
     skips_bad: bool = False
+    checkpoints: CheckpointPlan | None = None
+    resume: ResumePlan | None = None
+
+    @property
+    def first_epoch(self) -> int:
+        """That is trained, counted from 0."""
+        return 0 if self.resume is None else self.resume.epoch
 
     @property
     def load_threads(self) -> int:

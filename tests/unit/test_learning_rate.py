@@ -226,10 +226,11 @@ class TestAgreement:
         end_epoch(former)
         end_epoch(former)
         old = LearningRate(sgd(), Scheduling(make), former.state())
+        snapshot = old.state()
         end_epoch(old)
 
         new = LearningRate(sgd(), Scheduling(make), former.state())
-        new.load_(former.state())
+        new.load_(snapshot)
         new.catch_up_(1)
 
         assert groups_of(new) == groups_of(old)

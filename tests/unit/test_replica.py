@@ -103,14 +103,15 @@ def a_replica(make, begun):
 def snapshot():
     """Of one that has the best model."""
     with a_replica(LocalChannel, Begun()) as replica:
-        replica._start()
-        replica._stopper.end_epoch(
+        replica._begin()
+        works = replica._live
+        works.stopper.end_epoch(
             0,
-            [{"tally": [1.0, 1, 1.0], "score": None, **replica._stopper.note()}],
-            replica._live.agreed,
+            [{"tally": [1.0, 1, 1.0], "score": None, **works.stopper.note()}],
+            works.exchange.agreed,
         )
-        start = replica._module.weight.detach().clone().numpy()
-        return {**replica._snapshot(), "start": start}
+        start = works.module.weight.detach().clone().numpy()
+        return {**works.snapshot(), "start": start}
 
 
 def late(snapshot, loss, begun):

@@ -1,0 +1,211 @@
+"""One fit that has been checked: it is trained, and leaves what it ended with."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from torch import nn
+
+from daskdl.callbacks.base import FitBegin
+from daskdl.data.models import trainable
+from daskdl.data.source import Source, is_known, rows_in
+from daskdl.errors import DaskDLError, RunError, SaveError
+from daskdl.fitting import Fitting
+from daskdl.history import History
+from daskdl.packed import Packed
+from daskdl.sites import Site
+from daskdl.steps import unpack_rows
+from daskdl.training.adoption import Standing, adopt
+from daskdl.training.attendance import attended
+from daskdl.training.driver import Driver
+from daskdl.training.follow import NOTHING_YET, Follower
+from daskdl.training.merge import Final
+from daskdl.training.small_threshold import hint_at_small_threshold
+from daskdl.training.stage import Stage
+from daskdl.training.task import Recipe, TaskOptions
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """A fit that is ready to begin; it is trained once.
+
+    Args:
+        fitting: How.
+        stage: Where, with its data.
+        recipe: The user's objects.
+        model: At its start; not changed.
+        train: What is trained on.
+        options: Of the run.
+
+    Attributes:
+        history: Gets a row after each epoch.
+        classes: Names of the labels, if the data have such.
+        final: What it ended with; None: nothing, or it has not ended.
+    """
+
+    history: History
+    classes: Sequence[str] | None
+
+    def __init__(
+        self,
+        fitting: Fitting,
+        stage: Stage,
+        recipe: Packed[Recipe],
+        model: nn.Module,
+        train: Source,
+        options: TaskOptions,
+    ) -> None:
+        resumed = fitting.resumed
+        self.history = History(() if resumed is None else resumed.rows)
+        self.classes = train.classes
+        self._fitting = fitting
+        self._seats = len(stage.seats)
+        self._driver = Driver(stage)
+        self._recipe = recipe
+        self._model = model
+        self._rows = rows_in(train)
+        self._options = options
+
+    @property
+    def final(self) -> Final | None:
+        """See the class."""
+        return self._driver.final
+
+    def train(self) -> None:
+        """Train to the end.
+
+        Raises:
+            DaskDLError: Why it ended early; `final` is then what was agreed on last.
+        """
+        fitting = self._fitting
+        if fitting.trainer.master.averages:
+            fitting.method.warn(self._model, self._seats)
+        try:
+            with self._follower() as follower:
+                self._driver.run(self._recipe, follower.follow)
+        except DaskDLError as error:
+            self._note_checkpoint(error)
+            raise
+        finally:
+            if self.final is not None:
+                self.history.steps.extend(unpack_rows(self.final.steps))
+        if self.final is None:
+            raise RunError("the run ended without a result")
+        self._restored(self.final)
+        if self._options.checkpoints is not None:
+            self._options.checkpoints.prune()
+        hint_at_small_threshold(self.history[-1])
+
+    def settle_(self, model: nn.Module) -> Standing:
+        """Leave what there is now, also if it ended early.
+
+        Args:
+            model: Gets the parameters and buffers; changed in place.
+
+        Returns:
+            What the next fit goes on from.
+        """
+        fitting, final = self._fitting, self.final
+        before = fitting.standing
+        epochs = before.epochs + len(self.history)
+        if final is None:
+            return replace(before, epochs=epochs)
+        final.parameters.load_into(model)
+        optimizer = fitting.method.optimizer(trainable(model))
+        moved = adopt(optimizer, fitting.method.scheduling, final, before.moved)
+        sent = final.outcome or before.sent
+        return Standing(moved, sent, epochs, self._class_count())
+
+    def _note_checkpoint(self, error: DaskDLError) -> None:
+        """Say where the last one is."""
+        plan = self._options.checkpoints
+        if plan is None:
+            return
+        try:
+            newest = plan.series.newest()
+        except SaveError as other:
+            error.add_note(f"where the last checkpoint is cannot be said: {other}")
+        else:
+            where = "not written yet" if newest is None else newest.store.url
+            error.add_note(f"the last checkpoint, for fit(resume=...), is {where}")
+
+    def _class_count(self) -> int | None:
+        labels = self._options.labels
+        if labels is not None and labels.accepted is not None:
+            return labels.accepted.classes
+        return None if self.classes is None else len(self.classes)
+
+    def _restored(self, final: Final) -> None:
+        stopping, rule = self.history.stopping, self._options.judging.stopping
+        if stopping is None or rule is None:
+            return
+        self.history.stopping = replace(stopping, restored=final.restored)
+        lost = rule.restore_best and not final.restored
+        if lost and stopping.best_epoch is not None:
+            logger.warning(
+                "all replicas that had the model of epoch %s, the best, were lost, and "
+                "model_ is that of the last epoch; restore_best needs one that stays",
+                stopping.best_epoch,
+            )
+
+    def attended(self) -> AbstractContextManager[None]:
+        """Tell the callbacks that it begins, and on the way out that it has ended."""
+        fitting = self._fitting
+        begin = FitBegin(
+            replicas=self._seats,
+            epochs=fitting.fit.epochs,
+            epochs_before=fitting.standing.epochs,
+            batch_size=fitting.fit.read.batch_size,
+            examples=self._rows,
+            parameters=self._options.size,
+        )
+        return attended(fitting.trainer.callbacks, begin, self.history)
+
+    def _follower(self) -> Follower:
+        trainer, options = self._fitting.trainer, self._options
+        resumed = self._fitting.resumed
+        examples = None if self._rows is None else self._rows * options.epochs
+        return Follower(
+            self.history,
+            trainer.callbacks,
+            options.size,
+            examples,
+            trainer.progress,
+            options.judging,
+            NOTHING_YET if resumed is None else resumed.verdict,
+        )
+
+
+@contextlib.contextmanager
+def begun(
+    fitting: Fitting, model: nn.Module, sources: Mapping[str, Source], site: Site
+) -> Iterator[Run]:
+    """Check all of it, and make the data and the replicas' places ready.
+
+    Args:
+        fitting: How.
+        model: At its start; not changed.
+        sources: By phase.
+        site: Where to train.
+
+    Yields:
+        What can be trained; nothing of it is left afterwards.
+
+    Raises:
+        DaskDLError: If something does not go together; where that can be seen
+            without loading data, no worker was touched.
+    """
+    checked = None
+    if all(is_known(source) for source in sources.values()):
+        checked = fitting.check(model, sources)
+    with site.ready(sources, fitting.fit, fitting.trainer.seed) as ready:
+        checked = checked or fitting.check(model, ready)
+        recipe = fitting.recipe(model, ready["train"])
+        options = fitting.task(model, checked)
+        with site.stage(options, ready) as stage:
+            run = Run(fitting, stage, recipe, model, ready["train"], options)
+            with run.attended():
+                yield run

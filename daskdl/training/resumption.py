@@ -1,0 +1,146 @@
+"""What a fit goes on from, and how it writes checkpoints itself; on the client."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from daskdl.callbacks.base import Callback
+from daskdl.callbacks.checkpoint import Checkpoint
+from daskdl.checkpoints.plan import CheckpointPlan, ResumePlan
+from daskdl.checkpoints.series import Series, Whole, whole_at
+from daskdl.errors import OptionError, SaveError
+from daskdl.training.adoption import Standing
+from daskdl.training.base import TrainingMaster
+from daskdl.training.judging import Verdict, only
+from daskdl.training.tensors import trained_in
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A checkpoint that a fit goes on from.
+
+    Attributes:
+        plan: For the replicas.
+        rows: Of the history so far.
+        verdict: Of early stopping, on the last of them.
+        epochs_before: Of earlier fits of the trainer.
+        ordinal: Of the checkpoint in its fit, from 1.
+        kind: Of the replicas' exchanges.
+        shapes: Of the trainable parameters, by name.
+    """
+
+    plan: ResumePlan
+    rows: Sequence[Mapping[str, Any]]
+    verdict: Verdict
+    epochs_before: int
+    ordinal: int
+    kind: str
+    shapes: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def of(cls, found: Whole) -> "Resumption":
+        """Read what a checkpoint says.
+
+        Raises:
+            SaveError: If that is not what one says.
+        """
+        said, members = found.said, tuple(found.members)
+        try:
+            return cls(
+                ResumePlan(found.store.url, found.stamp, members, said["epoch"]),
+                said["rows"],
+                Verdict.of(said["verdict"]),
+                said["epochs_before"],
+                said["count"],
+                said["kind"],
+                said["parameters"],
+            )
+        except (LookupError, TypeError, ValueError) as error:
+            raise SaveError(f"{found.store.url} is damaged: {error!r}") from error
+
+    @property
+    def standing(self) -> Standing:
+        """What the fit goes on from, beside what the replicas read."""
+        return Standing(epochs=self.epochs_before)
+
+    def check(self, master: TrainingMaster, model: nn.Module) -> None:
+        """Refuse to go on with something else.
+
+        Args:
+            master: Of the fit.
+            model: At its start.
+
+        Raises:
+            OptionError: If the checkpoint is of another way of training, or model.
+        """
+        if self.kind not in master.resumes:
+            raise OptionError(
+                f"{self.plan.url} is of replicas of another way of training than "
+                f"{type(master).__name__}; resume with the same master"
+            )
+        shapes = {name: list(p.shape) for name, p in trained_in(model).items()}
+        for name in {**self.shapes, **shapes}:
+            ours, theirs = shapes.get(name), self.shapes.get(name)
+            if ours != theirs:
+                raise OptionError(
+                    f"{self.plan.url} is of another model: {name} is {theirs} there, "
+                    f"and {ours} in the model of this trainer"
+                )
+
+
+def resumption_of(resume: Any, callbacks: Sequence[Callback]) -> Resumption | None:
+    """What a fit goes on from.
+
+    Args:
+        resume: The argument of `Trainer.fit`.
+        callbacks: Of the trainer.
+
+    Returns:
+        None: It begins anew.
+
+    Raises:
+        OptionError: If it is no URL, or True without a :class:`~daskdl.Checkpoint`.
+        SaveError: If there is no checkpoint at the URL, or it is damaged.
+    """
+    if resume is None or resume is False:
+        return None
+    if resume is not True:
+        found = whole_at(Series.at(resume).store) or Series.at(resume).newest()
+        if found is None:
+            raise SaveError(f"there is no checkpoint in {Series.at(resume).store.url}")
+        return Resumption.of(found)
+    rule: Checkpoint | None = only(Checkpoint, callbacks)
+    if rule is None:
+        raise OptionError(
+            "resume=True needs a Checkpoint among the callbacks, got none; give the "
+            "URL of the checkpoints"
+        )
+    newest = Series.at(rule.url).newest()
+    return None if newest is None else Resumption.of(newest)
+
+
+def checkpoints_of(
+    callbacks: Sequence[Callback], resumed: Resumption | None
+) -> CheckpointPlan | None:
+    """How a fit writes checkpoints; None: it does not.
+
+    Args:
+        callbacks: Of the trainer.
+        resumed: What it goes on from.
+
+    Raises:
+        OptionError: If there is more than one :class:`~daskdl.Checkpoint`.
+        SaveError: If the folder cannot be listed.
+    """
+    rule: Checkpoint | None = only(Checkpoint, callbacks)
+    if rule is None:
+        return None
+    series, run = Series.at(rule.url), secrets.token_hex(8)
+    first = max(series.numbers(), default=0) + 1
+    if resumed is None:
+        return CheckpointPlan(series.store.url, rule, run, run, first)
+    origin, before = resumed.plan.stamp.origin, resumed.ordinal
+    return CheckpointPlan(series.store.url, rule, origin, run, first, before)

@@ -1,0 +1,234 @@
+"""What one replica is made of: all that has a state which outlives a step.
+
+Its beginning is here: anew, from the snapshot of another replica, or from a checkpoint.
+So is what it leaves for such beginnings.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from daskdl.channel.base import Channel, Gathered
+from daskdl.channel.entry import Entry
+from daskdl.data.models import trainable
+from daskdl.errors import ChannelError
+from daskdl.packed import Packed
+from daskdl.training.background import awaited, begun
+from daskdl.training.base import Exchange, Seat
+from daskdl.training.checkpoint_writer import CheckpointWriter, Copyable
+from daskdl.training.checkpoints import Checkpoints
+from daskdl.training.learning_rate import LearningRate
+from daskdl.training.loss_watch import LossWatch
+from daskdl.training.optimizer_state import load_optimizer_
+from daskdl.training.random_state import generators, restore_generators
+from daskdl.training.resuming import Inheritance, inherit
+from daskdl.training.row_log import RowLog
+from daskdl.training.stepping import Stepper
+from daskdl.training.stopper import Stopper
+from daskdl.training.task import Recipe, TaskOptions
+from daskdl.training.tensors import load_tensors_, others_in, trained_in
+
+
+class Works:
+    """The works of a replica, when it has come into the run.
+
+    Args:
+        number: Of the replica in the run.
+        options: The same for all replicas.
+        recipe: The user's objects, this replica's own copies.
+        channel: This replica's end of the run.
+        device: Where to compute.
+
+    Attributes:
+        module: The model, on its device.
+        optimizer: Of its trainable parameters.
+        rate: The learning rate of that.
+        stepper: Makes its steps.
+        stopper: When it is enough.
+        watch: Of the losses.
+        steps: That this replica has made.
+        seen: Examples, over all epochs.
+        weight: Share of the examples all replicas saw.
+        first_epoch: That is trained.
+        checkpoints: That are written; None: there are none.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        options: TaskOptions,
+        recipe: Recipe,
+        channel: Channel,
+        device: torch.device,
+    ) -> None:
+        self._number = number
+        self._options = options
+        self._channel = channel
+        self._device = device
+        self.module = recipe.model.to(device).train()
+        self.steps = self.seen = 0
+        self.weight = 0.0
+        self.watch = LossWatch(options.oversight.max_loss_rise)
+        entry = channel.join()
+        inherited = self._inherited(entry)
+        self.optimizer: Optimizer = recipe.optimizer(trainable(self.module))
+        if recipe.optimizer_state is not None:
+            self.optimizer.load_state_dict(recipe.optimizer_state)
+        self._exchange = options.master.attach(self._seat(entry, inherited))
+        self.rate = LearningRate(self.optimizer, recipe.scheduling, recipe.schedule)
+        self.stepper = Stepper(
+            self.module, recipe.objective, self.optimizer, options.stepping, device
+        )
+        torch.manual_seed(options.seed + number)
+        self.stopper = Stopper(options.judging, entry.snapshot)
+        self.checkpoints = self._checkpoints(entry, inherited)
+        self.first_epoch = options.first_epoch
+        if inherited is not None:
+            self._resume(inherited)
+        if entry.snapshot is not None:
+            self._follow(entry.snapshot)
+        channel.serve(self.snapshot)
+
+    @property
+    def exchange(self) -> Exchange:
+        """With the others; another one may come in its place."""
+        return self._exchange
+
+    def _inherited(self, entry: Entry) -> Inheritance | None:
+        """Read what a founder of a resumed run goes on from."""
+        plan, members = self._options.resume, sorted(entry.members)
+        if plan is None or entry.snapshot is not None:
+            return None
+        place = members.index(self._number)
+        reading = begun(lambda: inherit(plan, place, len(members)), "daskdl-resume")
+        bound = self._options.timeouts.bound("data")
+        inherited = awaited(self._channel, reading, bound, f"reading {plan.url}")
+        # Before anything is made of them.
+        load_tensors_(self.module, inherited.tensors)
+        return inherited
+
+    def _seat(self, entry: Entry, inherited: Inheritance | None) -> Seat:
+        resumed = None if inherited is None else inherited.exchange
+        return Seat(
+            self.module,
+            self._channel,
+            self._number,
+            entry.members,
+            self._options.last if resumed is None else resumed.last,
+            entry.snapshot,
+            self.optimizer,
+            resumed,
+        )
+
+    def _checkpoints(
+        self, entry: Entry, inherited: Inheritance | None
+    ) -> Checkpoints | None:
+        options = self._options
+        if options.checkpoints is None:
+            return None
+        before = entry.snapshot or {"checkpoints": 0, "rows": ()}
+        rows = before["rows"] if inherited is None else inherited.common["rows"]
+        writer = CheckpointWriter(
+            options.checkpoints, self._number, self._channel, options.timeouts
+        )
+        log = RowLog(options.size, options.judging.columns, rows)
+        return Checkpoints(options, writer, log, before["checkpoints"])
+
+    def _resume(self, inherited: Inheritance) -> None:
+        common, donor = inherited.common, inherited.donor
+        self.optimizer.load_state_dict(inherited.optimizer)
+        self.rate.restore_(common["schedule"])
+        self.stopper.restore_(common["stopper"])
+        self.stepper.restore_(donor["scaler"])
+        self.seen = sum(part["seen"] for part in inherited.own)
+        self.weight = sum(part["weight"] for part in inherited.own)
+        # Nobody sends anything before all are there, on the same grid.
+        gathered = self._channel.gather("resume", {"digest": self.exchange.digest()})
+        check_alike(gathered, "after they have read a checkpoint")
+        for part in inherited.own[:1]:
+            self.steps = part["steps"]
+            self.watch.restore_(part["watch"])
+            restore_generators(part["random"], self._device)
+
+    def _follow(self, snapshot: Mapping[str, Any]) -> None:
+        """Come in later: where another replica was, but for the epoch."""
+        load_optimizer_(self.optimizer, snapshot["optimizer"])
+        self.rate.load_(snapshot["schedule"])
+        _, epoch, report = self._channel.activate(snapshot["step"])
+        self.rate.catch_up_(epoch)
+        if report:
+            self.stopper.catch_up(epoch - 1, ordered(report))
+        self.first_epoch = epoch
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a newcomer begins with."""
+        self._exchange = self._exchange.opened()
+        checkpoints = self.checkpoints
+        return {
+            **self._exchange.snapshot(),
+            "optimizer": Packed(self.optimizer.state_dict(), "optimizer").payload,
+            "schedule": self.rate.state(),
+            **self.stopper.snapshot(),
+            **({} if checkpoints is None else checkpoints.snapshot()),
+        }
+
+    def note(self) -> dict[str, Any]:
+        """What the others are told at the end of an epoch."""
+        checkpoints = self.checkpoints
+        return {
+            **self.rate.note(),
+            **self.stopper.note(),
+            **({} if checkpoints is None else checkpoints.note()),
+        }
+
+    def checkpoint(self, epoch: int) -> Copyable:
+        """What a checkpoint after an epoch, counted from 0, has of this replica."""
+        options, state = self._options, self.exchange.state()
+        parameters = trained_in(self.module)
+        said = {
+            "epoch": epoch + 1,
+            "epochs_before": options.epochs_before,
+            "kind": state.kind,
+            "parameters": {name: list(p.shape) for name, p in parameters.items()},
+            "verdict": self.stopper.verdict.values(),
+        }
+        common = {
+            "exchange": state.common,
+            "tensors": others_in(self.module),
+            "schedule": self.rate.values(),
+            "stopper": self.stopper.values(),
+        }
+        own = {
+            "exchange": state.own,
+            "scaler": self.stepper.values(),
+            "watch": self.watch.values(),
+            "random": generators(self._device),
+            "steps": self.steps,
+            "seen": self.seen,
+            "weight": self.weight,
+        }
+        of_all = self.exchange.averages_optimizer
+        (common if of_all else own)["optimizer"] = self.optimizer.state_dict()
+        return Copyable(said, common, own)
+
+
+def check_alike(gathered: Gathered, when: str) -> None:
+    """Refuse to go on if replicas that ought to be alike are not.
+
+    Args:
+        gathered: Notes with a ``"digest"`` each.
+        when: For the message.
+
+    Raises:
+        ChannelError: If they differ.
+    """
+    digests = {r: note["digest"] for r, note in gathered.notes.items()}
+    if len(set(digests.values())) > 1:
+        raise ChannelError(f"replicas differ {when}: checksums by replica {digests}")
+
+
+def ordered(notes: Mapping[int, Any]) -> list[Any]:
+    """Of all replicas, in the order of their numbers."""
+    return [notes[replica] for replica in sorted(notes)]

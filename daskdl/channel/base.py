@@ -17,6 +17,7 @@ from daskdl.channel.entry import Entry, Seating
 from daskdl.channel.leases import Range
 from daskdl.channel.messages import Barrier
 from daskdl.channel.parcel import Arrays
+from daskdl.channel.pause import Pause
 from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
 from daskdl.channel.traffic import Traffic
@@ -179,8 +180,11 @@ class Channel(ABC):
     @abstractmethod
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
-    ) -> Piece | None:
+    ) -> Piece | Pause | None:
         """Give finished pieces back and take the next; None: none free.
+
+        Between two laps of an epoch there is a pause instead, for all, until they have
+        met at a ``PAUSE`` barrier.
 
         Args:
             phase: ``"train"`` or ``"validation"``.

@@ -21,3 +21,4 @@ class Seating(NamedTuple):
     members: Sequence[int]  # that train, ascending, itself included
     epoch: int  # counted from 0
     report: Mapping[int, Any]  # what all said at the end of the epoch before, if any
+    lap: int = 0  # counted from 0 over all epochs

@@ -4,7 +4,16 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from daskdl.channel.leases import IsNear, Lease, Leases, Range, whole_parts
+from daskdl.channel.leases import (
+    NOBODY,
+    IsNear,
+    Lease,
+    Leases,
+    Left,
+    Range,
+    ranges_in,
+    whole_parts,
+)
 from daskdl.channel.plan import PIECES_PER_REPLICA, Extent
 from daskdl.channel.remaining import Remaining
 
@@ -29,11 +38,20 @@ class FirstCome(Leases):
     Args:
         order: Of the parts.
         extent: How much there is.
+        lap_rows: Of all replicas together in one lap; None: all there are.
+        left: Of an epoch that was broken off; None: all of it.
     """
 
-    def __init__(self, order: Sequence[int], extent: Extent) -> None:
-        parts = whole_parts(order, extent.rows)
-        super().__init__(sum(part.rows for part in parts))
+    def __init__(
+        self,
+        order: Sequence[int],
+        extent: Extent,
+        lap_rows: int | None = None,
+        left: Sequence[Left] | None = None,
+    ) -> None:
+        parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
+        super().__init__(sum(part.rows for part in parts), lap_rows)
+        self._order = {part: i for i, part in enumerate(order)}
         self._extent = extent
         share = PIECES_PER_REPLICA * extent.piece_rows
         self._parts = [
@@ -51,7 +69,25 @@ class FirstCome(Leases):
         self._takers: set[int] = set()
 
     @override
-    def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
+    def _room(self, replica: int) -> int:
+        return (self._limit or 0) - self._handed.total()
+
+    @override
+    def _limit_now(self) -> int:
+        return self._handed.total()
+
+    @override
+    def left(self) -> list[Left]:
+        positions = self._untouched.round(0, len(self._untouched))
+        untouched = (self._parts[position] for position in positions)
+        begun = (*self._rests, *self._own.values(), *self._reserved.values())
+        again = (one for lease in self._again for one in lease.ranges)
+        ranges = [*untouched, *begun, *again]
+        ranges.sort(key=lambda one: (self._order[one.part], one.start))
+        return [Left(NOBODY, tuple(ranges))]
+
+    @override
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
         self._takers.add(replica)
         if not self._go_on(replica, is_near):
             again = self._repeat(replica)
@@ -66,7 +102,7 @@ class FirstCome(Leases):
         return None if reserved is None or reserved.part == here else reserved.part
 
     @override
-    def has_one_for(self, replica: int) -> bool:
+    def _has_one_for(self, replica: int) -> bool:
         own = replica in self._own or self._untouched or self._rests
         return bool(own or self._again or self._reserved or self._ample)
 
@@ -113,7 +149,8 @@ class FirstCome(Leases):
     def _piece_rows(self) -> int:
         """The size aimed at, but half of a fair share of what is free at the end."""
         step = self._extent.step_rows
-        share = -(-self._free // (2 * len(self._takers) * step)) * step
+        free = self._free if self._limit is None else min(self._free, self._room(0))
+        share = -(-free // (2 * len(self._takers) * step)) * step
         return min(self._extent.piece_rows, share)
 
     # ---- parts of its own

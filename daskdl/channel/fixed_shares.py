@@ -3,12 +3,21 @@
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from typing_extensions import override
 
-from daskdl.channel.leases import IsNear, Lease, Leases, Range, whole_parts
+from daskdl.channel.leases import (
+    NOBODY,
+    IsNear,
+    Lease,
+    Leases,
+    Left,
+    Range,
+    ranges_in,
+    whole_parts,
+)
 from daskdl.channel.plan import Extent
 
 
@@ -31,26 +40,69 @@ class FixedShares(Leases):
         order: Of the parts.
         extent: How much there is.
         share_among: Replicas with a share each, >= 1.
+        lap_rows: Of each replica in one lap; None: all it gets.
+        left: Of an epoch that was broken off; None: all of it. As many replicas as
+            there were then go on with what each had left, others share it anew.
     """
 
     def __init__(
-        self, order: Sequence[int], extent: Extent, share_among: Sequence[int]
+        self,
+        order: Sequence[int],
+        extent: Extent,
+        share_among: Sequence[int],
+        lap_rows: int | None = None,
+        left: Sequence[Left] | None = None,
     ) -> None:
-        parts = whole_parts(order, extent.rows)
-        super().__init__(sum(part.rows for part in parts))
-        self._orphans: deque[Planned] = deque()
-        known = Sequel([part for part in parts if not part.is_whole])
-        whole = [part for part in parts if part.is_whole]
+        parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
+        super().__init__(sum(part.rows for part in parts), lap_rows)
+        self._extent = extent
         replicas = sorted(share_among)
-        edges = share_edges(known.rows, extent.step_rows, len(replicas))
-        self._shares: dict[int, deque[Planned]] = {}
-        for i, replica in enumerate(replicas):
-            pieces = known.cut(edges[i], edges[i + 1], extent.piece_rows)
-            others = ((part,) for part in whole[i :: len(replicas)])
-            self._shares[replica] = _planned([*pieces, *others])
+        own = [one for one in left or () if one.replica != NOBODY]
+        self._orphans: deque[Planned] = deque()
+        self._shares: dict[int, deque[Planned]]
+        if len(own) == len(replicas):
+            own.sort(key=lambda one: one.replica)
+            shares: list[Sequence[Range]] = [one.ranges for one in own]
+            self._orphans = self._cut(
+                ranges_in(one for one in left or () if one.replica == NOBODY)
+            )
+        else:
+            shares = [*shared_out(parts, extent.step_rows, len(replicas))]
+        cut = [self._cut(ranges) for ranges in shares]
+        self._shares = dict(zip(replicas, cut, strict=True))
+
+    def _cut(self, share: Sequence[Range]) -> deque[Planned]:
+        """The pieces of a share; none crosses the end of a lap."""
+        known = Sequel([part for part in share if not part.is_whole])
+        lap_rows = self._lap_rows or max(known.rows, 1)
+        pieces = [
+            piece
+            for start in range(0, known.rows, lap_rows)
+            for piece in known.cut(
+                start, min(start + lap_rows, known.rows), self._extent.piece_rows
+            )
+        ]
+        return _planned([*pieces, *((part,) for part in share if part.is_whole)])
 
     @override
-    def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
+    def _room(self, replica: int) -> int:
+        return (self._limit or 0) - self._handed[replica]
+
+    @override
+    def _limit_now(self) -> int:
+        return max(self._handed.values(), default=0)
+
+    @override
+    def left(self) -> list[Left]:
+        shares = [
+            Left(replica, _ranges_of(share)) for replica, share in self._shares.items()
+        ]
+        again = tuple(one for lease in self._again for one in lease.ranges)
+        free = (*again, *_ranges_of(self._orphans))
+        return [*shares, Left(NOBODY, free)] if free else shares
+
+    @override
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
         # Where copies happen to be must not change a run that is to be repeatable.
         share = self._shares.get(replica) or self._orphans
         if not share:
@@ -58,7 +110,7 @@ class FixedShares(Leases):
         return self._hand_out(replica, *share.popleft())
 
     @override
-    def has_one_for(self, replica: int) -> bool:
+    def _has_one_for(self, replica: int) -> bool:
         return bool(self._shares.get(replica) or self._orphans or self._again)
 
     @override
@@ -71,7 +123,7 @@ class Sequel:
     """The rows of several parts, one part after the other, numbered through.
 
     Args:
-        parts: Whole, of known length.
+        parts: Of known length.
 
     Attributes:
         rows: How many there are.
@@ -89,15 +141,37 @@ class Sequel:
     ) -> Iterator[tuple[Range, ...]]:
         """Yield the pieces between two rows, each of so many rows but the last."""
         for first in range(start, stop, piece_rows):
-            yield tuple(self._between(first, min(first + piece_rows, stop)))
+            yield tuple(self.between(first, min(first + piece_rows, stop)))
 
-    def _between(self, start: int, stop: int) -> Iterator[Range]:
+    def between(self, start: int, stop: int) -> Iterator[Range]:
+        """Yield the ranges between two rows."""
         at = bisect.bisect_right(self._ends, start)
         while start < stop:
             part, end = self._parts[at], self._ends[at]
             before = end - part.rows
-            yield Range(part.part, start - before, min(end, stop) - before)
+            offset = part.start - before
+            yield Range(part.part, offset + start, offset + min(end, stop))
             start, at = end, at + 1
+
+
+def shared_out(
+    parts: Sequence[Range], step_rows: int, replicas: int
+) -> list[list[Range]]:
+    """Cut the rows of some parts into a share for each replica.
+
+    Example:
+        >>> for share in shared_out([Range(7, 0, 6), Range(2, 0, 4)], 2, replicas=2):
+        ...     print(share)
+        [Range(part=7, start=0, stop=6)]
+        [Range(part=2, start=0, stop=4)]
+    """
+    known = Sequel([part for part in parts if not part.is_whole])
+    whole = [part for part in parts if part.is_whole]
+    edges = share_edges(known.rows, step_rows, replicas)
+    return [
+        [*known.between(start, stop), *whole[i::replicas]]
+        for i, (start, stop) in enumerate(itertools.pairwise(edges))
+    ]
 
 
 def share_edges(rows: int, step_rows: int, replicas: int) -> list[int]:
@@ -110,6 +184,10 @@ def share_edges(rows: int, step_rows: int, replicas: int) -> list[int]:
     steps, more = divmod(-(-rows // step_rows), replicas)
     shares = [steps + (i < more) for i in range(replicas)]
     return [min(end * step_rows, rows) for end in itertools.accumulate([0, *shares])]
+
+
+def _ranges_of(pieces: Iterable[Planned]) -> tuple[Range, ...]:
+    return tuple(one for piece in pieces for one in piece.ranges)
 
 
 def _planned(pieces: Sequence[tuple[Range, ...]]) -> deque[Planned]:

@@ -2,16 +2,19 @@
 
 A part is what is loaded in one go; a piece is what is leased at a time, ranges of rows
 of one part or of several. How pieces are cut is in `first_come` and `fixed_shares`.
+An epoch has one lap or several: between two of them nobody holds anything.
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 TO_ITS_END = -1  # where a range stops whose part has no known length
+
+NOBODY = -1  # whose share something is that anybody may take
 
 IsNear = Callable[[int], bool]  # whether the worker of who asks holds a part
 
@@ -47,6 +50,13 @@ class Lease(NamedTuple):
         return sum(piece.rows for piece in self.ranges)
 
 
+class Left(NamedTuple):
+    """What a replica would have trained on next."""
+
+    replica: int  # or `NOBODY`
+    ranges: tuple[Range, ...]  # in the order to train on them
+
+
 def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
     """The order in which an epoch goes through the parts, however many replicas.
 
@@ -74,11 +84,22 @@ def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
     return [Range(part, 0, rows[part]) for part in order if rows[part] != 0]
 
 
+def left_of(fields: Iterable[Any]) -> list[Left]:
+    """Read what is left as it came over the wire, where a tuple has no names."""
+    return [Left(r, tuple(Range(*one) for one in ranges)) for r, ranges in fields]
+
+
+def ranges_in(left: Iterable[Left]) -> list[Range]:
+    """All that is left, whoever would have got it."""
+    return [one for each in left for one in each.ranges]
+
+
 class Leases(ABC):
     """Pieces of one epoch, handed out one at a time.
 
     Args:
         rows: To be handed out in all; a part of unknown length counts as one.
+        lap_rows: To be handed out in one lap, see `_over`; None: all of them.
 
     Attributes:
         repeated: Pieces handed out again because their replica was lost.
@@ -86,15 +107,16 @@ class Leases(ABC):
 
     repeated: int
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, lap_rows: int | None = None) -> None:
         self.repeated = 0
+        self._lap_rows = self._limit = lap_rows
+        self._handed: Counter[int] = Counter()  # rows in this lap, by replica
         self._count = 0  # pieces cut so far
         self._free = rows  # in no piece yet
         self._unfinished = rows
         self._held: dict[int, dict[int, Lease]] = {}  # by replica, and by number
         self._again: deque[Lease] = deque()  # those of lost replicas
 
-    @abstractmethod
     def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
         """Lease a piece to a replica; None if there is none left for it.
 
@@ -103,10 +125,52 @@ class Leases(ABC):
             is_near: Tells parts that its worker holds from others; None: all are
                 equally far.
         """
+        return None if self._is_over(replica) else self._take(replica, is_near)
 
-    @abstractmethod
     def has_one_for(self, replica: int) -> bool:
         """Whether `take` would lease this replica a piece now."""
+        return not self._is_over(replica) and self._has_one_for(replica)
+
+    def end_lap(self) -> None:
+        """Hand out no more of this lap than goes with what was handed out before."""
+        self._limit = self._limit_now()
+
+    def begin_lap(self) -> None:
+        """All have met: go on."""
+        self._handed.clear()
+        self._limit = self._lap_rows
+
+    def lap_is_over(self, members: Iterable[int]) -> bool:
+        """Whether there is more, but for nobody before the next lap."""
+        return (
+            self._limit is not None
+            and self._unfinished > 0
+            and not any(self._held.values())
+            and not any(self.has_one_for(replica) for replica in members)
+        )
+
+    def _is_over(self, replica: int) -> bool:
+        return self._limit is not None and self._room(replica) <= 0
+
+    @abstractmethod
+    def _room(self, replica: int) -> int:
+        """Rows that a replica may still get in this lap, if it has a limit."""
+
+    @abstractmethod
+    def _limit_now(self) -> int:
+        """The limit with which what was handed out before is a whole lap."""
+
+    @abstractmethod
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
+        """See `take`; within a lap."""
+
+    @abstractmethod
+    def _has_one_for(self, replica: int) -> bool:
+        """See `has_one_for`; within a lap."""
+
+    @abstractmethod
+    def left(self) -> list[Left]:
+        """What nobody has trained on; between two laps, when nobody holds anything."""
 
     def finish(self, replica: int, number: int) -> bool:
         """A replica has trained on its piece; False if the lease was not its own."""
@@ -127,6 +191,7 @@ class Leases(ABC):
         self, replica: int, ranges: Sequence[Range], ahead: int | None
     ) -> Lease:
         lease = Lease(self._count, tuple(ranges), ahead)
+        self._handed[replica] += lease.rows
         self._count += 1
         self._free -= lease.rows
         self._held.setdefault(replica, {})[lease.number] = lease
@@ -138,5 +203,6 @@ class Leases(ABC):
             return None
         lease = self._again.popleft()._replace(ahead=None)
         self.repeated += 1
+        self._handed[replica] += lease.rows
         self._held.setdefault(replica, {})[lease.number] = lease
         return lease

@@ -21,6 +21,7 @@ from daskdl.channel.local_waits import LocalWaits
 from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.outbox import Outbox
 from daskdl.channel.parcel import Arrays
+from daskdl.channel.pause import Pause
 from daskdl.channel.reading import UNREADABLE, Reader
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.traffic import Traffic
@@ -183,7 +184,7 @@ class LocalChannel(Receiver):
     @override
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
-    ) -> Piece | None:
+    ) -> Piece | Pause | None:
         record, replica = self._record, self._replica
 
         def settled() -> bool:
@@ -193,6 +194,7 @@ class LocalChannel(Receiver):
             self.check()
             self._run.hear(replica)
             record.give_back(replica, phase, epoch, finished)
+            record.look(self._run.now())
             if wait and self._note is not None:
                 record.barriers.stand_by(replica, self._note)
             self._changed.notify_all()
@@ -202,7 +204,7 @@ class LocalChannel(Receiver):
                 self._note = None
             lease = record.lease(replica, phase, epoch, lambda key: False)
             if lease is None:
-                return None
+                return record.pause(replica, phase, epoch)
             keys = record.schedule.keys(phase, lease)
             return Piece(lease.number, lease.ranges, keys, lease.ahead)
 

@@ -100,7 +100,8 @@ class Barrier(enum.StrEnum):
     """What a barrier is for."""
 
     AGREE = "agree"  # afterwards updates are held, until the next one
-    REPORT = "report"  # the client reads the notes too
+    REPORT = "report"  # the client reads the notes too; an epoch is over
+    PAUSE = "pause"  # a lap is over, and not the epoch
     MEET = "meet"
     ROUND = "round"  # who waits for a lease is not waited for, see `stand_by`
 

@@ -1,8 +1,11 @@
 """What a client asks for when it opens a run."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
+
+from daskdl.channel.leases import Left, left_of
 
 # Fine enough that a replica twice as slow as the others delays them little at the end
 # of an epoch, coarse enough that a piece is worth a request.
@@ -16,6 +19,24 @@ class Extent(NamedTuple):
     keys: tuple[str, ...]  # of each part that a worker holds, else ""
     step_rows: int  # per optimizer step of one replica
     piece_rows: int  # aimed at; a multiple of `step_rows`
+
+
+class Laps(NamedTuple):
+    """How training epochs are divided: all replicas meet after each lap."""
+
+    replicas: int = 1  # that the run begins with
+    rows: int | None = None  # of each in one lap; None: as many as there are
+    seconds: float | None = None  # after which the lap is ended; None: it is not
+    left: Sequence[Left] | None = None  # of the first epoch; None: all of it
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> Self:
+        """Read laps as they came over the wire, where a tuple has no names."""
+        replicas, rows, seconds, left = fields
+        return cls(replicas, rows, seconds, None if left is None else left_of(left))
+
+
+WHOLE_EPOCHS = Laps()
 
 
 def extent_of(
@@ -60,6 +81,7 @@ class RunPlan:
         timeouts: Bounds on waiting, seconds, by name.
         routing: ``"plain"``, or ``"mesh"``: then no updates come here.
         first_epoch: That is trained, counted from 0; those before were, elsewhere.
+        laps: How the epochs are divided.
     """
 
     run: int
@@ -73,6 +95,13 @@ class RunPlan:
     timeouts: Mapping[str, float]
     routing: str = "plain"
     first_epoch: int = 0
+    laps: Laps = WHOLE_EPOCHS
+
+    @property
+    def order(self) -> int:
+        """A checksum of what ranges of rows depend on: the data, and their order."""
+        rows = self.extents["train"].rows
+        return zlib.crc32(repr((rows, self.seed, self.epochs_before)).encode())
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
@@ -80,4 +109,5 @@ class RunPlan:
         extents = {
             phase: Extent(*extent) for phase, extent in fields["extents"].items()
         }
-        return cls(**{**fields, "extents": extents})
+        laps = Laps.of(fields["laps"])
+        return cls(**{**fields, "extents": extents, "laps": laps})

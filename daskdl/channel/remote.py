@@ -27,6 +27,7 @@ from daskdl.channel.leases import Range
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Barrier, Item
 from daskdl.channel.parcel import Arrays, Parcel
+from daskdl.channel.pause import Pause
 from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.remote_waits import RemoteWaits
@@ -75,10 +76,11 @@ class RemoteChannel(Receiver):
     def activate(self, step: int) -> Seating:
         answer = self._waits.ask(messages.ACTIVATE, None, step=step)
         members = dict(answer["members"])
-        self._carrier.progress = (step, answer["epoch"] - 1)
+        self._carrier.progress = (step, answer["lap"] - 1)
         self._inbox.meet({r: s for r, s in members.items() if r != self._replica})
         report = {replica: unwrap_note(said) for replica, said in answer["report"]}
-        return Seating(sorted(members), answer["epoch"], report)
+        epoch, lap = answer["epoch"], answer["lap"]
+        return Seating(sorted(members), epoch, report, lap)
 
     @override
     def serve(self, make: Serve | None) -> None:
@@ -167,7 +169,7 @@ class RemoteChannel(Receiver):
     @override
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
-    ) -> Piece | None:
+    ) -> Piece | Pause | None:
         answer = self._waits.ask(
             messages.LEASE,
             None if wait else self._timeouts.bound("request"),
@@ -180,7 +182,7 @@ class RemoteChannel(Receiver):
         if wait:
             self._note = None
         if answer["piece"] is None:
-            return None
+            return None if answer["pause"] is None else Pause.of(answer["pause"])
         ranges = tuple(Range(*one) for one in answer["ranges"])
         return Piece(answer["piece"], ranges, dict(answer["keys"]), answer["ahead"])
 

@@ -76,7 +76,8 @@ async def handle_activate(live: LiveRun, replica: int, step: int) -> dict[str, A
     record.activate(replica, int(step))
     await live.notify()
     members = [[r, record.members.step_of(r)] for r in record.members.expected]
-    return answer(record, members=members, epoch=record.epoch, report=record.report)
+    where = {"epoch": record.epoch, "lap": record.lap}
+    return answer(record, members=members, **where, report=record.report)
 
 
 async def handle_publish(
@@ -124,6 +125,7 @@ async def handle_lease(
     record = live.record
     check_present(replica, record)
     record.give_back(replica, phase, epoch, finished)
+    record.look(live.now())
     if note is not None:
         record.barriers.stand_by(replica, note)
     if finished or note is not None:
@@ -136,7 +138,9 @@ async def handle_lease(
     is_near = functools.partial(live.holds, worker)
     lease = record.lease(replica, phase, epoch, is_near)
     if lease is None:
-        return answer(record, piece=None)
+        pause = record.pause(replica, phase, epoch)
+        values = None if pause is None else pause.values()
+        return answer(record, piece=None, pause=values)
     return answer(
         record,
         piece=lease.number,

@@ -14,6 +14,7 @@ from daskdl.channel.leases import Lease, Leases
 from daskdl.channel.members import Members
 from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.outbox import Outbox
+from daskdl.channel.pause import Pause
 from daskdl.channel.plan import RunPlan
 from daskdl.channel.schedule import Schedule
 from daskdl.channel.standings import Standing, Standings
@@ -35,6 +36,7 @@ class RunRecord:
         stopped: Why the run was stopped; None while it runs.
         refused: Messages that were not understood.
         epoch: That runs now, counted from 0.
+        lap: That runs now, counted from 0 over all epochs.
         report: The notes of the epoch before, ``[replica, note]`` each.
         holding: Whether updates have to wait, see `complete`.
         standings: How replicas stand that send to each other.
@@ -57,12 +59,14 @@ class RunRecord:
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
         self.members = Members(plan.replicas)
-        self.schedule = Schedule(plan.extents, plan.seed, plan.epochs_before)
+        self.schedule = Schedule(plan.extents, plan.seed, plan.epochs_before, plan.laps)
         self.outboxes = {}
         self.events = EventLog()
         self.stopped = None
         self.refused = 0
         self.epoch = plan.first_epoch
+        self.lap = 0
+        self._lap_began_at: float | None = None
         self.report = ()
         self.holding = False
         self._held: list[Item] = []  # updates that wait, one of each that leaves
@@ -198,6 +202,22 @@ class RunRecord:
         near = self.schedule.nearest(phase, is_near)
         return self._leases(phase, epoch).take(replica, near)
 
+    def look(self, now: float) -> None:
+        """The clock says so much: a lap ends when it has taken long enough."""
+        if self._lap_began_at is None:
+            self._lap_began_at = now
+        bound_s = self.plan.laps.seconds
+        if bound_s is not None and now - self._lap_began_at >= bound_s:
+            self.schedule.end_lap()
+
+    def pause(self, replica: int, phase: str, epoch: int) -> Pause | None:
+        """What one that gets no piece learns, if the lap is over and not the epoch."""
+        leases = self._leases(phase, epoch)
+        if not self.enough or replica not in self.outboxes:
+            return None
+        over = leases.lap_is_over(self.members.expected)
+        return Pause(self.plan.order, leases.left()) if over else None
+
     def give_back(
         self,
         replica: int,
@@ -224,6 +244,8 @@ class RunRecord:
         leases = self._leases(phase, epoch)
         if leases.has_one_for(replica):
             return True
+        if leases.lap_is_over(self.members.expected):
+            return False
         return None if leases.unfinished() else False
 
     def _leases(self, phase: str, epoch: int) -> Leases:
@@ -264,6 +286,10 @@ class RunRecord:
             self.events.post("gathered", key=key, notes=notes, told=told, **counted)
             self.report = notes
             self.epoch += 1
+        if gathering.kind in (Barrier.REPORT, Barrier.PAUSE):
+            self.lap += 1
+            self._lap_began_at = None
+            self.schedule.begin_lap()
         return True
 
     def remove(self, replica: int) -> None:

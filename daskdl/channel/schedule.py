@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from daskdl.channel.first_come import FirstCome
 from daskdl.channel.fixed_shares import FixedShares
 from daskdl.channel.leases import IsNear, Lease, Leases, part_order
-from daskdl.channel.plan import Extent
+from daskdl.channel.plan import WHOLE_EPOCHS, Extent, Laps
 
 
 class Schedule:
@@ -15,16 +15,23 @@ class Schedule:
         extents: Of each phase ("train", "validation").
         seed: Of the order of the training parts; None keeps their order.
         epochs_before: Of earlier fits, so that each has an order of its own.
+        laps: How the training epochs are divided.
     """
 
     def __init__(
-        self, extents: Mapping[str, Extent], seed: int | None, epochs_before: int
+        self,
+        extents: Mapping[str, Extent],
+        seed: int | None,
+        epochs_before: int,
+        laps: Laps = WHOLE_EPOCHS,
     ) -> None:
         self._extents = extents
         self._keys = {phase: list(extent.keys) for phase, extent in extents.items()}
         self._held = {phase for phase, keys in self._keys.items() if any(keys)}
         self._seed = seed
         self._epochs_before = epochs_before
+        self._laps = laps
+        self._left = laps.left  # of the first epoch
         self._leases: dict[str, tuple[int, Leases]] = {}
 
     def open(self, phase: str, epoch: int, share_among: Sequence[int] | None) -> Leases:
@@ -49,11 +56,28 @@ class Schedule:
         self, phase: str, epoch: int, share_among: Sequence[int] | None
     ) -> Leases:
         extent = self._extents[phase]
-        seed = self._seed if phase == "train" else None
+        trains = phase == "train"
+        seed = self._seed if trains else None
         order = part_order(len(extent.rows), self._epochs_before + epoch, seed)
-        if share_among is None:
-            return FirstCome(order, extent)
-        return FixedShares(order, extent, share_among)
+        left, lap_rows = None, None
+        if trains:
+            left, self._left = self._left, None
+            lap_rows = self._laps.rows
+        if share_among is not None:
+            return FixedShares(order, extent, share_among, lap_rows, left)
+        if lap_rows is not None:
+            lap_rows *= self._laps.replicas
+        return FirstCome(order, extent, lap_rows, left)
+
+    def end_lap(self) -> None:
+        """Let all that train come together, as soon as is possible."""
+        if "train" in self._leases:
+            self._leases["train"][1].end_lap()
+
+    def begin_lap(self) -> None:
+        """All have come together: go on."""
+        if "train" in self._leases:
+            self._leases["train"][1].begin_lap()
 
     def key(self, phase: str, part: int) -> str:
         """The Dask key of a part, as it is now; "" if no worker holds it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daskdl.callbacks.checkpoint import Checkpoint
+from daskdl.channel.pause import Pause
 from daskdl.checkpoints.parts import Stamp
 from daskdl.checkpoints.retention import Retention
 from daskdl.checkpoints.series import Series, Whole
@@ -71,9 +72,11 @@ class ResumePlan:
         stamp: It has.
         members: Replicas whose parts it has, ascending.
         epoch: The first that is trained, counted from 0.
+        pause: What is left of that, if it has begun; None: all.
     """
 
     url: str
     stamp: Stamp
     members: tuple[int, ...]
     epoch: int
+    pause: Pause | None = None

@@ -58,15 +58,27 @@ class Checkpoints:
             SaveError: If the one before could not be written.
         """
         self._rows.end_epoch(epoch, gathered)
-        self._taken = max(note["checkpoints"] for note in gathered.notes.values())
         plan = self._options.checkpoints
         assert plan is not None, "else there is nothing to write to"
         if plan.rule.due(epoch) or over:
-            self._writer.finish()
-            what = make()
-            said = {**what.said, "rows": self._rows.rows}
-            self._writer.begin(self._taken, gathered, what._replace(said=said))
-            self._taken += 1
+            self.take(gathered, make)
+
+    def take(self, gathered: Gathered, make: Callable[[], Copyable]) -> None:
+        """All have met, and it is time.
+
+        Args:
+            gathered: What all have said.
+            make: What is to be written.
+
+        Raises:
+            SaveError: If the one before could not be written.
+        """
+        self._writer.finish()
+        self._taken = max(note["checkpoints"] for note in gathered.notes.values())
+        what = make()
+        said = {**what.said, "rows": self._rows.rows}
+        self._writer.begin(self._taken, gathered, what._replace(said=said))
+        self._taken += 1
 
     def finish(self) -> None:
         """Wait until all is written.

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from daskdl.channel.base import Channel, Piece
+from daskdl.channel.pause import Pause
 from daskdl.data.batches import Batch, Chunk, Transform, batches
 from daskdl.training.reader import Reader, Reading
 from daskdl.training.stepping import Group, rows_of
@@ -28,9 +29,12 @@ class Feed:
 
     Attributes:
         loss: Mean loss of this epoch so far, for the client's bar.
+        pause: What is left of the epoch, if the last groups ended with a lap; else
+            None. When all have met, `groups` goes on.
     """
 
     loss: float
+    pause: Pause | None
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class Feed:
         self._given = self._done = 0  # rows: passed to the batches, and trained on
         self._held: deque[tuple[Piece, int, int]] = deque()  # rows, and `_given` after
         self.loss = 0.0
+        self.pause = None
 
     @property
     def skipped(self) -> int:
@@ -69,6 +74,7 @@ class Feed:
         Yields:
             Pairs (x, y), see :func:`daskdl.data.batches.batches`.
         """
+        self.pause = None
         piece = self._lease(wait=False)
         while True:
             made = batches(self._chunks(piece), self._reading.batch_size)
@@ -94,7 +100,11 @@ class Feed:
                 {"piece": piece.number, "examples": examples, "loss": self.loss}
             )
         phase = self._reading.phase
-        return self._channel.lease(phase, self._epoch, finished, wait=wait)
+        leased = self._channel.lease(phase, self._epoch, finished, wait=wait)
+        if isinstance(leased, Pause):
+            self.pause = leased
+            return None
+        return leased
 
     def _chunks(self, piece: Piece | None) -> Iterator[Chunk]:
         while piece is not None:

@@ -15,6 +15,7 @@ import torch
 from daskdl.callbacks.base import EpochBegin, Step
 from daskdl.channel.base import Channel, Gathered, Stopped
 from daskdl.channel.messages import Barrier
+from daskdl.channel.pause import Pause
 from daskdl.errors import DivergedError
 from daskdl.packed import Packed
 from daskdl.scores import Score, score_batches
@@ -58,7 +59,6 @@ class Replica:
         self._channel = channel
         self._device = device
         self._store = store
-        self._tally = Tally()
         self._log = StepLog(options.oversight.telemetry_every)
         self._works: Works | None = None  # before it has come into the run
 
@@ -98,15 +98,36 @@ class Replica:
         begin = EpochBegin(self._number, epoch, replicas, self._live.rate.value)
         for callback in self._recipe.callbacks:
             callback.on_epoch_begin(begin)
-        started = time.perf_counter()
-        self._tally = Tally()
         feed = self._feed("train", epoch)
-        size = self._options.stepping.accumulate
-        for group in feed.groups(lambda: self._live.exchange.rest(epoch), size):
+        self._train_lap(epoch, feed)
+        while feed.pause is not None:
+            self._pause(epoch, feed.pause)
+            self._train_lap(epoch, feed)
+
+    def _train_lap(self, epoch: int, feed: Feed) -> None:
+        works, size = self._live, self._options.stepping.accumulate
+        started, skipped = time.perf_counter(), feed.skipped
+        for group in feed.groups(lambda: works.exchange.rest(works.lap), size):
             self._step(epoch, group)
-            feed.loss = self._tally.loss_sum / self._tally.examples
-        self._tally.seconds = time.perf_counter() - started
-        self._tally.skipped = feed.skipped
+            feed.loss = works.tally.loss_sum / works.tally.examples
+        works.tally.seconds += time.perf_counter() - started
+        works.tally.skipped += feed.skipped - skipped
+
+    def _pause(self, epoch: int, pause: Pause) -> None:
+        """All meet in the middle of an epoch, as they do at its end."""
+        works = self._live
+        self._meet()
+        note = {"digest": works.exchange.digest(), **works.checkpoint_note()}
+        gathered = self._channel.gather(f"pause {works.lap}", note, Barrier.PAUSE)
+        check_alike(gathered, f"in the middle of epoch {epoch}")
+        works.lap += 1
+        assert works.checkpoints is not None, "else nobody pauses"
+        works.checkpoints.take(gathered, lambda: works.checkpoint(epoch, pause))
+
+    def _meet(self) -> None:
+        works, started = self._live, time.perf_counter()
+        works.exchange.end_epoch(works.lap, works.tally.examples)
+        works.tally.seconds += time.perf_counter() - started
 
     def _feed(self, phase: str, epoch: int) -> Feed:
         reading = self._options.reading(phase, epoch)
@@ -117,17 +138,17 @@ class Replica:
         self._channel.check()
         started = time.perf_counter()
         works, exchange = self._live, self._live.exchange
-        exchange.before_step(epoch)
+        exchange.before_step(works.lap)
         value, rows = works.stepper.backward(group), rows_of(group)
         if not math.isfinite(value) or works.watch.note(value):
             raise self._diverged(epoch, value)
         rate = works.rate.value * exchange.learning_rate_scale
         works.stepper.update(exchange.learning_rate_scale)
         works.rate.after_step()
-        exchange.after_step(epoch, rows)
+        exchange.after_step(works.lap, rows)
         works.steps += 1
-        self._tally.loss_sum += value * rows
-        self._tally.examples += rows
+        works.tally.loss_sum += value * rows
+        works.tally.examples += rows
         step_s = time.perf_counter() - started
         if self._log.due(works.steps, exchange.exchange_tried):
             done = exchange.exchanged()
@@ -138,12 +159,12 @@ class Replica:
             callback.on_step_end(step)
 
     def _end(self, epoch: int) -> None:
-        started = time.perf_counter()
         works = self._live
-        works.exchange.end_epoch(epoch, self._tally.examples)
-        self._tally.seconds += time.perf_counter() - started
-        works.seen += self._tally.examples
+        self._meet()
+        works.seen += works.tally.examples
         gathered = self._report(epoch)
+        works.tally = Tally()
+        works.lap += 1
         check_alike(gathered, f"at the end of epoch {epoch}")
         seen = sum(other["seen"] for other in gathered.notes.values())
         works.weight = works.seen / seen if seen else 0.0
@@ -153,17 +174,18 @@ class Replica:
         works.stopper.end_epoch(epoch, notes, works.exchange.agreed)
         if works.checkpoints is not None:
             over = works.stopper.over or epoch + 1 == self._options.epochs
-            make = functools.partial(works.checkpoint, epoch)
+            make = functools.partial(works.checkpoint, epoch + 1)
             works.checkpoints.end_epoch(epoch, gathered, over, make)
 
     def _report(self, epoch: int) -> Gathered:
         works, exchange = self._live, self._live.exchange
+        tally = works.tally
         note = {
             "digest": exchange.digest(),
             "seen": works.seen,
             "step": works.steps,
-            "tally": [self._tally.loss_sum, self._tally.examples, self._tally.seconds],
-            "skipped": self._tally.skipped,
+            "tally": [tally.loss_sum, tally.examples, tally.seconds],
+            "skipped": tally.skipped,
             "statistics": list(exchange.statistics()),
             "traffic": vars(self._channel.traffic()),
             "score": self._validate(epoch),

@@ -9,6 +9,7 @@ from torch import nn
 
 from daskdl.callbacks.base import Callback
 from daskdl.callbacks.checkpoint import Checkpoint
+from daskdl.channel.pause import Pause
 from daskdl.checkpoints.plan import CheckpointPlan, ResumePlan
 from daskdl.checkpoints.series import Series, Whole, whole_at
 from daskdl.errors import OptionError, SaveError
@@ -50,7 +51,13 @@ class Resumption:
         said, members = found.said, tuple(found.members)
         try:
             return cls(
-                ResumePlan(found.store.url, found.stamp, members, said["epoch"]),
+                ResumePlan(
+                    found.store.url,
+                    found.stamp,
+                    members,
+                    said["epoch"],
+                    None if said["pause"] is None else Pause.of(said["pause"]),
+                ),
                 said["rows"],
                 Verdict.of(said["verdict"]),
                 said["epochs_before"],

@@ -5,8 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from daskdl.channel.plan import Extent, RunPlan, extent_of
+from daskdl.channel.plan import Extent, Laps, RunPlan, extent_of
 from daskdl.data.source import Source
+from daskdl.errors import OptionError
 from daskdl.packed import Packed
 from daskdl.training.merge import Final
 from daskdl.training.task import Recipe, TaskOptions
@@ -127,8 +128,28 @@ def plan_of(
         seats: Where each founder is.
         extents: Of each phase.
         relay_bytes: Bound of the relay's queue for each replica.
+
+    Raises:
+        OptionError: If checkpoints, to be written or to go on from, do not go with the
+            data.
     """
-    return RunPlan(
+    checkpoints, resume = options.checkpoints, options.resume
+    rule = None if checkpoints is None else checkpoints.rule
+    steps = None if rule is None else rule.steps
+    if steps is not None and min(extents["train"].rows) < 0:
+        raise OptionError(
+            f"{rule} needs data of a known length, which this has not; write one every "
+            "epoch, or every so many minutes"
+        )
+    pause = None if resume is None else resume.pause
+    where = "" if resume is None else resume.url
+    laps = Laps(
+        replicas=len(seats),
+        rows=None if steps is None else steps * options.step_rows,
+        seconds=None if rule is None else rule.seconds,
+        left=None if pause is None else pause.left,
+    )
+    plan = RunPlan(
         run=options.run,
         replicas=dict(seats),
         extents=extents,
@@ -140,4 +161,12 @@ def plan_of(
         timeouts=vars(options.timeouts),
         routing=options.routing,
         first_epoch=options.first_epoch,
+        laps=laps,
     )
+    if pause is not None and pause.order != plan.order:
+        raise OptionError(
+            f"{where} was written in the middle of an epoch, and the data, their "
+            "parts, seed or shuffle are other ones now; resume with the same, or from "
+            "a checkpoint of the end of an epoch"
+        )
+    return plan

@@ -206,3 +206,10 @@ class Tally:
     examples: int = 0
     seconds: float = 0.0
     skipped: int = 0
+
+    def add(self, other: "Tally") -> None:
+        """Count what another one has counted too."""
+        self.loss_sum += other.loss_sum
+        self.examples += other.examples
+        self.seconds += other.seconds
+        self.skipped += other.skipped

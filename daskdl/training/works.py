@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from daskdl.channel.base import Channel, Gathered
 from daskdl.channel.entry import Entry
+from daskdl.channel.pause import Pause
 from daskdl.data.models import trainable
 from daskdl.errors import ChannelError
 from daskdl.packed import Packed
@@ -27,7 +28,7 @@ from daskdl.training.resuming import Inheritance, inherit
 from daskdl.training.row_log import RowLog
 from daskdl.training.stepping import Stepper
 from daskdl.training.stopper import Stopper
-from daskdl.training.task import Recipe, TaskOptions
+from daskdl.training.task import Recipe, Tally, TaskOptions
 from daskdl.training.tensors import load_tensors_, others_in, trained_in
 
 
@@ -51,7 +52,9 @@ class Works:
         steps: That this replica has made.
         seen: Examples, over all epochs.
         weight: Share of the examples all replicas saw.
+        tally: Of the epoch that runs.
         first_epoch: That is trained.
+        lap: That runs, counted from 0 over all epochs.
         checkpoints: That are written; None: there are none.
     """
 
@@ -70,6 +73,8 @@ class Works:
         self.module = recipe.model.to(device).train()
         self.steps = self.seen = 0
         self.weight = 0.0
+        self.tally = Tally()
+        self.lap = 0
         self.watch = LossWatch(options.oversight.max_loss_rise)
         entry = channel.join()
         inherited = self._inherited(entry)
@@ -139,7 +144,7 @@ class Works:
     def _resume(self, inherited: Inheritance) -> None:
         common, donor = inherited.common, inherited.donor
         self.optimizer.load_state_dict(inherited.optimizer)
-        self.rate.restore_(common["schedule"])
+        self.rate.restore_(donor["schedule"])
         self.stopper.restore_(common["stopper"])
         self.stepper.restore_(donor["scaler"])
         self.seen = sum(part["seen"] for part in inherited.own)
@@ -147,6 +152,8 @@ class Works:
         # Nobody sends anything before all are there, on the same grid.
         gathered = self._channel.gather("resume", {"digest": self.exchange.digest()})
         check_alike(gathered, "after they have read a checkpoint")
+        for part in inherited.own:
+            self.tally.add(Tally(**part["tally"]))
         for part in inherited.own[:1]:
             self.steps = part["steps"]
             self.watch.restore_(part["watch"])
@@ -156,7 +163,7 @@ class Works:
         """Come in later: where another replica was, but for the epoch."""
         load_optimizer_(self.optimizer, snapshot["optimizer"])
         self.rate.load_(snapshot["schedule"])
-        _, epoch, report = self._channel.activate(snapshot["step"])
+        _, epoch, report, self.lap = self._channel.activate(snapshot["step"])
         self.rate.catch_up_(epoch)
         if report:
             self.stopper.catch_up(epoch - 1, ordered(report))
@@ -176,19 +183,28 @@ class Works:
 
     def note(self) -> dict[str, Any]:
         """What the others are told at the end of an epoch."""
-        checkpoints = self.checkpoints
         return {
             **self.rate.note(),
             **self.stopper.note(),
-            **({} if checkpoints is None else checkpoints.note()),
+            **self.checkpoint_note(),
         }
 
-    def checkpoint(self, epoch: int) -> Copyable:
-        """What a checkpoint after an epoch, counted from 0, has of this replica."""
+    def checkpoint_note(self) -> dict[str, Any]:
+        """What the others are told whenever all meet."""
+        return {} if self.checkpoints is None else self.checkpoints.note()
+
+    def checkpoint(self, epoch: int, pause: Pause | None = None) -> Copyable:
+        """What a checkpoint has of this replica.
+
+        Args:
+            epoch: The next one to train in, counted from 0.
+            pause: What is left of it, if it has begun; None: all.
+        """
         options, state = self._options, self.exchange.state()
         parameters = trained_in(self.module)
         said = {
-            "epoch": epoch + 1,
+            "epoch": epoch,
+            "pause": None if pause is None else pause.values(),
             "epochs_before": options.epochs_before,
             "kind": state.kind,
             "parameters": {name: list(p.shape) for name, p in parameters.items()},
@@ -197,12 +213,13 @@ class Works:
         common = {
             "exchange": state.common,
             "tensors": others_in(self.module),
-            "schedule": self.rate.values(),
             "stopper": self.stopper.values(),
         }
         own = {
             "exchange": state.own,
+            "schedule": self.rate.values(),
             "scaler": self.stepper.values(),
+            "tally": vars(Tally() if pause is None else self.tally),
             "watch": self.watch.values(),
             "random": generators(self._device),
             "steps": self.steps,

@@ -63,7 +63,7 @@ OUTSIDE = {
     "stopping": set(),
     "accumulator": set(),
     "link_threshold": {"torch", "typing_extensions"},
-    "callbacks": {"pandas", "typing_extensions"},
+    "callbacks": {"dask", "pandas", "typing_extensions"},
     "failures": {"typing_extensions"},
     "history": {"pandas", "typing_extensions"},
     "channel": {"distributed", "numpy", "torch", "typing_extensions"},

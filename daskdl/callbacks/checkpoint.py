@@ -1,6 +1,7 @@
 """When the state of a fit is written down, and which of what was written is kept."""
 
 import math
+import math
 import os
 import re
 from dataclasses import KW_ONLY, dataclass
@@ -28,10 +29,10 @@ class Checkpoint(Callback):
     Args:
         url: A folder: a path or a URL of fsspec, such as ``s3://bucket/run-17``, which
             is the same place for all workers and for the client.
-        every: ``"epoch"``, or so many epochs; or as text ``"500 steps"`` of each
-            replica, or a time such as ``"10 minutes"``, both counted from the checkpoint
-            before, with one at the end of each epoch as well. The end of a fit always
-            has one.
+        every: ``"epoch"``, or so many epochs. Or ``"500 steps"``, so many of each
+            replica, or a time, ``"10 minutes"``: in the middle of an epoch replicas
+            then meet too, after as many steps or as long since they met before. The
+            end of a fit always has one.
         keep_last: How many of the newest are kept, >= 1; None: all.
         keep_every: Each so many-th is kept in any case, counted from the first of the
             fit; None: none is.
@@ -83,7 +84,8 @@ class Checkpoint(Callback):
         if every == "epoch" or (self.steps is not None and self.steps >= 1):
             return
         try:
-            good = self.steps is None and parse_timedelta(every, default=False) > 0
+            seconds = parse_timedelta(every, default=False)
+            good = self.steps is None and 0 < seconds < math.inf
         except (ValueError, LookupError):
             good = False
         if not good:

@@ -1,0 +1,116 @@
+"""Checkpoints in the middle of an epoch, on worker processes that come and go."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from distributed.utils_test import poll_for
+
+from daskdl import Checkpoint, ParameterAveraging
+from daskdl.checkpoints.series import Series
+from tests.cluster.problems import kept, parameters_of, rows, trainer
+from tests.cluster.script import Script, enough, nothing
+from tests.cluster.watched import TrainedRows
+
+X, Y = rows(count=960)
+BATCH = 16
+
+
+def each(folder, every="4 steps"):
+    """A checkpoint after every few steps; all are kept."""
+    return Checkpoint(folder, every, keep_last=None)
+
+
+def in_the_middle(folder, epoch):
+    """URLs of the checkpoints within an epoch, the first of them first."""
+    series = Series.at(folder)
+    found = [series.whole(number) for number in series.numbers()]
+    inner = [one for one in found if one is not None and one.said["pause"] is not None]
+    return [one.store.url for one in inner if one.said["epoch"] == epoch]
+
+
+@pytest.mark.parametrize(
+    "master",
+    [kept(max_staleness=0), ParameterAveraging(frequency=3)],
+    ids=["sharing", "averaging"],
+)
+def test_a_fit_goes_on_bit_for_bit(three, tmp_path, master):
+    whole = trainer(three, master=master, callbacks=[each(tmp_path / "whole")])
+    whole.fit(X, Y, epochs=2, batch_size=BATCH)
+    inner = in_the_middle(tmp_path / "whole", epoch=1)
+    assert len(inner) == 4  # of 20 steps, the last four are the end of the epoch
+
+    again = trainer(three, master=master, callbacks=[each(tmp_path / "again")])
+    again.fit(X, Y, epochs=2, batch_size=BATCH, resume=inner[1])
+
+    expected = parameters_of(whole.model_)
+    for name, value in parameters_of(again.model_).items():
+        np.testing.assert_array_equal(value, expected[name])
+    for column in ("loss", "examples"):
+        assert again.history_.column(column) == whole.history_.column(column)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fewer_go_on_with_the_rows_that_are_left(three, tmp_path, workers):
+    numbers = np.arange(len(X))
+    before, after = (TrainedRows(tmp_path / name) for name in ("before", "after"))
+    for watched in (before, after):
+        os.mkdir(watched.folder)
+    first = trainer(three, loss=before, callbacks=[before, each(tmp_path / "all")])
+    first.fit(X, numbers, epochs=1, batch_size=BATCH)
+    (url, *_) = in_the_middle(tmp_path / "all", epoch=0)
+
+    three.cluster.scale(workers)
+    poll_for(lambda: len(three.nthreads()) == workers, timeout=30)
+    own = trainer(three, loss=after, callbacks=[after])
+    own.fit(X, numbers, epochs=2, batch_size=BATCH, resume=url)
+
+    rest, whole = after.by_epoch()
+    assert max(rest.values()) == 1
+    assert len(rest) == len(X) - 3 * 4 * BATCH
+    assert whole == dict.fromkeys(range(len(X)), 1)
+    assert own.history_.column("examples") == [len(X)] * 2
+
+
+@pytest.mark.parametrize(
+    "master", [kept(), kept(max_staleness=0), ParameterAveraging(frequency=3)]
+)
+def test_workers_may_die_and_come_between_two_meetings(three, tmp_path, master):
+    pids = three.run(os.getpid)
+    worker = pids[sorted(pids)[1]]
+    (tmp_path / "rows").mkdir()
+    watched = TrainedRows(tmp_path / "rows")
+    script = Script(
+        (3, lambda: os.kill(worker, signal.SIGKILL)), (2, nothing), (3, enough)
+    )
+    own = trainer(
+        three,
+        master=master,
+        loss=watched,
+        callbacks=[watched, Checkpoint(tmp_path / "all", "4 steps", keep_last=4)],
+    )
+
+    script.run(own, X, np.arange(len(X)))
+
+    # The last epoch is broken off, and the one of the death has pieces twice.
+    for trained in watched.by_epoch()[: len(script.rows)]:
+        assert set(trained) == set(range(len(X)))
+    newest = Series.at(tmp_path / "all").newest()
+    assert newest is not None
+    again = trainer(three, master=master, loss=watched)
+    epoch = newest.said["epoch"]
+    again.fit(
+        X, np.arange(len(X)), epochs=epoch + 1, batch_size=BATCH, resume=newest.store.url
+    )
+    assert again.history_[-1]["examples"] == len(X)
+
+
+def test_time_passes_too(client, tmp_path):
+    own = trainer(client, callbacks=[each(tmp_path, every="50 ms")])
+
+    own.fit(X, Y, epochs=8, batch_size=2)
+
+    inner = sum(len(in_the_middle(tmp_path, epoch)) for epoch in range(8))
+    assert inner > 0
+    assert own.history_.column("examples") == [len(X)] * 8

@@ -11,6 +11,7 @@ from daskdl.channel.leases import (
     Leases,
     Left,
     Range,
+    joined,
     ranges_in,
     whole_parts,
 )
@@ -84,7 +85,7 @@ class FirstCome(Leases):
         again = (one for lease in self._again for one in lease.ranges)
         ranges = [*untouched, *begun, *again]
         ranges.sort(key=lambda one: (self._order[one.part], one.start))
-        return [Left(NOBODY, tuple(ranges))]
+        return [Left(NOBODY, joined(ranges))]
 
     @override
     def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:

@@ -15,6 +15,7 @@ from daskdl.channel.leases import (
     Leases,
     Left,
     Range,
+    joined,
     ranges_in,
     whole_parts,
 )
@@ -187,7 +188,7 @@ def share_edges(rows: int, step_rows: int, replicas: int) -> list[int]:
 
 
 def _ranges_of(pieces: Iterable[Planned]) -> tuple[Range, ...]:
-    return tuple(one for piece in pieces for one in piece.ranges)
+    return joined(one for piece in pieces for one in piece.ranges)
 
 
 def _planned(pieces: Sequence[tuple[Range, ...]]) -> deque[Planned]:

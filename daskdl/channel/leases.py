@@ -84,6 +84,23 @@ def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
     return [Range(part, 0, rows[part]) for part in order if rows[part] != 0]
 
 
+def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same rows in the same order, in as few ranges as can be.
+
+    Example:
+        >>> joined([Range(7, 0, 4), Range(7, 4, 6), Range(2, 6, 8)])
+        (Range(part=7, start=0, stop=6), Range(part=2, start=6, stop=8))
+    """
+    found: list[Range] = []
+    for one in ranges:
+        before = found[-1] if found else None
+        if before is not None and before[::2] == (one.part, one.start):
+            found[-1] = before._replace(stop=one.stop)
+        else:
+            found.append(one)
+    return tuple(found)
+
+
 def left_of(fields: Iterable[Any]) -> list[Left]:
     """Read what is left as it came over the wire, where a tuple has no names."""
     return [Left(r, tuple(Range(*one) for one in ranges)) for r, ranges in fields]

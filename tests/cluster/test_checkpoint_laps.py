@@ -101,7 +101,11 @@ def test_workers_may_die_and_come_between_two_meetings(three, tmp_path, master):
     again = trainer(three, master=master, loss=watched)
     epoch = newest.said["epoch"]
     again.fit(
-        X, np.arange(len(X)), epochs=epoch + 1, batch_size=BATCH, resume=newest.store.url
+        X,
+        np.arange(len(X)),
+        epochs=epoch + 1,
+        batch_size=BATCH,
+        resume=newest.store.url,
     )
     assert again.history_[-1]["examples"] == len(X)
 

@@ -110,7 +110,8 @@ class Run:
         """
         fitting, final = self._fitting, self.final
         before = fitting.standing
-        epochs = before.epochs + len(self.history)
+        done = self.history[-1]["epoch"] + 1 if self.history else 0
+        epochs = before.epochs + done
         if final is None:
             return replace(before, epochs=epochs)
         final.parameters.load_into(model)
@@ -176,6 +177,7 @@ class Run:
             trainer.progress,
             options.judging,
             NOTHING_YET if resumed is None else resumed.verdict,
+            options.first_epoch,
         )
 
 

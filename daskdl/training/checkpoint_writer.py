@@ -90,7 +90,9 @@ class CheckpointWriter:
         members = tuple(sorted(notes.keys() - gathered.gone.keys()))
         count = self._plan.before + taken + 1
         said = {**copied(what.said), "members": list(members), "count": count}
-        common = copied(what.common) if self._replica == members[0] else None
+        # One that came later may not know all rows of the history.
+        first = max(members, key=lambda replica: notes[replica]["rows"])
+        common = copied(what.common) if self._replica == first else None
         own = copied(what.own)
         complete = {note["written"] for note in notes.values()} == {stamp.number - 1}
         expected = complete and set(self._members) <= set(members)

@@ -37,7 +37,11 @@ class Checkpoints:
         Raises:
             SaveError: If one could not be written.
         """
-        return {"checkpoints": self._taken, "written": self._writer.written()}
+        return {
+            "checkpoints": self._taken,
+            "written": self._writer.written(),
+            "rows": len(self._rows.rows),
+        }
 
     def end_epoch(
         self,

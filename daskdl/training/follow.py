@@ -29,6 +29,7 @@ class Follower:
         progress: Show a bar; None: if standard error is a terminal.
         judging: In which epochs the model is scored, and when the fit ends early.
         verdict: Of early stopping on the rows that are there already.
+        epoch: The first that is trained.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Follower:
         progress: bool | None,
         judging: Judging,
         verdict: Verdict = NOTHING_YET,
+        epoch: int = 0,
     ) -> None:
         self._history = history
         self._callbacks = callbacks
         self._size = size
         self._judging = judging
         self._verdict = verdict
+        self._epoch = epoch
         self._scores = judging.scores(history)
         shown = sys.stderr.isatty() if progress is None else progress
         before = sum(history.column("examples"))
@@ -85,7 +88,8 @@ class Follower:
     def _end_epoch(self, event: Mapping[str, Any]) -> None:
         now = time.perf_counter()
         seconds, self._before = now - self._before, now
-        epoch, columns = len(self._history), self._judging.columns
+        epoch, columns = self._epoch, self._judging.columns
+        self._epoch += 1
         row = row_of(epoch, event, self._size, seconds, columns)
         self._history.append(row)
         self._verdict = self._judging.judge(epoch, [note for _, note in event["notes"]])

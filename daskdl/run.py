@@ -20,7 +20,7 @@ from daskdl.steps import unpack_rows
 from daskdl.training.adoption import Standing, adopt
 from daskdl.training.attendance import attended
 from daskdl.training.driver import Driver
-from daskdl.training.follow import NOTHING_YET, Follower
+from daskdl.training.follow import NOTHING_YET, Before, Follower
 from daskdl.training.merge import Final
 from daskdl.training.small_threshold import hint_at_small_threshold
 from daskdl.training.stage import Stage
@@ -176,8 +176,9 @@ class Run:
             examples,
             trainer.progress,
             options.judging,
-            NOTHING_YET if resumed is None else resumed.verdict,
-            options.first_epoch,
+            NOTHING_YET
+            if resumed is None
+            else Before(resumed.plan.epoch, resumed.verdict),
         )
 
 

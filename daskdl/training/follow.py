@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from tqdm.auto import tqdm
 
@@ -15,7 +15,15 @@ from daskdl.stopping import Stopping
 from daskdl.training.judging import Judging, Verdict
 from daskdl.training.rows import row_of
 
-NOTHING_YET = Verdict()
+
+class Before(NamedTuple):
+    """What was before a run that goes on from a checkpoint."""
+
+    epoch: int = 0  # the first that is trained
+    verdict: Verdict = Verdict()  # of early stopping, on the last row
+
+
+NOTHING_YET = Before()
 
 
 class Follower:
@@ -28,8 +36,7 @@ class Follower:
         examples: Of all epochs together, for the bar; None: not known.
         progress: Show a bar; None: if standard error is a terminal.
         judging: In which epochs the model is scored, and when the fit ends early.
-        verdict: Of early stopping on the rows that are there already.
-        epoch: The first that is trained.
+        before: What was before the run.
     """
 
     def __init__(
@@ -40,19 +47,19 @@ class Follower:
         examples: int | None,
         progress: bool | None,
         judging: Judging,
-        verdict: Verdict = NOTHING_YET,
-        epoch: int = 0,
+        before: Before = NOTHING_YET,
     ) -> None:
         self._history = history
         self._callbacks = callbacks
         self._size = size
         self._judging = judging
-        self._verdict = verdict
-        self._epoch = epoch
+        self._epoch, self._verdict = before
         self._scores = judging.scores(history)
         shown = sys.stderr.isatty() if progress is None else progress
-        before = sum(history.column("examples"))
-        self._bar = tqdm(total=examples, initial=before, unit="ex", disable=not shown)
+        examples_before = sum(history.column("examples"))
+        self._bar = tqdm(
+            total=examples, initial=examples_before, unit="ex", disable=not shown
+        )
         self._before = time.perf_counter()
 
     def __enter__(self) -> Self:

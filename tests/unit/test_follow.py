@@ -14,7 +14,7 @@ from daskdl.history import History
 from daskdl.steps import StepRow, pack_rows
 from daskdl.stopping import Stopping
 from daskdl.training.base import Statistics
-from daskdl.training.follow import Follower
+from daskdl.training.follow import Before, Follower
 from daskdl.training.judging import Judging, Record
 
 NOTE = {
@@ -46,9 +46,9 @@ class Watching(Callback):
         self.rows.append(row)
 
 
-def follower(history, callbacks=(), progress=False, judging=None):
+def follower(history, callbacks=(), progress=False, judging=None, **before):
     judging = judging or Judging(epochs=9)
-    return Follower(history, callbacks, 10, 8, progress, judging)
+    return Follower(history, callbacks, 10, 8, progress, judging, **before)
 
 
 def test_each_epoch_adds_a_row_and_calls_every_callback_with_it():
@@ -76,10 +76,10 @@ def test_the_rows_of_steps_that_came_with_an_epoch_are_added():
     assert history.steps.column("replica") == [0, 1, 0]
 
 
-def test_epochs_are_counted_on_from_those_of_the_fit_before():
+def test_epochs_are_counted_on_from_those_of_the_run_before():
     history = History()
-    for _ in range(2):
-        with follower(history) as own:
+    for epoch in range(2):
+        with follower(history, before=Before(epoch)) as own:
             own.follow(GATHERED)
 
     assert history.column("epoch") == [0, 1]

@@ -113,8 +113,7 @@ def test_workers_may_die_and_come_between_two_meetings(three, tmp_path, master):
 def test_time_passes_too(client, tmp_path):
     own = trainer(client, callbacks=[each(tmp_path, every="50 ms")])
 
-    own.fit(X, Y, epochs=8, batch_size=2)
+    own.fit(X, Y, epochs=2, batch_size=4)
 
-    inner = sum(len(in_the_middle(tmp_path, epoch)) for epoch in range(8))
-    assert inner > 0
-    assert own.history_.column("examples") == [len(X)] * 8
+    assert any(in_the_middle(tmp_path, epoch) for epoch in range(2))
+    assert own.history_.column("examples") == [len(X)] * 2

@@ -152,6 +152,17 @@ def test_fixed_shares_go_on_as_if_nothing_had_been(ended):
     assert pieces(again, range(3)) == pieces(whole, replicas)
 
 
+def test_each_goes_on_with_its_own_share_however_much_that_is():
+    left = [Left(5, (Range(0, 4, 40),)), Left(2, (Range(1, 36, 40),))]
+    leases = shared([40, 40], range(2), left=left)
+
+    (ranges,) = {one.ranges for one in [leases.take(0)]}
+
+    assert ranges == (Range(1, 36, 40),)  # the lower number then has the lower one now
+    assert leases.take(0) is None
+    assert leases.take(1).ranges[0].part == 0
+
+
 def test_each_replica_makes_as_many_steps_in_a_lap():
     leases = shared([100, 100], range(3), lap_rows=3 * STEP)
     crowd = Crowd(leases, range(3), 0)
@@ -164,10 +175,11 @@ def test_each_replica_makes_as_many_steps_in_a_lap():
 def test_a_lap_that_is_ended_ends_for_all_after_as_many_rows():
     leases = shared([400], range(2))
     ahead = [leases.take(0), leases.take(0)]
+    behind = [leases.take(1)]
     leases.end_lap()
 
     assert leases.take(0) is None
-    behind = [leases.take(1), leases.take(1)]
+    behind.append(leases.take(1))
     assert leases.take(1) is None
     assert sum(one.rows for one in ahead) == sum(one.rows for one in behind)
 

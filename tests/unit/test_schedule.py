@@ -2,8 +2,8 @@
 
 import pytest
 
-from daskdl.channel.leases import Lease, Range, part_order
-from daskdl.channel.plan import Extent
+from daskdl.channel.leases import NOBODY, Lease, Left, Range, part_order
+from daskdl.channel.plan import Extent, Laps, extent_of
 from daskdl.channel.schedule import Schedule
 
 
@@ -50,3 +50,28 @@ def test_an_epoch_that_is_over_is_not_opened_again():
 
     with pytest.raises(ValueError, match="epoch 1 of train is over, this is 2"):
         own.open("train", 1, None)
+
+
+def test_what_is_left_is_of_the_first_epoch_alone():
+    extents = {"train": extent_of([40], 4, 1)}
+    left = [Left(NOBODY, (Range(0, 8, 40),))]
+    schedule = Schedule(extents, None, 0, Laps(left=left))
+
+    rows = [schedule.open("train", epoch, None).unfinished() for epoch in (3, 4)]
+
+    assert rows == [32, 40]
+
+
+def test_laps_are_of_the_training_data():
+    extents = {phase: extent_of([40], 4, 2) for phase in ("train", "validation")}
+    schedule = Schedule(extents, None, 0, Laps(replicas=2, rows=4))
+
+    def taken(phase):
+        leases = schedule.open(phase, 0, None)
+        pieces = iter(lambda: leases.take(0), None)
+        return sum(piece.rows for piece in pieces)
+
+    assert taken("train") == 8
+    assert taken("validation") == 40
+    schedule.begin_lap()
+    assert taken("train") == 8

@@ -239,7 +239,7 @@ class LiveRun:
                     replica,
                     f"nothing was heard for {timeouts.bound('silence')}",
                 )
-            if record.enough:
+            if record.work.enough:
                 enough_at = now
             elif now - enough_at > timeouts.rejoin:
                 least, bound = record.plan.min_replicas, timeouts.bound("rejoin")

@@ -188,13 +188,13 @@ class LocalChannel(Receiver):
         record, replica = self._record, self._replica
 
         def settled() -> bool:
-            return record.settled(replica, phase, epoch)
+            return record.work.settled(replica, phase, epoch)
 
         with self._changed:
             self.check()
             self._run.hear(replica)
-            record.give_back(replica, phase, epoch, finished)
-            record.look(self._run.now())
+            record.work.give_back(replica, phase, epoch, finished)
+            record.work.look(self._run.now())
             if wait and self._note is not None:
                 record.barriers.stand_by(replica, self._note)
             self._changed.notify_all()
@@ -202,9 +202,9 @@ class LocalChannel(Receiver):
                 self._waits.until_true("lease", settled, None)
                 record.barriers.resume(replica)
                 self._note = None
-            lease = record.lease(replica, phase, epoch, lambda key: False)
+            lease = record.work.lease(replica, phase, epoch, lambda key: False)
             if lease is None:
-                return record.pause(replica, phase, epoch)
+                return record.work.pause(replica, phase, epoch)
             keys = record.schedule.keys(phase, lease)
             return Piece(lease.number, lease.ranges, keys, lease.ahead)
 

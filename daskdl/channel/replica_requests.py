@@ -124,21 +124,21 @@ async def handle_lease(
     """
     record = live.record
     check_present(replica, record)
-    record.give_back(replica, phase, epoch, finished)
-    record.look(live.now())
+    record.work.give_back(replica, phase, epoch, finished)
+    record.work.look(live.now())
     if note is not None:
         record.barriers.stand_by(replica, note)
     if finished or note is not None:
         await live.notify()
     if wait:
-        await live.until(lambda: record.settled(replica, phase, epoch), None)
+        await live.until(lambda: record.work.settled(replica, phase, epoch), None)
         record.barriers.resume(replica)
         check_present(replica, record)
     worker = record.members.seats[replica]
     is_near = functools.partial(live.holds, worker)
-    lease = record.lease(replica, phase, epoch, is_near)
+    lease = record.work.lease(replica, phase, epoch, is_near)
     if lease is None:
-        pause = record.pause(replica, phase, epoch)
+        pause = record.work.pause(replica, phase, epoch)
         values = None if pause is None else pause.values()
         return answer(record, piece=None, pause=values)
     return answer(

@@ -4,20 +4,19 @@ The record decides; the plugin around it sends. Two numbers identify
 everything: `run`, one fit, and `generation`, bumped by every join and loss.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from daskdl.channel.barriers import Barriers
 from daskdl.channel.events import EventLog
 from daskdl.channel.gathering import Gathering
-from daskdl.channel.leases import Lease, Leases
 from daskdl.channel.members import Members
 from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.outbox import Outbox
-from daskdl.channel.pause import Pause
 from daskdl.channel.plan import RunPlan
 from daskdl.channel.schedule import Schedule
 from daskdl.channel.standings import Standing, Standings
+from daskdl.channel.work import Work
 from daskdl.errors import DaskDLError
 from daskdl.timeouts import Timeouts
 
@@ -30,7 +29,8 @@ class RunRecord:
 
     Attributes:
         members: Who takes part.
-        schedule: Who trains on what.
+        schedule: What there is to train on.
+        work: Who trains on what.
         outboxes: What waits for each present replica.
         events: What the client is told, in order.
         stopped: Why the run was stopped; None while it runs.
@@ -46,6 +46,7 @@ class RunRecord:
     plan: RunPlan
     members: Members
     schedule: Schedule
+    work: Work
     outboxes: dict[int, Outbox]
     events: EventLog
     stopped: str | None
@@ -62,11 +63,11 @@ class RunRecord:
         self.schedule = Schedule(plan.extents, plan.seed, plan.epochs_before, plan.laps)
         self.outboxes = {}
         self.events = EventLog()
+        self.work = Work(plan, self.members, self.schedule, self.events)
         self.stopped = None
         self.refused = 0
         self.epoch = plan.first_epoch
         self.lap = 0
-        self._lap_began_at: float | None = None
         self.report = ()
         self.holding = False
         self._held: list[Item] = []  # updates that wait, one of each that leaves
@@ -77,11 +78,6 @@ class RunRecord:
     def timeouts(self) -> Timeouts:
         """The bounds on waiting that the client chose."""
         return Timeouts(**self.plan.timeouts)
-
-    @property
-    def enough(self) -> bool:
-        """Whether there are as many active replicas as were asked for."""
-        return len(self.members.expected) >= self.plan.min_replicas
 
     def join(self, replica: int, now: float) -> Outbox:
         """A replica takes part from now on; returns the queue of what it is sent."""
@@ -193,65 +189,6 @@ class RunRecord:
             if replica != but:
                 box.offer(item, force=True)
 
-    def lease(
-        self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
-    ) -> Lease | None:
-        """Lease a piece to a replica; None if it cannot have one now."""
-        if not self.enough:
-            return None
-        near = self.schedule.nearest(phase, is_near)
-        return self._leases(phase, epoch).take(replica, near)
-
-    def look(self, now: float) -> None:
-        """The clock says so much: a lap ends when it has taken long enough."""
-        if self._lap_began_at is None:
-            self._lap_began_at = now
-        bound_s = self.plan.laps.seconds
-        if bound_s is not None and now - self._lap_began_at >= bound_s:
-            self.schedule.end_lap()
-
-    def pause(self, replica: int, phase: str, epoch: int) -> Pause | None:
-        """What one that gets no piece learns, if the lap is over and not the epoch."""
-        leases = self._leases(phase, epoch)
-        if not self.enough or replica not in self.outboxes:
-            return None
-        over = leases.lap_is_over(self.members.expected)
-        return Pause(self.plan.order, leases.left()) if over else None
-
-    def give_back(
-        self,
-        replica: int,
-        phase: str,
-        epoch: int,
-        finished: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """A replica is through with pieces it had leased; the client learns of it."""
-        for piece in finished:
-            self._leases(phase, epoch).finish(replica, piece["piece"])
-            if phase == "train":
-                self.events.post("progress", epoch=epoch, **piece)
-
-    def settled(self, replica: int, phase: str, epoch: int) -> bool:
-        """Whether one that waits for a piece gets an answer: one, or none any more."""
-        to_do = self.to_do(replica, phase, epoch)
-        return replica not in self.outboxes or (self.enough and to_do is not None)
-
-    def to_do(self, replica: int, phase: str, epoch: int) -> bool | None:
-        """Whether there is a piece for a replica; None if there may be one yet.
-
-        There may, as long as somebody else holds one and can be lost.
-        """
-        leases = self._leases(phase, epoch)
-        if leases.has_one_for(replica):
-            return True
-        if leases.lap_is_over(self.members.expected):
-            return False
-        return None if leases.unfinished() else False
-
-    def _leases(self, phase: str, epoch: int) -> Leases:
-        shares = self.members.expected if self.plan.synchronous else None
-        return self.schedule.open(phase, epoch, shares)
-
     def over(self, gathering: Gathering) -> bool:
         """Whether nobody has to be waited for at a barrier."""
         return self.barriers.over(gathering, self.members.expected)
@@ -288,8 +225,7 @@ class RunRecord:
             self.epoch += 1
         if gathering.kind in (Barrier.REPORT, Barrier.PAUSE):
             self.lap += 1
-            self._lap_began_at = None
-            self.schedule.begin_lap()
+            self.work.begin_lap()
         return True
 
     def remove(self, replica: int) -> None:

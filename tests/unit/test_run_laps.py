@@ -22,11 +22,11 @@ def running(seed=None, **laps):
 
 
 def take(record, replica, phase="train", epoch=0):
-    return record.lease(replica, phase, epoch, **NOBODY_IS_NEAR)
+    return record.work.lease(replica, phase, epoch, **NOBODY_IS_NEAR)
 
 
 def finish(record, replica, lease, epoch=0):
-    record.give_back(
+    record.work.give_back(
         replica, "train", epoch, [{"piece": lease.number, "examples": 1, "loss": 0.0}]
     )
 
@@ -39,34 +39,34 @@ def meet(record, kind):
 
 def test_a_lap_ends_when_it_has_taken_long_enough():
     record = running(seconds=10.0)
-    record.look(50.0)
+    record.work.look(50.0)
     first = take(record, 0)
 
-    record.look(59.9)
+    record.work.look(59.9)
     second = take(record, 1)
-    record.look(60.0)
+    record.work.look(60.0)
 
     assert second is not None
     assert take(record, 0) is None
-    assert record.pause(0, "train", 0) is None  # somebody holds a piece
-    assert not record.settled(0, "train", 0)
+    assert record.work.pause(0, "train", 0) is None  # somebody holds a piece
+    assert not record.work.settled(0, "train", 0)
     finish(record, 0, first)
     finish(record, 1, second)
-    assert record.settled(0, "train", 0)
-    pause = record.pause(0, "train", 0)
+    assert record.work.settled(0, "train", 0)
+    pause = record.work.pause(0, "train", 0)
     assert sum(one.rows for left in pause.left for one in left.ranges) == 2
 
 
 def test_after_a_pause_all_go_on_in_the_same_epoch_and_time_begins_anew():
     record = running(seconds=10.0)
-    record.look(0.0)
+    record.work.look(0.0)
     finish(record, 0, take(record, 0))
-    record.look(10.0)
-    assert record.pause(1, "train", 0) is not None
+    record.work.look(10.0)
+    assert record.work.pause(1, "train", 0) is not None
 
     meet(record, Barrier.PAUSE)
-    record.look(15.0)  # the first look of the lap
-    record.look(24.0)
+    record.work.look(15.0)  # the first look of the lap
+    record.work.look(24.0)
 
     assert (record.epoch, record.lap) == (0, 1)
     assert take(record, 1) is not None
@@ -76,7 +76,7 @@ def test_the_end_of_an_epoch_is_that_of_a_lap_too():
     record = running(rows=1)
     for replica in range(2):
         finish(record, replica, take(record, replica))
-    assert record.pause(0, "train", 0) is not None
+    assert record.work.pause(0, "train", 0) is not None
 
     meet(record, Barrier.REPORT)
 
@@ -90,20 +90,20 @@ def test_at_the_end_of_an_epoch_there_is_no_pause():
     for replica in (0, 0, 1, 1):
         finish(record, replica, take(record, replica))
 
-    assert record.settled(0, "train", 0)
-    assert record.pause(0, "train", 0) is None
+    assert record.work.settled(0, "train", 0)
+    assert record.work.pause(0, "train", 0) is None
 
 
 def test_what_is_held_when_a_replica_is_lost_is_left():
     record = running(seconds=10.0)
-    record.look(0.0)
+    record.work.look(0.0)
     take(record, 1)
-    record.look(10.0)
+    record.work.look(10.0)
 
     record.remove(1)
 
-    assert record.settled(0, "train", 0)
-    pause = record.pause(0, "train", 0)
+    assert record.work.settled(0, "train", 0)
+    pause = record.work.pause(0, "train", 0)
     assert sum(one.rows for left in pause.left for one in left.ranges) == 4
 
 
@@ -120,7 +120,7 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
     record = running(rows=1)
     finish(record, 0, take(record, 0))
     finish(record, 1, take(record, 1))
-    pause = record.pause(0, "train", 0)
+    pause = record.work.pause(0, "train", 0)
     plan = dataclasses.replace(record.plan, laps=Laps(2, 1, 0.5, pause.left))
 
     def sent(value):

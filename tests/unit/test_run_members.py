@@ -12,11 +12,11 @@ def part(lease):
 
 def test_what_a_lost_replica_held_is_free_for_the_others_and_counted():
     record = joined()
-    assert part(record.lease(0, "train", 0, lambda key: False)) == 0
+    assert part(record.work.lease(0, "train", 0, lambda key: False)) == 0
 
     record.remove(0)
 
-    rest = [part(record.lease(1, "train", 0, lambda key: False)) for _ in range(5)]
+    rest = [part(record.work.lease(1, "train", 0, lambda key: False)) for _ in range(5)]
     assert rest == [1, 2, 3, 0, None]
     assert record.schedule.repeated == 1
 
@@ -102,7 +102,7 @@ def test_one_that_was_lost_is_not_silent():
 def test_a_near_piece_is_leased_by_its_key():
     record = joined()
 
-    lease = record.lease(0, "train", 0, lambda key: key == "piece-2")
+    lease = record.work.lease(0, "train", 0, lambda key: key == "piece-2")
 
     assert part(lease) == 2
 
@@ -111,7 +111,7 @@ def test_each_epoch_and_phase_has_its_own_leases():
     record = joined(1)
 
     def drain(phase, epoch):
-        take = record.lease
+        take = record.work.lease
         return [part(take(0, phase, epoch, lambda key: False)) for _ in range(5)]
 
     assert drain("train", 0) == [0, 1, 2, 3, None]
@@ -123,7 +123,10 @@ def test_each_epoch_and_phase_has_its_own_leases():
 def test_training_pieces_are_shuffled_by_seed_and_validation_pieces_never():
     record = joined(1, seed=0)
     orders = [
-        [part(record.lease(0, phase, epoch, lambda key: False)) for _ in range(size)]
+        [
+            part(record.work.lease(0, phase, epoch, lambda key: False))
+            for _ in range(size)
+        ]
         for phase, epoch, size in [
             ("train", 0, 4),
             ("train", 1, 4),
@@ -140,27 +143,27 @@ def test_training_pieces_are_shuffled_by_seed_and_validation_pieces_never():
 def test_synchronous_runs_have_fixed_shares():
     record = joined(2, synchronous=True)
 
-    taken = [part(record.lease(1, "train", 0, lambda key: True)) for _ in range(3)]
+    taken = [part(record.work.lease(1, "train", 0, lambda key: True)) for _ in range(3)]
 
     assert taken == [2, 3, None]
 
 
 def test_a_piece_is_finished_by_its_holder_only():
     record = joined()
-    number = record.lease(0, "train", 0, lambda key: False).number
+    number = record.work.lease(0, "train", 0, lambda key: False).number
 
     for replica, rows_left in ((1, 4), (0, 3)):
-        record.give_back(replica, "train", 0, [{"piece": number, "examples": 1}])
+        record.work.give_back(replica, "train", 0, [{"piece": number, "examples": 1}])
         assert record.schedule.open("train", 0, None).unfinished() == rows_left
 
 
 def test_repeated_pieces_of_the_validation_are_not_counted():
     record = joined()
-    record.lease(0, "validation", 0, lambda key: False)
+    record.work.lease(0, "validation", 0, lambda key: False)
     record.remove(0)
 
     for _ in range(4):
-        record.lease(1, "validation", 0, lambda key: False)
+        record.work.lease(1, "validation", 0, lambda key: False)
 
     assert record.schedule.repeated == 0
 

@@ -1,0 +1,101 @@
+"""Who trains on what in a run, and when all have to come together. No I/O."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from daskdl.channel.events import EventLog
+from daskdl.channel.leases import Lease, Leases
+from daskdl.channel.members import Members
+from daskdl.channel.pause import Pause
+from daskdl.channel.plan import RunPlan
+from daskdl.channel.schedule import Schedule
+
+
+class Work:
+    """What replicas ask for, get, and give back.
+
+    Args:
+        plan: Of the run.
+        members: Who takes part.
+        schedule: What there is to train on.
+        events: What the client is told.
+    """
+
+    def __init__(
+        self, plan: RunPlan, members: Members, schedule: Schedule, events: EventLog
+    ) -> None:
+        self._plan = plan
+        self._members = members
+        self._schedule = schedule
+        self._events = events
+        self._lap_began_at: float | None = None
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are as many active replicas as were asked for."""
+        return len(self._members.expected) >= self._plan.min_replicas
+
+    def lease(
+        self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
+    ) -> Lease | None:
+        """Lease a piece to a replica; None if it cannot have one now."""
+        if not self.enough:
+            return None
+        near = self._schedule.nearest(phase, is_near)
+        return self._leases(phase, epoch).take(replica, near)
+
+    def look(self, now: float) -> None:
+        """The clock says so much: a lap ends when it has taken long enough."""
+        if self._lap_began_at is None:
+            self._lap_began_at = now
+        bound_s = self._plan.laps.seconds
+        if bound_s is not None and now - self._lap_began_at >= bound_s:
+            self._schedule.end_lap()
+
+    def pause(self, replica: int, phase: str, epoch: int) -> Pause | None:
+        """What one that gets no piece learns, if the lap is over and not the epoch."""
+        leases = self._leases(phase, epoch)
+        if not self.enough or not self._members.here(replica):
+            return None
+        over = leases.lap_is_over(self._members.expected)
+        return Pause(self._plan.order, leases.left()) if over else None
+
+    def give_back(
+        self,
+        replica: int,
+        phase: str,
+        epoch: int,
+        finished: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """A replica is through with pieces it had leased; the client learns of it."""
+        for piece in finished:
+            self._leases(phase, epoch).finish(replica, piece["piece"])
+            if phase == "train":
+                self._events.post("progress", epoch=epoch, **piece)
+
+    def settled(self, replica: int, phase: str, epoch: int) -> bool:
+        """Whether one that waits for a piece gets an answer: one, or none any more."""
+        to_do = self.to_do(replica, phase, epoch)
+        gone = not self._members.here(replica)
+        return gone or (self.enough and to_do is not None)
+
+    def to_do(self, replica: int, phase: str, epoch: int) -> bool | None:
+        """Whether there is a piece for a replica; None if there may be one yet.
+
+        There may, as long as somebody else holds one and can be lost.
+        """
+        leases = self._leases(phase, epoch)
+        if leases.has_one_for(replica):
+            return True
+        if leases.lap_is_over(self._members.expected):
+            return False
+        return None if leases.unfinished() else False
+
+    def _leases(self, phase: str, epoch: int) -> Leases:
+        shares = self._members.expected if self._plan.synchronous else None
+        return self._schedule.open(phase, epoch, shares)
+
+    def begin_lap(self) -> None:
+        """All have come together: go on."""
+        self._lap_began_at = None
+        self._schedule.begin_lap()

@@ -89,6 +89,24 @@ class TestFromConfig:
         torch.testing.assert_close(first, once)
         torch.testing.assert_close(second, once @ weights["inner/dense/kernel"])
 
+    def test_layers_of_keras_2_may_have_settings_that_they_inherit(self):
+        size = {"filters": 2, "kernel_size": [3, 3], "groups": 1}
+        unused = {"kernel_initializer": "zeros", "kernel_constraint": None}
+        settings = {
+            "SeparableConv2D": {"batch_input_shape": [None, 8, 8, 3], **size, **unused},
+            "Conv2DTranspose": size,
+            "SpatialDropout2D": {"rate": 0.5, "noise_shape": None},
+        }
+        made = [
+            {"class_name": kind, "config": {"name": kind, "trainable": True, **config}}
+            for kind, config in settings.items()
+        ]
+        config = {"class_name": "Sequential", "config": {"name": "s", "layers": made}}
+
+        module = from_config(config)
+
+        assert [type(layer).__name__ for layer in module.layers] == [*settings]
+
     @pytest.mark.parametrize(
         ("given", "message"),
         [

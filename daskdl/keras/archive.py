@@ -7,6 +7,7 @@ more than the file has, and HDF5 could name other files of this machine for its 
 import lzma
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +69,40 @@ def fault_of_weights(file: Path, size_bytes: int) -> str | None:
         if size > most:
             return _too_large(size, most)
         with archive.open(_WEIGHTS) as member, h5py.File(member) as weights:
-            links: dict[str, Any] = {}
-            weights.visititems_links(links.__setitem__)
-            for name, link in links.items():
-                if not isinstance(link, h5py.HardLink):
-                    return f"{name!r} is a {type(link).__name__}"
-            found = {name: weights[name] for name in links}
-            arrays = {n: o for n, o in found.items() if isinstance(o, h5py.Dataset)}
-            size = sum(array.nbytes for array in arrays.values())
-            faults = filter(None, map(_fault, arrays, arrays.values()))
-            return next(faults, _too_large(size, most) if size > most else None)
+            size = 0
+            for name, link, found in _links(weights):
+                if fault := _fault(name, link, found):
+                    return fault
+                size += getattr(found, "nbytes", 0)
+    return _too_large(size, most) if size > most else None
 
 
-def _fault(name: str, array: Any) -> str | None:
-    if array.external or array.is_virtual:
+def _links(weights: Any) -> Iterator[tuple[str, Any, Any]]:
+    """All names in a file of HDF5, with the link and, if it is in there, the object."""
+    import h5py
+
+    groups, seen = [("", weights)], {weights}
+    while groups:
+        path, group = groups.pop()
+        for name in group:
+            link = group.get(name, getlink=True)
+            found = group[name] if isinstance(link, h5py.HardLink) else None
+            yield f"{path}{name}", link, found
+            if isinstance(found, h5py.Group) and found not in seen:
+                seen.add(found)
+                groups.append((f"{path}{name}/", found))
+
+
+def _fault(name: str, link: Any, found: Any) -> str | None:
+    import h5py
+
+    if found is None:
+        return f"{name!r} is a {type(link).__name__}"
+    if not isinstance(found, h5py.Dataset):
+        return None
+    if found.external or found.is_virtual:
         return f"the numbers of {name!r} are in another file"
-    return f"{name!r} has no numbers" if array.dtype.hasobject else None
+    return f"{name!r} has no numbers" if found.dtype.hasobject else None
 
 
 def _too_large(size: int, most: int) -> str:

@@ -61,6 +61,11 @@ def words(weights, secret):
     weights.create_dataset(KERNEL, data=["word"] * 3)
 
 
+def round_in_circles(weights, secret):
+    weights["layers/dense/vars/again"] = weights["layers"]
+    endless(weights, secret)
+
+
 def endless(weights, secret):
     weights.create_dataset(KERNEL, (10**15,), "<f4", chunks=(1000,))
 
@@ -85,6 +90,7 @@ def with_kernel(saved, target, change, secret):
         (elsewhere, f"'{KERNEL}' is a SoftLink"),
         (words, f"'{KERNEL}' has no numbers"),
         (endless, "they would take 4000000000000012 bytes, and those of its model at "),
+        (round_in_circles, "they would take 4000000000000012 bytes, and those of its "),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

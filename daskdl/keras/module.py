@@ -140,7 +140,7 @@ class KerasModule(nn.Module, Penalised):
 
     @override
     def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(*args)
         self._finalize_()
 
     def _finalize_(self) -> None:

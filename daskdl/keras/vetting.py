@@ -83,7 +83,8 @@ def _check_setting(key: str, value: JSON, where: str) -> None:
 
 def _registered() -> Mapping[str, Any]:
     """What the program has told Keras to make when a file has its name."""
-    return library().saving.get_custom_objects()
+    registered: Mapping[str, Any] = library().saving.get_custom_objects()
+    return registered
 
 
 def _object(value: dict[str, JSON], key: str, where: str) -> JSON:

@@ -14,18 +14,34 @@ MODELS = ("Functional", "Model", "Sequential")
 _CLASSES = {"Model": "Functional", "Policy": "DTypePolicy"}
 _KEYS = {("LeakyReLU", "alpha"): "negative_slope"}
 
+_DEPTHWISE = ("DepthwiseConv1D", "DepthwiseConv2D")
+_SEPARABLE = ("SeparableConv1D", "SeparableConv2D")
+_TRANSPOSED = ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
+_SPATIAL = ("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
+
 # Keys that Keras 3 does not take, and the values at which they change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "time_major": (False,),
     "groups": (1,),
     "ragged": (False, None),
+    "noise_shape": (None,),
+    "softmax_robust_masking": (False,),
 }
 _ONLY_OF = {
-    "groups": ("DepthwiseConv1D", "DepthwiseConv2D"),
+    "groups": (*_DEPTHWISE, *_SEPARABLE, *_TRANSPOSED),
     "ragged": ("InputLayer",),
+    "noise_shape": _SPATIAL,
 }
 # How something is computed, and shapes that Keras 3 finds out by itself.
 _DROPPED = ("batch_input_shape", "implementation", "input_length", "loss_scale")
+# The same of single classes, and what these inherit and do not look at.
+_DROPPED_OF: Mapping[str, tuple[str, ...]] = {
+    "MultiHeadAttention": ("query_shape", "key_shape", "value_shape"),
+    **dict.fromkeys(
+        _SEPARABLE, ("kernel_initializer", "kernel_regularizer", "kernel_constraint")
+    ),
+    **dict.fromkeys((*_SPATIAL, "Discretization"), ("trainable",)),
+}
 
 
 def modern(value: JSON) -> JSON:
@@ -78,7 +94,7 @@ def _settings(kind: str, config: dict[str, JSON]) -> dict[str, JSON]:
 
 
 def _is_dropped(kind: str, key: str, value: JSON) -> bool:
-    if key in _DROPPED:
+    if key in _DROPPED or key in _DROPPED_OF.get(kind, ()):
         return True
     of = _ONLY_OF.get(key)
     return value in _NEUTRAL.get(key, ()) and (of is None or kind in of)

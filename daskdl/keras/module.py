@@ -135,7 +135,20 @@ class KerasModule(nn.Module, Penalised):
         tensors = dict((*self.named_parameters(), *self.named_buffers()))
         for name, (variable, _) in self._variables.items():
             variable.value.data = tensors[name].data
+        self._finalize_()
         return self
+
+    @override
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._finalize_()
+
+    def _finalize_(self) -> None:
+        """Have `Normalization` take its mean from its weights, which have changed."""
+        kind = library().layers.Normalization
+        for layer in self._keras._flatten_layers():
+            if isinstance(layer, kind):
+                layer.finalize_state()
 
     @override
     def __getattr__(self, name: str) -> Any:

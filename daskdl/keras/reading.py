@@ -2,13 +2,12 @@
 
 import json
 import os
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from daskdl.errors import ModelError
+from daskdl.keras.archive import BROKEN, CONFIG, description, fault_of_weights
 from daskdl.keras.building import WRONG, built, gist
 from daskdl.keras.legacy import MODELS, modern
 from daskdl.keras.library import building, library
@@ -17,17 +16,9 @@ from daskdl.keras.nodes import JSON
 from daskdl.keras.vetting import vetted
 from daskdl.keras.writing import ENDING
 
-_CONFIG = "config.json"
-_WEIGHTS = "model.weights.h5"
-_MEMBERS = frozenset({_CONFIG, _WEIGHTS, "metadata.json"})
-# A description is kilobytes; more is a bomb, for json.loads takes it all into memory.
-MOST_CONFIG_BYTES = 64 * 2**20
-
 # What rewriting raises where something is missing, or of another kind.
 _MALFORMED = (LookupError, TypeError, AttributeError, RecursionError)
-# What `zipfile` raises where bytes are wrong, zlib included.
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
-_DAMAGED = (*WRONG, *_BROKEN, OSError)
+_DAMAGED = (*WRONG, *BROKEN)
 
 
 def from_config(
@@ -78,15 +69,20 @@ def from_saved(path: str | os.PathLike[str]) -> KerasModule:
             f"expected a file that ends in {ENDING!r}, got {str(path)!r}; load others "
             f"with keras.saving.load_model, and save them as {ENDING}"
         )
-    config = _understood(_archived(file), str(file))
-    model = built(config, seeded=False)
+    config = _parsed(description(file), f"{file}: {CONFIG}")
+    model = built(_understood(config, str(file)), seeded=False)
     with building(seeded=False):
         try:
-            model.load_weights(file)
+            size_bytes = sum(weight.value.nbytes for weight in model.variables)
+            fault = fault_of_weights(file, size_bytes)
+            if fault is None:
+                model.load_weights(file)
         except _DAMAGED as error:
             raise ModelError(
                 f"{file} has not the weights of its model: {gist(error)}"
             ) from error
+    if fault is not None:
+        raise ModelError(f"{file} has weights that Keras does not write: {fault}")
     return KerasModule(model)
 
 
@@ -103,37 +99,6 @@ def _read(given: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[JSON, str]
         )
     file = Path(given)
     return _parsed(file.read_bytes(), str(file)), str(file)
-
-
-def _archived(file: Path) -> JSON:
-    """What the model in a file is made of."""
-    with file.open("rb") as opened:
-        try:
-            with zipfile.ZipFile(opened) as archive:
-                names = {entry.filename: entry for entry in archive.infolist()}
-                _check_members(names, file)
-                return _parsed(archive.read(names[_CONFIG]), f"{file}: {_CONFIG}")
-        except _BROKEN as error:
-            raise ModelError(
-                f"{file} is no file of Keras 3, or damaged: {gist(error)}"
-            ) from error
-
-
-def _check_members(names: Mapping[str, zipfile.ZipInfo], file: Path) -> None:
-    missing = {_CONFIG, _WEIGHTS} - names.keys()
-    if missing:
-        raise ModelError(
-            f"{file} is no file of Keras 3: it has no {sorted(missing)[0]}"
-        )
-    others = sorted(names.keys() - _MEMBERS)
-    if others:
-        raise ModelError(
-            f"{file} has {others[0]!r} beside the model; vocabularies and the like "
-            "of preprocessing layers are not supported"
-        )
-    size = names[_CONFIG].file_size
-    if size > MOST_CONFIG_BYTES:
-        raise ModelError(f"{file}: {_CONFIG} has {size} bytes, more than any model")
 
 
 def _parsed(text: str | bytes, where: str) -> JSON:

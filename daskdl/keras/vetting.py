@@ -4,8 +4,8 @@ Everything is looked up by name in Keras' own tables, and what a file says about
 its classes are only serves to refuse others. So nothing of a file is executed.
 """
 
-import importlib
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -31,6 +31,7 @@ _VOCABULARIES = ("TextVectorization", "StringLookup", "IntegerLookup")
 
 # Parts of a layer, which have no place of their own to name.
 _SETTINGS = ("initializer", "regularizer", "dtype")
+_NAMED = (*_SETTINGS, "activation")
 
 # What the optimizers of torch would leave out without a word, or the replicas mix up.
 _UNTRAINABLE = {
@@ -76,6 +77,14 @@ def _check_setting(key: str, value: JSON, where: str) -> None:
     for ending, reason in _UNTRAINABLE.items():
         if key.endswith(ending) and value not in (None, False):
             raise ModelError(f"{where} has {reason}; set {key} to null")
+    if key.endswith(_NAMED) and isinstance(value, str) and value in _registered():
+        _refuse(where, value)
+
+
+def _registered() -> Mapping[str, Any]:
+    """What the program has told Keras to make when a file has its name."""
+    registered: Mapping[str, Any] = library().saving.get_custom_objects()
+    return registered
 
 
 def _object(value: dict[str, JSON], key: str, where: str) -> JSON:
@@ -133,12 +142,9 @@ def _home(value: Mapping[str, JSON], key: str, where: str) -> str:
 
 
 def _operation(kind: str, module: str, where: str) -> str:
-    base = library().Operation
-    try:
-        found = getattr(importlib.import_module(module), kind, None)
-    except ImportError:
-        found = None
-    if not isinstance(found, type) or not issubclass(found, base):
+    # Keras has imported all of its own; its tests lie beside them.
+    found = getattr(sys.modules.get(module), kind, None)
+    if not isinstance(found, type) or not issubclass(found, library().Operation):
         _refuse(where, f"{module}.{kind}")
     return module
 

@@ -1,21 +1,11 @@
 """What a replica tells of an exception that ends it."""
 
-import pickle
 import traceback
 from typing import Any
 
 import cloudpickle
 
 from daskdl.errors import DaskDLError
-
-# What pickling an exception of the user's raises, depending on what it holds.
-UNPICKLABLE = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    RuntimeError,
-    pickle.PickleError,
-)
 
 
 def failure_of(error: Exception, step: int) -> dict[str, Any]:
@@ -29,7 +19,7 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
     own = isinstance(error, DaskDLError)
     try:
         pickled = cloudpickle.dumps(error)
-    except UNPICKLABLE:
+    except Exception:  # user code: how it is pickled may be its own
         pickled = b""  # its traceback, as text, says enough
     return {
         "type": type(error).__name__ if own else "ReplicaError",

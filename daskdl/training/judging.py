@@ -183,15 +183,21 @@ def _reasons(
             reasons["target"] = f"{name} is {score:.6g}, the target {rule.target:.6g}"
         since = epoch - record.counted_epoch
         if rule.patience is not None and since >= rule.patience:
-            reasons["patience"] = (
-                f"{name} has not improved for {_epochs(since)}: it is {score:.6g}, the "
-                f"best was {record.best_score:.6g} in epoch {record.best_epoch}"
-            )
+            reasons["patience"] = _no_better(name, since, score, record)
     if rule.max_seconds is not None and elapsed_s >= rule.max_seconds:
         reasons["max_seconds"] = (
             f"{elapsed_s:.1f} s have passed, max_seconds is {rule.max_seconds:g}"
         )
     return reasons
+
+
+def _no_better(name: str, epochs: int, score: float, record: Record) -> str:
+    if record.best_epoch < 0:
+        return f"{name} has not been finite for {_epochs(epochs)}: it is {score}"
+    return (
+        f"{name} has not improved for {_epochs(epochs)}: it is {score:.6g}, the best "
+        f"was {record.best_score:.6g} in epoch {record.best_epoch}"
+    )
 
 
 def _epochs(count: int) -> str:

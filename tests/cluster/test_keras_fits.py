@@ -14,10 +14,10 @@ from tests.cluster.problems import kept
 X, Y = pictures()
 
 
-def trainer(client, name="cifar10_keras2"):
+def trainer(client):
     """Of the network of eight convolutions, in step."""
     return Trainer(
-        lambda: from_config(MODELS / f"{name}.json"),
+        lambda: from_config(MODELS / "cifar10_keras2.json"),
         CrossEntropyOfProbabilities(),
         adam,
         master=kept(max_staleness=0),
@@ -26,9 +26,8 @@ def trainer(client, name="cifar10_keras2"):
     )
 
 
-@pytest.mark.parametrize("name", ["cifar10_keras2", "cifar10_keras3"])
-def test_two_workers_train_the_network_and_keras_says_the_same(client, name, tmp_path):
-    own = trainer(client, name)
+def test_two_workers_train_the_network_and_keras_says_the_same(client, tmp_path):
+    own = trainer(client)
 
     history = own.fit(X, Y, epochs=6, batch_size=8)
     predicted = own.predict(X)

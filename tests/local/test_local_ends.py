@@ -40,6 +40,28 @@ def nothing_left():
     )
 
 
+class Unpacked(Exception):
+    """It is pickled, or unpickled, by code that fails in its own way."""
+
+    def __init__(self, where):
+        super().__init__(where)
+        self.where = where
+
+    def __reduce__(self):
+        return divmod, (1, 0 if self.where == "there" else 1 // 0)
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_an_exception_that_cannot_travel_does_not_hide_itself(where):
+    own = trainer(False, master=TWO, callbacks=[FailAt(lambda: Unpacked(where))])
+
+    with pytest.raises(ReplicaError, match=f"Unpacked: {where}") as caught:
+        own.fit(X, Y, epochs=100)
+
+    assert "raise self.make()" in str(caught.value)  # the very line
+    assert caught.value.__cause__ is None
+
+
 @pytest.mark.parametrize("where", ["worker", "client"])
 def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where):
     fail = FailAt(lambda: KeyError("wanted")) if where == "worker" else Interrupt()

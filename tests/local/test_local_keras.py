@@ -35,10 +35,11 @@ def small(**options):
     return keras.Sequential(layers)
 
 
-@pytest.mark.parametrize("name", ["cifar10_keras2", "cifar10_keras3"])
-def test_the_network_of_eight_convolutions_learns_and_is_saved(name, tmp_path):
+def test_the_network_of_eight_convolutions_learns_and_is_saved(tmp_path):
     x, y = pictures()
-    own = trainer(lambda: from_config(MODELS / f"{name}.json"), optimizer=adam)
+    # As Keras 3 writes it; the workers of a cluster have it as Keras 2 does.
+    network = MODELS / "cifar10_keras3.json"
+    own = trainer(lambda: from_config(network), optimizer=adam)
 
     history = own.fit(x, y, epochs=6, batch_size=8)
     predicted = own.predict(x)

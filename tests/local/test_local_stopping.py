@@ -15,6 +15,7 @@ from daskdl import (
     EarlyStopping,
     Evaluate,
     OptionError,
+    ParameterAveraging,
 )
 from tests.cluster.endings import Interrupt
 from tests.cluster.problems import kept, mlp, parameters_of, rows, trainer
@@ -22,6 +23,7 @@ from tests.cluster.problems import kept, mlp, parameters_of, rows, trainer
 X, Y = rows()
 OTHER = rows(seed=5)  # other classes: the better on X, the worse on these
 TWO = kept(replicas_per_worker=2)
+AVERAGED = ParameterAveraging(replicas_per_worker=2)
 
 
 class Epochs(Callback):
@@ -64,8 +66,9 @@ class TestEarlyStopping:
         assert stopping.scores == dict(enumerate(losses))
         assert stopping.best_score == min(losses) == losses[stopping.best_epoch]
 
-    def test_the_best_model_comes_back(self):
-        own = trainer(False, master=TWO, callbacks=[EarlyStopping(patience=2)])
+    @pytest.mark.parametrize("master", [TWO, AVERAGED], ids=["shared", "averaged"])
+    def test_the_best_model_comes_back(self, master):
+        own = trainer(False, master=master, callbacks=[EarlyStopping(patience=2)])
 
         stopping = own.fit(X, Y, epochs=50, validation=OTHER).stopping
 

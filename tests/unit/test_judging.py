@@ -61,6 +61,13 @@ class TestPatience:
             "loss has not improved for 2 epochs: it is 1.25, the best was 1 in epoch 1"
         )
 
+    def test_it_does_not_speak_of_a_best_that_was_not(self):
+        rule = EarlyStopping("loss", patience=2, check_finite=False)
+
+        *_, last = trained(rule, [NAN, INF, 1.0])
+
+        assert last.details == "loss has not been finite for 2 epochs: it is inf"
+
     def test_less_than_min_delta_is_the_best_but_does_not_count(self):
         rule = EarlyStopping("loss", patience=2, min_delta=0.25)
 

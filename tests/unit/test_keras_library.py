@@ -1,24 +1,22 @@
 """Keras is imported when it is needed, and with the backend that trains."""
 
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-IMPORTED = "import sys; import daskdl, daskdl.keras; print('keras' in sys.modules)"
+from daskdl.errors import OptionError
+from daskdl.keras.library import library
+
 LOADED = """
-import os
+import os, sys
+import daskdl, daskdl.keras
 from daskdl.keras.library import library
+print('keras' in sys.modules)
 print(library().backend.backend(), 'KERAS_BACKEND' in os.environ)
-"""
-REFUSED = """
-import daskdl
-from daskdl.keras.library import library
-try:
-    library()
-except daskdl.OptionError as error:
-    print(error)
 """
 
 
@@ -33,59 +31,60 @@ def said(script, **environment):
         env={**inherited, **environment},
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.split()
 
 
-def test_import_of_daskdl_does_not_import_keras():
-    assert said(IMPORTED) == "False"
-
-
-def test_the_backend_is_torch_where_nothing_is_said(tmp_path):
+@pytest.mark.parametrize("chosen", [{}, {"KERAS_BACKEND": "torch"}], ids=str)
+def test_the_backend_is_torch_from_the_first_use_on(tmp_path, chosen):
     (tmp_path / "keras.json").write_text('{"backend": "tensorflow"}')
 
-    assert said(LOADED, KERAS_HOME=str(tmp_path)) == "torch False"
+    imported, backend, is_set = said(LOADED, KERAS_HOME=str(tmp_path), **chosen)
+
+    assert (imported, backend) == ("False", "torch")
+    assert is_set == str(bool(chosen))
 
 
-def test_the_backend_may_be_said_to_be_torch():
-    assert said(LOADED, KERAS_BACKEND="torch") == "torch True"
+def refused(message):
+    """What is expected of a first use; the one of this process is remembered."""
+    return pytest.raises(OptionError, match=re.escape(message))
 
 
-def test_another_backend_in_the_environment_is_refused():
-    message = said(REFUSED, KERAS_BACKEND="jax")
+def test_another_backend_in_the_environment_is_refused(monkeypatch):
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
 
-    assert message == (
+    with refused(
         "Keras models are trained on Keras' backend 'torch', and KERAS_BACKEND is "
         "'jax' in this process; set it to torch, or unset it, also on the workers"
-    )
+    ):
+        library.__wrapped__()
 
 
-def imported(fake):
-    """Where the library has been imported already, and is something else."""
-    return f"import sys, types; sys.modules['keras'] = {fake}\n{REFUSED}"
+def test_keras_that_was_imported_with_another_backend_is_refused(monkeypatch):
+    backend = SimpleNamespace(backend=lambda: "jax")
+    fake = SimpleNamespace(__version__="3.15.1", backend=backend)
+    monkeypatch.setitem(sys.modules, "keras", fake)
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
 
-
-def test_keras_that_was_imported_with_another_backend_is_refused():
-    backend = "types.SimpleNamespace(backend=lambda: 'jax')"
-    fake = f"types.SimpleNamespace(__version__='3.15.1', backend={backend})"
-
-    message = said(imported(fake), KERAS_BACKEND="torch")
-
-    assert message.startswith(
+    with refused(
         "Keras models are trained on Keras' backend 'torch', and keras has been "
         "imported with 'jax' in this process; set KERAS_BACKEND=torch before"
-    )
+    ):
+        library.__wrapped__()
 
 
 @pytest.mark.parametrize(
     ("fake", "message"),
     [
-        ("None", "which cannot be imported here: import of keras halted"),
-        ("types.SimpleNamespace(__version__='2.15.0')", "need Keras 3, got 2.15.0"),
+        (None, "which cannot be imported here: import of keras halted"),
+        (SimpleNamespace(__version__="2.15.0"), "need Keras 3, got 2.15.0"),
     ],
     ids=["missing", "old"],
 )
-def test_keras_that_is_missing_or_old_is_refused(fake, message):
-    answer = said(imported(fake))
+def test_keras_that_is_missing_or_old_is_refused(fake, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "keras", fake)
 
-    assert message in answer
-    assert "pip install daskdl[keras]" in answer
+    with refused(message) as caught:
+        library.__wrapped__()
+
+    assert "pip install daskdl[keras]" in str(caught.value)

@@ -63,6 +63,13 @@ def inputs_of_everything():
     }
 
 
+def adapted(rows, dtype):
+    """A model that subtracts what it has seen to be the mean of its inputs."""
+    layer = layers.Normalization(dtype=dtype, name="centred")
+    layer.adapt(rows.numpy())
+    return keras.Sequential([keras.Input((4,)), layer])
+
+
 def moving_mean(module):
     return dict(module.named_buffers())["normal/moving_mean"]
 
@@ -203,6 +210,15 @@ class TestSharedMemory:
 
         assert all((weight == 0.25).all() for weight in module.keras.get_weights())
 
+    def test_normalisation_follows_its_weights(self):
+        module, other = (
+            KerasModule(adapted(ROWS + n, "mixed_bfloat16")) for n in (3, 5)
+        )
+
+        other.load_state_dict(module.state_dict())
+
+        assert torch.equal(other(ROWS), module(ROWS))
+
     def test_a_state_dict_is_ordinary(self):
         module, other = KerasModule(normalised()), KerasModule(normalised())
 
@@ -259,6 +275,14 @@ class TestPickling:
         other = copy.deepcopy(KerasModule(model))
 
         assert not other.keras.compiled
+
+    @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+    def test_what_normalisation_has_learned_of_the_inputs_travels(self, dtype):
+        module = KerasModule(adapted(ROWS + 5, dtype))
+
+        other = copy.deepcopy(module)
+
+        assert torch.equal(other(ROWS), module(ROWS))
 
     def test_shared_layers_stay_shared(self):
         shared, rows = layers.Dense(4), keras.Input((4,))

@@ -15,6 +15,7 @@ from daskdl.errors import DaskDLError, ModelError
 from daskdl.keras import from_config, from_saved
 from daskdl.keras.library import library
 from daskdl.keras.module import KerasModule
+from tests.unit.keras_files import rewritten, small
 
 keras = library()
 MODELS = Path(__file__).parents[1] / "keras_models"
@@ -23,27 +24,11 @@ CIFAR = MODELS / "cifar10_keras2.json"
 FUZZED = 60  # each takes about 10 ms
 
 
-def small():
-    return KerasModule(
-        keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="last")])
-    )
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "small.keras"
     small().save(path)
     return path
-
-
-def rewritten(path, target, **members):
-    """The file with other members; None leaves one out."""
-    with zipfile.ZipFile(path) as before, zipfile.ZipFile(target, "w") as after:
-        held = {name: before.read(name) for name in before.namelist()}
-        for name, content in {**held, **members}.items():
-            if content is not None:
-                after.writestr(name, content)
-    return target
 
 
 class TestFromConfig:
@@ -103,6 +88,24 @@ class TestFromConfig:
         once = x @ weights["inner/dense/kernel"]
         torch.testing.assert_close(first, once)
         torch.testing.assert_close(second, once @ weights["inner/dense/kernel"])
+
+    def test_layers_of_keras_2_may_have_settings_that_they_inherit(self):
+        size = {"filters": 2, "kernel_size": [3, 3], "groups": 1}
+        unused = {"kernel_initializer": "zeros", "kernel_constraint": None}
+        settings = {
+            "SeparableConv2D": {"batch_input_shape": [None, 8, 8, 3], **size, **unused},
+            "Conv2DTranspose": size,
+            "SpatialDropout2D": {"rate": 0.5, "noise_shape": None},
+        }
+        made = [
+            {"class_name": kind, "config": {"name": kind, "trainable": True, **config}}
+            for kind, config in settings.items()
+        ]
+        config = {"class_name": "Sequential", "config": {"name": "s", "layers": made}}
+
+        module = from_config(config)
+
+        assert [type(layer).__name__ for layer in module.layers] == [*settings]
 
     @pytest.mark.parametrize(
         ("given", "message"),
@@ -284,7 +287,7 @@ class TestFromSaved:
         assert refused > FUZZED / 4
 
     def test_a_description_of_any_size_is_not_read(self, saved, tmp_path, monkeypatch):
-        monkeypatch.setattr("daskdl.keras.reading.MOST_CONFIG_BYTES", 100)
+        monkeypatch.setattr("daskdl.keras.archive.MOST_CONFIG_BYTES", 100)
 
         with pytest.raises(ModelError, match=r"config.json has \d+ bytes, more than"):
             from_saved(saved)

@@ -2,10 +2,12 @@
 
 import copy
 import re
+import sys
 
 import pytest
 
 from daskdl.errors import ModelError
+from daskdl.keras.library import library
 from daskdl.keras.vetting import vetted
 
 
@@ -40,6 +42,7 @@ def first_of(made):
         (layer(["Dense"]), "is or has a ['Dense']"),
         (layer("get_file", "keras.src.ops.numpy"), "keras.src.ops.numpy.get_file"),
         (layer("Add", "keras.src.ops.nowhere"), "keras.src.ops.nowhere.Add"),
+        (layer("CoreOpsTest", "keras.src.ops.core_test"), "core_test.CoreOpsTest"),
         (
             layer(kernel_initializer={"class_name": "Evil", "config": {}}),
             "layer 'mine' is or has a Evil",
@@ -51,6 +54,25 @@ def first_of(made):
 def test_other_classes_are_refused_by_name(given, message):
     with pytest.raises(ModelError, match=re.escape(message)):
         vetted(sequential(given))
+
+
+@pytest.mark.parametrize(
+    "key", ["kernel_initializer", "bias_regularizer", "activation"]
+)
+def test_what_the_program_has_registered_is_not_called_by_a_file(key, monkeypatch):
+    monkeypatch.setitem(library().saving.get_custom_objects(), "mine>it", pytest.fail)
+
+    with pytest.raises(ModelError, match="layer 'mine' is or has a mine>it"):
+        vetted(sequential(layer(**{key: "mine>it"})))
+
+
+def test_modules_that_keras_has_not_imported_are_not():
+    before = set(sys.modules)
+
+    with pytest.raises(ModelError):
+        vetted(sequential(layer("Mine", "keras.src.ops.einops_test")))
+
+    assert set(sys.modules) == before
 
 
 @pytest.mark.parametrize(

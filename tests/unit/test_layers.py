@@ -83,7 +83,7 @@ OUTSIDE = {
     "checkpoints": {"torch"},
     "saving": {"numpy", "safetensors", "torch"},
     "fitted": {"numpy", "torch"},
-    "keras": {"keras", "torch", "typing_extensions"},
+    "keras": {"h5py", "keras", "torch", "typing_extensions"},
     "lazy_outputs": {"dask", "distributed", "numpy", "pandas"},
     "scores": {"torch"},
     "evaluation": {"distributed", "torch"},

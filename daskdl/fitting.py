@@ -104,6 +104,9 @@ class Fitting:
         resumed = self.resumed
         if resumed is not None:
             resumed.check(trainer.master, model)
+        checkpoints = checkpoints_of(trainer.callbacks, resumed)
+        if checkpoints is not None:
+            self.method.check_written(model)
         return TaskOptions(
             run=secrets.randbits(63),
             master=trainer.master,
@@ -125,6 +128,6 @@ class Fitting:
             oversight=self.method.oversight,
             prefetch=fit.prefetch,
             skips_bad=fit.read.skips,
-            checkpoints=checkpoints_of(trainer.callbacks, resumed),
+            checkpoints=checkpoints,
             resume=None if resumed is None else resumed.plan,
         )

@@ -206,6 +206,10 @@ class Channel(ABC):
         """
 
     @abstractmethod
+    def wait_for_checkpoint(self, future: Any, timeout_s: float) -> bool:
+        """The same, for one that is read or written; it counts as another wait."""
+
+    @abstractmethod
     def gather(
         self, key: str, note: Any, kind: Barrier = Barrier.MEET, told: bytes = b""
     ) -> Gathered:

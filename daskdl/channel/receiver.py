@@ -80,6 +80,11 @@ class Receiver(Channel):
         return self._waits.until_done("data", future, timeout_s)
 
     @override
+    def wait_for_checkpoint(self, future: Any, timeout_s: float) -> bool:
+        future.add_done_callback(lambda _: self._inbox.wake())
+        return self._waits.until_done("checkpoint", future, timeout_s)
+
+    @override
     def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
         # Of one that left since it arrived here, what it handed over counts too.
         self.wait_for_updates({**published, **gone})

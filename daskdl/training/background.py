@@ -44,6 +44,6 @@ def awaited(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> T
     Raises:
         WaitTimeoutError: If it takes too long. What it raises comes out as it is.
     """
-    if not channel.wait_for_data(future, bound.seconds):
+    if not channel.wait_for_checkpoint(future, bound.seconds):
         raise WaitTimeoutError(f"{what} took longer than {bound}")
     return future.result()

@@ -23,9 +23,10 @@ from daskdl.data.models import trainable
 from daskdl.data.source import Source, shown_rows
 from daskdl.errors import OptionError
 from daskdl.objective import Objective
-from daskdl.packed import Packed
+from daskdl.packed import Packed, PackedModel
+from daskdl.saving.plain import Plain
 from daskdl.training.adoption import Moved
-from daskdl.training.learning_rate import Scheduling
+from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.oversight import Oversight
 from daskdl.training.short_steps import warn_of_short_steps
 from daskdl.training.stepping import Stepping
@@ -104,6 +105,21 @@ class Method:
             return False
         rows = rows_like(sources["validation"])
         return has_accuracy(model, self.objective, *rows, self.transform)
+
+    def check_written(self, model: nn.Module) -> None:
+        """Refuse an optimizer or a scheduler whose state no checkpoint can have.
+
+        Args:
+            model: Not changed.
+
+        Raises:
+            OptionError: Naming what of it cannot be written without code.
+        """
+        optimizer = self.optimizer(trainable(PackedModel(model).unpack()))
+        plain = Plain()
+        plain.encode(optimizer.state_dict(), "the state of the optimizer")
+        rate = LearningRate(optimizer, self.scheduling)
+        plain.encode(rate.values(), "the state of the scheduler")
 
     def warn(self, model: nn.Module, replicas: int) -> None:
         """Warn of what so many replicas, of whose updates the mean counts, do worse.

@@ -88,7 +88,9 @@ class Room(Channel):
         pass
 
     publish_last = activate = join = serve = align = wait_for_updates = None
-    lease = wait_for_data = missing = gather = agree = fail = leave = None
+    lease = wait_for_data = wait_for_checkpoint = missing = gather = agree = fail = (
+        leave
+    ) = None
     stand_by = offer = withdraw = fetch = None
     traffic = check = None
 

@@ -95,8 +95,9 @@ class Run:
         if self.final is None:
             raise RunError("the run ended without a result")
         self._restored(self.final)
-        if self._options.checkpoints is not None:
-            self._options.checkpoints.prune()
+        trained = self._epochs_done() > self._options.first_epoch
+        if self._options.checkpoints is not None and trained:
+            self._options.checkpoints.conclude()
         hint_at_small_threshold(self.history[-1])
 
     def settle_(self, model: nn.Module) -> Standing:
@@ -110,8 +111,7 @@ class Run:
         """
         fitting, final = self._fitting, self.final
         before = fitting.standing
-        done = self.history[-1]["epoch"] + 1 if self.history else 0
-        epochs = before.epochs + done
+        epochs = before.epochs + self._epochs_done()
         if final is None:
             return replace(before, epochs=epochs)
         final.parameters.load_into(model)
@@ -119,6 +119,10 @@ class Run:
         moved = adopt(optimizer, fitting.method.scheduling, final, before.moved)
         sent = final.outcome or before.sent
         return Standing(moved, sent, epochs, self._class_count())
+
+    def _epochs_done(self) -> int:
+        """Of the fit, those before this run included."""
+        return self.history[-1]["epoch"] + 1 if self.history else 0
 
     def _note_checkpoint(self, error: DaskDLError) -> None:
         """Say where the last one is."""

@@ -10,6 +10,7 @@ from daskdl.channel.pause import Pause
 from daskdl.checkpoints.parts import Stamp
 from daskdl.checkpoints.retention import Retention
 from daskdl.checkpoints.series import Series, Whole
+from daskdl.errors import SaveError
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,22 @@ class CheckpointPlan:
             SaveError: If that cannot be done.
         """
         self.series.prune(self.origin, self.retention, self._score)
+
+    def conclude(self) -> None:
+        """The run has come to its end, and has written checkpoints.
+
+        Raises:
+            SaveError: If none of them is whole here; or if what is not to be kept
+                cannot be deleted.
+        """
+        self.prune()
+        newest = self.series.newest()
+        if newest is None or newest.stamp.run != self.run:
+            raise SaveError(
+                f"no checkpoint of this fit is whole in {self.url}; is it the same "
+                "place for all workers and for the client? If so, a worker was lost "
+                "while it wrote"
+            )
 
     def _score(self, one: Whole) -> float:
         rows: Sequence[Mapping[str, Any]] = one.said["rows"]

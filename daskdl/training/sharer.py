@@ -16,19 +16,14 @@ from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
 from daskdl.link import Measured
 from daskdl.proposals import DenseProposal, Frame, Proposal
-from daskdl.training.base import (
-    SHARER,
-    Exchange,
-    Exchanged,
-    Outcome,
-    Parameters,
-    Resumed,
-    Seat,
-    State,
-    Statistics,
-)
+from daskdl.training.exchange import Exchange
 from daskdl.training.observer import SAMPLE, Observer
+from daskdl.training.outcome import Outcome
 from daskdl.training.pace import Pace
+from daskdl.training.parameters import Parameters
+from daskdl.training.seat import Seat
+from daskdl.training.states import SHARER, Resumed, State
+from daskdl.training.statistics import Exchanged, Statistics
 from daskdl.training.step_clock import StepClock
 
 

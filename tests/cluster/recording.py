@@ -14,7 +14,7 @@ import torch
 
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
-from daskdl.training.base import Exchange
+from daskdl.training.exchange import Exchange
 from tests.cluster.memory import peak_bytes
 
 GRID = 2.0**-24  # of the runs here

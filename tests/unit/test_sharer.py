@@ -14,7 +14,8 @@ from daskdl.channel.pile import Arrived
 from daskdl.link import Aim, Drained, Link
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import FixedThreshold, LinkAlgorithm, Sent
-from daskdl.training.base import Outcome, Seat
+from daskdl.training.outcome import Outcome
+from daskdl.training.seat import Seat
 from daskdl.training.sharing import GradientSharing
 from daskdl.training.step_clock import StepClock
 

@@ -56,6 +56,7 @@ class Sharer(Exchange):
         self._channel = seat.channel
         self._replica = seat.replica
         self._accumulator = accumulator
+        self._progress = accumulator.progress
         self._weigh(len(seat.members))
         self._made = made
         self._step = 0
@@ -73,10 +74,10 @@ class Sharer(Exchange):
 
     def _weigh(self, replicas: int) -> None:
         self.scale = self._scale(replicas)
-        self.learning_rate_scale = self._accumulator.scale_(self.scale)
+        self.learning_rate_scale = self._progress.scale_(self.scale)
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
-        self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
         load_buffers_(
             self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
         )
@@ -89,7 +90,7 @@ class Sharer(Exchange):
         for own in resumed.own[:1]:
             self._unshared, self._due = own["unshared"], own["due"]
         self._clipped_before = self._accumulator.clipped
-        self._channel.align(self._step, self._accumulator.grid)
+        self._channel.align(self._step, self._progress.grid)
 
     @override
     def before_step(self, epoch: int) -> None:
@@ -109,7 +110,7 @@ class Sharer(Exchange):
         self._step += 1
         self._unshared += 1
         with self._observer.encoding:
-            self._accumulator.absorb_()
+            self._progress.absorb_()
         self._due = True
         self.exchange_tried = self._step % self._pace.exchange_every == 0
         if self.exchange_tried:
@@ -149,10 +150,10 @@ class Sharer(Exchange):
                 self._accumulator.take_(proposal)
         self._unshared = 0
         entries = sum(proposal.entries for proposal in waiting[: len(frames)])
-        density = entries / self._accumulator.size
+        density = entries / self._progress.size
         self._observer.exchanged(density, frames)
         measured = Measured(
-            self._accumulator.size,
+            self._progress.size,
             density,
             sum(frame.nbytes for frame in frames),
             isinstance(proposals[0], DenseProposal),
@@ -191,9 +192,9 @@ class Sharer(Exchange):
         updates, folded_N = arrived
         with self._observer.applying:
             if folded_N is not None:
-                self._accumulator.apply_counts_(folded_N)
+                self._progress.apply_counts_(folded_N)
             for update in updates:
-                self._accumulator.apply_(update)
+                self._progress.apply_(update)
 
     @override
     def rest(self, epoch: int) -> None:
@@ -225,7 +226,7 @@ class Sharer(Exchange):
         self._channel.agree(key, published, gathered.gone, self._load)
         self._take_in()
         self._step = max(note["step"] for note in notes.values())
-        self._channel.align(self._step, self._accumulator.regrid_())
+        self._channel.align(self._step, self._progress.regrid_())
         parts = [
             (Buffers(note["floating"], note["integer"]), note["examples"])
             for _, note in sorted(notes.items())
@@ -235,23 +236,19 @@ class Sharer(Exchange):
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of another replica; what only this one has stays."""
-        self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
 
     def _keep_agreed(self) -> None:
-        accumulator = self._accumulator
-        self._agreed = (
-            accumulator.shared_counts(),
-            accumulator.grid,
-            pack_buffers(self._module),
-        )
+        progress, buffers = self._progress, pack_buffers(self._module)
+        self._agreed = progress.shared_counts(), progress.grid, buffers
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:
-        return self._accumulator.showing_shared()
+        return self._progress.showing_shared()
 
     @override
     def digest(self) -> int:
-        return self._accumulator.digest()
+        return self._progress.digest()
 
     @override
     def statistics(self) -> Statistics:
@@ -275,8 +272,8 @@ class Sharer(Exchange):
         buffers = pack_buffers(self._module)
         return {
             "received": [[o, last, list(more)] for o, (last, more) in received.items()],
-            "counts_N": self._accumulator.shared_counts(),
-            "grid": self._accumulator.grid,
+            "counts_N": self._progress.shared_counts(),
+            "grid": self._progress.grid,
             "made": self._made,
             "step": self._step,
             "floating_F": buffers.floating_F,
@@ -293,15 +290,15 @@ class Sharer(Exchange):
     @override
     def hand_over(self) -> None:
         self._take_in()
-        grid = self._accumulator.grid
+        grid = self._progress.grid
         stamp = self._channel.next_stamp(self._step)
-        frame = codec.encode_dense(stamp, grid, self._accumulator.hand_over_())
+        frame = codec.encode_dense(stamp, grid, self._progress.hand_over_())
         self._channel.publish_last(stamp, frame)
 
     @override
     def final(self) -> Parameters:
         shared_N, grid, buffers = self._agreed
-        residual_N = self._accumulator.residual_counts()
+        residual_N = self._progress.residual_counts()
         return Parameters(None, shared_N, residual_N, grid, buffers)
 
     @override

@@ -161,14 +161,14 @@ class GradientSharing(TrainingMaster):
         )
         with torch.no_grad():
             small.weight.add_(1.0)
-        accumulator.absorb_()
+        accumulator.progress.absorb_()
         proposals: list[Proposal | DenseProposal] = [*accumulator.propose()]
         if self.warmup_steps or isinstance(rule, LinkAlgorithm):
             proposals.append(accumulator.propose_dense())
         for proposal in proposals:
             frame = proposal.encode(codec.Stamp(0, 0, 1, 1))
             accumulator.take_(proposal)
-            accumulator.apply_(codec.decode(frame.tobytes()))
+            accumulator.progress.apply_(codec.decode(frame.tobytes()))
 
     @override
     def attach(self, seat: Seat) -> Exchange:

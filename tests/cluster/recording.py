@@ -187,7 +187,7 @@ class Recording(Exchange):
 
     def _weight(self):
         accumulator = getattr(self._inner, "_accumulator", None)  # alone: none
-        return 1.0 if accumulator is None else accumulator.weight
+        return 1.0 if accumulator is None else accumulator.progress.weight
 
     def end_epoch(self, epoch, examples):
         self._inner.end_epoch(epoch, examples)

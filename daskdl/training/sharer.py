@@ -1,6 +1,6 @@
 """One replica that shares its updates as they happen."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,17 +14,15 @@ from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
 from daskdl.channel.base import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
-from daskdl.link import Measured
-from daskdl.proposals import DenseProposal, Frame, Proposal
 from daskdl.training.exchange import Exchange
 from daskdl.training.observer import SAMPLE, Observer
 from daskdl.training.outcome import Outcome
 from daskdl.training.pace import Pace
 from daskdl.training.parameters import Parameters
 from daskdl.training.seat import Seat
+from daskdl.training.sender import Sender
 from daskdl.training.states import SHARER, Resumed, State
 from daskdl.training.statistics import Exchanged, Statistics
-from daskdl.training.step_clock import StepClock
 
 
 class Sharer(Exchange):
@@ -60,10 +58,8 @@ class Sharer(Exchange):
         self._weigh(len(seat.members))
         self._made = made
         self._step = 0
-        self._due = False  # steps were made since the last exchange was tried
-        self._unshared = 0  # steps since the last one that was accepted
-        self._clock = StepClock()
         self._observer = Observer()
+        self._sender = Sender(accumulator, seat.channel, pace, self._observer)
         self._clipped_before = 0.0  # at the last `statistics`
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
@@ -88,7 +84,7 @@ class Sharer(Exchange):
         self._accumulator.restore_(common["accumulator"], resumed.own)
         self._made, self._step = common["made"], common["step"]
         for own in resumed.own[:1]:
-            self._unshared, self._due = own["unshared"], own["due"]
+            self._sender.restore_(own)
         self._clipped_before = self._accumulator.clipped
         self._channel.align(self._step, self._progress.grid)
 
@@ -102,88 +98,19 @@ class Sharer(Exchange):
                 self._channel.wait_for_others(self._step, epoch, pace.max_staleness)
         self._observer.leads(self._channel.lead(self._step, epoch))
         self._take_in(self._step if pace.in_step else None)
-        self._clock.begin()
+        self._sender.begin_step()
 
     @override
     def after_step(self, epoch: int, examples: int) -> None:
-        self._clock.end()
         self._step += 1
-        self._unshared += 1
-        with self._observer.encoding:
-            self._progress.absorb_()
-        self._due = True
+        self._sender.end_step()
         self.exchange_tried = self._step % self._pace.exchange_every == 0
         if self.exchange_tried:
             self._share()
         self._channel.complete(self._step)
 
     def _share(self) -> None:
-        self._due = False
-        self._clock.chance()
-        if self._pace.in_step:
-            self._wait_for_room()
-        elif not self._channel.has_room():
-            return
-        with self._observer.encoding:
-            proposals = self._proposals()
-        self._exchange(proposals)
-
-    def _wait_for_room(self) -> None:
-        with self._observer.waiting:
-            self._channel.wait_for_room()
-
-    def _proposals(self) -> Sequence[Proposal] | Sequence[DenseProposal]:
-        # All that was made in the warm-up goes densely, however late it can.
-        shared = self._made + self._step - self._unshared
-        if shared < self._pace.warmup_steps:
-            return [self._accumulator.propose_dense()]
-        return self._accumulator.propose()
-
-    def _exchange(self, proposals: Sequence[Proposal | DenseProposal]) -> None:
-        """Send what there is to send, a frame each, as far as there is room."""
-        waiting = [proposal for proposal in proposals if proposal.entries]
-        frames = self._send_all(waiting)
-        if waiting and not frames:
-            return
-        for proposal in proposals:
-            if not proposal.entries:
-                self._accumulator.take_(proposal)
-        self._unshared = 0
-        entries = sum(proposal.entries for proposal in waiting[: len(frames)])
-        density = entries / self._progress.size
-        self._observer.exchanged(density, frames)
-        measured = Measured(
-            self._progress.size,
-            density,
-            sum(frame.nbytes for frame in frames),
-            isinstance(proposals[0], DenseProposal),
-            self._clock.take(),
-            self._channel.drained(),
-        )
-        self._accumulator.sections.learn(measured)
-
-    def _send_all(self, waiting: Sequence[Proposal | DenseProposal]) -> list[Frame]:
-        """Return the frames that were accepted, of the first of these."""
-        frames: list[Frame] = []
-        for proposal in waiting:
-            if frames and self._pace.in_step:  # all, or it could not be repeated
-                self._wait_for_room()
-            with self._observer.encoding:
-                frame = self._send(proposal, last=proposal is waiting[-1])
-            if frame is None:
-                break
-            frames.append(frame)
-        return frames
-
-    def _send(self, proposal: Proposal | DenseProposal, *, last: bool) -> Frame | None:
-        stamp = self._channel.next_stamp(self._step)
-        frame = proposal.encode(stamp)
-        publish = self._channel.publish if last else self._channel.publish_part
-        if not publish(stamp, frame):
-            return None
-        # Only what is on its way leaves the residual.
-        self._accumulator.take_(proposal)
-        return frame
+        self._sender.share(self._step, self._made + self._step)
 
     def _take_in(self, up_to_step: int | None = None) -> None:
         self._apply(self._channel.receive(up_to_step))
@@ -198,7 +125,7 @@ class Sharer(Exchange):
 
     @override
     def rest(self, epoch: int) -> None:
-        if self._due:
+        if self._sender.due:
             self._share()
         self._channel.complete(self._step, done=epoch)
 
@@ -284,8 +211,7 @@ class Sharer(Exchange):
     def state(self) -> State:
         shared, own = self._accumulator.state()
         common = {"accumulator": shared, "made": self._made, "step": self._step}
-        pending = {"unshared": self._unshared, "due": self._due}
-        return State(SHARER, common, {**own, **pending})
+        return State(SHARER, common, {**own, **self._sender.state()})
 
     @override
     def hand_over(self) -> None:

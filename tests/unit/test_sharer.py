@@ -448,7 +448,7 @@ class Clock:
 
     def __init__(self, monkeypatch, sharer):
         self.now = 0.0
-        monkeypatch.setattr(sharer, "_clock", StepClock(now=lambda: self.now))
+        monkeypatch.setattr(sharer._sender, "_clock", StepClock(now=lambda: self.now))
 
 
 class Watch:

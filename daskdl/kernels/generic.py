@@ -12,7 +12,7 @@ from torch import Tensor
 
 from daskdl.errors import CodecError
 
-GUARD = 2**30  # as in daskdl.kernels.cpu; a test holds the two together
+GUARD = 2**30  # as in daskdl.kernels.loops; a test holds the two together
 INT32_MAX = 2**31 - 1
 
 

@@ -85,9 +85,8 @@ def by_sign(member: Member, density: float = DENSITY) -> Sequence[Offer]:
         Dryden et al., "Communication Quantization for Data-Parallel Training of Deep
         Neural Networks", MLHPC 2016.
     """
-    accumulator = member.accumulator
-    accumulator.absorb_()
-    residual_N = accumulator.residual_counts()
+    member.progress.absorb_()
+    residual_N = member.progress.residual_counts()
     offers = []
     for sign in (1, -1):
         own = np.flatnonzero(sign * residual_N > 0)
@@ -99,7 +98,7 @@ def by_sign(member: Member, density: float = DENSITY) -> Sequence[Offer]:
             least = np.partition(sizes, len(sizes) - most)[len(sizes) - most]
             own = own[sizes >= least]
         count = min(max(1, round(np.abs(residual_N[own]).mean())), MAX_COUNT)
-        quantum = count * accumulator.grid
+        quantum = count * member.progress.grid
         entries_K = (sign * (own + 1)).astype(np.int32)
         offers.append(
             Proposal("*", len(residual_N), quantum, quantum, count, entries_K)

@@ -18,6 +18,7 @@ from benchmarks.tasks import Split, Task
 from daskdl import ResidualClipping, codec
 from daskdl.accumulator import Accumulator
 from daskdl.buffers import average_buffers, load_buffers_, pack_buffers
+from daskdl.model_progress import ModelProgress
 from daskdl.proposals import DenseProposal, Proposal
 from daskdl.residuals import ResidualPostProcessor
 from daskdl.thresholds import ThresholdAlgorithm
@@ -35,6 +36,11 @@ class Member(NamedTuple):
     accumulator: Accumulator
     optimizer: torch.optim.Optimizer
     rate: float  # factor on the learning rate
+
+    @property
+    def progress(self) -> ModelProgress:
+        """What is sent of, and what comes to."""
+        return self.accumulator.progress
 
 
 def offer(member: Member) -> Sequence[Offer]:
@@ -123,7 +129,7 @@ class Simulation:
                 flat, rules.threshold, rules.residual, rules.apply
             )
             scale = 1 / replicas
-            rate = scale if rules.scaled_rate else accumulator.scale_(scale)
+            rate = scale if rules.scaled_rate else accumulator.progress.scale_(scale)
             rule = task.optimizer(optimizer)(module.parameters())
             self._members.append(Member(module, flat, accumulator, rule, rate))
         self._past: list[deque[Tensor]] = [
@@ -146,8 +152,8 @@ class Simulation:
             for member in self._members:
                 load_buffers_(member.module, average_buffers(parts))
             first = self._members[0]
-            assert len({m.accumulator.digest() for m in self._members}) == 1
-            with first.accumulator.showing_shared():
+            assert len({m.progress.digest() for m in self._members}) == 1
+            with first.progress.showing_shared():
                 yield first.module
 
     def returned(self) -> nn.Module:
@@ -156,8 +162,8 @@ class Simulation:
             member = self._members[i]
             frame = codec.encode_dense(
                 codec.Stamp(0, i, 1, 1),
-                member.accumulator.grid,
-                member.accumulator.hand_over_(),
+                member.progress.grid,
+                member.progress.hand_over_(),
             )
             self._under_way.append((self._step, i, frame.tobytes()))
         self._deliver(self._step + self._rules.delay)
@@ -189,7 +195,7 @@ class Simulation:
             _divide_by_gap_(member, self._past[number])
         with scaled(member.optimizer, member.rate * rules.rate(rules.delay)):
             member.optimizer.step()
-        member.accumulator.absorb_()
+        member.progress.absorb_()
 
     def _exchange(self) -> None:
         total_N = np.zeros(self.size)
@@ -214,8 +220,8 @@ class Simulation:
         self._velocity_N = momentum * self._velocity_N + total_N
         step_N = rate * (total_N + momentum * self._velocity_N) - total_N
         for member in self._members:
-            counts_N = np.round(step_N / member.accumulator.grid).astype(np.int32)
-            member.accumulator.apply_counts_(counts_N)
+            counts_N = np.round(step_N / member.progress.grid).astype(np.int32)
+            member.progress.apply_counts_(counts_N)
 
     def _deliver(self, step: int) -> None:
         """Let arrive what was sent so long ago."""
@@ -227,7 +233,7 @@ class Simulation:
             update = codec.decode(frame)
             for i, member in enumerate(self._members):
                 if i != origin:
-                    member.accumulator.apply_(update)
+                    member.progress.apply_(update)
 
 
 def _divide_by_gap_(member: Member, past: deque[Tensor]) -> None:

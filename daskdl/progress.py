@@ -8,14 +8,15 @@ float64: local *is* flat. Otherwise local is a vector of its own (float32 for ha
 types, so that quanta below their resolution add up), and what the optimizer changed
 in flat is absorbed into local before anything else looks at it.
 
-No choice of thresholds, no counting, no updates: :mod:`daskdl.accumulator` has those.
+No other groups, no updates: :mod:`daskdl.model_progress` has those. No choice of
+thresholds, no counting: :mod:`daskdl.accumulator` has those.
 
-Shape suffixes: N = parameters, of the group or of all; K = entries of one update.
+Shape suffixes: N = parameters of the group, K = entries of one update.
 """
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 from daskdl import kernels
-from daskdl.errors import CodecError
 from daskdl.vectors import Group, empty, working_dtype
 
 Counts = npt.NDArray[np.int32]
@@ -276,41 +276,3 @@ class Progress:
         self._absorb_(where)
         yield
         self._show_(where)
-
-
-def split_entries(
-    groups: Sequence[Progress], entries_K: Counts
-) -> list[tuple[Progress, Tensor]]:
-    """Cut the entries of a model by group; groups without entries are left out.
-
-    Raises:
-        CodecError: If an entry is not an ascending position of the model.
-    """
-    entries = kernels.from_counts(entries_K)
-    kernels.check(entries, 0, groups[-1].stop)
-    ends = np.searchsorted(np.abs(entries_K), [g.stop for g in groups], "right")
-    parts = zip(groups, [0, *ends[:-1]], ends, strict=True)
-    return [(group, entries[a:b]) for group, a, b in parts if a < b]
-
-
-def split_counts(
-    groups: Sequence[Progress], counts_N: Counts
-) -> list[tuple[Progress, Tensor]]:
-    """Cut a dense vector of a model by group.
-
-    Raises:
-        CodecError: If it is not int32 with one number per parameter.
-    """
-    size = groups[-1].stop
-    if counts_N.shape != (size,) or counts_N.dtype != np.int32:
-        raise CodecError(
-            f"need {size} counts of int32, got {counts_N.dtype} of {counts_N.shape}"
-        )
-    counts = kernels.from_counts(counts_N)
-    return [(group, counts[group.start : group.stop]) for group in groups]
-
-
-def join_counts(parts: Sequence[Tensor]) -> Counts:
-    """Put the counts of all groups behind each other; a fresh array."""
-    counts_N: Counts = torch.cat(list(parts)).numpy()
-    return counts_N

@@ -1,6 +1,6 @@
 """A module's parameters as flat vectors and back.
 
-No thresholds, no exchange: :mod:`daskdl.accumulator` works on what is built here.
+No thresholds, no exchange: :mod:`daskdl.model_progress` works on what is built here.
 
 Positions: parameters are grouped by (dtype, device) in order of first appearance in
 ``named_parameters``; groups follow each other. Replicas and the client must agree on

@@ -18,8 +18,8 @@ from daskdl.steps import LAYOUT, unpack_rows
 from daskdl.stopping import Stopping
 from daskdl.thresholds import Sent
 from daskdl.training.adoption import Moved
-from daskdl.training.base import Outcome
 from daskdl.training.learning_rate import LearningRate, Scheduling
+from daskdl.training.outcome import Outcome
 
 COLUMNS = {column[1] for column in LAYOUT.descr}  # kinds of columns of steps
 PARTS = {"rows", "stopping", "layout"}  # of a history

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from daskdl.errors import CodecError
 
-GUARD = 2**30  # as in daskdl.kernels.cpu; a test holds the two together
+# Entries wait, and dense updates end, at this |shared|. As in daskdl.kernels.loops; a
+# test holds the two together.
+GUARD = 2**30
 INT32_MAX = 2**31 - 1
 
 

@@ -5,7 +5,7 @@ that end in one word of bits, and asks for memory only when it stands before it.
 three do so on every processor that LLVM knows; how is LLVM's choice.
 
 Numba looks for stale compiled code only in the file that calls: after a change here,
-touch :mod:`daskdl.kernels.cpu`.
+touch :mod:`daskdl.kernels.loops`.
 
 Source:
     LLVM Language Reference Manual, ``fcmp``, ``bitcast``, ``llvm.cttz``,

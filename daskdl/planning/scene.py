@@ -94,16 +94,17 @@ class Scene:
         self._accumulator = Accumulator(
             parameters, master.threshold, master.residual, master.apply
         )
+        self._progress = self._accumulator.progress
         optimizer: Optimizer = script.optimizer(trainable(module))
         self._stepper = Stepper(module, script.objective, optimizer, Stepping(), device)
         # As of one of two; with more, each sends less, and its threshold follows.
-        self._scale = self._accumulator.scale_(master.scale(2))
+        self._scale = self._progress.scale_(master.scale(2))
         self._every = master.exchange_every
         self._data, self._device = script.rows, device
         self._random = np.random.default_rng(0)
         self._exchanges = 0
         self.rows, self.threads = len(script.rows[0]), script.threads
-        self.parameters = self._accumulator.size
+        self.parameters = self._progress.size
         self.frames = ()
 
     def step(self) -> Times:
@@ -116,12 +117,12 @@ class Scene:
         """
         for _ in range(self._every - 1):
             self._move()
-            self._accumulator.absorb_()
+            self._progress.absorb_()
         marks = [self._now()]
         updates = [codec.decode(frame.data) for frame in self.frames]
         marks.append(self._now())
         for update in updates:
-            self._accumulator.apply_(update)
+            self._progress.apply_(update)
         marks.append(self._now())
         marks += self._move()
         entries = self._exchange()
@@ -164,7 +165,7 @@ class Scene:
         """Make an update of what moved and take it out; how many entries it has."""
         self._exchanges += 1
         accumulator = self._accumulator
-        accumulator.absorb_()
+        self._progress.absorb_()
         proposals = accumulator.propose()
         stamp = codec.Stamp(0, 0, self._exchanges, self._exchanges)
         self.frames = [p.encode(stamp) for p in proposals if p.entries]
@@ -188,7 +189,7 @@ class Scene:
         pairs = zip(self._flats, before, strict=True)
         movement = [self._every * (flat - former) for flat, former in pairs]
         self._settles(lambda: self._repeat(movement))
-        self._accumulator.apply_counts_(self._way_to(before))
+        self._progress.apply_counts_(self._way_to(before))
 
     def _settles(self, exchange: Callable[[], object]) -> bool:
         """Whether the thresholds moved no further in the end."""
@@ -212,7 +213,7 @@ class Scene:
 
     def _way_to(self, values: Sequence[torch.Tensor]) -> NDArray[np.int32]:
         """From the parameters as they are to these, in steps of the grid."""
-        grid, pairs = self._accumulator.grid, zip(values, self._flats, strict=True)
+        grid, pairs = self._progress.grid, zip(values, self._flats, strict=True)
         ways = [((to.double() - flat.double()) / grid).round() for to, flat in pairs]
         return torch.cat([way.int().cpu() for way in ways]).numpy()
 

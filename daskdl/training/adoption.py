@@ -13,10 +13,10 @@ from daskdl.data.models import check_module
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.keras.module import as_module
 from daskdl.packed import PackedModel
-from daskdl.training.base import Outcome
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import restore_
+from daskdl.training.outcome import Outcome
 
 
 class Moved(NamedTuple):

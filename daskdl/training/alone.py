@@ -12,16 +12,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from daskdl.training.base import (
-    ALONE,
-    PARAMETERS,
-    Exchange,
-    Outcome,
-    Parameters,
-    Seat,
-    State,
-    Statistics,
-)
+from daskdl.training.exchange import Exchange
+from daskdl.training.outcome import Outcome
+from daskdl.training.parameters import Parameters
+from daskdl.training.seat import Seat
+from daskdl.training.states import ALONE, PARAMETERS, State
+from daskdl.training.statistics import Statistics
 from daskdl.training.tensors import trained_in
 
 

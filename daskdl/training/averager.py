@@ -13,22 +13,17 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Barrier
 from daskdl.channel.parcel import Arrays
 from daskdl.channel.routes import Routes
-from daskdl.training.base import (
-    AVERAGER,
-    PARAMETERS,
-    Exchange,
-    Exchanged,
-    Outcome,
-    Parameters,
-    Seat,
-    State,
-    Statistics,
-)
+from daskdl.training.exchange import Exchange
 from daskdl.training.observer import Stopwatch
+from daskdl.training.outcome import Outcome
+from daskdl.training.parameters import Parameters
 from daskdl.training.reduction import Reduction
 from daskdl.training.replica_state import ReplicaState
 from daskdl.training.rounds import Round, Said, round_of
+from daskdl.training.seat import Seat
 from daskdl.training.shares import add
+from daskdl.training.states import AVERAGER, PARAMETERS, State
+from daskdl.training.statistics import Exchanged, Statistics
 from daskdl.training.tensors import trained_in
 
 MEETING = "average"  # key of the barrier, of one round after the other

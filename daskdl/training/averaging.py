@@ -15,9 +15,12 @@ from daskdl.channel.routes import FAN_OUT
 from daskdl.errors import OptionError
 from daskdl.training.alone import Alone, may_be_alone
 from daskdl.training.averager import Averager
-from daskdl.training.base import ALONE, AVERAGER, Exchange, Seat, TrainingMaster
+from daskdl.training.base import TrainingMaster
+from daskdl.training.exchange import Exchange
 from daskdl.training.options import check_places, check_whole
 from daskdl.training.replica_state import ReplicaState
+from daskdl.training.seat import Seat
+from daskdl.training.states import ALONE, AVERAGER
 
 
 @dataclass(frozen=True)

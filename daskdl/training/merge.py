@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from daskdl.packed import Packed
 from daskdl.thresholds import average_sent
-from daskdl.training.base import Outcome, Parameters
 from daskdl.training.optimizer_state import OptimizerState, add
+from daskdl.training.outcome import Outcome
+from daskdl.training.parameters import Parameters
 from daskdl.training.task import Result
 
 INT32 = np.iinfo(np.int32)

@@ -14,7 +14,7 @@ import numpy as np
 from daskdl import codec
 from daskdl.proposals import Frame
 from daskdl.sections import Sample
-from daskdl.training.base import Exchanged, Statistics
+from daskdl.training.statistics import Exchanged, Statistics
 
 # Residuals looked at for one row. Ten of them are above the highest percentile.
 SAMPLE = 1024

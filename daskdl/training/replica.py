@@ -20,11 +20,11 @@ from daskdl.errors import DivergedError
 from daskdl.packed import Packed
 from daskdl.scores import Score, score_batches
 from daskdl.steps import StepRow
-from daskdl.training.base import Parameters
 from daskdl.training.diagnosis import Symptoms, diagnosis
 from daskdl.training.failure import failure_of
 from daskdl.training.feed import Feed
 from daskdl.training.optimizer_state import weigh
+from daskdl.training.parameters import Parameters
 from daskdl.training.step_log import StepLog
 from daskdl.training.stepping import Group, rows_of
 from daskdl.training.stores import Store

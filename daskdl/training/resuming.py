@@ -14,7 +14,7 @@ from daskdl.checkpoints.parts import COMMON, Part, of_replica
 from daskdl.checkpoints.plan import ResumePlan
 from daskdl.data.stores.store import store_of
 from daskdl.errors import SaveError
-from daskdl.training.base import PARAMETERS, Resumed
+from daskdl.training.states import PARAMETERS, Resumed
 
 
 class Inheritance(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from daskdl.scores import Score
-from daskdl.training.base import Statistics
+from daskdl.training.statistics import Statistics
 
 Note = Mapping[str, Any]
 

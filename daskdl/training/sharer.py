@@ -1,6 +1,6 @@
 """One replica that shares its updates as they happen."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,22 +14,15 @@ from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
 from daskdl.channel.base import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
-from daskdl.link import Measured
-from daskdl.proposals import DenseProposal, Frame, Proposal
-from daskdl.training.base import (
-    SHARER,
-    Exchange,
-    Exchanged,
-    Outcome,
-    Parameters,
-    Resumed,
-    Seat,
-    State,
-    Statistics,
-)
+from daskdl.training.exchange import Exchange
 from daskdl.training.observer import SAMPLE, Observer
+from daskdl.training.outcome import Outcome
 from daskdl.training.pace import Pace
-from daskdl.training.step_clock import StepClock
+from daskdl.training.parameters import Parameters
+from daskdl.training.seat import Seat
+from daskdl.training.sender import Sender
+from daskdl.training.states import SHARER, Resumed, State
+from daskdl.training.statistics import Exchanged, Statistics
 
 
 class Sharer(Exchange):
@@ -61,13 +54,12 @@ class Sharer(Exchange):
         self._channel = seat.channel
         self._replica = seat.replica
         self._accumulator = accumulator
+        self._progress = accumulator.progress
         self._weigh(len(seat.members))
         self._made = made
         self._step = 0
-        self._due = False  # steps were made since the last exchange was tried
-        self._unshared = 0  # steps since the last one that was accepted
-        self._clock = StepClock()
         self._observer = Observer()
+        self._sender = Sender(accumulator, seat.channel, pace, self._observer)
         self._clipped_before = 0.0  # at the last `statistics`
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
@@ -78,10 +70,10 @@ class Sharer(Exchange):
 
     def _weigh(self, replicas: int) -> None:
         self.scale = self._scale(replicas)
-        self.learning_rate_scale = self._accumulator.scale_(self.scale)
+        self.learning_rate_scale = self._progress.scale_(self.scale)
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
-        self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
         load_buffers_(
             self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
         )
@@ -92,9 +84,9 @@ class Sharer(Exchange):
         self._accumulator.restore_(common["accumulator"], resumed.own)
         self._made, self._step = common["made"], common["step"]
         for own in resumed.own[:1]:
-            self._unshared, self._due = own["unshared"], own["due"]
+            self._sender.restore_(own)
         self._clipped_before = self._accumulator.clipped
-        self._channel.align(self._step, self._accumulator.grid)
+        self._channel.align(self._step, self._progress.grid)
 
     @override
     def before_step(self, epoch: int) -> None:
@@ -106,88 +98,19 @@ class Sharer(Exchange):
                 self._channel.wait_for_others(self._step, epoch, pace.max_staleness)
         self._observer.leads(self._channel.lead(self._step, epoch))
         self._take_in(self._step if pace.in_step else None)
-        self._clock.begin()
+        self._sender.begin_step()
 
     @override
     def after_step(self, epoch: int, examples: int) -> None:
-        self._clock.end()
         self._step += 1
-        self._unshared += 1
-        with self._observer.encoding:
-            self._accumulator.absorb_()
-        self._due = True
+        self._sender.end_step()
         self.exchange_tried = self._step % self._pace.exchange_every == 0
         if self.exchange_tried:
             self._share()
         self._channel.complete(self._step)
 
     def _share(self) -> None:
-        self._due = False
-        self._clock.chance()
-        if self._pace.in_step:
-            self._wait_for_room()
-        elif not self._channel.has_room():
-            return
-        with self._observer.encoding:
-            proposals = self._proposals()
-        self._exchange(proposals)
-
-    def _wait_for_room(self) -> None:
-        with self._observer.waiting:
-            self._channel.wait_for_room()
-
-    def _proposals(self) -> Sequence[Proposal] | Sequence[DenseProposal]:
-        # All that was made in the warm-up goes densely, however late it can.
-        shared = self._made + self._step - self._unshared
-        if shared < self._pace.warmup_steps:
-            return [self._accumulator.propose_dense()]
-        return self._accumulator.propose()
-
-    def _exchange(self, proposals: Sequence[Proposal | DenseProposal]) -> None:
-        """Send what there is to send, a frame each, as far as there is room."""
-        waiting = [proposal for proposal in proposals if proposal.entries]
-        frames = self._send_all(waiting)
-        if waiting and not frames:
-            return
-        for proposal in proposals:
-            if not proposal.entries:
-                self._accumulator.take_(proposal)
-        self._unshared = 0
-        entries = sum(proposal.entries for proposal in waiting[: len(frames)])
-        density = entries / self._accumulator.size
-        self._observer.exchanged(density, frames)
-        measured = Measured(
-            self._accumulator.size,
-            density,
-            sum(frame.nbytes for frame in frames),
-            isinstance(proposals[0], DenseProposal),
-            self._clock.take(),
-            self._channel.drained(),
-        )
-        self._accumulator.sections.learn(measured)
-
-    def _send_all(self, waiting: Sequence[Proposal | DenseProposal]) -> list[Frame]:
-        """Return the frames that were accepted, of the first of these."""
-        frames: list[Frame] = []
-        for proposal in waiting:
-            if frames and self._pace.in_step:  # all, or it could not be repeated
-                self._wait_for_room()
-            with self._observer.encoding:
-                frame = self._send(proposal, last=proposal is waiting[-1])
-            if frame is None:
-                break
-            frames.append(frame)
-        return frames
-
-    def _send(self, proposal: Proposal | DenseProposal, *, last: bool) -> Frame | None:
-        stamp = self._channel.next_stamp(self._step)
-        frame = proposal.encode(stamp)
-        publish = self._channel.publish if last else self._channel.publish_part
-        if not publish(stamp, frame):
-            return None
-        # Only what is on its way leaves the residual.
-        self._accumulator.take_(proposal)
-        return frame
+        self._sender.share(self._step, self._made + self._step)
 
     def _take_in(self, up_to_step: int | None = None) -> None:
         self._apply(self._channel.receive(up_to_step))
@@ -196,13 +119,13 @@ class Sharer(Exchange):
         updates, folded_N = arrived
         with self._observer.applying:
             if folded_N is not None:
-                self._accumulator.apply_counts_(folded_N)
+                self._progress.apply_counts_(folded_N)
             for update in updates:
-                self._accumulator.apply_(update)
+                self._progress.apply_(update)
 
     @override
     def rest(self, epoch: int) -> None:
-        if self._due:
+        if self._sender.due:
             self._share()
         self._channel.complete(self._step, done=epoch)
 
@@ -230,7 +153,7 @@ class Sharer(Exchange):
         self._channel.agree(key, published, gathered.gone, self._load)
         self._take_in()
         self._step = max(note["step"] for note in notes.values())
-        self._channel.align(self._step, self._accumulator.regrid_())
+        self._channel.align(self._step, self._progress.regrid_())
         parts = [
             (Buffers(note["floating"], note["integer"]), note["examples"])
             for _, note in sorted(notes.items())
@@ -240,23 +163,19 @@ class Sharer(Exchange):
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of another replica; what only this one has stays."""
-        self._accumulator.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
 
     def _keep_agreed(self) -> None:
-        accumulator = self._accumulator
-        self._agreed = (
-            accumulator.shared_counts(),
-            accumulator.grid,
-            pack_buffers(self._module),
-        )
+        progress, buffers = self._progress, pack_buffers(self._module)
+        self._agreed = progress.shared_counts(), progress.grid, buffers
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:
-        return self._accumulator.showing_shared()
+        return self._progress.showing_shared()
 
     @override
     def digest(self) -> int:
-        return self._accumulator.digest()
+        return self._progress.digest()
 
     @override
     def statistics(self) -> Statistics:
@@ -280,8 +199,8 @@ class Sharer(Exchange):
         buffers = pack_buffers(self._module)
         return {
             "received": [[o, last, list(more)] for o, (last, more) in received.items()],
-            "counts_N": self._accumulator.shared_counts(),
-            "grid": self._accumulator.grid,
+            "counts_N": self._progress.shared_counts(),
+            "grid": self._progress.grid,
             "made": self._made,
             "step": self._step,
             "floating_F": buffers.floating_F,
@@ -292,21 +211,20 @@ class Sharer(Exchange):
     def state(self) -> State:
         shared, own = self._accumulator.state()
         common = {"accumulator": shared, "made": self._made, "step": self._step}
-        pending = {"unshared": self._unshared, "due": self._due}
-        return State(SHARER, common, {**own, **pending})
+        return State(SHARER, common, {**own, **self._sender.state()})
 
     @override
     def hand_over(self) -> None:
         self._take_in()
-        grid = self._accumulator.grid
+        grid = self._progress.grid
         stamp = self._channel.next_stamp(self._step)
-        frame = codec.encode_dense(stamp, grid, self._accumulator.hand_over_())
+        frame = codec.encode_dense(stamp, grid, self._progress.hand_over_())
         self._channel.publish_last(stamp, frame)
 
     @override
     def final(self) -> Parameters:
         shared_N, grid, buffers = self._agreed
-        residual_N = self._accumulator.residual_counts()
+        residual_N = self._progress.residual_counts()
         return Parameters(None, shared_N, residual_N, grid, buffers)
 
     @override

@@ -23,10 +23,13 @@ from daskdl.proposals import DenseProposal, Proposal
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import AdaptiveThreshold, LinkAlgorithm, ThresholdAlgorithm
 from daskdl.training.alone import Alone, may_be_alone
-from daskdl.training.base import ALONE, SHARER, Exchange, Seat, TrainingMaster
+from daskdl.training.base import TrainingMaster
+from daskdl.training.exchange import Exchange
 from daskdl.training.options import check_places, check_type, check_whole
 from daskdl.training.pace import Pace
+from daskdl.training.seat import Seat
 from daskdl.training.sharer import Sharer
+from daskdl.training.states import ALONE, SHARER
 from daskdl.vectors import FlatParameters
 
 # Where "auto" changes over: relaying for 8 takes 41% of a scheduler's core, for 4 it
@@ -158,14 +161,14 @@ class GradientSharing(TrainingMaster):
         )
         with torch.no_grad():
             small.weight.add_(1.0)
-        accumulator.absorb_()
+        accumulator.progress.absorb_()
         proposals: list[Proposal | DenseProposal] = [*accumulator.propose()]
         if self.warmup_steps or isinstance(rule, LinkAlgorithm):
             proposals.append(accumulator.propose_dense())
         for proposal in proposals:
             frame = proposal.encode(codec.Stamp(0, 0, 1, 1))
             accumulator.take_(proposal)
-            accumulator.apply_(codec.decode(frame.tobytes()))
+            accumulator.progress.apply_(codec.decode(frame.tobytes()))
 
     @override
     def attach(self, seat: Seat) -> Exchange:

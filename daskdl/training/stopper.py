@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from daskdl.packed import Packed
-from daskdl.training.base import Parameters
 from daskdl.training.judging import Judging, Record, Verdict
+from daskdl.training.parameters import Parameters
 
 
 class Stopper:

@@ -17,11 +17,13 @@ from daskdl.failures import FailureInjection
 from daskdl.objective import Objective
 from daskdl.packed import Packed
 from daskdl.timeouts import Timeouts
-from daskdl.training.base import Outcome, Parameters, TrainingMaster
+from daskdl.training.base import TrainingMaster
 from daskdl.training.judging import Judging
 from daskdl.training.learning_rate import Scheduling
 from daskdl.training.optimizer_state import OptimizerState
+from daskdl.training.outcome import Outcome
 from daskdl.training.oversight import Oversight
+from daskdl.training.parameters import Parameters
 from daskdl.training.reader import Reading
 from daskdl.training.stepping import Stepping
 

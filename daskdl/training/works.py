@@ -17,15 +17,16 @@ from daskdl.data.models import trainable
 from daskdl.errors import ChannelError
 from daskdl.packed import Packed
 from daskdl.training.background import awaited, begun
-from daskdl.training.base import Exchange, Seat
 from daskdl.training.checkpoint_writer import CheckpointWriter, Copyable
 from daskdl.training.checkpoints import Checkpoints
+from daskdl.training.exchange import Exchange
 from daskdl.training.learning_rate import LearningRate
 from daskdl.training.loss_watch import LossWatch
 from daskdl.training.optimizer_state import load_optimizer_
 from daskdl.training.random_state import generators, restore_generators
 from daskdl.training.resuming import Inheritance, inherit
 from daskdl.training.row_log import RowLog
+from daskdl.training.seat import Seat
 from daskdl.training.stepping import Stepper
 from daskdl.training.stopper import Stopper
 from daskdl.training.task import Recipe, Tally, TaskOptions

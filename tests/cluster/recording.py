@@ -14,7 +14,7 @@ import torch
 
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
-from daskdl.training.base import Exchange
+from daskdl.training.exchange import Exchange
 from tests.cluster.memory import peak_bytes
 
 GRID = 2.0**-24  # of the runs here
@@ -187,7 +187,7 @@ class Recording(Exchange):
 
     def _weight(self):
         accumulator = getattr(self._inner, "_accumulator", None)  # alone: none
-        return 1.0 if accumulator is None else accumulator.weight
+        return 1.0 if accumulator is None else accumulator.progress.weight
 
     def end_epoch(self, epoch, examples):
         self._inner.end_epoch(epoch, examples)

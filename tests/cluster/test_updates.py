@@ -44,12 +44,12 @@ class TestAgreement(promises.Agreement):
                 """Change shared on one replica behind everybody's back."""
                 import gc
 
-                from daskdl.accumulator import Accumulator
+                from daskdl.model_progress import ModelProgress
 
                 if step.replica == 1 and step.number == 2:
                     for thing in gc.get_objects():
-                        if type(thing) is Accumulator:
-                            thing._groups[0].shared_N[0] += 1
+                        if type(thing) is ModelProgress:
+                            thing.groups[0].shared_N[0] += 1
 
         with pytest.raises(daskdl.ChannelError, match="replicas differ at the end"):
             trainer(client, master=kept(), callbacks=[Liar()]).fit(X, Y, batch_size=16)

@@ -6,6 +6,7 @@ from torch import nn
 
 from daskdl.accumulator import Accumulator
 from daskdl.codec import Kind, SparseUpdate, Stamp
+from daskdl.model_progress import ModelProgress
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import FixedThreshold
 from daskdl.vectors import FlatParameters
@@ -35,6 +36,11 @@ def make(module, threshold=None, residual=None, **options):
         residual or KeepResidual(),
         **options,
     )
+
+
+def whole(module, strict=False):
+    """The vectors that an accumulator has, without it."""
+    return ModelProgress(FlatParameters(module), strict)
 
 
 def proposed(accumulator):

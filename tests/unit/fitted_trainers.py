@@ -13,8 +13,8 @@ from daskdl.saving.index import _digest
 from daskdl.steps import StepRow
 from daskdl.thresholds import Sent
 from daskdl.training.adoption import Moved, Standing, starting_model
-from daskdl.training.base import Outcome
 from daskdl.training.learning_rate import LearningRate
+from daskdl.training.outcome import Outcome
 
 
 def layers():

@@ -5,42 +5,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from accumulators import GRID, STAMP, Vector, make, proposed, sparse
+from accumulators import GRID, Vector, make, proposed, sparse
 
-from daskdl.accumulator import Accumulator
-from daskdl.codec import DenseUpdate
-from daskdl.errors import CodecError, OptionError
-from daskdl.quanta import MAX_COUNT, count_of
-from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
+from daskdl.errors import OptionError, RunError
+from daskdl.quanta import MAX_COUNT
+from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
     Sent,
     ThresholdAlgorithm,
 )
-from daskdl.vectors import FlatParameters
 
 
 class TestStart:
-    def test_the_start_is_rounded_to_the_grid(self):
-        module = Vector([0.1, -1.0, 2.0**-25, 3 * 2.0**-25])
-
-        accumulator = make(module)
-
-        counts = [round(0.1 * 2**24), -(2**24), 0, 2]
-        assert accumulator.grid == GRID
-        assert accumulator.shared_counts().tolist() == counts
-        assert module.first.tolist() == [count * GRID for count in counts]
-        assert accumulator.residual_norm() == 0.0
-
-    def test_eager_float32_has_no_second_local(self):
-        module = Vector([0.5, 0.25])
-        parameters = FlatParameters(module)
-
-        accumulator = Accumulator(parameters, FixedThreshold(), KeepResidual())
-
-        assert accumulator._groups[0].local_N is parameters.groups[0].flat
-
     def test_another_way_to_apply_is_refused(self):
         with pytest.raises(OptionError, match=r"apply must be .* got 'lazy'"):
             make(Vector([0.5]), apply="lazy")
@@ -69,13 +47,13 @@ class TestPropose:
         module = Vector([0.5, 0.25])
         accumulator = make(module)
         module.step(0.1, -0.1)
-        before, digest = module.first.clone(), accumulator.digest()
+        before, digest = module.first.clone(), accumulator.progress.digest()
 
         first, second = proposed(accumulator), proposed(accumulator)
 
         assert first.entries_K.tolist() == second.entries_K.tolist() == [1, -2]
         assert torch.equal(module.first, before)
-        assert accumulator.digest() == digest
+        assert accumulator.progress.digest() == digest
         assert (accumulator.sections.sent, accumulator.sections["*"].exchanges) == (
             {},
             0,
@@ -92,7 +70,7 @@ class TestPropose:
         accumulator.take_(proposal)
 
         assert proposal.entries_K.tolist() == [1, -4]
-        assert accumulator.shared_counts().tolist() == [2**20, 0, 0, -(2**20)]
+        assert accumulator.progress.shared_counts().tolist() == [2**20, 0, 0, -(2**20)]
 
     @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf], ids=str)
     def test_a_rule_must_return_a_positive_number(self, value):
@@ -203,80 +181,73 @@ class TestTake:
         ):
             accumulator.take_(proposal)
 
-        assert accumulator.shared_counts().tolist() == [0]
+        assert accumulator.progress.shared_counts().tolist() == [0]
         assert accumulator.sections["*"].exchanges == 0
 
     def test_a_proposal_of_another_grid_is_refused(self):
         accumulator = make(Vector([0.0]))
         proposal = proposed(accumulator)
-        accumulator.replace_shared_(np.zeros(1, np.int32), 2 * GRID)
+        accumulator.progress.replace_shared_(np.zeros(1, np.int32), 2 * GRID)
 
         with pytest.raises(OptionError, match="propose again"):
             accumulator.take_(proposal)
 
 
-class TestApply:
-    def test_local_and_shared_move_and_the_residual_stays(self):
-        module = Vector([0.0, 0.0, 0.0])
+class TestRegrid:
+    def test_a_group_without_parameters_does_no_harm(self):
+        module = Vector([], second=[0.0])
         accumulator = make(module)
-        module.step(0.03, 0.0, 0.0)
+        with torch.no_grad():
+            module.second += 0.5
 
-        accumulator.apply_(sparse(3, [1, -3]))
+        accumulator.take_(proposed(accumulator))
 
-        assert module.first.tolist() == pytest.approx([0.0925, 0.0, -0.0625])
-        assert accumulator.shared_counts().tolist() == [2**20, 0, -(2**20)]
-        assert accumulator.residual_norm() == pytest.approx(0.03, rel=1e-6)
+        assert accumulator.progress.regrid_() == GRID
+        assert accumulator.progress.shared_counts().tolist() == [2**20]
 
-    def test_entries_reach_their_groups(self):
-        module = Vector([0.0, 0.0], second=[0.0, 0.0])
-        accumulator = make(module)
+    def test_growth_far_beyond_the_start_waits_and_then_goes_on(self):
+        module = Vector([0.0])
+        accumulator = make(module, FixedThreshold(MAX_COUNT * GRID))
+        module.step(1000.0)
 
-        accumulator.apply_(sparse(4, [2, -3]))
+        while len((proposal := proposed(accumulator)).entries_K):
+            accumulator.take_(proposal)
+        stuck = accumulator.progress.shared_counts()[0]
+        accumulator.progress.regrid_()
+        proposal = proposed(accumulator)
 
-        assert module.first.tolist() == [0.0, 0.0625]
-        assert module.second.tolist() == [-0.0625, 0.0]
+        assert 2**30 < stuck <= 2**30 + MAX_COUNT
+        assert module.first.item() == 1000.0
+        assert proposal.entries_K.tolist() == [1]
+        accumulator.progress.apply_(sparse(1, [1], proposal.threshold))
+        accumulator.take_(proposal)
+        assert module.first.item() == 1000.0 + proposal.threshold
 
-    def test_a_dense_update_is_applied(self):
-        module = Vector([0.0, 0.0], second=[0.0])
-        accumulator = make(module)
-        counts = np.array([2**20, 0, -3], np.int32)
-        counts.flags.writeable = False
 
-        accumulator.apply_(DenseUpdate(STAMP, 3, GRID, counts))
+@pytest.mark.parametrize("apply", ["eager", "strict"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+class TestShowingShared:
+    def test_nothing_is_proposed_inside(self, dtype, apply):
+        accumulator = make(Vector([0.5, 0.25], dtype), apply=apply)
 
-        assert module.first.tolist() == [0.0625, 0.0]
-        assert module.second.tolist() == [-3 * GRID]
-        assert accumulator.shared_counts().tolist() == counts.tolist()
+        with (
+            accumulator.progress.showing_shared(),
+            pytest.raises(RunError, match="shows shared"),
+        ):
+            accumulator.propose()
 
-    @pytest.mark.parametrize(
-        ("update", "message"),
-        [
-            (sparse(4, [1]), "model has 3 parameters, got 4"),
-            (sparse(3, [1, -4]), r"entry 1 is -4; .* in \[1, 3\]"),
-            (sparse(3, [3, 1]), "entry 1 is 1; need ascending"),
-            (sparse(3, [1], 1.5 * GRID), r"1 to 4194304 whole steps .* got 8.9"),
-            (sparse(3, [1], GRID / 2), "whole steps"),
-            (sparse(3, [1], 0.0), "whole steps"),
-            (sparse(3, [1], (MAX_COUNT + 1) * GRID), "whole steps"),
-            (sparse(3, [1], math.nan), "whole steps"),
-            (sparse(3, [1], math.inf), "whole steps"),
-            (DenseUpdate(STAMP, 3, 2 * GRID, np.ones(3, np.int32)), "grid must be"),
-            (DenseUpdate(STAMP, 3, GRID, np.ones(2, np.int32)), "need 3 counts"),
-            (DenseUpdate(STAMP, 3, GRID, np.ones(3)), "int32, got float64"),
-        ],
-        ids=lambda value: value if isinstance(value, str) else "",
-    )
-    def test_foreign_updates_are_refused_before_anything_moves(self, update, message):
-        module = Vector([0.0, 0.0], second=[0.0])
-        accumulator = make(module)
-        digest = accumulator.digest()
+        accumulator.propose()
 
-        with pytest.raises(CodecError, match=message):
-            accumulator.apply_(update)
+    def test_a_proposal_made_before_cannot_be_taken_inside(self, dtype, apply):
+        accumulator = make(Vector([0.5, 0.25], dtype), apply=apply)
+        proposal = proposed(accumulator)
 
-        assert accumulator.digest() == digest
-        assert [*module.first.tolist(), *module.second.tolist()] == [0.0, 0.0, 0.0]
+        with (
+            accumulator.progress.showing_shared(),
+            pytest.raises(RunError, match="shows shared"),
+        ):
+            accumulator.take_(proposal)
 
-    @pytest.mark.parametrize("count", [1, 3, MAX_COUNT], ids=str)
-    def test_a_threshold_is_read_as_steps(self, count):
-        assert count_of(count * GRID, GRID) == count
+        assert accumulator.sections["*"].exchanges == 0

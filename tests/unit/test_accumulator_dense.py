@@ -33,12 +33,12 @@ class TestPropose:
         module = Vector([0.5, 0.25])
         accumulator = make(module)
         module.step(0.1, -0.1)
-        before, digest = module.first.clone(), accumulator.digest()
+        before, digest = module.first.clone(), accumulator.progress.digest()
 
         accumulator.propose_dense()
 
         assert torch.equal(module.first, before)
-        assert accumulator.digest() == digest
+        assert accumulator.progress.digest() == digest
         assert (accumulator.sections.sent, accumulator.sections["*"].exchanges) == (
             {},
             0,
@@ -54,7 +54,7 @@ class TestPropose:
         accumulator.take_(proposal)
 
         assert update.grid == GRID
-        assert update.counts_N.tolist() == accumulator.shared_counts().tolist()
+        assert update.counts_N.tolist() == accumulator.progress.shared_counts().tolist()
         assert update.counts_N.any()
 
     def test_there_is_nothing_to_send_where_nothing_moved(self):
@@ -75,7 +75,7 @@ class TestPropose:
 
         moved = taken(accumulator)
 
-        shared = accumulator.shared_counts().astype(np.int64)
+        shared = accumulator.progress.shared_counts().astype(np.int64)
         assert moved == shared.tolist()
         assert (moved[0], moved[3]) == (0, 0)
         np.testing.assert_allclose(shared[1:3], [2**30, -(2**30)], rtol=1 / 254)
@@ -83,13 +83,13 @@ class TestPropose:
     def test_shared_does_not_wrap(self):
         module = Vector([0.0, 0.0])
         accumulator = make(module)
-        accumulator.apply_counts_(np.array([2**31 - 1, 1 - 2**31], np.int32))
+        accumulator.progress.apply_counts_(np.array([2**31 - 1, 1 - 2**31], np.int32))
         module.step(1e9, -1e9)
 
         taken(accumulator)
 
         np.testing.assert_allclose(
-            accumulator.shared_counts(), [2**30, -(2**30)], rtol=1 / 254
+            accumulator.progress.shared_counts(), [2**30, -(2**30)], rtol=1 / 254
         )
 
 
@@ -98,14 +98,14 @@ class TestTake:
         module = Vector([0.5, 0.25])
         accumulator = make(module)
         module.step(3 * GRID, -2 * GRID)
-        before, shared = module.first.clone(), accumulator.shared_counts()
+        before, shared = module.first.clone(), accumulator.progress.shared_counts()
 
         moved = taken(accumulator)
 
         assert moved == [3, -2]
-        assert (accumulator.shared_counts() - shared).tolist() == moved
+        assert (accumulator.progress.shared_counts() - shared).tolist() == moved
         assert torch.equal(module.first, before)
-        assert accumulator.residual_norm() == 0.0
+        assert accumulator.progress.residual_norm() == 0.0
 
     @pytest.mark.parametrize(
         "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
@@ -117,7 +117,7 @@ class TestTake:
 
         taken(accumulator)
 
-        shown = (accumulator.shared_counts() * GRID).astype(np.float32)
+        shown = (accumulator.progress.shared_counts() * GRID).astype(np.float32)
         assert module.first.tolist() == torch.tensor(shown).to(dtype).tolist()
         assert module.first[0].item() == pytest.approx(0.625, abs=0.125 / 127)
 
@@ -127,7 +127,7 @@ class TestTake:
         module.step(127 * 10 * GRID, 14 * GRID)
 
         assert taken(accumulator) == [1270, 10]
-        assert accumulator.residual_counts().tolist() == [0, 4]
+        assert accumulator.progress.residual_counts().tolist() == [0, 4]
         assert taken(accumulator) == [0, 4]
 
     def test_nothing_is_clipped(self):
@@ -146,7 +146,7 @@ class TestTake:
     def test_a_proposal_of_another_grid_is_refused(self):
         accumulator = make(Vector([0.0]))
         proposal = accumulator.propose_dense()
-        accumulator.replace_shared_(np.zeros(1, np.int32), 2 * GRID)
+        accumulator.progress.replace_shared_(np.zeros(1, np.int32), 2 * GRID)
 
         with pytest.raises(OptionError, match="propose again"):
             accumulator.take_(proposal)
@@ -155,7 +155,7 @@ class TestTake:
         accumulator = make(Vector([0.5]), apply="strict")
         proposal = accumulator.propose_dense()
 
-        with accumulator.showing_shared():
+        with accumulator.progress.showing_shared():
             with pytest.raises(RunError, match="shows shared"):
                 accumulator.propose_dense()
             with pytest.raises(RunError, match="shows shared"):

@@ -9,10 +9,10 @@ from torch.optim.lr_scheduler import StepLR
 
 from daskdl.errors import ModelError
 from daskdl.training.adoption import Moved, adopt, starting_model
-from daskdl.training.base import Parameters
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import weigh
+from daskdl.training.parameters import Parameters
 
 
 def halved(optimizer):

@@ -20,8 +20,8 @@ from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
 from daskdl.channel.plan import Extent, RunPlan
 from daskdl.training.averager import MEETING
-from daskdl.training.base import Seat
 from daskdl.training.rounds import Said
+from daskdl.training.seat import Seat
 from tests.unit.records import TIMEOUTS
 
 EPOCHS = 3

@@ -48,7 +48,7 @@ class Replica:
         if case.layers:
             rule = {"b": FixedThreshold(0.03), "[ac]": rule}
         self.accumulator = Accumulator(parameters, rule, residual, case.apply)
-        self.start = self.accumulator.shared_counts().astype(np.float64)
+        self.start = self.accumulator.progress.shared_counts().astype(np.float64)
         self.made = np.zeros(parameters.size)
         self.scale = 1.0  # so many times an update of the module's counts
         self.strict = case.apply == "strict"
@@ -68,13 +68,13 @@ class Replica:
 
     def be_scaled(self, amount):
         """As when others come and go."""
-        factor = self.accumulator.scale_(1 / amount)
+        factor = self.accumulator.progress.scale_(1 / amount)
         assert factor == (1 / amount if self.strict else 1.0)
         self.scale = 1.0 if self.strict else 1 / amount
 
     def local(self):
         """Whichever vector it is kept in: no public method shows it."""
-        groups = self.accumulator._groups
+        groups = self.accumulator.progress.groups
         return torch.cat([group.local_N.double() for group in groups]).numpy().copy()
 
     def parameters(self):
@@ -91,19 +91,19 @@ class Replica:
     def take(self, proposal):
         frame = proposal.encode(codec.Stamp(1, 0, 0, 0))
         self.accumulator.take_(proposal)
-        return codec.decode(frame, run=1, size=self.accumulator.size)
+        return codec.decode(frame, run=1, size=self.accumulator.progress.size)
 
     def be_refused(self, amount):
         self.accumulator.propose()
         self.accumulator.propose_dense()
 
     def absorb(self, amount):
-        self.accumulator.absorb_()
+        self.accumulator.progress.absorb_()
 
     def hand_over(self, amount=0):
-        counts = self.accumulator.hand_over_()
+        counts = self.accumulator.progress.hand_over_()
         stamp = codec.Stamp(1, 0, 0, 0)
-        frame = codec.encode_dense(stamp, self.accumulator.grid, counts)
+        frame = codec.encode_dense(stamp, self.accumulator.progress.grid, counts)
         return [codec.decode(frame)]
 
     def receive(self, amount):
@@ -111,18 +111,18 @@ class Replica:
         self.random.shuffle(self.waiting)
         now, self.waiting = self.waiting[:amount], self.waiting[amount:]
         for update in now:
-            self.accumulator.apply_(update)
+            self.accumulator.progress.apply_(update)
 
     def receive_folded(self, amount):
-        total = np.zeros(self.accumulator.size, np.int32)
+        total = np.zeros(self.accumulator.progress.size, np.int32)
         for update in self.waiting:
             if isinstance(update, codec.DenseUpdate):
                 total += update.counts_N
             else:
-                count = round(update.threshold / self.accumulator.grid)
+                count = round(update.threshold / self.accumulator.progress.grid)
                 kernels.fold_(total, update.entries_K, count)
         self.waiting = []
-        self.accumulator.apply_counts_(total)
+        self.accumulator.progress.apply_counts_(total)
 
 
 class Case(NamedTuple):
@@ -140,11 +140,11 @@ EVENTS = [
 
 def run(case, replicas, events):
     group = [Replica(case, seed) for seed in range(replicas)]
-    sent = np.zeros(group[0].accumulator.size)
+    sent = np.zeros(group[0].accumulator.progress.size)
     for which, event, amount in events:
         replica = group[which % replicas]
         for update in getattr(replica, event)(amount) or ():
-            sent += counts_of(update, replica.accumulator.grid)
+            sent += counts_of(update, replica.accumulator.progress.grid)
             for other in group:
                 if other is not replica:
                     other.waiting.append(update)
@@ -163,11 +163,11 @@ def counts_of(update, grid):
 
 def check(group, sent, case):
     """Start + all updates = what was sent + all residuals."""
-    grid = group[0].accumulator.grid
+    grid = group[0].accumulator.progress.grid
     residuals = np.zeros_like(sent)
     for replica in group:
-        replica.accumulator.absorb_()
-        ahead = replica.local() - replica.accumulator.shared_counts() * grid
+        replica.accumulator.progress.absorb_()
+        ahead = replica.local() - replica.accumulator.progress.shared_counts() * grid
         residuals += replica.scale * ahead
     start = group[0].start
     lost = start * grid + sum(r.made for r in group) - (start + sent) * grid - residuals
@@ -209,10 +209,10 @@ class TestReplicas:
 
         for replica in group:
             replica.receive(len(replica.waiting))
-        digests = {replica.accumulator.digest() for replica in group}
+        digests = {replica.accumulator.progress.digest() for replica in group}
         assert len(digests) == 1
         np.testing.assert_array_equal(
-            group[0].accumulator.shared_counts(), group[0].start + sent
+            group[0].accumulator.progress.shared_counts(), group[0].start + sent
         )
 
     @pytest.mark.parametrize("layers", [False, True], ids=["one", "layers"])
@@ -228,7 +228,7 @@ class TestReplicas:
         for replica in group:
             replica.receive(len(replica.waiting))
         assert np.count_nonzero(sent) == sent.size
-        assert len({replica.accumulator.digest() for replica in group}) == 1
+        assert len({replica.accumulator.progress.digest() for replica in group}) == 1
         for replica in group[1:]:
             for one, other in zip(
                 group[0].parameters(), replica.parameters(), strict=True
@@ -237,17 +237,17 @@ class TestReplicas:
 
     def test_a_new_grid_loses_nothing_and_agrees(self, dtype, apply):
         group = [Replica(Case(dtype, apply, False), seed) for seed in range(3)]
-        growth = np.full(group[0].accumulator.size, 2**29 + 3, np.int32)
+        growth = np.full(group[0].accumulator.progress.size, 2**29 + 3, np.int32)
         for replica in group:
             replica.step()
-            replica.accumulator.apply_counts_(growth)
-            replica.accumulator.absorb_()
+            replica.accumulator.progress.apply_counts_(growth)
+            replica.accumulator.progress.absorb_()
         before = [replica.local() for replica in group]
 
-        grids = {replica.accumulator.regrid_() for replica in group}
+        grids = {replica.accumulator.progress.regrid_() for replica in group}
 
         assert len(grids) == 1
-        assert len({replica.accumulator.digest() for replica in group}) == 1
+        assert len({replica.accumulator.progress.digest() for replica in group}) == 1
         for replica, local in zip(group, before, strict=True):
             np.testing.assert_array_equal(replica.local(), local)
 

@@ -13,9 +13,9 @@ from daskdl.channel.traffic import Traffic
 from daskdl.history import History
 from daskdl.steps import StepRow, pack_rows
 from daskdl.stopping import Stopping
-from daskdl.training.base import Statistics
 from daskdl.training.follow import Before, Follower
 from daskdl.training.judging import Judging, Record
+from daskdl.training.statistics import Statistics
 
 NOTE = {
     "tally": [6.0, 4, 1.0],

@@ -8,7 +8,7 @@ from kernel_cases import GRID, INT32_MIN, KERNELS
 
 from daskdl import kernels
 from daskdl.errors import CodecError
-from daskdl.kernels import cpu, generic
+from daskdl.kernels import cpu, generic, loops
 
 
 @pytest.fixture(params=KERNELS)
@@ -108,7 +108,7 @@ class TestChoice:
         assert local.tolist() == [64 * GRID, 3 * GRID, 0.0, -1.0]
 
     def test_both_guard_int32_at_the_same_count(self):
-        assert cpu.GUARD == generic.GUARD == 2**30
+        assert loops.GUARD == generic.GUARD == 2**30
 
 
 @st.composite

@@ -163,7 +163,7 @@ class TestAccumulator:
 
         accumulator.take_(bias)
 
-        shared = accumulator.shared_counts() * GRID
+        shared = accumulator.progress.shared_counts() * GRID
         assert shared.nonzero()[0].tolist() == [5]
         assert shared[5] == 2.0**-6
         assert list(accumulator.sections.sent) == ["bias"]
@@ -261,7 +261,7 @@ class TestAccumulator:
 
         accumulator.take_(accumulator.propose_dense())
 
-        assert accumulator.residual_norm() == 0.0
+        assert accumulator.progress.residual_norm() == 0.0
         assert accumulator.sections.sent == {
             "bias": Sent(2.0**-6, DENSE_DENSITY),
             "*": Sent(2.0**-3, DENSE_DENSITY),
@@ -284,7 +284,7 @@ class TestAccumulator:
 
         accumulator = make(module, {"bias": SMALL, "one": LARGE, "last": LARGE})
 
-        assert accumulator.size == 12
+        assert accumulator.progress.size == 12
 
     def test_a_pattern_whose_parameters_are_empty_does_no_harm(self):
         module = Layers()
@@ -296,4 +296,4 @@ class TestAccumulator:
             accumulator.take_(proposal)
 
         assert accumulator.sections.sent["bias"].density == 0.0
-        assert np.count_nonzero(accumulator.shared_counts()) == 1
+        assert np.count_nonzero(accumulator.progress.shared_counts()) == 1

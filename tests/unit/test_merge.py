@@ -8,9 +8,10 @@ from torch import nn
 from daskdl.buffers import Buffers
 from daskdl.packed import Packed
 from daskdl.thresholds import Sent
-from daskdl.training.base import Outcome, Parameters
 from daskdl.training.merge import merge
 from daskdl.training.optimizer_state import OptimizerState, weigh
+from daskdl.training.outcome import Outcome
+from daskdl.training.parameters import Parameters
 from daskdl.training.task import Result
 
 GRID = 2.0**-24

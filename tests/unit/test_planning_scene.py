@@ -68,7 +68,7 @@ class TestScene:
         assert len(made) == 2
         assert sent.threshold > 10 * rule.initial  # others have followed the two
         assert moved < 3 * 1e-4  # what one step moves, gradients being below 1
-        assert abs(scene._accumulator.residual_counts()).max() > 0
+        assert abs(scene._progress.residual_counts()).max() > 0
 
     def test_with_an_interval_there_is_an_exchange_after_so_many_steps(self):
         scene = self.scene(exchange_every=3)
@@ -92,14 +92,14 @@ class TestScene:
 
         scene.step()
 
-        assert (scene._accumulator.weight, *scales) == expected
+        assert (scene._progress.weight, *scales) == expected
 
     def test_an_update_is_taken_in_before_the_next_step(self):
         scene = self.scene(lr=1.0, threshold=daskdl.FixedThreshold(2.0**-10))
         scene.step()
         taken = []
-        apply = scene._accumulator.apply_
-        scene._accumulator.apply_ = lambda update: taken.append(update) or apply(update)
+        apply = scene._progress.apply_
+        scene._progress.apply_ = lambda update: taken.append(update) or apply(update)
 
         times = scene.step()
 

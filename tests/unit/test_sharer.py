@@ -14,7 +14,8 @@ from daskdl.channel.pile import Arrived
 from daskdl.link import Aim, Drained, Link
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import FixedThreshold, LinkAlgorithm, Sent
-from daskdl.training.base import Outcome, Seat
+from daskdl.training.outcome import Outcome
+from daskdl.training.seat import Seat
 from daskdl.training.sharing import GradientSharing
 from daskdl.training.step_clock import StepClock
 
@@ -150,7 +151,7 @@ def test_the_scale_follows_those_that_train(apply, update_scale, expected):
     for others in ([1], [1, 2], []):
         case.channel.there = others
         case.step()
-        weight = case.exchange._accumulator.weight
+        weight = case.exchange._progress.weight
         scales.append((case.exchange.learning_rate_scale, 1 / weight))
 
     # Strict: the rate is scaled. Eager: what is sent of steps at the whole rate.
@@ -449,7 +450,7 @@ class Clock:
 
     def __init__(self, monkeypatch, sharer):
         self.now = 0.0
-        monkeypatch.setattr(sharer, "_clock", StepClock(now=lambda: self.now))
+        monkeypatch.setattr(sharer._sender, "_clock", StepClock(now=lambda: self.now))
 
 
 class Watch:
@@ -531,9 +532,11 @@ class TestStep:
 
         for name in ("wait_for_others", "wait_for_room", "publish", "publish_part"):
             setattr(case.channel, name, note(name, getattr(case.channel, name)))
-        accumulator = case.exchange._accumulator
-        for name in ("propose", "take_", "absorb_", "apply_"):
+        accumulator, progress = case.exchange._accumulator, case.exchange._progress
+        for name in ("propose", "take_"):
             setattr(accumulator, name, note(name, getattr(accumulator, name)))
+        for name in ("absorb_", "apply_"):
+            setattr(progress, name, note(name, getattr(progress, name)))
         update = case.step()[0].update
         case.channel.receive = lambda up_to_step=None: Arrived([update], None)
 

@@ -12,7 +12,7 @@ from daskdl.steps import (
     pack_rows,
     unpack_rows,
 )
-from daskdl.training.base import Exchanged
+from daskdl.training.statistics import Exchanged
 
 FULL = StepRow(
     epoch=3,

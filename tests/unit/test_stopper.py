@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from daskdl.callbacks.early_stopping import EarlyStopping
-from daskdl.training.base import Parameters
 from daskdl.training.judging import Judging
+from daskdl.training.parameters import Parameters
 from daskdl.training.stopper import Stopper
 
 RULE = EarlyStopping("loss", patience=2)

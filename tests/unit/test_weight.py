@@ -55,7 +55,7 @@ class TestKernels:
 def scaled(values, scale, **options):
     module = Vector([0.0] * len(values))
     accumulator = make(module, **options)
-    assert accumulator.scale_(scale) == 1.0
+    assert accumulator.progress.scale_(scale) == 1.0
     module.step(*values)
     return module, accumulator
 
@@ -65,10 +65,11 @@ class TestAccumulator:
         module = Vector([0.0])
         accumulator = make(module, apply="strict")
 
-        assert accumulator.scale_(0.25) == 0.25
+        assert accumulator.progress.scale_(0.25) == 0.25
         module.step(0.5)
-        accumulator.absorb_()
-        assert (accumulator.weight, accumulator.residual_norm()) == (1.0, 0.5)
+        accumulator.progress.absorb_()
+        assert accumulator.progress.weight == 1.0
+        assert accumulator.progress.residual_norm() == 0.5
 
     def test_what_is_sent_leaves_as_many_quanta(self):
         quantum = 2.0**-4
@@ -78,39 +79,40 @@ class TestAccumulator:
 
         # Ahead of shared by 5 and 4 quanta before, by 1 and 0 now.
         assert module.first.tolist() == [2 * quantum, -quantum, quantum]
-        shared = accumulator.shared_counts() * accumulator.grid
+        shared = accumulator.progress.shared_counts() * accumulator.progress.grid
         assert shared.tolist() == [quantum, -quantum, 0]
 
     def test_the_residual_is_the_share(self):
         _, accumulator = scaled([0.75, -1.0], 0.25)
 
-        assert accumulator.residual_norm() == pytest.approx(0.3125)
+        assert accumulator.progress.residual_norm() == pytest.approx(0.3125)
         np.testing.assert_array_equal(
-            accumulator.residual_counts() * accumulator.grid, [0.1875, -0.25]
+            accumulator.progress.residual_counts() * accumulator.progress.grid,
+            [0.1875, -0.25],
         )
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
     def test_another_scale_leaves_the_residual(self, dtype):
         module = Vector([0.0, 0.0], dtype)
         accumulator = make(module)
-        accumulator.scale_(0.5)
+        accumulator.progress.scale_(0.5)
         module.step(0.5, -0.25)
-        before = accumulator.residual_counts()
+        before = accumulator.progress.residual_counts()
 
-        accumulator.scale_(0.25)
+        accumulator.progress.scale_(0.25)
 
-        np.testing.assert_array_equal(accumulator.residual_counts(), before)
+        np.testing.assert_array_equal(accumulator.progress.residual_counts(), before)
         assert module.first.tolist() == [1.0, -0.5]
 
     def test_a_state_that_is_taken_over_leaves_it_too(self):
         module, accumulator = scaled([0.5, -0.25], 0.25)
-        before = accumulator.residual_counts()
+        before = accumulator.progress.residual_counts()
         state = np.array([16, 32], np.int32)
 
-        accumulator.replace_shared_(state, accumulator.grid)
+        accumulator.progress.replace_shared_(state, accumulator.progress.grid)
 
-        np.testing.assert_array_equal(accumulator.residual_counts(), before)
-        ahead = module.first.detach().numpy() - state * accumulator.grid
+        np.testing.assert_array_equal(accumulator.progress.residual_counts(), before)
+        ahead = module.first.detach().numpy() - state * accumulator.progress.grid
         np.testing.assert_allclose(ahead, [0.5, -0.25])
 
     def test_clipped_is_what_the_group_does_not_get(self):
@@ -122,7 +124,7 @@ class TestAccumulator:
 
         # A share of 1, of quanta of 1/16: two were sent, one stays.
         assert accumulator.clipped == pytest.approx(1 - 3 / 16)
-        assert accumulator.residual_norm() == pytest.approx(1 / 16)
+        assert accumulator.progress.residual_norm() == pytest.approx(1 / 16)
 
     @pytest.mark.parametrize("dense", [False, True])
     def test_with_all_residuals_shared_is_the_mean_of_the_replicas(self, dense):
@@ -136,15 +138,17 @@ class TestAccumulator:
             for proposal in proposals:
                 frames.append((i, proposal.encode(codec.Stamp(1, i, 1, 1))))
                 accumulator.take_(proposal)
-            stamp, counts = codec.Stamp(1, i, 2, 1), accumulator.hand_over_()
-            frames.append((i, codec.encode_dense(stamp, accumulator.grid, counts)))
+            stamp, counts = codec.Stamp(1, i, 2, 1), accumulator.progress.hand_over_()
+            frames.append(
+                (i, codec.encode_dense(stamp, accumulator.progress.grid, counts))
+            )
         for i, (_, accumulator) in enumerate(group):
             for origin, frame in frames:
                 if origin != i:
-                    accumulator.apply_(codec.decode(frame.tobytes()))
+                    accumulator.progress.apply_(codec.decode(frame.tobytes()))
 
         mean = torch.tensor(moves).mean(0)
         for module, accumulator in group:
             torch.testing.assert_close(module.first.data, mean, rtol=0, atol=1e-6)
-            shared = accumulator.shared_counts() * accumulator.grid
+            shared = accumulator.progress.shared_counts() * accumulator.progress.grid
             np.testing.assert_allclose(shared, mean, rtol=0, atol=1e-6)

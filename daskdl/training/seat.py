@@ -1,0 +1,40 @@
+"""Where one exchange is to work, and what it begins with.
+
+A value within a run; on which worker a replica is, :mod:`daskdl.training.seats` says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from daskdl.channel.base import Channel
+from daskdl.training.outcome import Outcome
+from daskdl.training.states import Resumed
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where an exchange is to work.
+
+    Attributes:
+        module: The replica's model, on its device; its parameters are the start.
+        channel: The replica's end of the run.
+        replica: Its number.
+        members: All replicas of the run, ascending.
+        last: What an earlier fit left, or None.
+        snapshot: Of another replica, which a newcomer begins with; else None.
+        optimizer: Of the module; the exchange may change its state.
+        resumed: What a checkpoint says of it, or None.
+    """
+
+    module: nn.Module
+    channel: Channel
+    replica: int
+    members: Sequence[int] = field(default_factory=list)
+    last: Outcome | None = None
+    snapshot: Mapping[str, Any] | None = None
+    optimizer: Optimizer | None = None
+    resumed: Resumed | None = None

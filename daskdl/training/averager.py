@@ -28,7 +28,6 @@ from daskdl.training.observer import Stopwatch
 from daskdl.training.reduction import Reduction
 from daskdl.training.replica_state import ReplicaState
 from daskdl.training.rounds import Round, Said, round_of
-from daskdl.training.shares import add
 from daskdl.training.tensors import trained_in
 
 MEETING = "average"  # key of the barrier, of one round after the other
@@ -70,6 +69,7 @@ class Averager(Exchange):
         self._steps = self._rounds = 0  # since the last `statistics`
         self._waiting = Stopwatch(time.perf_counter)
         self._sent_bytes = 0  # in this step
+        self._kind = "MEAN"  # of what was sent
         self.exchange_tried = False
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
@@ -135,9 +135,9 @@ class Averager(Exchange):
 
     def _meet(self, *, ended: bool = False) -> Round:
         """Come together once, and do what is to be done there."""
-        self._said = self._said._replace(
-            ended=ended, digest=self.digest() if ended else 0
-        )
+        digest = self.digest() if ended else 0
+        owes = bool(self._state.feedback.residual)
+        self._said = self._said._replace(ended=ended, digest=digest, owes=owes)
         if not self._said.examples:
             self._offer_state()
         kind = Barrier.AGREE if ended else Barrier.ROUND
@@ -150,6 +150,7 @@ class Averager(Exchange):
         # By now everybody has fetched what was offered for the meeting before.
         self._channel.withdraw(but=self._state_name)
         self._said = self._said._replace(seen=decided.number)
+        self._state.feedback.settle_(decided.latest)
         if decided.weights:
             self._average(decided)
         elif self._replica not in decided.current:
@@ -157,11 +158,12 @@ class Averager(Exchange):
         return decided
 
     def _average(self, decided: Round) -> None:
-        weight = decided.weights.get(self._replica)
-        own = {} if weight is None else self._state.share(weight)
+        number = decided.number
+        stamp = self._channel.next_stamp(self._made)._replace(sequence=number)
+        terms = self._state.terms(stamp, whole=decided.whole)
         reduction = Reduction(
             self._channel,
-            Routes(decided.number, decided.members, self._fan_out),
+            Routes(number, decided.members, self._fan_out),
             decided.root,
             self._replica,
         )
@@ -170,17 +172,20 @@ class Averager(Exchange):
             late = set(decided.members) - set(decided.current)
             return self._state.complete(total) if late else total
 
-        mean = reduction.result(own, add, finish)
-        if mean is None:
+        own = terms.own(decided.weights.get(self._replica))
+        result = reduction.result(own, terms.add, finish)
+        if result is None:
             return
-        self._sent_bytes += sum(array.nbytes for array in own.values())
-        self._state.take_mean_(mean)
-        self._rounds += 1
-        self._has(decided.number)
+        self._sent_bytes += terms.sent_bytes
+        self._kind = terms.kind
+        self._state.take_mean_(terms.mean(result), step=not decided.settles)
+        self._rounds += not decided.settles
+        self._has(number)
 
     def _has(self, mean: int) -> None:
         self._said = self._said._replace(mean=mean, examples=0)
         self._since = 0
+        self._state.feedback.settle_(mean)
 
     @property
     def _state_name(self) -> str:
@@ -219,7 +224,7 @@ class Averager(Exchange):
         return Exchanged(
             density=1.0,
             sent_bytes=self._sent_bytes,
-            kind="MEAN",
+            kind=self._kind,
             wait_s=self._waiting.seconds,
         )
 

@@ -225,6 +225,7 @@ class Averager(Exchange):
             density=1.0,
             sent_bytes=self._sent_bytes,
             kind=self._kind,
+            residual_norm=self.state.residual_norm(),
             wait_s=self._waiting.seconds,
         )
 

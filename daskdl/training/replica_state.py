@@ -1,9 +1,11 @@
 """What the replicas of an averaging run have in common at times, and take a mean of."""
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -13,7 +15,7 @@ from daskdl.channel.parcel import Arrays
 from daskdl.codec import Stamp
 from daskdl.training.feedback import Feedback
 from daskdl.training.outer import Outer
-from daskdl.training.shares import Shares, is_linear
+from daskdl.training.shares import PARAMETERS, Shares, is_linear
 from daskdl.training.terms import Differences, Terms, Whole
 from daskdl.vectors import FlatParameters
 
@@ -82,6 +84,14 @@ class ReplicaState:
         if self._outer is None:
             return arrays
         return {**arrays, OUTER: self._outer.state()}
+
+    def residual_norm(self) -> float:
+        """Length of what rounding has left of the parameters; NaN where none is."""
+        if not self._compressed:
+            return math.nan
+        left = self.feedback.residual.items()
+        parts = [a.reshape(-1) for name, a in left if PARAMETERS in name]
+        return math.sqrt(sum(float(np.dot(part, part)) for part in parts))
 
     def local(self) -> Arrays:
         """What compression has beside `whole`; nothing without it. Not to be changed.

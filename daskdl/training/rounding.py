@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from daskdl import codec
 from daskdl.channel.parcel import Arrays
-from daskdl.codec import Stamp, quantize
+from daskdl.codec import Stamp, counts_of, quantize
 
 FRAME = "dense8 "  # before dtype, shape and name of an array that is a frame
 # Counts stay within int32, and a block whose largest number is 2**-23 of that of the
@@ -51,16 +51,32 @@ def rounded(arrays: Arrays, stamp: Stamp) -> Rounded:
     sent: dict[str, NDArray[Any]] = {}
     left: dict[str, NDArray[Any]] = {}
     for name, array in arrays.items():
-        frame = _frame(array, stamp)
-        if frame is None:
+        written = _written(array, stamp)
+        if written is None:
             sent[name] = array
             continue
-        full = f"{FRAME}{array.dtype.str} {','.join(map(str, array.shape))} {name}"
-        sent[full] = frame
-        rest = array - _values(full, frame)
+        frame, values_N = written
+        shape = ",".join(map(str, array.shape))
+        sent[f"{FRAME}{array.dtype.str} {shape} {name}"] = frame
+        rest = array - values_N.reshape(array.shape)
         if rest.any():
             left[name] = rest
     return Rounded(sent, left)
+
+
+def _written(
+    array: NDArray[Any], stamp: Stamp
+) -> tuple[NDArray[np.uint8], NDArray[Any]] | None:
+    """A frame and what is read of it; None: it would be of no use."""
+    grid = _grid(array)
+    if grid is None:
+        return None
+    steps_N = array.reshape(-1) / grid
+    quantized = quantize(np.rint(steps_N, out=steps_N).astype(np.int32))
+    frame = codec.encode_dense8(stamp, grid, quantized)
+    if frame.nbytes >= array.nbytes:
+        return None
+    return frame, _values(counts_of(quantized), grid, array.dtype)
 
 
 def read(arrays: Arrays) -> dict[str, NDArray[Any]]:
@@ -69,27 +85,31 @@ def read(arrays: Arrays) -> dict[str, NDArray[Any]]:
     Raises:
         CodecError: If a frame is damaged.
     """
-    whole = {name: a for name, a in arrays.items() if not name.startswith(FRAME)}
-    frames = {name: a for name, a in arrays.items() if name.startswith(FRAME)}
-    return whole | {n.split(" ", 3)[3]: _values(n, a) for n, a in frames.items()}
+    return dict(_read(name, array) for name, array in arrays.items())
 
 
-def _frame(array: NDArray[Any], stamp: Stamp) -> NDArray[np.uint8] | None:
+def _read(full: str, array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
+    if not full.startswith(FRAME):
+        return full, array
+    _, kind, shape, name = full.split(" ", 3)
+    update = codec.decode(array.data)
+    assert isinstance(update, codec.DenseUpdate)
+    values_N = _values(update.counts_N, update.grid, np.dtype(kind))
+    return name, values_N.reshape([int(length) for length in shape.split(",")])
+
+
+def _grid(array: NDArray[Any]) -> float | None:
+    """The step that suits an array; None: there is none."""
     largest = float(np.abs(array).max(initial=0.0))
     exponent = max(LEAST, math.frexp(largest)[1] - COUNT_BITS)
     if not array.size or not math.isfinite(largest) or exponent > MOST:
         return None
-    grid = math.ldexp(1.0, exponent)
-    counts_N = np.rint(array.reshape(-1) / grid).astype(np.int32)
-    frame = codec.encode_dense8(stamp, grid, quantize(counts_N))
-    return frame if frame.nbytes < array.nbytes else None
+    return math.ldexp(1.0, exponent)
 
 
-def _values(full: str, frame: NDArray[np.uint8]) -> NDArray[Any]:
-    _, kind, shape, _ = full.split(" ", 3)
-    update = codec.decode(frame.data)
-    assert isinstance(update, codec.DenseUpdate)
-    dtype = np.dtype(kind)
-    values_N: NDArray[Any] = update.counts_N.astype(dtype)
-    values_N *= update.grid
-    return values_N.reshape([int(length) for length in shape.split(",")])
+def _values(
+    counts_N: NDArray[np.int32], grid: float, dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    values_N: NDArray[Any] = counts_N.astype(dtype)
+    values_N *= grid
+    return values_N

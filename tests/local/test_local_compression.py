@@ -153,6 +153,7 @@ def test_the_history_counts_about_a_quarter_of_the_bytes(optimizer, options):
     for name in ("sent_bytes", "received_bytes"):
         assert own[0][name] < (0.27 + 1 / 30) * other[0][name]
     assert set(own.steps.column("kind")) == {"DENSE8"}
+    assert 0 < min(own.steps.column("residual_norm")) < 0.1
     assert sum(own.steps.column("sent_bytes")) < 0.27 * sum(
         other.steps.column("sent_bytes")
     )

@@ -1,8 +1,6 @@
 """One replica that averages its model with the others' now and then."""
 
 import contextlib
-import math
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +11,7 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Barrier
 from daskdl.channel.parcel import Arrays
 from daskdl.channel.routes import Routes
+from daskdl.training.averagings import Averagings
 from daskdl.training.base import (
     AVERAGER,
     PARAMETERS,
@@ -24,7 +23,6 @@ from daskdl.training.base import (
     State,
     Statistics,
 )
-from daskdl.training.observer import Stopwatch
 from daskdl.training.reduction import Reduction
 from daskdl.training.replica_state import ReplicaState
 from daskdl.training.rounds import Round, Said, round_of
@@ -45,8 +43,7 @@ class Averager(Exchange):
         made: Steps made before.
     """
 
-    learning_rate_scale = 1.0
-    scale = 1.0
+    learning_rate_scale = scale = 1.0
 
     def __init__(
         self,
@@ -66,10 +63,7 @@ class Averager(Exchange):
         self._since = 0  # steps since the last mean
         self._behind = False  # others may have a later mean
         self._made = made
-        self._steps = self._rounds = 0  # since the last `statistics`
-        self._waiting = Stopwatch(time.perf_counter)
-        self._sent_bytes = 0  # in this step
-        self._kind = "MEAN"  # of what was sent
+        self._done = Averagings()
         self.exchange_tried = False
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
@@ -96,16 +90,16 @@ class Averager(Exchange):
 
     @override
     def before_step(self, epoch: int) -> None:
-        self._waiting.seconds = 0.0
-        self._sent_bytes = 0
+        self._done.begin_step()
         while self._behind:
             latest = self._meet().latest
             self._behind = self._said.mean < latest
+        self._state.depart_()
 
     @override
     def after_step(self, epoch: int, examples: int) -> None:
         self._made += 1
-        self._steps += 1
+        self._done.stepped()
         self._since += 1
         self._said = self._said._replace(examples=self._said.examples + examples)
         self.exchange_tried = self._since == self._frequency
@@ -141,7 +135,7 @@ class Averager(Exchange):
         if not self._said.examples:
             self._offer_state()
         kind = Barrier.AGREE if ended else Barrier.ROUND
-        with self._waiting:
+        with self._done.waiting:
             gathered = self._channel.gather(MEETING, _note(self._said), kind)
         if self._replica in gathered.gone:
             raise Stopped("the others have gone on without this replica")
@@ -158,15 +152,11 @@ class Averager(Exchange):
         return decided
 
     def _average(self, decided: Round) -> None:
-        number = decided.number
-        stamp = self._channel.next_stamp(self._made)._replace(sequence=number)
+        stamp = self._channel.next_stamp(self._made)
+        stamp = stamp._replace(sequence=decided.number)
         terms = self._state.terms(stamp, whole=decided.whole)
-        reduction = Reduction(
-            self._channel,
-            Routes(number, decided.members, self._fan_out),
-            decided.root,
-            self._replica,
-        )
+        routes = Routes(decided.number, decided.members, self._fan_out)
+        reduction = Reduction(self._channel, routes, decided.root, self._replica)
 
         def finish(total: Arrays) -> Arrays:
             late = set(decided.members) - set(decided.current)
@@ -174,13 +164,11 @@ class Averager(Exchange):
 
         own = terms.own(decided.weights.get(self._replica))
         result = reduction.result(own, terms.add, finish)
-        if result is None:
-            return
-        self._sent_bytes += terms.sent_bytes
-        self._kind = terms.kind
-        self._state.take_mean_(terms.mean(result), step=not decided.settles)
-        self._rounds += not decided.settles
-        self._has(number)
+        if result is not None:
+            means = 0 if decided.settles else 1
+            self._done.averaged(means, terms.kind, terms.sent_bytes)
+            self._state.take_mean_(terms.mean(result), step=not decided.settles)
+            self._has(decided.number)
 
     def _has(self, mean: int) -> None:
         self._said = self._said._replace(mean=mean, examples=0)
@@ -213,21 +201,13 @@ class Averager(Exchange):
 
     @override
     def statistics(self) -> Statistics:
-        rounds, steps = self._rounds, self._steps
-        self._rounds = self._steps = 0
-        return Statistics(rounds, float(rounds), math.nan, 0.0, 0, steps)
+        return self._done.statistics()
 
     @override
     def exchanged(self) -> Exchanged:
         if not self.exchange_tried:
-            return Exchanged(wait_s=self._waiting.seconds)
-        return Exchanged(
-            density=1.0,
-            sent_bytes=self._sent_bytes,
-            kind=self._kind,
-            residual_norm=self.state.residual_norm(),
-            wait_s=self._waiting.seconds,
-        )
+            return Exchanged(wait_s=self._done.waiting.seconds)
+        return self._done.exchanged(self._state.residual_norm())
 
     @override
     def opened(self) -> Exchange:

@@ -55,12 +55,14 @@ class ReplicaState:
         self.averages_optimizer = optimizer is not None
         self._outer = None if outer is None else Outer(outer, module)
         self._compressed = compressed
-        self._common: Arrays = {}
-        self._remember()
+        self._common: Arrays | None = None
 
-    def _remember(self) -> None:
-        """What is here is what all have."""
-        if self._compressed:
+    def depart_(self) -> None:
+        """Before a step: what is here after a mean, or at the start, is what all have.
+
+        With compression a copy of it is kept; a second call changes nothing.
+        """
+        if self._compressed and self._common is None:
             arrays = self._shares.take(1.0)
             self._common = {name: a for name, a in arrays.items() if is_linear(name)}
 
@@ -73,7 +75,9 @@ class ReplicaState:
         """
         if whole or not self._compressed:
             return Whole(self._shares, self.feedback, stamp.sequence)
-        return Differences(self._shares, self._common, self.feedback, stamp)
+        self.depart_()  # it may have made no step since
+        common = self._common or {}
+        return Differences(self._shares, common, self.feedback, stamp)
 
     def whole(self) -> Arrays:
         """All that another replica needs to have the same; new arrays."""
@@ -94,21 +98,21 @@ class ReplicaState:
         return math.sqrt(sum(float(np.dot(part, part)) for part in parts))
 
     def local(self) -> Arrays:
-        """What compression has beside `whole`; nothing without it. Not to be changed.
+        """What compression has beside `whole`, not to be changed; else nothing.
 
-        What all had after the last mean, and what rounding has left here: nothing at
-        the end of an epoch.
+        What all had after the last mean, if there were steps since, and what rounding
+        has left here. At the end of an epoch there is neither.
         """
-        common = {f"{COMMON}{name}": a for name, a in self._common.items()}
+        common = {f"{COMMON}{name}": a for name, a in (self._common or {}).items()}
         left = {f"{RESIDUAL}{name}": a for name, a in self.feedback.residual.items()}
         return {**common, **left}
 
-    def restore_(self, local: Arrays) -> None:
+    def restore_local_(self, local: Arrays) -> None:
         """Go on with what `local` returned, after `load_`.
 
         Residuals of replicas that are no more may be added to that of any other.
         """
-        self._common = _named(local, COMMON)
+        self._common = _named(local, COMMON) or None
         self.feedback.restore_(_named(local, RESIDUAL))
 
     def load_(self, whole: Arrays) -> None:
@@ -116,7 +120,7 @@ class ReplicaState:
         self._shares.load_(whole)
         if self._outer is not None:
             self._outer.load_(whole[OUTER])
-        self._remember()
+        self._common = None
 
     def take_mean_(self, mean: Arrays, *, step: bool = True) -> None:
         """Go on from a mean, or from the outer step towards it.
@@ -134,7 +138,7 @@ class ReplicaState:
                 self._outer.step_()
             else:
                 self._outer.follow_()
-        self._remember()
+        self._common = None
 
     def outer(self) -> dict[str, Any] | None:
         """What the outer optimizer goes on from; None without one."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import ParameterAveraging
+from daskdl import Checkpoint, ParameterAveraging
 from tests.cluster.problems import (
     adam,
     mlp,
@@ -157,6 +157,21 @@ def test_the_history_counts_about_a_quarter_of_the_bytes(optimizer, options):
     assert sum(own.steps.column("sent_bytes")) < 0.27 * sum(
         other.steps.column("sent_bytes")
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"outer": nesterov}], ids=["mean", "outer"])
+def test_a_fit_that_is_resumed_goes_on_bit_for_bit(tmp_path, options):
+    master = averaging(3, frequency=2, **options)
+    whole, first, second = (
+        trainer(False, master=master, model=with_buffers) for _ in range(3)
+    )
+    first.callbacks = [Checkpoint(str(tmp_path))]
+
+    whole.fit(X, Y, epochs=3, batch_size=16)
+    first.fit(X, Y, epochs=1, batch_size=16)
+    second.fit(X, Y, epochs=3, batch_size=16, resume=str(tmp_path))
+
+    assert differ(whole, second) == 0
 
 
 def test_a_trainer_that_is_saved_keeps_the_option(tmp_path):

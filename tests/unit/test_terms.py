@@ -50,6 +50,7 @@ class Team:
         for r in replicas:
             torch.manual_seed(100 * self.rounds + r)
             module = self.modules[r]
+            self.states[r].depart_()
             x = torch.randn(8, 20, dtype=next(module.parameters()).dtype)
             module(x).pow(3).sum().mul(1e-3).backward()
             self.optimizers[r].step()
@@ -58,6 +59,8 @@ class Team:
     def average(self, weights, *, whole=False, reached=True, step=True, fan_out=2):
         """Make a mean; not `reached`: nobody learns that there is one."""
         self.rounds += 1
+        for state in self.states:
+            state.depart_()
         before = [self.linear(r) for r in ALL]
         common = {
             name.removeprefix("common "): array
@@ -240,7 +243,7 @@ def test_one_goes_on_from_what_was_kept_of_another_as_that_one_does():
     other.rounds = team.rounds
     for own, theirs in zip(other.states, team.states, strict=True):
         own.load_(theirs.whole())
-        own.restore_(theirs.local())
+        own.restore_local_(theirs.local())
 
     for one in (team, other):
         one.average(SOME)

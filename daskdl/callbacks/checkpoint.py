@@ -1,7 +1,6 @@
 """When the state of a fit is written down, and which of what was written is kept."""
 
 import math
-import math
 import os
 import re
 from dataclasses import KW_ONLY, dataclass

@@ -101,7 +101,8 @@ class Averager(Exchange):
         self._made += 1
         self._done.stepped()
         self._since += 1
-        self._said = self._said._replace(examples=self._said.examples + examples)
+        examples += self._said.examples
+        self._said = self._said._replace(examples=examples, rests=False)
         self.exchange_tried = self._since == self._frequency
         if self.exchange_tried:
             self._average_all()
@@ -114,6 +115,7 @@ class Averager(Exchange):
 
     @override
     def rest(self, epoch: int) -> None:
+        self._said = self._said._replace(rests=True)
         self._average_all()
         self._offer_state()
         self._channel.stand_by(_note(self._said._replace(parked=True)))
@@ -152,8 +154,7 @@ class Averager(Exchange):
         return decided
 
     def _average(self, decided: Round) -> None:
-        stamp = self._channel.next_stamp(self._made)
-        stamp = stamp._replace(sequence=decided.number)
+        stamp = self._channel.next_stamp(self._made)._replace(sequence=decided.number)
         terms = self._state.terms(stamp, whole=decided.whole)
         routes = Routes(decided.number, decided.members, self._fan_out)
         reduction = Reduction(self._channel, routes, decided.root, self._replica)
@@ -165,9 +166,9 @@ class Averager(Exchange):
         own = terms.own(decided.weights.get(self._replica))
         result = reduction.result(own, terms.add, finish)
         if result is not None:
-            means = 0 if decided.settles else 1
-            self._done.averaged(means, terms.kind, terms.sent_bytes)
-            self._state.take_mean_(terms.mean(result), step=not decided.settles)
+            anew = not decided.settles
+            self._done.averaged(terms.kind, terms.sent_bytes, anew=anew)
+            self._state.take_mean_(terms.mean(result), step=anew)
             self._has(decided.number)
 
     def _has(self, mean: int) -> None:

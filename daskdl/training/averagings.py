@@ -21,9 +21,9 @@ class Averagings:
         >>> done = Averagings()
         >>> done.begin_step()
         >>> done.stepped()
-        >>> done.averaged(3, "MEAN", sent_bytes=800)
+        >>> done.averaged("MEAN", 800, anew=True)
         >>> done.statistics().exchanges, done.exchanged(math.nan).sent_bytes
-        (3, 800)
+        (1, 800)
     """
 
     waiting: Stopwatch
@@ -42,15 +42,15 @@ class Averagings:
         """A step of the optimizer was made."""
         self._steps += 1
 
-    def averaged(self, means: int, kind: str, sent_bytes: int) -> None:
+    def averaged(self, kind: str, sent_bytes: int, *, anew: bool) -> None:
         """A mean has come.
 
         Args:
-            means: 0 if it only completes the one before.
             kind: Of what has travelled.
             sent_bytes: From here.
+            anew: Whether it is one of its own; else it completes the one before.
         """
-        self._means += means
+        self._means += anew
         self._kind = kind
         self._sent_bytes += sent_bytes
 

@@ -17,6 +17,7 @@ class Said(NamedTuple):
     ended: bool = False  # it has nothing left to do in this epoch
     parked: bool = False  # it is not there, but waits for a lease
     digest: int = 0  # of its parameters, if `ended`
+    rests: bool = False  # there is nothing for it to train on at present
     owes: bool = False  # rounding has left something that is in no mean yet
 
 
@@ -32,8 +33,8 @@ class Round:
         members: That get the new mean, ascending, if there is one.
         current: That have the latest mean, ascending.
         donors: Of those, who let others fetch it, ascending.
-        whole: The mean is to be exact, and of all there is: at the end of an epoch, or
-            because somebody has nothing in common with the others.
+        whole: The mean is to be exact, and of all there is: because it will be the
+            last of an epoch, or somebody has nothing in common with the others.
         settles: Nobody has trained since the latest mean, and all have ended: it is
             only completed by what rounding has left.
         over: All have ended, and have the same.
@@ -92,7 +93,7 @@ def round_of(notes: Mapping[int, Any], gone: Collection[int]) -> Round:
         members=members,
         current=tuple(current),
         donors=tuple(r for r in current if not here[r].examples),
-        whole=ended
+        whole=all(here[r].ended or here[r].rests for r in members)
         or latest < 0
         or len(members) < 2
         or not set(members) <= set(current),

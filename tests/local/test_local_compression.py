@@ -80,23 +80,33 @@ def test_one_replica_with_an_outer_optimizer_rounds_nothing():
 
 @pytest.mark.parametrize("model", [mlp, with_buffers])
 @pytest.mark.parametrize("optimizer", [sgd, adam])
-def test_at_the_end_of_an_epoch_the_mean_is_exact(model, optimizer):
-    own = fitted(
-        averaging(3, frequency=1000), model=model, optimizer=optimizer, epochs=1
-    )
+@pytest.mark.parametrize("frequency", [20, 1000], ids=["completed", "whole"])
+def test_at_the_end_of_an_epoch_the_mean_is_exact(model, optimizer, frequency):
+    options = {"frequency": frequency, "epochs": 1}
 
-    expected = averaged_loop(
-        (start_of(model), optimizer),
-        X,
-        Y,
-        replicas=3,
-        batch_size=16,
-        epochs=1,
-        frequency=1000,
+    own = trainer(
+        False,
+        master=averaging(3, frequency=frequency),
+        model=model,
+        optimizer=optimizer,
     )
+    own.fit(X, Y, epochs=1, batch_size=16, shuffle=False)
+
+    made = (start_of(model), optimizer)
+    expected = averaged_loop(made, X, Y, replicas=3, batch_size=16, **options)
     got = parameters_of(own.model_)
     for name, value in parameters_of(expected).items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mean_of_all_of_an_epoch_takes_no_more_bytes_than_without():
+    own, other = (
+        fitted(averaging(3, compression, frequency=1000), epochs=1)
+        for compression in ("dense8", None)
+    )
+
+    assert differ(own, other) == 0
+    assert own.history_[0]["sent_bytes"] == other.history_[0]["sent_bytes"]
 
 
 OPTIONS = {

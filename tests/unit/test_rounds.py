@@ -123,8 +123,14 @@ def test_else_it_is_not(notes):
         ([said(), said(mean=-1, examples=0)], True),
         ([said(mean=-1, seen=0), said(mean=-1, seen=0)], True),
         ([ended(), ended(owes=True)], True),
+        ([said(rests=True), said(rests=True)], True),
+        ([said(rests=True), said()], False),
+        ([said(rests=True), said(), said(examples=0, parked=True, rests=True)], False),
     ],
-    ids=["all", "idle", "parked", "alone", "late", "new", "no mean", "ended"],
+    ids=[
+        *("all", "idle", "parked", "alone", "late", "new", "no mean", "ended"),
+        *("all rest", "one rests", "one parked"),
+    ],
 )
 def test_differences_are_averaged_among_those_that_have_the_latest_mean(notes, whole):
     assert round_of(dict(enumerate(notes)), gone=[]).whole is whole

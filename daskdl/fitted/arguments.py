@@ -26,6 +26,7 @@ from daskdl.layers import LayerThresholds
 from daskdl.link_threshold import LinkThreshold
 from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
 from daskdl.saving.plain import Plain
+from daskdl.saving.trust import NOTHING, Trust
 from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
@@ -86,10 +87,11 @@ MADE: Mapping[str, type] = {
 }
 
 
-def plain_with(tensors: dict[str, Tensor]) -> Plain:
+def plain_with(tensors: dict[str, Tensor], trust: Trust = NOTHING) -> Plain:
     """Writes and reads the values of arguments.
 
     Args:
         tensors: Beside the JSON; writing adds to them.
+        trust: What may be imported, and called with arguments, when reading.
     """
-    return Plain(KNOWN, BASES, tensors)
+    return Plain(KNOWN, BASES, tensors, trust)

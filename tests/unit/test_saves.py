@@ -46,6 +46,14 @@ def make_net():
     return Net(5)
 
 
+def said_net() -> nn.Module:
+    return Net(5)
+
+
+def said_loss(output, labels) -> torch.Tensor:
+    return (output - labels).abs().mean()
+
+
 def own_loss(output, labels):
     return (output - labels).abs().mean()
 
@@ -82,9 +90,9 @@ class Counting(Callback):
     """Keeps what it has seen, so it is no plain value."""
 
 
-def back(one, url, optimizer=True, **passed):
+def back(one, url, optimizer=True, trusted=(__name__,), **passed):
     save(one, str(url), optimizer)
-    return load(str(url), passed)
+    return load(str(url), passed, trusted)
 
 
 def states(optimizer):
@@ -246,7 +254,7 @@ class TestWhatComesBack:
         assert len(list(tmp_path.iterdir())) == 4
 
     def test_random_numbers_go_on_as_if_nothing_had_been_loaded(self, tmp_path):
-        one = fitted(make_net)
+        one = fitted(said_net)
         save(one, tmp_path, True)
         state = torch.get_rng_state()
 
@@ -388,6 +396,65 @@ class TestWhatHasToBePassed:
 
         with pytest.raises((OptionError, SaveError), match=message):
             load(tmp_path, passed)
+
+
+class TestTrust:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("model", Net),
+            ("model", said_net),
+            ("loss", said_loss),
+            ("loss", nn.functional.mse_loss),
+            ("loss", functools.partial(nn.functional.mse_loss, reduction="sum")),
+            ("optimizer", functools.partial(torch.optim.SGD, lr=0.5)),
+            ("scheduler", functools.partial(lr_scheduler.StepLR, step_size=2)),
+            ("callbacks", [Own(5)]),
+        ],
+    )
+    def test_what_says_that_it_makes_such_a_thing_needs_none(
+        self, tmp_path, name, value
+    ):
+        loaded = back(fitted(**{name: value}), tmp_path, trusted=())
+
+        read = loaded.arguments[name]
+        same = read.func is value.func if hasattr(value, "func") else read == value
+        assert same
+
+    @pytest.mark.parametrize(
+        ("name", "value", "why"),
+        [
+            ("model", make_net, "has no return annotation of a Module"),
+            ("model", functools.partial(Net, 6), "would be called with arguments"),
+            ("loss", own_loss, "has no return annotation of a Tensor"),
+            ("step", own_step, "has no return annotation of a Tensor"),
+            ("optimizer", own_optimizer, "has no return annotation of a Optimizer"),
+            ("scheduler", own_scheduler, "has no return annotation of a LRScheduler"),
+            ("transform", doubled, "has no return annotation of a tuple"),
+            ("transform", Both(doubled, doubled), "has no return annotation of a"),
+        ],
+    )
+    def test_what_a_save_could_call_for_ill_is_asked_for(
+        self, tmp_path, name, value, why
+    ):
+        one = fitted(**{name: value})
+        save(one, tmp_path, True)
+
+        with pytest.raises(
+            OptionError, match=rf"pass {name} to Trainer.load .*{why}.*trusted=\['"
+        ):
+            load(tmp_path, {})
+        check_goes_on(load(tmp_path, {name: value}), one)
+        check_goes_on(load(tmp_path, {}, [__name__]), one)
+
+    @pytest.mark.parametrize(
+        "trusted", ["my_nets", b"x", None, 3, [None], [nn], ["a b"], [""], ["a."]]
+    )
+    def test_what_is_no_list_of_modules_is_refused(self, tmp_path, trusted):
+        save(fitted(), tmp_path, True)
+
+        with pytest.raises(OptionError, match="trusted must be a list of names of"):
+            load(tmp_path, {}, trusted)
 
 
 class Changing(nn.Module):

@@ -207,15 +207,17 @@ def _container(
 
 
 def _leaf(name: str, encoded: Json, path: str) -> nn.Module:
-    kind = getattr(nn, name, None)
+    kind: Any = getattr(nn, name, None)
     if not _is_leaf(kind):
         raise SaveError(f"the layer at {path!r} is a {name!r:.80}, not of torch.nn")
     arguments = Plain().decode(encoded)
-    layers = arguments.get("num_layers", 1) if isinstance(arguments, dict) else None
+    # No others: one is a device, on which there would be memory.
+    known = isinstance(arguments, dict) and arguments.keys() <= set(_names(kind))
+    layers = arguments.get("num_layers", 1) if known else None
     if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
         raise SaveError(f"the layer at {path!r} has the arguments {encoded!r:.200}")
     try:
-        made: nn.Module = kind(**arguments)  # type: ignore[misc]
+        made: nn.Module = kind(**arguments)
     except FAILURES as error:
         raise SaveError(
             f"the layer at {path!r} is no {name} of {arguments!r:.200}: {error}"

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks.base import Callback
+from daskdl.callbacks.checkpoint import Checkpoint
 from daskdl.callbacks.early_stopping import EarlyStopping
 from daskdl.callbacks.evaluate import Evaluate
 from daskdl.failures import FailureInjection
@@ -71,6 +72,7 @@ KNOWN: Mapping[str, type] = {
         ResidualClipping,
         KeepResidual,
         FailureInjection,
+        Checkpoint,
         EarlyStopping,
         Evaluate,
     )

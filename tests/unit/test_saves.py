@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 import numpy as np
 import pytest
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import daskdl
 from daskdl import (
     AdaptiveThreshold,
     Callback,
+    Checkpoint,
     FailureInjection,
     FixedThreshold,
     GradientSharing,
@@ -26,7 +28,7 @@ from daskdl import (
 )
 from daskdl.data import MinMax, Standardize
 from daskdl.data.options import Both
-from daskdl.fitted.arguments import NAMES
+from daskdl.fitted.arguments import BASES, KNOWN, NAMES
 from daskdl.fitted.saves import load, save
 from daskdl.stopping import Stopping
 from tests.unit.fitted_trainers import fitted, layers, signed
@@ -156,6 +158,7 @@ class TestWhatComesBack:
             ("telemetry_every", None),
             ("max_loss_rise", None),
             ("callbacks", [FailureInjection("sleep", steps=[3], seconds=0.1), Own(5)]),
+            ("callbacks", [Checkpoint("s3://bucket/x", 2, keep_best="loss")]),
             ("optimizer", own_optimizer),
             ("loss", own_loss),
             ("step", own_step),
@@ -168,6 +171,13 @@ class TestWhatComesBack:
         loaded = back(fitted(**{name: value}), tmp_path)
 
         assert loaded.arguments[name] == value
+
+    def test_a_class_of_daskdl_may_move_to_another_module(self):
+        kinds = [kind for kind in vars(daskdl).values() if isinstance(kind, type)]
+        written = {k for k in kinds if issubclass(k, BASES) and is_dataclass(k)}
+
+        assert len(written) >= 10
+        assert written <= set(KNOWN.values())
 
     def test_a_torch_device_comes_back_as_its_name(self, tmp_path):
         loaded = back(fitted(device=torch.device("cpu")), tmp_path)

@@ -131,8 +131,9 @@ def test_without_the_optimizer_the_next_fit_begins_it_anew(tmp_path, one_thread)
     assert not torch.equal(vector(loaded.model_), vector(trainer.model_))
 
 
-def test_the_number_of_classes_is_in_the_save(tmp_path):
-    trainer = of_lambdas()
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_the_number_of_classes_is_in_the_save(tmp_path, transform):
+    trainer = of_lambdas(transform=transform)
     fits(trainer, 1)
     trainer.save(tmp_path)
 

@@ -456,6 +456,7 @@ class TestTrust:
             load(tmp_path, {})
         check_goes_on(load(tmp_path, {name: value}), one)
         check_goes_on(load(tmp_path, {}, [__name__]), one)
+        assert Trainer.load(tmp_path, client=False, trusted=[__name__]).history_
 
     @pytest.mark.parametrize(
         "trusted", ["my_nets", b"x", None, 3, [None], [nn], ["a b"], [""], ["a."]]

@@ -33,6 +33,7 @@ class Checked(NamedTuple):
     """What was found out by checking that all goes together."""
 
     labels: LabelCheck | None  # what labels of parts are held to
+    class_count: int | None  # of the labels, if they are classes
     judging: Judging
 
 
@@ -87,9 +88,9 @@ class Fitting:
 
     def check(self, model: nn.Module, sources: Mapping[str, Source]) -> Checked:
         """Refuse what does not go together; see `Method.check`."""
-        labels = self.method.check(model, sources)
+        accepted = self.method.check(model, sources)
         accuracy = self.method.has_accuracy(model, sources)
-        return Checked(labels, self._judging("validation" in sources, accuracy))
+        return Checked(*accepted, self._judging("validation" in sources, accuracy))
 
     def recipe(self, model: nn.Module, train: Source) -> Packed[Recipe]:
         """What each replica needs of the user's objects; see `Method.recipe`."""

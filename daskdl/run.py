@@ -39,6 +39,7 @@ class Run:
         model: At its start; not changed.
         train: What is trained on.
         options: Of the run.
+        class_count: Of the labels, if it is known.
 
     Attributes:
         history: Gets a row after each epoch.
@@ -57,6 +58,7 @@ class Run:
         model: nn.Module,
         train: Source,
         options: TaskOptions,
+        class_count: int | None,
     ) -> None:
         resumed = fitting.resumed
         self.history = History(() if resumed is None else resumed.rows)
@@ -68,6 +70,8 @@ class Run:
         self._model = model
         self._rows = rows_in(train)
         self._options = options
+        named = None if train.classes is None else len(train.classes)
+        self._class_count = named if class_count is None else class_count
 
     @property
     def final(self) -> Final | None:
@@ -118,7 +122,7 @@ class Run:
         optimizer = fitting.method.optimizer(trainable(model))
         moved = adopt(optimizer, fitting.method.scheduling, final, before.moved)
         sent = final.outcome or before.sent
-        return Standing(moved, sent, epochs, self._class_count())
+        return Standing(moved, sent, epochs, self._class_count)
 
     def _epochs_done(self) -> int:
         """Of the fit, those before this run included."""
@@ -136,12 +140,6 @@ class Run:
         else:
             where = "not written yet" if newest is None else newest.store.url
             error.add_note(f"the last checkpoint, for fit(resume=...), is {where}")
-
-    def _class_count(self) -> int | None:
-        labels = self._options.labels
-        if labels is not None and labels.accepted is not None:
-            return labels.accepted.classes
-        return None if self.classes is None else len(self.classes)
 
     def _restored(self, final: Final) -> None:
         stopping, rule = self.history.stopping, self._options.judging.stopping
@@ -213,6 +211,7 @@ def begun(
         recipe = fitting.recipe(model, ready["train"])
         options = fitting.task(model, checked)
         with site.stage(options, ready) as stage:
-            run = Run(fitting, stage, recipe, model, ready["train"], options)
+            train, count = ready["train"], checked.class_count
+            run = Run(fitting, stage, recipe, model, train, options, count)
             with run.attended():
                 yield run

@@ -242,23 +242,27 @@ class Trainer(Trained):
         url: Any,
         *,
         client: Client | Literal[False] | None = None,
+        trusted: Sequence[str] = (),
         **passed: Any,
     ) -> Self:
         """Make a trainer that goes on where the saved one was.
 
-        Executes nothing that the files contain, but imports and calls the classes and
-        functions that they name; the page on saving says which. Load what you trust.
+        Executes nothing that the files contain and imports nothing that they name. Of
+        classes and functions it calls those that are known to make what is needed; the
+        page on saving says which.
 
         Args:
             url: Where it was saved.
             client: See the class.
+            trusted: Names of modules, or of packages, such as ``["my_nets"]``: what a
+                save names there is imported, and called with the arguments it has.
             passed: Other arguments of the class, in place of those that were saved.
 
         Raises:
             SaveError: If there is nothing, or it is damaged, foreign or too new.
             OptionError: Naming each argument that has to be passed, and why.
         """
-        fitted = saves.load(url, passed)
+        fitted = saves.load(url, passed, trusted)
         trainer = cls(client=client, **fitted.arguments)
         trainer._standing = fitted.standing
         trainer.history_, trainer.classes_ = fitted.history, fitted.classes

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks.base import Callback
+from daskdl.callbacks.checkpoint import Checkpoint
 from daskdl.callbacks.early_stopping import EarlyStopping
 from daskdl.callbacks.evaluate import Evaluate
 from daskdl.failures import FailureInjection
@@ -26,6 +27,7 @@ from daskdl.layers import LayerThresholds
 from daskdl.link_threshold import LinkThreshold
 from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
 from daskdl.saving.plain import Plain
+from daskdl.saving.trust import NOTHING, Trust
 from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
@@ -70,6 +72,7 @@ KNOWN: Mapping[str, type] = {
         ResidualClipping,
         KeepResidual,
         FailureInjection,
+        Checkpoint,
         EarlyStopping,
         Evaluate,
     )
@@ -86,10 +89,11 @@ MADE: Mapping[str, type] = {
 }
 
 
-def plain_with(tensors: dict[str, Tensor]) -> Plain:
+def plain_with(tensors: dict[str, Tensor], trust: Trust = NOTHING) -> Plain:
     """Writes and reads the values of arguments.
 
     Args:
         tensors: Beside the JSON; writing adds to them.
+        trust: What may be imported, and called with arguments, when reading.
     """
-    return Plain(KNOWN, BASES, tensors)
+    return Plain(KNOWN, BASES, tensors, trust)

@@ -13,10 +13,14 @@ from daskdl.saving import layers
 from daskdl.saving.makers import decode_maker
 from daskdl.saving.module_state import ModuleState
 from daskdl.saving.plain import Json, Plain
+from daskdl.saving.trust import Trust
 
 
 def decode_arguments(
-    content: Mapping[str, Json], passed: Mapping[str, Any], extra: Mapping[str, Tensor]
+    content: Mapping[str, Json],
+    passed: Mapping[str, Any],
+    extra: Mapping[str, Tensor],
+    trust: Trust,
 ) -> dict[str, Any]:
     """Read the arguments of a trainer; a described model is left as its layers.
 
@@ -24,6 +28,7 @@ def decode_arguments(
         content: What `encode_arguments` wrote, or something damaged.
         passed: By name, in place of what is there.
         extra: The tensors among them.
+        trust: What may be imported, and called with arguments.
 
     Raises:
         SaveError: If it is damaged.
@@ -32,37 +37,41 @@ def decode_arguments(
     unknown = [name for name in content if name not in NAMES]
     if unknown:
         raise SaveError(f"a trainer has no argument {unknown[0]!r:.80}")
-    _check_passed(content, passed)
-    plain = plain_with(dict(extra))
-    read = {
-        name: _decoded(name, one, plain)
-        for name, one in content.items()
-        if name not in passed
-    }
-    return {**read, **passed}
+    _check_passed(passed)
+    plain = plain_with(dict(extra), trust)
+    read, missing = dict(passed), {}
+    for name in NAMES:
+        if name in passed or name not in content:
+            continue
+        try:
+            read[name] = _decoded(name, content[name], plain)
+        except OptionError as error:
+            missing[name] = str(error)
+    if missing:
+        raise OptionError(_asking(missing))
+    return read
 
 
-def _check_passed(content: Mapping[str, Json], passed: Mapping[str, Any]) -> None:
+def _check_passed(passed: Mapping[str, Any]) -> None:
     wrong = [name for name in passed if name not in NAMES]
     if wrong:
         raise OptionError(
             f"Trainer has no argument {wrong[0]!r}; of those that it has, any can be "
             f"passed: {', '.join(NAMES)}"
         )
-    missing = {
-        name: one["pass"]
-        for name, one in content.items()
-        if name not in passed and "pass" in one
-    }
-    if missing:
-        why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-        raise OptionError(
-            f"pass {' and '.join(missing)} to Trainer.load as to Trainer: what was "
-            f"saved does not make them without code ({why})"
-        )
+
+
+def _asking(missing: Mapping[str, str]) -> str:
+    why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+    return (
+        f"pass {' and '.join(missing)} to Trainer.load as to Trainer: what was saved "
+        f"does not make them without code ({why})"
+    )
 
 
 def _decoded(name: str, content: Json, plain: Plain) -> Any:
+    if "pass" in content:
+        raise OptionError(content["pass"])
     if set(content) == {"value"}:
         return plain.decode(content["value"])
     if name not in MADE:

@@ -22,6 +22,7 @@ from daskdl.saving.index import Kind
 from daskdl.saving.module_state import ModuleState
 from daskdl.saving.plain import Json
 from daskdl.saving.references import FAILURES
+from daskdl.saving.trust import Trust
 from daskdl.training.adoption import Standing, starting_model
 from daskdl.version import VERSION
 
@@ -66,27 +67,28 @@ def save(fitted: Fitted, url: Any, optimizer: bool) -> None:
     folder.write(content, contents, {"daskdl": VERSION, "torch": torch.__version__})
 
 
-def load(url: Any, passed: Mapping[str, Any]) -> Fitted:
+def load(url: Any, passed: Mapping[str, Any], trusted: Any = ()) -> Fitted:
     """Read what `save` wrote.
 
     Args:
         url: Of the folder.
         passed: Arguments of a trainer, in place of those that were saved.
+        trusted: Names of modules; see `Trainer.load`.
 
     Raises:
         SaveError: If there is nothing, or it is damaged, of something else, or too new.
         OptionError: Naming arguments that have to be passed, or do not fit.
     """
-    folder = Folder.at(url, TRAINER)
+    folder, trust = Folder.at(url, TRAINER), Trust.of(trusted)
     saved = folder.read()
     with _named(folder.store.url):
-        return _fitted(saved, passed)
+        return _fitted(saved, passed, trust)
 
 
-def _fitted(saved: Saved, passed: Mapping[str, Any]) -> Fitted:
+def _fitted(saved: Saved, passed: Mapping[str, Any], trust: Trust) -> Fitted:
     content: Mapping[str, Json] = saved.content
     extra = saved.tensors.get("extra", {})
-    arguments = decode_arguments(content["arguments"], passed, extra)
+    arguments = decode_arguments(content["arguments"], passed, extra, trust)
     hidden = {
         name.removeprefix(_HIDDEN): tensor
         for name, tensor in extra.items()

@@ -10,6 +10,7 @@ What a module was made with is read from its attributes. That it is all of what 
 it up is not believed: it is built again and compared, attribute by attribute.
 """
 
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -68,7 +69,7 @@ _RECURRENT = (  # whose signature is *args, **kwargs
     "dropout",
     "bidirectional",
 )
-_OF_ONE = {"LSTM": ["proj_size"], "RNN": ["nonlinearity"]}
+_OF_ONE = {"LSTM": ("proj_size",), "RNN": ("nonlinearity",)}
 
 
 def describe(module: nn.Module, name: str) -> Json:
@@ -139,7 +140,7 @@ def _is_leaf(kind: Any) -> bool:
 
 
 def _arguments(module: nn.Module, path: str) -> Json:
-    kind = type(module)
+    kind: Any = type(module)
     found = {}
     for name in _names(kind):
         read = _READ_BACK.get(f"{kind.__name__}.{name}")
@@ -157,13 +158,14 @@ def _value(name: str, attribute: Any) -> Any:
     return None if isinstance(attribute, Tensor) else attribute
 
 
-def _names(kind: type[nn.Module]) -> list[str]:
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
     if issubclass(kind, nn.RNNBase):
-        return [*_RECURRENT, *_OF_ONE.get(kind.__name__, [])]
+        return (*_RECURRENT, *_OF_ONE.get(kind.__name__, ()))
     names = inspect.signature(kind).parameters
     # Deprecated in losses; where tensors are comes with them.
     left_out = {"device", "dtype", "size_average", "reduce"}
-    return [n for n in names if n not in left_out and not n.startswith("_")]
+    return tuple(n for n in names if n not in left_out and not n.startswith("_"))
 
 
 def _built(plan: Json, path: str, seen: dict[str, nn.Module], depth: int) -> nn.Module:
@@ -207,15 +209,17 @@ def _container(
 
 
 def _leaf(name: str, encoded: Json, path: str) -> nn.Module:
-    kind = getattr(nn, name, None)
+    kind: Any = getattr(nn, name, None)
     if not _is_leaf(kind):
         raise SaveError(f"the layer at {path!r} is a {name!r:.80}, not of torch.nn")
     arguments = Plain().decode(encoded)
-    layers = arguments.get("num_layers", 1) if isinstance(arguments, dict) else None
+    # No others: one is a device, on which there would be memory.
+    known = isinstance(arguments, dict) and arguments.keys() <= set(_names(kind))
+    layers = arguments.get("num_layers", 1) if known else None
     if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
         raise SaveError(f"the layer at {path!r} has the arguments {encoded!r:.200}")
     try:
-        made: nn.Module = kind(**arguments)  # type: ignore[misc]
+        made: nn.Module = kind(**arguments)
     except FAILURES as error:
         raise SaveError(
             f"the layer at {path!r} is no {name} of {arguments!r:.200}: {error}"

@@ -102,13 +102,13 @@ class ModuleState:
         except OptionError as error:
             raise SaveError(str(error)) from error
         _check_alike(self, own)
+        slots = _slots(self, own, module)
         try:
             module.load_state_dict(self.whole())
         except FAILURES as error:
             raise SaveError(f"the model refuses its state: {error}") from error
-        for name, tensor in self.hidden.items():
-            owner, leaf = _owner(module, name)
-            setattr(owner, leaf, tensor)
+        for name, (owner, leaf) in slots.items():
+            setattr(owner, leaf, self.hidden[name])
         self._set_modes(module)
 
     def put_into(self, module: nn.Module) -> None:
@@ -164,9 +164,17 @@ def _check_alike(saved: ModuleState, own: ModuleState) -> None:
     if dict(saved.ties) != dict(own.ties):
         (name, *_) = sorted(set(saved.ties.items()) ^ set(own.ties.items()))[0]
         raise SaveError(f"{name} is tied in one of the save and the model, not in both")
-    for name in saved.hidden:
-        if name not in own.hidden:
+
+
+def _slots(
+    saved: ModuleState, own: ModuleState, module: nn.Module
+) -> dict[str, tuple[nn.Module, str]]:
+    """Where hidden buffers belong; what is None yet, or has grown, is a place too."""
+    slots = {name: _owner(module, name) for name in saved.hidden}
+    for name, (owner, leaf) in slots.items():
+        if name in own.tensors or leaf not in owner._buffers:
             raise SaveError(f"there is no buffer {name} in the model")
+    return slots
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from daskdl.errors import OptionError, SaveError
 from daskdl.saving.references import reference_to, referred
+from daskdl.saving.trust import NOTHING, Trust
 
 Json = Any
 DEEPEST = 64  # levels of nesting; the deepest known, an optimizer's state, has 7
@@ -36,13 +37,14 @@ class Plain:
     """Writes and reads values.
 
     A frozen dataclass is written by the name it has among `known`, or by where it is
-    imported from, if it is one of `bases`. So only such a class is ever imported and
-    called because a file says so.
+    imported from, if it is one of `bases`. So only such a class is ever called because
+    a file says so.
 
     Attributes:
         known: Classes by name.
         bases: What other dataclasses must derive from.
         tensors: Beside the JSON; writing adds to them.
+        trust: What may be imported for other dataclasses.
 
     Example:
         >>> plain = Plain()
@@ -55,6 +57,7 @@ class Plain:
     known: Mapping[str, type] = field(default_factory=dict)
     bases: tuple[type, ...] = ()
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    trust: Trust = NOTHING
 
     def encode(self, value: Any, name: str, depth: int = 0) -> Json:
         """Write a value.
@@ -128,6 +131,7 @@ class Plain:
 
         Raises:
             SaveError: If `encode` does not write such a thing.
+            OptionError: If it needs a module that is not imported, and not trusted.
         """
         if depth > DEEPEST:
             raise SaveError(f"something is nested in more than {DEEPEST} others")
@@ -175,7 +179,7 @@ class Plain:
             raise SaveError(f"{name!r:.80} is no name of a class")
         kind = self.known.get(name)
         if kind is None:
-            kind = referred(name)
+            kind = referred(name, self.trust)
             try:
                 _check_frozen(kind, self.bases)
             except OptionError as error:

@@ -1,8 +1,10 @@
 """Classes and functions by where they are imported from: ``module:Qualified.name``.
 
-A name in a file makes its reader import a module. So it is looked at closely: nothing
-of the standard library, nothing of the script that runs, and only what says itself that
-it has this name there.
+Importing a module executes it, and it may be one that came with the file. So a name in
+a file imports nothing unless its reader says so: it stands for something that this
+process has imported already. And it is looked at closely: nothing of the standard
+library, nothing of the script that runs, and only what says itself that it has this
+name there.
 """
 
 import importlib
@@ -14,6 +16,7 @@ from typing import Any
 
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError, SaveError
+from daskdl.saving.trust import NOTHING, Trust
 
 _FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 LONGEST = 500  # characters
@@ -48,11 +51,16 @@ def reference_to(value: Any) -> str:
     return name
 
 
-def referred(name: str) -> Any:
-    """The class or function that a name stands for; its module is imported.
+def referred(name: str, trust: Trust = NOTHING) -> Any:
+    """The class or function that a name stands for.
+
+    Args:
+        name: As `reference_to` returns it, or anything else.
+        trust: What may be imported for it.
 
     Raises:
         SaveError: If there is none, or none that may be named.
+        OptionError: If its module is not imported here, and not trusted.
 
     Example:
         >>> referred("os:system")
@@ -72,6 +80,11 @@ does not name
     if top in sys.stdlib_module_names:
         raise SaveError(
             f"{name} is of the standard library, which a save does not name"
+        )
+    if module not in sys.modules and not trust.covers(module):
+        raise OptionError(
+            f"{name} is of a module that is not imported here; import it before, or "
+            f"pass trusted=[{top!r}]"
         )
     found = _looked_up(module, path, name)
     named = getattr(found, "__module__", None), getattr(found, "__qualname__", None)

@@ -85,9 +85,13 @@ def from_bytes(content: bytes) -> dict[str, Tensor]:
             f"{header_bytes} bytes, of {len(content)} in all"
         )
     try:
-        return dict(sorted(load(content).items()))  # they come in any order
+        tensors = dict(sorted(load(content).items()))  # they come in any order
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise SaveError(f"it is no safetensors file: {error}") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise SaveError(f"{name!r:.200} is {tensor.dtype}, which is never saved")
+    return tensors
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -83,6 +83,24 @@ def scheduler_maker(
     return maker
 
 
+def is_torchs_own(value: Any) -> bool:
+    """Whether it is an optimizer, a scheduler or a function of torch, and only that.
+
+    Whatever their arguments are, these compute.
+
+    Example:
+        >>> is_torchs_own(torch.optim.SGD), is_torchs_own(nn.functional.mse_loss)
+        (True, True)
+        >>> is_torchs_own(torch.hub.load)
+        False
+    """
+    if isinstance(value, type):
+        bases, places = (Optimizer, LRScheduler), (torch.optim, lr_scheduler)
+        named = any(getattr(p, value.__name__, None) is value for p in places)
+        return named and issubclass(value, bases)
+    return bool(value.__module__ == nn.functional.__name__)
+
+
 def _read_back(made: LRScheduler) -> dict[str, Any]:
     found = {}
     for name in inspect.signature(type(made)).parameters:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -31,6 +31,13 @@ from daskdl.training.oversight import Oversight
 from daskdl.training.short_steps import warn_of_short_steps
 from daskdl.training.stepping import Stepping
 from daskdl.training.task import Recipe
+
+
+class Accepted(NamedTuple):
+    """What is known of labels once all goes together."""
+
+    labels: LabelCheck | None  # for those that are loaded later; a transform: none
+    class_count: int | None  # of what the loss gets, if that are classes
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,7 @@ class Method:
                 "lambda params: torch.optim.SGD(params, lr=0.1), got None"
             )
 
-    def check(
-        self, model: nn.Module, sources: Mapping[str, Source]
-    ) -> LabelCheck | None:
+    def check(self, model: nn.Module, sources: Mapping[str, Source]) -> Accepted:
         """Refuse what does not go together; no worker is touched.
 
         Args:
@@ -73,8 +78,7 @@ class Method:
             sources: Of each phase, of which some rows are known.
 
         Returns:
-            What labels are held to that are loaded later; None: with a transform,
-            which makes others of them.
+            What is known of the labels then.
         """
         train = sources["train"]
         objective, transform = self.objective, self.transform
@@ -92,7 +96,7 @@ class Method:
                 check_rows(model, objective, *rows, transform)
                 if labels is not None:
                     check_whole(sources["validation"], labels)
-        return labels
+        return Accepted(labels, None if accepted is None else accepted.classes)
 
     def has_accuracy(self, model: nn.Module, sources: Mapping[str, Source]) -> bool:
         """Whether the validation data, which `check` has accepted, have an accuracy.

@@ -131,8 +131,9 @@ def test_without_the_optimizer_the_next_fit_begins_it_anew(tmp_path, one_thread)
     assert not torch.equal(vector(loaded.model_), vector(trainer.model_))
 
 
-def test_the_number_of_classes_is_in_the_save(tmp_path):
-    trainer = of_lambdas()
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+def test_the_number_of_classes_is_in_the_save(tmp_path, transform):
+    trainer = of_lambdas(transform=transform)
     fits(trainer, 1)
     trainer.save(tmp_path)
 
@@ -181,14 +182,14 @@ import torch
 from daskdl import Trainer
 
 folder, predictions, x = sys.argv[1:]
-trainer = Trainer.load(folder, client=False)
+trainer = Trainer.load(folder, client=False, trusted=["my_nets"])
 x = torch.load(x)
 torch.save(trainer.predict(x), predictions)
 trainer.fit(x, torch.zeros(len(x), dtype=torch.int64), batch_size=16)
 """
 
 
-def test_another_process_loads_it_without_being_told_anything(tmp_path, monkeypatch):
+def test_another_process_loads_it_when_told_whom_to_trust(tmp_path, monkeypatch):
     (tmp_path / "my_nets.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     nets = importlib.import_module("my_nets")

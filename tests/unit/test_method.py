@@ -43,9 +43,9 @@ class OnSteps(Callback):
 
 
 def test_what_goes_together_tells_the_labels_that_the_loss_accepts():
-    labels = method().check(nn.Linear(2, 3), BOTH)
+    accepted = method().check(nn.Linear(2, 3), BOTH)
 
-    assert labels == LabelCheck(ClassRange(3, -100))
+    assert accepted == (LabelCheck(ClassRange(3, -100)), 3)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,9 @@ def test_labels_that_a_transform_makes_are_held_to_nothing():
     wrong = InMemory(X, CLASSES + 1, batch_size=2)
     own = method(transform=lambda batch: (batch[0], batch[1] - 1))
 
-    assert own.check(nn.Linear(2, 3), {"train": wrong, "validation": wrong}) is None
+    accepted = own.check(nn.Linear(2, 3), {"train": wrong, "validation": wrong})
+
+    assert accepted == (None, 3)
 
 
 def test_every_label_in_memory_is_looked_at():

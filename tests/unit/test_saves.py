@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 import numpy as np
 import pytest
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import daskdl
 from daskdl import (
     AdaptiveThreshold,
     Callback,
+    Checkpoint,
     FailureInjection,
     FixedThreshold,
     GradientSharing,
@@ -26,7 +28,7 @@ from daskdl import (
 )
 from daskdl.data import MinMax, Standardize
 from daskdl.data.options import Both
-from daskdl.fitted.arguments import NAMES
+from daskdl.fitted.arguments import BASES, KNOWN, NAMES
 from daskdl.fitted.saves import load, save
 from daskdl.stopping import Stopping
 from tests.unit.fitted_trainers import fitted, layers, signed
@@ -44,6 +46,14 @@ class Net(nn.Module):
 
 def make_net():
     return Net(5)
+
+
+def said_net() -> nn.Module:
+    return Net(5)
+
+
+def said_loss(output, labels) -> torch.Tensor:
+    return (output - labels).abs().mean()
 
 
 def own_loss(output, labels):
@@ -82,9 +92,9 @@ class Counting(Callback):
     """Keeps what it has seen, so it is no plain value."""
 
 
-def back(one, url, optimizer=True, **passed):
+def back(one, url, optimizer=True, trusted=(__name__,), **passed):
     save(one, str(url), optimizer)
-    return load(str(url), passed)
+    return load(str(url), passed, trusted)
 
 
 def states(optimizer):
@@ -148,6 +158,7 @@ class TestWhatComesBack:
             ("telemetry_every", None),
             ("max_loss_rise", None),
             ("callbacks", [FailureInjection("sleep", steps=[3], seconds=0.1), Own(5)]),
+            ("callbacks", [Checkpoint("s3://bucket/x", 2, keep_best="loss")]),
             ("optimizer", own_optimizer),
             ("loss", own_loss),
             ("step", own_step),
@@ -160,6 +171,13 @@ class TestWhatComesBack:
         loaded = back(fitted(**{name: value}), tmp_path)
 
         assert loaded.arguments[name] == value
+
+    def test_a_class_of_daskdl_may_move_to_another_module(self):
+        kinds = [kind for kind in vars(daskdl).values() if isinstance(kind, type)]
+        written = {k for k in kinds if issubclass(k, BASES) and is_dataclass(k)}
+
+        assert len(written) >= 10
+        assert written <= set(KNOWN.values())
 
     def test_a_torch_device_comes_back_as_its_name(self, tmp_path):
         loaded = back(fitted(device=torch.device("cpu")), tmp_path)
@@ -246,7 +264,7 @@ class TestWhatComesBack:
         assert len(list(tmp_path.iterdir())) == 4
 
     def test_random_numbers_go_on_as_if_nothing_had_been_loaded(self, tmp_path):
-        one = fitted(make_net)
+        one = fitted(said_net)
         save(one, tmp_path, True)
         state = torch.get_rng_state()
 
@@ -388,6 +406,66 @@ class TestWhatHasToBePassed:
 
         with pytest.raises((OptionError, SaveError), match=message):
             load(tmp_path, passed)
+
+
+class TestTrust:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("model", Net),
+            ("model", said_net),
+            ("loss", said_loss),
+            ("loss", nn.functional.mse_loss),
+            ("loss", functools.partial(nn.functional.mse_loss, reduction="sum")),
+            ("optimizer", functools.partial(torch.optim.SGD, lr=0.5)),
+            ("scheduler", functools.partial(lr_scheduler.StepLR, step_size=2)),
+            ("callbacks", [Own(5)]),
+        ],
+    )
+    def test_what_says_that_it_makes_such_a_thing_needs_none(
+        self, tmp_path, name, value
+    ):
+        loaded = back(fitted(**{name: value}), tmp_path, trusted=())
+
+        read = loaded.arguments[name]
+        same = read.func is value.func if hasattr(value, "func") else read == value
+        assert same
+
+    @pytest.mark.parametrize(
+        ("name", "value", "why"),
+        [
+            ("model", make_net, "has no return annotation of a Module"),
+            ("model", functools.partial(Net, 6), "would be called with arguments"),
+            ("loss", own_loss, "has no return annotation of a Tensor"),
+            ("step", own_step, "has no return annotation of a Tensor"),
+            ("optimizer", own_optimizer, "has no return annotation of a Optimizer"),
+            ("scheduler", own_scheduler, "has no return annotation of a LRScheduler"),
+            ("transform", doubled, "has no return annotation of a tuple"),
+            ("transform", Both(doubled, doubled), "has no return annotation of a"),
+        ],
+    )
+    def test_what_a_save_could_call_for_ill_is_asked_for(
+        self, tmp_path, name, value, why
+    ):
+        one = fitted(**{name: value})
+        save(one, tmp_path, True)
+
+        with pytest.raises(
+            OptionError, match=rf"pass {name} to Trainer.load .*{why}.*trusted=\['"
+        ):
+            load(tmp_path, {})
+        check_goes_on(load(tmp_path, {name: value}), one)
+        check_goes_on(load(tmp_path, {}, [__name__]), one)
+        assert Trainer.load(tmp_path, client=False, trusted=[__name__]).history_
+
+    @pytest.mark.parametrize(
+        "trusted", ["my_nets", b"x", None, 3, [None], [nn], ["a b"], [""], ["a."]]
+    )
+    def test_what_is_no_list_of_modules_is_refused(self, tmp_path, trusted):
+        save(fitted(), tmp_path, True)
+
+        with pytest.raises(OptionError, match="trusted must be a list of names of"):
+            load(tmp_path, {}, trusted)
 
 
 class Changing(nn.Module):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from daskdl import DaskDLError, GradientSharing, SaveError, Trainer
+from daskdl import DaskDLError, GradientSharing, OptionError, SaveError, Trainer
 from daskdl.fitted.saves import save
 from tests.unit.fitted_trainers import fitted, signed
 
@@ -272,6 +272,42 @@ def test_what_a_file_wants_called_is_refused(around, original, argument, content
     put(around, {**original, "trainer.json": signed(index)})
 
     assert isinstance(outcome(around), SaveError)
+
+
+CODE = "import os\nos.mkdir({!r})\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {
+            "partial": "torch.fx.graph_module:reduce_graph_module",
+            "arguments": [{"dict": [["_code", "def forward(self): pass"]]}, CODE],
+            "keywords": {"dict": []},
+        },
+        {"import": "_pytest.config:main"},
+        {"import": "save.payload:Net"},
+    ],
+    ids=["executes its argument", "any function", "beside the save"],
+)
+def test_what_would_execute_the_files_own_code_is_asked_for(
+    around, original, content, monkeypatch
+):
+    marker = around.parent / "ran"
+    code = CODE.format(str(marker))
+    index = json.loads(original["trainer.json"])
+    index["content"]["arguments"]["model"] = json.loads(
+        json.dumps(content).replace(json.dumps(CODE), json.dumps(code))
+    )
+    payload = f"{code}from torch.nn import Linear as Net\n".encode()
+    put(around, {**original, "payload.py": payload, "trainer.json": signed(index)})
+    monkeypatch.syspath_prepend(around.parent)  # where "save" is a package
+
+    found = outcome(around)
+
+    assert isinstance(found, OptionError)
+    assert "pass model to Trainer.load" in str(found)
+    assert not marker.exists()
 
 
 def test_what_was_made_by_a_newer_daskdl_says_so(around, original):

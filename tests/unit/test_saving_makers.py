@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from daskdl import OptionError, SaveError
 from daskdl.saving.makers import decode_maker, encode_maker
 from daskdl.saving.plain import Plain
+from daskdl.saving.trust import Trust
 
 NAME = __name__
+TRUSTING = Plain(trust=Trust.of([NAME]))
 
 
 class Net(nn.Module):
@@ -42,7 +44,7 @@ def strange(size: "Nowhere") -> "Nowhere":  # noqa: F821
 
 def back(value, base):
     content = json.loads(json.dumps(encode_maker(value, base, Plain(), "model")))
-    return decode_maker(content, base, Plain())
+    return decode_maker(content, base, TRUSTING)
 
 
 @pytest.mark.parametrize(
@@ -119,4 +121,54 @@ def test_what_would_not_come_back_is_refused(value, base, message):
 )
 def test_a_file_cannot_have_anything_else_called(content):
     with pytest.raises(SaveError):
+        decode_maker(content, nn.Module, TRUSTING)
+
+
+def partial(name, *arguments):
+    return {
+        "partial": name,
+        "arguments": list(arguments),
+        "keywords": {"dict": []},
+    }
+
+
+def later(hint: "OnlyForCheckers" = None) -> "nn.Module":  # noqa: F821
+    return Net()
+
+
+@pytest.mark.parametrize(
+    ("content", "base"),
+    [
+        ({"import": f"{NAME}:Net"}, nn.Module),
+        ({"import": f"{NAME}:said"}, nn.Module),
+        ({"import": f"{NAME}:later"}, nn.Module),
+        ({"import": "torch.nn.modules.linear:Identity"}, nn.Module),
+        (partial("torch.optim.sgd:SGD"), torch.optim.Optimizer),
+        (partial("torch.nn.functional:mse_loss"), Tensor),
+    ],
+    ids=str,
+)
+def test_what_only_makes_such_a_thing_needs_no_trust(content, base):
+    assert callable(decode_maker(content, base, Plain()))
+
+
+# What of a library executes its arguments, or fetches what these say, or runs at all.
+@pytest.mark.parametrize(
+    "content",
+    [
+        partial(
+            "torch.fx.graph_module:reduce_graph_module",
+            {"dict": [["_code", "def forward(self): pass"]]},
+            "raise SystemExit",
+        ),
+        partial(f"{NAME}:Net", 5),
+        partial(f"{NAME}:said", 5),
+        {"import": f"{NAME}:net"},
+        {"import": "_pytest.config:main"},
+        {"import": "not_imported_here:Net"},
+    ],
+    ids=str,
+)
+def test_what_could_do_anything_has_to_be_trusted(content):
+    with pytest.raises(OptionError, match=r"pass trusted=\['\w+"):
         decode_maker(content, nn.Module, Plain())

@@ -61,6 +61,25 @@ def test_everything_goes_into_a_module_that_is_alike():
     assert other.head.weight is other.inner.weight
 
 
+def test_a_hidden_buffer_that_the_model_fills_later_comes_back():
+    module, other = Own(), Own()
+    for one in (module, other):
+        one.register_buffer("cache", None, persistent=False)
+    module.cache = torch.ones(3)
+
+    ModuleState.of(module).load_into(other)
+
+    assert other.cache.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["more", "inner.more", "nothing.more", "count"])
+def test_a_hidden_buffer_that_the_model_does_not_have_is_refused(name):
+    state = dataclasses.replace(ModuleState.of(Own()), hidden={name: torch.ones(1)})
+
+    with pytest.raises(SaveError, match=rf"no (buffer|tensor) '?{name}"):
+        state.load_into(Own())
+
+
 def test_tied_tensors_are_there_once_and_hidden_buffers_apart():
     state = ModuleState.of(filled())
 

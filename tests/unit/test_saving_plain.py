@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from daskdl import AdaptiveThreshold, Callback, OptionError, SaveError
 from daskdl.saving.plain import DEEPEST, Plain
+from daskdl.saving.trust import Trust
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,24 @@ class TestWriting:
 
 
 class TestReading:
+    def test_a_class_of_a_module_that_is_trusted_is_imported(
+        self, tmp_path, monkeypatch
+    ):
+        (tmp_path / "my_callbacks.py").write_text(
+            "from dataclasses import dataclass\n"
+            "from daskdl import Callback\n"
+            "@dataclass(frozen=True)\n"
+            "class Mine(Callback):\n"
+            "    rate: float\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        content = {"object": "my_callbacks:Mine", "fields": {"rate": 0.25}}
+
+        with pytest.raises(OptionError, match=r"pass trusted=\['my_callbacks'\]"):
+            PLAIN.decode(content)
+        trusting = replace(PLAIN, trust=Trust.of(["my_callbacks"]))
+        assert trusting.decode(content).rate == 0.25
+
     @pytest.mark.parametrize(
         "content",
         [

@@ -1,12 +1,14 @@
 """Only what says itself that it has a name in a module goes by that name."""
 
 import functools
+import sys
 
 import pytest
 import torch
 
 from daskdl import OptionError, SaveError
 from daskdl.saving.references import LONGEST, reference_to, referred
+from daskdl.saving.trust import Trust
 from tests.unit import fitted_trainers
 
 NAME = __name__
@@ -75,4 +77,34 @@ def test_what_importing_does_not_give_is_refused(value, message):
 )
 def test_a_name_that_no_save_has_is_refused(name, message):
     with pytest.raises(SaveError, match=message):
-        referred(name)
+        referred(name, Trust.of(["nowhere", "os", "__main__"]))
+
+
+def put_module(folder, name, monkeypatch):
+    """A module that can be imported, and leaves a file when it is."""
+    (folder / f"{name}.py").write_text(
+        "import pathlib\n"
+        "pathlib.Path(__file__).with_suffix('.ran').touch()\n"
+        "class Net: pass\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return folder / f"{name}.ran"
+
+
+@pytest.mark.parametrize("trusted", [[], ["booby.more"], ["boo"]])
+def test_a_module_that_nobody_imported_is_not_imported(tmp_path, monkeypatch, trusted):
+    ran = put_module(tmp_path, "booby", monkeypatch)
+
+    with pytest.raises(OptionError, match=r"not imported here; .*trusted=\['booby'\]"):
+        referred("booby:Net", Trust.of(trusted))
+
+    assert not ran.exists()
+    assert "booby" not in sys.modules
+
+
+def test_a_module_that_is_trusted_is_imported(tmp_path, monkeypatch):
+    ran = put_module(tmp_path, "sound", monkeypatch)
+
+    assert referred("sound:Net", Trust.of(["sound"])).__name__ == "Net"
+    assert ran.exists()

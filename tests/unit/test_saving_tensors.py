@@ -93,6 +93,14 @@ def test_what_is_no_whole_file_is_refused(content):
         from_bytes(content)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_a_dtype_that_is_never_written_is_refused(dtype):
+    content = safetensors.torch.save({"x": torch.ones(2).to(dtype)})
+
+    with pytest.raises(SaveError, match=f"'x' is {dtype}, which is never saved"):
+        from_bytes(content)
+
+
 def test_a_header_longer_than_the_file_is_refused_before_it_is_read(monkeypatch):
     monkeypatch.setattr(tensors, "load", lambda _: pytest.fail("it was read"))
 

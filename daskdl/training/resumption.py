@@ -50,6 +50,7 @@ class Resumption:
         """
         said, members = found.said, tuple(found.members)
         try:
+            _check_said(said)
             return cls(
                 ResumePlan(
                     found.store.url,
@@ -151,3 +152,25 @@ def checkpoints_of(
         return CheckpointPlan(series.store.url, rule, run, run, first)
     origin, before = resumed.plan.stamp.origin, resumed.ordinal
     return CheckpointPlan(series.store.url, rule, origin, run, first, before)
+
+
+def _check_said(said: Mapping[str, Any]) -> None:
+    """Refuse what no checkpoint says.
+
+    Raises:
+        LookupError: If something is missing.
+        ValueError: If something cannot be.
+    """
+    epoch, before, rows = said["epoch"], said["epochs_before"], said["rows"]
+    if type(epoch) is not int or epoch != len(rows):
+        raise ValueError(f"{epoch!r:.80} epochs, and {len(rows)} rows")
+    if type(before) is not int or before < 0:
+        raise ValueError(f"{before!r:.80} epochs before")
+    numbers = [row[name] for row in rows for name in ("epoch", "loss", "examples")]
+    numbers += Verdict.of(said["verdict"]).record
+    wrong = [number for number in numbers if type(number) not in (int, float)]
+    if wrong or not isinstance(said["kind"], str):
+        raise ValueError(f"{wrong!r:.80}, {said['kind']!r:.80}")
+    shapes = dict(said["parameters"]).values()
+    if not all(isinstance(shape, list) for shape in shapes):
+        raise ValueError(f"parameters of {shapes!r:.80}")

@@ -103,7 +103,7 @@ class Fitting:
         trainer.master.check(flat)
         resumed = self.resumed
         if resumed is not None:
-            resumed.check(trainer.master, model)
+            resumed.check(trainer.master, self.method, model)
         return TaskOptions(
             run=secrets.randbits(63),
             master=trainer.master,

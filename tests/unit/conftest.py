@@ -10,18 +10,23 @@ from daskdl.data.stores.store import store_of
 _numbers = itertools.count()
 
 
-@pytest.fixture(params=["memory", "local"])
-def store(request, tmp_path):
-    """A folder for checkpoints, which is not there yet."""
-    if request.param == "local":
-        yield store_of(tmp_path / "checkpoints")
-        return
+@pytest.fixture
+def in_memory():
+    """A series of checkpoints without any; its folder is not there yet."""
     own = store_of(f"memory://checkpoints-{next(_numbers)}")
-    yield own
+    yield Series(own)
     own.delete_all()
 
 
+@pytest.fixture(params=["memory", "local"])
+def series(request, tmp_path):
+    """The same, also on disk."""
+    if request.param == "local":
+        return Series(store_of(tmp_path / "checkpoints"))
+    return request.getfixturevalue("in_memory")
+
+
 @pytest.fixture
-def series(store):
-    """The checkpoints in there."""
-    return Series(store)
+def store(series):
+    """Its folder."""
+    return series.store

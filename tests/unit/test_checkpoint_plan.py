@@ -15,6 +15,11 @@ from daskdl.training.resumption import Resumption, checkpoints_of
 VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]
 
 
+@pytest.fixture
+def series(in_memory):
+    return in_memory
+
+
 def plan_of(series, first=1, **options):
     rule = Checkpoint(series.store.url, **options)
     return CheckpointPlan(rule.url, rule, "fit", "run", first)
@@ -72,8 +77,9 @@ def test_it_travels(series):
 
 def saying(**said):
     """What a checkpoint says beside its count and its replicas."""
-    kind = {"kind": "alone", "parameters": {"weight": [2, 3]}}
-    return {"epoch": 0, "verdict": VERDICT, "epochs_before": 0, **kind, **said}
+    made_of = [{"weight": "float32 (2, 3)"}, "SGD of [1] parameters", None]
+    kind = {"kind": "alone", "likeness": made_of, "verdict": VERDICT}
+    return {"epoch": 0, "pause": None, "epochs_before": 0, **kind, **said}
 
 
 def resumption(series, number):
@@ -113,7 +119,7 @@ def test_two_of_them_are_refused(series):
         checkpoints_of(two, None)
 
 
-MISSING = ["epoch", "rows", "verdict", "epochs_before", "kind", "parameters"]
+MISSING = ["epoch", "pause", "rows", "verdict", "epochs_before", "kind", "likeness"]
 WRONG = [
     ("epoch", "3"),
     ("epoch", -1),
@@ -128,8 +134,19 @@ WRONG = [
     ("epochs_before", None),
     ("epochs_before", -1),
     ("kind", 3),
-    ("parameters", [1]),
-    ("parameters", {"weight": 3}),
+    ("likeness", None),
+    ("likeness", [{}, "SGD"]),
+    ("likeness", [{}, 3, None]),
+    ("likeness", [{}, "SGD", 3]),
+    ("pause", 3),
+    ("pause", [1]),
+    ("pause", ["x", []]),
+    ("pause", [1, [["x", []]]]),
+    ("pause", [1, [[0, [[0, 1]]]]]),
+    ("pause", [1, [[0, [[0, 1, "x"]]]]]),
+    ("pause", [1, [[0, [[0, 3, 2]]]]]),
+    ("pause", [1, [[0, [[-1, 0, 2]]]]]),
+    ("pause", [1, [[0, [[0, -1, 2]]]]]),
     ("rows", [{"epoch": 0, "loss": 1.0}]),
 ]
 

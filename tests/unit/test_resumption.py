@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from written import put, put_part
 
 from daskdl import Checkpoint, GradientSharing, ParameterAveraging
@@ -11,16 +12,25 @@ from daskdl.checkpoints.plan import ResumePlan
 from daskdl.errors import OptionError, SaveError
 from daskdl.training.base import ALONE, AVERAGER, SHARER
 from daskdl.training.judging import Verdict
+from daskdl.training.learning_rate import Scheduling
+from daskdl.training.likeness import Likeness
+from daskdl.training.method import Method
 from daskdl.training.resuming import inherit
 from daskdl.training.resumption import Resumption, resumption_of
 
-SHAPES = {"weight": [2, 3], "bias": [2]}
+TENSORS = {"weight": "float32 (2, 3)", "bias": "float32 (2,)"}
+LIKENESS = Likeness(TENSORS, "SGD of [2] parameters", None)
 VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]
-SAID = {"epoch": 0, "epochs_before": 0, "verdict": VERDICT, "kind": ALONE}
+SAID = {"epoch": 0, "pause": None, "epochs_before": 0, "verdict": VERDICT}
+
+
+@pytest.fixture
+def series(in_memory):
+    return in_memory
 
 
 def written(series, number=1):
-    put(series, number, parameters=SHAPES, **SAID)
+    put(series, number, kind=ALONE, likeness=LIKENESS.values(), **SAID)
 
 
 class TestFound:
@@ -76,59 +86,52 @@ class TestTrue:
             resumption_of(True, [])
 
 
-class TestCheck:
-    @pytest.fixture
-    def resumed(self):
-        plan = ResumePlan("memory://x/1", Stamp("", "", 1), (0,), 1)
-        return Resumption(plan, [], Verdict(), 0, 1, SHARER, SHAPES)
+def method(optimizer=torch.optim.SGD, scheduler=None):
+    return Method(None, optimizer, None, Scheduling(scheduler))
 
-    def test_the_same_way_and_model_are_accepted(self, resumed):
-        resumed.check(GradientSharing(), nn.Linear(3, 2))
+
+class TestCheck:
+    """The rest of what it refuses is what a `Likeness` does."""
+
+    def resumed(self, kind, likeness=LIKENESS):
+        plan = ResumePlan("memory://x/1", Stamp("", "", 1), (0,), 1)
+        return Resumption(plan, [], Verdict(), 0, 1, kind, likeness)
+
+    def test_the_same_way_and_model_are_accepted(self):
+        self.resumed(SHARER).check(GradientSharing(), method(), nn.Linear(3, 2))
 
     @pytest.mark.parametrize(
         ("kind", "master"),
         [(SHARER, ParameterAveraging()), (AVERAGER, GradientSharing())],
     )
-    def test_another_way_is_not(self, resumed, kind, master):
-        other = Resumption(resumed.plan, [], Verdict(), 0, 1, kind, SHAPES)
-
+    def test_another_way_is_not(self, kind, master):
         name = type(master).__name__
         with pytest.raises(OptionError, match=f"another way of training than {name}"):
-            other.check(master, nn.Linear(3, 2))
+            self.resumed(kind).check(master, method(), nn.Linear(3, 2))
 
     @pytest.mark.parametrize("master", [GradientSharing(), ParameterAveraging()])
-    def test_of_one_replica_it_may_be_any(self, resumed, master):
-        alone = Resumption(resumed.plan, [], Verdict(), 0, 1, ALONE, SHAPES)
+    def test_of_one_replica_it_may_be_any(self, master):
+        self.resumed(ALONE).check(master, method(), nn.Linear(3, 2))
 
-        alone.check(master, nn.Linear(3, 2))
+    def test_another_model_is_not(self):
+        with pytest.raises(OptionError, match="memory://x/1 is of another model: weig"):
+            self.resumed(ALONE).check(GradientSharing(), method(), nn.Linear(3, 4))
 
-    @pytest.mark.parametrize(
-        ("model", "message"),
-        [
-            (nn.Linear(3, 4), r"weight is \[2, 3\] there, and \[4, 3\] in the model"),
-            (nn.Linear(3, 2, bias=False), r"bias is \[2\] there, and None in"),
-            (nn.Bilinear(3, 3, 2), r"weight is \[2, 3\] there, and \[2, 3, 3\]"),
-            (nn.Sequential(nn.Linear(3, 2)), "weight is .* there, and None in"),
-        ],
-        ids=repr,
-    )
-    def test_another_model_is_not(self, resumed, model, message):
-        with pytest.raises(OptionError, match=message):
-            resumed.check(GradientSharing(), model)
+    def test_another_scheduler_is_not(self):
+        before = Likeness(TENSORS, LIKENESS.optimizer, "LinearLR")
+        own = method(scheduler=lambda o: lr_scheduler.StepLR(o, 1))
 
-    def test_one_with_more_is_not(self, resumed):
+        with pytest.raises(OptionError, match="LinearLR there, and StepLR in this tra"):
+            self.resumed(ALONE, before).check(GradientSharing(), own, nn.Linear(3, 2))
+
+    def test_the_model_is_left_as_it_was(self):
         model = nn.Linear(3, 2)
-        model.more = nn.Parameter(torch.zeros(1))
+        weight = model.weight.detach().clone()
 
-        with pytest.raises(OptionError, match=r"more is None there, and \[1\] in"):
-            resumed.check(GradientSharing(), model)
+        self.resumed(ALONE).check(GradientSharing(), method(), model)
 
-    def test_one_that_freezes_another_part_is_not(self, resumed):
-        model = nn.Linear(3, 2)
-        model.bias.requires_grad_(False)
-
-        with pytest.raises(OptionError, match=r"bias is \[2\] there, and None in"):
-            resumed.check(GradientSharing(), model)
+        assert torch.equal(model.weight, weight)
+        assert model.weight.grad is None
 
 
 class TestInherit:

@@ -104,7 +104,7 @@ class Fitting:
         trainer.master.check(flat)
         resumed = self.resumed
         if resumed is not None:
-            resumed.check(trainer.master, model)
+            resumed.check(trainer.master, self.method, model)
         checkpoints = checkpoints_of(trainer.callbacks, resumed)
         if checkpoints is not None:
             self.method.check_written(model)

@@ -138,7 +138,8 @@ class Run:
         except SaveError as other:
             error.add_note(f"where the last checkpoint is cannot be said: {other}")
         else:
-            where = "not written yet" if newest is None else newest.store.url
+            own = newest is not None and newest.stamp.origin == plan.origin
+            where = newest.store.url if newest and own else "not written yet"
             error.add_note(f"the last checkpoint, for fit(resume=...), is {where}")
 
     def _restored(self, final: Final) -> None:

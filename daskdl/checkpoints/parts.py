@@ -96,10 +96,9 @@ class Part:
             SaveError: If it is not there, damaged, or too new.
         """
         content, tensors = self._folder.read()
-        own = dict(tensors.get(self.name, {}))
+        stamp, own = self._stamp(content), dict(tensors.get(self.name, {}))
         said = self._mapping(content, "said", {})
-        state = self._mapping(content, "state", own)
-        return self._stamp(content), {**said, **state}
+        return stamp, {**said, **self._mapping(content, "state", own)}
 
     @property
     def _folder(self) -> Folder:

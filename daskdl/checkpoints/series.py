@@ -6,7 +6,7 @@ again, so that what was left of one that was broken off is never taken for anoth
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -147,13 +147,23 @@ def whole_at(store: Store) -> Whole | None:
         if not store.exists(common.index):
             return None
         stamp, said = common.said()
-        members = said.get("members")
-        if not isinstance(members, list) or not isinstance(said.get("count"), int):
-            raise SaveError(f"{store.url} is damaged: its replicas are {members!r:.80}")
-        for replica in members:
+        _check_said(store, said)
+        for replica in said["members"]:
             part = Part(store, of_replica(replica))
             if not store.exists(part.index) or part.said()[0] != stamp:
                 return None
     except DataError as error:
         raise SaveError(f"cannot read {store.url}: {error}") from error
     return Whole(store, stamp, said)
+
+
+def _check_said(store: Store, said: Mapping[str, Any]) -> None:
+    members, count, rows = said.get("members"), said.get("count"), said.get("rows")
+    whole = isinstance(members, list) and all(type(m) is int for m in members)
+    # Their names are those of files.
+    if not (whole and members and sorted(set(members)) == members and members[0] >= 0):
+        raise SaveError(f"{store.url} is damaged: its replicas are {members!r:.80}")
+    if type(count) is not int or count < 1:
+        raise SaveError(f"{store.url} is damaged: it is number {count!r:.80}")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise SaveError(f"{store.url} is damaged: its history is {rows!r:.80}")

@@ -128,7 +128,9 @@ class Judging:
         if rule is None:
             return {}
         looked = (r for r in rows if rule.due(r["epoch"]) or self._is_last(r["epoch"]))
-        return {row["epoch"]: row[rule.monitor] for row in looked}
+        # An earlier run of the fit may have had no validation data.
+        scored = (row for row in looked if rule.monitor in row)
+        return {row["epoch"]: row[rule.monitor] for row in scored}
 
     def _is_last(self, epoch: int) -> bool:
         return epoch + 1 == self.epochs
@@ -150,9 +152,23 @@ class Judging:
             score = {"loss": training_loss(notes), **validation(notes)}[rule.monitor]
             record = _updated(rule, record, epoch, score)
         verdict = Verdict(record, score)
-        if self._is_last(epoch):
+        return self._concluded(epoch, verdict, max(n["elapsed_s"] for n in notes))
+
+    def reconsidered(self, epoch: int, verdict: Verdict, elapsed_s: float) -> Verdict:
+        """What the rule makes of an epoch of which another one may have judged.
+
+        Args:
+            epoch: Counted from 0.
+            verdict: At its end; of one with the same monitor.
+            elapsed_s: Seconds since the fit began.
+        """
+        former = verdict._replace(reason=None, details="")
+        return self._concluded(epoch, former, elapsed_s)
+
+    def _concluded(self, epoch: int, verdict: Verdict, elapsed_s: float) -> Verdict:
+        rule = self.stopping
+        if rule is None or self._is_last(epoch):
             return verdict
-        elapsed_s = max(note["elapsed_s"] for note in notes)
         for reason, details in _reasons(rule, epoch, verdict, elapsed_s).items():
             if details:
                 return verdict._replace(reason=reason, details=details)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from daskdl.data.models import trainable
+from daskdl.errors import OptionError
 from daskdl.packed import Packed
 
 
@@ -47,10 +48,21 @@ class Outer:
         return {
             "common": [parameter.detach() for parameter in self._common],
             "optimizer": self._optimizer.state_dict(),
+            "kind": type(self._optimizer).__name__,
         }
 
     def restore_(self, values: Mapping[str, Any]) -> None:
-        """Go on from what `values` returned."""
+        """Go on from what `values` returned.
+
+        Raises:
+            OptionError: If that was of another kind of optimizer.
+        """
+        kind = type(self._optimizer).__name__
+        if values["kind"] != kind:
+            raise OptionError(
+                f"outer makes a {kind}, and the state to go on from is of a "
+                f"{values['kind']}; resume with the same one, or with none"
+            )
         with torch.no_grad():
             for common, value in zip(self._common, values["common"], strict=True):
                 common.copy_(value)

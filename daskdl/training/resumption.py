@@ -12,11 +12,13 @@ from daskdl.callbacks.checkpoint import Checkpoint
 from daskdl.channel.pause import Pause
 from daskdl.checkpoints.plan import CheckpointPlan, ResumePlan
 from daskdl.checkpoints.series import Series, Whole, whole_at
+from daskdl.data.models import trainable
 from daskdl.errors import OptionError, SaveError
 from daskdl.training.adoption import Standing
 from daskdl.training.base import TrainingMaster
 from daskdl.training.judging import Verdict, only
-from daskdl.training.tensors import trained_in
+from daskdl.training.likeness import Likeness
+from daskdl.training.method import Method
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Resumption:
         epochs_before: Of earlier fits of the trainer.
         ordinal: Of the checkpoint in its fit, from 1.
         kind: Of the replicas' exchanges.
-        shapes: Of the trainable parameters, by name.
+        likeness: What the fit is made of.
     """
 
     plan: ResumePlan
@@ -39,7 +41,7 @@ class Resumption:
     epochs_before: int
     ordinal: int
     kind: str
-    shapes: Mapping[str, Sequence[int]]
+    likeness: Likeness
 
     @classmethod
     def of(cls, found: Whole) -> "Resumption":
@@ -50,20 +52,21 @@ class Resumption:
         """
         said, members = found.said, tuple(found.members)
         try:
+            _check_said(said)
             return cls(
                 ResumePlan(
                     found.store.url,
                     found.stamp,
                     members,
                     said["epoch"],
-                    None if said["pause"] is None else Pause.of(said["pause"]),
+                    _pause_of(said["pause"]),
                 ),
                 said["rows"],
                 Verdict.of(said["verdict"]),
                 said["epochs_before"],
                 said["count"],
                 said["kind"],
-                said["parameters"],
+                Likeness.from_values(said["likeness"]),
             )
         except (LookupError, TypeError, ValueError) as error:
             raise SaveError(f"{found.store.url} is damaged: {error!r}") from error
@@ -73,29 +76,26 @@ class Resumption:
         """What the fit goes on from, beside what the replicas read."""
         return Standing(epochs=self.epochs_before)
 
-    def check(self, master: TrainingMaster, model: nn.Module) -> None:
+    def check(self, master: TrainingMaster, method: Method, model: nn.Module) -> None:
         """Refuse to go on with something else.
 
         Args:
             master: Of the fit.
+            method: Likewise.
             model: At its start.
 
         Raises:
-            OptionError: If the checkpoint is of another way of training, or model.
+            OptionError: If the checkpoint is of another way of training, model,
+                optimizer or scheduler.
         """
         if self.kind not in master.resumes:
             raise OptionError(
                 f"{self.plan.url} is of replicas of another way of training than "
                 f"{type(master).__name__}; resume with the same master"
             )
-        shapes = {name: list(p.shape) for name, p in trained_in(model).items()}
-        for name in {**self.shapes, **shapes}:
-            ours, theirs = shapes.get(name), self.shapes.get(name)
-            if ours != theirs:
-                raise OptionError(
-                    f"{self.plan.url} is of another model: {name} is {theirs} there, "
-                    f"and {ours} in the model of this trainer"
-                )
+        optimizer = method.optimizer(trainable(model))
+        own = Likeness.of(model, optimizer, method.scheduling.of(optimizer))
+        own.check(self.likeness, self.plan.url)
 
 
 def resumption_of(resume: Any, callbacks: Sequence[Callback]) -> Resumption | None:
@@ -151,3 +151,42 @@ def checkpoints_of(
         return CheckpointPlan(series.store.url, rule, run, run, first)
     origin, before = resumed.plan.stamp.origin, resumed.ordinal
     return CheckpointPlan(series.store.url, rule, origin, run, first, before)
+
+
+def _check_said(said: Mapping[str, Any]) -> None:
+    """Refuse what no checkpoint says.
+
+    Raises:
+        LookupError: If something is missing.
+        ValueError: If something cannot be.
+    """
+    epoch, before, rows = said["epoch"], said["epochs_before"], said["rows"]
+    if type(epoch) is not int or epoch != len(rows):
+        raise ValueError(f"{epoch!r:.80} epochs, and {len(rows)} rows")
+    if type(before) is not int or before < 0:
+        raise ValueError(f"{before!r:.80} epochs before")
+    numbers = [row[name] for row in rows for name in ("epoch", "loss", "examples")]
+    numbers += Verdict.of(said["verdict"]).record
+    wrong = [number for number in numbers if type(number) not in (int, float)]
+    if wrong or not isinstance(said["kind"], str):
+        raise ValueError(f"{wrong!r:.80}, {said['kind']!r:.80}")
+
+
+def _pause_of(fields: Any) -> Pause | None:
+    """Read one that somebody may have written by hand.
+
+    Raises:
+        TypeError: If it is none, or a ValueError.
+    """
+    if fields is None:
+        return None
+    pause = Pause.of(fields)
+    ranges = [one for left in pause.left for one in left.ranges]
+    numbers = [number for one in ranges for number in one]
+    numbers += [pause.order, *(left.replica for left in pause.left)]
+    whole = all(type(number) is int for number in numbers)
+    ordered = (min(part, start) >= 0 for part, start, _ in ranges)
+    ends = (one.is_whole or one.start <= one.stop for one in ranges)
+    if not (whole and all(ordered) and all(ends)):
+        raise ValueError(f"{fields!r:.80} is left")
+    return pause

@@ -65,15 +65,32 @@ class Stopper:
         """How far it has come, as plain values and tensors, for another run."""
         return {
             "verdict": self._verdict.values(),
+            "monitor": self._monitor,
             "elapsed_s": self.elapsed_s,
             "best_epoch": self._best_epoch,
             "best": None if self._best is None else self._best.values(),
         }
 
-    def restore_(self, values: Mapping[str, Any]) -> None:
-        """Go on from what `values` made."""
-        self._conclude(Verdict.of(values["verdict"]))
+    @property
+    def _monitor(self) -> str | None:
+        rule = self._judging.stopping
+        return None if rule is None else rule.monitor
+
+    def restore_(self, values: Mapping[str, Any], epoch: int) -> None:
+        """Go on from what `values` made, unless it was about another score.
+
+        Args:
+            values: Of the fit.
+            epoch: The next one, counted from 0.
+        """
         self._began_at = self._now() - values["elapsed_s"]
+        if values["monitor"] != self._monitor:
+            return
+        verdict = Verdict.of(values["verdict"])
+        if verdict.reason is not None:  # a rule with more patience may go on
+            elapsed_s = values["elapsed_s"]
+            verdict = self._judging.reconsidered(epoch - 1, verdict, elapsed_s)
+        self._conclude(verdict)
         if values["best"] is not None:
             self._best_epoch = values["best_epoch"]
             self._best = Parameters.from_values(values["best"])

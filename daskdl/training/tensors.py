@@ -34,23 +34,27 @@ def others_in(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into those of a module; others stay.
+    """Write tensors into those of a module; parameters that are not given stay.
 
     Args:
         module: Changed in place; its tensors stay the same objects.
-        tensors: By name, on any device.
+        tensors: By name, on any device; all that `others_in` names are there.
 
     Raises:
-        SaveError: If the module has none of that name and shape.
+        SaveError: If the module has none of that name and shape, or more of them.
     """
-    own = {**trained_in(module), **others_in(module)}
-    for name, tensor in tensors.items():
-        shape = own[name].shape if name in own else None
-        if shape != tensor.shape:
+    others = others_in(module)
+    own = {**trained_in(module), **others}
+    for name in {**tensors, **others}:
+        theirs, ours = _shape(tensors.get(name)), _shape(own.get(name))
+        if theirs != ours:
             raise SaveError(
-                f"{name} is {tuple(tensor.shape)} in the checkpoint, in the model "
-                f"{'nothing' if shape is None else tuple(shape)}"
+                f"{name} is {theirs} in the checkpoint, and {ours} in the model"
             )
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)

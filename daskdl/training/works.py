@@ -21,6 +21,7 @@ from daskdl.training.checkpoint_writer import CheckpointWriter, Copyable
 from daskdl.training.checkpoints import Checkpoints
 from daskdl.training.exchange import Exchange
 from daskdl.training.learning_rate import LearningRate
+from daskdl.training.likeness import Likeness
 from daskdl.training.loss_watch import LossWatch
 from daskdl.training.optimizer_state import load_optimizer_
 from daskdl.training.random_state import generators, restore_generators
@@ -30,7 +31,7 @@ from daskdl.training.seat import Seat
 from daskdl.training.stepping import Stepper
 from daskdl.training.stopper import Stopper
 from daskdl.training.task import Recipe, Tally, TaskOptions
-from daskdl.training.tensors import load_tensors_, others_in, trained_in
+from daskdl.training.tensors import load_tensors_, others_in
 
 
 class Works:
@@ -146,7 +147,7 @@ class Works:
         common, donor = inherited.common, inherited.donor
         self.optimizer.load_state_dict(inherited.optimizer)
         self.rate.restore_(donor["schedule"])
-        self.stopper.restore_(common["stopper"])
+        self.stopper.restore_(common["stopper"], self._options.first_epoch)
         self.stepper.restore_(donor["scaler"])
         self.seen = sum(part["seen"] for part in inherited.own)
         self.weight = sum(part["weight"] for part in inherited.own)
@@ -202,13 +203,13 @@ class Works:
             pause: What is left of it, if it has begun; None: all.
         """
         options, state = self._options, self.exchange.state()
-        parameters = trained_in(self.module)
+        likeness = Likeness.of(self.module, self.optimizer, self.rate.scheduler)
         said = {
             "epoch": epoch,
             "pause": None if pause is None else pause.values(),
             "epochs_before": options.epochs_before,
             "kind": state.kind,
-            "parameters": {name: list(p.shape) for name, p in parameters.items()},
+            "likeness": likeness.values(),
             "verdict": self.stopper.verdict.values(),
         }
         common = {

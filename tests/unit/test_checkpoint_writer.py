@@ -1,0 +1,293 @@
+"""A replica's parts of checkpoints, written beside its training."""
+
+import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from records import TIMEOUTS
+from written import put_part
+
+from daskdl import Checkpoint
+from daskdl.channel.base import Gathered
+from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
+from daskdl.checkpoints.plan import CheckpointPlan
+from daskdl.data.stores.store import Store
+from daskdl.errors import DataError, SaveError, WaitTimeoutError
+from daskdl.training.checkpoint_writer import CheckpointWriter, Copyable, copied
+from daskdl.training.checkpoints import Checkpoints
+
+BOUND_S = 20  # of a test that hangs
+
+
+class Waiting:
+    """A channel that only waits.
+
+    Args:
+        patience_s: Waits no longer.
+    """
+
+    def __init__(self, patience_s=BOUND_S):
+        self.patience_s = patience_s
+        self.waits = threading.Event()
+
+    def wait_for_data(self, future, timeout_s):
+        self.waits.set()
+        try:
+            future.exception(min(timeout_s, self.patience_s))
+        except TimeoutError:
+            return False
+        return True
+
+
+def checkpoints_of(series, channel):
+    """Those of a replica whose rows nobody looks at."""
+    own = writer(series, channel=channel)
+    options, rows = SimpleNamespace(checkpoints=own._plan), Mock(rows=[])
+    return Checkpoints(options, own, rows, 0)
+
+
+def writer(series, replica=0, channel=None, first=1, before=0, **options):
+    rule = Checkpoint(series.store.url, **{"keep_last": None, **options})
+    plan = CheckpointPlan(rule.url, rule, "fit", "run", first, before)
+    return CheckpointWriter(plan, replica, channel or Waiting(), TIMEOUTS)
+
+
+def met(*written, gone=(), taken=0):
+    """Replicas have met; each has written parts of checkpoints up to this one."""
+    last = dict(enumerate(written))
+    notes = {r: {"written": number, "checkpoints": taken} for r, number in last.items()}
+    return Gathered(notes, dict.fromkeys(gone, 0))
+
+
+def having(**own):
+    return Copyable({"rows": []}, {"shared": torch.zeros(2)}, own)
+
+
+class Gate:
+    """Holds back whoever writes, and counts them."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.reached = threading.Event(), threading.Semaphore(0)
+        self.entered = 0
+        write = Part.write
+
+        def held(part, *args):
+            self.entered += 1
+            self.reached.release()
+            assert self.open.wait(BOUND_S)
+            write(part, *args)
+
+        monkeypatch.setattr(Part, "write", held)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    own = Gate(monkeypatch)
+    yield own
+    own.open.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("daskdl-checkpoint"):
+            thread.join(BOUND_S)
+
+
+class TestParts:
+    def test_the_lowest_replica_writes_what_is_common(self, series):
+        first, second = writer(series, 0), writer(series, 1)
+
+        second.begin(0, met(-1, -1), having(x=torch.ones(1)))
+        second.finish()
+        assert series.folder(1).names("*.json") == ["replica-1.json"]
+        first.begin(0, met(-1, -1), having(x=torch.zeros(1)))
+        first.finish()
+
+        found = series.whole(1)
+        assert (found.members, found.said["count"]) == ([0, 1], 1)
+        assert found.stamp == Stamp("fit", "run", 1)
+        assert Part(found.store, of_replica(1)).read()[1]["x"].tolist() == [1.0]
+
+    def test_numbers_and_counts_go_on(self, series):
+        own = writer(series, first=7, before=4)
+
+        own.begin(2, met(-1), having())
+        own.finish()
+
+        found = series.newest()
+        assert (found.stamp.number, found.said["count"]) == (9, 7)
+        assert own.written() == 9
+
+    def test_a_replica_that_is_gone_has_no_part(self, series):
+        second = writer(series, 1)
+
+        second.begin(0, met(-1, -1, gone=[0]), having())
+        second.finish()
+
+        assert series.whole(1).members == [1]
+
+    def test_those_that_are_not_kept_are_deleted(self, series):
+        own = writer(series, keep_last=1)
+
+        for taken in range(3):
+            own.begin(taken, met(taken or -1), having())
+            own.finish()
+
+        assert series.numbers() == [3]
+
+
+class TestCopy:
+    def test_what_changes_later_is_not_written(self, series, gate):
+        weight, array = torch.zeros(2), np.zeros(2)
+        said, own = {"rows": [{"loss": 1.0}]}, {"steps": 1}
+        state = {"weight": weight, "deep": [(weight,)], "array": array, **own}
+        writes = writer(series)
+
+        writes.begin(0, met(-1), Copyable(said, {"c": weight}, state))
+        weight.add_(1)
+        array += 1
+        said["rows"].append({"loss": 2.0})
+        said["rows"][0]["loss"] = 3.0
+        gate.open.set()
+        writes.finish()
+
+        _, found = Part(series.folder(1), of_replica(0)).read()
+        tensors = found["weight"], found["deep"][0][0], found["array"]
+        assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.0]] * 3
+        _, common = Part(series.folder(1), COMMON).read()
+        assert (common["rows"], common["c"].tolist()) == ([{"loss": 1.0}], [0.0, 0.0])
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            torch.nn.Parameter(torch.ones(2)),
+            torch.ones(4)[::2],
+            torch.ones(2, dtype=torch.bfloat16),
+            np.ones(2, np.float16),
+            np.ones(4)[::2],
+        ],
+        ids=lambda value: f"{type(value).__name__} {value.dtype} {len(value)}",
+    )
+    def test_it_is_a_plain_tensor_of_the_same_kind(self, value):
+        copy = copied(value)
+
+        assert type(copy) is torch.Tensor
+        assert not copy.requires_grad
+        assert str(copy.dtype).removeprefix("torch.") in str(value.dtype)
+        assert copy.tolist() == [1.0, 1.0]
+
+    def test_a_read_only_array_is_copied_without_a_warning(self):
+        array = np.ones(2)
+        array.flags.writeable = False
+
+        assert copied([array])[0].tolist() == [1.0, 1.0]
+
+
+class TestWaiting:
+    def test_nobody_waits_for_what_is_being_written(self, series, gate):
+        channel = Waiting()
+        own = writer(series, channel=channel)
+
+        own.begin(0, met(-1), having())
+
+        assert gate.reached.acquire(timeout=BOUND_S)
+        assert own.written() == -1
+        assert not channel.waits.is_set()
+
+    def test_at_most_one_copy_waits(self, series, gate):
+        channel, made = Waiting(), []
+        own = checkpoints_of(series, channel)
+
+        def make():
+            made.append(gate.entered)
+            return having()
+
+        own.end_epoch(0, met(-1), False, make)
+        later = 1, met(-1, taken=1), False, make
+        second = threading.Thread(target=own.end_epoch, args=later)
+        second.start()
+        assert channel.waits.wait(BOUND_S)
+        assert len(made) == 1
+        gate.open.set()
+        second.join(BOUND_S)
+        own.finish()
+
+        assert made == [0, 2]  # a part of its own, and the common one
+        assert series.numbers() == [1, 2]
+
+    def test_with_nothing_to_wait_for_it_is_finished(self, series):
+        channel = Waiting()
+
+        writer(series, channel=channel).finish()
+
+        assert not channel.waits.is_set()
+
+    def test_a_store_that_does_not_answer_is_named(self, series, gate):
+        own = writer(series, channel=Waiting(patience_s=0.01))
+        own.begin(0, met(-1), having())
+
+        with pytest.raises(WaitTimeoutError, match=r"writing to .*checkpoint-000001 t"):
+            own.finish()
+
+
+class TestFailures:
+    @pytest.fixture
+    def full(self, monkeypatch):
+        def fails(self, name, content):
+            raise DataError("the disk is full")
+
+        monkeypatch.setattr(Store, "write", fails)
+
+    def test_what_could_not_be_written_comes_out_at_the_next_look(self, series, full):
+        own = writer(series)
+        own.begin(0, met(-1), having())
+        own._writing[1].exception(BOUND_S)
+
+        with pytest.raises(SaveError, match=r"cannot write .*: the disk is full"):
+            own.written()
+
+    def test_or_when_it_is_waited_for(self, series, full):
+        own = writer(series)
+        own.begin(0, met(-1), having())
+
+        with pytest.raises(SaveError, match=r"cannot write .*: the disk is full"):
+            own.finish()
+
+    def test_a_folder_that_is_not_the_same_for_all_is_named(self, series):
+        own = writer(series)
+        own.begin(0, met(-1, -1), having())
+        own.finish()  # and the other has written its part, somewhere else
+
+        own.begin(1, met(1, 1), having())
+
+        with pytest.raises(SaveError, match="and they are not all there; it has to"):
+            own.finish()
+
+    def test_one_that_lacks_a_part_which_nobody_says_is_there_is_no_error(self, series):
+        own = writer(series)
+        own.begin(0, met(-1, -1), having())
+        own.finish()
+
+        own.begin(1, met(1, -1), having())  # the other is still writing
+        own.finish()
+
+        assert own.written() == 2
+
+    def test_one_that_lacks_the_part_of_a_replica_that_was_lost_is_none(self, series):
+        own = writer(series)
+        own.begin(0, met(-1, -1), having())
+        own.finish()
+
+        own.begin(1, met(1), having())  # it died while it wrote
+        own.finish()
+
+        assert series.newest().stamp.number == 2
+
+    def test_the_first_of_a_run_needs_none_before(self, series):
+        put_part(series, Stamp("fit", "run before", 4), 0)
+        own = writer(series, first=5)
+
+        own.begin(0, met(-1), having())
+        own.finish()
+
+        assert series.newest().stamp.number == 5

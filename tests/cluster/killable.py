@@ -10,6 +10,7 @@ import os
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import dask.config
 import torch
 from distributed import Client, Scheduler, Worker
 from torch import nn
@@ -23,7 +24,9 @@ CONTEXT.set_forkserver_preload(["torch._dynamo", __name__])
 WITHIN_S = 60  # a fit is over
 
 WORKERS = 2
-EPOCHS = 7
+EPOCHS = 4
+EVERY = "5 steps"  # the second time it is the end of an epoch
+ALL = 2 * EPOCHS  # checkpoints
 WIDTH = 400  # a checkpoint is several megabytes: it is seldom not being written
 X, Y = rows(count=320)
 TEST_X, TEST_Y = rows(count=1000, seed=0)
@@ -73,14 +76,17 @@ def work(address, number, folder):
 def fit(address, folder, resume, keep_last):
     """Train, and leave the result or the failure in a folder."""
     folder = Path(folder)
-    with Client(address, set_as_default=False) as client:
+    with (
+        dask.config.set({"daskdl.timeouts.rejoin": "2s"}),
+        Client(address, set_as_default=False) as client,
+    ):
         client.wait_for_workers(WORKERS, timeout=WITHIN_S)
         own = trainer(
             client,
             model=model,
             optimizer=adam,
             master=kept(max_staleness=0),
-            callbacks=[Checkpoint(folder / CHECKPOINTS, keep_last=keep_last)],
+            callbacks=[Checkpoint(folder / CHECKPOINTS, EVERY, keep_last=keep_last)],
         )
         try:
             own.fit(X, Y, epochs=EPOCHS, batch_size=16, resume=resume)

@@ -19,15 +19,14 @@ from daskdl import Checkpoint, DaskDLError
 from tests.cluster.problems import adam, kept, rows, trainer
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# An optimizer imports the first of them.
-CONTEXT.set_forkserver_preload(["torch._dynamo", __name__])
+CONTEXT.set_forkserver_preload(["tests.cluster.preloaded"])
 WITHIN_S = 60  # a fit is over
 
 WORKERS = 2
 EPOCHS = 4
 EVERY = "5 steps"  # the second time it is the end of an epoch
 ALL = 2 * EPOCHS  # checkpoints
-WIDTH = 400  # a checkpoint is several megabytes: it is seldom not being written
+WIDTH = 256  # a checkpoint is a megabyte and more: it is seldom not being written
 X, Y = rows(count=320)
 TEST_X, TEST_Y = rows(count=1000, seed=0)
 CHECKPOINTS = "checkpoints"

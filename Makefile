@@ -5,12 +5,13 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos lint bench study clean
+.PHONY: help demo test chaos kills lint bench study clean
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
 	@echo "make test   run the whole suite"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
+	@echo "make kills  kill processes while checkpoints are written: fifty times"
 	@echo "make lint   formatting, lint, types, documentation"
 	@echo "make bench  run the benchmarks"
 	@echo "make study  compare with synchronous training: some hours"
@@ -32,6 +33,9 @@ test: .venv/installed
 chaos: .venv/installed
 	DASKDL_CHAOS_SEEDS=20 $(BIN)/python -m pytest tests/chaos
 
+kills: .venv/installed
+	DASKDL_KILLS=50 $(BIN)/python -m pytest tests/cluster/test_kills.py
+
 lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,6 +51,7 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.channel
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.kill
+	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.data
 
 study: .venv/installed

@@ -62,6 +62,8 @@ class Checkpoint(Callback):
             raise OptionError(
                 f"url must be a URL or a path of a folder, got {self.url!r}"
             )
+        # As text, so that a trainer that has it can be saved.
+        object.__setattr__(self, "url", os.fspath(self.url))
         if isinstance(self.every, str):
             self._check_text(self.every)
         else:

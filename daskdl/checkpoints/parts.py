@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from daskdl.data.stores.store import Store
 from daskdl.errors import SaveError
 from daskdl.saving.folder import Folder
 from daskdl.saving.index import Kind
 from daskdl.saving.plain import Plain
+from daskdl.saving.tensors import laid_out
 from daskdl.version import VERSION
 
 COMMON = "common"
@@ -40,6 +42,13 @@ def of_replica(replica: int) -> str:
     return f"replica-{replica}"
 
 
+class Copy(NamedTuple):
+    """What is to be written, with memory of its own."""
+
+    content: dict[str, Any]  # JSON
+    tensors: Tensor | None  # laid out as in their file; None: there are none
+
+
 @dataclass(frozen=True)
 class Part:
     """One part.
@@ -57,19 +66,23 @@ class Part:
         """The name of the file that is written last."""
         return f"{self.name}.json"
 
-    def write(
-        self, stamp: Stamp, said: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> None:
-        """Write it; it is there at once.
+    def copied(
+        self,
+        stamp: Stamp,
+        said: Mapping[str, Any],
+        state: Mapping[str, Any],
+        used: Copy | None = None,
+    ) -> Copy:
+        """Copy what is to be written.
 
         Args:
             stamp: Of the checkpoint.
             said: Plain values that `said` reads without the rest.
-            state: Plain values and tensors on the CPU, by other names.
+            state: Plain values and tensors, by other names.
+            used: Another one, which is written: its memory may be used again.
 
         Raises:
             OptionError: Naming what cannot be written without code.
-            SaveError: If nothing can be written there.
         """
         plain = Plain()
         content = {
@@ -77,8 +90,20 @@ class Part:
             "said": plain.encode(dict(said), "said"),
             "state": plain.encode(dict(state), "state"),
         }
+        if not plain.tensors:
+            return Copy(content, None)
+        memory = None if used is None else used.tensors
+        return Copy(content, laid_out(plain.tensors, memory))
+
+    def write(self, copy: Copy) -> None:
+        """Write it; it is there at once.
+
+        Raises:
+            SaveError: If nothing can be written there.
+        """
         made_by = {"daskdl": VERSION, "torch": torch.__version__}
-        self._folder.write(content, {self.name: plain.tensors}, made_by)
+        files = {} if copy.tensors is None else {self.name: copy.tensors}
+        self._folder.write_files(copy.content, files, made_by)
 
     def said(self) -> tuple[Stamp, dict[str, Any]]:
         """Read what is known without its tensors.
@@ -112,7 +137,7 @@ class Part:
         raise SaveError(f"{self.store.url_of(self.index)} is damaged: {stamp!r:.80}")
 
     def _mapping(
-        self, content: Any, name: str, tensors: dict[str, torch.Tensor]
+        self, content: Any, name: str, tensors: dict[str, Tensor]
     ) -> dict[str, Any]:
         try:
             found = Plain(tensors=tensors).decode(content.get(name))

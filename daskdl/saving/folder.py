@@ -80,9 +80,25 @@ class Folder:
             SaveError: If nothing can be written there.
         """
         with self._named("write"):
-            files = {
-                role: self._put(role, own) for role, own in contents.items() if own
-            }
+            filled = {role: own for role, own in contents.items() if own}
+            files = {role: tensors.laid_out(own) for role, own in filled.items()}
+        self.write_files(content, files, made_by)
+
+    def write_files(
+        self, content: Any, contents: Mapping[str, Tensor], made_by: Mapping[str, str]
+    ) -> None:
+        """Save what is laid out already.
+
+        Args:
+            content: JSON.
+            contents: By role, see `tensors.laid_out`.
+            made_by: Versions of the libraries.
+
+        Raises:
+            SaveError: If nothing can be written there.
+        """
+        with self._named("write"):
+            files = {role: self._put(role, own) for role, own in contents.items()}
             index = encode_index(self.kind, made_by, files, content)
             self.store.write(self.kind.index, index)
             self.store.delete(self._stale(files))
@@ -114,8 +130,8 @@ class Folder:
         with self._named("read"):
             return decode_index(self.kind, self._index())[1]
 
-    def _put(self, role: str, own: Mapping[str, Tensor]) -> File:
-        content = tensors.to_bytes(own)
+    def _put(self, role: str, own: Tensor) -> File:
+        content = tensors.view(own)
         file = file_of(role, content)
         self.store.write(file.name, content)
         return file

@@ -44,7 +44,7 @@ class File(NamedTuple):
     sha256: str  # in hexadecimal
 
 
-def file_of(role: str, content: bytes) -> File:
+def file_of(role: str, content: bytes | memoryview) -> File:
     """Name a file after what is in it.
 
     Example:

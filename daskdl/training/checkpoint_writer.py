@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from daskdl.channel.base import Channel, Gathered
-from daskdl.checkpoints.parts import COMMON, Part, of_replica
+from daskdl.checkpoints.parts import COMMON, Copy, Part, Stamp, of_replica
 from daskdl.checkpoints.plan import CheckpointPlan
 from daskdl.errors import SaveError
 from daskdl.timeouts import Timeouts
@@ -52,6 +51,7 @@ class CheckpointWriter:
         self._written = -1  # number of the last one
         self._members: tuple[int, ...] = ()  # that had a part in the last one
         self._writing: tuple[int, Future[None]] | None = None
+        self._copies: dict[str, Copy] = {}  # of the last one, by part
 
     def written(self) -> int:
         """Number of the last checkpoint of which this replica's part is there, or -1.
@@ -88,28 +88,43 @@ class CheckpointWriter:
         """
         notes, stamp = gathered.notes, self._plan.stamp(taken)
         members = tuple(sorted(notes.keys() - gathered.gone.keys()))
-        count = self._plan.before + taken + 1
-        said = {**copied(what.said), "members": list(members), "count": count}
-        # One that came later may not know all rows of the history.
-        first = max(members, key=lambda replica: notes[replica]["rows"])
-        common = copied(what.common) if self._replica == first else None
-        own = copied(what.own)
         complete = {note["written"] for note in notes.values()} == {stamp.number - 1}
         expected = complete and set(self._members) <= set(members)
         self._members = members
+        # One that came later may not know all rows of the history.
+        first = max(members, key=lambda replica: notes[replica]["rows"])
+        self._copy(stamp, taken, what, of_all=self._replica == first)
 
         def write() -> None:
-            store = self._series.folder(stamp.number)
-            Part(store, of_replica(self._replica)).write(stamp, {}, own)
-            if common is None:
-                return
-            if expected:
-                self._check(stamp.number - 1)
-            Part(store, COMMON).write(stamp, said, common)
-            self._plan.prune()
+            self._write(stamp.number, expected)
 
         name = f"daskdl-checkpoint-{self._replica}"
         self._writing = stamp.number, begun(write, name)
+
+    def _copy(self, stamp: Stamp, taken: int, what: Copyable, *, of_all: bool) -> None:
+        """Into the memory of the last copy, if there is as much of it as is needed."""
+        used, store = self._copies, self._series.folder(stamp.number)
+        own = of_replica(self._replica)
+        part = Part(store, own)
+        self._copies = {own: part.copied(stamp, {}, plain(what.own), used.get(own))}
+        if of_all:
+            count = self._plan.before + taken + 1
+            said = {**what.said, "members": list(self._members), "count": count}
+            said, common = plain(said), plain(what.common)
+            copy = Part(store, COMMON).copied(stamp, said, common, used.get(COMMON))
+            self._copies[COMMON] = copy
+
+    # thread of its own
+
+    def _write(self, number: int, expected: bool) -> None:
+        """Write the copies, the common part last; the training thread leaves them."""
+        store = self._series.folder(number)
+        for name, copy in self._copies.items():
+            if name == COMMON and expected:
+                self._check(number - 1)
+            Part(store, name).write(copy)
+        if COMMON in self._copies:
+            self._plan.prune()
 
     def _check(self, number: int) -> None:
         """All have said that they have written it."""
@@ -121,22 +136,17 @@ class CheckpointWriter:
             )
 
 
-def copied(value: Any) -> Any:
-    """Plain values with copies of their tensors and arrays, as tensors on the CPU.
+def plain(value: Any) -> Any:
+    """Plain values with tensors in the place of arrays.
 
     Example:
-        >>> weight = torch.zeros(2)
-        >>> copy = copied({"a": [weight, 1.5]})
-        >>> _ = weight.add_(1)
-        >>> copy
-        {'a': [tensor([0., 0.]), 1.5]}
+        >>> plain({"a": [np.zeros(2), 1.5]})
+        {'a': [tensor([0., 0.], dtype=torch.float64), 1.5]}
     """
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
     if isinstance(value, np.ndarray):
         return torch.from_numpy(np.array(value))
     if isinstance(value, dict):
-        return type(value)({key: copied(one) for key, one in value.items()})
+        return type(value)({key: plain(one) for key, one in value.items()})
     if type(value) in (list, tuple):
-        return type(value)(copied(one) for one in value)
+        return type(value)(plain(one) for one in value)
     return value

@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -145,9 +146,19 @@ class Recording(Exchange):
         self._folder = Path(folder)
         self._atol = atol
         self._start = vector(seat.module)
-        channel.start_N = np.rint(self._start.numpy() / GRID).astype(np.int64)
         self._progress = torch.zeros_like(self._start)
         self._alone = torch.zeros_like(self._start)
+        if seat.resumed is not None:
+            self._carry()
+        self._carried = self._progress.clone()
+        channel.start_N = np.rint(self._start.numpy() / GRID).astype(np.int64)
+
+    def _carry(self):
+        """What was agreed on is the start, and what was not sent is progress."""
+        local = self._start
+        with self._inner.showing_agreed():
+            self._start = vector(self._seat.module)
+        self._progress = (local - self._start) / self._weight()
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -202,6 +213,7 @@ class Recording(Exchange):
             expected=self._start.numpy() + total_N * GRID,
             progress=self._progress.numpy(),
             start=self._start.numpy(),
+            carried=self._carried.numpy(),
             published=channel.sent,
             received=channel.received,
             kinds=channel.kinds,
@@ -233,6 +245,9 @@ class Recording(Exchange):
     def snapshot(self):
         return self._inner.snapshot()
 
+    def state(self):
+        return self._inner.state()
+
     def hand_over(self):
         self._inner.hand_over()
         # A step the stop fell into has moved the module, and is handed over too.
@@ -242,9 +257,6 @@ class Recording(Exchange):
             others=np.asarray(self._channel.received_N),
             local=vector(self._seat.module).numpy(),
         )
-
-    def state(self):
-        return self._inner.state()
 
     def final(self):
         return self._inner.final()
@@ -274,6 +286,7 @@ class Recorded(TrainingMaster):
     )
     copies: int = 1
     atol: float = 2e-6
+    resumes: ClassVar = GradientSharing.resumes
 
     @property
     def replicas_per_worker(self):

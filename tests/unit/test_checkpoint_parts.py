@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from fitted_trainers import signed
-from written import damaged
+from written import damaged, write_part
 
 from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
 from daskdl.errors import OptionError, SaveError
@@ -34,7 +34,7 @@ def tensor_file(part):
 def test_what_was_written_is_read(part):
     state = {"x": torch.tensor([1.5, 2.0]).half(), "more": [{"y": torch.arange(3)}, 1]}
 
-    part.write(STAMP, SAID, state)
+    write_part(part, STAMP, SAID, state)
     stamp, found = part.read()
 
     assert stamp == STAMP
@@ -46,7 +46,7 @@ def test_what_was_written_is_read(part):
 
 
 def test_what_it_says_is_read_without_its_tensors(part):
-    part.write(STAMP, SAID, {"x": torch.zeros(2)})
+    write_part(part, STAMP, SAID, {"x": torch.zeros(2)})
     part.store.delete([tensor_file(part)])
 
     assert part.said() == (STAMP, SAID)
@@ -55,7 +55,7 @@ def test_what_it_says_is_read_without_its_tensors(part):
 
 
 def test_one_without_tensors_is_one_file(part):
-    part.write(STAMP, SAID, {"steps": 3})
+    write_part(part, STAMP, SAID, {"steps": 3})
 
     assert part.store.names() == ["common.json"]
     assert part.read()[1]["steps"] == 3
@@ -63,10 +63,10 @@ def test_one_without_tensors_is_one_file(part):
 
 def test_parts_do_not_touch_each_other(part):
     other = Part(part.store, of_replica(1))
-    part.write(STAMP, SAID, {"x": torch.zeros(2)})
+    write_part(part, STAMP, SAID, {"x": torch.zeros(2)})
 
-    other.write(STAMP, {}, {"x": torch.ones(2)})
-    other.write(STAMP, {}, {"x": torch.full((2,), 2.0)})
+    write_part(other, STAMP, {}, {"x": torch.ones(2)})
+    write_part(other, STAMP, {}, {"x": torch.full((2,), 2.0)})
 
     assert part.read()[1]["x"].tolist() == [0.0, 0.0]
     assert other.read()[1]["x"].tolist() == [2.0, 2.0]
@@ -75,16 +75,16 @@ def test_parts_do_not_touch_each_other(part):
 
 def test_replica_1_is_not_replica_10(part):
     first, tenth = (Part(part.store, of_replica(n)) for n in (1, 10))
-    tenth.write(STAMP, {}, {"x": torch.ones(2)})
+    write_part(tenth, STAMP, {}, {"x": torch.ones(2)})
 
-    first.write(STAMP, {}, {"x": torch.zeros(2)})
+    write_part(first, STAMP, {}, {"x": torch.zeros(2)})
 
     assert tenth.read()[1]["x"].tolist() == [1.0, 1.0]
 
 
 def test_what_cannot_be_written_without_code_is_named(part):
     with pytest.raises(OptionError, match=r"state\.optimizer\.hook .* without code"):
-        part.write(STAMP, SAID, {"optimizer": {"hook": object()}})
+        write_part(part, STAMP, SAID, {"optimizer": {"hook": object()}})
 
     assert part.store.names() == []
 
@@ -96,7 +96,7 @@ def test_one_that_is_not_there_says_where(part):
 
 @pytest.mark.parametrize("read", [Part.said, Part.read])
 def test_a_damaged_index_is_refused(part, read):
-    part.write(STAMP, SAID, {"x": torch.zeros(2)})
+    write_part(part, STAMP, SAID, {"x": torch.zeros(2)})
     damaged(part.store, part.index)
 
     with pytest.raises(SaveError, match="cannot read "):
@@ -104,7 +104,7 @@ def test_a_damaged_index_is_refused(part, read):
 
 
 def test_damaged_tensors_are_refused(part):
-    part.write(STAMP, SAID, {"x": torch.zeros(2)})
+    write_part(part, STAMP, SAID, {"x": torch.zeros(2)})
     damaged(part.store, tensor_file(part))
 
     with pytest.raises(SaveError, match="is damaged: its checksum is wrong"):
@@ -112,7 +112,7 @@ def test_damaged_tensors_are_refused(part):
 
 
 def test_tensors_that_were_cut_off_are_refused(part):
-    part.write(STAMP, SAID, {"x": torch.zeros(2)})
+    write_part(part, STAMP, SAID, {"x": torch.zeros(2)})
     name = tensor_file(part)
     part.store.write(name, part.store.read(name)[:-4])
 
@@ -121,7 +121,7 @@ def test_tensors_that_were_cut_off_are_refused(part):
 
 
 def test_one_of_a_newer_release_is_refused(part):
-    part.write(STAMP, SAID, {})
+    write_part(part, STAMP, SAID, {})
     part.store.write(part.index, signed({**content(part), "version": 2}))
 
     with pytest.raises(SaveError, match="of version 2, and this daskdl reads up to 1"):
@@ -129,7 +129,7 @@ def test_one_of_a_newer_release_is_refused(part):
 
 
 def test_a_save_of_a_trainer_is_none(part):
-    part.write(STAMP, SAID, {})
+    write_part(part, STAMP, SAID, {})
     part.store.write(part.index, signed({**content(part), "format": "daskdl trainer"}))
 
     with pytest.raises(SaveError, match="not of the format 'daskdl checkpoint'"):
@@ -153,7 +153,7 @@ def test_a_save_of_a_trainer_is_none(part):
     ids=repr,
 )
 def test_contents_that_are_no_part_are_refused(part, wrong):
-    part.write(STAMP, SAID, {})
+    write_part(part, STAMP, SAID, {})
     part.store.write(part.index, signed({**content(part), "content": wrong}))
 
     with pytest.raises(SaveError, match="is damaged"):

@@ -4,7 +4,7 @@ import logging
 import math
 
 import pytest
-from written import damaged, put, put_part
+from written import damaged, put, put_part, write_part
 
 from daskdl.checkpoints.parts import COMMON, Part, Stamp
 from daskdl.checkpoints.retention import Retention
@@ -65,7 +65,7 @@ class TestWhole:
     def test_replicas_that_cannot_be_are_refused(self, series, members):
         put(series, 3)
         said = {"members": members, "count": 3}
-        Part(series.folder(3), COMMON).write(Stamp("fit", "run", 3), said, {})
+        write_part(Part(series.folder(3), COMMON), Stamp("fit", "run", 3), said, {})
 
         with pytest.raises(SaveError, match="is damaged: its replicas are"):
             series.whole(3)

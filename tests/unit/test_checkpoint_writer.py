@@ -16,7 +16,7 @@ from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
 from daskdl.checkpoints.plan import CheckpointPlan
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, SaveError, WaitTimeoutError
-from daskdl.training.checkpoint_writer import CheckpointWriter, Copyable, copied
+from daskdl.training.checkpoint_writer import CheckpointWriter, Copyable, plain
 from daskdl.training.checkpoints import Checkpoints
 
 BOUND_S = 20  # of a test that hangs
@@ -33,7 +33,7 @@ class Waiting:
         self.patience_s = patience_s
         self.waits = threading.Event()
 
-    def wait_for_data(self, future, timeout_s):
+    def wait_for_checkpoint(self, future, timeout_s):
         self.waits.set()
         try:
             future.exception(min(timeout_s, self.patience_s))
@@ -58,7 +58,8 @@ def writer(series, replica=0, channel=None, first=1, before=0, **options):
 def met(*written, gone=(), taken=0):
     """Replicas have met; each has written parts of checkpoints up to this one."""
     last = dict(enumerate(written))
-    notes = {r: {"written": number, "checkpoints": taken} for r, number in last.items()}
+    common = {"checkpoints": taken, "rows": 0}
+    notes = {r: {"written": number, **common} for r, number in last.items()}
     return Gathered(notes, dict.fromkeys(gone, 0))
 
 
@@ -168,9 +169,14 @@ class TestCopy:
         ],
         ids=lambda value: f"{type(value).__name__} {value.dtype} {len(value)}",
     )
-    def test_it_is_a_plain_tensor_of_the_same_kind(self, value):
-        copy = copied(value)
+    def test_it_is_a_plain_tensor_of_the_same_kind(self, series, value):
+        own = writer(series)
 
+        own.begin(0, met(-1), having(value=value))
+        own.finish()
+
+        _, found = Part(series.folder(1), of_replica(0)).read()
+        copy = found["value"]
         assert type(copy) is torch.Tensor
         assert not copy.requires_grad
         assert str(copy.dtype).removeprefix("torch.") in str(value.dtype)
@@ -180,7 +186,7 @@ class TestCopy:
         array = np.ones(2)
         array.flags.writeable = False
 
-        assert copied([array])[0].tolist() == [1.0, 1.0]
+        assert plain([array])[0].tolist() == [1.0, 1.0]
 
 
 class TestWaiting:

@@ -10,13 +10,13 @@ from daskdl import Checkpoint, GradientSharing, ParameterAveraging
 from daskdl.checkpoints.parts import Stamp
 from daskdl.checkpoints.plan import ResumePlan
 from daskdl.errors import OptionError, SaveError
-from daskdl.training.base import ALONE, AVERAGER, SHARER
 from daskdl.training.judging import Verdict
 from daskdl.training.learning_rate import Scheduling
 from daskdl.training.likeness import Likeness
 from daskdl.training.method import Method
 from daskdl.training.resuming import inherit
 from daskdl.training.resumption import Resumption, resumption_of
+from daskdl.training.states import ALONE, AVERAGER, SHARER
 
 TENSORS = {"weight": "float32 (2, 3)", "bias": "float32 (2,)"}
 LIKENESS = Likeness(TENSORS, "SGD of [2] parameters", None)

@@ -9,7 +9,11 @@ from torch import nn
 
 from daskdl import OptionError, SaveError
 from daskdl.saving import tensors
-from daskdl.saving.tensors import DTYPES, from_bytes, to_bytes
+from daskdl.saving.tensors import DTYPES, from_bytes, laid_out, view
+
+
+def to_bytes(named):
+    return bytes(view(laid_out(named)))
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)

@@ -5,6 +5,10 @@ import torch
 from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
 
 
+def write_part(part, stamp, said, state):
+    part.write(part.copied(stamp, said, state))
+
+
 def put(series, number, members=(0, 1), origin="fit", run="run", **said):
     """Write a whole checkpoint.
 
@@ -15,13 +19,14 @@ def put(series, number, members=(0, 1), origin="fit", run="run", **said):
     for replica in members:
         put_part(series, stamp, replica)
     said = {"members": list(members), "count": number, "rows": [], **said}
-    Part(folder, COMMON).write(stamp, said, {"shared": torch.zeros(2)})
+    write_part(Part(folder, COMMON), stamp, said, {"shared": torch.zeros(2)})
     return stamp
 
 
 def put_part(series, stamp, replica):
     state = {"own": torch.full((2,), float(replica))}
-    Part(series.folder(stamp.number), of_replica(replica)).write(stamp, {}, state)
+    part = Part(series.folder(stamp.number), of_replica(replica))
+    write_part(part, stamp, {}, state)
 
 
 def damaged(store, name):

@@ -14,7 +14,7 @@ _PUT_WHOLE = frozenset(
 )
 
 
-def put(system: Any, path: str, content: bytes) -> None:
+def put(system: Any, path: str, content: bytes | memoryview) -> None:
     """Write a file; who reads meanwhile sees all of it or what was there before.
 
     Locally a temporary file beside it is renamed, an object store gets one put;
@@ -32,9 +32,9 @@ def put(system: Any, path: str, content: bytes) -> None:
     if kinds & LOCAL:
         _rename(Path(path), content)
     elif kinds & _PUT_WHOLE:
-        system.pipe_file(path, content)
+        system.pipe_file(path, bytes(content))
     else:
-        _move(system, path, content)
+        _move(system, path, bytes(content))
 
 
 def _protocols(system: Any) -> set[str]:
@@ -42,7 +42,7 @@ def _protocols(system: Any) -> set[str]:
     return {kinds} if isinstance(kinds, str) else set(kinds)
 
 
-def _rename(final: Path, content: bytes) -> None:
+def _rename(final: Path, content: bytes | memoryview) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{uuid.uuid4().hex}{TEMPORARY}")
     try:

@@ -64,7 +64,7 @@ class Store:
         )
         return content
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes | memoryview) -> None:
         """Write a file; who reads meanwhile sees all of it or what was there before.
 
         Locally a temporary file beside it is renamed, an object store gets one put;

@@ -1,0 +1,228 @@
+"""What a checkpoint costs those who train, beside a plain `torch.save`.
+
+Question: how long does a replica stop for a checkpoint, and what do its steps cost
+          while it is being written?
+Counted:  pause: the time that a replica's training thread spends on a checkpoint when
+          all have met at the end of an epoch, until it trains on, of the replica that
+          writes the common part too, and of the other. Two worker processes of one
+          thread, a checkpoint each epoch. Baseline: `torch.save` of the state that the
+          first writes (model, optimizer, residual) to the same disk, on the same worker
+          while nobody trains; it does not wait for the disk as daskdl's writing does.
+          step: the mean from the end of one step to the end of the next within an
+          epoch, of both replicas, in the same fit with and without checkpoints.
+          Contestants take turns, `--rounds` times; medians over rounds.
+Run:      python -m benchmarks.checkpoint --rounds 5
+"""
+
+import argparse
+import functools
+import json
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from distributed import Client, LocalCluster
+from torch import nn
+
+import daskdl
+from daskdl.training.checkpoints import Checkpoints
+
+FEATURES, CLASSES, BATCH = 256, 10, 16
+WIDTHS = {1: 880, 25: 4880}  # by millions of parameters
+EPOCHS = 5
+OPTIMIZERS = {
+    "SGD, momentum": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "Adam": functools.partial(torch.optim.Adam, lr=1e-4),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    millions: int  # of parameters
+    optimizer: str
+    saved_ms: float  # torch.save, which a training loop would wait for
+    writer_ms: float  # pause of the replica that writes the common part too
+    writer_ratio: float  # to torch.save
+    other_ms: float
+    other_ratio: float
+    without_ms: float  # a step
+    with_ms: float
+    step_ratio: float
+
+
+class Clock(daskdl.Callback):
+    """Notes the end of each step in a file of its replica and epoch."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_step_end(self, step: daskdl.Step) -> None:
+        path = Path(self._folder, f"{step.replica}-{step.epoch}.steps")
+        with path.open("a") as file:
+            file.write(f"{time.perf_counter()}\n")
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, CLASSES),
+    )
+
+
+def timed() -> None:
+    """On a worker: note how long each checkpoint holds the training thread."""
+    end_epoch, pauses = Checkpoints.end_epoch, []
+
+    def timed_end(self, *args) -> None:
+        started = time.perf_counter()
+        end_epoch(self, *args)
+        pauses.append(time.perf_counter() - started)
+
+    Checkpoints.end_epoch = timed_end
+    Checkpoints.pauses = pauses
+
+
+def taken() -> list[float]:
+    """On a worker: the pauses since the last call, seconds."""
+    pauses = list(Checkpoints.pauses)
+    Checkpoints.pauses.clear()
+    return pauses
+
+
+def saved_s(width: int, optimizer, folder: str) -> float:
+    """On a worker: how long `torch.save` takes."""
+    module = mlp(width)
+    own = optimizer(module.parameters())
+    loss = nn.functional.cross_entropy(
+        module(torch.randn(BATCH, FEATURES)), torch.zeros(BATCH, dtype=torch.long)
+    )
+    loss.backward()
+    own.step()
+    state = {
+        "model": module.state_dict(),
+        "optimizer": own.state_dict(),
+        "residual": [torch.randn_like(p) for p in module.parameters()],
+    }
+    started = time.perf_counter()
+    torch.save(state, Path(folder, "plain.pt"))
+    return time.perf_counter() - started
+
+
+class Case:
+    """One model with one optimizer."""
+
+    def __init__(self, client: Client, millions: int, optimizer: str, steps: int):
+        self._client = client
+        self._width = WIDTHS[millions]
+        self._optimizer = OPTIMIZERS[optimizer]
+        rng = np.random.default_rng(0)
+        count = 2 * steps * BATCH
+        self._x = rng.normal(size=(count, FEATURES)).astype(np.float32)
+        self._y = rng.integers(0, CLASSES, count)
+
+    def measure(self) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            without_ms = self._step_ms(folder, [])
+        with tempfile.TemporaryDirectory() as folder:
+            rule = daskdl.Checkpoint(Path(folder, "checkpoints"), keep_last=1)
+            with_ms = self._step_ms(folder, [rule])
+        with tempfile.TemporaryDirectory() as folder:
+            saved_ms = 1e3 * self._saved_s(folder)
+        # Replica 0 is on the first of the workers. Its last checkpoint is as any other.
+        pauses = self._client.run(taken)
+        writer_ms, other_ms = (
+            1e3 * statistics.median(pauses[worker]) for worker in sorted(pauses)
+        )
+        return {
+            "saved_ms": saved_ms,
+            "writer_ms": writer_ms,
+            "writer_ratio": writer_ms / saved_ms,
+            "other_ms": other_ms,
+            "other_ratio": other_ms / saved_ms,
+            "without_ms": without_ms,
+            "with_ms": with_ms,
+            "step_ratio": with_ms / without_ms,
+        }
+
+    def _step_ms(self, folder: str, callbacks) -> float:
+        daskdl.Trainer(
+            functools.partial(mlp, self._width),
+            nn.CrossEntropyLoss(),
+            self._optimizer,
+            client=self._client,
+            callbacks=[Clock(folder), *callbacks],
+            progress=False,
+        ).fit(self._x, self._y, epochs=EPOCHS, batch_size=BATCH)
+        # The first epoch loads what is needed for the first time, and no checkpoint
+        # is written beside it.
+        ends = [
+            np.loadtxt(path)
+            for path in Path(folder).glob("*.steps")
+            if not path.stem.endswith("-0")
+        ]
+        return 1e3 * float(np.concatenate([np.diff(end) for end in ends]).mean())
+
+    def _saved_s(self, folder: str) -> float:
+        worker = min(self._client.nthreads())
+        arguments = (self._width, self._optimizer, folder)
+        future = self._client.submit(saved_s, *arguments, workers=[worker], pure=False)
+        return future.result()
+
+
+def table(rounds: int, steps: dict[int, int]) -> list[Row]:
+    rows = []
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        client.run(timed)
+        for millions in WIDTHS:
+            for optimizer in OPTIMIZERS:
+                case = Case(client, millions, optimizer, steps[millions])
+                measured = [case.measure() for _ in range(rounds)]
+                numbers = {
+                    name: statistics.median(one[name] for one in measured)
+                    for name in measured[0]
+                }
+                rows.append(Row(millions, optimizer, **numbers))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--steps", type=int, nargs=2, default=(200, 40), help="per epoch and replica"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
+    arguments = parser.parse_args()
+
+    print(f"# torch {torch.__version__}, {platform.machine()}, 2 workers of 1 thread")
+    print(
+        f"{'parameters':>10} {'optimizer':14}{'saved':>8}{'writer':>8}{'ratio':>7}"
+        f"{'other':>7}{'ratio':>7}{'step':>8}{'with':>8}{'ratio':>7}"
+    )
+    rows = table(arguments.rounds, dict(zip(WIDTHS, arguments.steps, strict=True)))
+    for row in rows:
+        print(
+            f"{row.millions:>8} M {row.optimizer:14}{row.saved_ms:>8.1f}"
+            f"{row.writer_ms:>8.1f}{row.writer_ratio:>7.2f}{row.other_ms:>7.1f}"
+            f"{row.other_ratio:>7.2f}{row.without_ms:>8.2f}{row.with_ms:>8.2f}"
+            f"{row.step_ratio:>7.2f}"
+        )
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps([asdict(r) for r in rows], indent=2))
+
+
+if __name__ == "__main__":
+    main()

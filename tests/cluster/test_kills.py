@@ -1,0 +1,183 @@
+"""Processes are killed while checkpoints are written: one is always there, and whole.
+
+The suite makes some kills, ``make kills`` fifty.
+"""
+
+import logging
+import os
+import random
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from distributed.utils_test import poll_for
+
+from daskdl.checkpoints.parts import COMMON, Part, of_replica
+from daskdl.checkpoints.series import Series
+from tests.cluster.killable import (
+    ALL,
+    CHECKPOINTS,
+    EPOCHS,
+    WITHIN_S,
+    WORKERS,
+    Processes,
+)
+
+logger = logging.getLogger(__name__)
+
+KILLS = int(os.environ.get("DASKDL_KILLS", "12"))
+VICTIMS = {
+    "client": lambda fit: [fit.client],
+    "scheduler": lambda fit: [fit.scheduler],
+    "a worker": lambda fit: fit.workers[:1],
+    "the other worker": lambda fit: fit.workers[1:],
+    "all workers": lambda fit: fit.workers,
+}
+# Files of a checkpoint that have just come when the time to kill is near.
+MOMENTS = ["*", "replica-0.json", "replica-1.json", "common-*", "common.json"]
+LATER_S = 0.02  # at most, after such a moment
+REST_S = 0.5  # at most, after which those that are left are killed too
+
+
+class Kill(NamedTuple):
+    """Who is killed, and when.
+
+    Attributes:
+        victim: One of `VICTIMS`.
+        number: Of a checkpoint.
+        moment: One of `MOMENTS` of it.
+        later_s: After that.
+        rest_s: After that all others are killed.
+    """
+
+    victim: str
+    number: int
+    moment: str
+    later_s: float
+    rest_s: float
+
+    @classmethod
+    def of(cls, seed):
+        chance = random.Random(seed)
+        return cls(
+            list(VICTIMS)[seed % len(VICTIMS)],
+            chance.randint(2, ALL - 1),
+            chance.choice(MOMENTS),
+            chance.uniform(0, LATER_S),
+            chance.choice([0, 1]) * chance.uniform(0, REST_S),
+        )
+
+    def is_near(self, series):
+        folder = Path(series.folder(self.number).url)
+        return any(folder.glob(self.moment))
+
+
+def newest(series):
+    """Number of the newest whole one, all of which is read."""
+    found = series.newest()
+    check_whole(found)
+    return found.stamp.number
+
+
+def check_whole(found):
+    """Read all of it: each file has the checksum that it ought to have."""
+    for name in (COMMON, *map(of_replica, found.members)):
+        stamp, _ = Part(found.store, name).read()
+        assert stamp == found.stamp
+
+
+def files(found):
+    """Files of tensors, whose names have checksums of what is in them."""
+    return sorted(path.name for path in Path(found.store.url).glob("*.safetensors"))
+
+
+class Uninterrupted(NamedTuple):
+    """What a fit that nobody disturbs leaves.
+
+    Attributes:
+        result: See `killable`.
+        files: Of each of its checkpoints that is left.
+    """
+
+    result: dict
+    files: dict
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    with Processes(folder, keep_last=None) as fit:
+        result = fit.result()
+    series = Series.at(folder / CHECKPOINTS)
+    found = {number: series.whole(number) for number in series.numbers()}
+    assert list(found) == list(range(1, ALL + 1))
+    return Uninterrupted(result, {number: files(one) for number, one in found.items()})
+
+
+@pytest.fixture(scope="module")
+def broken_off():
+    """Whether there was one that was not whole, of each kill."""
+    return []
+
+
+def check_all(series, uninterrupted):
+    """What is taken for whole is whole, and what it ought to be."""
+    for number in series.numbers():
+        found = series.whole(number)
+        if found is not None:
+            check_whole(found)
+        if found is not None and len(found.members) == WORKERS:
+            assert files(found) == uninterrupted.files[number]
+
+
+def check_same(one, other):
+    for name, tensor in one["model"].items():
+        assert torch.equal(tensor, other["model"][name]), name
+    states = [result["optimizer"]["state"] for result in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for number, state in states[0].items():
+        for name, value in state.items():
+            assert torch.equal(value, states[1][number][name]), (number, name)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_the_newest_is_whole_and_leads_to_the_same_end(
+    seed, uninterrupted, broken_off, tmp_path
+):
+    kill = Kill.of(seed)
+    series = Series.at(tmp_path / CHECKPOINTS)
+
+    with Processes(tmp_path) as fit:
+        poll_for(lambda: kill.is_near(series), WITHIN_S, period=0.001)
+        threading.Event().wait(kill.later_s)
+        before = series.newest().stamp.number
+        fit.kill(*VICTIMS[kill.victim](fit))
+        after = newest(series)
+        threading.Event().wait(kill.rest_s)
+    last = newest(series)
+
+    assert kill.number - 2 <= before <= after <= last
+    check_all(series, uninterrupted)
+    alike = len(series.whole(last).members) == WORKERS
+    broken_off.append(series.numbers()[-1] > last)
+    logger.info("%s: %s, %s, %s, alike %s", kill, before, after, last, alike)
+    with Processes(tmp_path, resume=True) as fit:
+        result = fit.result()
+    assert result["epochs"] == list(range(EPOCHS))
+    assert series.newest().said["epoch"] == EPOCHS
+    newest(series)
+    expected = uninterrupted.result
+    if alike:
+        check_same(result, expected)
+    assert result["accuracy"] >= expected["accuracy"] - (0.0 if alike else 0.05)
+
+
+def test_many_kills_fell_into_the_writing(broken_off):
+    if not broken_off:
+        pytest.skip("nobody was killed")
+    logger.info("%s of %s kills broke one off", sum(broken_off), len(broken_off))
+
+    assert sum(broken_off) >= len(broken_off) // 5

@@ -233,6 +233,9 @@ class Recording(Exchange):
     def snapshot(self):
         return self._inner.snapshot()
 
+    def state(self):
+        return self._inner.state()
+
     def hand_over(self):
         self._inner.hand_over()
         # A step the stop fell into has moved the module, and is handed over too.

@@ -246,9 +246,6 @@ class Recording(Exchange):
             local=vector(self._seat.module).numpy(),
         )
 
-    def state(self):
-        return self._inner.state()
-
     def final(self):
         return self._inner.final()
 

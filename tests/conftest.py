@@ -3,13 +3,23 @@
 import logging
 import signal
 
+import dask
 import pytest
+from distributed.utils import get_mp_context
 
 from tests.cluster.clusters import cluster_of
 from tests.cluster.leftovers import still_left_behind
 
-# Two files of this name would be one module to the collection of doctests.
-collect_ignore = ["conftest.py"]
+# Two files of this name would be one module to the collection of doctests; what is
+# forked from is imported nowhere else.
+collect_ignore = ["conftest.py", "forked.py"]
+
+
+def pytest_collection_finish():
+    """Workers here are forks: what all need is not imported by each."""
+    dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+    # Dask sets a list of its own, once, and what a test has imported may have too.
+    get_mp_context().set_forkserver_preload(["tests.forked"])
 
 
 def pytest_sessionfinish():

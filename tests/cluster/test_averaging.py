@@ -1,5 +1,6 @@
 """Parameter averaging between processes: as among threads; and workers that die."""
 
+import functools
 import os
 import signal
 
@@ -19,7 +20,7 @@ from tests.cluster.problems import (
     sgd,
     trainer,
 )
-from tests.cluster.script import Script, enough, nothing
+from tests.cluster.script import Script, TookPart, enough
 from tests.cluster.watched import TrainedRows
 
 X, Y = rows(count=960)
@@ -106,15 +107,15 @@ class TestLosses:
         self, three, worker, tmp_path, options
     ):
         watched = TrainedRows(tmp_path)
-        script = Script(
-            (3, lambda: os.kill(worker, signal.SIGKILL)), (2, nothing), (3, enough)
-        )
+        took_part = TookPart(tmp_path)
+        kill = functools.partial(os.kill, worker, signal.SIGKILL)
+        script = Script((3, kill), (took_part.by(3), enough))
         own = trainer(
             three,
             master=averaging(**options),
             model=normalised,
             loss=watched,
-            callbacks=[watched],
+            callbacks=[watched, took_part],
         )
 
         script.run(own, X, np.arange(len(X)))

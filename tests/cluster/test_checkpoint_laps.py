@@ -1,5 +1,6 @@
 """Checkpoints in the middle of an epoch, on worker processes that come and go."""
 
+import functools
 import os
 import signal
 
@@ -10,7 +11,7 @@ from distributed.utils_test import poll_for
 from daskdl import Checkpoint, ParameterAveraging
 from daskdl.checkpoints.series import Series
 from tests.cluster.problems import kept, parameters_of, rows, trainer
-from tests.cluster.script import Script, enough, nothing
+from tests.cluster.script import Script, TookPart, enough
 from tests.cluster.watched import TrainedRows
 
 X, Y = rows(count=960)
@@ -81,14 +82,18 @@ def test_workers_may_die_and_come_between_two_meetings(three, tmp_path, master):
     worker = pids[sorted(pids)[1]]
     (tmp_path / "rows").mkdir()
     watched = TrainedRows(tmp_path / "rows")
-    script = Script(
-        (3, lambda: os.kill(worker, signal.SIGKILL)), (2, nothing), (3, enough)
-    )
+    took_part = TookPart(tmp_path)
+    kill = functools.partial(os.kill, worker, signal.SIGKILL)
+    script = Script((3, kill), (took_part.by(3), enough))
     own = trainer(
         three,
         master=master,
         loss=watched,
-        callbacks=[watched, Checkpoint(tmp_path / "all", "4 steps", keep_last=4)],
+        callbacks=[
+            watched,
+            took_part,
+            Checkpoint(tmp_path / "all", "4 steps", keep_last=4),
+        ],
     )
 
     script.run(own, X, np.arange(len(X)))

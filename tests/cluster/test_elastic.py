@@ -1,5 +1,6 @@
 """Promise 6: workers may die, freeze, restart or join while `fit` runs."""
 
+import functools
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from daskdl import Callback
 from daskdl.training import cluster_stage
 from tests.cluster.problems import kept, normalised, rows, trainer
 from tests.cluster.recording import Recorded, records
-from tests.cluster.script import Script, enough, nothing
+from tests.cluster.script import Script, TookPart, enough
 
 X, Y = rows(count=960)
 
@@ -34,11 +35,12 @@ class TestThree:
 
     def test_a_worker_that_is_restarted_takes_part_again(self, three, worker, tmp_path):
         _, pid = worker
-        script = Script(
-            (3, lambda: os.kill(pid, signal.SIGKILL)), (2, nothing), (3, enough)
-        )
+        took_part = TookPart(tmp_path)
+        kill = functools.partial(os.kill, pid, signal.SIGKILL)
+        script = Script((3, kill), (took_part.by(3), enough))
+        master = Recorded(str(tmp_path), kept())
 
-        own = script.run(trainer(three, master=Recorded(str(tmp_path), kept())), X, Y)
+        own = script.run(trainer(three, master=master, callbacks=[took_part]), X, Y)
 
         last = len(script.rows) - 1
         shared = agreed(tmp_path, last)

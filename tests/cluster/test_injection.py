@@ -10,7 +10,7 @@ from distributed.utils_test import poll_for
 from daskdl import FailureInjection, OptionError, ReplicaError
 from tests.cluster.problems import kept, rows, trainer
 from tests.cluster.recording import Recorded, records
-from tests.cluster.script import Script, enough, nothing
+from tests.cluster.script import Script, TookPart, enough, nothing
 
 X, Y = rows()
 ROUTINGS = pytest.mark.parametrize("routing", ["plain", "mesh"])
@@ -26,13 +26,14 @@ def test_one_that_raises_ends_the_run_as_the_users_own_code_would(client):
     assert type(caught.value.__cause__) is RuntimeError
 
 
-def test_one_that_exits_is_a_killed_process_and_comes_back_as_another(three):
+def test_one_that_exits_is_a_killed_process_and_comes_back_as_another(three, tmp_path):
     pids = three.run(os.getpid)
     worker = sorted(pids)[1]
     rule = FailureInjection("exit", replicas=[1], steps=[12])
 
-    script = Script((2, nothing), (3, enough))
-    script.run(trainer(three, callbacks=[rule]), X, Y)
+    took_part = TookPart(tmp_path)
+    script = Script((took_part.by(3), enough))
+    script.run(trainer(three, callbacks=[rule, took_part]), X, Y)
 
     # What it was at when it ended, another has trained on again.
     assert sum(row["repeated_pieces"] for row in script.rows) >= 1

@@ -1,6 +1,7 @@
 """Lazy data: made where they are trained on, a little before, and dropped soon."""
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -18,7 +19,7 @@ from daskdl import Callback, ReplicaError, WaitTimeoutError
 from daskdl.data.futures import workers_of
 from tests.cluster.leftovers import own_threads, still_left_behind
 from tests.cluster.problems import kept, trainer
-from tests.cluster.script import Script, enough
+from tests.cluster.script import Script, TookPart, enough
 from tests.cluster.watched import (
     MADE,
     TrainedRows,
@@ -226,9 +227,11 @@ class TestPersistedBlocks:
         with three.as_current():
             wait(x, timeout=20)
         held = {line["block"] for line in notes(tmp_path, "made")}
-        script = Script((3, lambda: os.kill(victim, signal.SIGKILL)), (2, enough))
+        took_part = TookPart(tmp_path)
+        kill = functools.partial(os.kill, victim, signal.SIGKILL)
+        script = Script((3, kill), (took_part.by(3), enough))
 
-        script.run(trainer(three, loss=trained, callbacks=[trained]), x, y)
+        script.run(trainer(three, loss=trained, callbacks=[trained, took_part]), x, y)
 
         assert held == set(range(BLOCKS))
         again = {block for block, times in persisted.times().items() if times > 1}

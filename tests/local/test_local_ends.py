@@ -63,7 +63,7 @@ def test_an_exception_that_cannot_travel_does_not_hide_itself(where):
 
 
 @pytest.mark.parametrize("where", ["worker", "client"])
-def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where):
+def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where, ctrl_c):
     fail = FailAt(lambda: KeyError("wanted")) if where == "worker" else Interrupt()
     # Whoever makes torch's first optimizer in a process is remembered by an import.
     torch.optim.SGD([torch.zeros(1)])
@@ -76,6 +76,8 @@ def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where):
             trainer(False, master=TWO, callbacks=[fail]).fit(x, Y, epochs=100)
         except (ReplicaError, KeyboardInterrupt):
             del x
+        else:
+            pytest.fail("the fit did not fail")
         poll_for(lambda: held() is None, timeout=10)
     finally:
         gc.enable()

@@ -1,0 +1,21 @@
+"""What every worker would do before its first step, done once.
+
+The workers of the clusters here are forks of a process that has imported this module;
+those of the examples are not, they start as a user's do. What a fork does not have is
+threads: so nothing here may start one, and torch has one for itself.
+"""
+
+import os
+
+os.environ |= dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
+)
+
+import torch
+import torch._dynamo  # noqa: F401  # an optimizer imports it
+
+import daskdl  # noqa: F401
+from daskdl import kernels
+
+# The first of numba's functions takes half a second to load, each other none.
+kernels.find(torch.zeros(1), torch.zeros(1).int(), count=1, grid=1.0)

@@ -54,7 +54,6 @@ def test_what_is_not_allowed_is_refused(options, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"url": Path("x")},
         {"keep_last": None},
         {"keep_last": 1, "keep_every": 1, "keep_best": "loss"},
         {"keep_best": "val_accuracy"},
@@ -65,3 +64,7 @@ def test_what_is_allowed_is_kept_as_it_is(options):
     rule = Checkpoint(**{"url": "memory://x", **options})
 
     assert {name: getattr(rule, name) for name in options} == options
+
+
+def test_a_path_becomes_text_so_that_a_trainer_with_it_can_be_saved():
+    assert Checkpoint(Path("x")) == Checkpoint("x")

@@ -138,7 +138,7 @@ class Channel(ABC):
 
         Args:
             step: Steps completed.
-            done: The last epoch it is done with.
+            done: The last lap it is done with.
         """
 
     @abstractmethod
@@ -153,7 +153,7 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def lead(self, step: int, epoch: int) -> int:
+    def lead(self, step: int, lap: int) -> int:
         """Steps ahead of the slowest other replica, 0 if behind it."""
 
     @abstractmethod
@@ -166,7 +166,7 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def wait_for_others(self, step: int, epoch: int, max_staleness: int) -> None:
+    def wait_for_others(self, step: int, lap: int, max_staleness: int) -> None:
         """Block while more than `max_staleness` steps ahead of the slowest."""
 
     @abstractmethod

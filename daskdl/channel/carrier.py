@@ -24,7 +24,7 @@ class Carrier(ABC):
     """Carries what one replica publishes, and says to the scheduler that it lives.
 
     Attributes:
-        progress: Steps completed, and the last epoch done.
+        progress: Steps completed, and the last lap done.
         sequence: Of the last update that was accepted, 0 if there is none.
         gauge: Of what leaves here.
     """

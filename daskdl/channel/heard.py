@@ -14,7 +14,7 @@ class Word(NamedTuple):
 
     sequence: int  # of its last update by then
     step: int  # completed
-    done: int = -1  # the last epoch it is done with
+    done: int = -1  # the last lap it is done with
 
     def joined(self, other: "Word") -> "Word":
         """What is known from both."""
@@ -102,7 +102,7 @@ class Heard:
         """Steps completed by each."""
         return {origin: word.step for origin, word in self._known.items()}
 
-    def slowest(self, epoch: int) -> int | None:
-        """Steps completed by the slowest that is not done with an epoch."""
+    def slowest(self, lap: int) -> int | None:
+        """Steps completed by the slowest that is not done with a lap."""
         words: Collection[Word] = self._known.values()
-        return min((w.step for w in words if w.done < epoch), default=None)
+        return min((w.step for w in words if w.done < lap), default=None)

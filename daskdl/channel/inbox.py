@@ -218,10 +218,10 @@ class Inbox:
         with self._changed:
             return self._pile.take(up_to_step)
 
-    def slowest(self, epoch: int) -> int | None:
-        """Steps completed by the slowest other replica not done with an epoch."""
+    def slowest(self, lap: int) -> int | None:
+        """Steps completed by the slowest other replica not done with a lap."""
         with self._changed:
-            return self._heard.slowest(epoch)
+            return self._heard.slowest(lap)
 
     def steps(self) -> dict[int, int]:
         """Steps completed by each other replica, as far as known."""

@@ -21,7 +21,7 @@ class Progress:
     heard_at: float = 0.0  # the plugin's clock, seconds
     sequence: int = 0  # of its last update that was relayed
     step: int = 0  # completed
-    done: int = -1  # the last epoch it is done with
+    done: int = -1  # the last lap it is done with
 
 
 class Members:

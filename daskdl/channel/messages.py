@@ -30,7 +30,7 @@ class ItemKind(enum.StrEnum):
     """What an item says; plain strings on the wire, as the scheduler demands."""
 
     UPDATE = "update"  # payload: an encoded frame
-    PROGRESS = "progress"  # origin has completed `step`; payload: last epoch done
+    PROGRESS = "progress"  # origin has completed `step`; payload: last lap done
     JOINED = "joined"  # origin trains too from now on, at `step`
     ROUTES = "routes"  # payload: the generation, and [replica, worker] of each member
     LOST = "lost"  # origin is gone; nothing more comes from it
@@ -76,7 +76,7 @@ class Item(NamedTuple):
         if not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ValueError(f"an item needs whole numbers >= 0, got {numbers!r}")
         if item.kind == ItemKind.PROGRESS and not isinstance(item.payload, int):
-            raise ValueError(f"progress needs an epoch, got {item.payload!r}")
+            raise ValueError(f"progress needs a lap, got {item.payload!r}")
         if item.kind == ItemKind.ROUTES and not _is_routes(item.payload):
             raise ValueError(f"routes need members, got {item.payload!r}")
         return item._replace(kind=ItemKind(item.kind).value)

@@ -52,14 +52,14 @@ class Receiver(Channel):
         return arrived, {**received, self._replica: (self.published(), ())}
 
     @override
-    def lead(self, step: int, epoch: int) -> int:
-        slowest = self._inbox.slowest(epoch)
+    def lead(self, step: int, lap: int) -> int:
+        slowest = self._inbox.slowest(lap)
         return 0 if slowest is None else max(0, step - slowest)
 
     @override
-    def wait_for_others(self, step: int, epoch: int, max_staleness: int) -> None:
+    def wait_for_others(self, step: int, lap: int, max_staleness: int) -> None:
         def near_enough() -> bool:
-            slowest = self._inbox.slowest(epoch)
+            slowest = self._inbox.slowest(lap)
             return slowest is None or step - slowest <= max_staleness
 
         if not near_enough():

@@ -143,7 +143,7 @@ class RunRecord:
         return self.standings.stable(origin, self.members.present, sequence)
 
     def words(self) -> list[tuple[int, int, int, int]]:
-        """How far those that train are: number, last update, step, epoch done."""
+        """How far those that train are: number, last update, step, lap done."""
         said = ((r, self.members.progress.get(r)) for r in self.members.expected)
         return [(r, p.sequence, p.step, p.done) for r, p in said if p is not None]
 
@@ -154,7 +154,7 @@ class RunRecord:
             origin: Who sends.
             items: Updates, oldest first.
             step: Steps it has completed, if all items are accepted.
-            done: The last epoch it is done with, -1 at first.
+            done: The last lap it is done with, -1 at first.
 
         Returns:
             How many items were accepted; the rest has to be sent again.

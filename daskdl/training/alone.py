@@ -46,20 +46,20 @@ class Alone(Exchange):
         self._steps = 0
 
     @override
-    def before_step(self, epoch: int) -> None:
+    def before_step(self, lap: int) -> None:
         pass
 
     @override
-    def after_step(self, epoch: int, examples: int) -> None:
+    def after_step(self, lap: int, examples: int) -> None:
         self._steps += 1
         self._made += 1
 
     @override
-    def rest(self, epoch: int) -> None:
+    def rest(self, lap: int) -> None:
         pass
 
     @override
-    def end_epoch(self, epoch: int, examples: int) -> None:
+    def end_lap(self, lap: int, examples: int) -> None:
         self._agreed = Parameters.of(self._module)
 
     @override

@@ -84,7 +84,7 @@ class Averager(Exchange):
         self._said = Said(seen=common["met"], mean=common["met"], examples=0)
 
     @override
-    def before_step(self, epoch: int) -> None:
+    def before_step(self, lap: int) -> None:
         self._done.begin_step()
         while self._behind:
             latest = self._meet().latest
@@ -92,7 +92,7 @@ class Averager(Exchange):
         self._state.depart_()
 
     @override
-    def after_step(self, epoch: int, examples: int) -> None:
+    def after_step(self, lap: int, examples: int) -> None:
         self._made += 1
         self._done.stepped()
         self._since += 1
@@ -109,7 +109,7 @@ class Averager(Exchange):
         self._channel.complete(self._made)
 
     @override
-    def rest(self, epoch: int) -> None:
+    def rest(self, lap: int) -> None:
         self._said = self._said._replace(rests=True)
         self._average_all()
         self._offer_state()
@@ -117,12 +117,12 @@ class Averager(Exchange):
         self._behind = True
 
     @override
-    def end_epoch(self, epoch: int, examples: int) -> None:
+    def end_lap(self, lap: int, examples: int) -> None:
         while not self._meet(ended=True).over:
             pass
         self._behind = False
         self._agreed = Parameters.of(self._module)
-        self._channel.complete(self._made, done=epoch)
+        self._channel.complete(self._made, done=lap)
 
     def _meet(self, *, ended: bool = False) -> Round:
         """Come together once, and do what is to be done there."""

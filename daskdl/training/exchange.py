@@ -20,32 +20,32 @@ class Exchange(ABC):
     learning_rate_scale: float  # factor on the optimizer's learning rate, this step
     scale: float  # how much an update of this replica counts for the group
     exchange_tried: bool = True  # in the last step; or there never is one
-    averages_optimizer: bool = False  # so that all have the same after `end_epoch`
+    averages_optimizer: bool = False  # so that all have the same after `end_lap`
 
     @abstractmethod
-    def before_step(self, epoch: int) -> None:
+    def before_step(self, lap: int) -> None:
         """Wait if too far ahead, and take in what others have sent."""
 
     @abstractmethod
-    def after_step(self, epoch: int, examples: int) -> None:
+    def after_step(self, lap: int, examples: int) -> None:
         """The optimizer has moved the parameters; share what is due.
 
         Args:
-            epoch: Counted from 0.
+            lap: Counted from 0 over all epochs.
             examples: Of this step.
         """
 
     @abstractmethod
-    def rest(self, epoch: int) -> None:
+    def rest(self, lap: int) -> None:
         """There is nothing to train on at present; share what has not been shared."""
 
     @abstractmethod
-    def end_epoch(self, epoch: int, examples: int) -> None:
+    def end_lap(self, lap: int, examples: int) -> None:
         """Agree with all others; returns when every replica has the same state.
 
         Args:
-            epoch: Counted from 0.
-            examples: This replica trained on in this epoch.
+            lap: Counted from 0 over all epochs.
+            examples: This replica trained on so far in this epoch.
         """
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def digest(self) -> int:
-        """Checksum of what must be equal on all replicas after `end_epoch`."""
+        """Checksum of what must be equal on all replicas after `end_lap`."""
 
     @abstractmethod
     def statistics(self) -> Statistics:
@@ -78,7 +78,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """All that another run needs to go on from here, between two epochs.
+        """All that another run needs to go on from here, between two laps.
 
         What the module shows, trainable parameters excepted, and the optimizer are
         not in it.
@@ -94,7 +94,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def agreed(self) -> Parameters:
-        """The parameters at the last `end_epoch`, or at the start."""
+        """The parameters at the last `end_lap`, or at the start."""
 
     @abstractmethod
     def outcome(self) -> Outcome:

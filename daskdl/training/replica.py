@@ -126,7 +126,7 @@ class Replica:
 
     def _meet(self) -> None:
         works, started = self._live, time.perf_counter()
-        works.exchange.end_epoch(works.lap, works.tally.examples)
+        works.exchange.end_lap(works.lap, works.tally.examples)
         works.tally.seconds += time.perf_counter() - started
 
     def _feed(self, phase: str, epoch: int) -> Feed:

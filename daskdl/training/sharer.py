@@ -89,19 +89,19 @@ class Sharer(Exchange):
         self._channel.align(self._step, self._progress.grid)
 
     @override
-    def before_step(self, epoch: int) -> None:
+    def before_step(self, lap: int) -> None:
         pace = self._pace
         self._observer.begin_step()
         self._weigh(1 + len(self._channel.others()))
         if pace.max_staleness is not None and self._step % pace.exchange_every == 0:
             with self._observer.waiting:
-                self._channel.wait_for_others(self._step, epoch, pace.max_staleness)
-        self._observer.leads(self._channel.lead(self._step, epoch))
+                self._channel.wait_for_others(self._step, lap, pace.max_staleness)
+        self._observer.leads(self._channel.lead(self._step, lap))
         self._take_in(self._step if pace.in_step else None)
         self._sender.begin_step()
 
     @override
-    def after_step(self, epoch: int, examples: int) -> None:
+    def after_step(self, lap: int, examples: int) -> None:
         self._step += 1
         self._sender.end_step()
         self.exchange_tried = self._step % self._pace.exchange_every == 0
@@ -124,16 +124,16 @@ class Sharer(Exchange):
                 self._progress.apply_(update)
 
     @override
-    def rest(self, epoch: int) -> None:
+    def rest(self, lap: int) -> None:
         if self._sender.due:
             self._share()
-        self._channel.complete(self._step, done=epoch)
+        self._channel.complete(self._step, done=lap)
 
     @override
-    def end_epoch(self, epoch: int, examples: int) -> None:
-        self.rest(epoch)
+    def end_lap(self, lap: int, examples: int) -> None:
+        self.rest(lap)
         buffers = pack_buffers(self._module)
-        key = f"end of epoch {epoch}"
+        key = f"end of lap {lap}"
         gathered = self._channel.gather(
             key,
             {

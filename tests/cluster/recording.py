@@ -200,8 +200,8 @@ class Recording(Exchange):
         accumulator = getattr(self._inner, "_accumulator", None)  # alone: none
         return 1.0 if accumulator is None else accumulator.progress.weight
 
-    def end_epoch(self, epoch, examples):
-        self._inner.end_epoch(epoch, examples)
+    def end_lap(self, epoch, examples):
+        self._inner.end_lap(epoch, examples)
         self._check()
         channel = self._channel
         with self._inner.showing_agreed():

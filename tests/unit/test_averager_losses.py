@@ -146,7 +146,7 @@ class Life:
                 self.exchange.after_step(epoch, 1)
             finished = [{"piece": piece.number, "examples": 1, "loss": 0.0}]
         self.rows.append(trained)
-        self.exchange.end_epoch(epoch, len(trained))
+        self.exchange.end_lap(epoch, len(trained))
         self.ends.append(self.model[0].detach().clone())
         self.channel.gather(f"report {epoch}", self.exchange.digest())
 

@@ -192,9 +192,10 @@ class Recording(Exchange):
         residual = self._progress - self._alone - torch.as_tensor(sent)
         shared = self._start + self._alone + torch.as_tensor(sent + others)
         expected = shared + self._weight() * residual
-        torch.testing.assert_close(
-            vector(self._seat.module), expected, rtol=0, atol=self._atol
-        )
+        local = vector(self._seat.module)
+        # After every step: assert_close takes sixteen times as long, to say where.
+        if not (local - expected).abs().max() <= self._atol:
+            torch.testing.assert_close(local, expected, rtol=0, atol=self._atol)
 
     def _weight(self):
         accumulator = getattr(self._inner, "_accumulator", None)  # alone: none

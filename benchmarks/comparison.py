@@ -16,7 +16,8 @@ WAYS = [
     *("one process", "synchronous", "DDP", "default", "link", "target", "strict"),
     *("sum", "keep", "staleness 0", "staleness 2", "staleness None"),
     *("every 4", "every 16", "warm-up"),
-    *("averaging", "averaging 1", "averaging 20", "averaging own", "DiLoCo 20"),
+    *("averaging", "averaging in 8", "averaging 1", "averaging 20", "averaging own"),
+    *("DiLoCo 20", "DiLoCo 20 in 8"),
 ]
 PLOTTED = {
     "one process": "one process",

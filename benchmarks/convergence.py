@@ -65,8 +65,12 @@ MASTERS: dict[str, daskdl.TrainingMaster] = {
     "averaging 1": daskdl.ParameterAveraging(frequency=1),
     "averaging 20": daskdl.ParameterAveraging(frequency=20),
     "averaging own": daskdl.ParameterAveraging(average_optimizer=False),
+    "averaging in 8": daskdl.ParameterAveraging(compression="dense8"),
     "DiLoCo 20": daskdl.ParameterAveraging(
         frequency=20, average_optimizer=False, outer=nesterov
+    ),
+    "DiLoCo 20 in 8": daskdl.ParameterAveraging(
+        frequency=20, average_optimizer=False, outer=nesterov, compression="dense8"
     ),
 }
 

@@ -1,8 +1,6 @@
 """One replica that averages its model with the others' now and then."""
 
 import contextlib
-import math
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,15 +11,14 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Barrier
 from daskdl.channel.parcel import Arrays
 from daskdl.channel.routes import Routes
+from daskdl.training.averagings import Averagings
 from daskdl.training.exchange import Exchange
-from daskdl.training.observer import Stopwatch
 from daskdl.training.outcome import Outcome
 from daskdl.training.parameters import Parameters
 from daskdl.training.reduction import Reduction
 from daskdl.training.replica_state import ReplicaState
 from daskdl.training.rounds import Round, Said, round_of
 from daskdl.training.seat import Seat
-from daskdl.training.shares import add
 from daskdl.training.states import AVERAGER, PARAMETERS, State
 from daskdl.training.statistics import Exchanged, Statistics
 from daskdl.training.tensors import trained_in
@@ -41,8 +38,7 @@ class Averager(Exchange):
         made: Steps made before.
     """
 
-    learning_rate_scale = 1.0
-    scale = 1.0
+    learning_rate_scale = scale = 1.0
 
     def __init__(
         self,
@@ -62,9 +58,7 @@ class Averager(Exchange):
         self._since = 0  # steps since the last mean
         self._behind = False  # others may have a later mean
         self._made = made
-        self._steps = self._rounds = 0  # since the last `statistics`
-        self._waiting = Stopwatch(time.perf_counter)
-        self._sent_bytes = 0  # in this step
+        self._done = Averagings()
         self.exchange_tried = False
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
@@ -91,18 +85,19 @@ class Averager(Exchange):
 
     @override
     def before_step(self, epoch: int) -> None:
-        self._waiting.seconds = 0.0
-        self._sent_bytes = 0
+        self._done.begin_step()
         while self._behind:
             latest = self._meet().latest
             self._behind = self._said.mean < latest
+        self._state.depart_()
 
     @override
     def after_step(self, epoch: int, examples: int) -> None:
         self._made += 1
-        self._steps += 1
+        self._done.stepped()
         self._since += 1
-        self._said = self._said._replace(examples=self._said.examples + examples)
+        examples += self._said.examples
+        self._said = self._said._replace(examples=examples, rests=False)
         self.exchange_tried = self._since == self._frequency
         if self.exchange_tried:
             self._average_all()
@@ -115,6 +110,7 @@ class Averager(Exchange):
 
     @override
     def rest(self, epoch: int) -> None:
+        self._said = self._said._replace(rests=True)
         self._average_all()
         self._offer_state()
         self._channel.stand_by(_note(self._said._replace(parked=True)))
@@ -130,13 +126,13 @@ class Averager(Exchange):
 
     def _meet(self, *, ended: bool = False) -> Round:
         """Come together once, and do what is to be done there."""
-        self._said = self._said._replace(
-            ended=ended, digest=self.digest() if ended else 0
-        )
+        digest = self.digest() if ended else 0
+        owes = bool(self._state.feedback.residual)
+        self._said = self._said._replace(ended=ended, digest=digest, owes=owes)
         if not self._said.examples:
             self._offer_state()
         kind = Barrier.AGREE if ended else Barrier.ROUND
-        with self._waiting:
+        with self._done.waiting:
             gathered = self._channel.gather(MEETING, _note(self._said), kind)
         if self._replica in gathered.gone:
             raise Stopped("the others have gone on without this replica")
@@ -145,6 +141,7 @@ class Averager(Exchange):
         # By now everybody has fetched what was offered for the meeting before.
         self._channel.withdraw(but=self._state_name)
         self._said = self._said._replace(seen=decided.number)
+        self._state.feedback.settle_(decided.latest)
         if decided.weights:
             self._average(decided)
         elif self._replica not in decided.current:
@@ -152,30 +149,27 @@ class Averager(Exchange):
         return decided
 
     def _average(self, decided: Round) -> None:
-        weight = decided.weights.get(self._replica)
-        own = {} if weight is None else self._state.share(weight)
-        reduction = Reduction(
-            self._channel,
-            Routes(decided.number, decided.members, self._fan_out),
-            decided.root,
-            self._replica,
-        )
+        stamp = self._channel.next_stamp(self._made)._replace(sequence=decided.number)
+        terms = self._state.terms(stamp, whole=decided.whole)
+        routes = Routes(decided.number, decided.members, self._fan_out)
+        reduction = Reduction(self._channel, routes, decided.root, self._replica)
 
         def finish(total: Arrays) -> Arrays:
             late = set(decided.members) - set(decided.current)
             return self._state.complete(total) if late else total
 
-        mean = reduction.result(own, add, finish)
-        if mean is None:
-            return
-        self._sent_bytes += sum(array.nbytes for array in own.values())
-        self._state.take_mean_(mean)
-        self._rounds += 1
-        self._has(decided.number)
+        own = terms.own(decided.weights.get(self._replica))
+        result = reduction.result(own, terms.add, finish)
+        if result is not None:
+            anew = not decided.settles
+            self._done.averaged(terms.kind, terms.sent_bytes, anew=anew)
+            self._state.take_mean_(terms.mean(result), step=anew)
+            self._has(decided.number)
 
     def _has(self, mean: int) -> None:
         self._said = self._said._replace(mean=mean, examples=0)
         self._since = 0
+        self._state.feedback.settle_(mean)
 
     @property
     def _state_name(self) -> str:
@@ -203,20 +197,13 @@ class Averager(Exchange):
 
     @override
     def statistics(self) -> Statistics:
-        rounds, steps = self._rounds, self._steps
-        self._rounds = self._steps = 0
-        return Statistics(rounds, float(rounds), math.nan, 0.0, 0, steps)
+        return self._done.statistics()
 
     @override
     def exchanged(self) -> Exchanged:
         if not self.exchange_tried:
-            return Exchanged(wait_s=self._waiting.seconds)
-        return Exchanged(
-            density=1.0,
-            sent_bytes=self._sent_bytes,
-            kind="MEAN",
-            wait_s=self._waiting.seconds,
-        )
+            return Exchanged(wait_s=self._done.waiting.seconds)
+        return self._done.exchanged(self._state.residual_norm())
 
     @override
     def opened(self) -> Exchange:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from daskdl.channel.routes import FAN_OUT
+from daskdl.codec import Stamp
 from daskdl.errors import OptionError
 from daskdl.training.alone import Alone, may_be_alone
 from daskdl.training.averager import Averager
@@ -19,6 +22,7 @@ from daskdl.training.base import TrainingMaster
 from daskdl.training.exchange import Exchange
 from daskdl.training.options import check_places, check_whole
 from daskdl.training.replica_state import ReplicaState
+from daskdl.training.rounding import read, rounded
 from daskdl.training.seat import Seat
 from daskdl.training.states import ALONE, AVERAGER
 
@@ -39,6 +43,9 @@ class ParameterAveraging(TrainingMaster):
             way from the last common parameters to their mean for a gradient. With
             SGD, learning rate 0.7 and Nesterov momentum 0.9, this is DiLoCo. None: the
             mean itself is taken.
+        compression: "dense8": what travels are differences to the last common
+            parameters, in eight bits for each; what rounding leaves is sent with the
+            next mean, and whole at the end of an epoch. None: 32 bits.
         replicas_per_worker: See `GradientSharing`.
         min_replicas: Likewise.
         rejoin_timeout: Likewise.
@@ -61,6 +68,7 @@ class ParameterAveraging(TrainingMaster):
     frequency: int = 5
     average_optimizer: bool = True
     outer: Callable[[Any], Optimizer] | None = None
+    compression: Literal["dense8"] | None = None
     replicas_per_worker: int | Literal["auto"] = 1
     min_replicas: int = 1
     rejoin_timeout: float | None = None
@@ -80,12 +88,21 @@ class ParameterAveraging(TrainingMaster):
                 f"such as lambda params: torch.optim.SGD(params, lr=0.7), or None; got "
                 f"{self.outer!r}"
             )
+        if self.compression is not None and self.compression != "dense8":
+            raise OptionError(
+                f"compression must be 'dense8' or None, got {self.compression!r}"
+            )
         check_places(self)
 
     @property
     @override
     def synchronous(self) -> bool:
         return True
+
+    @override
+    def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self.compression is not None:
+            read(rounded({"": np.ones(512, np.float32)}, Stamp(0, 0, 1, 1)).sent)
 
     @override
     def attach(self, seat: Seat) -> Exchange:
@@ -95,5 +112,6 @@ class ParameterAveraging(TrainingMaster):
 
     def _average(self, seat: Seat, made: int) -> Exchange:
         optimizer = seat.optimizer if self.average_optimizer else None
-        state = ReplicaState(seat.module, optimizer, self.outer)
+        compressed = self.compression is not None
+        state = ReplicaState(seat.module, optimizer, self.outer, compressed=compressed)
         return Averager(seat, state, self.frequency, self.fan_out, made)

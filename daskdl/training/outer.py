@@ -56,6 +56,12 @@ class Outer:
                 common.copy_(value)
         self._optimizer.load_state_dict(values["optimizer"])
 
+    def follow_(self) -> None:
+        """Take what the module has for the common parameters, without a step."""
+        with torch.no_grad():
+            for common, own in zip(self._common, trainable(self._module), strict=True):
+                common.copy_(own)
+
     def state(self) -> NDArray[np.uint8]:
         """What `values` returns, as bytes."""
         return Packed(self.values(), "outer").payload

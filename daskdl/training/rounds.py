@@ -4,7 +4,7 @@ Every replica decides for itself, and all come to the same: they have read the s
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 
@@ -17,6 +17,8 @@ class Said(NamedTuple):
     ended: bool = False  # it has nothing left to do in this epoch
     parked: bool = False  # it is not there, but waits for a lease
     digest: int = 0  # of its parameters, if `ended`
+    rests: bool = False  # there is nothing for it to train on at present
+    owes: bool = False  # rounding has left something that is in no mean yet
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,15 @@ class Round:
     Attributes:
         number: Of the meeting.
         latest: Number of the last mean that anybody has.
-        weights: Of those whose models are averaged; their sum is 1. Empty: nobody has
-            trained since the latest mean.
+        weights: Of those whose models are averaged; their sum is 1. Empty: there is
+            nothing to average.
         members: That get the new mean, ascending, if there is one.
         current: That have the latest mean, ascending.
         donors: Of those, who let others fetch it, ascending.
+        whole: The mean is to be exact, and of all there is: because it will be the
+            last of an epoch, or somebody has nothing in common with the others.
+        settles: Nobody has trained since the latest mean, and all have ended: it is
+            only completed by what rounding has left.
         over: All have ended, and have the same.
     """
 
@@ -40,6 +46,8 @@ class Round:
     members: tuple[int, ...]
     current: tuple[int, ...]
     donors: tuple[int, ...]
+    whole: bool
+    settles: bool
     over: bool
 
     @property
@@ -73,14 +81,24 @@ def round_of(notes: Mapping[int, Any], gone: Collection[int]) -> Round:
     if ended:
         same = here[current[0]].digest
         current = [r for r in current if here[r].digest == same]
+    members = tuple(r for r, said in here.items() if not said.parked)
     trained = {r: here[r].examples for r in current if not here[r].parked}
     total = sum(trained.values())
-    return Round(
+    settles = ended and not total and any(said.owes for said in here.values())
+    weights = {r: n / total for r, n in trained.items() if n} if total else {}
+    decided = Round(
         number=1 + max(said.seen for said in here.values()),
         latest=latest,
-        weights={r: n / total for r, n in trained.items() if n} if total else {},
-        members=tuple(r for r, said in here.items() if not said.parked),
+        weights=weights,
+        members=members,
         current=tuple(current),
         donors=tuple(r for r in current if not here[r].examples),
-        over=ended and not total and len(current) == len(here),
+        whole=all(here[r].ended or here[r].rests for r in members)
+        or latest < 0
+        or len(members) < 2
+        or not set(members) <= set(current),
+        settles=settles,
+        over=ended and not total and not settles and len(current) == len(here),
     )
+    # All have the same; the root's need not travel up.
+    return replace(decided, weights={decided.root: 1.0}) if settles else decided

@@ -21,6 +21,9 @@ from daskdl.vectors import Group, working_dtype
 # Of the names of arrays: what is added, and of what the maximum is taken.
 SUM, MOST = "sum ", "most "
 OPTIMIZER = "optimizer "
+PARAMETERS = "parameters "
+# State of torch's optimizers that a step adds to the parameters as it is.
+LINEAR_STATE = frozenset({"momentum_buffer"})
 PLAIN = {"int": int, "float": float, "bool": bool}  # numbers that are no tensors
 
 
@@ -56,7 +59,7 @@ class Shares:
         arrays: dict[str, NDArray[Any]] = {}
         for number, group in enumerate(self._groups):
             flat = group.flat.detach().to("cpu", working_dtype(group.flat.dtype))
-            arrays[f"{SUM}parameters {number}"] = flat.numpy() * weight
+            arrays[f"{SUM}{PARAMETERS}{number}"] = flat.numpy() * weight
         buffers = pack_buffers(self._module)
         arrays[f"{SUM}buffers"] = buffers.floating_F * weight
         arrays[f"{MOST}buffers"] = buffers.integer_I
@@ -72,8 +75,8 @@ class Shares:
         """
         with torch.no_grad():
             for number, group in enumerate(self._groups):
-                values = torch.from_numpy(np.array(arrays[f"{SUM}parameters {number}"]))
-                group.flat.copy_(values)
+                values = np.array(arrays[f"{SUM}{PARAMETERS}{number}"])
+                group.flat.copy_(torch.from_numpy(values))
         floating_F, integer_I = arrays[f"{SUM}buffers"], arrays[f"{MOST}buffers"]
         load_buffers_(self._module, Buffers(floating_F, integer_I))
         if self._optimizer is not None:
@@ -103,6 +106,26 @@ def add(shares: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
             else:
                 total[name] = np.maximum(total[name], array)
     return total
+
+
+def is_linear(name: str) -> bool:
+    """Whether small errors of an array make but small ones in what is trained.
+
+    So it is with parameters and with momentum. Adam and its like divide by the square
+    root of what is in their state: an error that is small beside the largest numbers
+    of a block may be many times the smallest, and as many times a step.
+
+    Example:
+        >>> is_linear("sum parameters 0"), is_linear("sum buffers")
+        (True, False)
+        >>> is_linear("sum optimizer 3 float32 momentum_buffer")
+        True
+        >>> is_linear("sum optimizer 3 float32 exp_avg")
+        False
+    """
+    if not name.startswith(f"{SUM}{OPTIMIZER}"):
+        return name.startswith(f"{SUM}{PARAMETERS}")
+    return name.split(" ", 4)[4] in LINEAR_STATE
 
 
 def _optimizer_arrays(state: OptimizerState) -> dict[str, NDArray[Any]]:

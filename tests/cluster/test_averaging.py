@@ -37,6 +37,10 @@ def with_buffers():
     )
 
 
+def wide():
+    return nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 4))
+
+
 def averaging(**options):
     return ParameterAveraging(**{"frequency": 2, "fan_out": 1, **options})
 
@@ -61,6 +65,31 @@ def test_workers_average_as_threads_do_bit_for_bit(three, optimizer, outer):
     assert remote.history_[0]["sent_bytes"] > 0
 
 
+@pytest.mark.parametrize("outer", [None, nesterov], ids=["mean", "outer"])
+def test_they_do_with_compression_in_a_quarter_of_the_bytes(three, outer):
+    options = {"outer": outer, "frequency": 1}
+    remote, whole = (
+        trainer(three, master=averaging(compression=compression, **options), model=wide)
+        for compression in ("dense8", None)
+    )
+    local = trainer(
+        False,
+        master=averaging(compression="dense8", replicas_per_worker=3, **options),
+        model=wide,
+    )
+
+    for own in (remote, whole, local):
+        own.fit(X, Y, epochs=1, batch_size=8)
+
+    expected = parameters_of(local.model_)
+    for name, value in parameters_of(remote.model_).items():
+        np.testing.assert_array_equal(value, expected[name])
+    # 40 averagings, and what is left over once as it is
+    for name in ("sent_bytes", "received_bytes"):
+        most = (0.27 + 1 / 40) * whole.history_[0][name]
+        assert 0 < remote.history_[0][name] < most
+
+
 class TestLosses:
     @pytest.fixture
     def worker(self, three):
@@ -68,9 +97,13 @@ class TestLosses:
         pids = three.run(os.getpid)
         return pids[sorted(pids)[1]]
 
-    @pytest.mark.parametrize("outer", [None, nesterov], ids=["mean", "outer"])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"outer": nesterov}, {"compression": "dense8"}],
+        ids=["mean", "outer", "compressed"],
+    )
     def test_a_worker_that_is_killed_is_replaced_and_all_rows_are_trained_on(
-        self, three, worker, tmp_path, outer
+        self, three, worker, tmp_path, options
     ):
         watched = TrainedRows(tmp_path)
         script = Script(
@@ -78,7 +111,7 @@ class TestLosses:
         )
         own = trainer(
             three,
-            master=averaging(outer=outer),
+            master=averaging(**options),
             model=normalised,
             loss=watched,
             callbacks=[watched],
@@ -106,12 +139,16 @@ class TestLosses:
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
 
-@pytest.mark.parametrize("outer", [None, nesterov], ids=["mean", "outer"])
-def test_one_replica_becomes_several(growing, outer):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"outer": nesterov, "compression": "dense8"}],
+    ids=["mean", "outer, compressed"],
+)
+def test_one_replica_becomes_several(growing, options):
     script = Script((1, lambda: growing.cluster.scale(3)), (3, enough))
 
     own = script.run(
-        trainer(growing, master=averaging(outer=outer), model=normalised), X, Y
+        trainer(growing, master=averaging(**options), model=normalised), X, Y
     )
 
     assert own.evaluate(X, Y)["accuracy"] > 0.8

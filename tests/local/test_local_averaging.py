@@ -184,6 +184,8 @@ def test_parameters_of_half_precision_are_averaged_in_single():
         ({"frequency": 0}, "frequency must be a whole number >= 1, got 0"),
         ({"average_optimizer": 1}, "average_optimizer must be True or False, got 1"),
         ({"outer": 0.7}, "outer must be a function .* got 0.7"),
+        ({"compression": "gzip"}, "compression must be 'dense8' or None, got 'gzip'"),
+        ({"compression": True}, "compression must be 'dense8' or None, got True"),
         ({"replicas_per_worker": 0}, "replicas_per_worker must be a whole number >= 1"),
         ({"min_replicas": 0}, "min_replicas must be a whole number >= 1"),
         ({"fan_out": 0}, "fan_out must be a whole number >= 1"),

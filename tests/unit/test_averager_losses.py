@@ -20,7 +20,7 @@ from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
 from daskdl.channel.plan import Extent, RunPlan
 from daskdl.training.averager import MEETING
-from daskdl.training.rounds import Said
+from daskdl.training.rounds import Said, round_of
 from daskdl.training.seat import Seat
 from tests.unit.records import TIMEOUTS
 
@@ -39,6 +39,7 @@ class Mortal(LocalChannel):
         super().__init__(run, endpoint)
         self._calls = calls
         self.differed = False
+        self.meetings = {}  # of each the mean before, and how much each moves the next
 
     def _age(self):
         self._calls -= 1
@@ -50,8 +51,14 @@ class Mortal(LocalChannel):
         gathered = super().gather(*args, **options)
         self._age()
         if args[0] == MEETING:
-            self._compare([Said(*note["said"]) for note in gathered.notes.values()])
+            said = {r: Said(*note["said"]) for r, note in gathered.notes.items()}
+            self._compare(list(said.values()))
+            self._record_mean(said, round_of(said, gathered.gone))
         return gathered
+
+    def _record_mean(self, said, decided):
+        moves = {r: w * said[r].examples for r, w in decided.weights.items()}
+        self.meetings[decided.number] = (decided.latest, moves)
 
     def _compare(self, said):
         """Who has the same mean has the same parameters, without being put right."""
@@ -87,9 +94,26 @@ class Life:
         )
         seat = Seat(self.model, self.channel, replica, list(range(replicas)))
         self.exchange = master.attach(seat)
+        self.left = {}  # of each mean, what rounding would have left here
+        self._watch(self.exchange._state.feedback)
         self.replica = replica
         self.rows = []  # of each epoch, those it trained on
         self.ends = []  # of each epoch, the model all agreed on
+
+    def _watch(self, feedback):
+        propose = feedback.propose
+
+        def noted(number, residual):
+            self.left[number] = sum(array.sum() for array in residual.values())
+            propose(number, residual)
+
+        feedback.propose = noted
+
+    def residual(self, means):
+        """What rounding had left here at the last of the means that there are."""
+        own = self.channel.meetings
+        there = [n for n in self.left if n in means and own[n] == means[n]]
+        return self.left[max(there)] if there else 0.0
 
     def live(self):
         """Return whether it came to the end."""
@@ -128,7 +152,7 @@ class Life:
 
 
 def lives_of(master, replicas, deaths, rows, piece):
-    """Run some replicas; returns those that came to the end."""
+    """Run some replicas; returns those that came to the end, and the others."""
     plan = RunPlan(
         run=7,
         replicas=dict.fromkeys(range(replicas), "here"),
@@ -148,7 +172,10 @@ def lives_of(master, replicas, deaths, rows, piece):
     with ThreadPoolExecutor(replicas) as pool:
         ended = list(pool.map(Life.live, lives))
     assert run.record.stopped is None
-    return [life for life, whole in zip(lives, ended, strict=True) if whole]
+    both = {True: [], False: []}
+    for life, whole in zip(lives, ended, strict=True):
+        both[whole].append(life)
+    return both[True], both[False]
 
 
 def with_momentum(parameters):
@@ -167,7 +194,19 @@ def test_they_do_where_each_has_but_a_few_steps(seed):
     check_survivors(random.Random(seed), most=4, rows=12, calls=50)
 
 
-def check_survivors(chance, most, rows, calls):
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(100))
+def test_they_do_with_compression_and_rounding_loses_nothing(seed):
+    check_survivors(random.Random(seed), 9, 60, 120, compression="dense8")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(100))
+def test_they_do_with_compression_where_each_has_but_a_few_steps(seed):
+    check_survivors(random.Random(seed), 4, 30, 60, compression="dense8")
+
+
+def check_survivors(chance, most, rows, calls, **options):
     """Let some replicas die, at random, and look at what the others have."""
     replicas = chance.randint(2, most)
     doomed = chance.sample(range(replicas), chance.randint(1, replicas - 1))
@@ -176,10 +215,11 @@ def check_survivors(chance, most, rows, calls):
         frequency=chance.choice([1, 2, 5]),
         fan_out=chance.choice([1, 2, 8]),
         outer=chance.choice([None, with_momentum]),
+        **options,
     )
     rows, piece = chance.randint(replicas, rows), chance.randint(1, 3)
 
-    survivors = lives_of(master, replicas, deaths, rows, piece)
+    survivors, lost = lives_of(master, replicas, deaths, rows, piece)
 
     assert {life.replica for life in survivors} >= set(range(replicas)) - set(doomed)
     assert not any(life.channel.differed for life in survivors)
@@ -191,3 +231,23 @@ def check_survivors(chance, most, rows, calls):
             gained = (after - before)[life.replica]
             assert [row for row in life.rows[epoch] if gained[row] <= 0] == []
         before = after
+    if master.outer is None:
+        check_sums(survivors, lost)
+
+
+def check_sums(survivors, lost):
+    """All that went into a mean is in the model, or was left at a replica that died."""
+    meetings = {}  # a number may be that of two meetings, one of them of the lost
+    for life in [*lost, *survivors]:
+        meetings.update(life.channel.meetings)
+    mean, _ = meetings[max(survivors[0].channel.meetings)]
+    means = {}
+    while mean:
+        means[mean] = meetings[mean]
+        mean, _ = meetings[mean]
+    left = sum(life.residual(means) for life in lost)
+
+    expected = sum(sum(moves.values()) for _, moves in means.values())
+    assert survivors[0].ends[-1].sum().item() + left == pytest.approx(
+        expected, rel=1e-9
+    )

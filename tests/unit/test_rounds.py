@@ -84,3 +84,53 @@ def test_who_has_other_parameters_at_the_end_takes_those_of_the_first():
     decided = round_of(notes, gone=[])
 
     assert decided.current == decided.donors == (1,)
+
+
+def ended(**more):
+    return said(examples=0, ended=True, **more)
+
+
+def test_what_rounding_has_left_is_sent_when_all_have_ended_and_moves_nothing_else():
+    decided = round_of({0: ended(), 1: ended(owes=True), 2: ended()}, gone=[])
+
+    assert not decided.over
+    assert decided.settles
+    assert decided.whole
+    assert decided.weights == {decided.root: 1.0}
+    assert decided.members == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        [ended(), said(examples=0, owes=True)],  # one goes on
+        [ended(), ended()],
+        [said(owes=True), said()],
+    ],
+)
+def test_else_it_is_not(notes):
+    assert not round_of(dict(enumerate(notes)), gone=[]).settles
+
+
+@pytest.mark.parametrize(
+    ("notes", "whole"),
+    [
+        ([said(), said()], False),
+        ([said(), said(examples=0)], False),
+        ([said(), said(), said(mean=3, examples=0, parked=True)], False),
+        ([said()], True),  # there is nobody to send to
+        ([said(), said(mean=3)], True),
+        ([said(), said(mean=-1, examples=0)], True),
+        ([said(mean=-1, seen=0), said(mean=-1, seen=0)], True),
+        ([ended(), ended(owes=True)], True),
+        ([said(rests=True), said(rests=True)], True),
+        ([said(rests=True), said()], False),
+        ([said(rests=True), said(), said(examples=0, parked=True, rests=True)], False),
+    ],
+    ids=[
+        *("all", "idle", "parked", "alone", "late", "new", "no mean", "ended"),
+        *("all rest", "one rests", "one parked"),
+    ],
+)
+def test_differences_are_averaged_among_those_that_have_the_latest_mean(notes, whole):
+    assert round_of(dict(enumerate(notes)), gone=[]).whole is whole

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import FixedThreshold, GradientSharing, LinkThreshold, codec
+from daskdl import (
+    FixedThreshold,
+    GradientSharing,
+    LinkThreshold,
+    ParameterAveraging,
+    codec,
+)
 from daskdl.objective import OwnStep
 from daskdl.training.stepping import Stepping
 from daskdl.training.task import Recipe
@@ -133,6 +139,28 @@ def test_where_the_run_may_send_densely_the_exchange_does_too(monkeypatch):
 
     GradientSharing(LinkThreshold()).warm_up(CPU, torch.float32)
     assert sizes == [64, 64]
+
+
+def test_averages_are_written_and_read_where_they_are_compressed(monkeypatch):
+    calls = []
+
+    def noted(name):
+        function = getattr(codec, name)
+
+        def call(*args):
+            calls.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(codec, name, call)
+
+    for name in ("encode_dense8", "decode"):
+        noted(name)
+
+    ParameterAveraging().warm_up(CPU, torch.float32)
+    assert calls == []
+
+    ParameterAveraging(compression="dense8").warm_up(CPU, torch.float32)
+    assert calls == ["encode_dense8", "decode"]
 
 
 def test_a_transform_at_random_takes_nothing_from_the_run():

@@ -109,6 +109,15 @@ def test_a_mean_of_all_of_an_epoch_takes_no_more_bytes_than_without():
     assert own.history_[0]["sent_bytes"] == other.history_[0]["sent_bytes"]
 
 
+def test_the_outer_optimizer_makes_no_step_of_what_completes_a_mean():
+    own, other = (
+        fitted(averaging(3, compression, frequency=20, outer=nesterov), epochs=1)
+        for compression in ("dense8", None)
+    )
+
+    assert 0 < differ(own, other) < 0.002
+
+
 OPTIONS = {
     "as it is": {},
     "each its own optimizer": {"average_optimizer": False},

@@ -186,12 +186,12 @@ def test_rounding_is_fed_back():
         np.testing.assert_allclose(array, expected[name], atol=1e-12)
 
 
-def test_the_outer_optimizer_makes_no_step_of_what_is_left():
-    def nesterov(parameters):
-        return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+def with_outer():
+    return trained(Team(outer=lambda params: torch.optim.SGD(params, lr=0.5)))
 
-    team = trained(Team(outer=nesterov))
-    name = "sum parameters 0"
+
+def test_the_outer_optimizer_makes_no_step_of_what_is_left():
+    team, name = with_outer(), "sum parameters 0"
     before, left = team.linear(0)[name], team.left(name)
 
     team.average({2: 1.0}, whole=True, step=False)
@@ -199,6 +199,16 @@ def test_the_outer_optimizer_makes_no_step_of_what_is_left():
     np.testing.assert_allclose(team.linear(0)[name], before + left, rtol=1e-12)
     team.check_all_have_the_same()
     assert np.abs(left).max() > 1e-6
+
+
+def test_the_outer_optimizer_goes_on_from_there():
+    team, name = with_outer(), "sum parameters 0"
+    team.average({2: 1.0}, whole=True, step=False)
+    before = team.linear(0)[name]
+
+    team.average({2: 1.0}, whole=True)  # nobody has moved
+
+    np.testing.assert_array_equal(team.linear(0)[name], before)
 
 
 def test_parameters_and_momentum_travel_in_eight_bits():

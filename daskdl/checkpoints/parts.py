@@ -5,7 +5,8 @@ written by another process. So a checkpoint is whole when the common part is the
 which names the replicas, and the part of each of these with the same stamp.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,7 +112,8 @@ class Part:
         Raises:
             SaveError: If it is not there, damaged, or too new.
         """
-        content = self._folder.content()
+        with self._named():
+            content = self._folder.content()
         return self._stamp(content), self._mapping(content, "said", {})
 
     def read(self) -> tuple[Stamp, dict[str, Any]]:
@@ -120,7 +122,8 @@ class Part:
         Raises:
             SaveError: If it is not there, damaged, or too new.
         """
-        content, tensors = self._folder.read()
+        with self._named():
+            content, tensors = self._folder.read()
         stamp, own = self._stamp(content), dict(tensors.get(self.name, {}))
         said = self._mapping(content, "said", {})
         return stamp, {**said, **self._mapping(content, "state", own)}
@@ -128,6 +131,14 @@ class Part:
     @property
     def _folder(self) -> Folder:
         return Folder(self.store, Kind(FORM, FORMAT, self.index, (self.name,)))
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors say which of the parts in the folder it is."""
+        try:
+            yield
+        except SaveError as error:
+            raise SaveError(f"{self.index}: {error}") from error
 
     def _stamp(self, content: Any) -> Stamp:
         stamp = content.get("stamp") if isinstance(content, dict) else None

@@ -6,10 +6,8 @@ Nothing in them is executed, and nothing is written.
 import copy
 import hashlib
 import json
-import os
 import pickle
 import random
-import sys
 import threading
 from pathlib import Path
 
@@ -20,9 +18,9 @@ from torch.optim import lr_scheduler
 from daskdl import DaskDLError, GradientSharing, OptionError, SaveError, Trainer
 from daskdl.fitted.saves import save
 from tests.unit.fitted_trainers import fitted, signed
+from tests.unit.tampering import WRONG, Bomb, Watch, flipped, places, replaced
 
 FLIPS, CUTS, CHANGES = 150, 60, 1000  # for each file; in the JSON
-WRONG = [None, True, -1, 2**70, 1.5, 1e308, "x", "../../x", [], {}, [[]], {"x": []}]
 
 
 @pytest.fixture(scope="module")
@@ -58,38 +56,6 @@ def put(folder, files):
     return sorted((p.name, p.read_bytes()) for p in folder.iterdir())
 
 
-class Watch:
-    """What this thread does that loading never does; there is one hook.
-
-    Other threads have their own affairs: those of clusters that other tests began.
-    """
-
-    ACTIONS = (
-        "os.exec",
-        "os.fork",
-        "os.mkdir",
-        "os.posix_spawn",
-        "os.remove",
-        "os.rename",
-        "os.system",
-        "pickle.find_class",
-        "socket.connect",
-        "subprocess.Popen",
-    )
-
-    def __init__(self):
-        self.watching = None
-        self.seen = []
-        sys.addaudithook(self.note)
-
-    def note(self, event, arguments):
-        if self.watching != threading.get_ident():
-            return
-        writes = event == "open" and set(str(arguments[1])) & set("wax+")
-        if event in self.ACTIONS or writes:
-            self.seen.append((event, arguments))
-
-
 WATCH = Watch()
 
 
@@ -105,12 +71,6 @@ def outcome(folder):
         WATCH.watching = None
         assert WATCH.seen == []
         assert sorted((p.name, p.read_bytes()) for p in folder.iterdir()) == before
-
-
-def flipped(content, generator):
-    changed = bytearray(content)
-    changed[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
-    return bytes(changed)
 
 
 @pytest.mark.parametrize("role", ["model", "optimizer", "extra", "trainer.json"])
@@ -137,26 +97,6 @@ class TestDamage:
             put(around, {**original, name: original[name][:length]})
 
             assert isinstance(outcome(around), SaveError), length
-
-
-def places(value, path=()):
-    """Paths to everything in some JSON."""
-    yield path
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from places(inner, (*path, key))
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from places(inner, (*path, i))
-
-
-def replaced(index, path, wrong):
-    changed = copy.deepcopy(index)
-    inner = changed
-    for step in path[:-1]:
-        inner = inner[step]
-    inner[path[-1]] = wrong
-    return changed
 
 
 def test_values_of_wrong_types_are_errors_of_ours_or_do_no_harm(around, original):
@@ -186,16 +126,6 @@ def test_parts_that_are_missing_are_errors_of_ours_or_do_no_harm(around, origina
         put(around, {**original, "trainer.json": signed(changed)})
 
         outcome(around)  # raises what is not ours
-
-
-class Bomb:
-    """Pickled, it is a call that leaves a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("role", ["model", "optimizer", "extra"])

@@ -1,0 +1,289 @@
+"""What parts of a replica leave to another run as plain values, and go on from."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from test_learning_rate import KINDS, end_epoch, groups_of, sgd
+from test_stopper import Clock, epoch_of, note
+from torch import nn
+from torch.optim import lr_scheduler
+
+from daskdl.buffers import Buffers
+from daskdl.callbacks.early_stopping import EarlyStopping
+from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.objective import objective_of
+from daskdl.saving.plain import Plain
+from daskdl.training.base import Parameters
+from daskdl.training.judging import Judging
+from daskdl.training.learning_rate import LearningRate, Scheduling
+from daskdl.training.loss_watch import LossWatch
+from daskdl.training.random_state import generators, restore_generators
+from daskdl.training.stepping import Stepper, Stepping
+from daskdl.training.stopper import Stopper
+
+CPU = torch.device("cpu")
+
+
+def model(epoch):
+    """What all agreed on, told by its one parameter."""
+    buffers = Buffers(np.zeros(1, np.float32), np.zeros(0, np.int64))
+    return Parameters(None, np.array([epoch], np.int32), None, 0.5, buffers)
+
+
+def train(loss_by_epoch, stopper):
+    for epoch, loss in loss_by_epoch.items():
+        notes = [note(stopper, loss)]
+        stopper.end_epoch(epoch, notes, functools.partial(model, epoch))
+
+
+def travelled(values):
+    """As they come out of a file."""
+    plain = Plain()
+    content = plain.encode(values, "values")
+    return plain.decode(content)
+
+
+class TestLossWatch:
+    def test_it_ends_training_at_the_same_step(self):
+        losses = [2.0] * 60 + [50.0] * 400
+
+        def ends(stopped_at):
+            watch = LossWatch(10.0)
+            for step, loss in enumerate(losses):
+                if step == stopped_at:
+                    values, watch = travelled(watch.values()), LossWatch(10.0)
+                    watch.restore_(values)
+                if watch.note(loss):
+                    return step, watch.first, watch.last, watch.recent
+            return None
+
+        assert ends(None) is not None
+        for stopped_at in (0, 30, 100, 199, 275):
+            assert ends(stopped_at) == ends(None)
+
+    def test_what_it_gave_away_does_not_change(self):
+        watch = LossWatch(10.0)
+        watch.note(1.0)
+        values = watch.values()
+
+        watch.note(2.0)
+
+        assert (values["block"], values["last"]) == ([0.0], 1.0)
+
+
+class TestLearningRate:
+    @pytest.mark.parametrize("every", ["epoch", "step"])
+    @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+    def test_it_goes_on_as_if_it_had_not_been_stopped(self, make, every):
+        one, other = (LearningRate(sgd(), Scheduling(make, every)) for _ in "ab")
+        self.steps(one, 4)
+
+        optimizer = travelled(one._optimizer.state_dict())
+        other._optimizer.load_state_dict(optimizer)
+        other.restore_(travelled(one.values()))
+
+        for _ in range(5):
+            assert groups_of(other) == groups_of(one)
+            assert other.position()[0] == one.position()[0]
+            self.steps(one, 1)
+            self.steps(other, 1)
+
+    def steps(self, rate, count):
+        for _ in range(count):
+            rate.after_step()
+            end_epoch(rate)
+
+    def test_a_plateau_knows_what_it_has_seen(self):
+        def make(optimizer):
+            return lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+
+        one, other = (LearningRate(sgd(), Scheduling(make)) for _ in "ab")
+        for loss in (1.0, 2.0):
+            end_epoch(one, loss=loss)
+        other._optimizer.load_state_dict(travelled(one._optimizer.state_dict()))
+        other.restore_(travelled(one.values()))
+
+        end_epoch(other, loss=3.0)
+
+        assert groups_of(other)[0]["lr"] == 0.5
+
+    def test_a_newcomer_knows_how_many_steps_were_before_the_run(self):
+        first = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
+        end_epoch(first)
+        second = LearningRate(sgd(), Scheduling(KINDS["StepLR"]), first.state())
+        end_epoch(second)
+        third = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
+
+        third.restore_(travelled(second.values()))
+
+        assert (third._count, third._count_before) == (2, 1)
+
+    def test_without_a_scheduler_there_is_nothing(self):
+        rate = LearningRate(sgd(), Scheduling())
+
+        rate.restore_(rate.values())
+
+        assert rate.values() is None
+
+    def test_a_scheduler_where_there_was_none_is_at_its_start(self):
+        rate = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
+
+        rate.restore_(None)
+
+        assert rate.position()[0] == 0
+
+
+class TestStopper:
+    def own(self, clock=None, **rule):
+        rule = {"monitor": "loss", "patience": 2, **rule}
+        return Stopper(
+            Judging(99, stopping=EarlyStopping(**rule)), now=clock or Clock()
+        )
+
+    def values(self, stopper):
+        """In a file there are no arrays."""
+        from daskdl.training.checkpoint_writer import copied
+
+        return travelled_with_tensors(copied(stopper.values()))
+
+    def test_it_stops_at_the_same_epoch_with_the_same_best_model(self):
+        def stops(stopped_at):
+            own = self.own()
+            for epoch, loss in enumerate([3.0, 1.0, 2.0, 0.5, 4.0, 5.0, 6.0]):
+                if epoch == stopped_at:
+                    values, own = self.values(own), self.own()
+                    own.restore_(values, epoch)
+                train({epoch: loss}, own)
+                if own.over:
+                    return epoch, epoch_of(own.best()), repr(own.verdict)
+            return None
+
+        assert stops(None) == (5, 3, stops(None)[2])
+        for stopped_at in range(6):
+            assert stops(stopped_at) == stops(None)
+
+    def test_one_that_is_over_stays_so(self):
+        one, other = self.own(), self.own()
+        train({0: 1.0, 1: 2.0, 2: 3.0}, one)
+
+        other.restore_(self.values(one), 3)
+
+        assert other.over
+        assert other.verdict == one.verdict
+        assert epoch_of(other.best()) == 0
+
+    def test_one_with_more_patience_goes_on(self):
+        one, other = self.own(), self.own(patience=3)
+        train({0: 1.0, 1: 2.0, 2: 3.0}, one)
+
+        other.restore_(self.values(one), 3)
+
+        assert not other.over
+        train({3: 4.0}, other)
+        assert (other.over, epoch_of(other.best())) == (True, 0)
+
+    @pytest.mark.parametrize("rule", [None, EarlyStopping("val_loss", patience=2)])
+    def test_what_was_about_another_score_is_forgotten(self, rule):
+        one, other = self.own(), Stopper(Judging(99, validates=True, stopping=rule))
+        train({0: 1.0, 1: 2.0, 2: 3.0}, one)
+
+        other.restore_(self.values(one), 3)
+
+        assert not other.over
+        assert other.best() is None
+        assert other.note()["record"][0] == -1
+
+    def test_its_time_goes_on(self):
+        clock, later = Clock(), Clock()
+        one, other = self.own(clock), self.own(later)
+        clock.now += 30.0
+
+        other.restore_(self.values(one), 0)
+        later.now += 5.0
+
+        assert other.elapsed_s == pytest.approx(35.0)
+
+    def test_time_that_is_over_by_now_ends_it(self):
+        clock = Clock()
+        rule = {"patience": None, "max_seconds": 40.0}
+        one, other = self.own(clock, **rule), self.own(**rule)
+        clock.now += 50.0
+        one.end_epoch(0, [note(one, 1.0)], lambda: model(0))
+
+        other.restore_(self.values(one), 1)
+
+        assert (one.over, other.over) == (True, True)
+        assert other.verdict.reason == "max_seconds"
+
+
+def travelled_with_tensors(values):
+    written = Plain()
+    content = written.encode(values, "values")
+    return Plain(tensors=written.tensors).decode(content)
+
+
+class TestStepper:
+    def own(self, dtype):
+        module = nn.Linear(2, 1)
+        objective = objective_of(nn.MSELoss(), None)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return Stepper(module, objective, optimizer, Stepping(dtype), CPU)
+
+    def test_the_factor_on_float16_gradients_goes_on(self):
+        one, other = (self.own(torch.float16) for _ in "ab")
+        before = one.values()["scale"]
+        one.backward([(torch.full((1, 2), torch.inf), torch.ones(1, 1))])
+        one.update(1.0)  # an overflow halves it
+
+        other.restore_(travelled(one.values()))
+
+        assert other.values() == one.values()
+        assert other.values()["scale"] == before / 2
+
+    @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+    def test_without_it_there_is_nothing(self, dtype):
+        stepper = self.own(dtype)
+
+        stepper.restore_(self.own(torch.float16).values())
+
+        assert stepper.values() == {}
+
+    def test_where_there_was_none_it_begins(self):
+        stepper = self.own(torch.float16)
+        before = stepper.values()
+
+        stepper.restore_({})
+
+        assert stepper.values() == before
+
+
+class TestGenerators:
+    def test_what_is_drawn_goes_on(self):
+        with random_state_left_alone():
+            torch.manual_seed(5)
+            states = generators(CPU)
+            expected = torch.rand(3)
+            torch.manual_seed(6)
+
+            restore_generators(states, CPU)
+
+            assert torch.equal(torch.rand(3), expected)
+
+    def test_those_that_were_noted_do_not_change(self):
+        with random_state_left_alone():
+            states = generators(CPU)
+            before = states["cpu"].clone()
+
+            torch.rand(3)
+
+            assert torch.equal(states["cpu"], before)
+
+    def test_a_device_that_is_not_there_is_passed_over(self):
+        with random_state_left_alone():
+            state = torch.get_rng_state()
+
+            restore_generators({"cuda": state.flip(0)}, CPU)
+
+            assert torch.equal(torch.get_rng_state(), state)

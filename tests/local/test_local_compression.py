@@ -161,16 +161,17 @@ def test_the_history_counts_about_a_quarter_of_the_bytes(optimizer, options):
             averaging(2, compression, frequency=1, **options),
             model=wide,
             optimizer=optimizer,
-            epochs=1,
+            epochs=2,
         ).history_
         for compression in ("dense8", None)
     )
 
     for name in ("dense_bytes", "density", "examples"):
-        assert own[0][name] == other[0][name]
+        assert own.column(name) == other.column(name)
     # 30 averagings, and what is left over once as it is
     for name in ("sent_bytes", "received_bytes"):
-        assert own[0][name] < (0.27 + 1 / 30) * other[0][name]
+        pairs = zip(own.column(name), other.column(name), strict=True)
+        assert max(few / many for few, many in pairs) < 0.27 + 1 / 30
     assert set(own.steps.column("kind")) == {"DENSE8"}
     assert 0 < min(own.steps.column("residual_norm")) < 0.1
     assert sum(own.steps.column("sent_bytes")) < 0.27 * sum(

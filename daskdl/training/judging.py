@@ -7,7 +7,7 @@ clock, no channel, and no state but what is in the notes.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, get_args
 
 from daskdl.callbacks.base import Callback
 from daskdl.callbacks.checkpoint import Checkpoint
@@ -43,9 +43,18 @@ class Verdict(NamedTuple):
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> Self:
-        """Read what `values` made."""
-        record, *others = fields
-        return cls(Record(*record), *others)
+        """Read what `values` made.
+
+        Raises:
+            ValueError: If it did not make them.
+        """
+        match fields:
+            case [[*record], float() | int() | None as score, reason, str(details)]:
+                numbers = all(type(number) in (int, float) for number in record)
+                named = reason is None or reason in get_args(Reason)
+                if numbers and named and len(record) == len(Record()):
+                    return cls(Record(*record), score, reason, details)
+        raise ValueError(f"{fields!r:.80} is no verdict")
 
 
 @dataclass(frozen=True)

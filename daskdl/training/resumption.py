@@ -20,6 +20,9 @@ from daskdl.training.judging import Verdict, only
 from daskdl.training.likeness import Likeness
 from daskdl.training.method import Method
 
+# Columns of a history that are, other ones are only shown.
+LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
+
 
 @dataclass(frozen=True)
 class Resumption:
@@ -165,8 +168,7 @@ def _check_said(said: Mapping[str, Any]) -> None:
         raise ValueError(f"{epoch!r:.80} epochs, and {len(rows)} rows")
     if type(before) is not int or before < 0:
         raise ValueError(f"{before!r:.80} epochs before")
-    numbers = [row[name] for row in rows for name in ("epoch", "loss", "examples")]
-    numbers += Verdict.of(said["verdict"]).record
+    numbers = [row[name] for row in rows for name in LOOKED_AT]
     wrong = [number for number in numbers if type(number) not in (int, float)]
     if wrong or not isinstance(said["kind"], str):
         raise ValueError(f"{wrong!r:.80}, {said['kind']!r:.80}")

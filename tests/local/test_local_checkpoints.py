@@ -169,6 +169,10 @@ CASES = {
     "averaging": {"master": averaging(3)},
     "averaging, optimizers apart": {"master": averaging(average_optimizer=False)},
     "averaging, with an outer optimizer": {"master": averaging(outer=nesterov)},
+    "averaging, compressed": {
+        "master": averaging(3, compression="dense8", outer=nesterov),
+        "optimizer": sgd,
+    },
     "averaging of one": {
         "master": averaging(1, outer=nesterov),
         "model": dropping,
@@ -196,6 +200,33 @@ CASES = {
     "tied and frozen": {"model": Tied},
     "two types": {"model": Mixed},
 }
+
+
+# Six steps in each of three epochs: so often, and from which of them.
+STEPS = {"in the first epoch": ("4 steps", 1), "in the second": ("4 steps", 3)}
+MASTERS = {
+    "sharing": sharing(),
+    "strict": sharing(apply="strict", exchange_every=3),
+    "one": sharing(1),
+    "averaging": averaging(average_optimizer=False, outer=nesterov),
+    "averaging, compressed": averaging(3, compression="dense8"),
+}
+
+
+@pytest.mark.parametrize(("every", "number"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
+def test_so_is_one_in_the_middle_of_an_epoch(every, number, master, url, one_thread):
+    options = {"keep": {"every": every}, "master": master, "model": net}
+    whole, resumed = one_of(url, **options), one_of(f"{url}-later", **options)
+    fits(whole)
+    assert Series.at(url).whole(number).said["pause"] is not None
+
+    fits(resumed, resume=at(url, number))
+
+    # What is counted in an epoch is not in the checkpoint, but for losses and examples.
+    assert alike(state_of(resumed), state_of(whole))
+    for name in ("loss", "examples"):
+        assert resumed.history_.column(name) == whole.history_.column(name)
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)

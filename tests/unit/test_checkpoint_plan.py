@@ -10,7 +10,7 @@ from daskdl.checkpoints.parts import Stamp
 from daskdl.checkpoints.plan import CheckpointPlan
 from daskdl.checkpoints.retention import Retention
 from daskdl.errors import OptionError, SaveError
-from daskdl.training.resumption import Resumption, checkpoints_of
+from daskdl.training.resumption import LOOKED_AT, Resumption, checkpoints_of
 
 VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]
 
@@ -131,6 +131,11 @@ WRONG = [
     ("verdict", None),
     ("verdict", []),
     ("verdict", [["x", 1.0, 1, 1.0], None, None, ""]),
+    ("verdict", [[1, 1.0, 1], None, None, ""]),
+    ("verdict", [VERDICT[0], "x", None, ""]),
+    ("verdict", [VERDICT[0], 1.0, "mood", ""]),
+    ("verdict", [VERDICT[0], 1.0, [], ""]),
+    ("verdict", [VERDICT[0], 1.0, "patience", None]),
     ("epochs_before", None),
     ("epochs_before", -1),
     ("kind", 3),
@@ -170,7 +175,7 @@ def test_one_that_says_what_cannot_be_is_damaged(series, name, value):
 
 
 def test_all_that_is_said_is_read(series):
-    rows = [{"epoch": e, "loss": 1.0, "examples": 3} for e in (0, 1)]
+    rows = [{**dict.fromkeys(LOOKED_AT, 1.0), "epoch": epoch} for epoch in (0, 1)]
     put(series, 4, members=[1, 3], **saying(epoch=2, rows=rows, epochs_before=5))
 
     found = Resumption.of(series.newest())

@@ -1,7 +1,7 @@
 """A fit whose scheduler, workers and client are processes of their own.
 
-They are forked from a process that has imported all they need: so a cluster is there in
-a moment, and many can be killed.
+They are forks, as other workers here, see `tests.forked`: so a cluster is there in a
+moment, and many can be killed.
 """
 
 import asyncio
@@ -19,7 +19,6 @@ from daskdl import Checkpoint, DaskDLError
 from tests.cluster.problems import adam, kept, rows, trainer
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.cluster.preloaded"])
 WITHIN_S = 60  # a fit is over
 
 WORKERS = 2

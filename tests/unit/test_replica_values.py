@@ -15,10 +15,10 @@ from daskdl.callbacks.early_stopping import EarlyStopping
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.objective import objective_of
 from daskdl.saving.plain import Plain
-from daskdl.training.base import Parameters
 from daskdl.training.judging import Judging
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.loss_watch import LossWatch
+from daskdl.training.parameters import Parameters
 from daskdl.training.random_state import generators, restore_generators
 from daskdl.training.stepping import Stepper, Stepping
 from daskdl.training.stopper import Stopper

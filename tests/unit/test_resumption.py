@@ -29,8 +29,8 @@ def series(in_memory):
     return in_memory
 
 
-def written(series, number=1):
-    put(series, number, kind=ALONE, likeness=LIKENESS.values(), **SAID)
+def written(series, number=1, **said):
+    put(series, number, kind=ALONE, likeness=LIKENESS.values(), **{**SAID, **said})
 
 
 class TestFound:
@@ -48,6 +48,11 @@ class TestFound:
 
         assert found.plan.stamp.number == 1
         assert found.plan.url == series.folder(1).url
+
+    def test_rows_may_be_missing_that_no_replica_that_is_left_has_seen(self, series):
+        written(series, epoch=2)
+
+        assert resumption_of(series.store.url, []).plan.epoch == 2
 
     @pytest.mark.parametrize("nothing", [None, False])
     def test_no_url_is_a_new_beginning(self, nothing):

@@ -41,12 +41,12 @@ class Replica:
         self.module, self.seed = Net(**types), seed
         residual = ResidualClipping(1.0, 1)
         self.own = make(self.module, threshold, residual, apply=apply)
-        self.own.scale_(scale)
+        self.own.progress.scale_(scale)
 
     def train(self, steps=3, others=()):
         for step in range(steps):
             self.module.step(100 * self.seed + step)
-            self.own.absorb_()
+            self.own.progress.absorb_()
             for proposal in self.own.propose():
                 self.own.take_(proposal)
                 for other in others:
@@ -57,19 +57,19 @@ class Replica:
         from daskdl import codec
 
         frame = proposal.encode(codec.Stamp(0, 0, 1, 1))
-        self.own.apply_(codec.decode(frame.tobytes()))
+        self.own.progress.apply_(codec.decode(frame.tobytes()))
 
     def state(self):
         return copy.deepcopy(self.own.state())
 
     def residual(self):
-        groups = self.own._groups
+        groups = self.own.progress.groups
         parts = [group.residual(slice(0, group.flat.numel())) for group in groups]
         return torch.cat([part.double() for part in parts]).numpy()
 
     def vectors(self):
-        self.own.absorb_()
-        groups = self.own._groups
+        self.own.progress.absorb_()
+        groups = self.own.progress.groups
         tensors = [t for g in groups for t in (g.flat, g.local_N, g.shared_N)]
         return [tensor.clone() for tensor in tensors]
 
@@ -95,9 +95,9 @@ def test_one_that_goes_on_is_the_same_bit_for_bit(types, apply, threshold):
 
     other.own.restore_(shared, [own])
 
-    assert other.own.weight == one.own.weight
+    assert other.own.progress.weight == one.own.progress.weight
     assert other.own.clipped == one.own.clipped > 0
-    assert other.own.digest() == one.own.digest()
+    assert other.own.progress.digest() == one.own.progress.digest()
     for step in range(3):  # and they stay so
         assert all(map(torch.equal, other.vectors(), one.vectors())), step
         assert other.own.sections.sent == one.own.sections.sent
@@ -142,8 +142,8 @@ def test_of_several_the_residuals_add_up(types, apply, scale):
 
     atol = FLOAT64 if types["dtype"] is torch.float64 else FLOAT32
     np.testing.assert_allclose(one.residual(), expected, rtol=0, atol=atol)
-    assert one.own.digest() == replicas[0].own.digest()
-    one.own.scale_(1.0)  # alone from now on
+    assert one.own.progress.digest() == replicas[0].own.progress.digest()
+    one.own.progress.scale_(1.0)  # alone from now on
     np.testing.assert_allclose(one.residual(), expected, rtol=0, atol=2 * atol)
     clipped = sum(replica.own.clipped for replica in replicas)
     assert one.own.clipped == pytest.approx(clipped)
@@ -156,21 +156,21 @@ def test_of_none_there_is_no_residual(types, apply):
 
     other.own.restore_(one.state()[0], [])
 
-    assert other.own.residual_norm() == 0.0
-    assert other.own.digest() == one.own.digest()
+    assert other.own.progress.residual_norm() == 0.0
+    assert other.own.progress.digest() == one.own.progress.digest()
     assert (other.own.clipped, other.own.sections.sent) == (0.0, {})
 
 
 def test_a_grid_that_was_coarsened_is_taken_over():
     one, other = (make(Vector([0.5, 0.25]), residual=KeepResidual()) for _ in "ab")
-    one.replace_shared_(np.array([3, -5], np.int32), 2.0**-10)
+    one.progress.replace_shared_(np.array([3, -5], np.int32), 2.0**-10)
 
     shared, own = one.state()
     other.restore_(shared, [own])
 
-    assert other.grid == 2.0**-10
-    assert other.digest() == one.digest()
-    assert other._groups[0].grid == 2.0**-10
+    assert other.progress.grid == 2.0**-10
+    assert other.progress.digest() == one.progress.digest()
+    assert other.progress.groups[0].grid == 2.0**-10
 
 
 class TestSections:

@@ -88,7 +88,7 @@ class TestAsMany:
         )
         own.fit(X, Y, epochs=4, batch_size=BATCH, resume=True)
 
-        ends = records(folder, epoch=3)
+        ends = records(folder, epoch=1)  # of this run
         assert np.abs(residual).max() > 1e-5
         np.testing.assert_array_equal(ends[0]["start"], start)
         carried = sum(end["carried"] for end in ends.values())
@@ -181,10 +181,10 @@ def ends_at_part(number):
     """In a worker: its process ends when it is to write its part of a checkpoint."""
     write = Part.write
 
-    def end(part, stamp, *args):
-        if stamp.number == number:
+    def end(part, copy):
+        if part.store.url.endswith(f"-{number:06d}"):
             os.kill(os.getpid(), signal.SIGKILL)
-        write(part, stamp, *args)
+        write(part, copy)
 
     Part.write = end
 

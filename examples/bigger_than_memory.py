@@ -27,7 +27,9 @@ def block(info):
     """Rows of one block, the same each time it is asked for."""
     (start, stop), _ = info[None]["array-location"]
     rng = np.random.default_rng(start)
-    return rng.standard_normal((stop - start, FEATURES), dtype=np.float32)
+    rows = rng.random((stop - start, FEATURES), dtype=np.float32)
+    rows -= 0.5
+    return rows
 
 
 def peak_bytes():
@@ -53,7 +55,7 @@ def main():
         trainer = daskdl.Trainer(
             model=lambda: nn.Linear(FEATURES, 2),
             loss=nn.CrossEntropyLoss(),
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
             client=client,
         )
         history = trainer.fit(X, y, epochs=EPOCHS, batch_size=256)

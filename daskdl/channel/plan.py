@@ -109,5 +109,5 @@ class RunPlan:
         extents = {
             phase: Extent(*extent) for phase, extent in fields["extents"].items()
         }
-        laps = Laps.of(fields["laps"])
+        laps = Laps.of(fields.get("laps", WHOLE_EPOCHS))
         return cls(**{**fields, "extents": extents, "laps": laps})

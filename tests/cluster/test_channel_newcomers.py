@@ -134,7 +134,7 @@ async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(
 
         seating = await in_thread(channel.activate, entry.snapshot["step"])
 
-        assert seating == ([0, 1, 2], 1, {0: 0, 1: 1})
+        assert seating == ([0, 1, 2], 1, {0: 0, 1: 1}, 1)
         assert run.record.members.expected == [0, 1, 2]
         await wait_until(lambda: replica in run.channels[1].others())
         assert run.link(1).inbox.steps()[replica] == 3
@@ -162,7 +162,7 @@ async def test_a_newcomer_begins_between_the_barriers_of_two_epochs(
         await in_thread(run.channels[1].gather, "report 0", 1, Barrier.REPORT)
 
         assert (await waiting).notes == {0: 0, 1: 1}
-        assert (await activating)[1:] == (1, {0: 0, 1: 1})
+        assert (await activating)[1:] == (1, {0: 0, 1: 1}, 1)
 
 
 @EITHER
@@ -187,7 +187,7 @@ async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
         await in_thread(run.channels[1].gather, "report 0", 1, Barrier.REPORT)
 
         assert (await first).notes == {0: 0, 1: 1}
-        assert (await activating)[1:] == (1, {0: 0, 1: 1})
+        assert (await activating)[1:] == (1, {0: 0, 1: 1}, 1)
 
 
 @EITHER

@@ -15,10 +15,13 @@ from tests.cluster.leftovers import still_left_behind
 collect_ignore = ["conftest.py", "forked.py"]
 
 
+# Workers here are forks: what all need is not imported by each. Now, as Dask's own
+# tools for tests put back what was set when they were imported.
+dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+
+
 def pytest_collection_finish():
-    """Workers here are forks: what all need is not imported by each."""
-    dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
-    # Dask sets a list of its own, once, and what a test has imported may have too.
+    """Dask says once what is imported before; and what a test imports may have, too."""
     get_mp_context().set_forkserver_preload(["tests.forked"])
 
 

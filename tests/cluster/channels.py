@@ -14,6 +14,7 @@ from daskdl.channel import worker as worker_end
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.payloads import wrap
+from daskdl.channel.plan import WHOLE_EPOCHS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.timeouts import Timeouts
@@ -143,6 +144,7 @@ class Run:
             "min_replicas": min_replicas,
             "timeouts": dataclasses.asdict(self.endpoint.timeouts),
             "routing": self.endpoint.routing,
+            "laps": WHOLE_EPOCHS,
         }
         answer = await self.ask("daskdl_open", plan=plan, client=self.client.id)
         assert answer["status"] == "ok"

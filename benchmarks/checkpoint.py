@@ -22,6 +22,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -177,8 +178,7 @@ class Case:
         return future.result()
 
 
-def table(rounds: int, steps: dict[int, int]) -> list[Row]:
-    rows = []
+def table(rounds: int, steps: dict[int, int]) -> Iterator[Row]:
     with (
         LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=":0"
@@ -194,8 +194,7 @@ def table(rounds: int, steps: dict[int, int]) -> list[Row]:
                     name: statistics.median(one[name] for one in measured)
                     for name in measured[0]
                 }
-                rows.append(Row(millions, optimizer, **numbers))
-    return rows
+                yield Row(millions, optimizer, **numbers)
 
 
 def main() -> None:
@@ -212,12 +211,14 @@ def main() -> None:
         f"{'parameters':>10} {'optimizer':14}{'saved':>8}{'writer':>8}{'ratio':>7}"
         f"{'other':>7}{'ratio':>7}{'step':>8}{'beside':>8}"
     )
-    rows = table(arguments.rounds, dict(zip(WIDTHS, arguments.steps, strict=True)))
-    for row in rows:
+    rows = []
+    for row in table(arguments.rounds, dict(zip(WIDTHS, arguments.steps, strict=True))):
+        rows.append(row)
         print(
             f"{row.millions:>8} M {row.optimizer:14}{row.saved_ms:>8.1f}"
             f"{row.writer_ms:>8.1f}{row.writer_ratio:>7.2f}{row.other_ms:>7.1f}"
-            f"{row.other_ratio:>7.2f}{row.step_ms:>8.1f}{row.beside_ms:>8.0f}"
+            f"{row.other_ratio:>7.2f}{row.step_ms:>8.1f}{row.beside_ms:>8.0f}",
+            flush=True,
         )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps([asdict(r) for r in rows], indent=2))

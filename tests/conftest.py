@@ -1,11 +1,10 @@
 """The cluster of worker processes that nearly all tests share."""
 
 import logging
+import multiprocessing
 import signal
 
-import dask
 import pytest
-from distributed.utils import get_mp_context
 
 from tests.cluster.clusters import cluster_of
 from tests.cluster.leftovers import still_left_behind
@@ -15,14 +14,9 @@ from tests.cluster.leftovers import still_left_behind
 collect_ignore = ["conftest.py", "forked.py"]
 
 
-# Workers here are forks: what all need is not imported by each. Now, as Dask's own
-# tools for tests put back what was set when they were imported.
-dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
-
-
 def pytest_collection_finish():
-    """Dask says once what is imported before; and what a test imports may have, too."""
-    get_mp_context().set_forkserver_preload(["tests.forked"])
+    """What is forked is imported once; Dask, and what a test imports, may say less."""
+    multiprocessing.set_forkserver_preload(["tests.forked"])
 
 
 def pytest_sessionfinish():

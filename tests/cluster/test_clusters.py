@@ -18,11 +18,6 @@ from tests.cluster.recording import Notes, executed
 X, Y = rows()
 
 
-def test_workers_here_are_forks(client):
-    # They are there at once, also after Dask's own clusters, which come first.
-    assert os.getpid() not in client.run(os.getppid).values()
-
-
 class TestWhereItRuns:
     def test_threads_of_one_process_are_workers_too(self, client, threads):
         results = []

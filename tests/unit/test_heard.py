@@ -7,8 +7,8 @@ def test_a_word_counts_at_once_where_nothing_can_overtake_it():
     heard.hear(1, Word(4, step=7, done=0))
 
     assert heard.steps() == {1: 7}
-    assert heard.slowest(epoch=0) is None
-    assert heard.slowest(epoch=1) == 7
+    assert heard.slowest(lap=0) is None
+    assert heard.slowest(lap=1) == 7
 
 
 def test_a_word_that_overtook_its_updates_counts_when_they_are_here():
@@ -67,7 +67,7 @@ def test_words_never_go_back():
     heard.hear(1, Word(2, 3, -1))
 
     assert heard.steps() == {1: 7}
-    assert heard.slowest(epoch=1) is None
+    assert heard.slowest(lap=1) is None
 
 
 def test_nobody_waits_for_one_that_is_lost_whoever_names_it():
@@ -79,5 +79,5 @@ def test_nobody_waits_for_one_that_is_lost_whoever_names_it():
     assert not heard.hear(1, Word(9, 9))
 
     assert heard.others() == [2]
-    assert heard.slowest(epoch=0) == 5
+    assert heard.slowest(lap=0) == 5
     assert heard.last() == {2: 1}

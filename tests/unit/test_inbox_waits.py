@@ -43,8 +43,8 @@ def test_who_is_done_with_an_epoch_is_not_waited_for_in_it():
     inbox.note(control(ItemKind.PROGRESS, 1, 3, payload=0))
     inbox.note(control(ItemKind.PROGRESS, 2, 5, payload=-1))
 
-    assert inbox.slowest(epoch=0) == 5
-    assert inbox.slowest(epoch=1) == 3
+    assert inbox.slowest(lap=0) == 5
+    assert inbox.slowest(lap=1) == 3
 
 
 def test_with_nobody_else_there_is_no_slowest():

@@ -9,25 +9,25 @@ Counted:  every member publishes updates of one size at a steady rate; the time 
           this machine, so they share its cores: latencies grow when these are busy.
           Baselines: the same bytes through a raw TCP socket, and through Dask's rpc
           from worker to worker; half a round trip, and one request after the other.
-Run:      python -m benchmarks.channel --members 2 4 8 16 32
+Run:      python -m benchmarks channel --members 2 4 8 16 32
 """
 
 import argparse
-import json
 import logging
-import platform
 import secrets
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from distributed import Client, LocalCluster, get_worker, rpc, secede
 from distributed.protocol import to_serialize
 
+from benchmarks.plots import bars
+from benchmarks.questions import Question
 from daskdl import codec
 from daskdl.channel import messages
 from daskdl.channel.endpoint import Endpoint
@@ -265,31 +265,23 @@ def cluster(workers: int) -> LocalCluster:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--kilobytes", type=float, nargs="+", default=[10, 100])
     parser.add_argument("--rate", type=float, default=10.0, help="updates/s of each")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each case")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
 
-    if arguments.json:
-        print(json.dumps([asdict(row) for row in rows(arguments)], indent=1))
-        return
-    print(f"# {platform.machine()}, {arguments.rate:g} updates/s of each member")
-    print(
-        f"{'case':16}{'members':>8}{'KB':>8}{'median ms':>11}{'p99 ms':>9}"
-        f"{'MB/s':>9}{'taken':>7}{'scheduler':>11}"
-    )
-    for row in rows(arguments):
-        print(
-            f"{row.case:16}{row.members:8d}{row.kilobytes:8.1f}"
-            f"{row.median_ms:11.2f}{row.p99_ms:9.1f}"
-            f"{row.megabytes_per_s:9.1f}{row.taken:7.2f}{row.scheduler_cpu:10.0%}",
-            flush=True,
-        )
 
+QUESTION = Question(
+    "channel",
+    __doc__,
+    options,
+    rows,
+    {"case": "", "members": "d", "kilobytes": ".1f", "median_ms": ".2f"}
+    | {"p99_ms": ".1f", "megabytes_per_s": ".1f", "taken": ".2f"}
+    | {"scheduler_cpu": ".0%"},
+    lambda result: bars(result, "median_ms", "case", "members"),
+)
 
 if __name__ == "__main__":
-    main()
+    QUESTION.main()

@@ -1,7 +1,7 @@
 """Every question that this folder answers, by its name.
 
-    python -m benchmarks --help
-    python -m benchmarks links --rates unlimited 100mbit
+python -m benchmarks --help
+python -m benchmarks links --rates unlimited 100mbit
 """
 
 import argparse
@@ -16,6 +16,8 @@ QUESTIONS = {
     "links": "links",
     "peers": "side_by_side",
     "channel": "channel",
+    "emulation": "emulation",
+    "cost-model": "cost_model",
     "encode": "encode",
     "wire-size": "wire_size",
 }

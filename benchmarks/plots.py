@@ -47,6 +47,30 @@ def curves(result: Result, label: str, group: str) -> Any:
     return figure
 
 
+def lines(result: Result, x: str, y: str, group: str, label: str) -> Any:
+    """Of y over x: a picture for each value of `group`, a line for each of `label`."""
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(row[group] for row in result.rows))
+    figure = Figure(figsize=(3.4 * max(1, len(groups)), 3.2), layout="constrained")
+    axes = figure.subplots(1, max(1, len(groups)), squeeze=False, sharey=True)[0]
+    for axis, name in zip(axes, groups, strict=False):
+        rows = [row for row in result.rows if row[group] == name]
+        for value in dict.fromkeys(row[label] for row in rows):
+            own = [row for row in rows if row[label] == value]
+            xs, ys = [row[x] for row in own], [row[y] for row in own]
+            axis.plot(xs, ys, marker="o", label=f"{label} {value}", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"{group} {name}", fontsize=9)
+        axis.set_xlabel(x, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=6)
+    axes[0].set_ylabel(y, fontsize=8)
+    return figure
+
+
 def draw(result: Result, plot: Callable[[Result], Any], path: Path) -> None:
     """Write a picture as PNG, the same bytes for the same rows."""
     path.parent.mkdir(parents=True, exist_ok=True)

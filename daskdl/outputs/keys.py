@@ -43,7 +43,7 @@ def is_keyed(example: Any) -> bool:
         return False
     x, _ = pair(rest)
     arrays = all(isinstance(leaf, np.ndarray | Tensor) for leaf in trees.leaves(x))
-    return arrays or isinstance(key, _NAMES)
+    return arrays or _is_name(key)
 
 
 def split(examples: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
@@ -95,6 +95,13 @@ def _is_key(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(_is_key, value))
     return isinstance(value, _NAMES + _NUMBERS) and not isinstance(value, bool)
+
+
+def _is_name(key: Any) -> bool:
+    """Whether a key is no number, nor only numbers."""
+    if isinstance(key, tuple):
+        return any(map(_is_name, key))
+    return isinstance(key, _NAMES)
 
 
 def _plain(key: Any) -> Any:

@@ -81,8 +81,21 @@ def test_all_else_has_no_key(example):
 
 @pytest.mark.parametrize(
     "key",
-    ["ä", b"\x00\xff", 7, 2**80, True, 1.5, ID, NOW, NOW.date(), ("a", (1, b"b"))]
-    + [np.int64(7), np.str_("x"), np.datetime64("2026-01-02", "D")],
+    [
+        "ä",
+        b"\x00\xff",
+        7,
+        2**80,
+        True,
+        1.5,
+        ID,
+        NOW,
+        NOW.date(),
+        ("a", (1, b"b")),
+        np.int64(7),
+        np.str_("x"),
+        np.datetime64("2026-01-02", "D"),
+    ],
     ids=repr,
 )
 def test_keys_are_read_back_exactly(key):

@@ -16,18 +16,24 @@ class Crowd:
         >>> crowd = Crowd()
         >>> crowd.complete(1)
         True
-        >>> crowd.left(3)
+        >>> crowd.came(3)
         >>> crowd.complete(2), crowd.complete(3)
         (False, True)
     """
 
     def __init__(self) -> None:
         self._sizes: deque[int] = deque([1], maxlen=MEMORY)
+        self._peak = 0  # since the last batch left
 
-    def left(self, unanswered: int) -> None:
-        """A batch leaves, when so many calls have no answer, its own included."""
-        self._sizes.append(unanswered)
+    def came(self, unanswered: int) -> None:
+        """A call has come; with it, so many have no answer."""
+        self._peak = max(self._peak, unanswered)
+
+    def left(self) -> None:
+        """A batch leaves."""
+        self._sizes.append(self._peak)
+        self._peak = 0
 
     def complete(self, unanswered: int) -> bool:
         """Whether that are as many as there were lately."""
-        return unanswered >= max(self._sizes)
+        return unanswered >= max(self._peak, *self._sizes)

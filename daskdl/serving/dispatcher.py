@@ -56,6 +56,7 @@ class Dispatcher:
             return
         self._empty.clear()
         self._joining.add(call)
+        self._crowd.came(self._unanswered())
         self._send()
 
     def withdraw(self, call: Call) -> None:
@@ -89,7 +90,7 @@ class Dispatcher:
             calls = self._joining.take(now, hurry=self._hurry(replica))
             if not calls:
                 break
-            self._crowd.left(self._unanswered() + len(calls))
+            self._crowd.left()
             self._begin(replica, calls)
         self._rest()
         self._wake(now)

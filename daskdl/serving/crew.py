@@ -20,7 +20,7 @@ from daskdl.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between looks at who is there: one small request of the scheduler
+LOOK_S = 0.5  # between looks at who is there: one small request of the scheduler
 
 
 class Crew:
@@ -55,6 +55,7 @@ class Crew:
         self._current = CurrentModel(model, timeouts)
         self._numbers = itertools.count()
         self._starting: dict[asyncio.Task[None], str] = {}  # and the place
+        self._opening: set[asyncio.Task[Replica]] = set()
         self._parting: set[asyncio.Task[None]] = set()
         self._failed: Counter[str] = Counter()  # starts and replicas, by place
         self._heard_at = 0.0
@@ -90,6 +91,8 @@ class Crew:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._opening:
+            await asyncio.wait(self._opening, timeout=self._timeouts.stop)
         for replica in list(self.ready):
             self._part(replica)
         self.ready.clear()
@@ -116,9 +119,7 @@ class Crew:
     # ---- who is there
 
     async def _start(self, place: str) -> None:
-        number, bound = next(self._numbers), self._timeouts.bound("join")
-        opening = self._ground.open(place, number, self._sharing)
-        replica = await within(opening, bound, f"no replica was made on {place}")
+        replica = await self._opened(place)
         try:
             await self._current.bring(replica)
         except BaseException:
@@ -126,6 +127,25 @@ class Crew:
             raise
         self.ready.append(replica)
         self.changed()
+
+    async def _opened(self, place: str) -> Replica:
+        opening = asyncio.create_task(
+            self._ground.open(place, next(self._numbers), self._sharing)
+        )
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+        bound, what = self._timeouts.bound("join"), f"no replica was made on {place}"
+        try:
+            return await within(asyncio.shield(opening), bound, what)
+        except BaseException:
+            # It may be made all the same, and nobody would take it from there.
+            opening.add_done_callback(self._abandon)
+            raise
+
+    def _abandon(self, opening: asyncio.Task[Replica]) -> None:
+        """One was made that nobody waits for any more."""
+        if not opening.cancelled() and opening.exception() is None:
+            self._part(opening.result())
 
     def _part(self, replica: Replica) -> None:
         """Tell a replica to go, if it still hears that."""

@@ -116,7 +116,9 @@ class FakeGround(Ground):
     @override
     async def open(self, place, number, sharing):
         fault = self.faults.pop(("open", place), None)
-        if fault is not None:
+        if isinstance(fault, asyncio.Event):
+            await fault.wait()
+        elif fault is not None:
             raise fault
         self.made.append(FakeReplica(place, self.log, self.faults))
         return self.made[-1]

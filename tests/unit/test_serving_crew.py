@@ -85,6 +85,37 @@ async def test_a_model_that_cannot_be_used_is_refused_and_nothing_stays():
 
 
 @on_a_loop
+async def test_one_that_is_just_being_made_goes_too():
+    async with watched("a", "b") as own:
+        own.crew.lose(own.crew.ready[0], "it hangs")
+        slow = own.ground.faults["open", "a"] = asyncio.Event()
+        await own.crew.look()
+        await turns()
+        closing = asyncio.create_task(own.crew.close())
+        await turns()
+        own.ground.log.clear()
+
+        slow.set()
+        await soon(closing)
+
+    assert ("close", "a") in own.ground.log
+
+
+@on_a_loop
+async def test_one_that_is_made_too_late_goes():
+    impatient = dataclasses.replace(TIMEOUTS, join=0.01)
+    own = watched("a", wanted=1, timeouts=impatient)
+    slow = own.ground.faults["open", "a"] = asyncio.Event()
+    with pytest.raises(WaitTimeoutError, match=r"no replica was made on a .*\.join"):
+        await own.crew.open()
+
+    slow.set()
+    await own.crew.close()
+
+    assert own.ground.log == [("close", "a")]
+
+
+@on_a_loop
 async def test_a_replica_whose_place_is_gone_is_lost_and_another_started():
     async with watched("a", "b") as own:
         own.ground.there = ["b", "c"]

@@ -31,47 +31,42 @@ async def test_who_calls_alone_waits_for_nobody():
 async def test_calls_that_come_meanwhile_are_joined_and_each_gets_its_own_rows():
     async with serving("a") as desk:
         first = desk.call(1)
-        others = [desk.call(2, 3), desk.call(4)]
+        others = [desk.call(2, 3), desk.call(4, 5)]
         (await desk.asked()).answer()
         joined = await desk.asked()
         joined.answer()
 
-        assert joined.values == [2, 3, 4]
+        assert joined.values == [2, 3, 4, 5]
         assert await values(first) == [10]
-        assert [await values(other) for other in others] == [[20, 30], [40]]
+        assert [await values(other) for other in others] == [[20, 30], [40, 50]]
 
 
 @on_a_loop
 async def test_answers_share_no_memory():
     async with serving("a") as desk:
         desk.call(1)
-        one, other = desk.call(2), desk.call(3)
+        one, other = desk.call(2, 2), desk.call(3, 3)
         (await desk.asked()).answer()
         (await desk.asked()).answer()
 
         (await soon(asyncio.wrap_future(one)))[:] = 0
 
-        assert await values(other) == [30]
+        assert await values(other) == [30, 30]
         assert one.result().base is None
 
 
 @on_a_loop
 async def test_a_crowd_is_waited_for_until_all_are_there():
     async with serving("a") as desk:
-        for round_ in range(2):
-            first = desk.call(1)
-            if round_:  # one was alone at first; now two were there at once
-                await turns()
-                assert desk.ground.made[0].asked.empty()
-            second = desk.call(2)
-            batch = await desk.asked()
-            batch.answer()
-            if not round_:
-                (await desk.asked()).answer()
-            await values(first)
-            await values(second)
+        desk.call(1)
+        desk.call(2)  # two are there at once
+        (await desk.asked()).answer()
+        await turns()
+        assert desk.ground.made[0].asked.empty()
 
-        assert batch.values == [1, 2]
+        desk.call(3)
+
+        assert (await desk.asked()).values == [2, 3]
 
 
 @on_a_loop
@@ -117,7 +112,7 @@ async def test_a_replica_has_two_batches_at_most_and_the_others_wait():
 async def test_a_model_that_fails_fails_for_the_call_that_made_it_and_no_other():
     async with serving("a") as desk:
         desk.call(0)
-        calls = [desk.call(1), desk.call(2), desk.call(3)]
+        calls = [desk.call(1), desk.call(2), desk.call(3), desk.call(4)]
         (await desk.asked()).answer()
         (await desk.asked()).refuse()
         for _ in calls:
@@ -130,6 +125,7 @@ async def test_a_model_that_fails_fails_for_the_call_that_made_it_and_no_other()
 
         assert await values(calls[0]) == [10]
         assert await values(calls[2]) == [30]
+        assert await values(calls[3]) == [40]
         with pytest.raises(ModelError, match=r"on 1 rows, X: .* two is too") as error:
             await values(calls[1])
         assert "Traceback: ..." in error.value.__notes__[0]
@@ -238,14 +234,11 @@ async def test_a_call_that_was_cancelled_is_not_asked_and_makes_room():
     async with serving("a", queue=4) as desk:
         desk.call(0)
         cancelled = desk.call(1)
-        other = desk.call(2)
         cancelled.cancel()
+        desk.call(2, 3, 4)
         (await desk.asked()).answer()
-        batch = await desk.asked()
-        batch.answer()
 
-        assert batch.values == [2]
-        assert await values(other) == [20]
+        assert (await desk.asked()).values == [2, 3, 4]
         desk.room.enter(4)
 
 

@@ -16,6 +16,7 @@ from daskdl.data.sources import source_of
 from daskdl.errors import OptionError
 from daskdl.inference.options import OutputOptions, Postprocess
 from daskdl.objective import Loss, OwnStep, objective_of
+from daskdl.serving.predictor import Predictor
 from daskdl.sites import site_of
 
 
@@ -125,6 +126,37 @@ class Trained:
             check_outlives(self.client)
         with site_of(self.client) as site:
             return site.predict(self._fitted(), X, read, wanted)
+
+    def predictor(
+        self,
+        *,
+        replicas: int = 2,
+        batch_limit: int = 32,
+        wait_ms: float = 2.0,
+        queue_limit: int = 1024,
+        transform: Transform | None = None,
+    ) -> Predictor:
+        """Let `model_` answer calls from many threads, on the cluster or here.
+
+        It answers by the model of now; see :class:`daskdl.Predictor`, also for what it
+        raises. It is to be closed, best by ``with``.
+
+        Args:
+            replicas: Models in the workers' memory.
+            batch_limit: Rows of a batch, and of one call.
+            wait_ms: How long a call waits for others to come at most.
+            queue_limit: Rows that may wait for a replica.
+            transform: See :meth:`fit`; y is None for it.
+        """
+        return Predictor(
+            self._fitted(),
+            replicas=replicas,
+            batch_limit=batch_limit,
+            wait_ms=wait_ms,
+            queue_limit=queue_limit,
+            transform=one_of(transform, self.transform),
+            client=self.client,
+        )
 
     def _fitted(self) -> nn.Module:
         if not hasattr(self, "model_"):

@@ -37,13 +37,9 @@ class Case:
     name: str
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    blocks: int
 
 
-CASES = (
-    Case("mlp", mlp, (784,), 48),
-    Case("cnn", cnn, (1, 28, 28), 48),
-)
+CASES = (Case("mlp", mlp, (784,)), Case("cnn", cnn, (1, 28, 28)))
 
 
 @dataclass(frozen=True)
@@ -61,44 +57,46 @@ def block_of(number: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(number).random((BLOCK, *shape), np.float32)
 
 
-def collection(case: Case) -> da.Array:
+def collection(case: Case, blocks: int) -> da.Array:
     """The same blocks, lazily."""
 
     def make(block: np.ndarray) -> np.ndarray:
         return block_of(int(block.flat[0]), case.shape)
 
-    numbers = da.arange(case.blocks, chunks=1)
-    chunks = ((BLOCK,) * case.blocks, *((size,) for size in case.shape))
+    numbers = da.arange(blocks, chunks=1)
+    chunks = ((BLOCK,) * blocks, *((size,) for size in case.shape))
     axes = list(range(1, len(case.shape) + 1))
     return numbers.map_blocks(make, chunks=chunks, new_axis=axes, dtype=np.float32)
 
 
-def alone_s(model: nn.Module, case: Case) -> float:
+def alone_s(model: nn.Module, case: Case, blocks: int) -> float:
     """Seconds of a plain loop."""
     began = time.perf_counter()
     outputs = []
     with torch.inference_mode():
-        for number in range(case.blocks):
+        for number in range(blocks):
             x = torch.from_numpy(block_of(number, case.shape))
             outputs += [model(batch).numpy() for batch in x.split(BATCH)]
     return time.perf_counter() - began
 
 
-def together_s(model: nn.Module, case: Case, client: Client) -> float:
+def together_s(model: nn.Module, case: Case, blocks: int, client: Client) -> float:
     """Seconds of the workers, from the call until all outputs are there."""
     began = time.perf_counter()
-    outputs = daskdl.predict(model, collection(case), client, batch_size=BATCH)
+    lazy = collection(case, blocks)
+    outputs = daskdl.predict(model, lazy, client, batch_size=BATCH)
     done: Any = client.persist(outputs)
     wait(done)
     return time.perf_counter() - began
 
 
-def measured(client: Client, rounds: int) -> Iterator[Row]:
+def measured(client: Client, rounds: int, blocks: int) -> Iterator[Row]:
     for case in CASES:
-        model, rows = case.make().eval(), case.blocks * BLOCK
+        model, rows = case.make().eval(), blocks * BLOCK
         found = []
         for _ in range(rounds + 1):  # the first is not counted
-            one, two = alone_s(model, case), together_s(model, case, client)
+            one = alone_s(model, case, blocks)
+            two = together_s(model, case, blocks, client)
             overhead = (WORKERS * two - one) / rows * 10_000
             found.append((rows / one, rows / two, one / two, overhead))
         middle = [statistics.median(column) for column in zip(*found[1:], strict=True)]
@@ -108,7 +106,9 @@ def measured(client: Client, rounds: int) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--blocks", type=int, default=96, help=f"of {BLOCK} rows")
+    asked = parser.parse_args()
+    rounds = asked.rounds
     torch.set_num_threads(1)
     print(f"# torch {torch.__version__}, {platform.processor()}, {rounds} rounds")
     print(
@@ -121,7 +121,7 @@ def main() -> None:
         ) as cluster,
         Client(cluster) as client,
     ):
-        for row in measured(client, rounds):
+        for row in measured(client, rounds, asked.blocks):
             print(
                 f"| {row.model} | {row.rows:,} | {row.alone:,.0f} | "
                 f"{row.together:,.0f} | {row.ratio:.2f} | "

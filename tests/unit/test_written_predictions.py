@@ -274,10 +274,23 @@ class TestResuming:
         say(lazy(), url)
         names = Store(url).names()
 
-        (target, form), *_ = kept
+        ((target, form),) = kept
         with pytest.raises(DataError, match="no unfinished prediction in"):
             target.write(form, 0, [X[:1]])
-        assert Store(url).names() == names
+        target.begin()
+        write = Store.write
+
+        def ending(store, name, content):
+            write(store, name, content)
+            if name.startswith("part-"):  # the run ends while it is written
+                target._progress.end()
+
+        monkeypatch.setattr(Store, "write", ending)
+        for late in (X[:1], X[:3]):  # another one, and that which is there
+            with pytest.raises(DataError, match="no unfinished prediction in"):
+                target.write(form, 0, [late])
+            assert Store(url).names() == names
+            target.begin()
 
 
 class TestOthersAtTheUrl:

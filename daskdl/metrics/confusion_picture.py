@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 COUNTED = 20  # classes up to which each cell has its number
-_TICKS = 20  # class names along one side
+_TICKS = 10  # class names along one side, of more classes than that
 _LETTERS = 12  # of a class name
 
 
@@ -37,7 +37,7 @@ def drawn_confusion(
 
 
 def _name(axes: "Axes", names: Sequence[str]) -> None:
-    step = -(-len(names) // _TICKS)
+    step = 1 if len(names) <= COUNTED else -(-len(names) // _TICKS)
     places = range(0, len(names), step)
     shown = [_short(names[k]) for k in places]
     turned = max(map(len, shown)) > 2 and len(shown) > 4

@@ -38,17 +38,17 @@ def drawn_curves(
         figure: Is drawn on.
     """
     title, x, y, area = _TEXTS[kind]
-    axes = figure.add_subplot(aspect="equal")
+    axes = figure.add_subplot()
     axes.set(title=title, xlabel=x, ylabel=y, xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     if kind == "roc":
         axes.plot([0, 1], [0, 1], color=PALE, linestyle=":", zorder=1)
     there = np.flatnonzero(~np.isnan(areas_C))
     named = there if len(there) <= NAMED else there[np.argsort(areas_C[there])[:NAMED]]
     for k in np.setdiff1d(there, named):
-        axes.plot(*curves_C2P[k], color=PALE, linewidth=0.6, zorder=2)
+        _draw(axes, kind, curves_C2P[k], {"color": PALE, "linewidth": 0.6, "zorder": 2})
     for place, k in enumerate(named):
         label = f"{_short(names[k])} ({area} {areas_C[k]:.3f})"
-        _draw(axes, kind, curves_C2P[k], place, label)
+        _draw(axes, kind, curves_C2P[k], {"label": label, **_style(place)})
     if len(named):
         heading = None if len(named) == len(there) else f"the {NAMED} lowest"
         axes.legend(
@@ -60,17 +60,19 @@ def drawn_curves(
         )
 
 
+def _style(place: int) -> dict[str, Any]:
+    dashes = DASHES[place // len(COLOURS) % len(DASHES)]
+    color = COLOURS[place % len(COLOURS)]
+    return {"color": color, "linestyle": dashes, "linewidth": 1.3, "zorder": 3}
+
+
 def _draw(
-    axes: "Axes", kind: str, curve_2P: NDArray[np.float64], place: int, label: str
+    axes: "Axes", kind: str, curve_2P: NDArray[np.float64], style: dict[str, Any]
 ) -> None:
-    style: dict[str, Any] = {
-        "color": COLOURS[place % len(COLOURS)],
-        "linestyle": DASHES[place // len(COLOURS) % len(DASHES)],
-    }
     if kind == "roc":
-        axes.plot(*curve_2P, label=label, zorder=3, **style)
+        axes.plot(*curve_2P, **style)
     else:  # precision holds from one threshold to the next
-        axes.step(*curve_2P, where="pre", label=label, zorder=3, **style)
+        axes.step(*curve_2P, where="pre", **style)
 
 
 def _short(name: str) -> str:

@@ -127,7 +127,8 @@ class Evaluation(dict[str, Any]):
         pictures: dict[str, Picture] = {}
         for section in self.sections:
             for name, picture in section.pictures().items():
-                pictures.setdefault(name, picture)
+                taken = name in pictures
+                pictures[f"{section.kind}_{name}" if taken else name] = picture
         if not pictures:
             raise OptionError(
                 "there is nothing to draw in this evaluation: evaluate with "

@@ -39,18 +39,20 @@ def drawn_reliability(
         align="edge",
         color=COLOURS[4],
         edgecolor="white",
-        label="accuracy",
+        label="accuracy of the bin",
     )
-    above.plot([0, 1], [0, 1], color=DARK, linestyle=":", label="as sure as right")
+    above.plot([0, 1], [0, 1], color=DARK, linestyle=":", label="perfectly calibrated")
     above.plot(
         confidence_M[there],
         accuracy_M[there],
         color=COLOURS[1],
         marker="o",
         markersize=4,
-        label="mean confidence",
+        label="at mean confidence",
     )
-    above.set(title="Reliability", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
+    above.set(
+        title="Reliability", ylabel="accuracy of the bin", xlim=(0, 1), ylim=(0, 1.02)
+    )
     above.legend(
         loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="small", frameon=False
     )

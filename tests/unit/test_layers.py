@@ -86,7 +86,7 @@ OUTSIDE = {
     "saving": {"numpy", "safetensors", "torch"},
     "fitted": {"numpy", "torch"},
     "keras": {"h5py", "keras", "torch", "typing_extensions"},
-    "metrics": {"torch", "torchmetrics"},
+    "metrics": {"numpy", "torch", "torchmetrics"},
     "lazy_outputs": {"dask", "distributed", "numpy", "pandas"},
     "scores": {"torch"},
     "evaluation": {"distributed", "torch"},

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskdl.channel import messages
-from daskdl.channel.base import Gathered, Last, Load
+from daskdl.channel.base import Load
+from daskdl.channel.gathered import Gathered, Last
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Barrier
 from daskdl.channel.payloads import unwrap_note

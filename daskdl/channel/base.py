@@ -8,48 +8,26 @@ whole steps of one grid.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from daskdl.channel.entry import Entry, Seating
-from daskdl.channel.leases import Range
+from daskdl.channel.gathered import Gathered, Last
 from daskdl.channel.messages import Barrier
 from daskdl.channel.parcel import Arrays
 from daskdl.channel.pause import Pause
+from daskdl.channel.piece import Finished, Piece
 from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
 from daskdl.channel.traffic import Traffic
 from daskdl.codec import Stamp
 from daskdl.link import Drained
 
-Last = Mapping[int, int]  # sequence number of the last update of each replica
-Finished = Sequence[Mapping[str, Any]]  # of each piece: number, examples, loss
-
 
 class Stopped(BaseException):  # not an error: the way out of a wait
     """The run was stopped; leave now. Not an `Exception`, as `KeyboardInterrupt`."""
-
-
-class Gathered(NamedTuple):
-    """What all members said at a barrier."""
-
-    notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
-    gone: Last  # of those that left or were lost
-    counted: Mapping[str, int] = {}  # by the run so far: "refused" and "repeated"
-
-
-class Piece(NamedTuple):
-    """Rows that are leased to a replica at a time.
-
-    Ranges are of positions in the order in which the rows of a part are trained on.
-    """
-
-    number: int  # in its phase and epoch
-    ranges: tuple[Range, ...]  # in the order to train on them
-    keys: Mapping[int, str]  # Dask's, of the parts named here; "": on no worker
-    ahead: int | None = None  # the part that this replica will probably load next
 
 
 Serve = Callable[[], dict[str, Any]]

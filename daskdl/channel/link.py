@@ -15,13 +15,14 @@ from distributed import Worker
 
 from daskdl.channel.carrier import Carrier
 from daskdl.channel.connection import Connection
+from daskdl.channel.early import Early
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.heard import Word
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.mesh import Mesh
 from daskdl.channel.messages import Item, ItemKind
 from daskdl.channel.payloads import unwrap, wrap
-from daskdl.channel.positions import Positions, Received
+from daskdl.channel.positions import Received
 from daskdl.channel.pump import BATCH_BYTES
 from daskdl.channel.reading import UNREADABLE, Reader
 from daskdl.channel.relay import Relay
@@ -38,26 +39,6 @@ class Wanted(NamedTuple):
 
     cut: dict[int, int]  # updates that it has to contain, by origin
     answer: asyncio.Future[dict[str, Any]]
-
-
-class Early:
-    """What a newcomer is sent before it has the state that this changes."""
-
-    def __init__(self) -> None:
-        self.items: list[Item] = []
-        self.nbytes = 0
-        self._positions = Positions()
-
-    def keep(self, item: Item, limit_bytes: int) -> bool | None:
-        """Keep a first copy; whether it is one, None if there is no room for it."""
-        # Not folded, as a full inbox is: the snapshot may contain it.
-        if self.items and self.nbytes >= limit_bytes:
-            return None
-        if not self._positions.accept(item.origin, item.sequence):
-            return False
-        self.items.append(item)
-        self.nbytes += item.weight()
-        return True
 
 
 class Link:

@@ -13,15 +13,17 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import Finished, Gathered, Piece, Serve
+from daskdl.channel.base import Serve
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.entry import Entry, Seating
+from daskdl.channel.gathered import Gathered
 from daskdl.channel.local_run import LocalRun
 from daskdl.channel.local_waits import LocalWaits
 from daskdl.channel.messages import Barrier, Item, ItemKind
 from daskdl.channel.outbox import Outbox
 from daskdl.channel.parcel import Arrays
 from daskdl.channel.pause import Pause
+from daskdl.channel.piece import Finished, Piece
 from daskdl.channel.reading import UNREADABLE, Reader
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.traffic import Traffic

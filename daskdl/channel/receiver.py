@@ -6,8 +6,9 @@ from typing import Any
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import Channel, Last, Load
+from daskdl.channel.base import Channel, Load
 from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.gathered import Last
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received

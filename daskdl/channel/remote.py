@@ -11,24 +11,19 @@ from typing_extensions import override
 from daskdl import codec
 from daskdl.channel import messages
 from daskdl.channel.agreement import Agreement
-from daskdl.channel.base import (
-    Finished,
-    Gathered,
-    Last,
-    Load,
-    Piece,
-    Serve,
-)
+from daskdl.channel.base import Load, Serve
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.entrance import Entrance
 from daskdl.channel.entry import Entry, Seating
 from daskdl.channel.fetching import Fetching
+from daskdl.channel.gathered import Gathered, Last
 from daskdl.channel.leases import Range
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Barrier, Item
 from daskdl.channel.parcel import Arrays, Parcel
 from daskdl.channel.pause import Pause
 from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
+from daskdl.channel.piece import Finished, Piece
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.remote_waits import RemoteWaits
 from daskdl.channel.traffic import Traffic

@@ -4,8 +4,9 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from daskdl.channel.base import Channel, Piece
+from daskdl.channel.base import Channel
 from daskdl.channel.pause import Pause
+from daskdl.channel.piece import Piece
 from daskdl.data.batches import Batch, Chunk, Transform, batches
 from daskdl.training.reader import Reader, Reading
 from daskdl.training.stepping import Group, rows_of

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daskdl.channel.base import Piece
 from daskdl.channel.leases import Range
+from daskdl.channel.piece import Piece
 from daskdl.data import trees
 from daskdl.data.batches import Chunk, whole
 from daskdl.data.faults import UNREADABLE, is_left_out

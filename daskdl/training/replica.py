@@ -13,7 +13,8 @@ import time
 import torch
 
 from daskdl.callbacks.base import EpochBegin, Step
-from daskdl.channel.base import Channel, Gathered, Stopped
+from daskdl.channel.base import Channel, Stopped
+from daskdl.channel.gathered import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pause import Pause
 from daskdl.errors import DivergedError

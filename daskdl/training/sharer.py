@@ -11,7 +11,7 @@ from typing_extensions import override
 from daskdl import codec
 from daskdl.accumulator import Accumulator
 from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
-from daskdl.channel.base import Gathered
+from daskdl.channel.gathered import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
 from daskdl.training.exchange import Exchange

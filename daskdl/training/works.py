@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from daskdl.channel.base import Channel, Gathered
+from daskdl.channel.base import Channel
 from daskdl.channel.entry import Entry
+from daskdl.channel.gathered import Gathered
 from daskdl.channel.pause import Pause
 from daskdl.data.models import trainable
 from daskdl.errors import ChannelError

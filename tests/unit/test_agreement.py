@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl.channel.agreement import Agreement
-from daskdl.channel.base import Gathered
 from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.gathered import Gathered
 from daskdl.channel.waits import Waits
 from daskdl.errors import WaitTimeoutError
 from tests.unit.inboxes import GRID, SIZE, filled, item_of, sparse

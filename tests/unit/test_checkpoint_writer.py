@@ -11,7 +11,7 @@ from records import TIMEOUTS
 from written import put_part
 
 from daskdl import Checkpoint
-from daskdl.channel.base import Gathered
+from daskdl.channel.gathered import Gathered
 from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
 from daskdl.checkpoints.plan import CheckpointPlan
 from daskdl.data.stores.store import Store

@@ -4,8 +4,8 @@ import weakref
 
 import numpy as np
 
-from daskdl.channel.base import Piece
 from daskdl.channel.leases import Range
+from daskdl.channel.piece import Piece
 from daskdl.training.feed import Feed
 from daskdl.training.reader import Reading
 

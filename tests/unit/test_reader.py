@@ -7,8 +7,8 @@ import weakref
 import numpy as np
 import pytest
 
-from daskdl.channel.base import Piece
 from daskdl.channel.leases import TO_ITS_END, Range
+from daskdl.channel.piece import Piece
 from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.errors import (
     ChannelError,

@@ -5,8 +5,8 @@ import weakref
 import numpy as np
 import pytest
 
-from daskdl.channel.base import Piece
 from daskdl.channel.leases import TO_ITS_END, Range
+from daskdl.channel.piece import Piece
 from daskdl.data.batches import batches
 from daskdl.errors import DataError, LostPieceError
 from daskdl.training.reader import Reader, Reading

@@ -1,0 +1,14 @@
+"""What members learn of each other at a barrier."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+Last = Mapping[int, int]  # sequence number of the last update of each replica
+
+
+class Gathered(NamedTuple):
+    """What all members said at a barrier."""
+
+    notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
+    gone: Last  # of those that left or were lost
+    counted: Mapping[str, int] = {}  # by the run so far: "refused" and "repeated"

@@ -13,6 +13,7 @@ import torch
 from distributed import Client
 from torch import nn
 
+from daskdl.data.accuracy import has_accuracy
 from daskdl.data.batches import Chunk, Transform, auto_device, batches, whole
 from daskdl.data.checks import check_rows, check_whole, output_rows, rows_like
 from daskdl.data.datasets.iterable_style import sharded
@@ -152,11 +153,6 @@ def evaluate(
     values = score.metrics()
     if loss is None:
         del values["loss"]
-        if not measures and not values:
-            raise OptionError(
-                "there is nothing to measure without loss and metrics where labels are "
-                "not class indices; give loss=, metrics=, or both"
-            )
     each = [(one, computed(one, of)) for one, of in zip(measures, states, strict=True)]
     return Evaluation(values, [one.metrics.section(one.shown, v) for one, v in each])
 
@@ -177,6 +173,11 @@ def _prepared(
     if wanted is not None:
         seen = output_rows(model, *rows, read.transform)
         measures = wanted.measures(loss, *seen, source.classes)
+    elif loss is None and not has_accuracy(model, loss, *rows, read.transform):
+        raise OptionError(
+            "there is nothing to measure without loss and metrics where labels are not "
+            "class indices; give loss=, metrics=, or both"
+        )
     labels = None if read.transform else LabelCheck(accepted)
     if labels is not None:
         check_whole(source, labels)

@@ -1,6 +1,7 @@
 """What a trainer does with its trained model: evaluate, predict."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from distributed import Client
@@ -13,6 +14,7 @@ from daskdl.data.formats.loaders import Loader
 from daskdl.data.options import OnBad, ReadOptions, one_of
 from daskdl.data.sources import source_of
 from daskdl.errors import OptionError
+from daskdl.inference.options import OutputOptions, Postprocess
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.metrics.wanted import Wanted
 from daskdl.objective import Loss, Objective, OwnStep, objective_of
@@ -87,39 +89,61 @@ class Trained:
         with site_of(self.client) as site:
             return site.evaluate(self._fitted(), objective, source, read, wanted)
 
-    def predict(
+    def predict(  # noqa: PLR0913 - by name, as those of `fit`
         self,
         X: Any,
         *,
         batch_size: int = 64,
+        output: str | os.PathLike[str] = "same",
+        postprocess: Postprocess | None = None,
+        keyed: bool | None = None,
         transform: Transform | None = None,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Apply `model_(x)` to every row, on the cluster or in this process.
 
         Args:
             X: Inputs, of the kinds that :meth:`fit` takes; labels that come with them
-                are passed over.
+                are passed over. In a bag, and in a list of Delayed objects that are
+                lists of examples, these may be pairs (key, x), and of any shapes.
             batch_size: Rows per forward pass.
+            output: ``"same"``: what came in comes out. Or a folder, as a URL of fsspec
+                or a path, that the workers write to, part by part: Parquet for a
+                `dask.dataframe`, else safetensors. A run that was interrupted goes on
+                with the parts that are missing when it is begun again.
+            postprocess: Of the outputs of each batch, tensors, in tuples or dicts if
+                the model returns such; returns tensors with the same rows, or such of
+                them. It runs on the worker.
+            keyed: Whether the examples of bags and lists are pairs (key, x); None: they
+                are if the first begins with text, bytes, a UUID or a date, or with a
+                whole number or a tuple of these before arrays.
             transform: See :meth:`fit`, as those that follow; y is None for it.
             loader: For files.
             collate_fn: For datasets.
+            storage_options: Of the file system of `output`, for fsspec.
 
         Returns:
-            The outputs in order. Of Dask's collections, lazy ones of the same kind; a
-            tensor of tensors, and of all else a numpy array. Where the model returns
-            tuples or dicts, such of these.
+            The outputs in order. Of Dask's collections, lazy ones of the same kind, in
+            the same partitions and with the same keys or index; a tensor of tensors,
+            and of all else a numpy array. Where the outputs are tuples or dicts, such
+            of these; but of a `dask.dataframe`, a dict of outputs with one number for
+            each row is one dataframe with these columns. Its columns are `classes_`
+            where there are as many outputs. With a folder, :class:`Predictions`.
 
         Raises:
-            OptionError: If it would be lazy, and no cluster is there to compute it.
+            OptionError: If it would be lazy, and no cluster is there to compute it; or
+                if the folder has predictions of another model, data or options.
         """
+        names = getattr(self, "classes_", None)
+        wanted = OutputOptions(output, postprocess, keyed, storage_options, names)
         both = one_of(transform, self.transform)
         read = ReadOptions(batch_size, both, loader, collate_fn)
-        if is_lazy(X):
+        if is_lazy(X) and not wanted.writes:
             check_outlives(self.client)
         with site_of(self.client) as site:
-            return site.predict(self._fitted(), X, read)
+            return site.predict(self._fitted(), X, read, wanted)
 
     def _objective(self) -> Objective | None:
         objective: Objective = objective_of(self.loss, self.step)

@@ -29,7 +29,7 @@ def is_classification(output: Any, y: Tree) -> bool:
 
 def has_accuracy(
     model: nn.Module,
-    objective: Objective,
+    objective: Objective | None,
     X: Tree,
     y: Tree,
     transform: Transform | None = None,
@@ -38,7 +38,7 @@ def has_accuracy(
 
     Args:
         model: Not changed.
-        objective: With the model it has been rehearsed on these data.
+        objective: With the model it has been rehearsed on these data; or None.
         X: Examples, of which two are looked at.
         y: Labels, likewise, or None.
         transform: What is made of each batch before, or None.

@@ -13,7 +13,7 @@ from torch import nn
 
 from daskdl.data.options import ReadOptions
 from daskdl.errors import ModelError
-from daskdl.inference import predict
+from daskdl.inference.prediction import predict
 
 X = np.arange(14.0, dtype=np.float32).reshape(7, 2)
 TABLE = pd.DataFrame(X, columns=["a", "b"], index=list("tuvwxyz"))

@@ -113,7 +113,7 @@ class Meter:
         return tuple(states_of(live, max(self._told, 1), part) for live in self._live)
 
     def _tell(self) -> None:
-        output, y = (_joined(each) for each in zip(*self._waiting, strict=True))
+        output, y = (joined(each) for each in zip(*self._waiting, strict=True))
         rows, self._rows, self._waiting = self._rows, 0, []
         last = self._told + rows - 1
         try:
@@ -162,16 +162,23 @@ def _told_to_the_log() -> Iterator[None]:
         logger.info("%s", warning.message)
 
 
-def _joined(parts: Sequence[Tree]) -> Tree:
+def joined(parts: Sequence[Tree]) -> Tree:
+    """Rows of batches together, as metrics take them: on the CPU, in long floats.
+
+    Many metrics have no code for short ones on a CPU, and none for other orders of
+    memory.
+
+    Args:
+        parts: Trees of tensors, at least one.
+    """
     return trees.mapped(_together, *parts)
 
 
 def _together(*leaves: Tensor) -> Tensor:
     rows = torch.cat(leaves) if len(leaves) > 1 else leaves[0]
-    rows = rows.cpu()
-    # Many metrics have no code for these on a CPU.
-    small = rows.dtype in (torch.bfloat16, torch.float16)
-    return rows.float() if small else rows
+    rows = rows.cpu().contiguous()
+    short = rows.dtype in (torch.bfloat16, torch.float16)
+    return rows.float() if short else rows
 
 
 def _shapes(output: Tree, y: Tree) -> Any:

@@ -13,7 +13,7 @@ from daskdl.data.trees import Tree
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.choice import metric_sets
-from daskdl.metrics.meter import Measure, measure_of
+from daskdl.metrics.meter import Measure, joined, measure_of
 from daskdl.metrics.scale import scale_of
 from daskdl.objective import Objective, OwnStep
 
@@ -85,8 +85,8 @@ class Wanted:
                     f"them; {name} is a {type(leaf).__name__}"
                 )
         shown = Shown(
-            output,
-            y,
+            joined([output]),
+            joined([y]),
             scale_of(objective, output),
             classes or self.classes,
             ignored_label(objective),

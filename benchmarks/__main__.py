@@ -34,6 +34,7 @@ SCRIPTS = {
     "kill": "what do the other replicas notice when a worker is killed?",
     "checkpoint": "how long does a replica stop for a checkpoint?",
     "data": "what does it cost to have the data elsewhere than in memory?",
+    "predict": "how much faster do two workers predict than one process?",
     "telemetry": "what do the rows of `history.steps` cost?",
     "report": "docs/benchmarks.md from the newest results",
     "compare": "ratios of this run beside benchmarks/baseline.json",

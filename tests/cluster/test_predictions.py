@@ -15,6 +15,7 @@ from distributed.utils_test import poll_for
 from torch import nn
 
 import daskdl
+from tests.cluster.clusters import cluster_of
 from tests.cluster.leftovers import still_left_behind
 
 ROWS = 240
@@ -73,14 +74,17 @@ def test_a_lazy_result_survives_the_workers_that_hold_the_model(three):
     output = daskdl.predict(nn.Linear(2, 1), lazy(), three)
     before = three.compute(output[:20]).result()
     _, holders = model_of(three)
-    pids = three.run(os.getpid)
+    pids, there = three.run(os.getpid), set(three.nthreads())
 
     for address in holders:
         os.kill(pids[address], signal.SIGKILL)
-    poll_for(lambda: not set(holders) & set(three.nthreads()), timeout=30)
+    poll_for(lambda: set(three.nthreads()) - there, timeout=60)
+    newcomers = sorted(set(three.nthreads()) - there)
     after = three.compute(output).result()
+    last = three.compute(output[-20:], workers=newcomers).result()
 
     assert len(after) == ROWS
+    np.testing.assert_array_equal(after[-20:], last)
     np.testing.assert_array_equal(after[:20], before)
     del output
 
@@ -114,19 +118,22 @@ def test_a_partition_whose_worker_dies_half_way_is_computed_by_another(
     del found
 
 
-def test_threads_of_a_worker_share_one_module(threads):
+def test_threads_of_a_worker_share_one_module():
     class Lone(nn.Module):
         def forward(self, x):
             return x + 1
 
-    output = daskdl.predict(Lone(), lazy(), threads)
+    with cluster_of(1, processes=False, threads_per_worker=4) as client:
+        model = Lone()
+        output = daskdl.predict(model, lazy(), client)
 
-    found = threads.compute(output).result()
-    workers = len(threads.nthreads())
-    # Of this process are the user's own and what the workers have.
-    assert modules_there("Lone") <= 1 + workers
-    np.testing.assert_array_equal(found, X + 1)
-    del output
+        found = client.compute(output).result()
+
+        assert modules_there("Lone") == 2  # the user's own, and the worker's
+        np.testing.assert_array_equal(found, X + 1)
+        del output
+        assert still_left_behind(client) == {}
+        assert modules_there("Lone") == 1
 
 
 def test_a_bag_with_keys_is_written_by_the_workers_and_read_back(client, tmp_path):

@@ -17,6 +17,7 @@ from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.predictions import manifest
 from daskdl.predictions.origin import fingerprint
+from tests import s3
 
 X = np.arange(14.0, dtype=np.float32).reshape(7, 2)
 TABLE = pd.DataFrame(X, columns=["a", "b"], index=pd.Index(list("tuvwxyz"), name="who"))
@@ -345,6 +346,18 @@ class TestDamage:
             DataError, match=r"_predictions.json is damaged: its checks"
         ):
             daskdl.Predictions(url)
+
+
+def test_an_object_store_is_written_to_and_read_from(bucket, s3_endpoint):
+    storage, url = s3.options(s3_endpoint), f"{bucket}/predictions"
+
+    found = say(lazy(), url, storage_options=storage)
+    again = say(lazy(), url, storage_options=storage)
+    other = daskdl.Predictions(url, storage)
+
+    assert found.rows == again.rows == other.rows == (3, 3, 1)
+    assert other.to_dask().compute().tolist() == X.tolist()
+    assert "secret" not in repr(found)
 
 
 @pytest.mark.parametrize("output", ["arrays", 7, None], ids=repr)

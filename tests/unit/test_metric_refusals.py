@@ -181,6 +181,22 @@ def test_a_probability_that_rounding_took_above_1_is_1():
     assert values["bin_confidence"].tolist() == pytest.approx([0.2, 1.0])
 
 
+@pytest.mark.parametrize(
+    ("metrics", "output", "y", "count"),
+    [
+        (ClassificationMetrics(classes=["a"]), of(4, 3), INDICES, 3),
+        (BinaryMetrics(classes=["a"]), of(4), INDICES, 2),
+        (MultilabelMetrics(classes=["a"]), of(4, 3), of(4, 3), 3),
+        (CalibrationMetrics(classes=["a"]), of(4, 3), INDICES, 3),
+        (RegressionMetrics(columns=["a"]), of(4, 3), of(4, 3), 3),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_names_for_other_than_there_are_is_refused(metrics, output, y, count):
+    with pytest.raises(OptionError, match=rf"must be {count} names, got 1: \['a'\]"):
+        metrics.collection(shown_of(output, y))
+
+
 def test_a_name_that_is_none_is_refused():
     message = (
         "metrics by name are 'classification', 'binary', 'multilabel', 'regression', "

@@ -177,6 +177,22 @@ confidence      count  mean confidence  accuracy
     )
 
 
+@pytest.mark.parametrize(
+    ("metrics", "y"),
+    [
+        (ClassificationMetrics(classes=["a", "b"]), torch.tensor([0, 1])),
+        (BinaryMetrics(classes=["a", "b"]), torch.tensor([0, 1])),
+        (MultilabelMetrics(classes=["a", "b"]), torch.eye(2)),
+        (CalibrationMetrics(classes=["a", "b"]), torch.tensor([0, 1])),
+        (RegressionMetrics(columns=["a", "b"]), torch.eye(2)),
+    ],
+)
+def test_names_that_the_user_gives_come_before_those_of_the_data(metrics, y):
+    section = section_of(metrics, torch.eye(2) + 0.5, y, classes=["other", "names"])
+
+    assert section.names == ("a", "b")
+
+
 def test_metrics_of_the_users_own_are_told_by_name():
     section = PlainSection({"MeanAbsoluteError": 0.5, "rows": 3, "of": np.arange(2)})
 

@@ -1,6 +1,6 @@
 """Something that is there or not: rates at a threshold, areas below curves. No Dask."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 from daskdl.data.trees import Tree
 from daskdl.metrics.base import MetricSet, Shown, collected
 from daskdl.metrics.class_section import BinarySection
-from daskdl.metrics.classification import class_names
+from daskdl.metrics.classification import check_names, class_names
 from daskdl.metrics.label_scores import binary_rows, check_binary, check_threshold
 from daskdl.metrics.ranking import check_thresholds, ranked, ranking
 from daskdl.metrics.rates import divided, matthews, rates, share
@@ -31,18 +31,20 @@ class BinaryMetrics(MetricSet):
         thresholds: Of areas and curves, as of `ClassificationMetrics`.
         ignore: A label that does not count, besides that which the loss passes over;
             NaN is one too.
+        classes: Names of 0 and 1, for the report; None: those of the data, or 0 and 1.
 
     Raises:
         OptionError: If an argument is outside its range.
 
     Example:
         >>> BinaryMetrics(threshold=0.3)
-        BinaryMetrics(threshold=0.3, thresholds=None, ignore=None)
+        BinaryMetrics(threshold=0.3, thresholds=None, ignore=None, classes=None)
     """
 
     threshold: float = 0.5
     thresholds: int | None = None
     ignore: float | None = None
+    classes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
@@ -51,6 +53,7 @@ class BinaryMetrics(MetricSet):
     @override
     def collection(self, shown: Shown) -> MetricCollection:
         check_binary(shown)
+        check_names(self.classes, 2, "classes")
         confusion = BinaryConfusionMatrix(self.threshold, validate_args=False)
         metrics = {"confusion": confusion, "ranking": ranking(1, self.thresholds)}
         return collected(metrics)
@@ -80,4 +83,4 @@ class BinaryMetrics(MetricSet):
 
     @override
     def section(self, shown: Shown, values: Mapping[str, Any]) -> BinarySection:
-        return BinarySection(values, class_names(shown, 2))
+        return BinarySection(values, class_names(self.classes, shown, 2))

@@ -3,7 +3,7 @@
 N labels that count, C classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from daskdl.data.trees import Tree
 from daskdl.errors import OptionError
 from daskdl.metrics.base import MetricSet, Shown, collected
 from daskdl.metrics.class_scores import check_classes, class_rows, is_per_class
-from daskdl.metrics.classification import class_names
+from daskdl.metrics.classification import check_names, class_names
 from daskdl.metrics.label_scores import binary_rows, check_binary
 from daskdl.metrics.number_sections import CalibrationSection
 from daskdl.metrics.reliability import ReliabilityBins
@@ -37,17 +37,19 @@ class CalibrationMetrics(MetricSet):
         bins: Of the same width, from 0 to 1. A confidence on an edge is in the upper
             bin, 1 in the last.
         ignore: A label that does not count, besides that which the loss passes over.
+        classes: Their names, for tables; None: those of the data, or numbers.
 
     Raises:
         OptionError: If there is no bin.
 
     Example:
         >>> CalibrationMetrics(bins=10)
-        CalibrationMetrics(bins=10, ignore=None)
+        CalibrationMetrics(bins=10, ignore=None, classes=None)
     """
 
     bins: int = 15
     ignore: float | None = None
+    classes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.bins < 1:
@@ -58,6 +60,7 @@ class CalibrationMetrics(MetricSet):
         kinds = 1
         if is_per_class(shown.output, shown.y):
             kinds += check_classes(shown)
+            check_names(self.classes, kinds - 1, "classes")
         else:
             check_binary(shown)
         return collected({"bins": ReliabilityBins(kinds, self.bins)})
@@ -96,5 +99,5 @@ class CalibrationMetrics(MetricSet):
 
     @override
     def section(self, shown: Shown, values: Mapping[str, Any]) -> CalibrationSection:
-        names = class_names(shown, len(values.get("ece_per_class", ())))
+        names = class_names(self.classes, shown, len(values.get("ece_per_class", ())))
         return CalibrationSection(values, names)

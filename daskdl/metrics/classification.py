@@ -3,7 +3,7 @@
 N labels that count, C classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,18 +43,20 @@ class ClassificationMetrics(MetricSet):
             class of each row. A number: they are those of that many thresholds, evenly
             from 0 to 1, and memory does not grow with the data.
         ignore: A label that does not count, besides that which the loss passes over.
+        classes: Their names, for the report; None: those of the data, or numbers.
 
     Raises:
         OptionError: If an argument is outside its range.
 
     Example:
         >>> ClassificationMetrics(top=3)
-        ClassificationMetrics(top=3, thresholds=None, ignore=None)
+        ClassificationMetrics(top=3, thresholds=None, ignore=None, classes=None)
     """
 
     top: int | None = None
     thresholds: int | None = None
     ignore: int | None = None
+    classes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.top is not None and self.top < 2:
@@ -64,6 +66,7 @@ class ClassificationMetrics(MetricSet):
     @override
     def collection(self, shown: Shown) -> MetricCollection:
         classes = check_classes(shown)
+        check_names(self.classes, classes, "classes")
         top = self._top(classes)
         metrics: dict[str, Metric] = {
             "confusion": MulticlassConfusionMatrix(classes, validate_args=False),
@@ -109,7 +112,7 @@ class ClassificationMetrics(MetricSet):
 
     @override
     def section(self, shown: Shown, values: Mapping[str, Any]) -> ClassSection:
-        names = class_names(shown, len(values["support"]))
+        names = class_names(self.classes, shown, len(values["support"]))
         return ClassSection(values, names)
 
 
@@ -127,7 +130,19 @@ def macro(each: Mapping[str, Any], seen: Any) -> dict[str, float]:
     }
 
 
-def class_names(shown: Shown, count: int) -> tuple[str, ...]:
+def check_names(names: Sequence[str] | None, count: int, what: str) -> None:
+    """Check that there are as many names as things.
+
+    Raises:
+        OptionError: If there are more, or fewer.
+    """
+    if names is not None and len(names) != count:
+        raise OptionError(f"{what} must be {count} names, got {len(names)}: {names!r}")
+
+
+def class_names(
+    names: Sequence[str] | None, shown: Shown, count: int
+) -> tuple[str, ...]:
     """A name for each class: its number, if there is no better one."""
-    given = list(shown.classes or ())[:count]
+    given = list(names or shown.classes or ())[:count]
     return (*map(str, given), *(str(k) for k in range(len(given), count)))

@@ -1,6 +1,6 @@
 """Labels of which a row may have any number: rates, areas below curves. No Dask."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 from daskdl.data.trees import Tree
 from daskdl.metrics.base import MetricSet, Shown, collected
 from daskdl.metrics.class_section import LabelSection
-from daskdl.metrics.classification import class_names, macro
+from daskdl.metrics.classification import check_names, class_names, macro
 from daskdl.metrics.label_scores import (
     check_multilabel,
     check_threshold,
@@ -37,18 +37,21 @@ class MultilabelMetrics(MetricSet):
         thresholds: Of areas and curves, as of `ClassificationMetrics`.
         ignore: A label that does not count, besides that which the loss passes over;
             NaN is one too. Others of its row do.
+        classes: Names of the labels, for the report; None: those of the data, or
+            numbers.
 
     Raises:
         OptionError: If an argument is outside its range.
 
     Example:
         >>> MultilabelMetrics(ignore=-1)
-        MultilabelMetrics(threshold=0.5, thresholds=None, ignore=-1)
+        MultilabelMetrics(threshold=0.5, thresholds=None, ignore=-1, classes=None)
     """
 
     threshold: float = 0.5
     thresholds: int | None = None
     ignore: float | None = None
+    classes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
@@ -57,6 +60,7 @@ class MultilabelMetrics(MetricSet):
     @override
     def collection(self, shown: Shown) -> MetricCollection:
         labels = check_multilabel(shown)
+        check_names(self.classes, labels, "classes")
         metrics = {
             "confusion": MultilabelConfusionMatrix(
                 labels, self.threshold, ignore_index=MASKED, validate_args=False
@@ -91,4 +95,6 @@ class MultilabelMetrics(MetricSet):
 
     @override
     def section(self, shown: Shown, values: Mapping[str, Any]) -> LabelSection:
-        return LabelSection(values, class_names(shown, len(values["support"])))
+        return LabelSection(
+            values, class_names(self.classes, shown, len(values["support"]))
+        )

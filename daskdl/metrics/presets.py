@@ -32,7 +32,7 @@ def metric_set_of(name: str) -> MetricSet:
 
     Example:
         >>> metric_set_of("calibration")
-        CalibrationMetrics(bins=15, ignore=None)
+        CalibrationMetrics(bins=15, ignore=None, classes=None)
     """
     if name not in _SETS:
         raise OptionError(

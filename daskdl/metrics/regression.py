@@ -1,6 +1,6 @@
 """Numbers that are predicted: errors, R2 and correlation of each column. No Dask."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from daskdl.data.trees import Tree
 from daskdl.errors import DataError, ModelError
 from daskdl.metrics.base import MetricSet, Shown, collected
 from daskdl.metrics.class_scores import is_counted, one_tensor
+from daskdl.metrics.classification import check_names
 from daskdl.metrics.error_sums import ErrorSums, errors_of
 from daskdl.metrics.number_sections import RegressionSection
 from daskdl.metrics.rates import mean_of
@@ -30,13 +31,15 @@ class RegressionMetrics(MetricSet):
     Args:
         ignore: A label that does not count; NaN is one too. Other columns of its row
             do.
+        columns: Their names, for the report; None: numbers.
 
     Example:
         >>> RegressionMetrics(ignore=float("nan"))
-        RegressionMetrics(ignore=nan)
+        RegressionMetrics(ignore=nan, columns=None)
     """
 
     ignore: float | None = None
+    columns: Sequence[str] | None = None
 
     @override
     def collection(self, shown: Shown) -> MetricCollection:
@@ -48,6 +51,7 @@ class RegressionMetrics(MetricSet):
                 f'{tuple(y.shape)}: for class indices use "classification"'
             )
         predictions, labels = _columns(output), _columns(y)
+        check_names(self.columns, labels.shape[1], "columns")
         kept = is_counted(labels, (self.ignore, float("nan")))
         near = (_near(predictions, kept), _near(labels, kept))
         return collected({"errors": ErrorSums(*near)})
@@ -72,7 +76,9 @@ class RegressionMetrics(MetricSet):
 
     @override
     def section(self, shown: Shown, values: Mapping[str, Any]) -> RegressionSection:
-        return RegressionSection(values, tuple(map(str, range(len(values["count"])))))
+        numbered = range(len(values["count"]))
+        names = tuple(self.columns or map(str, numbered))
+        return RegressionSection(values, names)
 
 
 def _go_together(output: Tensor, y: Tensor) -> bool:

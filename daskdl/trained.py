@@ -15,7 +15,9 @@ from daskdl.data.options import OnBad, ReadOptions, one_of
 from daskdl.data.sources import source_of
 from daskdl.errors import OptionError
 from daskdl.inference.options import OutputOptions, Postprocess
-from daskdl.objective import Loss, OwnStep, objective_of
+from daskdl.metrics.evaluation import Evaluation
+from daskdl.metrics.wanted import Wanted
+from daskdl.objective import Loss, Objective, OwnStep, objective_of
 from daskdl.serving.predictor import Predictor
 from daskdl.sites import site_of
 
@@ -37,22 +39,32 @@ class Trained:
     transform: Transform | None
     model_: nn.Module
 
-    def evaluate(
+    def evaluate(  # noqa: PLR0913 - by name, as those of `fit`
         self,
-        X: Any,
-        y: Any = None,
+        data: Any,
+        labels: Any = None,
         *,
+        metrics: Any = None,
         batch_size: int = 64,
         transform: Transform | None = None,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
-    ) -> dict[str, float]:
-        """Score `model_`, on the cluster or in this process.
+    ) -> Evaluation:
+        """Measure `model_` in one pass, on the cluster or in this process.
+
+        What parts of the data give is merged so that it does not matter how they are
+        cut; see the page on evaluation.
 
         Args:
-            X: Inputs, of the kinds that :meth:`fit` takes.
-            y: Labels, likewise.
+            data: Inputs, or inputs and labels, of the kinds that :meth:`fit` takes as
+                `X`.
+            labels: As it takes them as `y`.
+            metrics: What is measured beside the loss: ``"classification"``,
+                ``"binary"``, ``"multilabel"``, ``"regression"``, ``"calibration"``, or
+                one of their classes in `daskdl.metrics`; metrics of torchmetrics, one,
+                a `MetricCollection`, or a mapping of names to them; or a sequence of
+                all these. None: accuracy, if labels are class indices.
             batch_size: Rows per forward pass.
             transform: See :meth:`fit`, as those that follow.
             loader: For files.
@@ -60,16 +72,23 @@ class Trained:
             on_bad_batch: What to do about parts that cannot be read.
 
         Returns:
-            ``"loss"``, and for class indices ``"accuracy"``, means over all rows;
-            with a `step` the loss only.
+            A dict of all that was measured, over all rows, which prints as a report;
+            ``"loss"`` is among it, and with a `step` it is all.
+
+        Raises:
+            DataError: If the data cannot be used, or there is a label that the loss or
+                a metric does not accept.
+            ModelError: If the model, its outputs, or the loss cannot be.
+            OptionError: If another argument cannot.
         """
         both = one_of(transform, self.transform)
         read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-        objective = objective_of(self.loss, self.step)
+        objective = self._objective()
         labelled = not isinstance(objective, OwnStep)
-        source = source_of(X, y, read.source(None, labelled))
+        wanted = Wanted.of(metrics, objective, getattr(self, "classes_", None))
+        source = source_of(data, labels, read.source(None, labelled))
         with site_of(self.client) as site:
-            return site.evaluate(self._fitted(), objective, source, read)
+            return site.evaluate(self._fitted(), objective, source, read, wanted)
 
     def predict(  # noqa: PLR0913 - by name, as those of `fit`
         self,
@@ -157,6 +176,10 @@ class Trained:
             transform=one_of(transform, self.transform),
             client=self.client,
         )
+
+    def _objective(self) -> Objective | None:
+        objective: Objective = objective_of(self.loss, self.step)
+        return objective
 
     def _fitted(self) -> nn.Module:
         if not hasattr(self, "model_"):

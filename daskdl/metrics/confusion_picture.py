@@ -61,7 +61,7 @@ def _number(
     axes: "Axes", confusion_CC: NDArray[np.int64], share_CC: NDArray[np.float64]
 ) -> None:
     digits = len(str(confusion_CC.max()))
-    size = min(10.0, 150 / (len(confusion_CC) * max(digits, 2)))
+    size = min(10.0, 300 / (len(confusion_CC) * max(digits, 2)))
     for (row, column), count in np.ndenumerate(confusion_CC):
         if count:
             axes.text(

@@ -9,37 +9,32 @@ Counted:  every member publishes updates of one size at a steady rate; the time 
           this machine, so they share its cores: latencies grow when these are busy.
           Baselines: the same bytes through a raw TCP socket, and through Dask's rpc
           from worker to worker; half a round trip, and one request after the other.
-Run:      python -m benchmarks.channel --members 2 4 8 16 32
+Run:      python -m benchmarks channel --members 2 4 8 16 32
 """
 
 import argparse
-import json
-import logging
-import platform
 import secrets
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
-from distributed import Client, LocalCluster, get_worker, rpc, secede
+from distributed import Client, get_worker, rpc, secede
 from distributed.protocol import to_serialize
 
+from benchmarks.bare_runs import GRID, bare_run, cluster
+from benchmarks.plots import bars
+from benchmarks.questions import Question
 from daskdl import codec
-from daskdl.channel import messages
 from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.scheduler import ChannelSchedulerPlugin
-from daskdl.channel.worker import NAME, ChannelWorkerPlugin
-from daskdl.timeouts import Timeouts
+from daskdl.channel.worker import NAME
 
 MOST_WORKERS = 8
 DENSITY = 100  # parameters for each entry
-GRID = 2.0**-24
 BYTES_PER_ENTRY = 1.14  # of GAPS at this density
-LIMIT_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -52,11 +47,6 @@ class Row:
     megabytes_per_s: float  # that arrived, at all members together
     taken: float  # share of the updates that publish accepted
     scheduler_cpu: float  # of one core, that this process used meanwhile
-
-
-def endpoint(run: int, replica: int, size: int, routing: str) -> Endpoint:
-    limits = (LIMIT_BYTES, 64 * 2**20)
-    return Endpoint(run, replica, size, GRID, *limits, Timeouts.from_config(), routing)
 
 
 def entries_of(kilobytes: float) -> np.ndarray:
@@ -110,31 +100,15 @@ def member(own: Endpoint, entries_K: np.ndarray, rate: float, seconds: float):
 
 
 def measure(client, routing, members, kilobytes, rate, seconds) -> Row:
-    client.register_plugin(ChannelSchedulerPlugin())
-    client.register_plugin(ChannelWorkerPlugin())
     entries_K = entries_of(kilobytes)
-    run, size = secrets.randbits(63), entries_K.size * DENSITY
     workers = sorted(client.nthreads())
     seats = {r: workers[r % len(workers)] for r in range(members)}
-    plan = {
-        "run": run,
-        "replicas": seats,
-        "extents": {},
-        "seed": None,
-        "epochs_before": 0,
-        "synchronous": False,
-        "relay_bytes": LIMIT_BYTES,
-        "min_replicas": 1,
-        "timeouts": vars(Timeouts.from_config()),
-        "routing": routing,
-    }
-    client.sync(client.scheduler.daskdl_open, plan=plan, client=client.id)
-    cpu, started = time.process_time(), time.perf_counter()
-    try:
+    with bare_run(client, seats, entries_K.size * DENSITY, routing) as endpoint:
+        cpu, started = time.process_time(), time.perf_counter()
         futures = [
             client.submit(
                 member,
-                endpoint(run, replica, size, routing),
+                endpoint(replica),
                 entries_K,
                 rate,
                 seconds,
@@ -144,8 +118,6 @@ def measure(client, routing, members, kilobytes, rate, seconds) -> Row:
             for replica, worker in seats.items()
         ]
         told = client.gather(futures)
-    finally:
-        client.sync(getattr(client.scheduler, messages.CLOSE), run=run)
     published = {key: when for each, _, _ in told for key, when in each.items()}
     latencies, nbytes = [], 0
     for _, arrivals, _ in told:
@@ -256,40 +228,23 @@ def rows(arguments) -> Iterator[Row]:
                     yield measure(client, routing, *case)
 
 
-def cluster(workers: int) -> LocalCluster:
-    return LocalCluster(
-        n_workers=workers,
-        threads_per_worker=1,
-        dashboard_address=":0",
-        silence_logs=logging.ERROR,
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--kilobytes", type=float, nargs="+", default=[10, 100])
     parser.add_argument("--rate", type=float, default=10.0, help="updates/s of each")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each case")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
 
-    if arguments.json:
-        print(json.dumps([asdict(row) for row in rows(arguments)], indent=1))
-        return
-    print(f"# {platform.machine()}, {arguments.rate:g} updates/s of each member")
-    print(
-        f"{'case':16}{'members':>8}{'KB':>8}{'median ms':>11}{'p99 ms':>9}"
-        f"{'MB/s':>9}{'taken':>7}{'scheduler':>11}"
-    )
-    for row in rows(arguments):
-        print(
-            f"{row.case:16}{row.members:8d}{row.kilobytes:8.1f}"
-            f"{row.median_ms:11.2f}{row.p99_ms:9.1f}"
-            f"{row.megabytes_per_s:9.1f}{row.taken:7.2f}{row.scheduler_cpu:10.0%}",
-            flush=True,
-        )
 
+QUESTION = Question(
+    "channel",
+    __doc__,
+    options,
+    rows,
+    {"case": "", "members": "d", "kilobytes": ".1f", "median_ms": ".2f"}
+    | {"p99_ms": ".1f", "megabytes_per_s": ".1f", "taken": ".2f"}
+    | {"scheduler_cpu": ".0%"},
+    lambda result: bars(result, "median_ms", "case", "members"),
+)
 
 if __name__ == "__main__":
-    main()
+    QUESTION.main()

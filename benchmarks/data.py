@@ -25,7 +25,8 @@ import torch
 from distributed import Client, LocalCluster
 
 import daskdl
-from benchmarks.step import BATCH, mlp, samples, sgd
+from benchmarks.models import mlp
+from benchmarks.step import BATCH, samples, sgd
 
 BATCHES_PER_PART = 8
 PARTS = 24  # of both replicas together

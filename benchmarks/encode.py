@@ -5,21 +5,20 @@ Counted:  ``kernels.find`` and ``kernels.take_`` on residuals of a normal
           distribution; ``kernels.apply_`` of 25,000 entries. Not packing, not sending.
 Baseline: ``np.add(r, u, out=r)`` over as many float32, what Strom's update of the
           residual costs before anything is searched.
-Run:      python -m benchmarks.encode --size 25_000_000
+Run:      python -m benchmarks encode --size 25_000_000
 """
 
 import argparse
-import json
 import math
-import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import numba
 import numpy as np
 import torch
 
+from benchmarks.plots import bars
+from benchmarks.questions import Question
 from daskdl import kernels
 from daskdl.kernels import generic
 from daskdl.vectors import empty
@@ -107,33 +106,27 @@ def cases(size):
     )
 
 
-def rows(size):
-    table = list(cases(size))
+def rows(asked):
+    torch.set_num_threads(1)
+    table = list(cases(asked.size))
     taken = [[work() for _, _, work in table] for _ in range(ROUNDS + 1)][1:]
     medians = [statistics.median(column) for column in zip(*taken, strict=True)]
     for (name, density, _), ms in zip(table, medians, strict=True):
         yield Row(name, density, ms, ms / medians[0])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=25_000_000, help="parameters")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    print(
-        f"# torch {torch.__version__}, numpy {np.__version__}, numba "
-        f"{numba.__version__}, {platform.machine()}, 1 thread, "
-        f"{arguments.size:,} float32, median of {ROUNDS}"
-    )
-    print(f"{'case':34}{'density':>10}{'ms':>10}{'ratio':>8}")
-    table = list(rows(arguments.size))
-    for row in table:
-        print(f"{row.case:34}{row.density:>10.1e}{row.ms:>10.2f}{row.ratio:>8.2f}")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump([asdict(row) for row in table], file, indent=2)
 
+
+QUESTION = Question(
+    "encode",
+    __doc__,
+    options,
+    rows,
+    {"case": "", "density": ".1e", "ms": ".2f", "ratio": ".2f"},
+    lambda result: bars(result, "ratio", "case", "density"),
+)
 
 if __name__ == "__main__":
-    main()
+    QUESTION.main()

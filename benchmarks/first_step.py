@@ -26,7 +26,8 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from benchmarks.step import BATCH, mlp, samples, sgd
+from benchmarks.models import mlp
+from benchmarks.step import BATCH, samples, sgd
 
 
 @dataclass(frozen=True)

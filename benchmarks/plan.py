@@ -27,7 +27,8 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from benchmarks.step import BATCH, mlp, samples, sgd
+from benchmarks.models import cnn, mlp
+from benchmarks.step import BATCH, samples, sgd
 
 WORKERS = (1, 2)
 
@@ -52,20 +53,6 @@ class Row:
     measured: float  # samples/s, median over rounds
     ratio: float  # predicted / measured, median over rounds
     limit: str  # that was predicted most often
-
-
-def cnn() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 7 * 7, 10),
-    )
 
 
 CASES = [Case("MLP", mlp, (784,), 1), Case("CNN", cnn, (1, 28, 28), 3)]

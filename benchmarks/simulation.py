@@ -4,6 +4,7 @@ The accumulator, the codec and the models are the real ones; the channel is a li
 a run depends on its seed alone, and a rule can be tried that the library does not have.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -169,7 +170,16 @@ class Simulation:
         self._deliver(self._step + self._rules.delay)
         return self._members[0].module
 
+    def train(self, steps: int) -> None:
+        """Make the first so many steps of an epoch, and no more."""
+        for _ in itertools.islice(self._steps(), steps):
+            pass
+
     def _epoch(self) -> None:
+        for _ in self._steps():
+            pass
+
+    def _steps(self) -> Iterator[None]:
         task, split, members = self._task, self._split, self._members
         order = torch.from_numpy(self._rng.permutation(len(split.x)))
         for start in range(0, len(order), task.batch_size * len(members)):
@@ -180,6 +190,7 @@ class Simulation:
             self._deliver(self._step - 1)
             if self._step % self._rules.every == 0:
                 self._exchange()
+            yield
 
     def _train(self, number: int, rows: Tensor) -> None:
         rules, member = self._rules, self._members[number]

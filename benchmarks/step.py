@@ -26,10 +26,10 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
+from benchmarks.models import mlp
 from daskdl.training.memory import freed_memory_kept
 
 BATCH = 64
-WIDTH = 2048
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,6 @@ class Row:
     ratio_kept: float  # to as many plain loops that keep freed memory
     sent_kb_per_step: float  # kilobytes (1000 bytes) sent per step and replica
     density: float
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(784, WIDTH),
-        nn.ReLU(),
-        nn.Linear(WIDTH, WIDTH),
-        nn.ReLU(),
-        nn.Linear(WIDTH, 10),
-    )
 
 
 def sgd(parameters):
@@ -75,6 +64,7 @@ def plain(steps: int, kept: bool) -> float:
 
 def loop(steps: int) -> float:
     x, y = (torch.from_numpy(a) for a in samples(steps * BATCH))
+    torch.manual_seed(0)
     model, loss = mlp(), nn.CrossEntropyLoss()
     optimizer = sgd(model.parameters())
     for _ in range(2):

@@ -25,7 +25,8 @@ from torch import nn
 
 import daskdl
 from benchmarks.row_time import count, taken
-from benchmarks.step import BATCH, mlp, samples, sgd
+from benchmarks.models import mlp
+from benchmarks.step import BATCH, samples, sgd
 
 SHORT_STEPS = 5  # times as many, of the small model
 CASES = {"auto": "auto", "every step": 1, "none": None}

@@ -5,27 +5,25 @@ Counted:  bytes of the body (header apart where a column says so), and the
           median of encode plus decode of the smallest kind. Not finding the
           entries, not sending.
 Baseline: RAW32, and a byte-wise varint of the gaps for comparison.
-Run:      python -m benchmarks.wire_size --json benchmarks/results/FILE.json
+Run:      python -m benchmarks wire-size
 
 ``bound`` is N * H(K / N) + K bits: the entropy of independent positions and
 one bit per sign. Clustered positions may go below it.
 """
 
 import argparse
-import json
 import math
-import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
 
 import lz4.block
-import numba
 import numpy as np
 
+from benchmarks.plots import bars
+from benchmarks.questions import Question
 from daskdl.codec import Stamp, bitmap, decode, encode, gaps
 from daskdl.codec.entries import positions_of
-from daskdl.codec.header import LAYOUT
 
 STAMP = Stamp(run=1, origin=0, sequence=1, step=1)
 THRESHOLD = 2.0**-10
@@ -141,47 +139,30 @@ def cases(generator):
         yield name, rows * width, np.flatnonzero(largest)
 
 
-COLUMNS = {
-    "case": "32",
-    "entries": ">8,",
-    "bound": ">9,.0f",
-    "raw32": ">9,",
-    "varint": ">9,",
-    "bitmap": ">11,",
-    "bitmap_lz4": ">11,",
-    "one": ">9,",
-    "blocks": ">10,",
-    "gaps_lz4": ">9,",
-    "over_bound": ">10.4f",
-    "frame": ">9,",
-    "frame_over_bound": ">16.4f",
-    "kind": ">8",
-    "ms": ">8.2f",
-}
-
-
-def width(style: str) -> str:
-    return style.split(".")[0].rstrip(",f")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=51, help="timed runs per row")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
-    arguments = parser.parse_args()
-
-    versions = f"numpy {np.__version__}, numba {numba.__version__}"
-    print(f"# {versions}, 1 thread, {platform.machine()}; header {LAYOUT.size} bytes")
-    print(" ".join(f"{name:{width(style)}}" for name, style in COLUMNS.items()))
-    table = []
+def rows(asked):
     for name, size, positions in cases(np.random.default_rng(0)):
-        row = measure(name, size, positions, arguments.repeat)
-        table.append(row)
-        print(" ".join(f"{getattr(row, c):{style}}" for c, style in COLUMNS.items()))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump([asdict(row) for row in table], file, indent=2)
+        row = measure(name, size, positions, asked.repeat)
+        ratios = {name: getattr(row, name) for name in ("over_bound", "frame_over_bound")}
+        yield asdict(row) | ratios
 
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeat", type=int, default=51, help="timed runs per row")
+
+
+COUNTS = ("raw32", "varint", "bitmap", "bitmap_lz4", "one", "blocks", "gaps_lz4")
+
+QUESTION = Question(
+    "wire-size",
+    __doc__,
+    options,
+    rows,
+    {"case": "", "entries": ",", "bound": ",.0f"}
+    | dict.fromkeys(COUNTS, ",")
+    | {"over_bound": ".4f", "frame": ",", "frame_over_bound": ".4f"}
+    | {"kind": "", "ms": ".2f"},
+    lambda result: bars(result, "frame_over_bound", "case", "entries"),
+)
 
 if __name__ == "__main__":
-    main()
+    QUESTION.main()

@@ -100,11 +100,29 @@ class Packed(Generic[T]):
                 self._content = content if prepare is None else prepare(content)
             return self._content
 
+    def opened(self, prepare: Callable[[T], T] | None = None) -> T:
+        """As `shared`, and let go of the bytes: of what travels no further.
+
+        So there is one copy of a model, where it came packed in something else that
+        travels.
+        """
+        content = self.shared(prepare)
+        with self._lock:
+            self.payload = self.payload[:0].copy()
+        return content
+
     def _forget(self) -> None:
         self._content = None
         self._lock = threading.Lock()
 
+    @override
+    def __sizeof__(self) -> int:
+        """What Dask counts a copy of it as."""
+        return object.__sizeof__(self) + self.payload.nbytes
+
     def __getstate__(self) -> dict[str, Any]:
+        if not self.payload.nbytes:
+            raise pickle.PicklingError(f"{self.argument} was opened, to stay here")
         return {"argument": self.argument, "payload": self.payload}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from distributed import Client
 from torch import nn
 from typing_extensions import override
 
-from daskdl import evaluation, inference
+from daskdl import evaluation
 from daskdl.cluster import client_of
 from daskdl.data import trees
 from daskdl.data.checks import of_validation, rows_like
@@ -25,6 +25,10 @@ from daskdl.data.looking import looked_at
 from daskdl.data.options import ReadOptions
 from daskdl.data.source import Source, rows_in
 from daskdl.data.supplies import supply_of
+from daskdl.inference.options import OutputOptions
+from daskdl.inference.prediction import predict
+from daskdl.metrics.evaluation import Evaluation
+from daskdl.metrics.wanted import Wanted
 from daskdl.objective import Objective
 from daskdl.timeouts import Timeouts
 from daskdl.training.cluster_stage import ClusterStage, Limits
@@ -80,14 +84,21 @@ class Site(ABC):
         """Prepare a run: choose its replicas, and put the data where they are."""
 
     def evaluate(
-        self, model: nn.Module, loss: Objective, source: Source, read: ReadOptions
-    ) -> dict[str, float]:
+        self,
+        model: nn.Module,
+        loss: Objective | None,
+        source: Source,
+        read: ReadOptions,
+        wanted: Wanted | None,
+    ) -> Evaluation:
         """See :func:`daskdl.evaluation.evaluate`."""
-        return evaluation.evaluate(model, loss, source, read, self.client)
+        return evaluation.evaluate(model, loss, source, read, self.client, wanted)
 
-    def predict(self, model: nn.Module, X: Any, read: ReadOptions) -> Any:
-        """See :func:`daskdl.inference.predict`."""
-        return inference.predict(model, X, read, self.client)
+    def predict(
+        self, model: nn.Module, X: Any, read: ReadOptions, wanted: OutputOptions
+    ) -> Any:
+        """See :func:`daskdl.inference.prediction.predict`."""
+        return predict(model, X, read, self.client, wanted)
 
 
 class Cluster(Site):

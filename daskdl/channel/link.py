@@ -24,7 +24,7 @@ from daskdl.channel.messages import Item, ItemKind
 from daskdl.channel.payloads import unwrap, wrap
 from daskdl.channel.positions import Received
 from daskdl.channel.pump import BATCH_BYTES
-from daskdl.channel.reading import UNREADABLE, Reader
+from daskdl.channel.reading import UNREADABLE, Reader, SharedFrame
 from daskdl.channel.relay import Relay
 from daskdl.channel.repairs import Repairs
 from daskdl.channel.routes import Routes
@@ -135,7 +135,8 @@ class Link:
 
     def _owned(self, item: Item) -> Item:
         """The item with memory of its own: what it came in is as large as a batch."""
-        frame = unwrap(item.payload)
+        shared = item.payload if isinstance(item.payload, SharedFrame) else None
+        frame = unwrap(item.payload) if shared is None else shared.frame
         if self._endpoint.routing != "mesh" or not isinstance(frame, np.ndarray):
             return item
         return item._replace(payload=wrap(frame.copy()))

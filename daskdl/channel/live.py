@@ -6,12 +6,14 @@ it out: one relay for each replica, and one that watches for silence.
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from distributed import Scheduler
 
+from daskdl.channel.courier import Courier, Share
 from daskdl.channel.messages import Answer, Item
 from daskdl.channel.probe import is_listening
 from daskdl.channel.pump import Pump
@@ -56,6 +58,7 @@ class LiveRun:
         self._changed = asyncio.Condition()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._wakes: dict[int, Callable[[], None]] = {}
+        self._couriers: dict[str, Courier] = {}
         self._start(WATCHDOG, self._watch())
 
     def now(self) -> float:
@@ -117,19 +120,11 @@ class LiveRun:
         worker = self.record.members.seats[replica]
         outbox = self.record.join(replica, self.now())
 
-        async def deliver(items: Sequence[Item]) -> int:
-            answer = await self._scheduler.rpc(worker).daskdl_deliver(
-                run=self.record.plan.run,
-                replica=replica,
-                items=[tuple(item) for item in items],
-            )
-            if not isinstance(answer, dict) or answer["status"] != Answer.OK:
-                raise OSError(f"{worker} answered {answer!r}")
-            return int(answer["accepted"])
-
+        courier = self._courier(worker)
+        courier.replicas.add(replica)
         pump = Pump(
             outbox,
-            deliver,
+            functools.partial(courier.deliver, replica),
             pace_s=PACE_S,
             beat_s=self.record.timeouts.silence / 4,
             bound=self.record.timeouts.bound("request"),
@@ -139,6 +134,23 @@ class LiveRun:
         self._wakes[replica] = pump.wake
         pump.wake()  # who the members are waits already
         self._start(replica, self._relay(replica, pump))
+
+    def _courier(self, worker: str) -> Courier:
+        """Of a worker, for all its replicas."""
+        run, peer = self.record.plan.run, self._scheduler.rpc(worker)
+
+        async def ask(items: Sequence[Item], shares: Sequence[Share]) -> Any:
+            fields = [tuple(item) for item in items]
+            if len(shares) > 1:
+                return await peer.daskdl_share(run=run, items=fields, shares=shares)
+            ((replica, _),) = shares
+            own = await peer.daskdl_deliver(run=run, replica=replica, items=fields)
+            return {"status": Answer.OK.value, "answers": [own]}
+
+        if worker not in self._couriers:
+            bound = self.record.timeouts.bound("request")
+            self._couriers[worker] = Courier(worker, ask, bound)
+        return self._couriers[worker]
 
     def leave(self, replica: int) -> None:
         """A replica's task ends: everything it had is delivered, or not wanted."""
@@ -201,6 +213,8 @@ class LiveRun:
         """End all tasks; whoever still waits is told that the run has stopped."""
         for name in list(self._tasks):
             self._end(name)
+        for courier in self._couriers.values():
+            courier.end()
         await self.stop("the run was closed")
 
     def _start(self, name: int, work: Coroutine[Any, Any, None]) -> None:
@@ -209,6 +223,8 @@ class LiveRun:
     def _forget(self, replica: int) -> None:
         self._wakes.pop(replica, None)
         self._end(replica)
+        for courier in self._couriers.values():
+            courier.replicas.discard(replica)
         self._end(_grace(replica))
 
     def _end(self, name: int) -> None:

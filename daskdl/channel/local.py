@@ -24,7 +24,7 @@ from daskdl.channel.outbox import Outbox
 from daskdl.channel.parcel import Arrays
 from daskdl.channel.pause import Pause
 from daskdl.channel.piece import Finished, Piece
-from daskdl.channel.reading import UNREADABLE, Reader
+from daskdl.channel.reading import UNREADABLE, Reader, SharedFrame
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.traffic import Traffic
 from daskdl.errors import ChannelError
@@ -148,7 +148,7 @@ class LocalChannel(Receiver):
 
     def _read(self, item: Item, frame: NDArray[np.uint8]) -> codec.Update | Exception:
         try:
-            return self._reader.read_now(item, frame)
+            return self._reader.read_now(item, SharedFrame(frame))
         except UNREADABLE as error:
             return error
 

@@ -20,6 +20,8 @@ LEASE, MISSING = "daskdl_lease", "daskdl_missing"
 GATHER, FAIL, LEAVE = "daskdl_gather", "daskdl_fail", "daskdl_leave"
 # request to a worker, from the scheduler or from a replica on another one
 DELIVER = "daskdl_deliver"
+# the same to a worker with several replicas, from the scheduler
+SHARE = "daskdl_share"
 # requests to a worker, from a replica on another one
 SNAPSHOT, REPAIR, FETCH = "daskdl_snapshot", "daskdl_repair", "daskdl_fetch"
 

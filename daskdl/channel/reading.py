@@ -20,6 +20,29 @@ INLINE_BYTES = 2**20  # larger frames are decoded beside the event loop
 UNREADABLE = (CodecError, TypeError, ValueError, LookupError)
 
 
+class SharedFrame:
+    """A frame that came for several replicas of a run: decoded once.
+
+    Args:
+        payload: As it came.
+    """
+
+    def __init__(self, payload: Any) -> None:
+        self._payload = payload
+        self._update: codec.Update | None = None
+
+    @property
+    def frame(self) -> Any:
+        """Its bytes, as the sender had them."""
+        return unwrap(self._payload)
+
+    def decode(self, run: int, size: int) -> codec.Update:
+        """The update, which nobody changes; see :func:`daskdl.codec.decode`."""
+        if self._update is None:
+            self._update = codec.decode(self.frame, run=run, size=size)
+        return self._update
+
+
 class Reader:
     """Decodes what arrives for one replica.
 
@@ -38,14 +61,15 @@ class Reader:
         Raises:
             CodecError, TypeError, ValueError, LookupError: If it cannot be read.
         """
-        frame = unwrap(item.payload)
-        if memoryview(frame).nbytes > INLINE_BYTES:
-            return await asyncio.to_thread(self.read_now, item, frame)
-        return self.read_now(item, frame)
+        payload = item.payload
+        shared = payload if isinstance(payload, SharedFrame) else SharedFrame(payload)
+        if memoryview(shared.frame).nbytes > INLINE_BYTES:
+            return await asyncio.to_thread(self.read_now, item, shared)
+        return self.read_now(item, shared)
 
-    def read_now(self, item: Item, frame: Any) -> codec.Update:
+    def read_now(self, item: Item, shared: SharedFrame) -> codec.Update:
         """The same, here and now."""
-        update = codec.decode(frame, run=self._endpoint.run, size=self._endpoint.size)
+        update = shared.decode(self._endpoint.run, self._endpoint.size)
         if update.stamp[1:3] != (item.origin, item.sequence):
             raise CodecError(f"sent as {item[1:3]}, stamped {update.stamp[1:3]}")
         if isinstance(update, codec.SparseUpdate):

@@ -12,7 +12,8 @@ from typing_extensions import override
 from daskdl.channel import messages
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link
-from daskdl.channel.messages import Answer, Item
+from daskdl.channel.messages import Answer, Item, ItemKind
+from daskdl.channel.reading import SharedFrame
 from daskdl.channel.remote import RemoteChannel
 from daskdl.errors import ChannelError
 
@@ -43,6 +44,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             self.links = former.links
         worker.extensions[NAME] = self
         worker.handlers[messages.DELIVER] = self.handle_deliver
+        worker.handlers[messages.SHARE] = self.handle_share
         worker.handlers[messages.SNAPSHOT] = self.handle_snapshot
         worker.handlers[messages.REPAIR] = self.handle_repair
         worker.handlers[messages.FETCH] = self.handle_fetch
@@ -68,15 +70,34 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         try:
             unpacked = [Item.of(fields) for fields in items]
         except (TypeError, ValueError) as error:
-            link.inbox.refuse()
-            logger.warning("replica %s refused a message: %s", replica, error)
+            return _refused(link, error)
+        return await _delivered(link, unpacked)
+
+    async def handle_share(
+        self, run: Any = None, items: Sequence[Any] = (), shares: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        """The relay has items for several replicas here; what is for all came once."""
+        unpacked = [_shareable(fields) for fields in items]
+        try:
+            own = {int(r): [unpacked[int(i)] for i in places] for r, places in shares}
+        except (TypeError, ValueError, IndexError) as error:
+            self.refused += 1
             return {"status": Answer.REFUSED.value, "reason": str(error)}
-        accepted = 0
-        for item in unpacked:
-            if not await link.deliver(item):
-                break
-            accepted += 1
-        return {"status": Answer.OK.value, "accepted": accepted}
+        answers = [await self._share(run, r, for_it) for r, for_it in own.items()]
+        return {"status": Answer.OK.value, "answers": answers}
+
+    async def _share(
+        self, run: Any, replica: int, items: Sequence[Item | Exception]
+    ) -> dict[str, Any]:
+        link = self._link(run, replica)
+        if link is None:
+            return {"status": Answer.UNKNOWN.value}
+        readable = []
+        for item in items:
+            if isinstance(item, Exception):
+                return _refused(link, item)
+            readable.append(item)
+        return await _delivered(link, readable)
 
     async def handle_snapshot(
         self, run: Any = None, replica: Any = None, cut: Sequence[Any] = ()
@@ -152,3 +173,31 @@ def _name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"a name must be text, got {name!r}")
     return name
+
+
+def _shareable(fields: Sequence[Any]) -> Item | Exception:
+    """An item whose frame is decoded once, or why it is none."""
+    try:
+        item = Item.of(fields)
+    except (TypeError, ValueError) as error:
+        return error
+    if item.kind != ItemKind.UPDATE:
+        return item
+    return item._replace(payload=SharedFrame(item.payload))
+
+
+async def _delivered(link: Link, items: Sequence[Item]) -> dict[str, Any]:
+    """Give a replica items, in order, until it takes no more."""
+    accepted = 0
+    for item in items:
+        if not await link.deliver(item):
+            break
+        accepted += 1
+    return {"status": Answer.OK.value, "accepted": accepted}
+
+
+def _refused(link: Link, error: Exception) -> dict[str, Any]:
+    link.inbox.refuse()
+    replica = link.connection.endpoint.replica
+    logger.warning("replica %s refused a message: %s", replica, error)
+    return {"status": Answer.REFUSED.value, "reason": str(error)}

@@ -38,8 +38,8 @@ class TrainingMaster(ABC):
         """Whether the mean of the replicas' updates counts, as of one large batch."""
         return False
 
-    def routing_for(self, replicas: int) -> str:
-        """``"plain"`` or ``"mesh"``, for a run that begins with so many replicas."""
+    def routing_for(self, workers: int) -> str:
+        """``"plain"`` or ``"mesh"``, for a run that begins on so many workers."""
         return "plain"
 
     def timeouts(self) -> Timeouts:

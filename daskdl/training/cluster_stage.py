@@ -58,7 +58,7 @@ class ClusterStage(Stage):
     ) -> None:
         self.seats = dict(seats)
         self._client = client
-        routing = options.master.routing_for(len(seats))
+        routing = options.master.routing_for(len(set(seats.values())))
         self._options = dataclasses.replace(options, routing=routing)
         self._founders = set(seats)
         self._supplies = supplies

@@ -61,8 +61,8 @@ class GradientSharing(TrainingMaster):
             per parameter, and without a threshold. They are counted over all fits of
             a trainer, so that a later one does not begin again, nor does a newcomer.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
-            worker to worker; ``"auto"`` is mesh from 9 replicas on, counted when
-            the run starts.
+            worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
+            run starts.
         fan_out: In a mesh, most replicas that one passes an update on to. While
             there are at most one more than these, each sends to all others.
         replicas_per_worker: Replicas in each worker process, or in this one with
@@ -143,10 +143,10 @@ class GradientSharing(TrainingMaster):
         return self.update_scale == "mean"
 
     @override
-    def routing_for(self, replicas: int) -> str:
+    def routing_for(self, workers: int) -> str:
         if self.routing != "auto":
             return self.routing
-        return "mesh" if replicas >= MESH_FROM else "plain"
+        return "mesh" if workers >= MESH_FROM else "plain"
 
     @override
     def check(self, parameters: FlatParameters) -> None:

@@ -301,8 +301,8 @@ class Recorded(TrainingMaster):
     def fan_out(self):
         return self.inner.fan_out
 
-    def routing_for(self, replicas):
-        return self.inner.routing_for(replicas)
+    def routing_for(self, workers):
+        return self.inner.routing_for(workers)
 
     @property
     def synchronous(self):

@@ -1,4 +1,3 @@
-import cloudpickle
 import dask.array as da
 import numpy as np
 import pytest
@@ -7,7 +6,7 @@ from torch import nn
 
 from daskdl.data.options import ReadOptions
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.inference import predict as predict_with
+from daskdl.inference.prediction import predict as predict_with
 from tests.cluster.leftovers import still_left_behind
 
 ROWS = 53
@@ -85,19 +84,6 @@ def test_a_dask_array_stays_lazy(client, model, expected):
     whole, sums = client.gather(client.compute([output, output[-3:].sum(axis=1)]))
     np.testing.assert_allclose(whole, expected, **CLOSE)
     np.testing.assert_allclose(sums, expected[-3:].sum(1), **CLOSE)
-
-
-def test_the_model_travels_once_to_each_worker_and_goes_with_the_result(client):
-    model = nn.Linear(4, 10_000)  # 200 kB
-    output = predict(model, da.from_array(X, chunks=(5, 4)), client)
-
-    [[key, holders]] = client.who_has().items()
-    assert str(key).startswith("daskdl-model-")
-    assert len(holders) == 2
-    graph = output.dask
-    assert len(cloudpickle.dumps(dict(graph))) < 100_000  # no weights in there
-    del output, graph
-    assert still_left_behind(client) == {}
 
 
 def test_a_large_model_gives_no_warning_about_a_large_graph(client):

@@ -180,4 +180,5 @@ def test_many_kills_fell_into_the_writing(broken_off):
         pytest.skip("nobody was killed")
     logger.info("%s of %s kills broke one off", sum(broken_off), len(broken_off))
 
-    assert sum(broken_off) >= len(broken_off) // 5
+    # On a loaded machine the kill comes late: then the writing may be over.
+    assert sum(broken_off) >= max(1, len(broken_off) // 10)

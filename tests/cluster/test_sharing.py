@@ -1,11 +1,16 @@
 """Options of `GradientSharing`: each changes what it says."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import dask.array as da
 import pytest
 import torch
+from distributed import get_worker
 from torch import nn
 
-from daskdl import AdaptiveThreshold, GradientSharing
+from daskdl import AdaptiveThreshold, Callback, GradientSharing
+from daskdl.channel.worker import NAME
 from tests.cluster.problems import SIZE, kept, mlp, plain, rows, start_of, trainer
 from tests.cluster.recording import Notes, vector
 
@@ -110,3 +115,26 @@ class TestSharing:
 
         assert history.column("examples") == [480, 480]
         assert history.column("replicas") == [2, 2]
+
+
+@dataclass
+class Routings(Callback):
+    """Writes down which way the updates of each replica go."""
+
+    folder: Path
+
+    def on_step_end(self, step):
+        for (_, replica), link in get_worker().extensions[NAME].links.items():
+            (self.folder / str(replica)).write_text(link.connection.endpoint.routing)
+
+
+def test_many_replicas_on_few_workers_are_relayed_to(client, tmp_path):
+    own = trainer(
+        client, master=kept(replicas_per_worker=5), callbacks=[Routings(tmp_path)]
+    )
+
+    history = own.fit(X, Y, batch_size=8)
+
+    assert history.column("replicas") == [10]
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told == {str(replica): "plain" for replica in range(10)}

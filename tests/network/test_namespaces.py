@@ -6,14 +6,9 @@ import socket
 import pytest
 from distributed.utils_test import poll_for
 
-from tests.network import namespaces
-from tests.network.namespaces import (
-    INNER,
-    CommandError,
-    Network,
-    run,
-    skip_if_unavailable,
-)
+from benchmarks import namespaces
+from benchmarks.namespaces import INNER, CommandError, Network, run
+from tests.network.skipping import skip_if_unavailable
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,9 @@ through a relay. That is the only address by which the others know them.
 
 import pytest
 
+from benchmarks.namespaces import Network
 from tests.cluster.leftovers import still_left_behind
-from tests.network.namespaces import Network, skip_if_unavailable
+from tests.network.skipping import skip_if_unavailable
 from tests.network.relay import Relay
 from tests.network.runs import check, fit, recorded
 from tests.network.workers import PORT, client_of, worker

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from daskdl.data.exports.batch_file import BatchFile
-from daskdl.data.exports.manifest import Manifest, _checksum
+from daskdl.data.exports.manifest import Manifest
 from daskdl.data.exports.schema import Schema
+from daskdl.data.exports.seal import _checksum
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
 

@@ -12,8 +12,12 @@ from dask.delayed import Delayed
 from torch import nn
 
 from daskdl.data.options import ReadOptions
+from daskdl.data.sources import source_of
 from daskdl.errors import ModelError
-from daskdl.inference import predict
+from daskdl.inference.prediction import predict
+from daskdl.lazy_outputs import lazy_outputs
+from daskdl.outputs.examples import Examples
+from daskdl.outputs.first_rows import with_first_rows
 
 X = np.arange(14.0, dtype=np.float32).reshape(7, 2)
 TABLE = pd.DataFrame(X, columns=["a", "b"], index=list("tuvwxyz"))
@@ -255,3 +259,37 @@ def test_outputs_of_another_shape_than_the_first_are_refused():
         ModelError, match=r"gave the shape \(\d, 2\) for \d rows, after"
     ):
         say(Growing(), lazy()).compute()
+
+
+class LabelSums:
+    """Asks for the sum of each row and of its label."""
+
+    def __call__(self, parts):
+        return np.concatenate([x.sum(axis=1) + y for x, y in parts])
+
+
+@pytest.mark.parametrize("kind", ["array", "frame", "bag", "list"])
+def test_labels_are_there_for_what_asks_for_them(kind):
+    y = np.arange(7.0)
+    expected = (X.sum(axis=1) + y).tolist()
+    labels = None
+    if kind == "bag":
+        data = dask.bag.from_sequence(list(zip(X, y, strict=True)), npartitions=2)
+        source = Examples(data, None)
+    elif kind == "list":
+        data = [dask.delayed((X[:4], y[:4])), dask.delayed((X[4:], y[4:]))]
+        source = Examples(data, None)
+    elif kind == "array":
+        data, labels = lazy(), da.from_array(y, chunks=2)
+        source = source_of(data, labels)
+    else:
+        both = dd.from_pandas(TABLE.assign(y=y), npartitions=3)
+        data, labels = both[["a", "b"]], both["y"]
+        source = source_of(data, labels)
+    source = with_first_rows(source, False)
+
+    outputs = lazy_outputs(data, source, LabelSums(), np.zeros(0), False, y=labels)
+
+    computed = dask.compute(outputs)[0]
+    found = np.concatenate(computed) if kind == "list" else computed
+    assert [float(one) for one in found] == expected

@@ -115,6 +115,7 @@ class TestEachKindOfState:
 
     def test_sums(self, own):
         assert own.count == ROWS
+        assert own.update_count == 3
         assert own.sum == pytest.approx(WANTED.sum().item(), rel=1e-14)
 
     def test_a_mean_weighs_parts_by_their_rows(self, own):
@@ -240,6 +241,8 @@ class TestMetricsInMetrics:
         computed = merged(make, [3, 50, 50], SCORES, LABELS).compute()
 
         right = (SCORES.argmax(1) == LABELS).double()
+        places = {"each.metric", "range._base_metric"}  # nothing is there twice
+        assert part_of(make, 0, SCORES, LABELS).metrics.keys() == places
         for i in range(3):
             expected = right[torch.eq(LABELS, i)].mean().item()
             assert computed[f"multiclassaccuracy_{i}"] == pytest.approx(expected)

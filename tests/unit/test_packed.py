@@ -1,5 +1,6 @@
 import io
 import pickle
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -183,3 +184,15 @@ class _Renaming:
                 self.write(obj.held.encode())
             else:
                 super().save(obj, save_persistent_id)
+
+
+def test_what_was_opened_has_let_go_of_its_bytes_and_stays_here():
+    packed = PackedModel(nn.Linear(100, 100))
+    size = sys.getsizeof(packed)
+
+    module = packed.opened()
+
+    assert packed.opened() is packed.module() is module
+    assert size > 40_000 > sys.getsizeof(packed)
+    with pytest.raises(pickle.PicklingError, match="model was opened, to stay here"):
+        pickle.dumps(packed)

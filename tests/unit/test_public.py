@@ -145,7 +145,15 @@ def test_the_page_of_options_says_which_of_them_others_have_too(method):
     rows = table("options.md", "Fitting, evaluating, predicting")
 
     also = {name for name, cells in rows.items() if f"`{method}`" in cells[-1]}
-    assert also == set(arguments_of(getattr(daskdl.Trainer, method)))
+    own = table("options.md", "Predicting") if method == "predict" else {}
+    defaults = {name: cells[0].strip("`") for name, cells in own.items()}
+    arguments = arguments_of(getattr(daskdl.Trainer, method))
+    assert also | set(own) == set(arguments)
+    assert defaults.items() <= arguments.items()
+
+
+def test_predicting_with_any_model_takes_what_a_trainer_takes():
+    assert arguments_of(daskdl.predict) == arguments_of(daskdl.Trainer.predict)
 
 
 def test_the_page_of_options_lists_the_time_outs_with_their_defaults():

@@ -131,7 +131,7 @@ def test_an_allowed_value_is_kept(option, value):
 
 
 @pytest.mark.parametrize(
-    ("routing", "replicas", "expected"),
+    ("routing", "workers", "expected"),
     [
         ("auto", 8, "plain"),
         ("auto", 9, "mesh"),
@@ -139,8 +139,8 @@ def test_an_allowed_value_is_kept(option, value):
         ("mesh", 2, "mesh"),
     ],
 )
-def test_auto_is_a_mesh_from_nine_replicas_on(routing, replicas, expected):
-    assert GradientSharing(routing=routing).routing_for(replicas) == expected
+def test_auto_is_a_mesh_from_nine_workers_on(routing, workers, expected):
+    assert GradientSharing(routing=routing).routing_for(workers) == expected
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,24 @@ finished. It has a checksum of itself: a number that changed on a disk is found 
 is read, not when a row is missing.
 """
 
-import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from daskdl.data.exports.batch_file import BatchFile
 from daskdl.data.exports.schema import Schema
+from daskdl.data.exports.seal import Seal
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
 
 NAME = "manifest.json"
-_KIND = "daskdl batch files"
-_VERSION = 1  # of this layout; raised by whoever changes it
+_REMEDY = "export again with overwrite=True"
+_SEAL = Seal(
+    "daskdl batch files",
+    1,
+    "export to another URL, or give one that daskdl.data.export was given",
+    _REMEDY,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Manifest:
                 newer version of daskdl.
         """
         where = store.url_of(NAME)
-        content = _contents(store.read(NAME), where)
+        content = _SEAL.opened(store.read(NAME), where)
         try:
             return cls._from_json(content)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -63,8 +67,6 @@ class Manifest:
     def write(self, store: Store) -> None:
         """Put it into a folder, where all of the files must be."""
         content = {
-            "kind": _KIND,
-            "version": _VERSION,
             "rows": self.rows,
             "batch_size": self.batch_size,
             "classes": self.classes if self.classes is None else list(self.classes),
@@ -72,8 +74,7 @@ class Manifest:
             "made_from": dict(self.made_from),
             "files": [asdict(file) for file in self.files],
         }
-        content["crc32"] = _checksum(content)
-        store.write(NAME, json.dumps(content, indent=1).encode())
+        store.write(NAME, _SEAL.closed(content))
 
     @classmethod
     def _from_json(cls, content: Mapping[str, Any]) -> "Manifest":
@@ -87,32 +88,3 @@ class Manifest:
         if manifest.rows != content["rows"] or not manifest.files:
             raise ValueError(f"{manifest.rows} rows instead of {content['rows']}")
         return manifest
-
-
-_REMEDY = "export again with overwrite=True"
-
-
-def _contents(encoded: bytes, where: str) -> dict[str, Any]:
-    """The content of a manifest, if it is one, undamaged, and not too new."""
-    try:
-        content = json.loads(encoded)
-    except ValueError as error:  # also of bytes that are not text
-        raise DataError(f"{where} is damaged: {error}; {_REMEDY}") from error
-    if not isinstance(content, dict) or content.get("kind") != _KIND:
-        raise DataError(
-            f"{where} is not of {_KIND}; export to another URL, or give one that "
-            "daskdl.data.export was given"
-        )
-    version = content.get("version")
-    if not isinstance(version, int) or version > _VERSION:
-        raise DataError(
-            f"{where} is of version {version}, but this daskdl reads up to {_VERSION}; "
-            "install a newer one"
-        )
-    if content.pop("crc32", None) != _checksum(content):
-        raise DataError(f"{where} is damaged: its checksum is wrong; {_REMEDY}")
-    return content
-
-
-def _checksum(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -23,29 +23,36 @@ from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
 
 FOLDER = ".unfinished"
-_ORIGIN = f"{FOLDER}/origin.json"
 _READ_AT_A_TIME = 8  # each is a request that mostly waits
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of the export to a store; any process may look and add to it."""
+    """The state of the export to a store; any process may look and add to it.
+
+    Attributes:
+        store: Where to.
+        what: It is, for messages.
+        folder: In the store, of this state.
+    """
 
     store: Store
+    what: str = "export"
+    folder: str = FOLDER
 
     def begin(self, origin: Mapping[str, Any]) -> None:
         """Say what the export is made from."""
-        self.store.write(_ORIGIN, json.dumps(origin).encode())
+        self.store.write(self._origin, json.dumps(origin).encode())
 
     def origin(self) -> dict[str, Any] | None:
         """What the export is made from; None: there is no unfinished one."""
-        if not self.store.exists(_ORIGIN):
+        if not self.store.exists(self._origin):
             return None
-        return _parsed(self.store, _ORIGIN)
+        return _parsed(self.store, self._origin)
 
     def done(self, kind: str) -> dict[int, dict[str, Any]]:
         """The records of this kind, by number."""
-        names = self.store.names(f"{FOLDER}/{kind}-*.json")
+        names = self.store.names(f"{self.folder}/{kind}-*.json")
         with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
             records = pool.map(partial(_parsed, self.store), names)
             numbers = (name.rpartition("-")[2].removesuffix(".json") for name in names)
@@ -53,7 +60,7 @@ class Progress:
 
     def add(self, kind: str, number: int, record: Mapping[str, Any]) -> None:
         """Say that something is done; all its files must be there."""
-        name = f"{FOLDER}/{kind}-{number:06d}.json"
+        name = f"{self.folder}/{kind}-{number:06d}.json"
         self.write(name, json.dumps(record).encode())
 
     def write(self, name: str, content: bytes) -> None:
@@ -64,7 +71,7 @@ class Progress:
         """
         self.check()
         self.store.write(name, content)
-        if not self.store.exists(_ORIGIN):
+        if not self.store.exists(self._origin):
             self.store.delete([name])
             self.check()
 
@@ -75,9 +82,13 @@ class Progress:
             DataError: If the export has been given up meanwhile.
         """
         # Of a finished export, this is one that another task has written as well.
-        if not self.store.exists(_ORIGIN) and not self.store.exists(manifest.NAME):
+        if not self.store.exists(self._origin) and not self.store.exists(manifest.NAME):
             self.store.delete([name])
             self.check()
+
+    @property
+    def _origin(self) -> str:
+        return f"{self.folder}/origin.json"
 
     def check(self) -> None:
         """Refuse to go on with an export that is not there.
@@ -85,9 +96,9 @@ class Progress:
         Raises:
             DataError: If it was given up, or is not seen from this machine.
         """
-        if not self.store.exists(_ORIGIN):
+        if not self.store.exists(self._origin):
             raise DataError(
-                f"there is no unfinished export in {self.store.url} on "
+                f"there is no unfinished {self.what} in {self.store.url} on "
                 f"{socket.gethostname()}: either it was given up, or the URL is not "
                 "the same place on all machines; use an object store or a network "
                 "folder"
@@ -95,8 +106,8 @@ class Progress:
 
     def end(self) -> None:
         """Delete all that is only needed until the export is finished."""
-        self.store.delete([_ORIGIN])
-        self.store.delete(self.store.names(f"{FOLDER}/*"))
+        self.store.delete([self._origin])
+        self.store.delete(self.store.names(f"{self.folder}/*"))
 
 
 def _parsed(store: Store, name: str) -> dict[str, Any]:

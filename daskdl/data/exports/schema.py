@@ -52,7 +52,9 @@ class Schema:
             shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
             raise DataError(f"all arrays must have as many rows, but {shown}")
         fields = [(n, _native(a.dtype), a.shape[1:]) for n, a in arrays.items()]
-        return cls(_outline(x), None if y is None else _outline(y), np.dtype(fields))
+        return cls(
+            outline_of(x), None if y is None else outline_of(y), np.dtype(fields)
+        )
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Schema":
@@ -97,8 +99,8 @@ class Schema:
         """The trees of x and y of some records, or of whole arrays by name."""
         names = iter(self.dtype.names or ())
         arrays = (np.ascontiguousarray(records[name]) for name in names)
-        x = _restored(self.x, arrays)
-        return x, None if self.y is None else _restored(self.y, arrays)
+        x = restored(self.x, arrays)
+        return x, None if self.y is None else restored(self.y, arrays)
 
     def check(self, other: "Schema", where: str) -> None:
         """Refuse rows that look different.
@@ -156,7 +158,12 @@ def _native(dtype: np.dtype) -> np.dtype:
     return dtype.newbyteorder("=")
 
 
-def _outline(tree: Any) -> Any:
+def outline_of(tree: Any) -> Any:
+    """The structure of a tree, as plain values for JSON.
+
+    Raises:
+        DataError: If a key of a dict is no string or whole number.
+    """
     if isinstance(tree, dict):
         for key in tree:
             if not isinstance(key, str | int):
@@ -164,20 +171,21 @@ def _outline(tree: Any) -> Any:
                     f"keys of dicts must be strings or whole numbers to be exported, "
                     f"got {key!r}"
                 )
-        return ["dict", [[key, _outline(child)] for key, child in tree.items()]]
+        return ["dict", [[key, outline_of(child)] for key, child in tree.items()]]
     if isinstance(tree, tuple):
-        return ["tuple", [_outline(child) for child in tree]]
+        return ["tuple", [outline_of(child) for child in tree]]
     return _ARRAY
 
 
-def _restored(outline: Any, arrays: Iterator[np.ndarray]) -> Any:
+def restored(outline: Any, arrays: Iterator[Any]) -> Any:
+    """The tree of an outline with these in its places; a named tuple is a plain one."""
     if outline == _ARRAY:
         return next(arrays)
     kind, children = outline
     if kind == "dict":
-        return {key: _restored(child, arrays) for key, child in children}
+        return {key: restored(child, arrays) for key, child in children}
     if kind == "tuple":
-        return tuple(_restored(child, arrays) for child in children)
+        return tuple(restored(child, arrays) for child in children)
     raise ValueError(f"an outline has {kind!r}")
 
 

@@ -10,8 +10,7 @@ import functools
 import os
 import shutil
 import subprocess
-
-import pytest
+from pathlib import Path
 
 NETWORKS = 256  # that can be at the same time, on one machine
 INNER = "eth0"  # a host's own end of its link
@@ -35,14 +34,9 @@ def run(command):
     return done.stdout
 
 
-def skip_if_unavailable():
-    """Skip the test where there cannot be such a network, and say why."""
-    if reason := _unavailable():
-        pytest.skip(f"no network namespaces: {reason}")
-
-
 @functools.cache
-def _unavailable():
+def unavailable():
+    """Why there cannot be such a network on this machine; None: there can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} of iproute2 not found"
@@ -121,6 +115,16 @@ class Network:
     def on(self, host, *command):
         """A command as it has to be called to run on a host."""
         return ["ip", "netns", "exec", self.name(host), *command]
+
+    def counted(self, host):
+        """Bytes that a host's link has carried, as its interface counts them.
+
+        Returns:
+            From the host, and to it.
+        """
+        # Of the end at the bridge, where what the host sends is received.
+        folder = Path("/sys/class/net", self.name(host), "statistics")
+        return tuple(int((folder / f"{way}_bytes").read_text()) for way in ("rx", "tx"))
 
     def limit(self, rate):
         """Let each link carry no more than a rate, as ``tc`` has it, each way."""

@@ -1,0 +1,72 @@
+"""A run of the channel without a training master: members do what a benchmark wants."""
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+
+from distributed import Client, LocalCluster
+
+from daskdl.channel import messages
+from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.plan import WHOLE_EPOCHS
+from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.channel.worker import ChannelWorkerPlugin
+from daskdl.timeouts import Timeouts
+
+GRID = 2.0**-24
+LIMIT_BYTES = 8 * 2**20
+INBOX_BYTES = 64 * 2**20
+
+
+@contextlib.contextmanager
+def bare_run(
+    client: Client, seats: Mapping[int, str], size: int, routing: str
+) -> Iterator[Callable[[int], Endpoint]]:
+    """Open a run, and close it again.
+
+    Args:
+        client: Of the cluster.
+        seats: The worker of each member.
+        size: Parameters of the model.
+        routing: ``"plain"`` or ``"mesh"``.
+
+    Yields:
+        What makes the endpoint of a member.
+    """
+    client.register_plugin(ChannelSchedulerPlugin())
+    client.register_plugin(ChannelWorkerPlugin())
+    run, timeouts = secrets.randbits(63), Timeouts.from_config()
+    plan = {
+        "run": run,
+        "replicas": dict(seats),
+        "extents": {},
+        "seed": None,
+        "epochs_before": 0,
+        "synchronous": False,
+        "relay_bytes": LIMIT_BYTES,
+        "min_replicas": 1,
+        "timeouts": vars(timeouts),
+        "routing": routing,
+        "laps": WHOLE_EPOCHS,
+    }
+    client.sync(client.scheduler.daskdl_open, plan=plan, client=client.id)
+
+    def endpoint(replica: int) -> Endpoint:
+        limits = LIMIT_BYTES, INBOX_BYTES
+        return Endpoint(run, replica, size, GRID, *limits, timeouts, routing)
+
+    try:
+        yield endpoint
+    finally:
+        client.sync(getattr(client.scheduler, messages.CLOSE), run=run)
+
+
+def cluster(workers: int) -> LocalCluster:
+    """Worker processes of one thread on this machine, the scheduler in this process."""
+    return LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        dashboard_address=":0",
+        silence_logs=logging.ERROR,
+    )

@@ -1,0 +1,100 @@
+"""torchft: LocalSGD and DiLoCo, each process a replica group of its own.
+
+The outer optimizer of DiLoCo is that of its authors.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+from torchft.coordination import LighthouseServer
+from torchft.local_sgd import DiLoCo, LocalSGD
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
+
+from benchmarks.peers.arguments import Arguments, parser, read
+from benchmarks.peers.loop import meet, plain_step, report, train
+from benchmarks.peers.meeting import PATIENCE
+
+
+@contextlib.contextmanager
+def managed(
+    own: Arguments, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[Manager]:
+    """The manager of this process's group, and on rank 0 the lighthouse of all."""
+    os.environ["GLOO_SOCKET_IFNAME"] = own.interface
+    lighthouse = own.port + 1
+    if own.rank == 0:
+        light = LighthouseServer(f"0.0.0.0:{lighthouse}", min_replicas=own.world)
+    store = TCPStore(
+        own.own,
+        own.port + 2 + own.rank,
+        is_master=True, timeout=PATIENCE, wait_for_workers=False
+    )
+    group = ProcessGroupGloo(timeout=PATIENCE)
+    manager = Manager(
+        pg=group,
+        load_state_dict=lambda state: _load(state, model, optimizer),
+        state_dict=lambda: {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        },
+        min_replica_size=own.world,
+        use_async_quorum=False,
+        timeout=PATIENCE,
+        quorum_timeout=PATIENCE,
+        rank=0,
+        world_size=1,
+        store_addr=own.own,
+        store_port=store.port,
+        lighthouse_addr=f"http://{own.address}:{lighthouse}",
+        replica_id=f"replica_{own.rank}",
+        hostname=own.own,
+        init_sync=False,  # all begin with the same seed
+    )
+    try:
+        yield manager
+    finally:
+        manager.shutdown(wait=False)
+        if own.rank == 0:
+            light.shutdown()
+
+
+def _load(
+    state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def rule(
+    kind: str, manager: Manager, model: nn.Module, inner: Any, every: int
+) -> contextlib.AbstractContextManager[Any]:
+    """What hooks into the optimizer while inside."""
+    if kind == "local-sgd":
+        return LocalSGD(manager, model, inner, sync_every=every)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    return DiLoCo(manager, [model], inner, outer, sync_every=every)
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--rule", choices=("local-sgd", "diloco"), default="local-sgd")
+    made.add_argument("--every", type=int, default=16, help="steps between two means")
+    own, more = read(made)
+    meeting = meet(own)
+    model = own.model()
+    inner = own.rule()(model.parameters())
+    with managed(own, model, inner) as manager:
+        with rule(more.rule, manager, model, inner, more.every):
+            step = plain_step(own, model, inner)
+            train(own, meeting, model, step, block=more.every)
+        report(own, meeting)
+
+
+if __name__ == "__main__":
+    main()

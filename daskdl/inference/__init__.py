@@ -1,0 +1,1 @@
+"""What a model says to data, computed by all workers."""

@@ -1,0 +1,175 @@
+"""Several replicas on one worker: the relay sends it what is for all of them once."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from daskdl import codec
+from daskdl.channel import messages, reading
+from daskdl.channel.messages import Answer
+from tests.cluster.channels import (
+    RUN,
+    a_run,
+    bounds,
+    frame_of,
+    in_thread,
+    item_of,
+    publish,
+    totals,
+    two_workers,
+    wait_until,
+)
+
+
+def recorded(handlers, operation, monkeypatch):
+    """The fields of each request of one kind, from now on."""
+    requests, handler = [], handlers[operation]
+
+    async def recording(**fields):
+        requests.append(fields)
+        return await handler(**fields)
+
+    monkeypatch.setitem(handlers, operation, recording)
+    return requests
+
+
+def received(run, replica, origin=0):
+    return run.link(replica).inbox.received().get(origin, (0, ()))[0]
+
+
+@two_workers()
+async def test_an_update_goes_once_to_a_worker_and_to_all_its_replicas(
+    c, s, a, b, monkeypatch
+):
+    async with a_run(c, s, a, b, b, b) as run:
+        alone = recorded(b.handlers, messages.DELIVER, monkeypatch)
+        together = recorded(b.handlers, messages.SHARE, monkeypatch)
+
+        assert publish(run.channels[0], 1, -7)
+        for replica in (1, 2, 3):
+            await in_thread(run.channels[replica].wait_for_updates, {0: 1})
+
+        updates = [
+            item
+            for fields in together
+            for item in fields["items"]
+            if item[0] == "update"
+        ]
+        assert len(updates) == 1
+        assert not [i for fields in alone for i in fields["items"] if i[0] == "update"]
+        arrived = [totals(run.channels[r].receive()) for r in (1, 2, 3)]
+        assert arrived[0] == arrived[1] == arrived[2]
+        assert (arrived[0][0], arrived[0][6]) == (1, -1)
+
+
+@two_workers()
+async def test_it_is_decoded_once(c, s, a, b, monkeypatch):
+    decoded = []
+
+    def decode(frame, **expected):
+        decoded.append(expected)
+        return codec.decode(frame, **expected)
+
+    async with a_run(c, s, a, b, b, b) as run:
+        monkeypatch.setattr(
+            reading, "codec", SimpleNamespace(**{**vars(codec), "decode": decode})
+        )
+
+        assert publish(run.channels[0])
+        for replica in (1, 2, 3):
+            await in_thread(run.channels[replica].wait_for_updates, {0: 1})
+
+        assert len(decoded) == 1
+
+
+@two_workers()
+async def test_one_that_holds_back_holds_up_nobody_on_its_worker(c, s, a, b):
+    async with a_run(c, s, a, b, b) as run:
+        run.link(1).inbox.hold([])
+
+        assert publish(run.channels[0])
+        await in_thread(run.channels[2].wait_for_updates, {0: 1})
+        before = received(run, 1)
+        run.link(1).inbox.release()
+        await in_thread(run.channels[1].wait_for_updates, {0: 1})
+
+        assert before == 0
+
+
+@two_workers()
+async def test_one_that_vanishes_is_lost_alone(c, s, a, b):
+    async with a_run(c, s, a, b, b, timeouts=bounds(request=1)) as run:
+        run.vanish(1)
+
+        assert publish(run.channels[0])
+        await in_thread(run.channels[2].wait_for_updates, {0: 1})
+        await run.until(lambda: run.record.members.present == [0, 2])
+
+        assert publish(run.channels[0])
+        await in_thread(run.channels[2].wait_for_updates, {0: 2})
+
+
+@two_workers()
+async def test_replicas_of_one_worker_send_to_each_other_and_to_others(c, s, a, b):
+    async with a_run(c, s, a, b, b) as run:
+        for channel in run.channels.values():
+            assert publish(channel)
+
+        for replica, channel in run.channels.items():
+            others = {other: 1 for other in run.channels if other != replica}
+            await in_thread(channel.wait_for_updates, others)
+
+
+@two_workers()
+async def test_a_frame_that_cannot_be_read_is_refused_by_each(c, s, a, b):
+    async with a_run(c, s, a, b, b) as run:
+        stamp = run.channels[0].next_stamp(0)
+        frame = frame_of(stamp, 1)
+        frame[-1] ^= 1
+
+        answer = await s.rpc(b.address).daskdl_share(
+            run=RUN, items=[item_of(stamp, frame)], shares=[(1, [0]), (2, [0])]
+        )
+
+        assert answer["status"] == Answer.OK
+        await wait_until(lambda: run.link(1).inbox.refused == 1)
+        assert run.link(2).inbox.refused == 1
+        assert (received(run, 1), received(run, 2)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [[(1, [1])], [(1, ["x"])], [(1,)], [1], [("x", [0])]],
+    ids=["no such item", "no number", "no items", "no pair", "no replica"],
+)
+def test_a_request_that_makes_no_sense_is_refused_and_counted(shares):
+    @two_workers()
+    async def check(c, s, a, b):
+        async with a_run(c, s, a, b, b) as run:
+            stamp = run.channels[0].next_stamp(0)
+
+            answer = await s.rpc(b.address).daskdl_share(
+                run=RUN, items=[item_of(stamp, frame_of(stamp, 1))], shares=shares
+            )
+
+            assert answer["status"] == Answer.REFUSED
+            assert run.worker_plugin(1).refused == 1
+            assert publish(run.channels[0])
+            await in_thread(run.channels[1].wait_for_updates, {0: 1})
+
+    check()
+
+
+@two_workers()
+async def test_an_item_that_is_none_is_refused_by_whom_it_is_for(c, s, a, b):
+    async with a_run(c, s, a, b, b) as run:
+        stamp = run.channels[0].next_stamp(0)
+        good = item_of(stamp, frame_of(stamp, 1))
+
+        answer = await s.rpc(b.address).daskdl_share(
+            run=RUN, items=[good, ("update", -1)], shares=[(1, [0, 1]), (2, [0])]
+        )
+
+        told = [own["status"] for own in answer["answers"]]
+        assert told == [Answer.REFUSED, Answer.OK]
+        assert (received(run, 1), received(run, 2)) == (0, 1)

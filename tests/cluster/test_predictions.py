@@ -1,0 +1,147 @@
+"""Predictions on a cluster: where the model is, and what a dead worker costs."""
+
+import gc
+import os
+import signal
+from collections import Counter
+
+import cloudpickle
+import dask.array as da
+import dask.bag
+import numpy as np
+import pytest
+import torch
+from distributed.utils_test import poll_for
+from torch import nn
+
+import daskdl
+from tests.cluster.clusters import cluster_of
+from tests.cluster.leftovers import still_left_behind
+
+ROWS = 240
+X = np.arange(2.0 * ROWS, dtype=np.float32).reshape(ROWS, 2)
+
+
+def lazy():
+    return da.from_array(X, chunks=(20, 2))
+
+
+def modules_there(name):
+    """How many modules of a class there are in this process."""
+    gc.collect()
+    return sum(type(one).__name__ == name for one in gc.get_objects())
+
+
+def model_of(client):
+    """The key of the only model on a cluster, and who has it."""
+    held = {
+        key: holders
+        for key, holders in client.who_has().items()
+        if str(key).startswith("daskdl-model-") and "block" not in str(key)
+    }
+    ((key, holders),) = held.items()
+    return key, holders
+
+
+def test_the_model_travels_once_to_each_worker_and_goes_with_the_result(client):
+    class Wide(nn.Linear):
+        """200 kB."""
+
+    model = Wide(2, 20_000)
+    output = daskdl.predict(model, lazy(), client)[:, 0]
+    graph = len(cloudpickle.dumps(dict(output.dask)))
+
+    done = client.compute(output)
+    np.testing.assert_allclose(
+        done.result(), X @ model.weight[0].detach().numpy() + model.bias[0].item(), 1e-4
+    )
+
+    key, _ = model_of(client)
+
+    def arrivals(dask_worker):
+        log = dask_worker.transfer_incoming_log
+        return sum(key in transfer["keys"] for transfer in log)
+
+    assert graph < 100_000  # no weights in there
+    assert max(client.run(arrivals).values()) <= 1
+    assert max(client.run(modules_there, "Wide").values()) == 1
+    del output, done
+    assert still_left_behind(client) == {}
+    assert set(client.run(modules_there, "Wide").values()) == {0}
+
+
+def test_a_lazy_result_survives_the_workers_that_hold_the_model(three):
+    output = daskdl.predict(nn.Linear(2, 1), lazy(), three)
+    before = three.compute(output[:20]).result()
+    _, holders = model_of(three)
+    pids, there = three.run(os.getpid), set(three.nthreads())
+
+    for address in holders:
+        os.kill(pids[address], signal.SIGKILL)
+    poll_for(lambda: set(three.nthreads()) - there, timeout=60)
+    newcomers = sorted(set(three.nthreads()) - there)
+    after = three.compute(output).result()
+    last = three.compute(output[-20:], workers=newcomers).result()
+
+    assert len(after) == ROWS
+    np.testing.assert_array_equal(after[-20:], last)
+    np.testing.assert_array_equal(after[:20], before)
+    del output
+
+
+class Mortal:
+    """The module's class is made here: workers do not import this file."""
+
+    def __new__(cls, flag):
+        class Ending(nn.Module):
+            def forward(self, x):
+                if x.max() > 300 and not os.path.exists(flag):
+                    open(flag, "w").close()
+                    os._exit(1)
+                return 2 * x
+
+        return Ending()
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["same", "url"])
+def test_a_partition_whose_worker_dies_half_way_is_computed_by_another(
+    three, tmp_path, written
+):
+    model = Mortal(str(tmp_path / "flag"))
+    output = str(tmp_path / "out") if written else "same"
+
+    found = daskdl.predict(model, lazy(), three, output=output)
+
+    values = found.load() if written else three.compute(found).result()
+    assert os.path.exists(tmp_path / "flag")
+    np.testing.assert_array_equal(values, 2 * X)
+    del found
+
+
+def test_threads_of_a_worker_share_one_module():
+    class Lone(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    with cluster_of(1, processes=False, threads_per_worker=4) as client:
+        model = Lone()
+        output = daskdl.predict(model, lazy(), client)
+
+        found = client.compute(output).result()
+
+        assert modules_there("Lone") == 2  # the user's own, and the worker's
+        np.testing.assert_array_equal(found, X + 1)
+        del output
+        assert still_left_behind(client) == {}
+        assert modules_there("Lone") == 1
+
+
+def test_a_bag_with_keys_is_written_by_the_workers_and_read_back(client, tmp_path):
+    rows = [(f"row-{i}", torch.ones(1 + i % 3)) for i in range(30)]
+    bag = dask.bag.from_sequence(rows, npartitions=4)
+
+    written = daskdl.predict(nn.Identity(), bag, client, output=str(tmp_path / "out"))
+
+    found = client.compute(written.to_dask()).result()
+    assert [key for key, _ in found] == [key for key, _ in rows]
+    assert Counter(len(one) for _, one in found) == {1: 10, 2: 10, 3: 10}

@@ -146,12 +146,14 @@ def test_the_page_of_options_lists_those_of_a_fit_with_their_defaults():
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
 
 
-@pytest.mark.parametrize("method", ["evaluate", "predict"])
-def test_the_page_of_options_says_which_of_them_others_have_too(method):
+@pytest.mark.parametrize(
+    ("method", "heading"), [("evaluate", "Evaluating"), ("predict", "Predicting")]
+)
+def test_the_page_of_options_says_which_of_them_others_have_too(method, heading):
     rows = table("options.md", "Fitting, evaluating, predicting")
 
     also = {name for name, cells in rows.items() if f"`{method}`" in cells[-1]}
-    own = table("options.md", "Predicting") if method == "predict" else {}
+    own = table("options.md", heading)
     defaults = {name: cells[0].strip("`") for name, cells in own.items()}
     arguments = arguments_of(getattr(daskdl.Trainer, method))
     assert also | set(own) == set(arguments)
@@ -160,6 +162,13 @@ def test_the_page_of_options_says_which_of_them_others_have_too(method):
 
 def test_predicting_with_any_model_takes_what_a_trainer_takes():
     assert arguments_of(daskdl.predict) == arguments_of(daskdl.Trainer.predict)
+
+
+def test_evaluating_any_model_takes_what_a_trainer_takes():
+    more = {"loss": "None", "client": "None"}
+    of_trainers = arguments_of(daskdl.Trainer.evaluate)
+
+    assert arguments_of(daskdl.evaluate) == of_trainers | more
 
 
 def test_the_page_of_options_lists_the_time_outs_with_their_defaults():

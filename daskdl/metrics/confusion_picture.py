@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 COUNTED = 20  # classes up to which each cell has its number
 _TICKS = 10  # class names along one side, of more classes than that
+_CROWDED = 12  # names are small, and long ones upright
 _LETTERS = 12  # of a class name
 
 
@@ -40,15 +41,15 @@ def _name(axes: "Axes", names: Sequence[str]) -> None:
     step = 1 if len(names) <= COUNTED else -(-len(names) // _TICKS)
     places = range(0, len(names), step)
     shown = [_short(names[k]) for k in places]
-    turned = max(map(len, shown)) > 2 and len(shown) > 4
-    axes.set_xticks(
-        places,
-        shown,
-        rotation=45 if turned else 0,
-        ha="right" if turned else "center",
-        rotation_mode="anchor" if turned else "default",
-    )
-    axes.set_yticks(places, shown)
+    crowded = len(shown) > _CROWDED
+    size = "small" if crowded else "medium"
+    axes.set_yticks(places, shown, fontsize=size)
+    if max(map(len, shown)) <= 2 or len(shown) <= 4:
+        axes.set_xticks(places, shown, fontsize=size)
+    elif crowded:
+        axes.set_xticks(places, shown, fontsize=size, rotation=90)
+    else:
+        axes.set_xticks(places, shown, fontsize=size, rotation=45, ha="right")
 
 
 def _short(name: str) -> str:
@@ -61,7 +62,7 @@ def _number(
     axes: "Axes", confusion_CC: NDArray[np.int64], share_CC: NDArray[np.float64]
 ) -> None:
     digits = len(str(confusion_CC.max()))
-    size = min(10.0, 150 / (len(confusion_CC) * max(digits, 2)))
+    size = min(10.0, 300 / (len(confusion_CC) * max(digits, 2)))
     for (row, column), count in np.ndenumerate(confusion_CC):
         if count:
             axes.text(

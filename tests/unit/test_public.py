@@ -14,6 +14,7 @@ import pytest
 import daskdl
 import daskdl.data
 import daskdl.keras
+import daskdl.metrics
 from daskdl.channel import messages
 from daskdl.history import COLUMNS
 from daskdl.steps import STEP_COLUMNS
@@ -25,9 +26,12 @@ PUBLIC = {
     **{name: getattr(daskdl, name) for name in daskdl.__all__ if name[0] != "_"},
     **{f"data.{name}": getattr(daskdl.data, name) for name in daskdl.data.__all__},
     **{f"keras.{name}": getattr(daskdl.keras, name) for name in daskdl.keras.__all__},
+    **{f"metrics.{n}": getattr(daskdl.metrics, n) for n in daskdl.metrics.__all__},
 }
 PACKAGES = pytest.mark.parametrize(
-    "package", [daskdl, daskdl.data, daskdl.keras], ids=lambda p: p.__name__
+    "package",
+    [daskdl, daskdl.data, daskdl.keras, daskdl.metrics],
+    ids=lambda p: p.__name__,
 )
 
 
@@ -63,7 +67,9 @@ def test_the_reference_documents_the_public_names_and_no_others():
 
     of_data = [f"data.{name}" for name in daskdl.data.__all__]
     of_keras = [f"keras.{name}" for name in daskdl.keras.__all__]
-    assert sorted(documented) == sorted([*daskdl.__all__, *of_data, *of_keras])
+    of_metrics = [f"metrics.{name}" for name in daskdl.metrics.__all__]
+    public = [*daskdl.__all__, *of_data, *of_keras, *of_metrics]
+    assert sorted(documented) == sorted(public)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -1,7 +1,7 @@
 """Every question that this folder answers, by its name.
 
-    python -m benchmarks --help
-    python -m benchmarks links --rates unlimited 100mbit
+python -m benchmarks --help
+python -m benchmarks links --rates unlimited 100mbit
 """
 
 import argparse

@@ -28,7 +28,7 @@ LAYERS = [
     {"keras", "outputs", "metrics", "saving", "scores"},
     {"checkpoints", "lazy_outputs"},
     {"predictions"},
-    {"evaluation", "inference"},
+    {"evaluation", "inference", "per_example"},
     {"training"},
     {"serving", "sites"},
     {"trained"},
@@ -118,6 +118,14 @@ OUTSIDE = {
     "scores": {"torch"},
     "evaluation": {"distributed", "torch"},
     "inference": {"distributed", "numpy", "torch"},
+    "per_example": {
+        "dask",
+        "distributed",
+        "numpy",
+        "pandas",
+        "torch",
+        "typing_extensions",
+    },
     "training": {
         "cloudpickle",
         "distributed",
@@ -165,6 +173,9 @@ DISTRIBUTED = {
     "lazy_outputs",
     "outputs.first_rows",
     "outputs.held",
+    "per_example.keys",  # of what is not in memory
+    "per_example.rehearsal",
+    "per_example.scores",
     "planning.idle_worker",
     "planning.requests",
     "predictions.writing",

@@ -15,7 +15,7 @@ from daskdl.data.options import OnBad
 from daskdl.inference.options import Postprocess
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.objective import Loss
-from daskdl.trained import Trained
+from daskdl.trained.trained import Trained
 
 
 @dataclass

@@ -183,7 +183,7 @@ DISTRIBUTED = {
     "serving.remote",
     "serving.worker",
     "sites",
-    "trained",
+    "trained.base",
     "trainer",
     "training.cluster_stage",
     "training.collect",

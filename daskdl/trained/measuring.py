@@ -1,12 +1,7 @@
-"""What a trainer does with its trained model: evaluate, predict, score examples."""
+"""What a model is worth on data: as a whole, and by example."""
 
-import os
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
-
-from distributed import Client
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from collections.abc import Callable
+from typing import Any
 
 from daskdl.cluster import check_outlives
 from daskdl.data.batches import Transform
@@ -14,37 +9,19 @@ from daskdl.data.collections import is_lazy
 from daskdl.data.formats.loaders import Loader
 from daskdl.data.options import OnBad, ReadOptions, one_of
 from daskdl.data.sources import source_of
-from daskdl.errors import OptionError
-from daskdl.inference.options import OutputOptions, Postprocess
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.metrics.wanted import Wanted
-from daskdl.objective import Loss, Objective, OwnStep, objective_of
+from daskdl.objective import OwnStep, objective_of
 from daskdl.per_example.rehearsal import Given, Scores
 from daskdl.per_example.scores import score_examples, worst_examples
 from daskdl.per_example.weight_decay import penalty_of
 from daskdl.per_example.worst import WorstExamples
-from daskdl.serving.predictor import Predictor
 from daskdl.sites import site_of
+from daskdl.trained.base import HasModel
 
 
-class Trained:
-    """Has a model, or will have; see :class:`daskdl.Trainer`, which is one.
-
-    Attributes:
-        client: Of the cluster to work on, if there is one.
-        loss: Of the model, or None if there is a step.
-        step: What computes the loss in its place, or None.
-        transform: Of every batch, or None.
-        model_: The model; not set before it is trained.
-        optimizer_: Its optimizer, likewise.
-    """
-
-    client: Client | Literal[False] | None
-    loss: Loss | None
-    step: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] | None
-    transform: Transform | None
-    model_: nn.Module
-    optimizer_: Optimizer
+class Measuring(HasModel):
+    """Measures its model."""
 
     def evaluate(  # noqa: PLR0913 - by name, as those of `fit`
         self,
@@ -97,93 +74,6 @@ class Trained:
         with site_of(self.client) as site:
             return site.evaluate(self._fitted(), objective, source, read, wanted)
 
-    def predict(  # noqa: PLR0913 - by name, as those of `fit`
-        self,
-        X: Any,
-        *,
-        batch_size: int = 64,
-        output: str | os.PathLike[str] = "same",
-        postprocess: Postprocess | None = None,
-        keyed: bool | None = None,
-        transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Apply `model_(x)` to every row, on the cluster or in this process.
-
-        Args:
-            X: Inputs, of the kinds that :meth:`fit` takes; labels that come with them
-                are passed over. In a bag, and in a list of Delayed objects that are
-                lists of examples, these may be pairs (key, x), and of any shapes.
-            batch_size: Rows per forward pass.
-            output: ``"same"``: what came in comes out. Or a folder, as a URL of fsspec
-                or a path, that the workers write to, part by part: Parquet for a
-                `dask.dataframe`, else safetensors. A run that was interrupted goes on
-                with the parts that are missing when it is begun again.
-            postprocess: Of the outputs of each batch, tensors, in tuples or dicts if
-                the model returns such; returns tensors with the same rows, or such of
-                them. It runs on the worker.
-            keyed: Whether the examples of bags and lists are pairs (key, x); None: they
-                are if the first begins with text, bytes, a UUID or a date, or with a
-                whole number or a tuple of these before arrays.
-            transform: See :meth:`fit`, as those that follow; y is None for it.
-            loader: For files.
-            collate_fn: For datasets.
-            storage_options: Of the file system of `output`, for fsspec.
-
-        Returns:
-            The outputs in order. Of Dask's collections, lazy ones of the same kind, in
-            the same partitions and with the same keys or index; a tensor of tensors,
-            and of all else a numpy array. Where the outputs are tuples or dicts, such
-            of these; but of a `dask.dataframe`, a dict of outputs with one number for
-            each row is one dataframe with these columns. Its columns are `classes_`
-            where there are as many outputs. With a folder, :class:`Predictions`.
-
-        Raises:
-            OptionError: If it would be lazy, and no cluster is there to compute it; or
-                if the folder has predictions of another model, data or options.
-        """
-        names = getattr(self, "classes_", None)
-        wanted = OutputOptions(output, postprocess, keyed, storage_options, names)
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn)
-        if is_lazy(X) and not wanted.writes:
-            check_outlives(self.client)
-        with site_of(self.client) as site:
-            return site.predict(self._fitted(), X, read, wanted)
-
-    def predictor(
-        self,
-        *,
-        replicas: int = 2,
-        batch_limit: int = 32,
-        wait_ms: float = 2.0,
-        queue_limit: int = 1024,
-        transform: Transform | None = None,
-    ) -> Predictor:
-        """Let `model_` answer calls from many threads, on the cluster or here.
-
-        It answers by the model of now; see :class:`daskdl.Predictor`, also for what it
-        raises. It is to be closed, best by ``with``.
-
-        Args:
-            replicas: Models in the workers' memory.
-            batch_limit: Rows of a batch, and of one call.
-            wait_ms: How long a call waits for others to come at most.
-            queue_limit: Rows that may wait for a replica.
-            transform: See :meth:`fit`; y is None for it.
-        """
-        return Predictor(
-            self._fitted(),
-            replicas=replicas,
-            batch_limit=batch_limit,
-            wait_ms=wait_ms,
-            queue_limit=queue_limit,
-            transform=one_of(transform, self.transform),
-            client=self.client,
-        )
-
     def score_examples(  # noqa: PLR0913 - as `evaluate`, one name for each
         self,
         data: Any,
@@ -226,13 +116,8 @@ class Trained:
             OptionError: If an option does not go with the data, or if the optimizer's
                 weight decay is no term of the loss, as AdamW's.
         """
-        read = ReadOptions(
-            batch_size,
-            one_of(transform, self.transform),
-            loader,
-            collate_fn,
-            on_bad_batch,
-        )
+        both = one_of(transform, self.transform)
+        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
         model = self._fitted()
         penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
         if is_lazy(data):
@@ -278,13 +163,8 @@ class Trained:
         Raises:
             OptionError: If an option does not go with the data.
         """
-        read = ReadOptions(
-            batch_size,
-            one_of(transform, self.transform),
-            loader,
-            collate_fn,
-            on_bad_batch,
-        )
+        both = one_of(transform, self.transform)
+        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
         names = getattr(self, "classes_", None)
         how = Scores(
             self._fitted(), objective_of(self.loss, self.step), read, classes=names
@@ -297,12 +177,3 @@ class Trained:
                 top=top,
                 wrong_only=wrong_only,
             )
-
-    def _objective(self) -> Objective | None:
-        objective: Objective = objective_of(self.loss, self.step)
-        return objective
-
-    def _fitted(self) -> nn.Module:
-        if not hasattr(self, "model_"):
-            raise OptionError("the trainer has no model_ yet; call fit first")
-        return self.model_

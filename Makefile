@@ -69,6 +69,7 @@ bench-all: .venv/installed
 	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.kill
+	$(BIN)/python -m benchmarks.predictor
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.data
 

@@ -77,8 +77,9 @@ class Evaluation(dict[str, Any]):
         """The values as a table.
 
         Args:
-            rows: "classes": one for each class, label or column; "all": one, with the
-                single numbers. None: the first, if there are classes.
+            rows: "classes": one for each class, label or column of the first set of
+                metrics that has any, with the values of sets with the same ones; "all":
+                one, with the single numbers. None: the first, if there are classes.
 
         Raises:
             OptionError: If pandas is missing, or there are no classes.
@@ -97,7 +98,7 @@ class Evaluation(dict[str, Any]):
         if rows == "all" or not columns:
             numbers = {k: v for k, v in self.items() if np.ndim(v) == 0}
             return pd.DataFrame([numbers])
-        (names,) = {section.names for section in self.sections if section.columns()}
+        names = next(s.names for s in self.sections if s.columns())
         return pd.DataFrame(columns, index=pd.Index(names))
 
     def _columns(self) -> dict[str, Any]:

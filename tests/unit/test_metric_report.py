@@ -335,6 +335,18 @@ def test_a_table_has_a_row_for_each_class():
     assert "ece_per_class" in table
 
 
+def test_a_table_is_of_one_kind_of_classes():
+    sections = [
+        classified(classes=NAMES),
+        section_of(CalibrationMetrics(), SCORES, CLASSES, classes=["other", "names"]),
+    ]
+
+    table = Evaluation({"loss": 0.25}, sections).to_pandas()
+
+    assert list(table.index) == NAMES
+    assert "ece_per_class" not in table
+
+
 def test_a_table_of_all_has_one_row():
     table = Evaluation({"loss": 0.25}, [classified()]).to_pandas("all")
 

@@ -9,6 +9,7 @@ DaskDLError
 ├── CodecError            bytes that are not a valid update message
 ├── SaveError             what was saved cannot be loaded, or nothing can be saved there
 ├── WaitTimeoutError      something awaited did not come in time
+├── BusyError             a predictor has as many calls waiting as it may
 └── RunError              a run ended before it was finished
     ├── ReplicaError      user code raised on a worker
     ├── DivergedError     the loss became NaN or infinite, or ran away
@@ -50,6 +51,10 @@ class SaveError(DaskDLError, ValueError):
 
 class WaitTimeoutError(DaskDLError, TimeoutError):
     """Something awaited did not come in time; the message says from whom."""
+
+
+class BusyError(DaskDLError, RuntimeError):
+    """A predictor has as many calls waiting as it may; call again later."""
 
 
 class RunError(DaskDLError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What a trainer does with its trained model: evaluate, predict."""
+"""What a trainer does with its trained model: evaluate, predict, score examples."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from distributed import Client
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from daskdl.cluster import check_outlives
 from daskdl.data.batches import Transform
@@ -18,6 +19,11 @@ from daskdl.inference.options import OutputOptions, Postprocess
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.metrics.wanted import Wanted
 from daskdl.objective import Loss, Objective, OwnStep, objective_of
+from daskdl.per_example.rehearsal import Given, Scores
+from daskdl.per_example.scores import score_examples, worst_examples
+from daskdl.per_example.weight_decay import penalty_of
+from daskdl.per_example.worst import WorstExamples
+from daskdl.serving.predictor import Predictor
 from daskdl.sites import site_of
 
 
@@ -30,6 +36,7 @@ class Trained:
         step: What computes the loss in its place, or None.
         transform: Of every batch, or None.
         model_: The model; not set before it is trained.
+        optimizer_: Its optimizer, likewise.
     """
 
     client: Client | Literal[False] | None
@@ -37,6 +44,7 @@ class Trained:
     step: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] | None
     transform: Transform | None
     model_: nn.Module
+    optimizer_: Optimizer
 
     def evaluate(  # noqa: PLR0913 - by name, as those of `fit`
         self,
@@ -144,6 +152,151 @@ class Trained:
             check_outlives(self.client)
         with site_of(self.client) as site:
             return site.predict(self._fitted(), X, read, wanted)
+
+    def predictor(
+        self,
+        *,
+        replicas: int = 2,
+        batch_limit: int = 32,
+        wait_ms: float = 2.0,
+        queue_limit: int = 1024,
+        transform: Transform | None = None,
+    ) -> Predictor:
+        """Let `model_` answer calls from many threads, on the cluster or here.
+
+        It answers by the model of now; see :class:`daskdl.Predictor`, also for what it
+        raises. It is to be closed, best by ``with``.
+
+        Args:
+            replicas: Models in the workers' memory.
+            batch_limit: Rows of a batch, and of one call.
+            wait_ms: How long a call waits for others to come at most.
+            queue_limit: Rows that may wait for a replica.
+            transform: See :meth:`fit`; y is None for it.
+        """
+        return Predictor(
+            self._fitted(),
+            replicas=replicas,
+            batch_limit=batch_limit,
+            wait_ms=wait_ms,
+            queue_limit=queue_limit,
+            transform=one_of(transform, self.transform),
+            client=self.client,
+        )
+
+    def score_examples(  # noqa: PLR0913 - as `evaluate`, one name for each
+        self,
+        data: Any,
+        labels: Any = None,
+        *,
+        key: Any = None,
+        regularization: bool = False,
+        batch_size: int = 64,
+        transform: Transform | None = None,
+        loader: Loader | Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        on_bad_batch: OnBad = "raise",
+    ) -> Any:
+        """Compute the loss of each example, that of a batch which has only it.
+
+        Args:
+            data: Inputs, of the kinds that :meth:`fit` takes.
+            labels: Likewise.
+            key: Names the scores. The name of a column of a table, which is then no
+                input; a sequence with a value for each row of data in memory, of a
+                dataset or of files; a `dask.array` of one axis where the data are one.
+                For a bag, whether it is of pairs (key, example), as `keyed` of
+                :meth:`predict`. None: they come without.
+            regularization: Add what weight decay, and regularisers of a Keras model,
+                stand for: the same number for each.
+            batch_size: Rows per forward pass.
+            transform: See :meth:`fit`, as those that follow.
+            loader: For files.
+            collate_fn: For datasets.
+            on_bad_batch: What to do about parts that cannot be read. With ``"skip"``
+                their scores are NaN where the number of rows is known, else left out.
+
+        Returns:
+            One float64 number per example, in order: a tensor of tensors, a series of
+            pandas, and of all else in memory a numpy array; of Dask's collections a
+            lazy `dask.array`, series, bag, or list of Delayed. With keys a series
+            indexed by them, or a bag of pairs (key, score).
+
+        Raises:
+            OptionError: If an option does not go with the data, or if the optimizer's
+                weight decay is no term of the loss, as AdamW's.
+        """
+        read = ReadOptions(
+            batch_size,
+            one_of(transform, self.transform),
+            loader,
+            collate_fn,
+            on_bad_batch,
+        )
+        model = self._fitted()
+        penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
+        if is_lazy(data):
+            check_outlives(self.client)
+        how = Scores(model, objective_of(self.loss, self.step), read, penalty)
+        with site_of(self.client) as site:
+            return score_examples(Given(data, labels, key), how, site.client)
+
+    def errors(  # noqa: PLR0913 - as `evaluate`, one name for each
+        self,
+        data: Any,
+        labels: Any = None,
+        *,
+        top: int = 50,
+        wrong_only: bool = False,
+        key: Any = None,
+        batch_size: int = 64,
+        transform: Transform | None = None,
+        loader: Loader | Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        on_bad_batch: OnBad = "raise",
+    ) -> WorstExamples:
+        """Find the examples with the largest losses, and where they came from.
+
+        Args:
+            data: Inputs, of the kinds that :meth:`fit` takes.
+            labels: Likewise.
+            top: How many to return, >= 1; no process keeps more of a part.
+            wrong_only: Leave out those that were predicted right; for labels that are
+                one class index for each row.
+            key: See :meth:`score_examples`.
+            batch_size: Rows per forward pass.
+            transform: See :meth:`fit`, as those that follow.
+            loader: For files.
+            collate_fn: For datasets.
+            on_bad_batch: What to do about parts that cannot be read.
+
+        Returns:
+            The worst first; a loss that is NaN is the worst. Of equal ones the first
+            in the data comes first. Rows of which the loss ignores all labels are
+            passed over.
+
+        Raises:
+            OptionError: If an option does not go with the data.
+        """
+        read = ReadOptions(
+            batch_size,
+            one_of(transform, self.transform),
+            loader,
+            collate_fn,
+            on_bad_batch,
+        )
+        names = getattr(self, "classes_", None)
+        how = Scores(
+            self._fitted(), objective_of(self.loss, self.step), read, classes=names
+        )
+        with site_of(self.client) as site:
+            return worst_examples(
+                Given(data, labels, key),
+                how,
+                site.client,
+                top=top,
+                wrong_only=wrong_only,
+            )
 
     def _objective(self) -> Objective | None:
         objective: Objective = objective_of(self.loss, self.step)

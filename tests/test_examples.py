@@ -132,6 +132,20 @@ def test_an_evaluation_is_told_and_drawn(tmp_path):
     assert f"{told['mcc']:.4f}" == facts["MCC"]
 
 
+def test_what_does_not_belong_has_the_largest_losses():
+    heading, odd, others, found, worst, *picture, area = run(
+        EXAMPLES / "score_anomalies.py"
+    )
+
+    assert heading == "1130 digits without 4, 54 of 540 are 4"
+    assert number(odd) > 2 * number(others)
+    counts = re.search(r"are, by digit, \{4: (\d+), ", found)
+    assert int(counts[1]) >= 25  # of 50, where chance would make it 5
+    assert re.fullmatch(r"the worst is a \d, in row \d+:", worst)
+    assert [len(line) for line in picture] == [16] * 8
+    assert number(area) >= 0.93
+
+
 def test_more_than_a_workers_memory_is_trained_on():
     size, losses, peak = run(EXAMPLES / "bigger_than_memory.py")
 

@@ -21,6 +21,7 @@ from daskdl.data.source import Source, rows_of_part
 from daskdl.data.trees import Rows, Tree
 from daskdl.inference.form import as_formed, empty
 from daskdl.inference.options import Postprocess
+from daskdl.memory import freed_memory_kept
 from daskdl.outputs.notes import Noted
 from daskdl.packed import PackedModel
 
@@ -70,7 +71,7 @@ class Asking:
         dtype = floating_dtype(module)
         chunks = (whole((x, None)) for x, _ in parts)
         made = []
-        with torch.inference_mode():
+        with freed_memory_kept(), torch.inference_mode():
             for batch in batches(chunks, self.batch_size):
                 x, _ = batch if self.transform is None else self.transform(batch)
                 output = module(inputs_to_device(x, device, dtype))

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from daskdl.memory import freed_memory_kept
 from daskdl.training.devices import device_for
-from daskdl.training.memory import freed_memory_kept
 from daskdl.training.random_state import random_state_kept
 from daskdl.training.threads import torch_threads
 

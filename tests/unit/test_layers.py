@@ -15,7 +15,7 @@ PATHS = sorted(ROOT.rglob("*.py"))
 # Imports point to an earlier line only. A folder is one name here; inside of one,
 # the files must not import in a circle.
 LAYERS = [
-    {"errors", "stopping", "version"},
+    {"errors", "memory", "stopping", "version"},
     {"kernels", "vectors", "buffers", "codec", "packed", "objective", "timeouts"},
     {"link", "progress", "quanta", "residuals"},
     {"cuts", "segments", "thresholds"},
@@ -28,9 +28,9 @@ LAYERS = [
     {"keras", "outputs", "metrics", "saving", "scores"},
     {"checkpoints", "lazy_outputs"},
     {"predictions"},
-    {"evaluation", "inference"},
+    {"evaluation", "inference", "per_example"},
     {"training"},
-    {"sites"},
+    {"serving", "sites"},
     {"trained"},
     {"given"},
     {"fitting", "fitted"},
@@ -43,6 +43,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 OUTSIDE = {
     "errors": set(),
+    "memory": set(),
     "version": set(),
     "kernels": {"llvmlite", "numba", "numpy", "torch"},
     "vectors": {"numpy", "torch"},
@@ -117,6 +118,14 @@ OUTSIDE = {
     "scores": {"torch"},
     "evaluation": {"distributed", "torch"},
     "inference": {"distributed", "numpy", "torch"},
+    "per_example": {
+        "dask",
+        "distributed",
+        "numpy",
+        "pandas",
+        "torch",
+        "typing_extensions",
+    },
     "training": {
         "cloudpickle",
         "distributed",
@@ -125,6 +134,7 @@ OUTSIDE = {
         "tqdm",
         "typing_extensions",
     },
+    "serving": {"cloudpickle", "distributed", "numpy", "torch", "typing_extensions"},
     "sites": {"distributed", "torch", "typing_extensions"},
     "trained": {"distributed", "torch"},
     "given": {"distributed", "torch", "typing_extensions"},
@@ -163,9 +173,15 @@ DISTRIBUTED = {
     "lazy_outputs",
     "outputs.first_rows",
     "outputs.held",
+    "per_example.keys",  # of what is not in memory
+    "per_example.rehearsal",
+    "per_example.scores",
     "planning.idle_worker",
     "planning.requests",
     "predictions.writing",
+    "serving.predictor",
+    "serving.remote",
+    "serving.worker",
     "sites",
     "trained",
     "trainer",

@@ -5,8 +5,8 @@ import threading
 import psutil
 import pytest
 
-from daskdl.training import memory
-from daskdl.training.memory import DEFAULT_BYTES, freed_memory_kept
+from daskdl import memory
+from daskdl.memory import DEFAULT_BYTES, freed_memory_kept
 
 BLOCK_BYTES = 16 * 2**20
 

@@ -1,0 +1,183 @@
+import gc
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl import ModelError, Predictor
+from tests.cluster.leftovers import still_left_behind
+
+X = np.random.default_rng(0).normal(size=(128, 4)).astype(np.float32)
+# Batches of another size may use another matrix kernel, which rounds otherwise.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+WITHIN_S = 60.0
+
+
+class Constant(nn.Module):
+    """Says its value, the sum of the row, and which process it is in."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(float(value)))
+
+    def forward(self, x):
+        if x.isnan().any():
+            raise ValueError("there is no sum")
+        process = torch.full((len(x),), float(os.getpid()), dtype=torch.float64)
+        return {"value": self.value.expand(len(x)), "sum": x.sum(1), "process": process}
+
+
+def extensions(dask_worker):
+    names = [*dask_worker.extensions, *dask_worker.handlers]
+    return [name for name in names if "predictor" in name]
+
+
+def models(dask_worker):
+    """Values of the models in the worker's memory."""
+    gc.collect()
+    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    found = [o for o in modules if type(o).__name__ == "Constant"]
+    return sorted(int(model.value.item()) for model in found)
+
+
+def nothing_left(client):
+    left = client.run(
+        lambda dask_worker: [extensions(dask_worker), models(dask_worker)]
+    )
+    return all(found == [[], []] for found in left.values())
+
+
+def parts(count):
+    return [X[i % 120 : i % 120 + 1 + i % 5] for i in range(count)]
+
+
+def check(part, outputs, values):
+    """Right for all rows, and all by one of these models."""
+    np.testing.assert_allclose(outputs["sum"], part.sum(1), **CLOSE)
+    assert len(outputs["value"]) == len(part)
+    assert len(set(outputs["value"].tolist())) == 1
+    assert outputs["value"][0] in values
+
+
+def test_answers_are_the_models_own_whoever_asks(client):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ReLU(), nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    asked = parts(40)
+
+    with (
+        Predictor(model, batch_limit=16, client=client) as predictor,
+        ThreadPoolExecutor(32) as threads,
+    ):
+        tensors = predictor(torch.from_numpy(X[:3]))
+        answers = list(threads.map(predictor, asked))
+        futures = [predictor.submit(part) for part in asked]
+        answers += [future.result(WITHIN_S) for future in futures]
+
+    assert isinstance(tensors, torch.Tensor)
+    with torch.no_grad():
+        expected = [model.eval()(torch.from_numpy(part)).numpy() for part in asked]
+    for answer, own in zip(answers, expected * 2, strict=True):
+        np.testing.assert_allclose(answer, own, **CLOSE)
+
+
+def test_both_workers_answer_and_nothing_is_left_on_them(client):
+    with (
+        Predictor(Constant(1), batch_limit=4, client=client) as predictor,
+        ThreadPoolExecutor(32) as threads,
+    ):
+        asked = [X[:4]] * 200
+        processes = {a["process"][0] for a in threads.map(predictor, asked)}
+        there = client.run(models)
+
+    assert len(processes) == 2
+    assert list(there.values()) == [[1], [1]]
+    assert nothing_left(client)
+
+
+def test_rows_that_the_model_fails_on_fail_alone(client):
+    bad = X[:2] * np.nan
+
+    with (
+        Predictor(Constant(1), client=client) as predictor,
+        ThreadPoolExecutor(16) as threads,
+    ):
+        asked = [bad if i % 10 == 3 else part for i, part in enumerate(parts(40))]
+        answers = [threads.submit(predictor, part) for part in asked]
+        for part, answer in zip(asked, answers, strict=True):
+            if part is bad:
+                with pytest.raises(
+                    ModelError, match=r"2 rows.* there is no sum"
+                ) as error:
+                    answer.result(WITHIN_S)
+                assert "in forward" in error.value.__notes__[0]
+            else:
+                check(part, answer.result(WITHIN_S), [1])
+
+
+def test_a_model_is_swapped_under_load_and_the_old_one_leaves_memory(client):
+    stop, wrong = threading.Event(), []
+
+    def ask(predictor, number):
+        before = 0
+        while not stop.is_set():
+            part = parts(number + 1)[-1]
+            outputs = predictor(part)
+            check(part, outputs, range(6))
+            before = max(before, outputs["value"][0])
+            number += 1
+
+    with (
+        Predictor(Constant(0), client=client) as predictor,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        asking = [threads.submit(ask, predictor, number) for number in range(8)]
+        for value in range(1, 6):
+            predictor.swap(Constant(value))
+            after = [predictor(X[:1])["value"][0] for _ in range(4)]
+            wrong += [found for found in after if found != value]
+        stop.set()
+        for one in asking:
+            one.result(WITHIN_S)
+        there = client.run(models)
+
+    assert wrong == []
+    assert list(there.values()) == [[5], [5]]
+
+
+def test_workers_are_reached_directly_if_the_client_may(client):
+    client.direct_to_workers, before = True, client.direct_to_workers
+    try:
+        with Predictor(Constant(3), client=client) as predictor:
+            check(X[:5], predictor(X[:5]), [3])
+    finally:
+        client.direct_to_workers = before
+    assert nothing_left(client)
+
+
+def test_a_worker_that_is_killed_under_load_loses_no_call(three):
+    asked = parts(1500)
+    begun = threading.Semaphore(0)
+
+    def ask(predictor, part):
+        begun.release()
+        return predictor(part)
+
+    with (
+        Predictor(Constant(1), replicas=3, batch_limit=8, client=three) as predictor,
+        ThreadPoolExecutor(32) as threads,
+    ):
+        answers = [threads.submit(ask, predictor, part) for part in asked]
+        for _ in range(300):
+            assert begun.acquire(timeout=WITHIN_S)
+        os.kill(int(predictor(X[:1])["process"][0]), signal.SIGKILL)
+        for part, answer in zip(asked, answers, strict=True):
+            check(part, answer.result(WITHIN_S), [1])
+        three.wait_for_workers(3, timeout=WITHIN_S)
+
+    assert nothing_left(three)
+    assert still_left_behind(three) == {}

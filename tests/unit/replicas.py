@@ -1,0 +1,180 @@
+"""Replicas for tests: each batch they are asked for is a test's to answer."""
+
+import asyncio
+import contextlib
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+from torch import nn
+from typing_extensions import override
+
+from daskdl.packed import PackedModel
+from daskdl.serving.answers import Failure, Outputs
+from daskdl.serving.calls import call_of
+from daskdl.serving.crew import Crew
+from daskdl.serving.dispatcher import Dispatcher
+from daskdl.serving.joining import Joining
+from daskdl.serving.replica import Ground, Replica
+from daskdl.serving.room import Room
+from daskdl.timeouts import Timeouts
+
+LONG_S = 1000.0  # nobody waits so long in a test
+WITHIN_S = 10.0  # for what a test awaits
+TIMEOUTS = Timeouts(60.0, 30.0, 60.0, 10.0, 300.0, 600.0)
+MODEL = PackedModel(nn.Identity())
+
+
+class Asked(NamedTuple):
+    """One batch."""
+
+    x: np.ndarray
+    outcome: asyncio.Future
+
+    @property
+    def values(self):
+        """The first column."""
+        return self.x[:, 0].tolist()
+
+    def answer(self):
+        """Ten times what was asked."""
+        self.outcome.set_result(Outputs(self.x * 10, ("float32",)))
+
+    def refuse(self, summary="ValueError: no"):
+        self.outcome.set_result(Failure(summary, "Traceback: ..."))
+
+    def lose(self):
+        self.outcome.set_exception(ConnectionError("connection lost"))
+
+
+class FakeReplica(Replica):
+    """Writes down what is done to it."""
+
+    def __init__(self, place, log, faults):
+        self.place = place
+        self.asked = asyncio.Queue()
+        self._log = log
+        self._faults = faults
+
+    async def _does(self, what, *more):
+        self._log.append((what, self.place, *more))
+        fault = self._faults.pop((what, self.place), None)
+        if isinstance(fault, asyncio.Event):
+            await fault.wait()
+        elif isinstance(fault, Exception):
+            raise fault
+        return fault if isinstance(fault, Failure) else None
+
+    @override
+    async def stage(self, version, model):
+        return await self._does("stage", version)
+
+    @override
+    async def use(self, version):
+        await self._does("use", version)
+
+    @override
+    async def discard(self):
+        await self._does("discard")
+
+    @override
+    async def hear(self):
+        await self._does("hear")
+
+    @override
+    async def close(self):
+        await self._does("close")
+
+    @override
+    async def ask(self, x):
+        outcome = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait(Asked(x, outcome))
+        return await outcome
+
+
+class FakeGround(Ground):
+    """Places that a test may change.
+
+    Attributes:
+        there: Their names.
+        made: All replicas ever.
+        log: What was done to them: a verb, a place, and a version if it has one.
+        faults: By verb and place, what happens the next time: an error, a `Failure`,
+            or an event that is waited for.
+    """
+
+    def __init__(self, *there):
+        self.there = list(there)
+        self.made = []
+        self.log = []
+        self.faults = {}
+
+    @override
+    async def places(self):
+        return list(self.there)
+
+    @override
+    async def open(self, place, number, sharing):
+        fault = self.faults.pop(("open", place), None)
+        if isinstance(fault, asyncio.Event):
+            await fault.wait()
+        elif fault is not None:
+            raise fault
+        self.made.append(FakeReplica(place, self.log, self.faults))
+        return self.made[-1]
+
+
+class Desk(NamedTuple):
+    """A dispatcher and what it works with."""
+
+    ground: FakeGround
+    crew: Crew
+    dispatcher: Dispatcher
+    room: Room
+
+    def call(self, *values) -> Future:
+        """Rows that begin with these values."""
+        x = np.array([[value, 0] for value in values], np.float32)
+        call = call_of(x, 4, asyncio.get_running_loop().time())
+        self.room.enter(call.rows)
+        self.dispatcher.add(call)
+        return call.answer
+
+    async def asked(self, replica=0):
+        """The next batch that a replica gets."""
+        return await soon(self.ground.made[replica].asked.get())
+
+    async def new_replicas(self):
+        """Those who are missing are started."""
+        await self.crew.look()
+        await soon(asyncio.gather(*self.crew._starting))
+
+
+async def soon(awaitable):
+    return await asyncio.wait_for(awaitable, WITHIN_S)
+
+
+async def values(answer):
+    """The first column of an answer that is coming."""
+    return (await soon(asyncio.wrap_future(answer)))[:, 0].tolist()
+
+
+async def turns():
+    """The event loop goes round often enough for whatever is ready."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def serving(*places, wait_s=LONG_S, timeouts=TIMEOUTS, limit=4, queue=100):
+    """A desk with one replica in each place."""
+    ground = FakeGround(*places)
+    crew = Crew(ground, MODEL, len(places), timeouts)
+    room = Room(queue)
+    dispatcher = Dispatcher(crew, Joining(limit, wait_s), room, timeouts)
+    await crew.open()
+    try:
+        yield Desk(ground, crew, dispatcher, room)
+    finally:
+        dispatcher.close()
+        await crew.close()

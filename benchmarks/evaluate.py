@@ -1,11 +1,11 @@
 """Evaluation with many metrics beside the forward pass alone.
 
-Question: what do the loss and the metrics of "classification" add to a pass over 1 M rows?
-Counted:  seconds, in one process with one torch thread. Rows of 64 random numbers and 10
-          classes, in memory. Forward: a plain loop, `model(x)` for batches of 64 under
-          `torch.inference_mode`, outputs dropped. In each round before it,
-          `daskdl.evaluate` with the loss only, and with "classification": exact areas
-          below curves, top 5, confusion matrix, all rates. Ratios are of a round.
+Question: what do loss and the metrics of "classification" add to a pass over 1 M rows?
+Counted:  seconds, in one process with one torch thread. Rows of 64 random numbers and
+          10 classes, in memory. Forward: a plain loop, `model(x)` for batches of 64
+          under `torch.inference_mode`, outputs dropped. After it, in each round,
+          `daskdl.evaluate` with the loss, and with "classification": exact areas below
+          curves, top 5, confusion matrix, all rates. Ratios are of a round.
 Run:      python -m benchmarks.evaluate --rounds 5
 """
 

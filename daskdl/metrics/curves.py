@@ -37,7 +37,10 @@ class Steps(NamedTuple):
 
 
 def steps_of(scores_N: Numbers, hit_N: NDArray[np.bool_]) -> Steps:
-    """Count at every score there is; equal scores are one step.
+    """Count at the scores there are; equal scores are one step.
+
+    Where no example of the class is gained, neither before nor after, a step is left
+    out: it is on a straight line of the ROC curve, and adds nothing to any area.
 
     Args:
         scores_N: Higher for the class; not NaN.
@@ -47,11 +50,17 @@ def steps_of(scores_N: Numbers, hit_N: NDArray[np.bool_]) -> Steps:
         >>> steps_of(np.array([0.1, 0.9, 0.9]), np.array([False, True, False]))
         Steps(others_T=array([0, 1, 2]), hits_T=array([0, 1, 1]))
     """
+    if not len(scores_N):
+        return Steps(
+            _from_zero(np.zeros(0, np.int64)), _from_zero(np.zeros(0, np.int64))
+        )
     order = np.argsort(-scores_N)
     falling = scores_N[order]
     last = np.append(np.flatnonzero(falling[1:] != falling[:-1]), len(falling) - 1)
-    last = last[last >= 0]  # of no example at all
     hits = np.cumsum(hit_N[order], dtype=np.int64)[last]
+    gained = np.append(hits[0] > 0, hits[1:] > hits[:-1])
+    corner = gained | np.append(gained[1:], True)
+    last, hits = last[corner], hits[corner]
     return Steps(_from_zero(last + 1 - hits), _from_zero(hits))
 
 

@@ -7,6 +7,8 @@ thresholds, in a memory that does not grow. What is made of either is in
 N rows, K classes or labels, T thresholds.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -65,10 +67,15 @@ class KeptScores(Metric):
             return [binned_steps(*np.zeros((2, 0), dtype=np.int64))] * self.columns
         scores = dim_zero_cat(self.scores).reshape(-1, self.columns).cpu().numpy()
         targets = dim_zero_cat(self.targets).cpu().numpy()
-        if targets.ndim == 1:
-            return [steps_of(scores[:, k], targets == k) for k in range(self.columns)]
-        columns = zip(scores.T, targets.T, strict=True)
-        return [steps_of(s[t != MASKED], t[t != MASKED] == 1) for s, t in columns]
+
+        def steps(k: int) -> Steps:
+            if targets.ndim == 1:
+                return steps_of(scores[:, k].copy(), targets == k)
+            counted = targets[:, k] != MASKED
+            return steps_of(scores[counted, k], targets[counted, k] == 1)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy sorts without the lock
+            return list(pool.map(steps, range(self.columns)))
 
 
 class CountedScores(Metric):

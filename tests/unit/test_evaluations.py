@@ -3,6 +3,7 @@
 import functools
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn import metrics as sklearn_metrics
@@ -108,6 +109,31 @@ class TestOnePass:
         told = evaluate(nn.Sequential(model, last), X, Y, loss=loss, metrics=Kept())
 
         assert told["probabilities"] == pytest.approx(scores, rel=1e-5)
+
+    def test_a_label_that_the_loss_passes_over_does_not_count(self, model, scores):
+        y = np.where(np.arange(ROWS) % 3, Y, 7)
+        loss = nn.CrossEntropyLoss(ignore_index=7)
+
+        told = evaluate(model, X, y, loss=loss, metrics="classification")
+
+        counted = y != 7
+        right = (scores.argmax(1) == Y)[counted].mean()
+        assert told["accuracy"] == pytest.approx(right)
+        assert told["support"].sum() == counted.sum()
+
+    def test_classes_have_the_names_that_the_trainer_has_seen(self, model):
+        names = pd.Series(pd.Categorical.from_codes(Y, ["ant", "bee", "cat"]))
+        trainer = daskdl.Trainer(
+            model,
+            nn.CrossEntropyLoss(),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            client=False,
+        )
+        trainer.fit(X, names)
+
+        told = trainer.evaluate(X, Y, metrics="classification")
+
+        assert told.sections[0].names == ("ant", "bee", "cat")
 
     def test_a_trainer_does_the_same(self, model):
         trainer = daskdl.Trainer(

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from sklearn import metrics as sklearn_metrics
-from torchmetrics import CatMetric, MeanSquaredError, R2Score
+from torchmetrics import MeanSquaredError, R2Score
 from torchmetrics.classification import (
     BinaryAccuracy,
     MulticlassAccuracy,
@@ -87,16 +87,19 @@ class TestUpdates:
         assert computed(one, states) == {"Watched": 1.0}
 
     def test_short_floats_are_told_as_long_ones(self):
-        one = measure(CatOfFirst(), SCORES, LABELS)
+        seen = []
 
-        told = computed(one, measured(one, SCORES.bfloat16(), LABELS))
+        class Dtypes(MeanSquaredError):
+            def update(self, preds, target):
+                seen.append(preds.dtype)
+                super().update(preds, target)
 
-        assert told["CatOfFirst"].dtype == "float32"
+        one = measure(Dtypes(), SCORES, SCORES)
+        seen.clear()
 
+        measured(one, SCORES.bfloat16(), SCORES)
 
-class CatOfFirst(CatMetric):
-    def update(self, preds, target):
-        super().update(preds[:, 0])
+        assert seen == [torch.float32]
 
 
 class TestWhereRowsAreCut:

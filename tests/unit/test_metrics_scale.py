@@ -50,13 +50,14 @@ def test_losses_that_are_known_say_it_whatever_the_scores_look_like(loss, scale)
         (SCORES.log_softmax(1), "log_probabilities"),
         (SCORES[..., None].log_softmax(1).expand(2, 3, 4), "log_probabilities"),
         (torch.zeros(2, 3), "logits"),
+        (torch.tensor([[2.0, -1.0], [1.5, -0.5]]), "logits"),
         (torch.ones(2, 1), "logits"),
         (torch.full((2,), 0.5), "logits"),
         ({"a": SCORES.softmax(1)}, "logits"),
     ],
     ids=[
         *("logits", "probabilities", "bfloat16", "logarithms", "steps"),
-        *("zeros", "one score", "no axis", "several"),
+        *("zeros", "sum of 1", "one score", "no axis", "several"),
     ],
 )
 def test_of_other_losses_the_scores_over_several_classes_say_it(output, scale):

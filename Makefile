@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos kills lint bench study clean
+.PHONY: help demo test chaos kills lint bench bench-all bench-compare study clean
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
@@ -13,7 +13,9 @@ help:
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"
 	@echo "make lint   formatting, lint, types, documentation"
-	@echo "make bench  run the benchmarks"
+	@echo "make bench  a selection of the benchmarks: ten minutes"
+	@echo "make bench-all      all that run on one machine: hours"
+	@echo "make bench-compare  ratios beside those of the last committed run"
 	@echo "make study  compare with synchronous training: some hours"
 	@echo "make clean  remove the environment and everything that was built"
 
@@ -42,17 +44,37 @@ lint: .venv/installed
 	$(BIN)/mypy
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+SOME := single ddp ddp-powersgd post-local-sgd daskdl daskdl-16
+
+# Without root, or without iproute2, links and peers say so and are left out.
 bench: .venv/installed
-	$(BIN)/python -m benchmarks.encode
-	$(BIN)/python -m benchmarks.wire_size
+	$(BIN)/python -m benchmarks encode --size 5_000_000
+	$(BIN)/python -m benchmarks wire-size --repeat 11
+	$(BIN)/python -m benchmarks channel --members 2 4 --seconds 3
+	$(BIN)/python -m benchmarks scaling --steps 100 --seeds 0
+	$(BIN)/python -m benchmarks peers --contestants $(SOME) --seconds 6 --seeds 0 1
+	$(BIN)/python -m benchmarks links --contestants $(SOME) --seconds 6 --seeds 0 \
+		--rates 1gbit 100mbit
+
+bench-all: .venv/installed
+	$(BIN)/python -m benchmarks encode
+	$(BIN)/python -m benchmarks wire-size
+	$(BIN)/python -m benchmarks channel
+	$(BIN)/python -m benchmarks scaling
+	$(BIN)/python -m benchmarks peers
+	$(BIN)/python -m benchmarks links
+	$(BIN)/python -m benchmarks time-to-accuracy
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.first_step
 	$(BIN)/python -m benchmarks.allocator
-	$(BIN)/python -m benchmarks.channel
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.kill
+	$(BIN)/python -m benchmarks.predictor
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.data
+
+bench-compare: .venv/installed
+	$(BIN)/python -m benchmarks compare
 
 study: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \

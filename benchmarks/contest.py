@@ -4,6 +4,8 @@ import contextlib
 import json
 import math
 import os
+import re
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -13,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contestants import Contestant
-from benchmarks.places import Place, end_group
+from benchmarks.places import Place, end_tree
 
 ROOT = Path(__file__).parents[1]
-LEAVE_S = 20  # after rank 0 has ended
-SLACK_S = 240  # a start, and one block of steps on a slow link
+LEAVE_S = 10  # for all processes, after rank 0 has printed its line
+ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")  # as tracebacks end
+
+Process = subprocess.Popen[bytes]
 
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
@@ -36,6 +40,7 @@ class Course:
         rate_factor: Times one process's learning rate, of those that share a model.
         target: Score at which training ends; None: none is computed.
         python: The interpreter that has the contestants' libraries.
+        patience: Seconds for all else: a start, and one block on a slow link.
     """
 
     work: str = "mlp"
@@ -45,6 +50,12 @@ class Course:
     rate_factor: float = 1.0
     target: float | None = None
     python: str = sys.executable
+    patience: float = 240.0
+
+    @property
+    def limit_s(self) -> float:
+        """What is not there by then will not come."""
+        return self.patience + self.warm_up + 2 * self.seconds
 
 
 def compete(
@@ -65,18 +76,20 @@ def compete(
                 common = _options(place, course, rank, world, port)
                 command = [course.python, "-m", f"benchmarks.peers.{contestant.script}"]
                 command += [*common, *contestant.options, f"--seed={seed}"]
-                command += [f"--began={began}", f"--rate-factor={_factor(contestant, course)}"]
+                command += [
+                    f"--began={began}",
+                    f"--rate-factor={_factor(contestant, course)}",
+                ]
                 process = subprocess.Popen(
                     place.on(rank, *command),
                     stdout=subprocess.PIPE,
                     stderr=ends.enter_context(log.open("wb")),
                     env=_environment(place),
                     cwd=ROOT,
-                    start_new_session=True,
                 )
-                ends.callback(end_group, process)
+                ends.callback(end_tree, process)
                 processes.append(process)
-            line = _line_of(processes[0], SLACK_S + course.warm_up + 2 * course.seconds)
+            line = _line_of(processes[0], course.limit_s)
             ends.callback(place.end)
             if line is not None:
                 _wait(processes)
@@ -118,37 +131,50 @@ def _environment(place: Place) -> dict[str, str]:
     }
 
 
-def _line_of(
-    process: "subprocess.Popen[bytes]", limit_s: float
-) -> dict[str, Any] | None:
-    """What rank 0 printed last, if that was a line of JSON."""
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    lines = [line for line in output.decode().splitlines() if line.startswith("{")]
-    if process.returncode or not lines:
-        return None
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+def _line_of(process: Process, limit_s: float) -> dict[str, Any] | None:
+    """The line of JSON that rank 0 prints, as soon as it is there.
+
+    Returns:
+        None if the process ends without, or is not ready in time.
+    """
+    assert process.stdout is not None
+    until = time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while selector.select(max(0.0, until - time.monotonic())):
+            line = process.stdout.readline()
+            if line.startswith(b"{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+            if not line:
+                break
+    return None
 
 
-def _wait(processes: "list[subprocess.Popen[bytes]]") -> None:
-    """For the others, which end by themselves when rank 0 has."""
+def _wait(processes: list[Process]) -> None:
+    """Until all have ended by themselves, as they do soon after."""
     until = time.monotonic() + LEAVE_S
-    for process in processes[1:]:
+    for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=max(0.1, until - time.monotonic()))
+            process.wait(timeout=max(0.1, until - time.monotonic()))
 
 
 def _reason(logs: list[Path]) -> str:
-    """The last line that says something, rank 0's first."""
-    for log in logs:
-        lines = log.read_text(errors="replace").splitlines()
-        said = [line.strip() for line in lines if "Error" in line]
-        if said:
-            return said[-1][:300]
-    return "no result in time, and no error"
+    """The first error that somebody wrote, rank 0 first, or the last line."""
+    texts = [log.read_text(errors="replace").strip().splitlines() for log in logs]
+    errors = [line for lines in texts for line in lines if ERROR.match(line)]
+    said = errors + [lines[-1] for lines in texts if lines]
+    return said[0].strip()[:300] if said else "no result in time, and nothing said"
+
+
+def _reason(logs: list[Path]) -> str:
+    """The last line of an error, rank 0's first, or the last line there is."""
+    texts = [log.read_text(errors="replace").strip().splitlines() for log in logs]
+    errors = [[line for line in lines if "Error" in line] for lines in texts]
+    for lines in (*errors, *texts):
+        if lines:
+            return lines[-1].strip()[:300]
+    return "no result in time, and nothing said"
 
 
 def ratio(own: float | None, base: float | None) -> float:

@@ -35,12 +35,22 @@ CONTESTANTS = {
         ("ddp-powersgd", "DDP, PowerSGD rank 1", "ddp", ("--hook=powersgd",)),
         ("post-local-sgd", "post-local SGD, every 16", "post_local"),
         ("torchft-local-sgd", "torchft LocalSGD, every 16", "fault_tolerant"),
-        ("torchft-diloco", "torchft DiLoCo, every 16", "fault_tolerant", ("--rule=diloco",)),
+        (
+            "torchft-diloco",
+            "torchft DiLoCo, every 16",
+            "fault_tolerant",
+            ("--rule=diloco",),
+        ),
         ("hivemind-16", "hivemind, every 16", "hive"),
         ("hivemind-256", "hivemind, every 256", "hive", ("--every=256",)),
         ("ray-train", "Ray Train", "ray_train"),
         ("daskdl", "daskdl, exchange_every=1", "own"),
         ("daskdl-16", "daskdl, exchange_every=16", "own", ("--every=16",)),
-        ("daskdl-averaging", "daskdl, averaging every 16", "own", ("--way=averaging", "--every=16")),
+        (
+            "daskdl-averaging",
+            "daskdl, averaging every 16",
+            "own",
+            ("--way=averaging", "--every=16"),
+        ),
     )
 }

@@ -55,7 +55,7 @@ def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of this checkout, with a plus if files were changed since; None outside of one."""
+    """Of this checkout, with a plus if files have changed; None outside of one."""
     try:
         number = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no")

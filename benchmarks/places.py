@@ -1,4 +1,4 @@
-"""Where the processes of a contestant run: on hosts of their own, or all on this one."""
+"""Where a contestant's processes run: on hosts of their own, or all on this one."""
 
 import contextlib
 import os
@@ -7,6 +7,8 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from typing import Protocol
+
+import psutil
 
 from benchmarks.namespaces import INNER, Network, run
 
@@ -43,7 +45,9 @@ class Hosts:
         self._ports = iter(range(29400, 60000, 10))
 
     def on(self, host: int, *command: str) -> list[str]:
-        return self._network.on(host, *command)
+        # A host's name leads to it, as on a real network; torchft relies on that.
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
+        return self._network.on(host, *named, self.addresses[host], *command)
 
     def limit(self, rate: str) -> None:
         self._network.restore()
@@ -74,14 +78,15 @@ class ThisHost:
     def limit(self, rate: str) -> None:
         if rate != UNLIMITED:
             raise ValueError(
-                f"the loopback interface has no rate, got {rate!r}; leave out --loopback"
+                f"rate must be 'unlimited' with --loopback, got {rate!r}; "
+                "leave out --loopback"
             )
 
     def first_port(self) -> int:
         return random.randrange(20000, 30000, 10)
 
     def end(self) -> None:
-        """Processes are in the groups that the one who started them ends."""
+        """Nothing is there that whoever started it does not end."""
 
 
 @contextlib.contextmanager
@@ -102,8 +107,11 @@ def hosts(count: int, *, loopback: bool) -> Iterator[Place]:
             place.end()
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it has started, in its own session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started, and those have."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
     process.wait()

@@ -53,7 +53,7 @@ class Question:
         rows = self._print(asked)
         seeds = getattr(asked, "seeds", [0])
         result = Result(self.name, self.columns, rows, command, seeds, asked.notes)
-        if asked.results is not None:
+        if asked.results is not None and rows:
             path = result.save(asked.results)
             plots.draw(result, self.plot, path.with_suffix(".png"))
             print(f"# written: {path} and .png")

@@ -43,6 +43,10 @@ class Result:
     hardware: Mapping[str, Any] = field(default_factory=machine.hardware)
     versions: Mapping[str, str] = field(default_factory=machine.versions)
 
+    def __post_init__(self) -> None:
+        for name in ("rows", "seeds", "notes"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
     def save(self, folder: Path) -> Path:
         """Write it as ``<question>_<hardware>_<date>.json``, over one of that name."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from benchmarks.row_time import count, taken
 from benchmarks.models import mlp
+from benchmarks.row_time import count, taken
 from benchmarks.step import BATCH, samples, sgd
 
 SHORT_STEPS = 5  # times as many, of the small model

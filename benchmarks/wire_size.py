@@ -142,7 +142,9 @@ def cases(generator):
 def rows(asked):
     for name, size, positions in cases(np.random.default_rng(0)):
         row = measure(name, size, positions, asked.repeat)
-        ratios = {name: getattr(row, name) for name in ("over_bound", "frame_over_bound")}
+        ratios = {
+            name: getattr(row, name) for name in ("over_bound", "frame_over_bound")
+        }
         yield asdict(row) | ratios
 
 

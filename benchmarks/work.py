@@ -1,8 +1,8 @@
 """The work that all contestants do alike: a model, its data, and how it is trained.
 
 Real data that come with the machine, so that an accuracy means something: the images of
-scikit-learn's digits, enlarged to MNIST's shape and each drawn at several places, and the
-text of Python's standard library.
+scikit-learn's digits, enlarged to MNIST's shape and each drawn at several places, and
+the text of Python's standard library.
 """
 
 import functools
@@ -43,7 +43,9 @@ def _drawn(small: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     large = nn.functional.interpolate(pixels, (DIGIT, DIGIT), mode="bilinear")
     canvas = np.zeros((len(small), SIDE, SIDE), np.float32)
     places = rng.integers(0, SIDE - DIGIT + 1, (len(small), 2))
-    for own, image, (top, left) in zip(canvas, large[:, 0].numpy(), places, strict=True):
+    for own, image, (top, left) in zip(
+        canvas, large[:, 0].numpy(), places, strict=True
+    ):
         own[top : top + DIGIT, left : left + DIGIT] = image
     return canvas
 

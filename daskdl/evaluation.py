@@ -6,14 +6,16 @@ What one process makes of batches is in :mod:`daskdl.scores`.
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import zip_longest
+from typing import Literal, NamedTuple
 
 import torch
 from distributed import Client
 from torch import nn
 
+from daskdl.data.accuracy import has_accuracy
 from daskdl.data.batches import Chunk, Transform, auto_device, batches, whole
-from daskdl.data.checks import check_rows, check_whole, rows_like
+from daskdl.data.checks import check_rows, check_whole, output_rows, rows_like
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.faults import UNREADABLE, is_left_out
 from daskdl.data.futures import workers_of
@@ -23,11 +25,23 @@ from daskdl.data.models import check_loss, check_module
 from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
 from daskdl.data.source import Source, rows_of_part
+from daskdl.errors import OptionError
+from daskdl.metrics.evaluation import Evaluation
+from daskdl.metrics.meter import Measure, Meter, computed
+from daskdl.metrics.states import States
+from daskdl.metrics.wanted import Wanted
 from daskdl.objective import Objective, OwnStep, on_device
 from daskdl.packed import Packed, PackedModel
 from daskdl.scores import Score, score_batches
 
 logger = logging.getLogger(__name__)
+
+
+class Scored(NamedTuple):
+    """What one part comes to."""
+
+    score: Score
+    states: tuple[States, ...] = ()  # of each set of metrics
 
 
 @dataclass(frozen=True)
@@ -42,32 +56,41 @@ class Scoring:
         labels: What labels are held to; None: they are not looked at.
         skips: Whether a part that cannot be read is left out; one that is gone through
             bit by bit, from there on.
+        measures: Metrics beside the loss; None: accuracy, where there is one.
     """
 
     model: PackedModel
-    loss: Packed[Objective]
+    loss: Packed[Objective] | None
     batch_size: int
     transform: Transform | None
     labels: LabelCheck | None
     skips: bool = False
+    measures: Packed[tuple[Measure, ...]] | None = None
 
-    def __call__(self, source: Source, part: int) -> Score:
+    def __call__(self, source: Source, part: int) -> Scored:
         """Score a part.
 
         Raises:
-            DataError: If it has a label that the loss does not accept. What loading
-                it raises comes out.
+            DataError: If it has a label that the loss does not accept, or that metrics
+                do not. What loading it raises comes out.
+            ModelError: If metrics cannot be measured on the outputs.
         """
         device = auto_device()
         module = self.model.module(lambda copy: copy.eval().to(device))
-        loss = self.loss.shared(lambda copy: on_device(copy, device))
+        loss: Objective | None = None
+        if self.loss is not None:
+            loss = self.loss.shared(lambda copy: on_device(copy, device))
         # What a step of the user's own computes may need gradients with respect to x.
         own = isinstance(loss, OwnStep)
         made = batches(self._chunks(source, part), self.batch_size)
         if self.transform is not None:
             made = map(self.transform, made)
         with torch.no_grad() if own else torch.inference_mode():
-            return score_batches(module, loss, made, device)
+            if self.measures is None:
+                return Scored(score_batches(module, loss, made, device))
+            meter = Meter(self.measures.shared(), source.name(part))
+            score = score_batches(module, loss, made, device, meter.add)
+            return Scored(score, meter.states(part))
 
     def _chunks(self, source: Source, part: int) -> Iterator[Chunk]:
         try:
@@ -82,32 +105,35 @@ class Scoring:
 
 def evaluate(
     model: nn.Module,
-    loss: Objective,
+    loss: Objective | None,
     source: Source,
     read: ReadOptions,
     client: Client | Literal[False],
-) -> dict[str, float]:
+    wanted: Wanted | None = None,
+) -> Evaluation:
     """Measure a model on data, with every worker doing a part.
 
     Args:
         model: Not changed, whatever mode it is in.
         loss: ``loss(output, labels)``, a mean over a batch, or a sum if it has
             ``reduction="sum"``; or a step of the user's own. Batches weigh by their
-            examples.
+            examples. None: there is none.
         source: Examples and their labels; parts are loaded and dropped one after the
             other.
         read: How they are read.
         client: A synchronous client; False: in this process.
+        wanted: Metrics; None: accuracy.
 
     Returns:
-        ``"loss"``, the mean over the examples, and ``"accuracy"``, the share of right
-        labels, if the labels are class indices and the outputs one score per class.
-        A step of the user's own shows no outputs: of it there is only the loss.
+        ``"loss"``, the mean over the examples, and what `wanted` comes to; or
+        ``"accuracy"``, the share of right labels, if the labels are class indices and
+        the outputs one score per class. A step of the user's own shows no outputs: of
+        it there is only the loss.
 
     Raises:
         DataError: If the data cannot be used.
         ModelError: If model and loss do not fit the data.
-        OptionError: If the client cannot be used.
+        OptionError: If the client cannot be used, or there is nothing to measure.
 
     Example:
         >>> from daskdl.data.in_memory import InMemory
@@ -116,26 +142,72 @@ def evaluate(
         {'loss': -1.0, 'accuracy': 1.0}
     """
     check_module(model)
-    check_loss(loss)
+    if loss is not None:
+        check_loss(loss)
     if source.first is None:
         source = looked_at(source, client, skips=read.skips)
-    accepted = check_rows(model, loss, *rows_like(source), read.transform)
+    scoring, measures = _prepared(model, loss, source, read, wanted)
+    if client is not False:
+        source = sharded(source, len(workers_of(client)))
+    score, states = _totals(source, scoring, client)
+    values = score.metrics()
+    if loss is None:
+        del values["loss"]
+    each = [(one, computed(one, of)) for one, of in zip(measures, states, strict=True)]
+    return Evaluation(values, [one.metrics.section(one.shown, v) for one, v in each])
+
+
+def _prepared(
+    model: nn.Module,
+    loss: Objective | None,
+    source: Source,
+    read: ReadOptions,
+    wanted: Wanted | None,
+) -> tuple[Scoring, tuple[Measure, ...]]:
+    """Look at everything on a few rows, and pack what is needed for the others."""
+    rows = rows_like(source)
+    accepted = None
+    if loss is not None:
+        accepted = check_rows(model, loss, *rows, read.transform)
+    measures: tuple[Measure, ...] = ()
+    if wanted is not None:
+        seen = output_rows(model, *rows, read.transform)
+        measures = wanted.measures(loss, *seen, source.classes)
+    elif loss is None and not has_accuracy(model, loss, *rows, read.transform):
+        raise OptionError(
+            "there is nothing to measure without loss and metrics where labels are not "
+            "class indices; give loss=, metrics=, or both"
+        )
     labels = None if read.transform else LabelCheck(accepted)
     if labels is not None:
         check_whole(source, labels)
+    named = "step" if isinstance(loss, OwnStep) else "loss"
     scoring = Scoring(
         PackedModel(model),
-        Packed(loss, "step" if isinstance(loss, OwnStep) else "loss"),
+        None if loss is None else Packed(loss, named),
         read.batch_size,
         read.transform,
         labels,
         read.skips,
+        None if wanted is None else Packed(measures, "metrics"),
     )
-    if client is not False:
-        source = sharded(source, len(workers_of(client)))
-    scores = dict(each_part(source, scoring, client, send=True))
+    return scoring, measures
+
+
+def _totals(
+    source: Source, scoring: Scoring, client: Client | Literal[False]
+) -> Scored:
+    """Of all parts; states of metrics are added up as they come."""
+    scores: dict[int, Score] = {}
+    states: tuple[States, ...] = ()
+    for part, scored in each_part(source, scoring, client, send=True):
+        scores[part] = scored.score
+        states = tuple(
+            one + more
+            for one, more in zip_longest(states, scored.states, fillvalue=States())
+        )
     unscored = [part for part in sorted(scores) if not scores[part].examples]
-    if read.skips and unscored:  # why, is in the logs of the workers
+    if scoring.skips and unscored:  # why, is in the logs of the workers
         logger.warning("%s parts gave nothing to score: %s", len(unscored), unscored)
     # In order, so that the sum does not depend on who came first.
-    return sum((scores[part] for part in sorted(scores)), Score()).metrics()
+    return Scored(sum((scores[part] for part in sorted(scores)), Score()), states)

@@ -5,18 +5,20 @@ they should and any way of cutting the data gives the same answer.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from daskdl.data.accuracy import is_classification
 from daskdl.data.batches import Batch, floating_dtype, rows_in, to_device
 from daskdl.data.rehearsal import ignored_label
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError
-from daskdl.objective import Objective, OwnStep, batch_loss, is_sum
+from daskdl.objective import Loss, Objective, OwnStep, batch_loss, is_sum
+
+Tell = Callable[[Tree, Tree], None]  # of a model's output, and the labels
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ class Score:
 
 def score_batches(
     module: nn.Module,
-    loss: Objective,
+    loss: Objective | None,
     batches: Iterable[Batch],
     device: torch.device | str,
+    tell: Tell | None = None,
 ) -> Score:
     """Score a module on batches, in evaluation mode, which is undone afterwards.
 
@@ -83,9 +86,11 @@ def score_batches(
 
     Args:
         module: On ``device``; its parameters and modes are left as they were.
-        loss: On ``device``, as in `evaluate`.
+        loss: On ``device``, as in `evaluate`; None: it counts as 0.
         batches: Pairs (x, y) on any device.
         device: Where to compute.
+        tell: Is told the output and the labels of each batch, which it may keep; no
+            labels are counted then. None: nobody is.
 
     Example:
         >>> rows = [(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))]
@@ -96,24 +101,41 @@ def score_batches(
     dtype = floating_dtype(module)
     with _evaluating(module), torch.no_grad():
         for x, y in batches:
-            total += _score_batch(module, loss, *to_device(x, y, device, dtype))
+            batch = to_device(x, y, device, dtype)
+            if isinstance(loss, OwnStep):
+                total += _of_step(module, loss, batch)
+            else:
+                total += _score_batch(module, loss, batch, tell)
     return total
 
 
-def _score_batch(module: nn.Module, loss: Objective, x: Tree, y: Tree) -> Score:
-    rows = rows_in((x, y))
-    if isinstance(loss, OwnStep):
-        return Score(batch_loss(loss, module, (x, y)).item() * rows, examples=rows)
+def _of_step(module: nn.Module, step: OwnStep, batch: Batch) -> Score:
+    rows = rows_in(batch)
+    return Score(batch_loss(step, module, batch).item() * rows, examples=rows)
+
+
+def _score_batch(
+    module: nn.Module, loss: Loss | None, batch: Batch, tell: Tell | None
+) -> Score:
+    rows = rows_in(batch)
+    x, y = batch
     output = module(x)
-    loss_sum = loss(output, y).item()
-    if not is_sum(loss):
-        loss_sum *= rows
-    if not is_classification(output, y):
-        return Score(loss_sum, examples=rows)
-    ignored = ignored_label(loss)
+    loss_sum = 0.0
+    if loss is not None:
+        loss_sum = loss(output, y).item() * (1 if is_sum(loss) else rows)
+    if tell is not None:
+        tell(output, y)
+    elif is_classification(output, y):
+        return Score(loss_sum, *_right(output, y, ignored_label(loss)), rows)
+    return Score(loss_sum, examples=rows)
+
+
+def _right(output: Tensor, y: Tensor, ignored: int | None) -> tuple[int, int]:
+    """Labels predicted right, and all that count; of NaN scores none is the best."""
     counted = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
-    right = (output.argmax(dim=1) == y) & counted
-    return Score(loss_sum, int(right.sum()), int(counted.sum()), rows)
+    best = output.max(dim=1)
+    right = (best.indices == y) & counted & ~best.values.isnan()
+    return int(right.sum()), int(counted.sum())
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ from daskdl.data.source import Source, rows_in
 from daskdl.data.supplies import supply_of
 from daskdl.inference.options import OutputOptions
 from daskdl.inference.prediction import predict
+from daskdl.metrics.evaluation import Evaluation
+from daskdl.metrics.wanted import Wanted
 from daskdl.objective import Objective
 from daskdl.timeouts import Timeouts
 from daskdl.training.cluster_stage import ClusterStage, Limits
@@ -82,10 +84,15 @@ class Site(ABC):
         """Prepare a run: choose its replicas, and put the data where they are."""
 
     def evaluate(
-        self, model: nn.Module, loss: Objective, source: Source, read: ReadOptions
-    ) -> dict[str, float]:
+        self,
+        model: nn.Module,
+        loss: Objective | None,
+        source: Source,
+        read: ReadOptions,
+        wanted: Wanted | None,
+    ) -> Evaluation:
         """See :func:`daskdl.evaluation.evaluate`."""
-        return evaluation.evaluate(model, loss, source, read, self.client)
+        return evaluation.evaluate(model, loss, source, read, self.client, wanted)
 
     def predict(
         self, model: nn.Module, X: Any, read: ReadOptions, wanted: OutputOptions

@@ -22,7 +22,7 @@ from daskdl.history import History
 from daskdl.objective import Loss, objective_of
 from daskdl.run import Run, begun
 from daskdl.sites import site_of
-from daskdl.trained import Trained
+from daskdl.trained.trained import Trained
 from daskdl.training.adoption import Standing, starting_model
 from daskdl.training.base import TrainingMaster
 from daskdl.training.learning_rate import Scheduling

@@ -1,6 +1,7 @@
 """Every example runs as a user would run it, and does what it says."""
 
 import importlib.util
+import json
 import math
 import pickle
 import re
@@ -114,6 +115,35 @@ def test_a_keras_model_is_trained_and_saved():
     assert number(epochs[-1]) < number(epochs[0]) / 3
     assert number(accuracy) >= 0.9
     assert same == "Keras predicts the same: True"
+
+
+def test_an_evaluation_is_told_and_drawn(tmp_path):
+    lines = run(EXAMPLES / "evaluate.py", str(tmp_path / "pictures"))
+
+    facts = dict(re.findall(r"^(\S.*\S)  +([\d.]+)$", "\n".join(lines), re.MULTILINE))
+    assert float(facts["accuracy"]) >= 0.7
+    assert float(facts["ROC AUC (macro)"]) >= 0.95
+    assert "Classification: 10 classes, 719 labels" in lines
+    assert "Calibration: 719 predictions" in lines
+    pictures = {path.name for path in (tmp_path / "pictures").glob("*.png")}
+    kinds = {"all", "confusion_matrix", "roc", "precision_recall", "reliability"}
+    assert pictures == {f"{kind}.png" for kind in kinds}
+    told = json.loads((tmp_path / "pictures" / "evaluation.json").read_text())
+    assert f"{told['mcc']:.4f}" == facts["MCC"]
+
+
+def test_what_does_not_belong_has_the_largest_losses():
+    heading, odd, others, found, worst, *picture, area = run(
+        EXAMPLES / "score_anomalies.py"
+    )
+
+    assert heading == "1130 digits without 4, 54 of 540 are 4"
+    assert number(odd) > 2 * number(others)
+    counts = re.search(r"are, by digit, \{4: (\d+), ", found)
+    assert int(counts[1]) >= 25  # of 50, where chance would make it 5
+    assert re.fullmatch(r"the worst is a \d, in row \d+:", worst)
+    assert [len(line) for line in picture] == [16] * 8
+    assert number(area) >= 0.93
 
 
 def test_more_than_a_workers_memory_is_trained_on():

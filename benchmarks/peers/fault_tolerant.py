@@ -33,7 +33,9 @@ def managed(
     store = TCPStore(
         own.own,
         own.port + 2 + own.rank,
-        is_master=True, timeout=PATIENCE, wait_for_workers=False
+        is_master=True,
+        timeout=PATIENCE,
+        wait_for_workers=False,
     )
     group = ProcessGroupGloo(timeout=PATIENCE)
     manager = Manager(

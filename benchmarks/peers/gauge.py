@@ -7,8 +7,8 @@ as a target.
 
 Contestants whose processes train in step go on or end together: rank 0 decides, at the
 end of a block of steps at which all meet anyway, and the others hear of it there. While
-rank 0 scores the model they wait, and the clock stands. Contestants that do not train in
-step decide each for itself, and their clock runs on while they score.
+rank 0 scores the model they wait, and the clock stands. Contestants that do not train
+in step decide each for itself, and their clock runs on while they score.
 """
 
 import time
@@ -68,6 +68,7 @@ class Gauge:
         meeting: With the others.
         block: Steps after which all meet, where they train in step; None: never.
         score: Of the model as it is now.
+        least_steps: That count, however long they take.
         clock: In seconds.
     """
 
@@ -77,9 +78,11 @@ class Gauge:
         meeting: Meeting,
         block: int | None,
         score: Callable[[], float],
+        least_steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._own, self._meeting, self._block, self._score = own, meeting, block, score
+        self._least_steps = least_steps
         self._clock, self._paused = clock, 0.0
         self._phase = "warm-up" if own.target is None else "timed"
         self._made, self._next, self._blocks = 0, 0, 0
@@ -93,14 +96,14 @@ class Gauge:
 
     def goes_on(self, rows: int) -> bool:
         """Call it before each step, with the rows of that: whether to make it."""
+        if self._made == self._next and self._phase != "over":
+            self._decide()
         if self._phase == "over":
             return False
-        if self._made == self._next:
-            self._decide()
         self._made += 1
         self.report.rows += rows
         self.report.steps += 1
-        return self._phase != "over"
+        return True
 
     def _start(self) -> None:
         """Begin to count."""
@@ -133,7 +136,8 @@ class Gauge:
             return "timed" if enough else "warm-up"
         if self._own.target is not None and self._scores(self._own.target):
             return "over"
-        enough = self._seconds() >= self._own.seconds and self.report.steps > 0
+        least = 1 if self._own.target is not None else self._least_steps
+        enough = self._seconds() >= self._own.seconds and self.report.steps >= least
         return "over" if enough else "timed"
 
     def _scores(self, target: float) -> bool:

@@ -1,7 +1,7 @@
 """hivemind: local updates, and the mean of all parameters now and then, in background.
 
-`use_local_updates` is its asynchronous way of training. The matchmaking time is what its
-documentation recommends for small local runs.
+`use_local_updates` is its asynchronous way of training. The matchmaking time is what
+its documentation recommends for small local runs.
 """
 
 import hivemind
@@ -33,7 +33,7 @@ def optimizer_of(
     """Averages after so many steps of each process."""
     return hivemind.Optimizer(
         dht=dht,
-        run_id=f"benchmark-{own.began}",
+        run_id=f"benchmark-{int(own.began)}",
         params=model.parameters(),
         optimizer=own.rule(),
         batch_size_per_step=own.task.batch_size,
@@ -53,7 +53,7 @@ def main() -> None:
     model = own.model()
     optimizer = optimizer_of(own, dht, model, more.every)
     step = plain_step(own, model, optimizer)
-    train(own, meeting, model, step, block=None)
+    train(own, meeting, model, step, block=None, least_steps=2 * more.every)
     report(own, meeting)
     optimizer.shutdown()
     dht.shutdown()

@@ -35,7 +35,12 @@ def plain_step(
 
 
 def train(
-    own: Arguments, meeting: Meeting, model: nn.Module, step: Step, block: int | None
+    own: Arguments,
+    meeting: Meeting,
+    model: nn.Module,
+    step: Step,
+    block: int | None,
+    least_steps: int = 1,
 ) -> None:
     """Train on this rank's rows until the gauge says it is enough.
 
@@ -45,13 +50,18 @@ def train(
         model: That is scored.
         step: Makes one.
         block: Steps after which all processes meet; None: they never do.
+        least_steps: That count, however long they take.
     """
     x, y, x_test, y_test = map(torch.from_numpy, own.task.split())
     rng = np.random.default_rng((own.seed, own.rank))
     mine = slice(own.rank, None, own.world)
     some = batches(x[mine], y[mine], own.task.batch_size, rng)
     gauge = Gauge(
-        own, meeting, block, lambda: score(own.task, model, x_test, y_test)
+        own,
+        meeting,
+        block,
+        lambda: score(own.task, model, x_test, y_test),
+        least_steps,
     )
     gauge.begin()
     while gauge.goes_on(own.task.batch_size):
@@ -59,7 +69,7 @@ def train(
 
 
 def report(own: Arguments, meeting: Meeting) -> None:
-    """On rank 0 print what all have found; the others wait for it: the store is there."""
+    """On rank 0 print what all have found; the others wait: the store is there."""
     if own.rank == 0:
         line.put(own, meeting)
     meeting.wait_for_all("end")

@@ -1,7 +1,7 @@
 """daskdl: `fit` on a Dask worker of one thread for each host.
 
-Scheduler and client are on the host of rank 0, beside its worker. The data are files that
-all workers reach, as the other contestants make theirs from what is on each host.
+Scheduler and client are on the host of rank 0, beside its worker. The data are files
+that all workers reach, as the other contestants make theirs from what is on each host.
 """
 
 import contextlib
@@ -88,9 +88,7 @@ class Counts(daskdl.Callback):
 _trained: dict[int, nn.Module] = {}  # by training thread
 
 
-def step(
-    loss: nn.Module, model: nn.Module, batch: tuple[Tensor, Tensor]
-) -> Tensor:
+def step(loss: nn.Module, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """That of every other contestant; who wants to score the model finds it."""
     _trained[get_ident()] = model
     x, y = batch

@@ -1,7 +1,7 @@
 """PyTorch's post-local SGD: steps of each process alone, then the mean of all models.
 
-With the hook, the optimizer and the averager of `torch.distributed`, as the documentation
-of `PostLocalSGDOptimizer` has them; with no warm-up of synchronous steps.
+With the hook, the optimizer and the averager of `torch.distributed`, as the
+documentation of `PostLocalSGDOptimizer` has them; with no warm-up of synchronous steps.
 """
 
 import torch

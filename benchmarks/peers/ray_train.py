@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -25,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 @contextlib.contextmanager
 def node(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
     """This host's part of the cluster; rank 0 has the head."""
-    command = ["ray", "start", "--block", "--disable-usage-stats", "--num-cpus=1"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    command += ["--disable-usage-stats", "--num-cpus=1"]
     command += [f"--node-ip-address={own.own}", f"--object-store-memory={STORE_BYTES}"]
     if own.rank == 0:
         command += ["--head", f"--port={own.port + 1}", "--include-dashboard=false"]

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from daskdl.data.batches import Transform
-from daskdl.data.rehearsal import forward, random_state_left_alone, rehearsed_batch
+from daskdl.data.checks import output_rows
 from daskdl.data.trees import Tree
 from daskdl.objective import Objective, OwnStep
-from daskdl.packed import PackedModel
 
 
 def is_classification(output: Any, y: Tree) -> bool:
@@ -30,7 +29,7 @@ def is_classification(output: Any, y: Tree) -> bool:
 
 def has_accuracy(
     model: nn.Module,
-    objective: Objective,
+    objective: Objective | None,
     X: Tree,
     y: Tree,
     transform: Transform | None = None,
@@ -39,7 +38,7 @@ def has_accuracy(
 
     Args:
         model: Not changed.
-        objective: With the model it has been rehearsed on these data.
+        objective: With the model it has been rehearsed on these data; or None.
         X: Examples, of which two are looked at.
         y: Labels, likewise, or None.
         transform: What is made of each batch before, or None.
@@ -53,7 +52,4 @@ def has_accuracy(
     """
     if isinstance(objective, OwnStep):
         return False  # it shows no outputs
-    with random_state_left_alone():
-        module = PackedModel(model).unpack().eval()
-        x, labels = rehearsed_batch(module, X, y, transform)
-        return is_classification(forward(module, x), labels)
+    return is_classification(*output_rows(model, X, y, transform))

@@ -13,11 +13,16 @@ from torch import nn
 
 from daskdl.data import trees
 from daskdl.data.arrays import check_array, check_structure
-from daskdl.data.batches import Transform
+from daskdl.data.batches import Batch, Transform
 from daskdl.data.in_memory import InMemory
 from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.data.models import check_model, check_optimizer
-from daskdl.data.rehearsal import random_state_left_alone, rehearse
+from daskdl.data.rehearsal import (
+    forward,
+    random_state_left_alone,
+    rehearse,
+    rehearsed_batch,
+)
 from daskdl.data.source import Source
 from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError, OptionError
@@ -104,6 +109,26 @@ def check_rows(
     """Refuse data that model and loss cannot be scored on; as `check_step`."""
     with random_state_left_alone():
         return rehearse(PackedModel(model).unpack().eval(), loss, X, y, transform)
+
+
+def output_rows(
+    model: nn.Module, X: Tree, y: Tree, transform: Transform | None = None
+) -> Batch:
+    """The output of a model for two rows, and their labels, on the CPU.
+
+    Args:
+        model: Not changed, like the random states.
+        X: Examples, of which two are looked at.
+        y: Labels, likewise, or None.
+        transform: What is made of each batch before, or None.
+
+    Raises:
+        ModelError: If the transform or the model fails on them.
+    """
+    with random_state_left_alone():
+        module = PackedModel(model).unpack().eval()
+        x, labels = rehearsed_batch(module, X, y, transform)
+        return forward(module, x), labels
 
 
 def rows_like(source: Source) -> Rows:

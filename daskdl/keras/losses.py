@@ -25,6 +25,8 @@ class CrossEntropyOfProbabilities(nn.NLLLoss):
         0.1698
     """
 
+    scale = "probabilities"  # not their logarithms, as metrics would have it
+
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return super().forward(input.clamp(min=SMALLEST).log(), target)

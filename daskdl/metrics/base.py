@@ -6,9 +6,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from daskdl.data.trees import Tree
+from daskdl.metrics.sections import PlainSection, Section
 
 Scale = Literal["logits", "probabilities", "log_probabilities"]
 
@@ -80,6 +81,24 @@ class MetricSet(ABC):
         Returns:
             Numbers, and numpy arrays, by name.
         """
+
+    def section(self, shown: Shown, values: Mapping[str, Any]) -> Section:
+        """How it is told: a part of the report.
+
+        Args:
+            shown: As in `collection`.
+            values: What `values` returned.
+        """
+        return PlainSection(values)
+
+
+def collected(metrics: Mapping[str, Metric]) -> MetricCollection:
+    """Metrics of which each has its own state.
+
+    Torchmetrics would guess from the first rows which have the same one.
+    """
+    groups = [[name] for name in metrics]
+    return MetricCollection(dict(metrics), compute_groups=groups)
 
 
 def probabilities(scores: Tensor, scale: Scale) -> Tensor:

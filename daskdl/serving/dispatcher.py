@@ -139,11 +139,13 @@ class Dispatcher:
     # ---- what came of it
 
     def _asked(self, task: Asking) -> None:
-        replica, calls = self._asking.pop(task)
+        replica, calls = self._asking[task]
         error = None if task.cancelled() else task.exception()
+        if isinstance(error, OSError):
+            self._crew.lose(replica, error)
+        del self._asking[task]
         if task.cancelled() or isinstance(error, OSError):
             self._again(calls, error)
-            self._crew.lose(replica, error)
         elif error is not None:  # a fault of ours: nobody may wait for ever
             self._fail(calls, error)
         elif isinstance(outcome := task.result(), Failure):
@@ -164,9 +166,6 @@ class Dispatcher:
 
     def _again(self, calls: list[Call], error: BaseException | None) -> None:
         """Their replica was lost: another one answers, if it is not what they do."""
-        for call in calls:
-            call.losses += 1
-            call.alone |= call.losses > 1
         spent = [call for call in calls if call.losses > MOST_LOSSES]
         for call in spent:
             lost = ReplicaError(
@@ -198,10 +197,14 @@ class Dispatcher:
     # ---- of the crew
 
     def _lost(self, replica: Replica) -> None:
-        """Nobody answers what it was asked."""
-        for task, (busy, _) in self._asking.items():
-            if busy is replica:
-                task.cancel()
+        """Nobody answers what it was asked; it was at the oldest."""
+        asked = [(t, own) for t, (r, own) in self._asking.items() if r is replica]
+        for task, _ in asked:
+            task.cancel()
+        for _, calls in asked[:1]:
+            for call in calls:
+                call.losses += 1
+                call.alone |= call.losses > 1
         if not self._crew.ready and self._alone is None:
             bound = self._timeouts.bound("rejoin")
             loop = asyncio.get_running_loop()

@@ -26,7 +26,7 @@ from daskdl.serving.options import check_options
 from daskdl.serving.remote import RemoteGround
 from daskdl.serving.replica import Ground
 from daskdl.serving.room import Room
-from daskdl.serving.waits import awaited_by, done_by, late
+from daskdl.serving.waits import awaited_by, done_by, late, settled
 from daskdl.timeouts import Timeouts
 
 T = TypeVar("T")
@@ -150,6 +150,8 @@ class Predictor:
             except BusyError:
                 if deadline is None or not done_by(deadline, freed):
                     raise
+        if deadline is None:
+            settled(answer, self._loop)
         if deadline is None or done_by(deadline, answer):
             return answer.result()
         answer.cancel()

@@ -74,6 +74,8 @@ class RemoteReplica(Replica):
         await self._request("close")
 
     async def _request(self, call: str, **fields: Any) -> dict[str, Any]:
+        if self._client.status in ("closing", "closed"):
+            raise ConnectionError("the client is closed")
         if self._client.direct_to_workers:
             ask = getattr(self._client.rpc(self.place), self._name)
             answer = await ask(call=call, **fields)

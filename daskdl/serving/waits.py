@@ -5,7 +5,9 @@ import time
 from concurrent.futures import Future, wait
 from typing import Any
 
-from daskdl.errors import WaitTimeoutError
+from daskdl.errors import RunError, WaitTimeoutError
+
+LOOK_S = 1.0  # between looks at whether there is still somebody to wait for
 
 
 def done_by(deadline: float, future: Future[Any]) -> bool:
@@ -17,6 +19,21 @@ def done_by(deadline: float, future: Future[Any]) -> bool:
     """
     rest_s = max(0.0, deadline - time.monotonic())
     return bool(wait([future], rest_s).done)
+
+
+def settled(future: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
+    """Wait in this thread until a future is done.
+
+    Args:
+        future: Not changed.
+        loop: Who sets it; that of a client stops when the client is closed.
+
+    Raises:
+        RunError: If that has stopped.
+    """
+    while not done_by(time.monotonic() + LOOK_S, future):
+        if not loop.is_running() and not future.done():
+            raise RunError("the predictor's client is closed")
 
 
 async def awaited_by(deadline: float, future: Future[Any]) -> bool:

@@ -9,14 +9,14 @@ import time
 import dask.config
 import pytest
 
-from daskdl import Callback
 from benchmarks.namespaces import Network
+from daskdl import Callback
 from tests.cluster.barriers import check_barrier
 from tests.cluster.leftovers import still_left_behind
 from tests.cluster.recording import records
 from tests.cluster.script import Script, enough
-from tests.network.skipping import skip_if_unavailable
 from tests.network.runs import X, Y, check, check_learnt, fit, recorded
+from tests.network.skipping import skip_if_unavailable
 from tests.network.workers import PORT, client_of, worker
 
 DOWN_S = 20.0

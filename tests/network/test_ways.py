@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.namespaces import Network
 from tests.cluster.leftovers import still_left_behind
-from tests.network.skipping import skip_if_unavailable
 from tests.network.relay import Relay
 from tests.network.runs import check, fit, recorded
+from tests.network.skipping import skip_if_unavailable
 from tests.network.workers import PORT, client_of, worker
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(240)]

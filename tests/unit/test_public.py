@@ -14,6 +14,7 @@ import pytest
 import daskdl
 import daskdl.data
 import daskdl.keras
+import daskdl.metrics
 from daskdl.channel import messages
 from daskdl.history import COLUMNS
 from daskdl.steps import STEP_COLUMNS
@@ -25,9 +26,12 @@ PUBLIC = {
     **{name: getattr(daskdl, name) for name in daskdl.__all__ if name[0] != "_"},
     **{f"data.{name}": getattr(daskdl.data, name) for name in daskdl.data.__all__},
     **{f"keras.{name}": getattr(daskdl.keras, name) for name in daskdl.keras.__all__},
+    **{f"metrics.{n}": getattr(daskdl.metrics, n) for n in daskdl.metrics.__all__},
 }
 PACKAGES = pytest.mark.parametrize(
-    "package", [daskdl, daskdl.data, daskdl.keras], ids=lambda p: p.__name__
+    "package",
+    [daskdl, daskdl.data, daskdl.keras, daskdl.metrics],
+    ids=lambda p: p.__name__,
 )
 
 
@@ -63,7 +67,9 @@ def test_the_reference_documents_the_public_names_and_no_others():
 
     of_data = [f"data.{name}" for name in daskdl.data.__all__]
     of_keras = [f"keras.{name}" for name in daskdl.keras.__all__]
-    assert sorted(documented) == sorted([*daskdl.__all__, *of_data, *of_keras])
+    of_metrics = [f"metrics.{name}" for name in daskdl.metrics.__all__]
+    public = [*daskdl.__all__, *of_data, *of_keras, *of_metrics]
+    assert sorted(documented) == sorted(public)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -140,12 +146,14 @@ def test_the_page_of_options_lists_those_of_a_fit_with_their_defaults():
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
 
 
-@pytest.mark.parametrize("method", ["evaluate", "predict"])
-def test_the_page_of_options_says_which_of_them_others_have_too(method):
+@pytest.mark.parametrize(
+    ("method", "heading"), [("evaluate", "Evaluating"), ("predict", "Predicting")]
+)
+def test_the_page_of_options_says_which_of_them_others_have_too(method, heading):
     rows = table("options.md", "Fitting, evaluating, predicting")
 
     also = {name for name, cells in rows.items() if f"`{method}`" in cells[-1]}
-    own = table("options.md", "Predicting") if method == "predict" else {}
+    own = table("options.md", heading)
     defaults = {name: cells[0].strip("`") for name, cells in own.items()}
     arguments = arguments_of(getattr(daskdl.Trainer, method))
     assert also | set(own) == set(arguments)
@@ -154,6 +162,13 @@ def test_the_page_of_options_says_which_of_them_others_have_too(method):
 
 def test_predicting_with_any_model_takes_what_a_trainer_takes():
     assert arguments_of(daskdl.predict) == arguments_of(daskdl.Trainer.predict)
+
+
+def test_evaluating_any_model_takes_what_a_trainer_takes():
+    more = {"loss": "None", "client": "None"}
+    of_trainers = arguments_of(daskdl.Trainer.evaluate)
+
+    assert arguments_of(daskdl.evaluate) == of_trainers | more
 
 
 def test_the_page_of_options_lists_the_time_outs_with_their_defaults():

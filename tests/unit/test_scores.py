@@ -129,6 +129,17 @@ class TestScoreBatches:
 
         assert (score.loss_sum, score.examples) == (11.0, 3)
 
+    def test_whoever_measures_the_outputs_is_told_them_instead(self):
+        told = []
+        rows = [(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))]
+
+        score = score_batches(
+            nn.Identity(), None, rows, "cpu", lambda *both: told.append(both)
+        )
+
+        assert score == Score(examples=1)
+        assert [(o.tolist(), y.tolist()) for o, y in told] == [([[0.0, 1.0]], [1])]
+
     def test_ignored_labels_count_neither_as_right_nor_as_wrong(self):
         loss = functools.partial(functional.cross_entropy, ignore_index=1)
         x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])

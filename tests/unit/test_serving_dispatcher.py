@@ -176,25 +176,25 @@ async def test_what_a_hanging_replica_has_goes_to_another_one():
 @on_a_loop
 async def test_a_call_that_ends_every_replica_is_given_up_and_no_other_with_it():
     async with serving("a") as desk:
-        bad, good = desk.call(666), desk.call(1)
-        replica = 0
-        while not bad.done():
-            batch = await desk.asked(replica)
-            if 666 in batch.values:
-                batch.lose()
+        desk.call(0)
+        bad, *others = [desk.call(value) for value in (666, 1, 2, 3)]
+        replica, batches = 0, []
+        while not (bad.done() and all(other.done() for other in others)):
+            batches.append(await desk.asked(replica))
+            if 666 not in batches[-1].values:
+                batches[-1].answer()
                 await turns()
-                await desk.new_replicas()
-                replica += 1
-            else:
-                batch.answer()
-                await turns()
-        if not good.done():
-            (await desk.asked(replica)).answer()
+                continue
+            batches[-1].lose()
+            await turns()
+            await desk.new_replicas()
+            replica += 1
 
         with pytest.raises(ReplicaError, match="4 times, at last: connection lost; is"):
             await values(bad)
-        assert await values(good) == [10]
-        assert replica == 4
+        assert [await values(other) for other in others] == [[10], [20], [30]]
+        fatal = [batch.values for batch in batches if 666 in batch.values]
+        assert fatal == [[666, 1, 2, 3], [666, 1, 2, 3], [666], [666]]
 
 
 @on_a_loop

@@ -1,75 +1,22 @@
-"""What a trainer does with its trained model: evaluate, predict."""
+"""What a model says: to data, and to calls."""
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
-
-from distributed import Client
-from torch import Tensor, nn
+from typing import Any
 
 from daskdl.cluster import check_outlives
 from daskdl.data.batches import Transform
 from daskdl.data.collections import is_lazy
 from daskdl.data.formats.loaders import Loader
-from daskdl.data.options import OnBad, ReadOptions, one_of
-from daskdl.data.sources import source_of
-from daskdl.errors import OptionError
+from daskdl.data.options import ReadOptions, one_of
 from daskdl.inference.options import OutputOptions, Postprocess
-from daskdl.objective import Loss, OwnStep, objective_of
 from daskdl.serving.predictor import Predictor
 from daskdl.sites import site_of
+from daskdl.trained.base import HasModel
 
 
-class Trained:
-    """Has a model, or will have; see :class:`daskdl.Trainer`, which is one.
-
-    Attributes:
-        client: Of the cluster to work on, if there is one.
-        loss: Of the model, or None if there is a step.
-        step: What computes the loss in its place, or None.
-        transform: Of every batch, or None.
-        model_: The model; not set before it is trained.
-    """
-
-    client: Client | Literal[False] | None
-    loss: Loss | None
-    step: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] | None
-    transform: Transform | None
-    model_: nn.Module
-
-    def evaluate(
-        self,
-        X: Any,
-        y: Any = None,
-        *,
-        batch_size: int = 64,
-        transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        on_bad_batch: OnBad = "raise",
-    ) -> dict[str, float]:
-        """Score `model_`, on the cluster or in this process.
-
-        Args:
-            X: Inputs, of the kinds that :meth:`fit` takes.
-            y: Labels, likewise.
-            batch_size: Rows per forward pass.
-            transform: See :meth:`fit`, as those that follow.
-            loader: For files.
-            collate_fn: For datasets.
-            on_bad_batch: What to do about parts that cannot be read.
-
-        Returns:
-            ``"loss"``, and for class indices ``"accuracy"``, means over all rows;
-            with a `step` the loss only.
-        """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-        objective = objective_of(self.loss, self.step)
-        labelled = not isinstance(objective, OwnStep)
-        source = source_of(X, y, read.source(None, labelled))
-        with site_of(self.client) as site:
-            return site.evaluate(self._fitted(), objective, source, read)
+class Answering(HasModel):
+    """Answers by its model."""
 
     def predict(  # noqa: PLR0913 - by name, as those of `fit`
         self,
@@ -157,8 +104,3 @@ class Trained:
             transform=one_of(transform, self.transform),
             client=self.client,
         )
-
-    def _fitted(self) -> nn.Module:
-        if not hasattr(self, "model_"):
-            raise OptionError("the trainer has no model_ yet; call fit first")
-        return self.model_

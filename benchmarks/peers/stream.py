@@ -1,0 +1,53 @@
+"""One TCP stream from rank 1 to rank 0: what the link carries at all."""
+
+import json
+import socket
+import time
+
+from benchmarks.peers.arguments import Arguments, parser, read
+
+PIECE = 2**16
+PATIENCE_S = 60
+
+
+def receive(own: Arguments) -> float:
+    """Mbit/s that came, from the first byte on."""
+    with socket.create_server((own.own, own.port)) as server:
+        server.settimeout(PATIENCE_S)
+        peer, _ = server.accept()
+        with peer:
+            peer.settimeout(PATIENCE_S)
+            total, began = len(peer.recv(PIECE)), time.perf_counter()
+            while some := peer.recv(PIECE):
+                total += len(some)
+    return 8e-6 * total / (time.perf_counter() - began)
+
+
+def send(own: Arguments) -> None:
+    """For so many seconds, as soon as somebody listens."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            peer = socket.create_connection((own.address, own.port), PATIENCE_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        else:
+            break
+    with peer:
+        until, piece = time.monotonic() + own.seconds, bytes(PIECE)
+        while time.monotonic() < until:
+            peer.sendall(piece)
+
+
+def main() -> None:
+    own, _ = read(parser(__doc__))
+    if own.rank == 0:
+        print(json.dumps({"mbit_per_s": receive(own)}), flush=True)
+    elif own.rank == 1:
+        send(own)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Find what does not belong: an autoencoder of digits that has never seen one of them.
+
+It is trained on all digits but fours. What it has not seen it cannot rebuild, so that
+the loss of an example says how odd it is: fours get the largest ones.
+
+Run:  python examples/score_anomalies.py [digit]
+"""
+
+import sys
+from collections import Counter
+
+import dask.array as da
+import numpy as np
+import torch
+from dask.distributed import Client, LocalCluster
+from sklearn.datasets import load_digits
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import train_test_split
+from torch import nn
+
+import daskdl
+
+EPOCHS = 30
+TOP = 50
+SHADES = " .:-=+*#%@"
+
+
+def autoencoder():
+    """From 64 pixels to 10 numbers, and back."""
+    return nn.Sequential(
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+        nn.Linear(10, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.Sigmoid(),
+    )
+
+
+def picture(pixels):
+    """An image of 8 by 8 pixels, as text."""
+    shades = np.round(pixels * (len(SHADES) - 1)).astype(int).reshape(8, 8)
+    return "\n".join("".join(2 * SHADES[shade] for shade in row) for row in shades)
+
+
+def main():
+    odd = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    X, digits = load_digits(return_X_y=True)
+    X = (X / 16).astype("float32")
+    train, X_test, train_digits, test_digits = train_test_split(
+        X, digits, test_size=0.3, stratify=digits, random_state=0
+    )
+    known = train[train_digits != odd]
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1) as cluster,
+        Client(cluster) as client,
+    ):
+        trainer = daskdl.Trainer(
+            model=autoencoder,
+            loss=nn.MSELoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=2, momentum=0.9),
+            client=client,
+        )
+        trainer.fit(known, known, epochs=EPOCHS, batch_size=32)
+
+        blocks = da.from_array(X_test, chunks=(90, 64))
+        lazy = trainer.score_examples(blocks, blocks)  # computed where the blocks are
+        scores = lazy.compute()
+        worst = trainer.errors(X_test, X_test, key=test_digits, top=TOP)
+
+    is_odd = test_digits == odd
+    print(
+        f"{len(known)} digits without {odd}, {is_odd.sum()} of {len(X_test)} are {odd}"
+    )
+    print(f"mean loss of {odd}: {scores[is_odd].mean():.4f}")
+    print(f"mean loss of others: {scores[~is_odd].mean():.4f}")
+    found = Counter(example.key for example in worst)
+    print(f"among the worst {TOP} are, by digit, {dict(found.most_common())}")
+    print(f"the worst is a {worst[0].key}, in row {worst[0].number}:")
+    print(picture(worst[0].x))
+    print(f"ROC AUC {roc_auc_score(is_odd, scores):.4f}")
+
+
+if __name__ == "__main__":
+    main()

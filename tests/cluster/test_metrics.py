@@ -1,0 +1,122 @@
+"""Metrics over workers: uneven and empty partitions, and one whose worker dies."""
+
+import functools
+import itertools
+import os
+
+import dask
+import dask.array as da
+import dask.bag as db
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sklearn_metrics
+from torch import nn
+from torchmetrics.classification import MulticlassAUROC
+
+import daskdl
+from daskdl.errors import ModelError
+from tests.cluster.leftovers import still_left_behind
+
+GENERATOR = np.random.default_rng(0)
+ROWS = 1000
+X = GENERATOR.normal(size=(ROWS, 4)).astype(np.float32)
+Y = np.sort(GENERATOR.integers(0, 3, ROWS))
+SIZES = (7, 0, 500, 1, 0, 492)  # of partitions; most have one class
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+
+
+@pytest.fixture
+def scores(model):
+    with torch.no_grad():
+        return model(torch.from_numpy(X)).double().softmax(1).numpy()
+
+
+def check(told, scores):
+    """It is scikit-learn's, of the whole."""
+    chosen = scores.argmax(1)
+    expected = sklearn_metrics.confusion_matrix(Y, chosen)
+    assert told["confusion_matrix"].tolist() == expected.tolist()
+    numbers = {
+        "loss": sklearn_metrics.log_loss(Y, scores),
+        "accuracy": sklearn_metrics.accuracy_score(Y, chosen),
+        "f1": sklearn_metrics.f1_score(Y, chosen, average="macro"),
+        "mcc": sklearn_metrics.matthews_corrcoef(Y, chosen),
+        "roc_auc": sklearn_metrics.roc_auc_score(Y, scores, multi_class="ovr"),
+        "MulticlassAUROC": sklearn_metrics.roc_auc_score(Y, scores, multi_class="ovr"),
+    }
+    assert {name: told[name] for name in numbers} == pytest.approx(numbers, rel=1e-6)
+
+
+def measured(model, client, *given):
+    return daskdl.evaluate(
+        model,
+        *given,
+        loss=nn.CrossEntropyLoss(),
+        metrics=["classification", MulticlassAUROC(3)],
+        client=client,
+        batch_size=64,
+    )
+
+
+def partitions(load):
+    """A bag of these sizes; each partition is made by a task of its own."""
+    edges = np.cumsum([0, *SIZES])
+    spans = [slice(a, b) for a, b in itertools.pairwise(edges)]
+    return db.from_delayed(
+        [dask.delayed(load)(n, span) for n, span in enumerate(spans)]
+    )
+
+
+def loaded(number, span):
+    return list(zip(X[span], Y[span], strict=True))
+
+
+def test_uneven_and_empty_partitions_are_the_whole(client, model, scores):
+    told = measured(model, client, partitions(loaded))
+
+    check(told, scores)
+    assert still_left_behind(client) == {}
+
+
+def test_arrays_are_the_whole_too(client, model, scores):
+    edges = np.cumsum([size for size in SIZES if size])
+    chunks = tuple(np.diff([0, *edges]).tolist())
+    x = da.from_array(X, (chunks, 4))
+
+    check(measured(model, client, x, da.from_array(Y, (chunks,))), scores)
+
+
+def lost_once(flag, number, span):
+    """The first to load the large partition ends its worker."""
+    if number == 2 and not os.path.exists(flag):
+        with open(flag, "w"):
+            pass
+        os._exit(1)
+    return loaded(number, span)
+
+
+def test_a_worker_that_dies_on_a_part_changes_nothing(three, model, scores, tmp_path):
+    flag = str(tmp_path / "died")
+    bag = partitions(functools.partial(lost_once, flag))
+
+    told = measured(model, three, bag)
+
+    check(told, scores)
+    assert os.path.exists(flag)
+
+
+def test_what_a_metric_refuses_is_named_with_its_part(client, model):
+    x = X.copy()
+    x[600] = np.nan
+    given = da.from_array(x, (250, 4)), da.from_array(Y, 250)
+
+    with pytest.raises(ModelError, match="1 of 250 outputs are NaN") as caught:
+        measured(model, client, *given)
+
+    assert caught.value.__notes__ == ["in rows 0 to 249 of part 2"]

@@ -1,0 +1,556 @@
+"""Scores of examples and the worst of them, in this process."""
+
+import dask
+import dask.array as da
+import dask.bag as db
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from dask import delayed
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from daskdl import DataError, ModelError, OptionError, Trainer
+
+ROWS = 90
+X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+Y = np.random.default_rng(1).integers(0, 3, ROWS)
+IDS = [f"id {i}" for i in range(ROWS)]
+NAMES = list("abcd")
+CHUNKS = ((31, 0, 29, 30),)
+
+
+def trainer(model=None, **options):
+    """One that has a model, without having been trained."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 3) if model is None else model
+    chosen = {"loss": nn.CrossEntropyLoss(), "client": False, **options}
+    own = Trainer(
+        model=module,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
+        **chosen,
+    )
+    own.model_ = module
+    parameters = list(module.parameters()) or [nn.Parameter(torch.zeros(1))]
+    own.optimizer_ = own.optimizer(parameters)
+    return own
+
+
+def losses(own, x=X, y=Y):
+    """One by one, by hand."""
+    with torch.no_grad():
+        output = own.model_(torch.as_tensor(x))
+    each = nn.functional.cross_entropy(output, torch.as_tensor(y), reduction="none")
+    return each.double().numpy()
+
+
+def frame():
+    return pd.DataFrame(X, columns=NAMES, index=np.arange(ROWS) * 10).assign(
+        id=IDS, label=Y
+    )
+
+
+def table():
+    return dd.from_pandas(frame(), npartitions=4)
+
+
+def blocks():
+    return da.from_array(X, chunks=(*CHUNKS, 4)), da.from_array(Y, chunks=CHUNKS)
+
+
+def pairs():
+    return db.from_sequence([(X[i], Y[i]) for i in range(ROWS)], npartitions=4)
+
+
+def keyed_pairs():
+    return db.from_sequence(
+        [(IDS[i], (X[i], Y[i])) for i in range(ROWS)], npartitions=4
+    )
+
+
+def now(lazy):
+    (value,) = dask.compute(lazy, scheduler="synchronous")
+    return value
+
+
+@pytest.fixture
+def own():
+    return trainer()
+
+
+# Batches of another size may use another matrix kernel, which rounds otherwise.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+class TestShapes:
+    """Scores are as the data are."""
+
+    def test_numpy(self, own):
+        scores = own.score_examples(X, Y, batch_size=7)
+
+        assert scores.dtype == np.float64
+        np.testing.assert_allclose(scores, losses(own), **CLOSE)
+        assert scores.mean() == pytest.approx(own.evaluate(X, Y)["loss"], rel=1e-6)
+
+    def test_torch(self, own):
+        scores = own.score_examples(torch.from_numpy(X), torch.from_numpy(Y))
+
+        assert scores.dtype == torch.float64
+        np.testing.assert_allclose(scores.numpy(), losses(own), **CLOSE)
+
+    def test_pandas(self, own):
+        whole = frame()
+
+        scores = own.score_examples(whole[NAMES], whole["label"])
+
+        assert scores.index.equals(whole.index)
+        np.testing.assert_allclose(scores, losses(own), **CLOSE)
+
+    def test_several_inputs(self):
+        class Joined(nn.Linear):
+            def forward(self, x):
+                return super().forward(torch.cat([x["one"], x["two"]], 1))
+
+        own = trainer(Joined(4, 3))
+        parts = {"one": X[:, :1], "two": X[:, 1:]}
+
+        scores = own.score_examples(parts, Y)
+
+        weights = own.model_.state_dict()
+        own.model_ = nn.Linear(4, 3)
+        own.model_.load_state_dict(weights)
+        np.testing.assert_allclose(scores, losses(own), **CLOSE)
+
+    def test_a_dataset(self, own):
+        dataset = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+
+        scores = own.score_examples(dataset)
+
+        assert isinstance(scores, np.ndarray)
+        np.testing.assert_allclose(scores, losses(own), **CLOSE)
+
+    def test_files(self, own, tmp_path):
+        for number in range(3):
+            rows = slice(30 * number, 30 * number + 30)
+            np.savez(tmp_path / f"{number}.npz", x=X[rows], y=Y[rows])
+
+        scores = own.score_examples(tmp_path)
+
+        np.testing.assert_allclose(scores, losses(own), **CLOSE)
+
+    def test_a_dask_array(self, own):
+        x, y = blocks()
+
+        scores = own.score_examples(x, y.rechunk(45))
+
+        assert isinstance(scores, da.Array)
+        assert scores.chunks == CHUNKS
+        assert scores.dtype == np.float64
+        np.testing.assert_allclose(now(scores), losses(own), **CLOSE)
+
+    def test_a_dask_array_of_unknown_lengths(self, own):
+        x, y = blocks()
+        keep = y != 1
+
+        scores = own.score_examples(x[keep], y[keep])
+
+        np.testing.assert_allclose(now(scores), losses(own)[Y != 1], **CLOSE)
+
+    def test_a_dask_dataframe(self, own):
+        whole = table()
+
+        scores = own.score_examples(whole[NAMES], whole["label"])
+
+        assert isinstance(scores, dd.Series)
+        assert scores.npartitions == 4
+        found = now(scores)
+        assert found.index.tolist() == frame().index.tolist()
+        np.testing.assert_allclose(found, losses(own), **CLOSE)
+
+    def test_a_dask_dataframe_with_an_empty_partition(self, own):
+        whole = table().repartition(npartitions=2)
+        whole = dd.concat([whole[whole["a"] > 100], whole])
+
+        scores = own.score_examples(whole[NAMES], whole["label"])
+
+        np.testing.assert_allclose(now(scores), losses(own), **CLOSE)
+
+    def test_a_bag(self, own):
+        scores = own.score_examples(pairs())
+
+        assert isinstance(scores, db.Bag)
+        assert scores.npartitions == 4
+        np.testing.assert_allclose(now(scores), losses(own), **CLOSE)
+
+    def test_a_list_of_delayed(self, own):
+        parts = [delayed((X[a : a + 30], Y[a : a + 30])) for a in (0, 30, 60)]
+
+        scores = own.score_examples(parts)
+
+        assert [len(now(part)) for part in scores] == [30, 30, 30]
+        found = np.concatenate([now(part) for part in scores])
+        np.testing.assert_allclose(found, losses(own), **CLOSE)
+
+
+class TestKeys:
+    """Scores by name."""
+
+    @staticmethod
+    def check(series, own, name=None):
+        assert isinstance(series, pd.Series)
+        assert series.index.tolist() == IDS
+        assert series.index.name == name
+        np.testing.assert_allclose(series, losses(own), **CLOSE)
+
+    @pytest.mark.parametrize(
+        "key", [IDS, np.array(IDS), pd.Series(IDS, index=range(5, 95))]
+    )
+    def test_of_rows_in_memory(self, own, key):
+        self.check(own.score_examples(X, Y, key=key), own)
+
+    def test_of_a_tensor(self, own):
+        key = torch.arange(ROWS)
+
+        series = own.score_examples(torch.from_numpy(X), torch.from_numpy(Y), key=key)
+
+        assert series.index.tolist() == list(range(ROWS))
+
+    def test_may_be_tuples(self, own):
+        key = [(name, i) for i, name in enumerate(IDS)]
+
+        series = own.score_examples(X, Y, key=key)
+
+        assert series.index.tolist() == key
+
+    def test_of_a_column(self, own):
+        whole = frame()
+
+        series = own.score_examples(whole[[*NAMES, "id"]], whole["label"], key="id")
+
+        self.check(series, own, "id")
+
+    def test_of_a_column_of_dask(self, own):
+        whole = table()
+
+        series = own.score_examples(whole[["id", *NAMES]], whole["label"], key="id")
+
+        assert isinstance(series, dd.Series)
+        assert series.npartitions == 4
+        self.check(now(series), own, "id")
+
+    def test_of_a_dask_array(self, own):
+        key = da.from_array(np.array(IDS), chunks=17)
+
+        series = own.score_examples(*blocks(), key=key)
+
+        assert isinstance(series, dd.Series)
+        self.check(now(series), own)
+
+    def test_of_a_bag(self, own):
+        scores = own.score_examples(keyed_pairs(), key=True)
+
+        assert isinstance(scores, db.Bag)
+        names, values = zip(*now(scores), strict=True)
+        assert list(names) == IDS
+        np.testing.assert_allclose(values, losses(own), **CLOSE)
+
+    @pytest.mark.parametrize(
+        ("data", "key", "error", "message"),
+        [
+            ((X, Y), IDS[1:], DataError, "got 89 for 90 rows"),
+            ((X, Y), "id", OptionError, "X is a ndarray; give one value for each row"),
+            ((X, Y), 3, OptionError, "one value for each row along one axis"),
+            ((X, Y), X, OptionError, "one value for each row along one axis"),
+            ((X, Y), True, OptionError, "key=True is for a bag of pairs"),
+            ((pairs(),), False, OptionError, "key=False is for a bag of pairs"),
+            ((pairs(),), IDS, OptionError, "must be lazy where X is"),
+            (blocks(), da.zeros(89, chunks=30), DataError, "got 89 for 90 rows"),
+            (blocks(), da.zeros((90, 2)), OptionError, "got 2 axes for a Array"),
+            ((X, Y), da.zeros(90), OptionError, "got 1 axes for a ndarray"),
+            ((table()[NAMES], table()["label"]), "ID", OptionError, "which has .'a'"),
+        ],
+        ids=[
+            *("length", "no column", "one number", "two axes", "no bag", "false"),
+            *("in memory", "lazy length", "lazy axes", "lazy key", "column"),
+        ],
+    )
+    def test_that_do_not_go_with_the_data_are_refused(
+        self, own, data, key, error, message
+    ):
+        with pytest.raises(error, match=message):
+            own.score_examples(*data, key=key)
+
+    def test_of_what_has_no_order_are_refused(self, own):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                yield from zip(X, Y, strict=True)
+
+        with pytest.raises(OptionError, match="in no order"):
+            own.score_examples(Stream(), key=IDS)
+
+
+def test_regularization_is_the_same_for_each(own):
+    plain = own.score_examples(X, Y)
+
+    scores = own.score_examples(X, Y, regularization=True)
+
+    squares = sum(
+        p.detach().double().square().sum().item() for p in own.model_.parameters()
+    )
+    np.testing.assert_allclose(scores - plain, 0.05 * squares)
+
+
+def test_a_step_scores_one_row_at_a_time():
+    def step(model, batch):
+        x, _ = batch
+        return (model(x) - x).square().sum()  # no mean: several rows would add up
+
+    own = trainer(nn.Linear(4, 4), loss=None, step=step)
+
+    scores = own.score_examples(X)
+
+    with torch.no_grad():
+        output = own.model_(torch.from_numpy(X)).numpy()
+    np.testing.assert_allclose(scores, ((output - X) ** 2).sum(1), **CLOSE)
+
+
+def test_the_model_is_in_evaluation_mode_and_left_as_it_was():
+    own = trainer(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).train())
+
+    scores = own.score_examples(X, Y)
+
+    assert own.model_.training
+    own.model_.eval()
+    np.testing.assert_allclose(scores, losses(own), **CLOSE)
+
+
+def test_missing_values_in_outputs_pass_through(own):
+    x = X.copy()
+    x[5] = np.nan
+
+    scores = own.score_examples(x, Y)
+
+    assert np.flatnonzero(np.isnan(scores)).tolist() == [5]
+
+
+def halved(batch):
+    x, y = batch
+    return x / 2, y
+
+
+def test_a_transform_comes_before(own):
+    np.testing.assert_allclose(
+        own.score_examples(X, Y, transform=halved), losses(own, X / 2), **CLOSE
+    )
+
+
+def first_only(batch):
+    return batch[0][:1], batch[1][:1]
+
+
+def falling(output, y):
+    if len(y) == 1:
+        raise ValueError("one is too few")
+    return nn.functional.cross_entropy(output, y)
+
+
+MISSING = Y.astype(np.float32)
+MISSING[7] = np.nan
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "message"),
+    [
+        ({}, (X,), "y must be given"),
+        ({}, (X, Y + 1), r"y\[\d+\] is 3, but the model gives 3 outputs"),
+        ({}, (X[:0], Y[:0]), "X must not be empty"),
+        ({"loss": nn.MSELoss()}, (X, np.stack([MISSING] * 3, 1)), r"y\[7, 0\] is nan"),
+        ({"loss": falling}, (X, Y), "failed on a batch of one row.*too few"),
+        (
+            {"transform": first_only},
+            (X, Y),
+            r"as many rows as it gets.*shape \(1, 4\) for 2",
+        ),
+    ],
+    ids=["no labels", "unseen class", "empty", "missing", "one row", "transform"],
+)
+@pytest.mark.parametrize("method", ["score_examples", "errors"])
+def test_what_cannot_be_scored_is_refused(options, data, message, method):
+    with pytest.raises((DataError, ModelError), match=message):
+        getattr(trainer(**options), method)(*data)
+
+
+def test_a_wrong_label_of_a_lazy_part_is_named_when_it_is_computed(own):
+    y = Y.copy()
+    y[70] = 3
+
+    scores = own.score_examples(blocks()[0], da.from_array(y, chunks=CHUNKS))
+
+    with pytest.raises(DataError, match=r"y of part 3\[10\] is 3, but the model gives"):
+        now(scores)
+
+
+class TestSkipping:
+    """Parts that cannot be read."""
+
+    class Torn(torch.utils.data.Dataset):
+        """Of which the second of two parts is torn."""
+
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, i):
+            if i == 70:
+                raise ValueError("torn")
+            return X[i % ROWS], Y[i % ROWS]
+
+    def test_they_have_no_score_where_their_rows_are_known(self, own):
+        scores = own.score_examples(self.Torn(), on_bad_batch="skip")
+
+        assert scores.shape == (100,)
+        assert np.flatnonzero(np.isnan(scores)).tolist() == list(range(64, 100))
+
+    def test_it_is_an_error_without(self, own):
+        with pytest.raises(ValueError, match="torn"):
+            own.score_examples(self.Torn())
+
+    def test_rows_of_a_file_that_cannot_be_read_are_left_out(self, own, tmp_path):
+        for number in range(3):
+            rows = slice(30 * number, 30 * number + 30)
+            np.savez(tmp_path / f"{number}.npz", x=X[rows], y=Y[rows])
+        (tmp_path / "1.npz").write_bytes(b"torn")
+
+        scores = own.score_examples(tmp_path, on_bad_batch="skip")
+        worst = own.errors(tmp_path, top=60, on_bad_batch="skip")
+
+        expected = np.delete(losses(own), slice(30, 60))
+        np.testing.assert_allclose(scores, expected, **CLOSE)
+        assert worst.rows == 60
+        assert max(one.number for one in worst) == 59
+
+    def test_of_lazy_data_none_can_be_left_out(self, own):
+        with pytest.raises(OptionError, match="for Dask's collections"):
+            own.score_examples(*blocks(), on_bad_batch="skip")
+
+
+class TestErrors:
+    """The worst examples."""
+
+    @staticmethod
+    def order(own):
+        return np.argsort(-losses(own), kind="stable")
+
+    @pytest.mark.parametrize(
+        ("data", "key"),
+        [
+            ((X, Y), IDS),
+            (blocks(), da.from_array(np.array(IDS), chunks=17)),
+            ((table()[[*NAMES, "id"]], table()["label"]), "id"),
+            ((keyed_pairs(),), True),
+        ],
+        ids=["numpy", "dask.array", "dask.dataframe", "bag"],
+    )
+    def test_they_are_found_with_where_they_came_from(self, own, data, key):
+        worst = own.errors(*data, key=key, top=7, batch_size=8)
+
+        expected = self.order(own)[:7]
+        assert [one.number for one in worst] == expected.tolist()
+        assert [one.key for one in worst] == [IDS[i] for i in expected]
+        assert worst.rows == ROWS
+        for one in worst:
+            np.testing.assert_array_equal(one.x, X[one.number])
+            assert one.y == Y[one.number] == one.label
+            assert one.loss == pytest.approx(losses(own)[one.number], rel=1e-5)
+            assert one.probability == pytest.approx(np.exp(-one.loss), rel=1e-5)
+
+    def test_a_part_is_named_with_the_row_in_it(self, own):
+        worst = own.errors(*blocks(), top=ROWS)
+
+        starts = {"part 0": 0, "part 2": 31, "part 3": 60}
+        assert len(worst) == ROWS
+        assert all(one.number == starts[one.part] + one.row for one in worst)
+
+    def test_a_file_is_named_by_its_url(self, own, tmp_path):
+        for number in range(2):
+            rows = slice(45 * number, 45 * number + 45)
+            np.savez(tmp_path / f"{number}.npz", x=X[rows], y=Y[rows])
+
+        worst = own.errors(tmp_path, top=3)
+
+        for one in worst:
+            assert one.part.endswith(f"{tmp_path}/{one.number // 45}.npz")
+            assert one.row == one.number % 45
+
+    def test_in_a_stream_there_is_no_number(self, own):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                yield from zip(X, Y, strict=True)
+
+        worst = own.errors(Stream(), top=3, batch_size=8)
+
+        assert [one.row for one in worst] == self.order(own)[:3].tolist()
+        assert [one.number for one in worst] == [None, None, None]
+        assert [one.part for one in worst] == ["shard 0 of 1"] * 3
+
+    def test_they_may_be_the_wrong_ones_only(self, own):
+        with torch.no_grad():
+            predicted = own.model_(torch.from_numpy(X)).argmax(1).numpy()
+
+        worst = own.errors(X, Y, top=ROWS, wrong_only=True)
+
+        wrong = [i for i in self.order(own) if predicted[i] != Y[i]]
+        assert [one.number for one in worst] == wrong
+        assert [one.predicted for one in worst] == predicted[wrong].tolist()
+
+    def test_rows_are_as_they_were_before_a_transform(self, own):
+        one = own.errors(X, Y, top=1, transform=halved)[0]
+
+        np.testing.assert_array_equal(one.x, X[one.number])
+
+    def test_a_model_that_works_in_place_changes_no_row(self):
+        own = trainer(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3)))
+        before = X.copy()
+
+        one = own.errors(X, Y, top=1)[0]
+
+        np.testing.assert_array_equal(one.x, before[one.number])
+        np.testing.assert_array_equal(before, X)
+
+    def test_names_of_classes_are_shown(self, own):
+        names = pd.Categorical.from_codes(Y, categories=["cat", "dog", "eel"])
+
+        worst = own.errors(pd.DataFrame(X, columns=NAMES), pd.Series(names), top=40)
+
+        shown = {line.split()[1] for line in str(worst).splitlines()[2:]}
+        assert shown == {"cat", "dog", "eel"}
+
+    def test_ignored_labels_are_no_errors(self, own):
+        y = Y.copy()
+        y[3] = -100
+
+        assert 3 not in [one.number for one in own.errors(X, y, top=ROWS)]
+
+    def test_of_numbers_there_is_no_guess(self):
+        own = trainer(nn.Linear(4, 4), loss=nn.MSELoss())
+
+        one = own.errors(X, X, top=1)[0]
+
+        assert (one.label, one.predicted, one.probability) == (None, None, None)
+        np.testing.assert_array_equal(one.y, X[one.number])
+        with pytest.raises(OptionError, match="wrong_only=True needs a loss"):
+            own.errors(X, X, wrong_only=True)
+
+    @pytest.mark.parametrize("top", [0, 2.5, True, None])
+    def test_top_is_a_number_of_examples(self, own, top):
+        with pytest.raises(OptionError, match="top must be a whole number >= 1, got "):
+            own.errors(X, Y, top=top)
+
+
+@pytest.mark.parametrize("method", ["score_examples", "errors"])
+def test_before_a_fit_there_is_nothing_to_score_with(method):
+    own = Trainer(nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.optim.SGD, client=False)
+
+    with pytest.raises(OptionError, match="call fit first"):
+        getattr(own, method)(X, Y)

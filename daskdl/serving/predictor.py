@@ -124,8 +124,7 @@ class Predictor:
 
         Args:
             x: Rows first: a numpy array or a torch tensor, or tuples and dicts of
-                such; at most `batch_limit` rows. May be changed as soon as another
-                thread goes on.
+                such; at most `batch_limit` rows. Copied.
             timeout_s: Seconds to wait, for room and for the answer. None: for room not
                 at all, and for the answer as long as there are replicas.
 

@@ -260,7 +260,11 @@ class Predictor:
 
     def _do(self, doing: Coroutine[Any, Any, T]) -> T:
         """What a coroutine returns, whose waits all have time-outs."""
-        return asyncio.run_coroutine_threadsafe(doing, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(doing, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # if this thread was interrupted; what is done stays so
 
     def _resolved(self, call: Call) -> None:
         if call.answer.cancelled():

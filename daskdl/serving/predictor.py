@@ -124,8 +124,7 @@ class Predictor:
 
         Args:
             x: Rows first: a numpy array or a torch tensor, or tuples and dicts of
-                such; at most `batch_limit` rows. May be changed as soon as another
-                thread goes on.
+                such; at most `batch_limit` rows. Copied.
             timeout_s: Seconds to wait, for room and for the answer. None: for room not
                 at all, and for the answer as long as there are replicas.
 
@@ -261,7 +260,11 @@ class Predictor:
 
     def _do(self, doing: Coroutine[Any, Any, T]) -> T:
         """What a coroutine returns, whose waits all have time-outs."""
-        return asyncio.run_coroutine_threadsafe(doing, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(doing, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # if this thread was interrupted; what is done stays so
 
     def _resolved(self, call: Call) -> None:
         if call.answer.cancelled():

@@ -184,6 +184,25 @@ class TestShapes:
         assert scores.npartitions == 4
         np.testing.assert_allclose(now(scores), losses(own), **CLOSE)
 
+    def test_a_bag_of_sequences_of_several_lengths(self):
+        class Mean(nn.Linear):
+            def forward(self, x):
+                return super().forward(x.mean(1))
+
+        own = trainer(Mean(4, 3))
+        lengths = [3, 5, 3, 1]
+        bag = db.from_sequence(
+            [(np.repeat(X[i][None], n, 0), Y[i]) for i, n in enumerate(lengths)],
+            npartitions=1,
+        )
+
+        scores = own.score_examples(bag)
+
+        own.model_ = nn.Linear(4, 3)
+        own.model_.load_state_dict(own.model.state_dict())
+        expected = losses(own, X[:4], Y[:4])
+        np.testing.assert_allclose(now(scores), expected, rtol=1e-4)
+
     def test_a_list_of_delayed(self, own):
         parts = [delayed((X[a : a + 30], Y[a : a + 30])) for a in (0, 30, 60)]
 
@@ -248,8 +267,9 @@ class TestKeys:
         assert isinstance(series, dd.Series)
         self.check(now(series), own)
 
-    def test_of_a_bag(self, own):
-        scores = own.score_examples(keyed_pairs(), key=True)
+    @pytest.mark.parametrize("key", [True, None])
+    def test_of_a_bag(self, own, key):
+        scores = own.score_examples(keyed_pairs(), key=key)
 
         assert isinstance(scores, db.Bag)
         names, values = zip(*now(scores), strict=True)
@@ -263,8 +283,7 @@ class TestKeys:
             ((X, Y), "id", OptionError, "X is a ndarray; give one value for each row"),
             ((X, Y), 3, OptionError, "one value for each row along one axis"),
             ((X, Y), X, OptionError, "one value for each row along one axis"),
-            ((X, Y), True, OptionError, "key=True is for a bag of pairs"),
-            ((pairs(),), False, OptionError, "key=False is for a bag of pairs"),
+            ((X, Y), True, OptionError, "key=True says whether a bag has pairs"),
             ((pairs(),), IDS, OptionError, "must be lazy where X is"),
             (blocks(), da.zeros(89, chunks=30), DataError, "got 89 for 90 rows"),
             (blocks(), da.zeros((90, 2)), OptionError, "got 2 axes for a Array"),
@@ -272,8 +291,8 @@ class TestKeys:
             ((table()[NAMES], table()["label"]), "ID", OptionError, "which has .'a'"),
         ],
         ids=[
-            *("length", "no column", "one number", "two axes", "no bag", "false"),
-            *("in memory", "lazy length", "lazy axes", "lazy key", "column"),
+            *("length", "no table", "one number", "two axes", "no bag"),
+            *("in memory", "lazy length", "lazy axes", "lazy key", "no such column"),
         ],
     )
     def test_that_do_not_go_with_the_data_are_refused(
@@ -388,8 +407,9 @@ def test_a_wrong_label_of_a_lazy_part_is_named_when_it_is_computed(own):
 
     scores = own.score_examples(blocks()[0], da.from_array(y, chunks=CHUNKS))
 
-    with pytest.raises(DataError, match=r"y of part 3\[10\] is 3, but the model gives"):
+    with pytest.raises(DataError, match=r"y\[10\] is 3, but the model gives") as caught:
         now(scores)
+    assert caught.value.__notes__ == ["in part 3"]
 
 
 class TestSkipping:
@@ -449,8 +469,9 @@ class TestErrors:
             (blocks(), da.from_array(np.array(IDS), chunks=17)),
             ((table()[[*NAMES, "id"]], table()["label"]), "id"),
             ((keyed_pairs(),), True),
+            ((keyed_pairs(),), None),
         ],
-        ids=["numpy", "dask.array", "dask.dataframe", "bag"],
+        ids=["numpy", "dask.array", "dask.dataframe", "bag", "bag by itself"],
     )
     def test_they_are_found_with_where_they_came_from(self, own, data, key):
         worst = own.errors(*data, key=key, top=7, batch_size=8)

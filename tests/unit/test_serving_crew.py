@@ -6,6 +6,8 @@ import pytest
 from daskdl.errors import ChannelError, ModelError, OptionError, WaitTimeoutError
 from daskdl.serving.answers import Failure
 from daskdl.serving.crew import Crew
+from daskdl.serving.replica import within
+from daskdl.timeouts import Bound
 from tests.unit.replicas import MODEL, TIMEOUTS, FakeGround, soon, turns
 from tests.unit.test_serving_dispatcher import on_a_loop
 
@@ -285,3 +287,13 @@ async def test_a_replica_that_does_not_start_in_time_is_said():
     with pytest.raises(WaitTimeoutError, match=r"was not on a within .*timeouts\.data"):
         await own.crew.open()
     await own.crew.close()
+
+
+@on_a_loop
+async def test_what_is_not_waited_for_any_more_is_cancelled():
+    doing = asyncio.get_running_loop().create_future()
+
+    with pytest.raises(WaitTimeoutError, match=r"it came not within 0\.01 s"):
+        await within(doing, Bound(0.01, ("request",)), "it came not")
+
+    assert doing.cancelled()

@@ -238,6 +238,18 @@ def test_an_answer_that_comes_too_late_is_not_waited_for(gate):
         predictor(X[:1])
 
 
+def test_a_call_that_is_not_waited_for_any_more_makes_room(gate):
+    with here(Gated(), replicas=1, batch_limit=4, queue_limit=8) as predictor:
+        filled(predictor)
+        freed = predictor._room.freed()
+
+        with pytest.raises(WaitTimeoutError, match="no answer within"):
+            predictor(X[:4], timeout_s=0.01)
+
+        freed.result(WITHIN_S)
+        gate.set()
+
+
 def test_a_call_that_is_cancelled_makes_room(gate):
     with here(Gated(), replicas=1, batch_limit=4, queue_limit=4) as predictor:
         *_, waiting = filled(predictor)
@@ -334,8 +346,10 @@ def test_closing_waits_for_answers(gate):
     np.testing.assert_allclose(answer.result(0), X[:1] * 2)
 
 
+@pytest.mark.timeout(30)
 def test_an_exception_closes_without_waiting(gate):
-    predictor = here(Gated(), replicas=1)
+    with dask.config.set({"daskdl.timeouts.stop": 1000}):
+        predictor = here(Gated(), replicas=1)
     answer = predictor.submit(X[:1])
 
     predictor.__exit__(ZeroDivisionError, ZeroDivisionError(), None)

@@ -11,7 +11,7 @@ from daskdl.data.arrays import as_numpy, is_dask_array
 from daskdl.data.collections import is_bag, is_dask_frame, is_lazy
 from daskdl.data.frames.columns import is_frame
 from daskdl.errors import DataError, OptionError
-from daskdl.per_example.keys import Keys, Lazy, Listed, OfBag
+from daskdl.per_example.keys import Keys, Lazy, Listed
 
 
 class Keyed(NamedTuple):
@@ -58,7 +58,7 @@ ndarray; give one value for each row
 
 def apart(bag: Any) -> Keyed:
     """A bag of pairs (key, example) as a bag of examples, and the keys."""
-    return Keyed(bag.map(_second), OfBag(bag.map(_first)))
+    return Keyed(bag.map(_second), Lazy(bag.map(_first)))
 
 
 def _check_bag(X: Any, key: bool) -> None:

@@ -102,10 +102,10 @@ class Listed(Keys):
 
 
 class Lazy(Keys):
-    """A column of a ``dask.dataframe``, or a ``dask.array``, cut as the data are.
+    """A column of a ``dask.dataframe``, a ``dask.array`` or a bag, cut as the data are.
 
     Args:
-        values: That.
+        values: That. Scores of a bag have their keys already.
     """
 
     def __init__(self, values: Any) -> None:
@@ -130,27 +130,6 @@ class Lazy(Keys):
     @override
     def of(self, places: Sequence[Place], client: Client | Literal[False]) -> list[Any]:
         return _fetched(_parts(self._values), places, client)
-
-
-class OfBag(Keys):
-    """What comes first in the elements of a bag.
-
-    Args:
-        values: A bag of these.
-    """
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-
-    @override
-    def with_scores(self, scores: Any) -> Any:
-        import dask.bag
-
-        return dask.bag.zip(self._values, scores)
-
-    @override
-    def of(self, places: Sequence[Place], client: Client | Literal[False]) -> list[Any]:
-        return _fetched(self._values.to_delayed(), places, client)
 
 
 def _fetched(

@@ -8,6 +8,8 @@ from torchmetrics.functional import classification as tm
 
 from daskdl.errors import OptionError
 from daskdl.metrics import BinaryMetrics, MultilabelMetrics
+from daskdl.metrics.ranking import MASKED
+from daskdl.metrics.right_counts import AllRight
 from tests.unit.metric_parts import CUTS, ROWS, classes, measured, random, shown_of
 
 NAN = float("nan")
@@ -265,3 +267,35 @@ def test_a_score_that_does_not_count_may_be_anything():
     values = measured(metrics, shown_of(output, y), output, y)
 
     assert values["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("thresholds", [3, 50])
+def test_what_is_masked_is_not_counted_at_thresholds_either(thresholds):
+    output, y, options, facts = MULTILABEL["masked"]
+
+    metrics = MultilabelMetrics(thresholds=thresholds, **options)
+    values = measured(metrics, shown_of(output, y), output, y, CUTS["unequal"])
+
+    each = [chances_of(output[:, k], y[:, k], options, facts) for k in range(4)]
+    expected = [
+        tm.binary_auroc(*map(torch.from_numpy, one), thresholds=thresholds)
+        for one in each
+    ]
+    np.testing.assert_allclose(values["roc_auc_per_class"], expected, atol=1e-6)
+
+
+def test_a_masked_label_is_right_whatever_its_score():
+    exact = AllRight(0.5)
+
+    exact.update(torch.tensor([[0.9, 0.9]]), torch.tensor([[1, MASKED]]))
+
+    assert exact.compute() == (1, 1)
+
+
+def test_a_probability_that_rounding_took_above_1_makes_no_logits_of_others():
+    output, y = torch.tensor([1.0000001, 0.2]), torch.tensor([1, 0])
+
+    shown = shown_of(output, y, scale="probabilities")
+    values = measured(BinaryMetrics(), shown, output, y)
+
+    assert values["confusion_matrix"].tolist() == [[1, 0], [0, 1]]

@@ -145,3 +145,16 @@ def test_a_column_without_a_value_is_left_out_of_means():
 
     assert values["mse"] == values["mse_per_column"][0] == 0.5
     assert math.isnan(values["mse_per_column"][1])
+
+
+def test_labels_that_are_all_the_same_are_so_whatever_rounding_says():
+    """The first rows do not count, so that sums are not of small differences."""
+    y = torch.full((50,), 0.1, dtype=torch.float64)
+    y[:2] = NAN
+    output = y.nan_to_num() + 1
+
+    metrics = RegressionMetrics(ignore=NAN)
+    values = measured(metrics, shown_of(output, y), output, y)
+
+    assert values["r2"] == 0.0
+    assert math.isnan(values["pearson"])

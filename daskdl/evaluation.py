@@ -26,6 +26,7 @@ from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
 from daskdl.data.source import Source, rows_of_part
 from daskdl.errors import OptionError
+from daskdl.memory import freed_memory_kept
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.metrics.meter import Measure, Meter, computed
 from daskdl.metrics.states import States
@@ -85,7 +86,8 @@ class Scoring:
         made = batches(self._chunks(source, part), self.batch_size)
         if self.transform is not None:
             made = map(self.transform, made)
-        with torch.no_grad() if own else torch.inference_mode():
+        without_gradients = torch.no_grad() if own else torch.inference_mode()
+        with freed_memory_kept(), without_gradients:
             if self.measures is None:
                 return Scored(score_batches(module, loss, made, device))
             meter = Meter(self.measures.shared(), source.name(part))

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -99,6 +100,8 @@ def hosts(count: int, *, loopback: bool) -> Iterator[Place]:
     if loopback:
         yield ThisHost(count)
         return
+    # As of a time limit: the network has to go then too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with Network(count) as network:
         place = Hosts(network)
         try:

@@ -22,7 +22,7 @@ from benchmarks.results import FOLDER, Result, load, newest
 from benchmarks.tables import markdown
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-PLACE = "<!-- results: {0} -->\n(?:.*?\n)?<!-- end of results: {0} -->"
+PLACE = "<!-- results: {0} -->\n(?:.*?\n)??<!-- end of results: {0} -->"
 
 
 def section(result: Result, picture: str | None) -> str:

@@ -10,10 +10,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.arguments import parser, read
+from benchmarks.peers.gauge import Least
 from benchmarks.peers.groups import group
 from benchmarks.peers.loop import plain_step, report, train
 
-FIRST = 2  # step of PowerSGD; no earlier one is allowed
+FIRST = 2  # step of PowerSGD, from 0; no earlier one is allowed
+WARM_UP = {"none": Least(), "fp16": Least(), "powersgd": Least(warm_up=FIRST + 1)}
 # Its hook starts collectives in callbacks. With several buckets their order is not the
 # same on all ranks, and gloo ends the processes. So there is one.
 BUCKET_MB = {"none": None, "fp16": None, "powersgd": 1024}
@@ -39,7 +41,7 @@ def main() -> None:
         model = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB[more.hook])
         compress(model, more.hook)
         step = plain_step(own, model, own.rule()(model.parameters()))
-        train(own, meeting, module, step, block=1)
+        train(own, meeting, module, step, block=1, least=WARM_UP[more.hook])
         report(own, meeting)
 
 

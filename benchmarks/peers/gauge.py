@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.peers.arguments import Arguments
 from benchmarks.peers.meeting import Meeting
@@ -22,6 +23,13 @@ from benchmarks.work import reaches
 
 DECIDE_S = 0.25  # of training between two decisions, at most a block's time more
 SCORE_S, SCORE_SHARE = 1.0, 0.05  # between two scores: seconds, and share of the time
+
+
+class Least(NamedTuple):
+    """Steps that one process has to make, however long they take."""
+
+    warm_up: int = 1
+    counted: int = 1
 
 
 @dataclass
@@ -68,7 +76,7 @@ class Gauge:
         meeting: With the others.
         block: Steps after which all meet, where they train in step; None: never.
         score: Of the model as it is now.
-        least_steps: That count, however long they take.
+        least: Steps there have to be, however long they take.
         clock: In seconds.
     """
 
@@ -78,11 +86,11 @@ class Gauge:
         meeting: Meeting,
         block: int | None,
         score: Callable[[], float],
-        least_steps: int = 1,
+        least: Least = Least(),  # noqa: B008 - a value
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._own, self._meeting, self._block, self._score = own, meeting, block, score
-        self._least_steps = least_steps
+        self._least = least
         self._clock, self._paused = clock, 0.0
         self._phase = "warm-up" if own.target is None else "timed"
         self._made, self._next, self._blocks = 0, 0, 0
@@ -132,11 +140,12 @@ class Gauge:
     def _judge(self) -> str:
         """The phase that begins now."""
         if self._phase == "warm-up":
-            enough = self._seconds() >= self._own.warm_up and self._made > 0
+            steps = self._made >= self._least.warm_up
+            enough = steps and self._seconds() >= self._own.warm_up
             return "timed" if enough else "warm-up"
         if self._own.target is not None and self._scores(self._own.target):
             return "over"
-        least = 1 if self._own.target is not None else self._least_steps
+        least = 1 if self._own.target is not None else self._least.counted
         enough = self._seconds() >= self._own.seconds and self.report.steps >= least
         return "over" if enough else "timed"
 

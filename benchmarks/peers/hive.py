@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers.arguments import Arguments, parser, read
+from benchmarks.peers.gauge import Least
 from benchmarks.peers.loop import meet, plain_step, report, train
 from benchmarks.peers.meeting import Meeting
 
@@ -53,7 +54,7 @@ def main() -> None:
     model = own.model()
     optimizer = optimizer_of(own, dht, model, more.every)
     step = plain_step(own, model, optimizer)
-    train(own, meeting, model, step, block=None, least_steps=2 * more.every)
+    train(own, meeting, model, step, block=None, least=Least(counted=2 * more.every))
     report(own, meeting)
     optimizer.shutdown()
     dht.shutdown()

@@ -35,8 +35,8 @@ def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def put(own: Arguments, meeting: Meeting) -> None:
-    """Print it, when all that count have reported."""
+def put(own: Arguments, meeting: Meeting, **more: Any) -> None:
+    """Print it, with more that this contestant knows, when all have reported."""
     wanted = own.world if own.target is None else 1
     reports = [meeting.hear(f"report {rank}") for rank in range(wanted)]
-    print(json.dumps(summary(reports)), flush=True)
+    print(json.dumps(summary(reports) | more), flush=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers import line
 from benchmarks.peers.arguments import Arguments
-from benchmarks.peers.gauge import Gauge
+from benchmarks.peers.gauge import Gauge, Least
 from benchmarks.peers.meeting import Meeting
 from benchmarks.work import batches, score
 
@@ -40,7 +40,7 @@ def train(
     model: nn.Module,
     step: Step,
     block: int | None,
-    least_steps: int = 1,
+    least: Least = Least(),  # noqa: B008 - a value
 ) -> None:
     """Train on this rank's rows until the gauge says it is enough.
 
@@ -50,7 +50,7 @@ def train(
         model: That is scored.
         step: Makes one.
         block: Steps after which all processes meet; None: they never do.
-        least_steps: That count, however long they take.
+        least: Steps there have to be, however long they take.
     """
     x, y, x_test, y_test = map(torch.from_numpy, own.task.split())
     rng = np.random.default_rng((own.seed, own.rank))
@@ -61,7 +61,7 @@ def train(
         meeting,
         block,
         lambda: score(own.task, model, x_test, y_test),
-        least_steps,
+        least,
     )
     gauge.begin()
     while gauge.goes_on(own.task.batch_size):

@@ -123,8 +123,10 @@ def files(own: Arguments, folder: Path) -> str:
     return f"{folder}/*.npz"
 
 
-def fit(own: Arguments, client: Client, meeting: Meeting, master: Any) -> None:
-    """Train until all that count have reported."""
+def fit(
+    own: Arguments, client: Client, meeting: Meeting, master: Any
+) -> daskdl.StepTable:
+    """Train until all that count have reported; a sample of the steps."""
     trainer = daskdl.Trainer(
         own.task.model,
         optimizer=own.rule(),
@@ -142,6 +144,19 @@ def fit(own: Arguments, client: Client, meeting: Meeting, master: Any) -> None:
             batch_size=own.task.batch_size,
             loader=daskdl.data.Npz(x="x", y="y"),
         )
+    return trainer.history_.steps
+
+
+def parts(steps: daskdl.StepTable) -> dict[str, float]:
+    """Milliseconds of a step, and of what is not computing, mean of the later half."""
+    half = max(row["step"] for row in steps) / 2
+    later = [row for row in steps if row["step"] > half]
+    names = ("step_s", "encode_s", "apply_s", "wait_s")
+    found = {
+        name[:-2] + "_ms": 1e3 * float(np.mean([row[name] for row in later]))
+        for name in names
+    }
+    return {**found, "density": float(np.nanmean([row["density"] for row in later]))}
 
 
 def main() -> None:
@@ -167,8 +182,8 @@ def main() -> None:
         Client(cluster) as client,
     ):
         client.wait_for_workers(own.world, timeout=START_S)
-        fit(own, client, meeting, WAYS[more.way](more.every))
-        line.put(own, meeting)
+        steps = fit(own, client, meeting, WAYS[more.way](more.every))
+        line.put(own, meeting, parts=parts(steps))
 
 
 if __name__ == "__main__":

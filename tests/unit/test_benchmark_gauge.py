@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.peers.arguments import Arguments
-from benchmarks.peers.gauge import Gauge
+from benchmarks.peers.gauge import Gauge, Least
 from benchmarks.peers.line import summary
 from benchmarks.turns import CONTESTANTS, row
 
@@ -54,8 +54,8 @@ def arguments(**changes):
     return Arguments(**made | changes)
 
 
-def begun(board, clock, block=None, score=None, **changes):
-    gauge = Gauge(arguments(**changes), board, block, score, clock=clock)
+def begun(board, clock, block=None, score=None, least=Least(), **changes):  # noqa: B008
+    gauge = Gauge(arguments(**changes), board, block, score, least, clock)
     gauge.begin()
     return gauge
 
@@ -90,6 +90,16 @@ def test_one_step_counts_however_long_it_takes():
 
     assert gauge.report.steps == 1
     assert gauge.report.seconds == 60.0
+
+
+def test_a_warm_up_has_at_least_so_many_steps_however_long_they_take():
+    clock = Clock()
+    gauge = begun(Board(), clock, least=Least(warm_up=3, counted=2))
+
+    made = train(gauge, clock, step_s=60.0)
+
+    assert made == 5
+    assert gauge.report.steps == 2
 
 
 def test_those_in_step_end_where_rank_0_says():

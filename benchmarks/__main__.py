@@ -36,6 +36,7 @@ SCRIPTS = {
     "data": "what does it cost to have the data elsewhere than in memory?",
     "predict": "how much faster do two workers predict than one process?",
     "evaluate": "what do loss and metrics add to a forward pass over 1 M rows?",
+    "predictor": "how many callers does a predictor answer, and how fast?",
     "telemetry": "what do the rows of `history.steps` cost?",
     "report": "docs/benchmarks.md from the newest results",
     "compare": "ratios of this run beside benchmarks/baseline.json",

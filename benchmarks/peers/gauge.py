@@ -8,7 +8,7 @@ as a target.
 Contestants whose processes train in step go on or end together: rank 0 decides, at the
 end of a block of steps at which all meet anyway, and the others hear of it there. While
 rank 0 scores the model they wait, and the clock stands. Contestants that do not train
-in step decide each for itself, and their clock runs on while they score.
+in step decide each for itself, and the clock runs on while rank 0 scores.
 """
 
 import time
@@ -151,6 +151,8 @@ class Gauge:
 
     def _scores(self, target: float) -> bool:
         """Score the model if it is time to; whether the target is reached."""
+        if self._own.rank > 0:
+            return False
         curve, now = self.report.curve, self._seconds()
         last = curve[-1][0] if curve else 0.0
         if now < last + SCORE_S + SCORE_SHARE * last:

@@ -146,6 +146,15 @@ def test_the_clock_runs_on_while_one_that_is_not_in_step_is_scored():
     assert gauge.report.reached_s > 7.0
 
 
+def test_only_rank_0_scores():
+    clock = Clock()
+    gauge = begun(Board(), clock, score=lambda: 0.9, target=0.8, rank=1)
+
+    train(gauge, clock, step_s=0.5)
+
+    assert gauge.report.curve == []
+
+
 def test_a_target_that_is_not_reached_ends_with_the_time():
     clock = Clock()
     gauge = begun(Board(), clock, score=lambda: 0.1, target=0.8)

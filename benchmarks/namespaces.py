@@ -10,7 +10,6 @@ import functools
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 NETWORKS = 256  # that can be at the same time, on one machine
 INNER = "eth0"  # a host's own end of its link
@@ -115,16 +114,6 @@ class Network:
     def on(self, host, *command):
         """A command as it has to be called to run on a host."""
         return ["ip", "netns", "exec", self.name(host), *command]
-
-    def counted(self, host):
-        """Bytes that a host's link has carried, as its interface counts them.
-
-        Returns:
-            From the host, and to it.
-        """
-        # Of the end at the bridge, where what the host sends is received.
-        folder = Path("/sys/class/net", self.name(host), "statistics")
-        return tuple(int((folder / f"{way}_bytes").read_text()) for way in ("rx", "tx"))
 
     def limit(self, rate):
         """Let each link carry no more than a rate, as ``tc`` has it, each way."""

@@ -18,6 +18,8 @@ from benchmarks.contestants import Contestant
 from benchmarks.places import Place, end_tree
 
 ROOT = Path(__file__).parents[1]
+# Read by glibc; the numbers are those of daskdl.training.memory.
+KEEP = {"MALLOC_MMAP_THRESHOLD_": f"{2**25}", "MALLOC_TRIM_THRESHOLD_": f"{2**30}"}
 LEAVE_S = 10  # for all processes, after rank 0 has printed its line
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")  # as tracebacks end
 
@@ -84,7 +86,7 @@ def compete(
                     place.on(rank, *command),
                     stdout=subprocess.PIPE,
                     stderr=ends.enter_context(log.open("wb")),
-                    env=_environment(place),
+                    env=_environment(place, contestant),
                     cwd=ROOT,
                 )
                 ends.callback(end_tree, process)
@@ -121,11 +123,12 @@ def _options(
     return [f"--{name}={value}" for name, value in found.items()]
 
 
-def _environment(place: Place) -> dict[str, str]:
+def _environment(place: Place, contestant: Contestant) -> dict[str, str]:
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         **ONE_THREAD,
+        **(KEEP if contestant.kept else {}),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "GLOO_SOCKET_IFNAME": place.interface,
     }

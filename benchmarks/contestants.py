@@ -13,6 +13,7 @@ class Contestant:
         options: Of the script.
         alone: Whether it is one process, whatever the number of hosts.
         shares: Whether its processes train one model.
+        kept: Whether freed memory is kept for the next step, as daskdl keeps it.
     """
 
     name: str
@@ -20,16 +21,19 @@ class Contestant:
     options: tuple[str, ...] = ()
     alone: bool = False
     shares: bool = True
+    kept: bool = False
 
 
 SINGLE = "plain, one process"
 INDEPENDENT = "plain, independent processes"
+KEPT = "plain, freed memory kept"
 
 CONTESTANTS = {
     key: Contestant(*rest)
     for key, *rest in (
         ("single", SINGLE, "plain", (), True, False),
         ("independent", INDEPENDENT, "plain", (), False, False),
+        ("independent-kept", KEPT, "plain", (), False, False, True),
         ("ddp", "DDP, gloo", "ddp"),
         ("ddp-fp16", "DDP, fp16 hook", "ddp", ("--hook=fp16",)),
         ("ddp-powersgd", "DDP, PowerSGD rank 1", "ddp", ("--hook=powersgd",)),

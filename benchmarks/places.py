@@ -118,3 +118,5 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
                 child.kill()
     process.kill()
     process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

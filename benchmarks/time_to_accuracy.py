@@ -65,8 +65,8 @@ def target_of(runs: Sequence[Curve]) -> float:
     """What one process has in the last quarter of its time, mean over seeds.
 
     Example:
-        >>> target_of([[(1.0, 0.5), (8.0, 0.9), (10.0, 0.94)]])
-        0.92
+        >>> target_of([[(1.0, 0.5), (8.0, 0.75), (10.0, 1.0)]])
+        0.875
     """
     ends = [
         statistics.mean(score for at, score in run if at >= LAST * run[-1][0])

@@ -89,7 +89,10 @@ def test_a_time_is_known_only_if_all_seeds_came_to_the_target():
     reached, not_reached = {"reached_s": 2.0}, {"reached_s": None}
 
     made = time_to_accuracy.row(
-        "daskdl", [reached, {"reached_s": 4.0}], [{"reached_s": 6.0}] * 2, [not_reached]
+        "daskdl",
+        [reached, {"reached_s": 4.0}],
+        [{"reached_s": 6.0}] * 2,
+        [reached, not_reached],
     )
 
     assert made["reached_s"] == 3.0

@@ -158,11 +158,17 @@ def _parts(collection: Any) -> list[Any]:
 
 
 def _take(values: Any, rows: list[int]) -> list[Any]:
+    """Keys of some rows of a part, as objects of Python where they are numbers."""
+    values = values if hasattr(values, "tolist") else list(values)
+    if max(rows) >= len(values):
+        raise DataError(
+            f"key has {len(values)} values in a part that had at least {max(rows) + 1} "
+            "rows; it must be cut as the data are, and be the same each time"
+        )
     if hasattr(values, "iloc"):
         return list(values.iloc[rows].tolist())
     if isinstance(values, np.ndarray):
         return list(values[rows].tolist())
-    values = list(values)
     return [values[row] for row in rows]
 
 

@@ -301,6 +301,14 @@ class TestKeys:
         with pytest.raises(error, match=message):
             own.score_examples(*data, key=key)
 
+    def test_that_are_cut_otherwise_are_refused(self, own):
+        x, y = blocks()
+        keep = y >= 0  # of unknown lengths
+        key = da.from_array(np.arange(4), chunks=1)
+
+        with pytest.raises(DataError, match="key has 1 values in a part that had"):
+            own.errors(x[keep], y[keep], key=key)
+
     def test_of_what_has_no_order_are_refused(self, own):
         class Stream(IterableDataset):
             def __iter__(self):

@@ -126,8 +126,9 @@ def _key(plain: Any) -> Any:
     if kind == "tuple":
         return tuple(_key(part) for part in content)
     if kind == "numpy":
-        dtype, encoded = content
-        return np.frombuffer(base64.b64decode(encoded), np.dtype(dtype))[0]
+        dtype, encoded = np.dtype(content[0]), base64.b64decode(content[1])
+        # Empty text has no bytes to look at.
+        return np.frombuffer(encoded, dtype)[0] if dtype.itemsize else dtype.type()
     _, _, read_one = _KINDS[kind]
     return read_one(content)
 

@@ -9,6 +9,7 @@ from typing import Any
 from dask.delayed import Delayed
 from typing_extensions import override
 
+from daskdl.errors import ModelError
 from daskdl.predictions.base import Encoded, Format
 
 _NAME = "prediction"  # of the column of a series, which Parquet needs
@@ -35,7 +36,11 @@ class Tables(Format):
 
     @classmethod
     def of(cls, frame: Any) -> "Tables":
-        """The format of the partitions of a ``dask.dataframe`` or a series."""
+        """The format of the partitions of a ``dask.dataframe`` or a series.
+
+        Raises:
+            ModelError: If its columns could not be told when it is read back.
+        """
         import pandas
 
         meta = frame._meta
@@ -44,6 +49,11 @@ class Tables(Format):
             index = pandas.Index(frame.divisions, name=meta.index.name)
             divisions = _parquet(pandas.DataFrame(index=index))
         names = meta.ndim == 1 or all(isinstance(name, str) for name in meta.columns)
+        if not names and list(meta.columns) != list(range(len(meta.columns))):
+            raise ModelError(
+                "columns must have text as names to be written to Parquet, got "
+                f"{list(meta.columns)}; give a postprocess that names them so"
+            )
         return cls(_parquet(_framed(meta)), divisions, meta.ndim == 1, names)
 
     @override

@@ -21,7 +21,7 @@ from daskdl.serving.crew import Crew
 from daskdl.serving.dispatcher import Dispatcher
 from daskdl.serving.joining import Joining
 from daskdl.serving.local import LocalGround
-from daskdl.serving.loops import loop_thread
+from daskdl.serving.loops import check_elsewhere, loop_thread
 from daskdl.serving.options import check_options
 from daskdl.serving.remote import RemoteGround
 from daskdl.serving.replica import Ground
@@ -140,6 +140,7 @@ class Predictor:
             WaitTimeoutError: If there is no answer in time, or no replica is left.
             RunError: If the predictor is closed.
         """
+        check_elsewhere(self._loop)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             freed = self._room.freed()
@@ -149,11 +150,13 @@ class Predictor:
             except BusyError:
                 if deadline is None or not done_by(deadline, freed):
                     raise
-        if deadline is None:
-            settled(answer, self._loop)
-        if deadline is None or done_by(deadline, answer):
-            return answer.result()
-        answer.cancel()
+        try:
+            if deadline is None:
+                settled(answer, self._loop)
+            if deadline is None or done_by(deadline, answer):
+                return answer.result()
+        finally:
+            answer.cancel()  # if nobody waits any more; what is done stays so
         raise late(timeout_s)
 
     async def acall(self, x: Any, timeout_s: float | None = None) -> Any:
@@ -175,9 +178,11 @@ class Predictor:
             except BusyError:
                 if deadline is None or not await awaited_by(deadline, freed):
                     raise
-        if deadline is None or await awaited_by(deadline, answer):
-            return await asyncio.wrap_future(answer)
-        answer.cancel()
+        try:
+            if deadline is None or await awaited_by(deadline, answer):
+                return await asyncio.wrap_future(answer)
+        finally:
+            answer.cancel()  # if nobody waits any more; what is done stays so
         raise late(timeout_s)
 
     def submit(self, x: Any) -> Future[Any]:
@@ -218,6 +223,7 @@ class Predictor:
             ModelError: If a worker cannot use it; all then go on with the old one.
             RunError: If the predictor is closed.
         """
+        check_elsewhere(self._loop)
         check_module(model)
         packed = PackedModel(model)
         self._check_open()
@@ -231,6 +237,7 @@ class Predictor:
                 ``daskdl.timeouts.stop`` at most; without, and after it, they get a
                 RunError.
         """
+        check_elsewhere(self._loop)
         with self._closing:
             if self._closed:
                 return

@@ -1,6 +1,5 @@
 """A model in memory, and the thread that computes with it. No Dask."""
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from daskdl.data.batches import (
 from daskdl.data.trees import Tree
 from daskdl.packed import Packed, PackedModel
 from daskdl.serving.answers import Failure, Outputs
+from daskdl.serving.waits import awaited
 from daskdl.training.threads import torch_threads
 
 T = TypeVar("T")
@@ -86,9 +86,8 @@ class Resident:
         """What a function returns, or raises, in the thread."""
         if self.closed:
             raise ConnectionError("the replica is closed")
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, function, *args)
-        await asyncio.wait({future})
+        future = self._executor.submit(function, *args)
+        await awaited(future)
         error = future.exception()
         return future.result() if error is None else Failure.of(error)
 

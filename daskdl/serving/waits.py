@@ -1,6 +1,7 @@
 """Waiting for futures until a time of the clock, in a thread or on an event loop."""
 
 import asyncio
+import contextlib
 import time
 from concurrent.futures import Future, wait
 from typing import Any
@@ -36,23 +37,35 @@ def settled(future: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
             raise RunError("the predictor's client is closed")
 
 
-async def awaited_by(deadline: float, future: Future[Any]) -> bool:
-    """Wait on this event loop; whether the future is done.
+async def awaited(future: Future[Any]) -> None:
+    """Wait on this event loop until a future is done, whatever it raises.
+
+    A future of asyncio's own cannot be told of every error: not of a StopIteration.
 
     Args:
-        deadline: Of ``time.monotonic()``.
         future: Not changed, nor cancelled by whoever cancels the wait.
     """
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 
     def tell(_: Future[Any]) -> None:
-        loop.call_soon_threadsafe(done.set)
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(done.set)
 
     future.add_done_callback(tell)
+    await done.wait()
+
+
+async def awaited_by(deadline: float, future: Future[Any]) -> bool:
+    """Wait on this event loop; whether the future is done.
+
+    Args:
+        deadline: Of ``time.monotonic()``.
+        future: See `awaited`.
+    """
     try:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-            await done.wait()
+            await awaited(future)
     except TimeoutError:
         return future.done()
     return True

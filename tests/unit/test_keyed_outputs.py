@@ -94,6 +94,7 @@ def test_all_else_has_no_key(example):
         ("a", (1, b"b")),
         np.int64(7),
         np.str_("x"),
+        np.str_(""),
         np.datetime64("2026-01-02", "D"),
     ],
     ids=repr,

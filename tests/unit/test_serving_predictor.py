@@ -263,6 +263,61 @@ def test_a_call_that_is_cancelled_makes_room(gate):
         np.testing.assert_allclose(again.result(WITHIN_S), X[:4] * 2)
 
 
+def test_an_event_loop_that_does_not_wait_any_more_makes_room(gate):
+    async def ask(predictor):
+        task = asyncio.create_task(predictor.acall(X[:1], timeout_s=WITHIN_S))
+        await asyncio.sleep(0)  # it asks
+        freed = predictor._room.freed()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return freed
+
+    with here(Gated(), replicas=1, batch_limit=4, queue_limit=8) as predictor:
+        filled(predictor)
+
+        asyncio.run(ask(predictor)).result(WITHIN_S)
+
+        gate.set()
+
+
+def test_a_late_answer_for_an_event_loop_that_is_closed_is_nobodys(gate, caplog):
+    with here(Gated(), replicas=1) as predictor:
+        with pytest.raises(WaitTimeoutError):
+            asyncio.run(predictor.acall(X[:1], timeout_s=0.01))
+        gate.set()
+        predictor(X[:1])
+
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda predictor: predictor(X[:1]),
+        lambda predictor: predictor.swap(nn.Identity()),
+        lambda predictor: predictor.close(),
+    ],
+    ids=["call", "swap", "close"],
+)
+def test_the_thread_that_answers_may_not_wait_for_answers(gate, wait):
+    told = Future()
+
+    def after(answer):
+        try:
+            told.set_result(wait(predictor))
+        except RunError as error:
+            told.set_exception(error)
+
+    with here(Gated()) as predictor:
+        predictor.submit(X[:1]).add_done_callback(after)
+        gate.set()
+
+        with pytest.raises(RunError, match="must not wait for them; use submit"):
+            told.result(WITHIN_S)
+        assert len(predictor(X[:1])) == 1
+
+
 # ---- what fails
 
 
@@ -277,6 +332,19 @@ def test_rows_that_the_model_fails_on_fail_alone(model):
             predictor(X)
 
         predictor(X[:2])
+
+
+class Parameterless(nn.Module):
+    def forward(self, x):
+        return x.to(next(self.parameters()).device)
+
+
+def test_a_model_that_stops_an_iteration_fails_as_others_do():
+    with (
+        here(Parameterless()) as predictor,
+        pytest.raises(ModelError, match="StopIteration"),
+    ):
+        predictor(X[:1], timeout_s=WITHIN_S)
 
 
 def test_outputs_that_have_no_row_for_each_example_are_refused():

@@ -33,6 +33,16 @@ class Columns(nn.Module):
         return {"sum": x.sum(dim=1), "first": x[:, 0].to(torch.int32)}
 
 
+class Having(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.layer = nn.Identity()
+        self.layer.factor = factor
+
+    def forward(self, x):
+        return x * self.layer.factor
+
+
 @pytest.fixture(autouse=True)
 def in_this_thread():
     with dask.config.set(scheduler="sync"):
@@ -158,6 +168,16 @@ class TestKinds:
         # Parquet has one kind of text: the index is of another dtype of pandas.
         same(found.load(), expected, check_index_type=False)
         same(found.to_dask().compute(), expected, check_index_type=False)
+
+    def test_columns_that_could_not_be_told_are_refused(self, url):
+        with pytest.raises(
+            ModelError, match=r"must have text as names .* got \[5, 7\]"
+        ):
+            say(
+                dd.from_pandas(TABLE, npartitions=2),
+                url,
+                postprocess=lambda rows: {5: rows[:, 0], 7: rows[:, 1]},
+            )
 
     def test_a_partition_without_rows_stays_so(self, url):
         table = dd.from_pandas(TABLE, npartitions=3)
@@ -335,6 +355,42 @@ class TestOthersAtTheUrl:
             same.bias += 1
         assert fingerprint(one) != fingerprint(same)
         assert fingerprint(nn.ReLU()) != fingerprint(nn.Tanh())
+
+    @pytest.mark.parametrize(
+        ("first", "second"),
+        [
+            (2.0, 3.0),
+            ("a", "b"),
+            ([1, {"k": 2}], [1, {"k": 3}]),
+            (torch.zeros(2), torch.ones(2)),
+            (np.zeros(2), np.ones(2)),
+            ({"a"}, {"b"}),
+            (torch.relu, torch.tanh),
+            (lambda x: x * 2, lambda x: x * 3),
+        ],
+        ids=[
+            "number",
+            "text",
+            "nested",
+            "tensor",
+            "array",
+            "set",
+            "function",
+            "lambda",
+        ],
+    )
+    def test_models_are_told_by_what_their_layers_have(self, first, second):
+        assert fingerprint(Having(first)) == fingerprint(Having(first))
+        assert fingerprint(Having(first)) != fingerprint(Having(second))
+
+    def test_modes_and_objects_that_differ_in_each_session_tell_no_models(self):
+        assert fingerprint(Having(object()).eval()) == fingerprint(Having(object()))
+
+    def test_predictions_of_a_model_with_another_constant_are_not_taken(self, url):
+        say(lazy(), url, Having(2.0))
+
+        with pytest.raises(OptionError, match="of another model, other data or"):
+            say(lazy(), url, Having(3.0))
 
 
 class TestDamage:

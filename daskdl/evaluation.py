@@ -4,10 +4,9 @@ What one process makes of batches is in :mod:`daskdl.scores`.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from distributed import Client
@@ -28,12 +27,15 @@ from daskdl.data.source import Source, rows_of_part
 from daskdl.errors import OptionError
 from daskdl.memory import freed_memory_kept
 from daskdl.metrics.evaluation import Evaluation
-from daskdl.metrics.meter import Measure, Meter, computed
-from daskdl.metrics.states import States
+from daskdl.metrics.sections import Section
 from daskdl.metrics.wanted import Wanted
 from daskdl.objective import Objective, OwnStep, on_device
 from daskdl.packed import Packed, PackedModel
 from daskdl.scores import Score, score_batches
+
+if TYPE_CHECKING:  # they need torchmetrics, and most evaluations do not
+    from daskdl.metrics.meter import Measure
+    from daskdl.metrics.states import States
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class Scored(NamedTuple):
     """What one part comes to."""
 
     score: Score
-    states: tuple[States, ...] = ()  # of each set of metrics
+    states: "tuple[States, ...]" = ()  # of each set of metrics
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Scoring:
     transform: Transform | None
     labels: LabelCheck | None
     skips: bool = False
-    measures: Packed[tuple[Measure, ...]] | None = None
+    measures: "Packed[tuple[Measure, ...]] | None" = None
 
     def __call__(self, source: Source, part: int) -> Scored:
         """Score a part.
@@ -90,6 +92,8 @@ class Scoring:
         with freed_memory_kept(), without_gradients:
             if self.measures is None:
                 return Scored(score_batches(module, loss, made, device))
+            from daskdl.metrics.meter import Meter
+
             meter = Meter(self.measures.shared(), source.name(part))
             score = score_batches(module, loss, made, device, meter.add)
             return Scored(score, meter.states(part))
@@ -155,8 +159,18 @@ def evaluate(
     values = score.metrics()
     if loss is None:
         del values["loss"]
+    return Evaluation(values, _sections(measures, states))
+
+
+def _sections(
+    measures: "Sequence[Measure]", states: "Sequence[States]"
+) -> list[Section]:
+    if not measures:
+        return []
+    from daskdl.metrics.meter import computed
+
     each = [(one, computed(one, of)) for one, of in zip(measures, states, strict=True)]
-    return Evaluation(values, [one.metrics.section(one.shown, v) for one, v in each])
+    return [one.metrics.section(one.shown, values) for one, values in each]
 
 
 def _prepared(
@@ -165,7 +179,7 @@ def _prepared(
     source: Source,
     read: ReadOptions,
     wanted: Wanted | None,
-) -> tuple[Scoring, tuple[Measure, ...]]:
+) -> "tuple[Scoring, tuple[Measure, ...]]":
     """Look at everything on a few rows, and pack what is needed for the others."""
     rows = rows_like(source)
     accepted = None
@@ -196,6 +210,12 @@ def _prepared(
     return scoring, measures
 
 
+def _added(
+    states: "tuple[States, ...]", others: "tuple[States, ...]"
+) -> "tuple[States, ...]":
+    return tuple(one + more for one, more in zip(states, others, strict=True))
+
+
 def _totals(
     source: Source, scoring: Scoring, client: Client | Literal[False]
 ) -> Scored:
@@ -204,10 +224,7 @@ def _totals(
     states: tuple[States, ...] = ()
     for part, scored in each_part(source, scoring, client, send=True):
         scores[part] = scored.score
-        states = tuple(
-            one + more
-            for one, more in zip_longest(states, scored.states, fillvalue=States())
-        )
+        states = _added(states, scored.states) if states else scored.states
     unscored = [part for part in sorted(scores) if not scores[part].examples]
     if scoring.skips and unscored:  # why, is in the logs of the workers
         logger.warning("%s parts gave nothing to score: %s", len(unscored), unscored)

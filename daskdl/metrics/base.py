@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
 
 from daskdl.data.trees import Tree
 from daskdl.metrics.sections import PlainSection, Section
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
 
 Scale = Literal["logits", "probabilities", "log_probabilities"]
 
@@ -40,7 +42,7 @@ class MetricSet(ABC):
     """
 
     @abstractmethod
-    def collection(self, shown: Shown) -> MetricCollection:
+    def collection(self, shown: Shown) -> "MetricCollection":
         """Make live metrics, in their beginning.
 
         Args:
@@ -90,15 +92,6 @@ class MetricSet(ABC):
             values: What `values` returned.
         """
         return PlainSection(values)
-
-
-def collected(metrics: Mapping[str, Metric]) -> MetricCollection:
-    """Metrics of which each has its own state.
-
-    Torchmetrics would guess from the first rows which have the same one.
-    """
-    groups = [[name] for name in metrics]
-    return MetricCollection(dict(metrics), compute_groups=groups)
 
 
 def probabilities(scores: Tensor, scale: Scale) -> Tensor:

@@ -10,9 +10,10 @@ from torchmetrics.classification import BinaryConfusionMatrix
 from typing_extensions import override
 
 from daskdl.data.trees import Tree
-from daskdl.metrics.base import MetricSet, Shown, collected
+from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.class_section import BinarySection
 from daskdl.metrics.classification import check_names, class_names
+from daskdl.metrics.groups import collected
 from daskdl.metrics.label_scores import binary_rows, check_binary, check_threshold
 from daskdl.metrics.ranking import check_thresholds, ranked, ranking
 from daskdl.metrics.rates import divided, matthews, rates, share

@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from daskdl.data.trees import Tree
 from daskdl.errors import OptionError
-from daskdl.metrics.base import MetricSet, Shown, collected
+from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.class_scores import check_classes, class_rows, is_per_class
 from daskdl.metrics.classification import check_names, class_names
+from daskdl.metrics.groups import collected
 from daskdl.metrics.label_scores import binary_rows, check_binary
 from daskdl.metrics.number_sections import CalibrationSection
 from daskdl.metrics.reliability import ReliabilityBins

@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from daskdl.data.trees import Tree
 from daskdl.errors import OptionError
-from daskdl.metrics.base import MetricSet, Shown, collected
+from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.class_scores import check_classes, class_rows
 from daskdl.metrics.class_section import ClassSection
+from daskdl.metrics.groups import collected
 from daskdl.metrics.ranking import check_thresholds, ranked, ranking
 from daskdl.metrics.rates import matthews, mean_of, rates, share
 from daskdl.metrics.right_counts import TopRight

@@ -6,6 +6,7 @@ would share one state for ever. Here it is decided by what they are made of.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -89,3 +90,12 @@ def _same(one: Any, two: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(_same, one, two))
     return one is two or (isinstance(one, _PLAIN) and bool(one == two))
+
+
+def collected(metrics: Mapping[str, Metric]) -> MetricCollection:
+    """Metrics of which each has its own state.
+
+    Torchmetrics would guess from the first rows which have the same one.
+    """
+    groups = [[name] for name in metrics]
+    return MetricCollection(dict(metrics), compute_groups=groups)

@@ -10,9 +10,10 @@ from torchmetrics.classification import MultilabelConfusionMatrix
 from typing_extensions import override
 
 from daskdl.data.trees import Tree
-from daskdl.metrics.base import MetricSet, Shown, collected
+from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.class_section import LabelSection
 from daskdl.metrics.classification import check_names, class_names, macro
+from daskdl.metrics.groups import collected
 from daskdl.metrics.label_scores import (
     check_multilabel,
     check_threshold,

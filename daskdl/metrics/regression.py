@@ -12,10 +12,11 @@ from typing_extensions import override
 
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError, ModelError
-from daskdl.metrics.base import MetricSet, Shown, collected
+from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.class_scores import is_counted, one_tensor
 from daskdl.metrics.classification import check_names
 from daskdl.metrics.error_sums import ErrorSums, errors_of
+from daskdl.metrics.groups import collected
 from daskdl.metrics.number_sections import RegressionSection
 from daskdl.metrics.rates import mean_of
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from daskdl.data.rehearsal import ignored_label
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.metrics.base import MetricSet, Shown
-from daskdl.metrics.choice import metric_sets
-from daskdl.metrics.meter import Measure, joined, measure_of
 from daskdl.metrics.scale import scale_of
 from daskdl.objective import Objective, OwnStep
+
+if TYPE_CHECKING:
+    from daskdl.metrics.meter import Measure
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Wanted:
                 "use daskdl.evaluate(trainer.model_, ..., metrics=...) if model(x) is "
                 "what is to be measured"
             )
+        from daskdl.metrics.choice import metric_sets
+
         return cls(metric_sets(metrics), classes)
 
     def measures(
@@ -63,7 +66,7 @@ class Wanted:
         output: Tree,
         y: Tree,
         classes: Sequence[str] | None,
-    ) -> tuple[Measure, ...]:
+    ) -> tuple["Measure", ...]:
         """Make all sets ready for a model and data.
 
         Args:
@@ -84,6 +87,8 @@ class Wanted:
                     "metrics need a model that returns tensors, or tuples and dicts of "
                     f"them; {name} is a {type(leaf).__name__}"
                 )
+        from daskdl.metrics.meter import joined, measure_of
+
         shown = Shown(
             joined([output]),
             joined([y]),

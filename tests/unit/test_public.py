@@ -270,6 +270,24 @@ def test_import_starts_no_thread_reads_no_environment_and_adds_its_defaults():
     assert (done.stdout, done.stderr) == ("nothing but names\n", "")
 
 
+@pytest.mark.parametrize(
+    "library", ["torchmetrics", "matplotlib", "pandas", "pyarrow", "keras", "PIL"]
+)
+def test_what_few_need_is_not_imported_by_all(library):
+    asked = f"import daskdl, sys; print({library!r} in sys.modules)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, timeout=100
+    )
+
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_a_set_of_metrics_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'NoMetrics'"):
+        daskdl.metrics.NoMetrics  # noqa: B018 - it raises
+
+
 def test_what_is_no_code_is_installed_too():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     package = Path(daskdl.__file__).parent

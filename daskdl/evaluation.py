@@ -123,7 +123,7 @@ def evaluate(
         model: Not changed, whatever mode it is in.
         loss: ``loss(output, labels)``, a mean over a batch, or a sum if it has
             ``reduction="sum"``; or a step of the user's own. Batches weigh by their
-            examples. None: there is none.
+            examples; for class indices by what it divides by. None: there is none.
         source: Examples and their labels; parts are loaded and dropped one after the
             other.
         read: How they are read.
@@ -194,7 +194,8 @@ def _prepared(
             "there is nothing to measure without loss and metrics where labels are not "
             "class indices; give loss=, metrics=, or both"
         )
-    labels = None if read.transform else LabelCheck(accepted)
+    masked = accepted is None and any(one.metrics.masks_nan for one in measures)
+    labels = None if read.transform or masked else LabelCheck(accepted)
     if labels is not None:
         check_whole(source, labels)
     named = "step" if isinstance(loss, OwnStep) else "loss"

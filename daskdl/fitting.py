@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from daskdl.data.checks import of_validation
+from daskdl.data.checks import check_same_classes, of_validation
 from daskdl.data.labels import LabelCheck
 from daskdl.data.pairs import pair
 from daskdl.data.source import Source
@@ -80,6 +80,7 @@ class Fitting:
             with of_validation():
                 own = self.fit.read.source(None, labelled)
                 sources["validation"] = source_of(*pair(validation), own)
+                check_same_classes(sources["validation"], sources["train"].classes)
         return sources
 
     def _judging(self, validates: bool, accuracy: bool | None = None) -> Judging:

@@ -3,6 +3,7 @@
 Everything that runs a model on labelled rows takes either, and asks here.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,5 +107,9 @@ def is_sum(objective: Objective) -> bool:
     Example:
         >>> is_sum(nn.MSELoss(reduction="sum")), is_sum(nn.MSELoss())
         (True, False)
+        >>> is_sum(functools.partial(nn.functional.mse_loss, reduction="sum"))
+        True
     """
+    if isinstance(objective, functools.partial) and "reduction" in objective.keywords:
+        return bool(objective.keywords["reduction"] == "sum")
     return getattr(objective, "reduction", "mean") == "sum"

@@ -5,6 +5,8 @@ they should and any way of cutting the data gives the same answer.
 """
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -30,6 +32,8 @@ class Score:
         correct: Labels that were predicted right.
         labels: Labels that were predicted at all; 0 if they are no class indices.
         examples: Rows of the data.
+        more: By how many rows the loss weighs them as more than they are; negative
+            where it ignores labels, or classes weigh less than 1.
 
     Example:
         >>> (Score(3.0, 1, 2, 2) + Score(1.0, 1, 1, 1)).metrics()
@@ -40,6 +44,7 @@ class Score:
     correct: int = 0
     labels: int = 0
     examples: int = 0
+    more: float = 0.0
 
     @property
     def has_accuracy(self) -> bool:
@@ -47,8 +52,10 @@ class Score:
         return self.labels > 0
 
     def __iter__(self) -> Iterator[float]:
-        """The four numbers, so that ``Score(*list(score))`` is the score again."""
-        return iter((self.loss_sum, self.correct, self.labels, self.examples))
+        """The numbers, so that ``Score(*list(score))`` is the score again."""
+        return iter(
+            (self.loss_sum, self.correct, self.labels, self.examples, self.more)
+        )
 
     def __add__(self, other: "Score") -> "Score":
         return Score(
@@ -56,17 +63,21 @@ class Score:
             self.correct + other.correct,
             self.labels + other.labels,
             self.examples + other.examples,
+            self.more + other.more,
         )
 
     def metrics(self) -> dict[str, float]:
         """The mean loss per example, and the share of right labels if there is one.
+
+        The loss is NaN if there are examples, but none that counts for it.
 
         Raises:
             DataError: If nothing has been scored.
         """
         if not self.examples:
             raise DataError("no examples were scored")
-        metrics = {"loss": self.loss_sum / self.examples}
+        weight = self.examples + self.more
+        metrics = {"loss": self.loss_sum / weight if weight else math.nan}
         if self.has_accuracy:
             metrics["accuracy"] = self.correct / self.labels
         return metrics
@@ -95,7 +106,7 @@ def score_batches(
     Example:
         >>> rows = [(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))]
         >>> score_batches(nn.Identity(), nn.NLLLoss(), rows, "cpu")
-        Score(loss_sum=-1.0, correct=1, labels=1, examples=1)
+        Score(loss_sum=-1.0, correct=1, labels=1, examples=1, more=0.0)
     """
     total = Score()
     dtype = floating_dtype(module)
@@ -120,14 +131,48 @@ def _score_batch(
     rows = rows_in(batch)
     x, y = batch
     output = module(x)
-    loss_sum = 0.0
-    if loss is not None:
-        loss_sum = loss(output, y).item() * (1 if is_sum(loss) else rows)
+    loss_sum, more = _loss_sum(loss, output, y, rows)
     if tell is not None:
         tell(output, y)
     elif is_classification(output, y):
-        return Score(loss_sum, *_right(output, y, ignored_label(loss)), rows)
-    return Score(loss_sum, examples=rows)
+        return Score(loss_sum, *_right(output, y, ignored_label(loss)), rows, more)
+    return Score(loss_sum, examples=rows, more=more)
+
+
+def _loss_sum(
+    loss: Loss | None, output: Tree, y: Tree, rows: int
+) -> tuple[float, float]:
+    """Of a batch, and by how many rows it weighs more than it has."""
+    if loss is None:
+        return 0.0, 0.0
+    weight = _weight(loss, output, y, rows)
+    if not weight:  # the loss would be 0/0
+        return 0.0, -rows
+    value = loss(output, y).item()
+    return value * (1 if is_sum(loss) else weight), weight - rows
+
+
+def _weight(loss: Loss, output: Tree, y: Tree, rows: int) -> float:
+    """Rows that a batch weighs as: by what the loss has divided the sum of it.
+
+    That of class indices divides by the labels that it does not ignore, and by the
+    weights of their classes. If each batch weighed by its rows, one of which all is
+    ignored would make NaN of everything, and the others would give another mean for
+    another batch size.
+    """
+    ignored = ignored_label(loss)
+    if ignored is None or is_sum(loss) or not is_classification(output, y):
+        return rows
+    counted = y != ignored
+    if isinstance(loss, functools.partial):
+        weights_C = loss.keywords.get("weight")
+    else:
+        weights_C = getattr(loss, "weight", None)
+    labels: Tensor = counted
+    if weights_C is not None:
+        labels = weights_C.to(y.device).double()[y.where(counted, 0)] * counted
+    weight: float = labels.sum().item() * rows / max(y.numel(), 1)
+    return weight
 
 
 def _right(output: Tensor, y: Tensor, ignored: int | None) -> tuple[int, int]:

@@ -6,7 +6,7 @@ optimizer by themselves in :mod:`daskdl.data.models`; what they make of two rows
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from daskdl.data import trees
 from daskdl.data.arrays import check_array, check_structure
 from daskdl.data.batches import Batch, Transform
+from daskdl.data.frames.kinds import few
 from daskdl.data.in_memory import InMemory
 from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.data.models import check_model, check_optimizer
@@ -151,6 +152,36 @@ def check_whole(source: Source, labels: LabelCheck) -> None:
     """
     if isinstance(source, InMemory):
         labels.check(source.whole[1])
+
+
+def check_same_classes(source: Source, classes: Sequence[str] | None) -> None:
+    """Refuse labels whose names have other numbers than a model was trained with.
+
+    Args:
+        source: With names of its labels, or without.
+        classes: Names of those that the model knows, or None.
+
+    Raises:
+        DataError: With both.
+
+    Example:
+        >>> import numpy as np
+        >>> source = InMemory(np.zeros((1, 1)), np.zeros(1), 1)
+        >>> source.classes = ["dog", "cat"]
+        >>> check_same_classes(source, ["cat", "dog"])
+        Traceback (most recent call last):
+        daskdl.errors.DataError: labels must be numbered as those that the model was \
+trained with, 'cat', 'dog', got the names 'dog', 'cat': give them these categories, \
+with pandas' cat.set_categories for one
+    """
+    own = source.classes
+    if own is None or classes is None or list(own) == list(classes)[: len(own)]:
+        return
+    raise DataError(
+        "labels must be numbered as those that the model was trained with, "
+        f"{few(classes)}, got the names {few(own)}: give them these categories, with "
+        "pandas' cat.set_categories for one"
+    )
 
 
 @contextlib.contextmanager

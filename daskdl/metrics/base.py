@@ -41,6 +41,12 @@ class MetricSet(ABC):
     :mod:`daskdl.metrics.states`.
     """
 
+    @property
+    def masks_nan(self) -> bool:
+        """Whether labels that are NaN are masked, by ``ignore=float("nan")``."""
+        ignore = getattr(self, "ignore", None)
+        return ignore is not None and bool(ignore != ignore)
+
     @abstractmethod
     def collection(self, shown: Shown) -> "MetricCollection":
         """Make live metrics, in their beginning.

@@ -1,8 +1,9 @@
 """What an evaluation gives back: a dict that can be read, saved and drawn. No Dask."""
 
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,7 +24,8 @@ class Evaluation(dict[str, Any]):
 
     Without metrics it is the dict of loss and accuracy, and prints as one; with
     metrics it prints as a report. Where two sets of metrics have a value of the same
-    name, that of the later one is named after its set: ``binary_precision``.
+    name, that of the later one is named after its set: ``binary_precision``; of still
+    later ones of that kind ``binary_2_precision``, ``binary_3_precision``.
 
     Args:
         values: Of no set of metrics, as the loss.
@@ -38,6 +40,7 @@ class Evaluation(dict[str, Any]):
     """
 
     sections: tuple[Section, ...]
+    _measured: frozenset[str]  # names of what they have
 
     def __init__(
         self,
@@ -49,8 +52,8 @@ class Evaluation(dict[str, Any]):
         measured: dict[str, Any] = {}
         for section in self.sections:
             for name, value in section.values.items():
-                taken = name in measured
-                measured[f"{section.kind}_{name}" if taken else name] = value
+                measured[_free(name, section, {*self, *measured})] = value
+        self._measured = frozenset(measured)
         self.update(measured)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,8 +111,7 @@ class Evaluation(dict[str, Any]):
         for section in with_some:
             if section.names == with_some[0].names:
                 for name, values in section.columns().items():
-                    taken = name in columns
-                    columns[f"{section.kind}_{name}" if taken else name] = values
+                    columns[_free(name, section, columns)] = values
         return columns
 
     def plot(self, kind: str | None = None) -> "Figure":
@@ -128,8 +130,7 @@ class Evaluation(dict[str, Any]):
         pictures: dict[str, Picture] = {}
         for section in self.sections:
             for name, picture in section.pictures().items():
-                taken = name in pictures
-                pictures[f"{section.kind}_{name}" if taken else name] = picture
+                pictures[_free(name, section, pictures)] = picture
         if not pictures:
             raise OptionError(
                 "there is nothing to draw in this evaluation: evaluate with "
@@ -150,16 +151,22 @@ class Evaluation(dict[str, Any]):
         return as_html(self._blocks()) if self.sections else None
 
     def _blocks(self) -> Iterable[Block]:
-        measured = {name for section in self.sections for name in section.values}
         alone = [
             (name, decimals(value))
             for name, value in self.items()
-            if name not in measured and isinstance(value, float | int)
+            if name not in self._measured and isinstance(value, float | int)
         ]
         if alone:
             yield Facts(alone)
         for section in self.sections:
             yield from section.blocks()
+
+
+def _free(name: str, section: Section, taken: Container[str]) -> str:
+    """The name; where it is taken, after the section, of which there may be several."""
+    after = (f"{section.kind}_{n}_{name}" for n in itertools.count(2))
+    names = itertools.chain([name, f"{section.kind}_{name}"], after)
+    return next(one for one in names if one not in taken)
 
 
 def _plain(value: Any) -> Any:

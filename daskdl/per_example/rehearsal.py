@@ -8,7 +8,7 @@ from distributed import Client
 from torch import nn
 
 from daskdl.data.batches import Batch
-from daskdl.data.checks import check_rows, check_whole, rows_like
+from daskdl.data.checks import check_rows, check_same_classes, check_whole, rows_like
 from daskdl.data.collections import is_bag, is_lazy_list
 from daskdl.data.labels import LabelCheck
 from daskdl.data.looking import looked_at
@@ -45,7 +45,7 @@ class Scores(NamedTuple):
     objective: Objective
     read: ReadOptions
     penalty: float = 0.0  # added to each score
-    classes: Sequence[str] | None = None  # names of labels, if the data have none
+    classes: Sequence[str] | None = None  # names of labels that the model knows
 
 
 def known_source(given: Given, how: Scores, client: Client | Literal[False]) -> Source:
@@ -54,6 +54,7 @@ def known_source(given: Given, how: Scores, client: Client | Literal[False]) -> 
     check_loss(how.objective)
     labelled = not isinstance(how.objective, OwnStep)
     source = source_of(given.X, given.y, how.read.source(None, labelled))
+    check_same_classes(source, how.classes)
     if how.read.skips:
         return looked_at(source, client, skips=True)
     if is_bag(given.X) or is_lazy_list(given.X):

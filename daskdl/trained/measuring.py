@@ -5,6 +5,7 @@ from typing import Any
 
 from daskdl.cluster import check_outlives
 from daskdl.data.batches import Transform
+from daskdl.data.checks import check_same_classes
 from daskdl.data.collections import is_lazy
 from daskdl.data.formats.loaders import Loader
 from daskdl.data.options import OnBad, ReadOptions, one_of
@@ -71,6 +72,7 @@ class Measuring(HasModel):
         labelled = not isinstance(objective, OwnStep)
         wanted = Wanted.of(metrics, objective, getattr(self, "classes_", None))
         source = source_of(data, labels, read.source(None, labelled))
+        check_same_classes(source, getattr(self, "classes_", None))
         with site_of(self.client) as site:
             return site.evaluate(self._fitted(), objective, source, read, wanted)
 
@@ -122,7 +124,9 @@ class Measuring(HasModel):
         penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
         if is_lazy(data):
             check_outlives(self.client)
-        how = Scores(model, objective_of(self.loss, self.step), read, penalty)
+        names = getattr(self, "classes_", None)
+        objective = objective_of(self.loss, self.step)
+        how = Scores(model, objective, read, penalty, names)
         with site_of(self.client) as site:
             return score_examples(Given(data, labels, key), how, site.client)
 

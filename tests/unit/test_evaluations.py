@@ -20,7 +20,12 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import daskdl
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.metrics import ClassificationMetrics
+from daskdl.metrics import (
+    BinaryMetrics,
+    ClassificationMetrics,
+    MultilabelMetrics,
+    RegressionMetrics,
+)
 from daskdl.metrics.sections import PlainSection
 from tests.unit.part_sources import Parts
 
@@ -227,6 +232,51 @@ class TestTrouble:
 
         assert np.isnan(told["loss"])
         assert told["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_no_value_takes_the_place_of_another_however_many_sets_there_are():
+    chances, labels = np.linspace(0, 1, 5, dtype=np.float32), np.ones(5, np.int64)
+    sets = [BinaryMetrics(threshold=at) for at in (0.1, 0.3, 0.6)]
+    model = nn.Identity()
+
+    told = evaluate(model, chances, labels, loss=chance_loss, metrics=sets)
+
+    recalls = told["recall"], told["binary_recall"], told["binary_2_recall"]
+    assert recalls == (0.8, 0.6, 0.4)
+    assert str(told).count("Binary:") == 3
+    assert "binary_recall" not in str(told)  # it is in its own section
+
+
+def chance_loss(output, y):
+    return output.mean()
+
+
+chance_loss.scale = "probabilities"
+
+
+@pytest.mark.parametrize("loss", [None, lambda output, y: output.mean()])
+@pytest.mark.parametrize("kind", [RegressionMetrics, MultilabelMetrics])
+def test_labels_that_are_nan_can_be_masked(kind, loss):
+    labels = (X[:, :3] > 0).astype(np.float32)
+    labels[0] = labels[50, 1] = labels[-3:, 2] = np.nan
+    source = Parts((X[:40], labels[:40]), (X[40:], labels[40:]))
+    source.first = X[:2], labels[:2]
+    model, metrics = nn.Linear(4, 3), kind(ignore=float("nan"))
+
+    whole = evaluate(model, X, labels, loss=loss, metrics=metrics)
+    parts = evaluate(model, source, loss=loss, metrics=metrics)
+
+    name = "count" if kind is RegressionMetrics else "support"
+    counted = ~np.isnan(labels) if name == "count" else labels == 1
+    assert whole[name].tolist() == parts[name].tolist() == counted.sum(0).tolist()
+
+
+def test_labels_that_are_nan_and_not_masked_are_refused():
+    labels = X[:, :3].copy()
+    labels[50, 1] = np.nan
+
+    with pytest.raises(DataError, match=r"y\[50, 1\] is nan"):
+        evaluate(nn.Linear(4, 3), X, labels, metrics="regression")
 
 
 def rows(labels):

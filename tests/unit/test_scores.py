@@ -54,9 +54,9 @@ class TestScore:
         assert (total.examples, total.labels) == (ROWS, ROWS)
 
     def test_it_travels_as_a_list_of_numbers(self):
-        score = Score(1.5, 2, 3, 4)
+        score = Score(1.5, 2, 3, 4, -0.5)
 
-        assert list(score) == [1.5, 2, 3, 4]
+        assert list(score) == [1.5, 2, 3, 4, -0.5]
         assert Score(*score) == score
 
     def test_of_nothing_there_is_no_mean(self):
@@ -148,6 +148,50 @@ class TestScoreBatches:
         score = score_batches(nn.Identity(), loss, [(x, y)], "cpu")
 
         assert (score.correct, score.labels, score.examples) == (1, 2, 3)
+
+    @pytest.mark.parametrize("batch_size", [1, 7, ROWS])
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            nn.CrossEntropyLoss(ignore_index=1),
+            nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.1])),
+            nn.CrossEntropyLoss(torch.tensor([1.0, 0.0, 0.5]), ignore_index=2),
+            nn.CrossEntropyLoss(ignore_index=1, reduction="sum"),
+            functools.partial(functional.cross_entropy, ignore_index=1),
+            functools.partial(
+                functional.cross_entropy, weight=torch.tensor([1.0, 5.0, 0.1])
+            ),
+        ],
+        ids=["ignored", "weights", "both", "sum", "partial", "partial weights"],
+    )
+    def test_the_loss_is_that_of_all_rows_at_once(self, model, loss, batch_size):
+        score = score_batches(model, loss, batches([(X, Y)], batch_size), "cpu")
+
+        with torch.no_grad():
+            whole = loss(model.eval()(torch.from_numpy(X)), torch.from_numpy(Y)).item()
+        if getattr(loss, "reduction", "mean") == "sum":
+            whole /= ROWS
+        # 1e-6: float32 losses of batches, summed in another order.
+        assert score.metrics()["loss"] == pytest.approx(whole, rel=1e-6)
+
+    def test_steps_of_a_sequence_that_are_ignored_weigh_nothing(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(9, 3, 5, generator=generator)
+        y = torch.randint(0, 3, (9, 5), generator=generator)
+        y[:4] = y[6, 2:] = -100
+        loss = nn.CrossEntropyLoss()
+        rows = [(x[i : i + 1], y[i : i + 1]) for i in range(9)]
+
+        score = score_batches(nn.Identity(), loss, rows, "cpu")
+
+        assert score.metrics()["loss"] == pytest.approx(loss(x, y).item(), rel=1e-6)
+
+    def test_the_loss_of_rows_that_are_all_ignored_is_not_a_number(self):
+        x, y = torch.zeros(2, 3), torch.tensor([-100, -100])
+
+        score = score_batches(nn.Identity(), nn.CrossEntropyLoss(), [(x, y)], "cpu")
+
+        assert np.isnan(score.metrics()["loss"])
 
     def test_pixels_count_as_labels_and_images_as_examples(self):
         x = torch.zeros(2, 3, 4, 4)

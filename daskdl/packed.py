@@ -6,6 +6,7 @@ cloudpickle: a storage is written once however many tensors look at it, lambdas 
 classes of a notebook are included, and what was on an accelerator arrives on the CPU.
 """
 
+import copy
 import io
 import pickle
 import threading
@@ -148,11 +149,34 @@ class PackedModel(Packed[nn.Module]):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, "model")
 
+    _of_thread: threading.local
+
     def module(
         self, prepare: Callable[[nn.Module], nn.Module] | None = None
     ) -> nn.Module:
-        """Return the module that all threads of this process share, see `shared`."""
-        return self.shared(prepare)
+        """Return this thread's module, whose tensors all threads of the process share.
+
+        Many a forward pass puts something into an attribute and reads it later: threads
+        that shared one module would read each other's.
+
+        Args:
+            prepare: See `shared`.
+        """
+        module: nn.Module | None = getattr(self._of_thread, "module", None)
+        if module is None:
+            module = self._of_thread.module = _with_same_tensors(self.shared(prepare))
+        return module
+
+    @override
+    def _forget(self) -> None:
+        super()._forget()
+        self._of_thread = threading.local()
+
+
+def _with_same_tensors(module: nn.Module) -> nn.Module:
+    """A copy that takes no memory for parameters and buffers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def _packed(content: Any, argument: str) -> bytes:

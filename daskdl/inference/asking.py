@@ -30,7 +30,7 @@ from daskdl.packed import PackedModel
 class Asking:
     """Asks a model for what it says to rows; picklable.
 
-    Threads of a process that have the same one share one module.
+    Threads of a process that have the same one share the tensors of the model.
 
     Attributes:
         model: Gives what `postprocess` takes. Not changed.
@@ -67,7 +67,8 @@ class Asking:
             ModelError: If they have another form than those of the first rows.
         """
         device = auto_device()
-        module = self.model.opened(lambda copy: copy.eval().to(device))
+        self.model.opened(lambda copy: copy.eval().to(device))
+        module = self.model.module()
         dtype = floating_dtype(module)
         chunks = (whole((x, None)) for x, _ in parts)
         made = []

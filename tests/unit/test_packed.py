@@ -97,7 +97,47 @@ def test_unpacking_gives_a_new_copy_each_time():
     assert packed.unpack().weight.item() != 7
 
 
-def test_threads_share_one_copy_that_was_prepared_once():
+class Remembering(nn.Module):
+    def forward(self, x):
+        self.seen = x
+        TOGETHER.wait(10)
+        return self.seen
+
+
+TOGETHER = threading.Barrier(2)
+
+
+def test_threads_do_not_see_what_others_put_into_a_model():
+    packed = PackedModel(Remembering())
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda x: packed.module()(x), range(2)))
+
+    assert found == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.LSTM(2, 3),
+        nn.BatchNorm1d(2),
+    ],
+    ids=["recurrent", "buffers"],
+)
+def test_a_model_of_a_thread_says_the_same(model):
+    x = torch.rand(2, 2)
+    packed = PackedModel(model)
+
+    own, shared = packed.module(), packed.shared()
+
+    assert own is not shared
+    for of_own, of_shared in zip(own.buffers(), shared.buffers(), strict=True):
+        assert of_own is of_shared
+    expected, found = shared.eval()(x), own.eval()(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_threads_share_tensors_that_were_prepared_once():
     packed = pickle.loads(pickle.dumps(PackedModel(nn.Linear(1, 1))))
     together, prepared = threading.Barrier(8), []
 
@@ -113,8 +153,8 @@ def test_threads_share_one_copy_that_was_prepared_once():
         modules = list(threads.map(ask, range(8)))
 
     assert len(prepared) == 1
-    assert all(module is prepared[0] for module in modules)
-    assert not prepared[0].training
+    assert all(module.weight is prepared[0].weight for module in modules)
+    assert not any(module.training for module in modules)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +232,8 @@ def test_what_was_opened_has_let_go_of_its_bytes_and_stays_here():
 
     module = packed.opened()
 
-    assert packed.opened() is packed.module() is module
+    assert packed.opened() is module
+    assert packed.module().weight is module.weight
     assert size > 40_000 > sys.getsizeof(packed)
     with pytest.raises(pickle.PicklingError, match="model was opened, to stay here"):
         pickle.dumps(packed)

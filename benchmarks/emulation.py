@@ -2,7 +2,8 @@
 
 Question: which share of its steps do 2 to 32 replicas make, for steps of 1 to 150 ms?
 Counted:  each member of a run sleeps in place of a step, publishes an update, takes in
-          what has arrived, and waits where it is more than `max_staleness` steps ahead.
+          what has arrived, and waits where it is more than `max_staleness` steps ahead
+          when an interval of `exchange_every` steps begins.
           The updates are those of a real run of the MLP with 5.8 million parameters,
           two replicas and the default threshold, with their entries: sizes, encoding,
           decoding, relaying are real. Not done is what costs a core of its own on a
@@ -34,6 +35,7 @@ from benchmarks.recorded import Recorded, recorded
 from daskdl import codec
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.worker import NAME
+from daskdl.training.pace import Pace
 
 MOST_WORKERS = 8
 MAX_STALENESS = 8  # the default of `GradientSharing`
@@ -101,6 +103,7 @@ def member(own: Endpoint, case: Case, updates: Recorded) -> Told:
     """Take part in a run: as many steps as `compute`, with exchanges."""
     secede()
     channel = get_worker().extensions[NAME].open(own)
+    pace = Pace(MAX_STALENESS, case.exchange_every, warmup_steps=0)
     leads = []
     try:
         channel.join()
@@ -108,16 +111,19 @@ def member(own: Endpoint, case: Case, updates: Recorded) -> Told:
         started = time.monotonic()
         for step in range(1, case.steps + 1):
             time.sleep(case.step_ms / 1000)
-            if step % case.exchange_every == 0 and channel.has_room():
+            exchanges = step % case.exchange_every == 0
+            if exchanges and channel.has_room():
                 stamp = channel.next_stamp(step)
                 threshold, entries_K = updates.of(own.replica, stamp.sequence)
                 channel.publish(
                     stamp, codec.encode(stamp, own.size, threshold, entries_K)
                 )
-            channel.complete(step)
+            if pace.says(step):
+                channel.complete(step)
             channel.receive()
-            leads.append(channel.lead(step, 0))
-            channel.wait_for_others(step, 0, MAX_STALENESS)
+            leads.append(pace.lead(step, channel.lead(step, 0)))
+            if exchanges:
+                channel.wait_for_others(step, 0, MAX_STALENESS)
         seconds = time.monotonic() - started
         traffic = channel.traffic()
         channel.complete(case.steps, 0)  # nobody waits for who has ended

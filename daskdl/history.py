@@ -22,7 +22,7 @@ COLUMNS: Mapping[str, str] = {
     "sent_bytes": "of frames published, all replicas together",
     "received_bytes": "of frames received, all replicas together",
     "dense_bytes": "what sending every update whole would have taken instead",
-    "staleness": "steps ahead of the slowest replica, mean over steps",
+    "staleness": "steps ahead of the slowest replica at least, mean over steps",
     "waits": "seconds waited by cause, all replicas together",
     "clipped": "mass removed by residual clipping, sum of |removed|",
     "replicas": "that ended the epoch",

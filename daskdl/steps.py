@@ -29,7 +29,7 @@ STEP_COLUMNS: Mapping[str, str] = {
     "residual_p50": "half of the residuals are below so many of their thresholds",
     "residual_p90": "9 of 10 are",
     "residual_p99": "99 of 100 are",
-    "staleness": "steps ahead of the slowest replica when the step began",
+    "staleness": "steps ahead of the slowest replica at least, when the step began",
     "wait_s": "seconds waited for others: because of max_staleness, or for room",
     "encode_s": "seconds for finding, packing and publishing what is sent",
     "apply_s": "seconds for applying what others had sent",

@@ -2,11 +2,13 @@
 
 Scheduler and client are on the host of rank 0, beside its worker. The data are files
 that all workers reach, as the other contestants make theirs from what is on each host.
+Dask's own housekeeping is as docs/tuning.md has it for workers without a core to spare.
 """
 
 import contextlib
 import functools
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any
 
+import dask
 import numpy as np
 import torch
 from distributed import Client, LocalCluster
@@ -31,6 +34,11 @@ from benchmarks.work import score
 
 PARTS = 16  # files of the rows to learn from
 START_S = 120
+
+HOUSEKEEPING = {
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.interval": "1s",
+}
 
 WAYS: dict[str, Any] = {
     "sharing": lambda every: daskdl.GradientSharing(exchange_every=every),
@@ -96,6 +104,15 @@ def step(loss: nn.Module, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Ten
     return found
 
 
+def environment() -> dict[str, str]:
+    """This process's, with Dask's housekeeping as a shell says it."""
+    said = {
+        f"DASK_{key}".upper().replace(".", "__"): str(value)
+        for key, value in HOUSEKEEPING.items()
+    }
+    return {**os.environ, **said}
+
+
 @contextlib.contextmanager
 def worker(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
     """This host's, as `dask worker` starts it."""
@@ -107,7 +124,7 @@ def worker(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
         log = Path(folder, "log")
         with (
             log.open("wb") as file,
-            subprocess.Popen(command, stderr=file) as process,
+            subprocess.Popen(command, stderr=file, env=environment()) as process,
         ):
             try:
                 yield process
@@ -170,6 +187,7 @@ def main() -> None:
         return
     meeting = meet(own)
     with (
+        dask.config.set(HOUSEKEEPING),
         LocalCluster(
             n_workers=0,
             host=own.own,

@@ -96,18 +96,20 @@ class Sharer(Exchange):
         if pace.max_staleness is not None and self._step % pace.exchange_every == 0:
             with self._observer.waiting:
                 self._channel.wait_for_others(self._step, lap, pace.max_staleness)
-        self._observer.leads(self._channel.lead(self._step, lap))
+        self._observer.leads(pace.lead(self._step, self._channel.lead(self._step, lap)))
         self._take_in(self._step if pace.in_step else None)
         self._sender.begin_step()
 
     @override
     def after_step(self, lap: int, examples: int) -> None:
+        pace = self._pace
         self._step += 1
         self._sender.end_step()
-        self.exchange_tried = self._step % self._pace.exchange_every == 0
+        self.exchange_tried = self._step % pace.exchange_every == 0
         if self.exchange_tried:
             self._share()
-        self._channel.complete(self._step)
+        if pace.says(self._step):
+            self._channel.complete(self._step)
 
     def _share(self) -> None:
         self._sender.share(self._step, self._made + self._step)

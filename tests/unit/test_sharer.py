@@ -40,6 +40,8 @@ class Room(Channel):
         self.there = [1]  # the other replicas
         self.waited = []  # updates published whenever it was waited for room
         self.drained_ = Drained()  # what it says has left
+        self.said = []  # steps that the others were told of
+        self.slowest = 10**9  # steps that the slowest of the others has said
 
     def others(self):
         return self.there
@@ -70,7 +72,7 @@ class Room(Channel):
         return True
 
     def complete(self, step, done=-1):
-        pass
+        self.said.append(step)
 
     def receive(self, up_to_step=None):
         return Arrived([], None)
@@ -83,7 +85,7 @@ class Room(Channel):
         return drained
 
     def lead(self, step, epoch):
-        return 0
+        return max(0, step - self.slowest)
 
     def wait_for_others(self, step, epoch, max_staleness):
         pass
@@ -547,3 +549,32 @@ class TestStep:
         for name, watch in running:
             expected = "applying" if name == "apply_" else "encoding"
             assert watch == {kinds.get(name, expected)}, name
+
+
+class TestWhatOthersAreTold:
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"exchange_every": 1}, [1, 2, 3, 4, 5, 6, 7, 8]),
+            ({"exchange_every": 4}, [4, 8]),
+            ({"exchange_every": 4, "max_staleness": 1}, [3, 4, 7, 8]),
+            ({"exchange_every": 4, "max_staleness": 8}, [4, 8]),
+        ],
+    )
+    def test_steps_that_nobody_may_wait_for_are_not_said(self, options, said):
+        case = Case(**options)
+
+        for _ in range(8):
+            case.step()
+
+        assert case.channel.said == said
+
+    def test_what_another_may_have_made_and_not_said_is_no_lead(self):
+        case = Case(exchange_every=4)
+        case.channel.slowest = 0
+
+        for _ in range(6):
+            case.step()
+
+        # Steps begin with 0 to 5 made; the other may have made 3 by then.
+        assert case.exchange.statistics().lead_sum == 1 + 2

@@ -64,14 +64,19 @@ bench-all: .venv/installed
 	$(BIN)/python -m benchmarks peers
 	$(BIN)/python -m benchmarks links
 	$(BIN)/python -m benchmarks time-to-accuracy
+	$(BIN)/python -m benchmarks emulation
+	$(BIN)/python -m benchmarks cost-model
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.first_step
 	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.kill
+	$(BIN)/python -m benchmarks.predict
+	$(BIN)/python -m benchmarks.evaluate
 	$(BIN)/python -m benchmarks.predictor
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.data
+	$(BIN)/python -m benchmarks.telemetry
 
 bench-compare: .venv/installed
 	$(BIN)/python -m benchmarks compare

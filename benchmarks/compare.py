@@ -28,7 +28,10 @@ MARKED = 0.1
 
 # Columns with ratios of one run, and those that say what of.
 RATIOS = ("ratio", "efficiency", "over_bound", "to_ddp", "to_single")
-NAMES = ("work", "rate", "contestant", "case", "workers", "density")
+NAMES = (
+    *("work", "rate", "contestant", "case", "workers", "density"),
+    *("replicas", "step_ms", "exchange_every", "routing"),
+)
 
 # What is measured where no results are given: some minutes.
 GUARD = {

@@ -85,8 +85,12 @@ class Crew:
         self._watching = asyncio.create_task(self._watch())
         self._watching.add_done_callback(self._watched)
 
-    async def close(self) -> None:
-        """Leave no replica anywhere."""
+    async def close(self, wait: bool) -> None:
+        """Leave no replica anywhere.
+
+        Args:
+            wait: For what they compute, so that no model is in memory afterwards.
+        """
         tasks = [*self._starting, *([self._watching] if self._watching else [])]
         for task in tasks:
             task.cancel()
@@ -94,7 +98,7 @@ class Crew:
         if self._opening:
             await asyncio.wait(self._opening, timeout=self._timeouts.stop)
         for replica in list(self.ready):
-            self._part(replica)
+            self._part(replica, wait)
         self.ready.clear()
         await asyncio.gather(*self._parting)
 
@@ -147,13 +151,13 @@ class Crew:
         if not opening.cancelled() and opening.exception() is None:
             self._part(opening.result())
 
-    def _part(self, replica: Replica) -> None:
+    def _part(self, replica: Replica, wait: bool = True) -> None:
         """Tell a replica to go, if it still hears that."""
 
         async def part() -> None:
             bound = self._timeouts.bound("stop")
             try:
-                await within(replica.close(), bound, "it did not answer")
+                await within(replica.close(wait), bound, "it did not answer")
             except OSError as error:
                 logger.info("a replica on %s was not closed: %s", replica.place, error)
 

@@ -46,8 +46,10 @@ class LocalReplica(Replica):
         """It is here."""
 
     @override
-    async def close(self) -> None:
+    async def close(self, wait: bool) -> None:
         self._resident.close()
+        if wait:
+            await self._resident.gone()
 
 
 class LocalGround(Ground):

@@ -98,8 +98,11 @@ class Predictor:
             self._dispatcher = Dispatcher(
                 self._crew, joining, self._room, self._timeouts
             )
-            starting.callback(self._leave)
-            self._do(self._crew.open())
+            try:
+                self._do(self._crew.open())
+            except BaseException:
+                self._leave(wait=False)
+                raise
             self._ending = starting.pop_all()
 
     def _ground(
@@ -243,8 +246,11 @@ class Predictor:
                 return
             self._closed = True
             with self._ending:
-                if wait and self._loop.is_running():
-                    self._do(self._dispatcher.drain(self._timeouts.stop))
+                try:
+                    if wait and self._loop.is_running():
+                        self._do(self._dispatcher.drain(self._timeouts.stop))
+                finally:
+                    self._leave(wait)
 
     def __enter__(self) -> Self:
         return self
@@ -252,16 +258,16 @@ class Predictor:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close(wait=kind is None)
 
-    def _leave(self) -> None:
-        """No call waits afterwards, and no replica is anywhere."""
+    def _leave(self, wait: bool) -> None:
+        """No call waits afterwards, and no replica can be reached anywhere."""
         if self._loop.is_running():
-            self._do(self._left())
+            self._do(self._left(wait))
         else:  # its client was closed first, and took them away
             self._dispatcher.close()
 
-    async def _left(self) -> None:
+    async def _left(self, wait: bool) -> None:
         self._dispatcher.close()
-        await self._crew.close()
+        await self._crew.close(wait)
 
     # ---- the event loop
 

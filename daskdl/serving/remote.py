@@ -70,8 +70,8 @@ class RemoteReplica(Replica):
         await self._request("hear")
 
     @override
-    async def close(self) -> None:
-        await self._request("close")
+    async def close(self, wait: bool) -> None:
+        await self._request("close", wait=wait)
 
     async def _request(self, call: str, **fields: Any) -> dict[str, Any]:
         if self._client.status in ("closing", "closed"):

@@ -55,8 +55,12 @@ class Replica(ABC):
         """Whether it is there; one that hears nothing for long closes itself."""
 
     @abstractmethod
-    async def close(self) -> None:
-        """Leave nothing where it is."""
+    async def close(self, wait: bool) -> None:
+        """Leave nothing where it is.
+
+        Args:
+            wait: Until what it computes is done, and its model in memory no longer.
+        """
 
 
 class Ground(ABC):

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +46,7 @@ class Resident:
         self._model = None
         self._staged = {}
         self.closed = False
+        self._gone: Future[None] | None = None
         self._ending = contextlib.ExitStack()
         self._executor = ThreadPoolExecutor(1, "daskdl-predictor")
         # torch's setting is that of the thread which makes it, and of later ones.
@@ -58,7 +59,8 @@ class Resident:
         unpacked = await self._done(self._unpacked, model)
         if isinstance(unpacked, Failure):
             return unpacked
-        self._staged[version] = unpacked
+        if not self.closed:  # while it was unpacked
+            self._staged[version] = unpacked
         return None
 
     def use(self, version: int) -> None:
@@ -79,8 +81,13 @@ class Resident:
         if self.closed:
             return
         self.closed = True
-        self._executor.submit(self._forget)
+        self._gone = self._executor.submit(self._forget)
         self._executor.shutdown(wait=False)
+
+    async def gone(self) -> None:
+        """It was closed, and its model is in memory no longer."""
+        assert self._gone is not None
+        await awaited(self._gone)
 
     async def _done(self, function: Callable[..., T], *args: Any) -> T | Failure:
         """What a function returns, or raises, in the thread."""

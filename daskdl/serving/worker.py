@@ -91,6 +91,8 @@ class ReplicaEnd:
             self._resident.discard()
         elif call == "close":
             self._remove()
+            if fields["wait"]:
+                await self._resident.gone()
         return {"status": "ok"}
 
     async def _ask(self, structure: bytes, leaves: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class FakeReplica(Replica):
         await self._does("hear")
 
     @override
-    async def close(self):
+    async def close(self, wait):
         await self._does("close")
 
     @override
@@ -177,4 +177,4 @@ async def serving(*places, wait_s=LONG_S, timeouts=TIMEOUTS, limit=4, queue=100)
         yield Desk(ground, crew, dispatcher, room)
     finally:
         dispatcher.close()
-        await crew.close()
+        await crew.close(wait=True)

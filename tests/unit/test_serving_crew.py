@@ -30,7 +30,7 @@ class Watched:
         return self
 
     async def __aexit__(self, *error):
-        await self.crew.close()
+        await self.crew.close(wait=True)
 
     def places(self):
         return sorted(replica.place for replica in self.crew.ready)
@@ -78,7 +78,7 @@ async def test_a_model_that_cannot_be_used_is_refused_and_nothing_stays():
 
     with pytest.raises(ModelError, match="cannot be used on b: no module named nets"):
         await own.crew.open()
-    await own.crew.close()
+    await own.crew.close(wait=True)
 
     assert {entry for entry in own.ground.log if entry[0] == "close"} == {
         ("close", "a"),
@@ -93,7 +93,7 @@ async def test_one_that_is_just_being_made_goes_too():
         slow = own.ground.faults["open", "a"] = asyncio.Event()
         await own.crew.look()
         await turns()
-        closing = asyncio.create_task(own.crew.close())
+        closing = asyncio.create_task(own.crew.close(wait=True))
         await turns()
         own.ground.log.clear()
 
@@ -112,7 +112,7 @@ async def test_one_that_is_made_too_late_goes():
         await own.crew.open()
 
     slow.set()
-    await own.crew.close()
+    await own.crew.close(wait=True)
 
     assert own.ground.log == [("close", "a")]
 
@@ -286,7 +286,7 @@ async def test_a_replica_that_does_not_start_in_time_is_said():
 
     with pytest.raises(WaitTimeoutError, match=r"was not on a within .*timeouts\.data"):
         await own.crew.open()
-    await own.crew.close()
+    await own.crew.close(wait=True)
 
 
 @on_a_loop

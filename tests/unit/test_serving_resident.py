@@ -1,6 +1,8 @@
 import asyncio
 import gc
+import threading
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +15,18 @@ from daskdl.serving.resident import Resident
 from tests.unit.test_serving_dispatcher import on_a_loop
 
 X = np.array([[-1.0, 2.0]], np.float32)
+
+
+class Held(nn.Module):
+    """Is not unpacked before it may be."""
+
+    may = threading.Event()
+    made: ClassVar[list[weakref.ref]] = []
+
+    def __setstate__(self, state):
+        assert Held.may.wait(30)
+        super().__setstate__(state)
+        Held.made.append(weakref.ref(self))
 
 
 class Threads(nn.Module):
@@ -79,6 +93,25 @@ async def test_what_cannot_be_unpacked_is_told_and_the_former_model_stays():
     own.close()
 
 
+@on_a_loop
+async def test_one_that_is_closed_while_it_gets_a_model_has_none_when_it_is_gone():
+    own = await resident(nn.Identity())
+    staging = asyncio.create_task(own.stage(2, PackedModel(Held())))
+    await asyncio.sleep(0)  # it is asked now
+
+    own.close()
+    going = asyncio.create_task(own.gone())
+    await asyncio.sleep(0)
+    assert not going.done()
+    Held.may.set()
+    await going
+    gc.collect()
+
+    (made,) = Held.made
+    assert made() is None
+    assert await staging is None
+
+
 @pytest.mark.parametrize("verb", ["use", "discard", "close"])
 def test_models_that_are_not_used_any_more_leave_memory(verb):
     async def check():
@@ -91,7 +124,7 @@ def test_models_that_are_not_used_any_more_leave_memory(verb):
         elif verb == "discard":
             own.discard()
         own.close()
-        own._executor.shutdown(wait=True)
+        await own.gone()
         return former, staged
 
     former, staged = asyncio.run(check())
@@ -122,7 +155,7 @@ async def test_torch_has_the_threads_it_was_given_until_it_is_closed():
 
     outputs = await own.outputs(X)
     own.close()
-    own._executor.shutdown(wait=True)
+    await own.gone()
 
     assert outputs.tree.tolist() == [before + 1]
     assert await asyncio.to_thread(torch.get_num_threads) == before

@@ -1,4 +1,5 @@
 import asyncio
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,7 +55,7 @@ async def test_it_answers_by_the_model_it_was_sent():
 
     np.testing.assert_array_equal(unwrap(answer["leaves"][0]), X)
     assert answer["dtypes"] == ["float32"]
-    await asked(worker, "close")
+    await asked(worker, "close", wait=True)
 
 
 @on_a_loop
@@ -67,7 +68,7 @@ async def test_what_the_model_raises_is_an_answer():
 
     assert answer["status"] == "failed"
     assert answer["summary"].startswith("RuntimeError: mat1")
-    await asked(worker, "close")
+    await asked(worker, "close", wait=True)
 
 
 @on_a_loop
@@ -75,11 +76,13 @@ async def test_closing_leaves_nothing_on_the_worker():
     worker = await opened()
     await staged(worker)
     assert list(worker.handlers) == list(worker.extensions) == [NAME]
+    model = weakref.ref(worker.extensions[NAME]._resident._model)
 
-    await asked(worker, "close")
+    await asked(worker, "close", wait=True)
 
     assert not worker.handlers
     assert not worker.extensions
+    assert model() is None
 
 
 @on_a_loop

@@ -170,16 +170,6 @@ def _reason(logs: list[Path]) -> str:
     return said[0].strip()[:300] if said else "no result in time, and nothing said"
 
 
-def _reason(logs: list[Path]) -> str:
-    """The last line of an error, rank 0's first, or the last line there is."""
-    texts = [log.read_text(errors="replace").strip().splitlines() for log in logs]
-    errors = [[line for line in lines if "Error" in line] for lines in texts]
-    for lines in (*errors, *texts):
-        if lines:
-            return lines[-1].strip()[:300]
-    return "no result in time, and nothing said"
-
-
 def ratio(own: float | None, base: float | None) -> float:
     """Of two rates of one run; NaN if one of them is missing.
 

@@ -20,11 +20,11 @@ from benchmarks.tasks import Split, Task
 
 SIDE = 28  # of an image, as MNIST has it
 DIGIT = 24  # of what is drawn on it
-COPIES = 8  # of each image to learn from, at different places
+COPIES = 40  # of each image to learn from, at different places
 
 
 def images(shape: tuple[int, ...]) -> Split:
-    """Digits of 28 by 28 pixels: 10,776 to learn from, 450 others to be tested on."""
+    """Digits of 28 by 28 pixels: 53,880 to learn from, 450 others to be tested on."""
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(x / 16, y, test_size=0.25, stratify=y, random_state=0)
     x, x_test, y, y_test = parts
@@ -70,7 +70,7 @@ WORKS = {
             nn.CrossEntropyLoss(),
             functools.partial(images, (SIDE * SIDE,)),
             batch_size=64,
-            epochs=6,
+            epochs=1,
             score="accuracy",
             rates={"SGD": 0.05, "momentum": 0.005, "AdamW": 0.0003},
         ),
@@ -80,7 +80,7 @@ WORKS = {
             nn.CrossEntropyLoss(),
             functools.partial(images, (1, SIDE, SIDE)),
             batch_size=64,
-            epochs=6,
+            epochs=1,
             score="accuracy",
             rates={"SGD": 0.1, "momentum": 0.01, "AdamW": 0.001},
         ),

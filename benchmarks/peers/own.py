@@ -38,6 +38,8 @@ START_S = 120
 HOUSEKEEPING = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.interval": "1s",
+    "distributed.admin.system-monitor.interval": "5s",
+    "distributed.worker.memory.monitor-interval": "1s",
 }
 
 WAYS: dict[str, Any] = {
@@ -136,8 +138,14 @@ def files(own: Arguments, folder: Path) -> str:
     """The rows to learn from, in parts; where they are."""
     x, y, *_ = own.task.split()
     for part in range(PARTS):
-        np.savez(folder / f"{part}.npz", x=x[part::PARTS], y=y[part::PARTS])
-    return f"{folder}/*.npz"
+        np.save(folder / f"{part}.x.npy", x[part::PARTS])
+        np.save(folder / f"{part}.y.npy", y[part::PARTS])
+    return f"{folder}/*.x.npy"
+
+
+def mapped(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """A part, which stays in the system's memory, where the others have theirs."""
+    return np.load(path, mmap_mode="r"), np.load(path.replace(".x.", ".y."))
 
 
 def fit(
@@ -159,7 +167,7 @@ def fit(
             files(own, Path(folder)),
             epochs=10**6,
             batch_size=own.task.batch_size,
-            loader=daskdl.data.Npz(x="x", y="y"),
+            loader=mapped,
         )
     return trainer.history_.steps
 

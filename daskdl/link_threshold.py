@@ -3,18 +3,12 @@
 import math
 from dataclasses import dataclass
 
-import torch
 from typing_extensions import override
 
 from daskdl.errors import OptionError
 from daskdl.link import WINDOW, Aim, Link, Measured
-from daskdl.thresholds import LinkAlgorithm, Residual, Sent
+from daskdl.thresholds import MOST, LinkAlgorithm, Residual, Sent, threshold_for
 
-# Of the parameters that moved, most that are sent as entries. One quantum for each of
-# the 1/e largest moves the most mass at once where residuals are Laplacian; beyond,
-# quanta get smaller faster than entries get more.
-MOST = 1 / math.e
-SAMPLE = 2**18  # values of the residual that are looked at
 GROWTH = 1.9  # most times the density and the bytes, from one arrival to the next
 # Times what the least takes: there a first price is believed. With times that are 20 %
 # off either way, requests without a price take 1.2 / 0.8 of it at most.
@@ -87,12 +81,7 @@ class LinkThreshold(LinkAlgorithm):
             return self.initial
         if last.link is None:  # carried on from another link
             return last.threshold
-        sample = residual.sample(SAMPLE).abs()
-        moved = sample[(sample > 0) & (sample < math.inf)]
-        if not len(moved):
-            return last.threshold
-        most = max(min(last.link.aim.density * len(sample), MOST * len(moved)), 1)
-        return float(torch.topk(moved, round(most), sorted=False).values.min())
+        return threshold_for(last.link.aim.density, residual) or last.threshold
 
     @override
     def sends_dense(self, last: Sent | None) -> bool:

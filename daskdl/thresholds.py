@@ -1,7 +1,7 @@
 """How large a step must be before it is sent. One small class per rule.
 
-The rules work on outcomes (threshold, density); none of the built-in ones looks at
-the residual, so it is made only for a rule that asks.
+The rules work on outcomes (threshold, density); they look at the residual to begin
+with at most, so it is made only for a rule that asks.
 """
 
 import math
@@ -10,16 +10,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from daskdl.errors import OptionError
 from daskdl.link import Link, Measured
 
+DL4J_INITIAL = 1e-4
 HALVES_IN_20 = 0.5 ** (1 / 20)  # Deeplearning4j's decay
 # The density that a dense message counts as: above every default band, so that the
 # threshold rises. Where the bitmap of Deeplearning4j becomes smaller than its entries.
 DENSE_DENSITY = 1 / 16
+# Of the parameters that moved, most that are sent as entries. One quantum for each of
+# the 1/e largest moves the most mass at once where residuals are Laplacian; beyond,
+# quanta get smaller faster than entries get more.
+MOST = 1 / math.e
+SAMPLE = 2**18  # values of the residual that are looked at
 
 
 class Sent(NamedTuple):
@@ -114,6 +121,24 @@ def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
     )
 
 
+def threshold_for(density: float, residual: Residual) -> float | None:
+    """Find the threshold that a share of the residual reaches, in a sample of it.
+
+    Args:
+        density: That share, entries / parameters; of what has moved it is 1/e at most.
+        residual: At least one value of it is taken.
+
+    Returns:
+        Parameter units, > 0; None if nothing in the sample has moved.
+    """
+    sample = residual.sample(SAMPLE).abs()
+    moved = sample[(sample > 0) & (sample < math.inf)]
+    if not len(moved):
+        return None
+    most = max(min(density * len(sample), MOST * len(moved)), 1)
+    return float(torch.topk(moved, round(most), sorted=False).values.min())
+
+
 def _check_positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise OptionError(f"{name} must be finite and > 0, got {value!r}")
@@ -132,7 +157,8 @@ class AdaptiveThreshold(ThresholdAlgorithm):
     ``1 / decay``. Inside the band: leave it alone.
 
     Args:
-        initial: First threshold, parameter units.
+        initial: First threshold, parameter units. None: found by a sample of the first
+            residual, such that `max_density` of it is sent; 1e-4 if nothing has moved.
         min_density: Lower edge of the band, entries sent / parameters.
         max_density: Upper edge of the band.
         decay: Factor per exchange, in [0.5, 1); the default halves in 20 exchanges.
@@ -146,16 +172,18 @@ class AdaptiveThreshold(ThresholdAlgorithm):
         0.002
 
     Source:
-        Deeplearning4j, AdaptiveThresholdAlgorithm.java (2021).
+        Deeplearning4j, AdaptiveThresholdAlgorithm.java (2021), which always begins at
+        1e-4.
     """
 
-    initial: float = 1e-4
+    initial: float | None = DL4J_INITIAL
     min_density: float = 1e-4
     max_density: float = 1e-2
     decay: float = HALVES_IN_20
 
     def __post_init__(self) -> None:
-        _check_positive("initial", self.initial)
+        if self.initial is not None:
+            _check_positive("initial", self.initial)
         if not 0 < self.min_density <= self.max_density <= 1:
             raise OptionError(
                 "need 0 < min_density <= max_density <= 1, "
@@ -166,12 +194,17 @@ class AdaptiveThreshold(ThresholdAlgorithm):
     @override
     def next_threshold(self, residual: Residual, last: Sent | None) -> float:
         if last is None:
-            return self.initial
+            return self._first(residual)
         if last.density < self.min_density:
             return last.threshold * self.decay
         if last.density > self.max_density:
             return last.threshold / self.decay
         return last.threshold
+
+    def _first(self, residual: Residual) -> float:
+        if self.initial is not None:
+            return self.initial
+        return threshold_for(self.max_density, residual) or DL4J_INITIAL
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class GradientSharing(TrainingMaster):
     """
 
     threshold: ThresholdAlgorithm | Mapping[str, ThresholdAlgorithm] = field(
-        default_factory=AdaptiveThreshold
+        default_factory=lambda: AdaptiveThreshold(initial=None)
     )
     residual: ResidualPostProcessor = field(default_factory=ResidualClipping)
     apply: Literal["eager", "strict"] = "eager"

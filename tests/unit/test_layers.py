@@ -67,7 +67,7 @@ OUTSIDE = {
     "steps": {"numpy", "pandas", "typing_extensions"},
     "stopping": set(),
     "accumulator": set(),
-    "link_threshold": {"torch", "typing_extensions"},
+    "link_threshold": {"typing_extensions"},
     "callbacks": {"dask", "pandas", "typing_extensions"},
     "failures": {"typing_extensions"},
     "history": {"pandas", "typing_extensions"},

@@ -97,12 +97,20 @@ def test_the_reference_lists_the_columns_of_the_steps():
     assert rows == STEP_COLUMNS
 
 
+def written(strategy):
+    """As short as one would write it."""
+    own = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
+    usual = {f.name: f.default for f in dataclasses.fields(strategy)}
+    said = [f"{k}={v!r}" for k, v in own.items() if v != usual[k]]
+    return f"{type(strategy).__name__}({', '.join(said)})"
+
+
 def defaults_of(fields):
     return {
         field.name: (
             repr(field.default)
             if field.default is not dataclasses.MISSING
-            else f"{type(field.default_factory()).__name__}()"
+            else written(field.default_factory())
         )
         for field in fields
     }

@@ -70,7 +70,7 @@ WRONG = [
 
 def test_the_defaults_are_those_that_are_documented():
     assert GradientSharing() == GradientSharing(
-        threshold=AdaptiveThreshold(),
+        threshold=AdaptiveThreshold(initial=None),
         residual=ResidualClipping(),
         apply="eager",
         update_scale="mean",

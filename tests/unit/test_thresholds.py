@@ -35,6 +35,16 @@ class Untouched:
         return torch.tensor([0.5, -1.0, 0.0])
 
 
+class Sampled(Untouched):
+    """One of these values."""
+
+    def __init__(self, values):
+        self.values = torch.tensor(values)
+
+    def sample(self, most):
+        return self.values[:most]
+
+
 RESIDUAL = Untouched()
 
 
@@ -62,6 +72,29 @@ class TestAdaptiveThreshold:
 
     def test_starts_at_the_initial_threshold(self):
         assert AdaptiveThreshold(initial=0.25).next_threshold(RESIDUAL, None) == 0.25
+
+    @pytest.mark.parametrize(
+        ("values", "density", "expected"),
+        [
+            ([4.0, -3.0, 2.0, 1.0], 0.25, 4.0),
+            ([4.0, -3.0, 2.0, 1.0, 0.5, 0.25], 0.3, 3.0),
+            ([4.0, -3.0, 2.0, 1.0, 0.5, 0.25], 1.0, 3.0),  # 1/e of those that moved
+            ([0.0] * 97 + [-3.0, 2.0, 1.0], 0.5, 3.0),
+            ([math.inf, -3.0, math.nan, 2.0], 1e-4, 3.0),
+            ([0.0, 0.0], 1e-2, 1e-4),
+        ],
+    )
+    def test_without_an_initial_one_begins_where_the_first_progress_says(
+        self, values, density, expected
+    ):
+        rule = AdaptiveThreshold(initial=None, max_density=density)
+
+        assert rule.next_threshold(Sampled(values), None) == pytest.approx(expected)
+
+    def test_without_an_initial_one_does_not_look_again(self):
+        rule = AdaptiveThreshold(initial=None)
+
+        assert rule.next_threshold(None, Sent(2.0, 1e-3)) == 2.0
 
     @pytest.mark.parametrize(
         ("density", "expected"),

@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks.contestants import Contestant
 from benchmarks.places import Place, end_tree
+from daskdl.memory import SETTINGS
 
 ROOT = Path(__file__).parents[1]
-# Read by glibc; the numbers are those of daskdl.training.memory.
-KEEP = {"MALLOC_MMAP_THRESHOLD_": f"{2**25}", "MALLOC_TRIM_THRESHOLD_": f"{2**30}"}
+KEEP = {one.variable: str(one.kept_bytes) for one in SETTINGS}  # read by glibc
 LEAVE_S = 10  # for all processes, after rank 0 has printed its line
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")  # as tracebacks end
 

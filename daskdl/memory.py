@@ -6,18 +6,38 @@ gradients and activations: given back, each of their pages is mapped and cleared
 again in every step, which took a quarter of the time of a step of a 5.8 M
 parameter network (`benchmarks/allocator.py`), and nearly half of the forward passes of
 a small convolutional one.
+
+Other threads than the first have heaps of 64 MiB, and one that is empty is unmapped
+whatever that setting says, unless more is to stay on top of it than a heap can have.
+Whether gradients are the only ones in theirs is chance: then a step of that network
+took 5 to 17 % longer, for a whole run.
 """
 
 import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-# Numbers of glibc's mallopt(3) and its defaults.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-DEFAULT_BYTES = 128 * 1024
-MOST_BYTES = 32 * 2**20  # larger blocks are always mapped afresh: glibc's limit
+DEFAULT_BYTES = 128 * 1024  # of each setting, in glibc
+
+
+class _Setting(NamedTuple):
+    """One of glibc's, see mallopt(3)."""
+
+    number: int
+    variable: str  # in the environment
+    kept_bytes: int
+
+
+SETTINGS = (
+    # Larger blocks are always mapped afresh: this is glibc's limit.
+    _Setting(-3, "MALLOC_MMAP_THRESHOLD_", 32 * 2**20),
+    _Setting(-1, "MALLOC_TRIM_THRESHOLD_", 2**30),
+    # Heaps of threads are smaller. It is taken from the system, and not touched.
+    _Setting(-2, "MALLOC_TOP_PAD_", 64 * 2**20),
+)
 
 _lock = threading.Lock()
 _users: list[None] = []
@@ -34,23 +54,27 @@ def freed_memory_kept() -> Iterator[None]:
     with _lock:
         _users.append(None)
         if len(_users) == 1:
-            _set(MOST_BYTES, 2**30)
+            _set({one.number: one.kept_bytes for one in SETTINGS})
     try:
         yield
     finally:
         with _lock:
             _users.pop()
             if not _users:
-                trim = os.environ.get("MALLOC_TRIM_THRESHOLD_", "")
-                _set(DEFAULT_BYTES, int(trim) if trim.isdigit() else DEFAULT_BYTES)
+                _set({one.number: _asked_for(one.variable) for one in SETTINGS})
                 _give_back()
 
 
-def _set(mmap_bytes: int, trim_bytes: int) -> None:
+def _asked_for(variable: str) -> int:
+    said = os.environ.get(variable, "")
+    return int(said) if said.isdigit() else DEFAULT_BYTES
+
+
+def _set(sizes: Mapping[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, mmap_bytes)
-        mallopt(TRIM_THRESHOLD, trim_bytes)
+        for number, size in sizes.items():
+            mallopt(number, size)
 
 
 def _give_back() -> None:

@@ -157,8 +157,9 @@ class AdaptiveThreshold(ThresholdAlgorithm):
     ``1 / decay``. Inside the band: leave it alone.
 
     Args:
-        initial: First threshold, parameter units. None: found by a sample of the first
-            residual, such that `max_density` of it is sent; 1e-4 if nothing has moved.
+        initial: First threshold, parameter units. None: found in a sample of the first
+            residual, such that the middle of the band is sent, on a logarithmic scale;
+            1e-4 if nothing has moved.
         min_density: Lower edge of the band, entries sent / parameters.
         max_density: Upper edge of the band.
         decay: Factor per exchange, in [0.5, 1); the default halves in 20 exchanges.
@@ -204,7 +205,8 @@ class AdaptiveThreshold(ThresholdAlgorithm):
     def _first(self, residual: Residual) -> float:
         if self.initial is not None:
             return self.initial
-        return threshold_for(self.max_density, residual) or DL4J_INITIAL
+        middle = math.sqrt(self.min_density * self.max_density)
+        return threshold_for(middle, residual) or DL4J_INITIAL
 
 
 @dataclass(frozen=True)

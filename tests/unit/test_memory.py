@@ -1,5 +1,7 @@
 import ctypes
 import os
+import subprocess
+import sys
 import threading
 
 import psutil
@@ -60,22 +62,61 @@ def test_the_last_one_to_leave_puts_it_back():
     assert inside > BLOCK_BYTES / 2
 
 
+FAULTS = """
+import ctypes, resource, threading
+from daskdl.memory import freed_memory_kept
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def work():
+    full = [libc.malloc(12 << 20) for _ in range(5)]  # no room in the first heap
+    for i in range(25):
+        if i == 5:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        block = libc.malloc(16 << 20)
+        ctypes.memset(block, 1, 16 << 20)
+        libc.free(block)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+with freed_memory_kept():
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+"""
+
+
+@glibc
+def test_a_thread_keeps_a_block_that_has_a_heap_of_its_own():
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    pages = 16 * 2**20 / os.sysconf("SC_PAGE_SIZE")
+    assert int(done.stdout) < pages  # of 20 times as many
+
+
+@pytest.mark.parametrize(
+    "variable", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"]
+)
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [("65536", 65536), ("", DEFAULT_BYTES), ("-1", DEFAULT_BYTES)],
     ids=["nanny", "unset", "no size"],
 )
 def test_the_allocator_is_put_back_to_what_the_environment_asks_for(
-    monkeypatch, asked, expected
+    monkeypatch, variable, asked, expected
 ):
     settings = []
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", asked)
-    monkeypatch.setattr(memory, "_set", lambda mmap, trim: settings.append(trim))
+    monkeypatch.setenv(variable, asked)
+    monkeypatch.setattr(memory, "_set", settings.append)
+    (number,) = [one.number for one in memory.SETTINGS if one.variable == variable]
 
     with freed_memory_kept():
         pass
 
-    assert settings[-1] == expected
+    assert settings[-1][number] == expected
 
 
 def test_only_the_last_one_to_leave_gives_the_memory_back(monkeypatch):

@@ -100,8 +100,8 @@ def test_the_reference_lists_the_columns_of_the_steps():
 def written(strategy):
     """As short as one would write it."""
     own = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
-    usual = {f.name: f.default for f in dataclasses.fields(strategy)}
-    said = [f"{k}={v!r}" for k, v in own.items() if v != usual[k]]
+    usual = type(strategy)()
+    said = [f"{k}={v!r}" for k, v in own.items() if v != getattr(usual, k)]
     return f"{type(strategy).__name__}({', '.join(said)})"
 
 

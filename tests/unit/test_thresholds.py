@@ -74,20 +74,22 @@ class TestAdaptiveThreshold:
         assert AdaptiveThreshold(initial=0.25).next_threshold(RESIDUAL, None) == 0.25
 
     @pytest.mark.parametrize(
-        ("values", "density", "expected"),
+        ("values", "band", "expected"),
         [
-            ([4.0, -3.0, 2.0, 1.0], 0.25, 4.0),
-            ([4.0, -3.0, 2.0, 1.0, 0.5, 0.25], 0.3, 3.0),
-            ([4.0, -3.0, 2.0, 1.0, 0.5, 0.25], 1.0, 3.0),  # 1/e of those that moved
-            ([0.0] * 97 + [-3.0, 2.0, 1.0], 0.5, 3.0),
-            ([math.inf, -3.0, math.nan, 2.0], 1e-4, 3.0),
-            ([0.0, 0.0], 1e-2, 1e-4),
+            ([4.0, -3.0, 2.0, 1.0], (0.25, 0.25), 4.0),
+            # The middle of the band is 0.3.
+            ([4.0, -3.0, 2.0, 1.0, 0.5, 0.25], (0.1, 0.9), 3.0),
+            # A share of 1/e of those that moved.
+            ([4.0, -3.0, 2.0, 1.0, 0.5, 0.25], (1.0, 1.0), 3.0),
+            ([0.0] * 97 + [-3.0, 2.0, 1.0], (0.5, 0.5), 3.0),
+            ([math.inf, -3.0, math.nan, 2.0], (1e-4, 1e-2), 3.0),
+            ([0.0, 0.0], (1e-4, 1e-2), 1e-4),
         ],
     )
     def test_without_an_initial_one_begins_where_the_first_progress_says(
-        self, values, density, expected
+        self, values, band, expected
     ):
-        rule = AdaptiveThreshold(initial=None, max_density=density)
+        rule = AdaptiveThreshold(None, *band)
 
         assert rule.next_threshold(Sampled(values), None) == pytest.approx(expected)
 

@@ -3,7 +3,9 @@
 Question: is it worth keeping freed memory while a replica trains?
 Counted:  samples/s of the plain loop of step.py in a process of its own, in turn:
           as a shell starts it, as Dask's nanny starts workers
-          (MALLOC_TRIM_THRESHOLD_=65536), and the same with `freed_memory_kept`.
+          (MALLOC_TRIM_THRESHOLD_=65536), and the same with `freed_memory_kept`; then
+          in another thread than the first, as workers train, without and with what
+          keeps the heaps of threads. Pages that were mapped for each step, too.
 Run:      python -m benchmarks.allocator
 """
 
@@ -16,23 +18,48 @@ import sys
 
 import torch
 
+# Variable of the environment, and whether: freed memory, that of threads too, is kept;
+# the loop runs in a thread.
 SETTINGS = {
-    "as a shell starts it (baseline)": ("", False),
-    "as Dask's nanny starts workers": ("65536", False),
-    "the same, freed memory kept": ("65536", True),
+    "as a shell starts it (baseline)": ("", False, False, False),
+    "as Dask's nanny starts workers": ("65536", False, False, False),
+    "the same, freed memory kept": ("65536", True, True, False),
+    "in a thread, heaps of threads not kept": ("65536", True, False, True),
+    "in a thread, freed memory kept": ("65536", True, True, True),
 }
 PROGRAM = """
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from benchmarks.step import plain
-print(plain({steps}, kept={kept}))
+from daskdl import memory
+
+kept, heaps, thread, steps = {kept}, {heaps}, {thread}, {steps}
+if not heaps:
+    others = [one for one in memory.SETTINGS if one.variable != "MALLOC_TOP_PAD_"]
+    memory.SETTINGS = tuple(others)
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def measure():
+    plain(1, kept)
+    before = faults()
+    rate = plain(steps, kept)
+    return rate, (faults() - before) / (2 * steps)
+
+print(*(ThreadPoolExecutor(1).submit(measure).result() if thread else measure()))
 """
 
 
-def samples_per_s(trim: str, kept: bool, steps: int) -> float:
+def measured(
+    trim: str, kept: bool, heaps: bool, thread: bool, steps: int
+) -> tuple[float, float]:
+    """Samples/s, and pages mapped for each step."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("MALLOC_TRIM_THRESHOLD_", None)
     if trim:
         environment["MALLOC_TRIM_THRESHOLD_"] = trim
-    program = PROGRAM.format(kept=kept, steps=steps)
+    program = PROGRAM.format(kept=kept, heaps=heaps, thread=thread, steps=steps)
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
@@ -40,7 +67,8 @@ def samples_per_s(trim: str, kept: bool, steps: int) -> float:
         text=True,
         check=True,
     )
-    return float(done.stdout)
+    rate, faults = map(float, done.stdout.split())
+    return rate, faults
 
 
 def main() -> None:
@@ -50,14 +78,17 @@ def main() -> None:
     arguments = parser.parse_args()
 
     print(f"# torch {torch.__version__}, {platform.machine()}, 1 thread")
-    print(f"{'setting':36}{'samples/s':>10}")
-    measured = {setting: [] for setting in SETTINGS}
+    print(f"{'setting':40}{'samples/s':>10}{'lowest':>8}{'pages/step':>12}")
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in SETTINGS}
     for _ in range(arguments.rounds):
-        for setting, (trim, kept) in SETTINGS.items():
-            rate = samples_per_s(trim, kept, arguments.steps)
-            measured[setting].append(rate)
-    for setting, rates in measured.items():
-        print(f"{setting:36}{statistics.median(rates):>10,.0f}")
+        for name, setting in SETTINGS.items():
+            found[name].append(measured(*setting, arguments.steps))
+    for name, runs in found.items():
+        rates, faults = zip(*runs, strict=True)
+        print(
+            f"{name:40}{statistics.median(rates):>10,.0f}{min(rates):>8,.0f}"
+            f"{statistics.median(faults):>12,.0f}"
+        )
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def test_one_that_comes_when_the_others_have_stopped_begins_no_epoch(snapshot):
 def test_one_that_comes_before_counts_on_from_where_they_are(snapshot):
     begun = Begun()
 
-    with late(snapshot, 0.25, begun) as replica:
+    with late(snapshot, 1e-6, begun) as replica:
         result = replica.run()
 
     # The epoch before its first was the best, and the next two are not better.

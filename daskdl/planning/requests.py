@@ -1,7 +1,6 @@
 """What a request over Dask's comms costs, measured between two ends in one thread."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from distributed.core import Server, rpc
 from numpy.typing import NDArray
 
 from daskdl.channel.payloads import unwrap, wrap
+from daskdl.training.background import begun
 
 WARM, TIMED = 10, 40  # requests
 MANY = 9  # items in a larger one
@@ -36,22 +36,10 @@ def request_costs(
         meanwhile: What the caller does again and again until it is done, as a replica
             trains beside its worker's event loop.
     """
-    measured: list[RequestCosts] = []
-    failed: list[BaseException] = []
-
-    def measure() -> None:
-        try:
-            measured.append(asyncio.run(_measure(frame)))
-        except BaseException as error:  # raised below, in the caller's thread
-            failed.append(error)
-
-    thread = threading.Thread(target=measure, name="daskdl-plan", daemon=True)
-    thread.start()
-    while thread.is_alive():
+    measured = begun(lambda: asyncio.run(_measure(frame)), "daskdl-plan")
+    while not measured.done():
         meanwhile()
-    if failed:
-        raise failed[0]
-    return measured[0]
+    return measured.result()
 
 
 async def _measure(frame: NDArray[np.uint8]) -> RequestCosts:

@@ -6,6 +6,7 @@ stays free until one comes, so that the others are not made slower for good.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -124,11 +125,10 @@ class Crew:
 
     async def _start(self, place: str) -> None:
         replica = await self._opened(place)
-        try:
+        with contextlib.ExitStack() as unless_ready:
+            unless_ready.callback(self._part, replica)
             await self._current.bring(replica)
-        except BaseException:
-            self._part(replica)
-            raise
+            unless_ready.pop_all()
         self.ready.append(replica)
         self.changed()
 
@@ -139,12 +139,12 @@ class Crew:
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)
         bound, what = self._timeouts.bound("join"), f"no replica was made on {place}"
-        try:
-            return await within(asyncio.shield(opening), bound, what)
-        except BaseException:
+        with contextlib.ExitStack() as unless_there:
             # It may be made all the same, and nobody would take it from there.
-            opening.add_done_callback(self._abandon)
-            raise
+            unless_there.callback(opening.add_done_callback, self._abandon)
+            replica = await within(asyncio.shield(opening), bound, what)
+            unless_there.pop_all()
+        return replica
 
     def _abandon(self, opening: asyncio.Task[Replica]) -> None:
         """One was made that nobody waits for any more."""

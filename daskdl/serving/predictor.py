@@ -98,11 +98,10 @@ class Predictor:
             self._dispatcher = Dispatcher(
                 self._crew, joining, self._room, self._timeouts
             )
-            try:
+            with contextlib.ExitStack() as unless_open:
+                unless_open.callback(self._leave, wait=False)
                 self._do(self._crew.open())
-            except BaseException:
-                self._leave(wait=False)
-                raise
+                unless_open.pop_all()
             self._ending = starting.pop_all()
 
     def _ground(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from daskdl.callbacks.base import Callback, FitBegin, FitEnd
+from daskdl.guard import guarded
 from daskdl.history import History
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,16 @@ def _end(
     trace: TracebackType | None,
 ) -> None:
     """Tell a callback; what it raises must not hide an error that is under way."""
-    try:
-        callback.on_fit_end(FitEnd(history, error))
-    except Exception as own:  # user code: whatever it raises is reported
-        if error is None:
-            raise
-        text = "".join(traceback.format_exception(own, chain=False))
-        error.add_note(f"on_fit_end of {callback!r} failed as well:\n{text}")
-        logger.warning("on_fit_end of %r failed: %r", callback, own)
+    if error is None:
+        callback.on_fit_end(FitEnd(history, None))
+    else:
+        guarded(
+            lambda: callback.on_fit_end(FitEnd(history, error)),
+            lambda own: _note(callback, error, own),
+        )
+
+
+def _note(callback: Callback, error: BaseException, own: Exception) -> None:
+    text = "".join(traceback.format_exception(own, chain=False))
+    error.add_note(f"on_fit_end of {callback!r} failed as well:\n{text}")
+    logger.warning("on_fit_end of %r failed: %r", callback, own)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from daskdl.channel.base import Channel
 from daskdl.errors import WaitTimeoutError
+from daskdl.guard import settle
 from daskdl.timeouts import Bound
 
 T = TypeVar("T")
@@ -20,15 +21,10 @@ def begun(action: Callable[[], T], name: str) -> "Future[T]":
         name: Of the thread.
     """
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:  # whoever waits raises it
-            future.set_exception(error)
-
     # A store that does not answer must not keep a process from ending.
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(
+        target=settle, args=(future, action), name=name, daemon=True
+    ).start()
     return future
 
 

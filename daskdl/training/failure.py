@@ -6,6 +6,7 @@ from typing import Any
 import cloudpickle
 
 from daskdl.errors import DaskDLError
+from daskdl.guard import guarded
 
 
 def failure_of(error: Exception, step: int) -> dict[str, Any]:
@@ -17,14 +18,11 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
     """
     summary = f"{type(error).__name__}: {error}"
     own = isinstance(error, DaskDLError)
-    try:
-        pickled = cloudpickle.dumps(error)
-    except Exception:  # user code: how it is pickled may be its own
-        pickled = b""  # its traceback, as text, says enough
     return {
         "type": type(error).__name__ if own else "ReplicaError",
         "summary": str(error) if own else summary,
         "traceback": "".join(traceback.format_exception(error)),
         "step": step,
-        "pickled": pickled,
+        # How it is pickled may be the user's code; its traceback, as text, says enough.
+        "pickled": guarded(lambda: cloudpickle.dumps(error), lambda _: b""),
     }

@@ -9,6 +9,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
+from daskdl.guard import settle
+
 T = TypeVar("T")
 Job = tuple["Future[Any]", Callable[[], Any]]
 
@@ -59,10 +61,6 @@ class Loader:
     def _work(self) -> None:
         while (taken := self._jobs.get()) is not None:
             future, job = taken
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(job())
-            except BaseException as error:  # whoever waits for it raises it
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                settle(future, job)
             del future, job, taken  # a part that is here would stay until the next job

@@ -1,6 +1,7 @@
 """A run in this process: its replicas are threads, and there is no Dask cluster."""
 
 import concurrent.futures
+import functools
 import logging
 import threading
 import time
@@ -12,6 +13,7 @@ from typing_extensions import override
 from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
 from daskdl.data.source import Source
+from daskdl.guard import settle
 from daskdl.packed import Packed
 from daskdl.training.merge import Final, merge
 from daskdl.training.replica import Replica
@@ -72,11 +74,8 @@ class LocalStage(Stage):
     def _end_with_result(
         self, recipe: Packed[Recipe], replica: int, threads: int
     ) -> None:
-        result = self._results[replica]
-        try:
-            result.set_result(self._train(recipe, replica, threads))
-        except BaseException as error:  # the driver raises it
-            result.set_exception(error)
+        train = functools.partial(self._train, recipe, replica, threads)
+        settle(self._results[replica], train)
         with self._run.changed:
             self._run.changed.notify_all()
 

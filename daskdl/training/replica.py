@@ -18,6 +18,7 @@ from daskdl.channel.gathered import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pause import Pause
 from daskdl.errors import DivergedError
+from daskdl.guard import guarded
 from daskdl.packed import Packed
 from daskdl.scores import Score, score_batches
 from daskdl.steps import StepRow
@@ -66,22 +67,27 @@ class Replica:
     def run(self) -> Result:
         """Train for all epochs, or until it is enough, or until told to leave."""
         try:
-            self._begin()
-            for epoch in range(self._live.first_epoch, self._options.epochs):
-                if self._live.stopper.over:
-                    break
-                self._train(epoch)
-                self._end(epoch)
-            if self._live.checkpoints is not None:
-                self._live.checkpoints.finish()
+            return guarded(self._train_all, self._fail)
         except Stopped:
             if self._channel.closing and self._works is not None:
                 self._works.exchange.hand_over()
             return self._result(finished=False)
-        except Exception as error:  # user code: whatever it raises is reported
-            steps = 0 if self._works is None else self._works.steps
-            self._channel.fail(failure_of(error, steps))
-            return self._result(finished=False)
+
+    def _fail(self, error: Exception) -> Result:
+        """Tell of an error, which may be the user's, whatever it is."""
+        steps = 0 if self._works is None else self._works.steps
+        self._channel.fail(failure_of(error, steps))
+        return self._result(finished=False)
+
+    def _train_all(self) -> Result:
+        self._begin()
+        for epoch in range(self._live.first_epoch, self._options.epochs):
+            if self._live.stopper.over:
+                break
+            self._train(epoch)
+            self._end(epoch)
+        if self._live.checkpoints is not None:
+            self._live.checkpoints.finish()
         return self._result(finished=True)
 
     def _begin(self) -> None:

@@ -1,0 +1,86 @@
+import ast
+import gc
+import weakref
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+import daskdl
+from daskdl.guard import guarded, settle
+
+
+class OwnError(Exception):
+    """Of the user's code."""
+
+
+def failing(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+def test_what_is_returned_or_raised_is_kept():
+    future = Future()
+
+    settle(future, lambda: 7)
+
+    assert guarded(lambda: 7, repr) == future.result(0) == 7
+    assert guarded(failing(OwnError("x")), repr) == "OwnError('x')"
+
+
+def test_what_is_no_error_comes_out_of_a_call_and_not_of_a_thread():
+    future = Future()
+
+    with pytest.raises(KeyboardInterrupt):
+        guarded(failing(KeyboardInterrupt()), repr)
+    settle(future, failing(SystemExit(1)))
+
+    assert isinstance(future.exception(0), SystemExit)
+
+
+class Held:
+    """As large as a model."""
+
+
+def failing_with(thing):
+    def fail():
+        kept = thing
+        raise OwnError(repr(kept))
+
+    return fail
+
+
+def test_an_error_that_is_let_go_leaves_memory_at_once():
+    thing = Held()
+    gone = weakref.ref(thing)
+
+    gc.disable()
+    try:
+        futures = [Future()]
+        settle(futures[0], failing_with(thing))
+        del thing
+        assert gone() is not None  # in the traceback
+        del futures
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def caught_in(path):
+    """Lines that catch whatever is raised."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            said = node.type or ast.Name("BaseException")
+            names = {n.id for n in ast.walk(said) if isinstance(n, ast.Name)}
+            if names & {"BaseException", "Exception"}:
+                yield f"{path.name}:{node.lineno}"
+
+
+def test_nothing_else_catches_whatever_is_raised():
+    files = Path(daskdl.__file__).parent.rglob("*.py")
+
+    found = [line for path in files for line in caught_in(path)]
+
+    assert [line.split(":")[0] for line in found] == ["guard.py"] * 2

@@ -9,7 +9,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Question:
     def main(self, arguments: Sequence[str] | None = None) -> Result:
         """Ask it: print the table, write the JSON file and the picture.
 
+        What is known by then is in a file beside, named ``.part``, if it ends early.
+
         Args:
             arguments: Of the command; None: those of this process.
         """
@@ -50,10 +52,18 @@ class Question:
         asked.notes = []
         command = shlex.join(["python", "-m", "benchmarks", self.name, *arguments])
         print(f"# {command}", flush=True)
-        rows = self._print(asked)
         seeds = getattr(asked, "seeds", [0])
-        result = Result(self.name, self.columns, rows, command, seeds, asked.notes)
-        if asked.results is not None and rows:
+        result = Result(self.name, self.columns, [], command, seeds)
+        lines = Lines(self.columns)
+        print(lines.head(), flush=True)
+        for row in self.rows(asked):
+            found = asdict(row) if is_dataclass(row) else row
+            print(lines.row(found), flush=True)
+            rows = [*result.rows, found]
+            result = replace(result, rows=rows, notes=asked.notes)
+            if asked.results is not None:
+                result.save_part(asked.results)
+        if asked.results is not None and result.rows:
             path = result.save(asked.results)
             plots.draw(result, self.plot, path.with_suffix(".png"))
             print(f"# written: {path} and .png")
@@ -82,12 +92,3 @@ class Question:
             help="write nothing",
         )
         return parser
-
-    def _print(self, asked: argparse.Namespace) -> list[Mapping[str, Any]]:
-        lines = Lines(self.columns)
-        print(lines.head(), flush=True)
-        rows = []
-        for row in self.rows(asked):
-            rows.append(asdict(row) if is_dataclass(row) else row)
-            print(lines.row(rows[-1]), flush=True)
-        return rows

@@ -49,11 +49,17 @@ class Result:
 
     def save(self, folder: Path) -> Path:
         """Write it as ``<question>_<hardware>_<date>.json``, over one of that name."""
+        part = self.save_part(folder)
+        return part.replace(part.with_suffix(""))
+
+    def save_part(self, folder: Path) -> Path:
+        """Write what is known so far beside, as ``.json.part``, never rendered."""
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"{self.question}_{machine.slug(dict(self.hardware))}_{self.date}.json"
+        hardware = machine.slug(dict(self.hardware))
+        part = folder / f"{self.question}_{hardware}_{self.date}.json.part"
         text = json.dumps(_finite(asdict(self)), indent=1, allow_nan=False)
-        (folder / name).write_text(text + "\n")
-        return folder / name
+        part.write_text(text + "\n")
+        return part
 
 
 def load(path: Path) -> Result:

@@ -45,7 +45,6 @@ COLUMNS = {
     "to_single": ".2f",
     "to_ddp": ".2f",
     "reached": "",
-    "samples_per_s": ",.0f",
     "startup_s": ".1f",
     "error": "",
 }
@@ -151,7 +150,6 @@ def row(
         "to_single": seconds(single) / own,
         "to_ddp": seconds(ddp) / own,
         "reached": f"{reached} of {len(runs)}",
-        "samples_per_s": turns.median(runs, "samples_per_s"),
         "startup_s": turns.median(runs, "startup_s"),
         "curve": runs[0].get("curve"),
         "error": "; ".join(dict.fromkeys(errors)) or None,

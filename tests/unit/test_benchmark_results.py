@@ -93,6 +93,19 @@ def test_a_question_prints_a_table_and_writes_json_and_a_picture(tmp_path, capsy
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_is_known_is_kept_where_a_question_ends_early(tmp_path):
+    def broken():
+        yield from ROWS
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        question(broken()).main(["--results", str(tmp_path)])
+
+    (path,) = tmp_path.iterdir()
+    assert path.name.endswith(".json.part")  # nothing that is rendered
+    assert list(load(path).rows) == ROWS
+
+
 def test_a_question_that_could_not_be_asked_leaves_no_file(tmp_path):
     made = question([]).main(["--results", str(tmp_path)])
 

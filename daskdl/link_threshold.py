@@ -7,7 +7,15 @@ from typing_extensions import override
 
 from daskdl.errors import OptionError
 from daskdl.link import WINDOW, Aim, Link, Measured
-from daskdl.thresholds import MOST, LinkAlgorithm, Residual, Sent, threshold_for
+from daskdl.thresholds import (
+    MOST,
+    LinkAlgorithm,
+    Residual,
+    Sent,
+    check_initial,
+    first_threshold,
+    threshold_for,
+)
 
 GROWTH = 1.9  # most times the density and the bytes, from one arrival to the next
 # Times what the least takes: there a first price is believed. With times that are 20 %
@@ -43,7 +51,8 @@ class LinkThreshold(LinkAlgorithm):
     repeatable, not with ``max_staleness=0`` either.
 
     Args:
-        initial: First threshold, parameter units.
+        initial: First threshold, parameter units. None: found in a sample of the first
+            residual, such that `min_density` is sent; 1e-4 if nothing has moved.
         share: Of a step that sending may take, in (0, 1].
         min_density: Entries sent / parameters that are sent whatever it takes, in
             (0, 1/e).
@@ -61,13 +70,12 @@ class LinkThreshold(LinkAlgorithm):
         (0.0001, False)
     """
 
-    initial: float = 1e-3
+    initial: float | None = 1e-3
     share: float = 0.25
     min_density: float = 1e-4
 
     def __post_init__(self) -> None:
-        if not 0 < self.initial < math.inf:
-            raise OptionError(f"initial must be finite and > 0, got {self.initial!r}")
+        check_initial(self.initial)
         if not 0 < self.share <= 1:
             raise OptionError(f"share must be in (0, 1], got {self.share!r}")
         if not 0 < self.min_density < MOST:
@@ -78,7 +86,7 @@ class LinkThreshold(LinkAlgorithm):
     @override
     def next_threshold(self, residual: Residual, last: Sent | None) -> float:
         if last is None:
-            return self.initial
+            return first_threshold(self.initial, self.min_density, residual)
         if last.link is None:  # carried on from another link
             return last.threshold
         return threshold_for(last.link.aim.density, residual) or last.threshold

@@ -139,6 +139,32 @@ def threshold_for(density: float, residual: Residual) -> float | None:
     return float(torch.topk(moved, round(most), sorted=False).values.min())
 
 
+def first_threshold(initial: float | None, density: float, residual: Residual) -> float:
+    """Begin with a given threshold, or with the one that sends so much.
+
+    Args:
+        initial: Parameter units; None: it is found in a sample of the residual.
+        density: What is to be sent then, entries / parameters.
+        residual: At least one value of it is taken, if `initial` is None.
+
+    Returns:
+        Parameter units, > 0; Deeplearning4j's 1e-4 if nothing in the sample has moved.
+    """
+    if initial is not None:
+        return initial
+    return threshold_for(density, residual) or DL4J_INITIAL
+
+
+def check_initial(initial: float | None) -> None:
+    """Refuse what cannot be a first threshold.
+
+    Raises:
+        OptionError: If it is a number, and not finite and > 0.
+    """
+    if initial is not None:
+        _check_positive("initial", initial)
+
+
 def _check_positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise OptionError(f"{name} must be finite and > 0, got {value!r}")
@@ -183,8 +209,7 @@ class AdaptiveThreshold(ThresholdAlgorithm):
     decay: float = HALVES_IN_20
 
     def __post_init__(self) -> None:
-        if self.initial is not None:
-            _check_positive("initial", self.initial)
+        check_initial(self.initial)
         if not 0 < self.min_density <= self.max_density <= 1:
             raise OptionError(
                 "need 0 < min_density <= max_density <= 1, "
@@ -195,18 +220,13 @@ class AdaptiveThreshold(ThresholdAlgorithm):
     @override
     def next_threshold(self, residual: Residual, last: Sent | None) -> float:
         if last is None:
-            return self._first(residual)
+            middle = math.sqrt(self.min_density * self.max_density)
+            return first_threshold(self.initial, middle, residual)
         if last.density < self.min_density:
             return last.threshold * self.decay
         if last.density > self.max_density:
             return last.threshold / self.decay
         return last.threshold
-
-    def _first(self, residual: Residual) -> float:
-        if self.initial is not None:
-            return self.initial
-        middle = math.sqrt(self.min_density * self.max_density)
-        return threshold_for(middle, residual) or DL4J_INITIAL
 
 
 @dataclass(frozen=True)
@@ -239,7 +259,8 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
     """Steer the sent fraction to one number; moves at nearly every exchange.
 
     Args:
-        initial: First threshold, parameter units.
+        initial: First threshold, parameter units. None: found in a sample of the first
+            residual, such that `target` is sent; 1e-4 if nothing has moved.
         target: Density aimed at, in (0, 1/16).
         decay: Factor per exchange, in [0.5, 1); the default halves in 20 exchanges.
 
@@ -255,12 +276,12 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
         Deeplearning4j, TargetSparsityThresholdAlgorithm.java (2021).
     """
 
-    initial: float = 1e-4
+    initial: float | None = DL4J_INITIAL
     target: float = 1e-3
     decay: float = HALVES_IN_20
 
     def __post_init__(self) -> None:
-        _check_positive("initial", self.initial)
+        check_initial(self.initial)
         if not 0 < self.target < DENSE_DENSITY:
             raise OptionError(f"target must be in (0, 1/16), got {self.target!r}")
         _check_decay(self.decay)
@@ -268,7 +289,7 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
     @override
     def next_threshold(self, residual: Residual, last: Sent | None) -> float:
         if last is None:
-            return self.initial
+            return first_threshold(self.initial, self.target, residual)
         if last.density < self.target:
             return last.threshold * self.decay
         if last.density > self.target:

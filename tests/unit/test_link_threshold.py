@@ -277,6 +277,11 @@ class TestThreshold:
     def test_the_first_is_as_given(self):
         assert LinkThreshold(initial=0.75).next_threshold(None, None) == 0.75
 
+    def test_or_one_at_which_little_is_sent(self):
+        rule = LinkThreshold(initial=None, min_density=0.25)
+
+        assert rule.next_threshold(Known(0.0, 1.0, -3.0, 2.0), None) == 3.0
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -190,6 +190,12 @@ class TestTargetSparsityThreshold:
 
         assert rule.next_threshold(RESIDUAL, last) == expected
 
+    def test_without_an_initial_one_begins_where_the_target_is_sent(self):
+        rule = TargetSparsityThreshold(initial=None, target=0.02)
+        values = [0.0] * 50 + [-9.0, 8.0, *[1.0] * 48]
+
+        assert rule.next_threshold(Sampled(values), None) == 8.0
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

@@ -15,17 +15,26 @@ import platform
 import statistics
 import subprocess
 import sys
+from typing import NamedTuple
 
 import torch
 
-# Variable of the environment, and whether: freed memory, that of threads too, is kept;
-# the loop runs in a thread.
+
+class Setting(NamedTuple):
+    """How the loop runs."""
+
+    trim: str = "65536"  # MALLOC_TRIM_THRESHOLD_
+    kept: bool = True  # freed memory
+    heaps: bool = True  # that of threads, too
+    thread: bool = False  # another than the first
+
+
 SETTINGS = {
-    "as a shell starts it (baseline)": ("", False, False, False),
-    "as Dask's nanny starts workers": ("65536", False, False, False),
-    "the same, freed memory kept": ("65536", True, True, False),
-    "in a thread, heaps of threads not kept": ("65536", True, False, True),
-    "in a thread, freed memory kept": ("65536", True, True, True),
+    "as a shell starts it (baseline)": Setting(trim="", kept=False),
+    "as Dask's nanny starts workers": Setting(kept=False),
+    "the same, freed memory kept": Setting(),
+    "in a thread, heaps of threads not kept": Setting(heaps=False, thread=True),
+    "in a thread, freed memory kept": Setting(thread=True),
 }
 PROGRAM = """
 import resource
@@ -51,15 +60,13 @@ print(*(ThreadPoolExecutor(1).submit(measure).result() if thread else measure())
 """
 
 
-def measured(
-    trim: str, kept: bool, heaps: bool, thread: bool, steps: int
-) -> tuple[float, float]:
+def measured(setting: Setting, steps: int) -> tuple[float, float]:
     """Samples/s, and pages mapped for each step."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("MALLOC_TRIM_THRESHOLD_", None)
-    if trim:
-        environment["MALLOC_TRIM_THRESHOLD_"] = trim
-    program = PROGRAM.format(kept=kept, heaps=heaps, thread=thread, steps=steps)
+    if setting.trim:
+        environment["MALLOC_TRIM_THRESHOLD_"] = setting.trim
+    program = PROGRAM.format(**setting._asdict(), steps=steps)
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
@@ -82,7 +89,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SETTINGS}
     for _ in range(arguments.rounds):
         for name, setting in SETTINGS.items():
-            found[name].append(measured(*setting, arguments.steps))
+            found[name].append(measured(setting, arguments.steps))
     for name, runs in found.items():
         rates, faults = zip(*runs, strict=True)
         print(

@@ -100,14 +100,22 @@ def hosts(count: int, *, loopback: bool) -> Iterator[Place]:
     if loopback:
         yield ThisHost(count)
         return
-    # As of a time limit: the network has to go then too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with Network(count) as network:
+    with _exit_when_terminated(), Network(count) as network:
         place = Hosts(network)
         try:
             yield place
         finally:
             place.end()
+
+
+@contextlib.contextmanager
+def _exit_when_terminated() -> Iterator[None]:
+    """As by a time limit: a network has to go then too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:

@@ -50,7 +50,7 @@ def recorded(work: str = "mlp", optimizer: str = "SGD") -> Recorded:
             kept.append((update.threshold, update.entries_K))
             sizes.append(frame.nbytes)
 
-    rules = Rules(AdaptiveThreshold(), after=keep)
+    rules = Rules(AdaptiveThreshold(initial=None), after=keep)
     simulation = Simulation(task, task.split(), optimizer, 2, rules, seed=0)
     simulation.train(STEPS)
     own = slice(2 * LEFT_OUT, None)

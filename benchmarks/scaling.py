@@ -18,7 +18,7 @@ Run:      python -m benchmarks scaling --workers 1 2
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -65,15 +65,22 @@ def data(work: Task, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plain(
-    model: nn.Module, loss: nn.Module, rule: Any, x: Any, y: Any, steps: int, size: int
+    new_model: Callable[[], nn.Module],
+    loss: nn.Module,
+    rule: Any,
+    x: Any,
+    y: Any,
+    steps: int,
+    size: int,
 ) -> float:
     """Samples/s of a plain loop, after a tenth of it that is not counted."""
     torch.set_num_threads(1)
+    model = new_model()
     optimizer = rule(model.parameters())
     some = batches(*map(torch.from_numpy, (x, y)), size, np.random.default_rng(0))
     with freed_memory_kept():
-        for made in range(-steps // 10, steps):
-            if made == 0:
+        for step in range(-steps // 10, steps):
+            if step == 0:
                 began = time.perf_counter()
             inputs, labels = next(some)
             optimizer.zero_grad()
@@ -88,13 +95,12 @@ def plain_loops(client: Client, asked: argparse.Namespace, workers: list[str]) -
     size = work.batch_size
     rows = data(work, asked.steps * size)
     scattered = client.scatter(list(rows), workers=workers, broadcast=True, hash=False)
-    model, rule = work.model(), work.optimizer(asked.optimizer)
     futures = [
         client.submit(
             plain,
-            model,
+            work.model,
             work.loss,
-            rule,
+            work.optimizer(asked.optimizer),
             *scattered,
             asked.steps,
             size,

@@ -4,6 +4,7 @@ For what is done once, beside training: to count, to check, to export.
 """
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
@@ -28,6 +29,7 @@ T = TypeVar("T")
 # begun costs nothing.
 TASKS_PER_THREAD = 2
 
+LISTED_S = 0.5  # until Dask has noticed, at most, that a worker has gone
 MOST_LOSSES = 3  # of a part, as Dask's `allowed-failures`: it may be what ends them
 
 
@@ -187,6 +189,20 @@ class _Pass:
                 ) from error
         return workers
 
+    def _besides(self, home: str, error: OSError) -> list[str]:
+        """The other workers. One that has gone alone is given time to be replaced.
+
+        Raises:
+            OSError: That is given, if there is only one, and it hangs.
+        """
+        others = [worker for worker in self._there() if worker != home]
+        if others:
+            return others
+        if isinstance(error, WaitTimeoutError):
+            raise error
+        time.sleep(LISTED_S)
+        return self._there()
+
     def end(self) -> None:
         """Leave nothing of it on the cluster."""
         release(list(self._running))
@@ -219,10 +235,7 @@ class _Pass:
                 sent = scatter(self._client, content, [home], self._bound, name)
             except OSError as error:  # it has gone, or hangs: another one
                 self._count_loss(part, error)
-                others = [worker for worker in self._there() if worker != home]
-                if not others:
-                    raise
-                self._workers = others
+                self._workers = self._besides(home, error)
             else:
                 (future,) = sent.values()
                 return future

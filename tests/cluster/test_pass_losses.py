@@ -8,7 +8,7 @@ import pytest
 from daskdl.data import passes
 from daskdl.data.passes import each_part
 from daskdl.data.sources import source_of
-from daskdl.errors import DataError
+from daskdl.errors import DataError, WaitTimeoutError
 from tests.cluster.clusters import cluster_of
 
 X = np.arange(640.0).reshape(320, 2)
@@ -37,28 +37,57 @@ def test_parts_go_to_the_workers_that_are_still_there():
     assert found == {part: first_of(source, part) for part in range(source.parts)}
 
 
-def test_a_part_that_no_worker_is_left_for_waits_for_one(monkeypatch):
-    source, scatter, refused = source_of(X), passes.scatter, []
+def refused_once(monkeypatch, error, then=lambda client: None):
+    """The first part cannot be sent."""
+    scatter, refused = passes.scatter, []
 
-    def refuse_once(client, content, *args):
+    def refuse(client, content, *args):
         if refused or "daskdl-part" not in str(*content):
             return scatter(client, content, *args)
-        there = client.nthreads
         refused.append(content)
+        then(client)
+        raise error
+
+    monkeypatch.setattr(passes, "scatter", refuse)
+    return refused
+
+
+def test_a_part_that_no_worker_is_left_for_waits_for_one(monkeypatch):
+    source = source_of(X)
+
+    def leave_nobody(client):
+        there = client.nthreads
 
         def nobody():
             monkeypatch.setattr(client, "nthreads", there)
             return {}
 
         monkeypatch.setattr(client, "nthreads", nobody)
-        raise OSError("it has gone")
 
-    monkeypatch.setattr(passes, "scatter", refuse_once)
+    refused = refused_once(monkeypatch, OSError("it has gone"), leave_nobody)
     with cluster_of(2) as client:
         found = dict(each_part(source, first_of, client, send=True))
 
     assert refused
     assert found == {part: first_of(source, part) for part in range(source.parts)}
+
+
+def test_the_only_worker_may_be_listed_for_a_moment_when_it_has_gone(monkeypatch):
+    source = source_of(X)
+    refused = refused_once(monkeypatch, OSError("it has gone"))
+
+    with cluster_of(1) as client:
+        found = dict(each_part(source, first_of, client, send=True))
+
+    assert refused
+    assert found == {part: first_of(source, part) for part in range(source.parts)}
+
+
+def test_the_only_worker_is_not_asked_again_when_it_hangs(monkeypatch):
+    refused_once(monkeypatch, WaitTimeoutError("it hangs"))
+
+    with cluster_of(1) as client, pytest.raises(WaitTimeoutError, match="it hangs"):
+        dict(each_part(source_of(X), first_of, client, send=True))
 
 
 @pytest.mark.parametrize("send", [True, False], ids=["apart", "as a whole"])

@@ -5,11 +5,12 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos kills lint bench bench-all bench-compare study clean
+.PHONY: help demo test test-all chaos kills lint bench bench-all bench-compare study clean
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
-	@echo "make test   run the whole suite"
+	@echo "make test   run the suite that every change has to pass: ten minutes"
+	@echo "make test-all   the same, and all that takes longer: an hour"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"
 	@echo "make lint   formatting, lint, types, documentation"
@@ -32,11 +33,14 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest
 
+test-all: .venv/installed
+	$(BIN)/python -m pytest -m ""
+
 chaos: .venv/installed
-	DASKDL_CHAOS_SEEDS=20 $(BIN)/python -m pytest tests/chaos
+	DASKDL_CHAOS_SEEDS=20 $(BIN)/python -m pytest -m chaos tests/chaos
 
 kills: .venv/installed
-	DASKDL_KILLS=50 $(BIN)/python -m pytest tests/cluster/test_kills.py
+	DASKDL_KILLS=50 $(BIN)/python -m pytest -m "" tests/cluster/test_kills.py
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

@@ -40,7 +40,7 @@ class Given(Trained):
         return self.loss
 
 
-def predict(  # noqa: PLR0913 - by name, as those of `Trainer.predict`
+def predict(
     model: nn.Module,
     data: Any,
     client: Client | Literal[False] | None = None,
@@ -98,7 +98,7 @@ def predict(  # noqa: PLR0913 - by name, as those of `Trainer.predict`
     )
 
 
-def evaluate(  # noqa: PLR0913 - by name, as those of `Trainer.evaluate`
+def evaluate(
     model: nn.Module,
     data: Any,
     labels: Any = None,

@@ -136,7 +136,7 @@ class Trainer(Trained):
         self._method(self.transform)
         self._standing = Standing()
 
-    def fit(  # noqa: PLR0913 - as in Keras and scikit-learn, one name for each
+    def fit(
         self,
         X: Any,
         y: Any = None,

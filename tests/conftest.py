@@ -1,22 +1,36 @@
 """The cluster of worker processes that nearly all tests share."""
 
+import itertools
 import logging
 import multiprocessing
 import signal
 
 import pytest
 
-from tests.cluster.clusters import cluster_of
-from tests.cluster.leftovers import still_left_behind
+from daskdl.checkpoints.series import Series
+from daskdl.data.stores.store import store_of
+from tests.support.clusters import cluster_of
+from tests.support.leftovers import still_left_behind
 
-# Two files of this name would be one module to the collection of doctests; what is
-# forked from is imported nowhere else.
-collect_ignore = ["conftest.py", "forked.py"]
+_numbers = itertools.count()
+
+# What is forked from is imported nowhere else.
+collect_ignore = ["support/forked.py"]
+
+# Folders whose tests `make test` leaves out; each has the marker of its name.
+APART = {"network", "learning", "examples", "chaos"}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark each test that lies in a folder of its own kind."""
+    for item in items:
+        for folder in APART.intersection(item.path.parts):
+            item.add_marker(folder)
 
 
 def pytest_collection_finish():
     """What is forked is imported once; Dask, and what a test imports, may say less."""
-    multiprocessing.set_forkserver_preload(["tests.forked"])
+    multiprocessing.set_forkserver_preload(["tests.support.forked"])
 
 
 def pytest_sessionfinish():
@@ -51,7 +65,7 @@ def ctrl_c():
 @pytest.fixture(scope="session")
 def s3_endpoint():
     """A real S3 server on loopback, in this process."""
-    from tests import s3
+    from tests.support import s3
 
     with s3.server() as endpoint:
         yield endpoint
@@ -59,7 +73,29 @@ def s3_endpoint():
 
 @pytest.fixture
 def bucket(s3_endpoint):
-    """The URL of a new bucket there; `tests.s3.options` are its storage options."""
-    from tests import s3
+    """The URL of a new bucket there; see `tests.support.s3` for its storage options."""
+    from tests.support import s3
 
     return s3.new_bucket(s3_endpoint)
+
+
+@pytest.fixture
+def in_memory():
+    """A series of checkpoints without any; its folder is not there yet."""
+    own = store_of(f"memory://checkpoints-{next(_numbers)}")
+    yield Series(own)
+    own.delete_all()
+
+
+@pytest.fixture(params=["memory", "local"])
+def series(request, tmp_path):
+    """The same, also on disk."""
+    if request.param == "local":
+        return Series(store_of(tmp_path / "checkpoints"))
+    return request.getfixturevalue("in_memory")
+
+
+@pytest.fixture
+def store(series):
+    """Its folder."""
+    return series.store

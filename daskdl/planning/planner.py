@@ -32,7 +32,7 @@ MOST_PROCESSES = 8  # that measure at once; each imports torch
 SLOWER = 4  # times as long as in turn, at most, if they measure at once
 
 
-def plan(  # noqa: PLR0913 - those of a trainer, by name
+def plan(
     model: nn.Module | Callable[[], nn.Module],
     batch: tuple[Any, Any],
     workers: int | Iterable[int] = 64,

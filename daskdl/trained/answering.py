@@ -18,7 +18,7 @@ from daskdl.trained.base import HasModel
 class Answering(HasModel):
     """Answers by its model."""
 
-    def predict(  # noqa: PLR0913 - by name, as those of `fit`
+    def predict(
         self,
         X: Any,
         *,

@@ -24,7 +24,7 @@ from daskdl.trained.base import HasModel
 class Measuring(HasModel):
     """Measures its model."""
 
-    def evaluate(  # noqa: PLR0913 - by name, as those of `fit`
+    def evaluate(
         self,
         data: Any,
         labels: Any = None,
@@ -76,7 +76,7 @@ class Measuring(HasModel):
         with site_of(self.client) as site:
             return site.evaluate(self._fitted(), objective, source, read, wanted)
 
-    def score_examples(  # noqa: PLR0913 - as `evaluate`, one name for each
+    def score_examples(
         self,
         data: Any,
         labels: Any = None,
@@ -130,7 +130,7 @@ class Measuring(HasModel):
         with site_of(self.client) as site:
             return score_examples(Given(data, labels, key), how, site.client)
 
-    def errors(  # noqa: PLR0913 - as `evaluate`, one name for each
+    def errors(
         self,
         data: Any,
         labels: Any = None,

@@ -12,12 +12,12 @@ import pytest
 
 from daskdl import Callback, GradientSharing, KeepResidual
 from daskdl.fitting import INBOX_BYTES, OUTBOX_BYTES
-from tests.chaos.disturbance import SILENCE_S, Disturbance
-from tests.cluster.barriers import ATOL, check_barrier
-from tests.cluster.clusters import cluster_of
-from tests.cluster.leftovers import still_left_behind
-from tests.cluster.recording import Recorded, records
-from tests.learning.digits import accuracy, images, trainer
+from tests.support.barriers import ATOL, check_barrier
+from tests.support.clusters import cluster_of
+from tests.support.digits import accuracy, images, trainer
+from tests.support.disturbance import SILENCE_S, Disturbance
+from tests.support.leftovers import still_left_behind
+from tests.support.recording import Recorded, records
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import pytest
 from distributed.utils_test import poll_for
 
 from daskdl.channel.scheduler import NAME
-from tests.cluster.clusters import cluster_of
-from tests.cluster.leftovers import still_left_behind
-from tests.cluster.promises import Place
+from tests.support.clusters import cluster_of
+from tests.support.leftovers import still_left_behind
+from tests.support.promises import Place
 
 
 def pytest_collection_modifyitems(items):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from daskdl import ParameterAveraging
-from tests.cluster.problems import (
+from tests.support.problems import (
     adam,
     kept,
     normalised,
@@ -20,8 +20,8 @@ from tests.cluster.problems import (
     sgd,
     trainer,
 )
-from tests.cluster.script import Script, TookPart, enough
-from tests.cluster.watched import TrainedRows
+from tests.support.script import Script, TookPart, enough
+from tests.support.watched import TrainedRows
 
 X, Y = rows(count=960)
 

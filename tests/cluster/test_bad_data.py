@@ -9,7 +9,7 @@ from torch import nn
 
 import daskdl
 from daskdl import DataError, ModelError
-from tests.cluster.problems import rows, trainer
+from tests.support.problems import rows, trainer
 
 X, Y = rows(64)
 

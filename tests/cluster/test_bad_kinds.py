@@ -12,7 +12,7 @@ from dask import delayed
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from daskdl import DataError, OptionError, data
-from tests.cluster.kinds import (
+from tests.support.kinds import (
     NAMES,
     PARTS,
     Given,
@@ -31,7 +31,7 @@ from tests.cluster.kinds import (
     save_table,
     tables,
 )
-from tests.cluster.problems import plain, trainer
+from tests.support.problems import plain, trainer
 
 
 def fit(client, given, **options):

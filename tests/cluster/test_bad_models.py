@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from daskdl import Callback, ModelError
-from tests.cluster.problems import mlp, rows, trainer
+from tests.support.problems import mlp, rows, trainer
 
 X, Y = rows(64)
 

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from daskdl import Callback, GradientSharing, OptionError
 from daskdl.data import Csv
-from tests.cluster.problems import mlp, rows, trainer
+from tests.support.problems import mlp, rows, trainer
 
 X, Y = rows(64)
 BLOCKS = da.from_array(X, chunks=(16, 20))

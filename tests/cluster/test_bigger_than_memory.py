@@ -15,9 +15,9 @@ from dask.utils import parse_bytes
 from torch import nn
 
 from daskdl import Trainer
-from tests.cluster.clusters import cluster_of
-from tests.cluster.memory import peak_bytes
-from tests.cluster.watched import note, notes
+from tests.support.clusters import cluster_of
+from tests.support.memory import peak_bytes
+from tests.support.watched import note, notes
 
 LIMIT, TIMES, EPOCHS = "800MB", 4, 2
 ROWS, FEATURES = 1024, 2000  # of a block: 8 MB

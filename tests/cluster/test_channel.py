@@ -11,7 +11,7 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.version import VERSION
-from tests.cluster.channels import (
+from tests.support.channels import (
     EITHER,
     PATIENCE_S,
     RUN,
@@ -23,7 +23,7 @@ from tests.cluster.channels import (
     totals,
     two_workers,
 )
-from tests.unit.records import of_one
+from tests.support.records import of_one
 
 
 @two_workers()

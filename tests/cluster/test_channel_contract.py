@@ -11,7 +11,7 @@ from daskdl.channel.local import LocalChannel
 from daskdl.channel.messages import Barrier
 from daskdl.errors import ChannelError
 from daskdl.link import Drained
-from tests.cluster.channels import (
+from tests.support.channels import (
     GRID,
     PATIENCE_S,
     SIZE,
@@ -22,7 +22,7 @@ from tests.cluster.channels import (
     publish,
     totals,
 )
-from tests.cluster.every_channel import every_channel
+from tests.support.every_channel import every_channel
 
 
 def recorded(run, replica):

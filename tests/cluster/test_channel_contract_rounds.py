@@ -6,8 +6,8 @@ import pytest
 from daskdl.channel import parcel
 from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Barrier
-from tests.cluster.channels import begin, in_thread
-from tests.cluster.every_channel import every_channel
+from tests.support.channels import begin, in_thread
+from tests.support.every_channel import every_channel
 
 ARRAYS = {
     "long": np.arange(100_000, dtype=np.float64),

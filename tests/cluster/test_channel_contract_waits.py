@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from daskdl.channel.base import Stopped
-from tests.cluster.channels import GRID, begin, bounds, in_thread, publish
-from tests.cluster.every_channel import every_channel
-from tests.unit.records import of_one
+from tests.support.channels import GRID, begin, bounds, in_thread, publish
+from tests.support.every_channel import every_channel
+from tests.support.records import of_one
 
 
 class TestStaleness:

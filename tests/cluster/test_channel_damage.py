@@ -10,7 +10,7 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Item, ItemKind
 from daskdl.errors import ChannelError
 from daskdl.version import VERSION
-from tests.cluster.channels import (
+from tests.support.channels import (
     GRID,
     RUN,
     SIZE,
@@ -22,7 +22,7 @@ from tests.cluster.channels import (
     totals,
     two_workers,
 )
-from tests.unit.records import of_one
+from tests.support.records import of_one
 
 STAMP = codec.Stamp(RUN, origin=0, sequence=1, step=0)
 UPDATE = tuple(Item("update", 0, 1, 0, 0))

@@ -8,7 +8,7 @@ import pytest
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
-from tests.cluster.channels import (
+from tests.support.channels import (
     EITHER,
     GRID,
     PATIENCE_S,
@@ -22,7 +22,7 @@ from tests.cluster.channels import (
     three_workers,
     two_workers,
 )
-from tests.unit.records import of_one
+from tests.support.records import of_one
 
 
 @EITHER

@@ -3,7 +3,7 @@
 import asyncio
 
 from daskdl.channel.messages import Barrier, Item
-from tests.cluster.channels import (
+from tests.support.channels import (
     EITHER,
     PATIENCE_S,
     SIZE,

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from tests.cluster.channels import (
+from tests.support.channels import (
     SIZE,
     a_run,
     applied_by,

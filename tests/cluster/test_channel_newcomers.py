@@ -8,7 +8,7 @@ import pytest
 
 from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Barrier
-from tests.cluster.channels import (
+from tests.support.channels import (
     EITHER,
     SIZE,
     a_run,

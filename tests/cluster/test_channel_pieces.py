@@ -3,7 +3,7 @@
 import pytest
 
 from daskdl.channel.base import Stopped
-from tests.cluster.channels import (
+from tests.support.channels import (
     EITHER,
     a_run,
     begin,

@@ -7,7 +7,7 @@ import pytest
 from daskdl import codec
 from daskdl.channel import messages, reading
 from daskdl.channel.messages import Answer
-from tests.cluster.channels import (
+from tests.support.channels import (
     RUN,
     a_run,
     bounds,

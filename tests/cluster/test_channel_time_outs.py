@@ -7,7 +7,7 @@ import pytest
 from daskdl import codec
 from daskdl.channel.messages import ITEM_OVERHEAD_BYTES
 from daskdl.errors import WaitTimeoutError
-from tests.cluster.channels import (
+from tests.support.channels import (
     EITHER,
     RUN,
     a_run,

@@ -11,7 +11,7 @@ from daskdl.channel import pump as pump_end
 from daskdl.channel.base import Stopped
 from daskdl.channel.carrier import BEAT_S
 from daskdl.channel.messages import Item
-from tests.cluster.channels import (
+from tests.support.channels import (
     EITHER,
     PATIENCE_S,
     RUN,

@@ -10,9 +10,9 @@ from distributed.utils_test import poll_for
 
 from daskdl import Checkpoint, ParameterAveraging
 from daskdl.checkpoints.series import Series
-from tests.cluster.problems import kept, parameters_of, rows, trainer
-from tests.cluster.script import Script, TookPart, enough
-from tests.cluster.watched import TrainedRows
+from tests.support.problems import kept, parameters_of, rows, trainer
+from tests.support.script import Script, TookPart, enough
+from tests.support.watched import TrainedRows
 
 X, Y = rows(count=960)
 BATCH = 16

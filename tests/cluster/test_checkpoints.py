@@ -17,12 +17,12 @@ import torch
 from daskdl import Checkpoint, ParameterAveraging, SaveError, WaitTimeoutError
 from daskdl.checkpoints.parts import COMMON, Part, of_replica
 from daskdl.checkpoints.series import Series
-from tests import s3
-from tests.cluster.clusters import cluster_of
-from tests.cluster.problems import adam, kept, normalised, rows, trainer
-from tests.cluster.recording import Recorded, records, vector
-from tests.cluster.script import Script, enough, nothing
-from tests.cluster.watched import TrainedRows
+from tests.support import s3
+from tests.support.clusters import cluster_of
+from tests.support.problems import adam, kept, normalised, rows, trainer
+from tests.support.recording import Recorded, records, vector
+from tests.support.script import Script, enough, nothing
+from tests.support.watched import TrainedRows
 
 X, Y = rows()
 BATCH = 16

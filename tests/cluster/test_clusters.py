@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cluster.clusters import cluster_of
-from tests.cluster.problems import kept, parameters_of, rows, trainer
-from tests.cluster.recording import Notes, executed
+from tests.support.clusters import cluster_of
+from tests.support.problems import kept, parameters_of, rows, trainer
+from tests.support.recording import Notes, executed
 
 X, Y = rows()
 
@@ -68,7 +68,7 @@ def averaged():
 
 OWN_CLUSTER = """
 import distributed, psutil
-from tests.cluster.problems import mlp, rows, sgd
+from tests.support.problems import mlp, rows, sgd
 from torch import nn
 import daskdl
 

@@ -8,8 +8,8 @@ from distributed import get_worker
 from torch import nn
 
 from daskdl import AdaptiveThreshold
-from tests.cluster.problems import kept, plain, rows, trainer
-from tests.cluster.recording import Notes, vector
+from tests.support.problems import kept, plain, rows, trainer
+from tests.support.recording import Notes, vector
 
 X, Y = rows()
 RAGGED = (30, 0, 97, 61, 150, 142)

@@ -17,7 +17,7 @@ from daskdl.data.source import Source
 from daskdl.data.sources import source_of
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
-from tests.cluster.clusters import cluster_of
+from tests.support.clusters import cluster_of
 
 
 class Boxes(Source):

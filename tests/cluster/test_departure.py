@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from daskdl import Callback
-from tests.cluster.clusters import cluster_of
-from tests.cluster.problems import kept, rows, trainer
-from tests.cluster.recording import Recorded, vector
+from tests.support.clusters import cluster_of
+from tests.support.problems import kept, rows, trainer
+from tests.support.recording import Recorded, vector
 
 X, Y = rows()
 

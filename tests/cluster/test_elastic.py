@@ -14,9 +14,9 @@ from distributed.utils_test import poll_for
 
 from daskdl import Callback
 from daskdl.training import cluster_stage
-from tests.cluster.problems import kept, normalised, rows, trainer
-from tests.cluster.recording import Recorded, records
-from tests.cluster.script import Script, TookPart, enough
+from tests.support.problems import kept, normalised, rows, trainer
+from tests.support.recording import Recorded, records
+from tests.support.script import Script, TookPart, enough
 
 X, Y = rows(count=960)
 

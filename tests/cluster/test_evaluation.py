@@ -11,8 +11,8 @@ from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation import Scoring
 from daskdl.evaluation import evaluate as evaluate_source
 from daskdl.packed import Packed, PackedModel
-from tests.cluster.leftovers import still_left_behind
-from tests.cluster.recording import executed
+from tests.support.leftovers import still_left_behind
+from tests.support.recording import executed
 
 ROWS = 101  # a prime: no batch size or number of workers divides it
 

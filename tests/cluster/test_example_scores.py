@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from daskdl import DataError, Trainer
-from tests.cluster.clusters import cluster_of
-from tests.cluster.leftovers import forget_batches, still_left_behind
-from tests.cluster.recording import executed
+from tests.support.clusters import cluster_of
+from tests.support.leftovers import forget_batches, still_left_behind
+from tests.support.recording import executed
 
 ROWS = 101  # a prime: no batch size or number of workers divides it
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)

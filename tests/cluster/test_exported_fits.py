@@ -9,9 +9,9 @@ import pytest
 
 from daskdl import OptionError, ReplicaError
 from daskdl.data.stores.store import Store
-from tests.cluster.endings import FailAt, Interrupt
-from tests.cluster.problems import trainer
-from tests.cluster.watched import TrainedRows, Watched, watched_blocks
+from tests.support.endings import FailAt, Interrupt
+from tests.support.problems import trainer
+from tests.support.watched import TrainedRows, Watched, watched_blocks
 
 EPOCHS = 3
 ALL = dict.fromkeys(range(480), 1)

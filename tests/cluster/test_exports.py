@@ -18,8 +18,8 @@ from daskdl.data.exports.source import BatchFiles
 from daskdl.data.exports.temporary import temporary_batches
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
-from tests.cluster.leftovers import still_left_behind
-from tests.unit.numbered import Numbered, ids_of
+from tests.support.leftovers import still_left_behind
+from tests.support.numbered import Numbered, ids_of
 
 LENGTHS = (20,) * 12
 

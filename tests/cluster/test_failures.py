@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from daskdl import DivergedError, ReplicaError
-from tests.cluster.endings import Diverging, EarlyEnds, FailAt
-from tests.cluster.problems import mlp, rows, trainer
-from tests.cluster.recording import vector
+from tests.support.endings import Diverging, EarlyEnds, FailAt
+from tests.support.problems import mlp, rows, trainer
+from tests.support.recording import vector
 
 X, Y = rows()
 

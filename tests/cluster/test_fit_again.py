@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from daskdl import Callback, ThresholdAlgorithm
-from tests.cluster import promises
-from tests.cluster.problems import adam, kept, rows, trainer
-from tests.cluster.recording import vector
+from tests.support import promises
+from tests.support.problems import adam, kept, rows, trainer
+from tests.support.recording import vector
 
 X, Y = rows()
 

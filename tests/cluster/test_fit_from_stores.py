@@ -9,9 +9,9 @@ from s3fs import S3FileSystem
 from daskdl import Callback, DataError
 from daskdl.data import Files
 from daskdl.data.stores.store import Store
-from tests import s3
-from tests.cluster.problems import rows, trainer
-from tests.cluster.watched import TrainedRows
+from tests.support import s3
+from tests.support.problems import rows, trainer
+from tests.support.watched import TrainedRows
 
 FILES, EPOCHS = 12, 3
 X, _ = rows()

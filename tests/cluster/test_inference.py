@@ -7,7 +7,7 @@ from torch import nn
 from daskdl.data.options import ReadOptions
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.inference.prediction import predict as predict_with
-from tests.cluster.leftovers import still_left_behind
+from tests.support.leftovers import still_left_behind
 
 ROWS = 53
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)

@@ -7,9 +7,9 @@ import torch
 from daskdl import DaskDLError, Trainer
 from daskdl.keras import CrossEntropyOfProbabilities, from_config
 from daskdl.keras.library import library
-from tests.cluster.clusters import cluster_of
-from tests.cluster.keras_networks import MODELS, adam, pictures
-from tests.cluster.problems import kept
+from tests.support.clusters import cluster_of
+from tests.support.keras_networks import MODELS, adam, pictures
+from tests.support.problems import kept
 
 X, Y = pictures()
 

@@ -16,7 +16,7 @@ from distributed.utils_test import poll_for
 
 from daskdl.checkpoints.parts import COMMON, Part, of_replica
 from daskdl.checkpoints.series import Series
-from tests.cluster.killable import (
+from tests.support.killable import (
     ALL,
     CHECKPOINTS,
     EPOCHS,

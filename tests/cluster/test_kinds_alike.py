@@ -15,10 +15,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from daskdl import data
 from daskdl.data.stores.store import Store
-from tests.cluster.kinds import KINDS, ROWS, Given, Joining, Where, X, Y, save_npz
-from tests.cluster.leftovers import forget_batches
-from tests.cluster.problems import kept, plain, trainer
-from tests.cluster.recording import vector
+from tests.support.kinds import KINDS, ROWS, Given, Joining, Where, X, Y, save_npz
+from tests.support.leftovers import forget_batches
+from tests.support.problems import kept, plain, trainer
+from tests.support.recording import vector
 
 # Batches of another size may use another matrix kernel, which rounds otherwise.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

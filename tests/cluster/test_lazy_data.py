@@ -17,10 +17,10 @@ from distributed.utils_test import poll_for
 
 from daskdl import Callback, ReplicaError, WaitTimeoutError
 from daskdl.data.futures import workers_of
-from tests.cluster.leftovers import own_threads, still_left_behind
-from tests.cluster.problems import kept, trainer
-from tests.cluster.script import Script, TookPart, enough
-from tests.cluster.watched import (
+from tests.support.leftovers import own_threads, still_left_behind
+from tests.support.problems import kept, trainer
+from tests.support.script import Script, TookPart, enough
+from tests.support.watched import (
     MADE,
     TrainedRows,
     Watched,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from daskdl import LinkThreshold
-from tests.cluster.barriers import ATOL, check_barrier
-from tests.cluster.problems import kept, rows, trainer
-from tests.cluster.recording import Recorded, records, vector
+from tests.support.barriers import ATOL, check_barrier
+from tests.support.problems import kept, rows, trainer
+from tests.support.recording import Recorded, records, vector
 
 X, Y = rows()
 

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import Dataset
 
 import daskdl
-from tests.cluster.problems import mlp, rows, trainer
-from tests.cluster.watched import KillAt, TrainedRows, Watched, watched_blocks
+from tests.support.problems import mlp, rows, trainer
+from tests.support.watched import KillAt, TrainedRows, Watched, watched_blocks
 
 COUNT, EPOCHS, BATCH = 960, 4, 8
 X, _ = rows(COUNT)

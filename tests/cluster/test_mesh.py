@@ -10,8 +10,8 @@ import pytest
 from daskdl import Callback, FailureInjection
 from daskdl.channel import mesh
 from daskdl.channel.ring import Ring
-from tests.cluster.problems import kept, rows, trainer
-from tests.cluster.recording import Recorded, records, vector
+from tests.support.problems import kept, rows, trainer
+from tests.support.recording import Recorded, records, vector
 
 X, Y = rows(960)
 

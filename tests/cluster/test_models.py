@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from daskdl import Callback
-from tests.cluster.problems import (
+from tests.support.problems import (
     kept,
     mlp,
     normalised,
@@ -16,7 +16,7 @@ from tests.cluster.problems import (
     start_of,
     trainer,
 )
-from tests.cluster.recording import vector
+from tests.support.recording import vector
 
 X, Y = rows()
 

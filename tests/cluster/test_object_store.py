@@ -11,7 +11,7 @@ from daskdl.data.formats.npz import Npz
 from daskdl.data.passes import each_part
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
-from tests import s3
+from tests.support import s3
 
 
 @pytest.fixture

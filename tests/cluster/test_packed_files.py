@@ -20,8 +20,8 @@ from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.shards.source import Shards
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
-from tests.s3 import options
-from tests.unit.pictures import folder
+from tests.support.pictures import folder
+from tests.support.s3 import options
 
 FILES = {f"{'abc'[i % 3]}/{i:02}.txt": f"file {i}".encode() for i in range(60)}
 PER_BATCH = 5

@@ -9,7 +9,7 @@ from daskdl.data import passes
 from daskdl.data.passes import each_part
 from daskdl.data.sources import source_of
 from daskdl.errors import DataError, WaitTimeoutError
-from tests.cluster.clusters import cluster_of
+from tests.support.clusters import cluster_of
 
 X = np.arange(640.0).reshape(320, 2)
 

@@ -15,8 +15,8 @@ from distributed.utils_test import poll_for
 from torch import nn
 
 import daskdl
-from tests.cluster.clusters import cluster_of
-from tests.cluster.leftovers import still_left_behind
+from tests.support.clusters import cluster_of
+from tests.support.leftovers import still_left_behind
 
 ROWS = 240
 X = np.arange(2.0 * ROWS, dtype=np.float32).reshape(ROWS, 2)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.cluster import promises
-from tests.cluster.problems import kept, mlp, normalised, rows, trainer
+from tests.support import promises
+from tests.support.problems import kept, mlp, normalised, rows, trainer
 
 X, Y = rows()
 

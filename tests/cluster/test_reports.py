@@ -11,8 +11,8 @@ import torch
 
 from daskdl import Callback, ReplicaError
 from daskdl.history import COLUMNS
-from tests.cluster.problems import normalised, rows, trainer
-from tests.cluster.recording import Notes
+from tests.support.problems import normalised, rows, trainer
+from tests.support.recording import Notes
 
 X, Y = rows()
 

@@ -9,9 +9,9 @@ import torch
 from distributed import Client
 
 from daskdl.channel.scheduler import NAME
-from tests.cluster.leftovers import at_rest, changed_since, still_left_behind
-from tests.cluster.problems import kept, normalised, rows, trainer
-from tests.cluster.recording import vector
+from tests.support.leftovers import at_rest, changed_since, still_left_behind
+from tests.support.problems import kept, normalised, rows, trainer
+from tests.support.recording import vector
 
 X, Y = rows()
 

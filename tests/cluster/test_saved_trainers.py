@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from daskdl import SaveError, Trainer
-from tests import s3
-from tests.cluster.problems import kept, rows, trainer
-from tests.cluster.recording import vector
+from tests.support import s3
+from tests.support.problems import kept, rows, trainer
+from tests.support.recording import vector
 
 X, Y = rows()
 

@@ -16,7 +16,7 @@ from daskdl.data.sources import source_of
 from daskdl.data.supplies import supply_of
 from daskdl.errors import OptionError
 from daskdl.timeouts import Bound
-from tests.unit.part_sources import Parts
+from tests.support.part_sources import Parts
 
 X = np.arange(200.0, dtype=np.float32).reshape(100, 2)
 Y = np.arange(100)

@@ -11,8 +11,8 @@ from torch import nn
 
 from daskdl import AdaptiveThreshold, Callback, GradientSharing
 from daskdl.channel.worker import NAME
-from tests.cluster.problems import SIZE, kept, mlp, plain, rows, start_of, trainer
-from tests.cluster.recording import Notes, vector
+from tests.support.problems import SIZE, kept, mlp, plain, rows, start_of, trainer
+from tests.support.recording import Notes, vector
 
 X, Y = rows()
 

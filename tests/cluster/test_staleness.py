@@ -7,8 +7,8 @@ import pytest
 from distributed import Event
 
 from daskdl import Callback
-from tests.cluster.problems import kept, rows, trainer
-from tests.cluster.recording import Notes, Recorded, records
+from tests.support.problems import kept, rows, trainer
+from tests.support.recording import Notes, Recorded, records
 
 X, Y = rows()
 

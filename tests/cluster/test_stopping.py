@@ -8,9 +8,9 @@ import pytest
 from torch.nn import functional
 
 from daskdl import Callback, EarlyStopping, OptionError, ReplicaError
-from tests.cluster.problems import kept, rows, trainer
-from tests.cluster.recording import Recorded, records, vector
-from tests.cluster.watched import KillAt, note, notes
+from tests.support.problems import kept, rows, trainer
+from tests.support.recording import Recorded, records, vector
+from tests.support.watched import KillAt, note, notes
 
 X, Y = rows(count=960)
 OTHER = rows(seed=5)  # other classes: the better on X, the worse on these

@@ -14,9 +14,9 @@ from distributed.security import Security
 
 from daskdl.channel import messages
 from daskdl.channel.scheduler import NAME
-from tests.cluster.clusters import cluster_of
-from tests.cluster.leftovers import still_left_behind
-from tests.cluster.problems import kept, rows, trainer
+from tests.support.clusters import cluster_of
+from tests.support.leftovers import still_left_behind
+from tests.support.problems import kept, rows, trainer
 
 X, Y = rows()
 REFUSED_S = 10  # who is not let in has to be told within this

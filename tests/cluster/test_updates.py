@@ -8,9 +8,9 @@ import daskdl
 from daskdl import Callback, codec
 from daskdl.channel.payloads import wrap
 from daskdl.channel.scheduler import NAME
-from tests.cluster import promises
-from tests.cluster.problems import SIZE, kept, rows, trainer
-from tests.cluster.recording import Recorded, records, vector
+from tests.support import promises
+from tests.support.problems import SIZE, kept, rows, trainer
+from tests.support.recording import Recorded, records, vector
 
 X, Y = rows()
 

@@ -13,10 +13,10 @@ from distributed import Event, secede
 import daskdl
 from daskdl import Callback, GradientSharing
 from daskdl.channel import messages
-from tests.cluster.endings import Interrupt
-from tests.cluster.leftovers import still_left_behind
-from tests.cluster.problems import rows, trainer
-from tests.cluster.script import EnoughError
+from tests.support.endings import Interrupt
+from tests.support.leftovers import still_left_behind
+from tests.support.problems import rows, trainer
+from tests.support.script import EnoughError
 
 X, Y = rows()
 

@@ -7,9 +7,9 @@ from torch import nn
 
 from daskdl import AdaptiveThreshold, FailureInjection, FixedThreshold, OptionError
 from daskdl.codec import Kind
-from tests.cluster.problems import kept, parameters_of, plain, rows, trainer
-from tests.cluster.promises import check_agreed
-from tests.cluster.recording import Recorded, records, vector
+from tests.support.problems import kept, parameters_of, plain, rows, trainer
+from tests.support.promises import check_agreed
+from tests.support.recording import Recorded, records, vector
 
 X, Y = rows()
 LAYERS = {"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold(initial=1e-3)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from daskdl import Trainer
-from tests.learning.digits import accuracy, images, network
+from tests.support.digits import accuracy, images, network
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.namespaces import Network
 from daskdl import Callback
-from tests.cluster.barriers import check_barrier
-from tests.cluster.leftovers import still_left_behind
-from tests.cluster.recording import records
-from tests.cluster.script import Script, enough
-from tests.network.runs import X, Y, check, check_learnt, fit, recorded
-from tests.network.skipping import skip_if_unavailable
-from tests.network.workers import PORT, client_of, worker
+from tests.support.barriers import check_barrier
+from tests.support.leftovers import still_left_behind
+from tests.support.recording import records
+from tests.support.runs import X, Y, check, check_learnt, fit, recorded
+from tests.support.script import Script, enough
+from tests.support.skipping import skip_if_unavailable
+from tests.support.workers import PORT, client_of, worker
 
 DOWN_S = 20.0
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from distributed.utils import open_port
 
-from tests.network.relay import Relay
+from tests.support.relay import Relay
 
 DELAY_S = 0.02
 

@@ -7,11 +7,11 @@ through a relay. That is the only address by which the others know them.
 import pytest
 
 from benchmarks.namespaces import Network
-from tests.cluster.leftovers import still_left_behind
-from tests.network.relay import Relay
-from tests.network.runs import check, fit, recorded
-from tests.network.skipping import skip_if_unavailable
-from tests.network.workers import PORT, client_of, worker
+from tests.support.leftovers import still_left_behind
+from tests.support.relay import Relay
+from tests.support.runs import check, fit, recorded
+from tests.support.skipping import skip_if_unavailable
+from tests.support.workers import PORT, client_of, worker
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(240)]
 

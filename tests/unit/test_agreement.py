@@ -12,8 +12,8 @@ from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.gathered import Gathered
 from daskdl.channel.waits import Waits
 from daskdl.errors import WaitTimeoutError
-from tests.unit.inboxes import GRID, SIZE, filled, item_of, sparse
-from tests.unit.records import TIMEOUTS
+from tests.support.inboxes import GRID, SIZE, filled, item_of, sparse
+from tests.support.records import TIMEOUTS
 
 BOUNDS = dataclasses.replace(TIMEOUTS, data=0.05, silence=0.05)
 ENDPOINT = Endpoint(7, 0, SIZE, GRID, 2**20, 2**20, BOUNDS, routing="mesh")

@@ -11,7 +11,7 @@ from daskdl.data.images.image_folder import image_folder
 from daskdl.data.shards.packing import file_batches
 from daskdl.data.shards.source import Shards
 from daskdl.data.stores.store import Store
-from tests.unit.pictures import folder
+from tests.support.pictures import folder
 
 LOADER = OneExample(
     FromBytes(lambda content: (np.array([float(content)]), len(content)))

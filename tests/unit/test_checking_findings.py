@@ -10,7 +10,7 @@ from daskdl.data.checking.findings import findings_of
 from daskdl.data.checking.report import Offender
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
-from tests.unit.part_sources import Filed, Parts, Streamed
+from tests.support.part_sources import Filed, Parts, Streamed
 
 NONE = Expectations()
 GOOD = np.zeros((3, 1)), np.arange(3)

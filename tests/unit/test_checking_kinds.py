@@ -19,8 +19,8 @@ from daskdl.data.images.image_folder import image_folder
 from daskdl.data.shards.index import Index
 from daskdl.data.shards.packing import file_batches
 from daskdl.data.stores.store import Store
-from tests import s3
-from tests.unit.pictures import encoded, folder, pixels
+from tests.support import s3
+from tests.support.pictures import encoded, folder, pixels
 
 # Of 100 rows in parts of 40, 40 and 20: two labels are missing, three are no classes.
 ROWS = 100

@@ -6,7 +6,7 @@ from daskdl.data.checking.quarantine import Quarantine
 from daskdl.data.checking.report import Moved
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
-from tests.unit.part_sources import Filed, Parts
+from tests.support.part_sources import Filed, Parts
 
 
 @pytest.fixture(params=["memory", "local"])

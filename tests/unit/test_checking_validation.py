@@ -10,7 +10,7 @@ from daskdl.data.checking.report import KINDS, Offender, Report
 from daskdl.data.checking.validation import validate
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
-from tests.unit.part_sources import Filed, Parts
+from tests.support.part_sources import Filed, Parts
 
 NONE = dict.fromkeys(KINDS, 0)
 GOOD = np.zeros((3, 2)), np.array([0, 1, 2])

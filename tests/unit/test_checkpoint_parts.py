@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from fitted_trainers import signed
-from written import damaged, write_part
 
 from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
 from daskdl.errors import OptionError, SaveError
+from tests.support.fitted_trainers import signed
+from tests.support.written import damaged, write_part
 
 STAMP = Stamp("origin", "run", 7)
 SAID = {"members": [0, 1], "loss": math.inf, "kind": ("a", None)}

@@ -3,7 +3,6 @@
 import pickle
 
 import pytest
-from written import put
 
 from daskdl import Checkpoint
 from daskdl.checkpoints.parts import Stamp
@@ -11,6 +10,7 @@ from daskdl.checkpoints.plan import CheckpointPlan
 from daskdl.checkpoints.retention import Retention
 from daskdl.errors import OptionError, SaveError
 from daskdl.training.resumption import LOOKED_AT, Resumption, checkpoints_of
+from tests.support.written import put
 
 VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]
 

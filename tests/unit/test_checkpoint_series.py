@@ -4,13 +4,13 @@ import logging
 import math
 
 import pytest
-from written import damaged, put, put_part, write_part
 
 from daskdl.checkpoints.parts import COMMON, Part, Stamp
 from daskdl.checkpoints.retention import Retention
 from daskdl.checkpoints.series import Series, whole_at
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError, SaveError
+from tests.support.written import damaged, put, put_part, write_part
 
 ONE = Retention(last=1)
 

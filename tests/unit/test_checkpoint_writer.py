@@ -7,8 +7,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from records import TIMEOUTS
-from written import put_part
 
 from daskdl import Checkpoint
 from daskdl.channel.gathered import Gathered
@@ -18,6 +16,8 @@ from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, SaveError, WaitTimeoutError
 from daskdl.training.checkpoint_writer import CheckpointWriter, Copyable, plain
 from daskdl.training.checkpoints import Checkpoints
+from tests.support.records import TIMEOUTS
+from tests.support.written import put_part
 
 BOUND_S = 20  # of a test that hangs
 

@@ -18,7 +18,7 @@ from daskdl.data.checks import (
 from daskdl.data.in_memory import InMemory
 from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.errors import DataError, ModelError, OptionError
-from tests.unit.part_sources import Parts
+from tests.support.part_sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)
 CLASSES = np.array([0, 1, 2, 0, 1, 2])

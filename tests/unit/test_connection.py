@@ -7,8 +7,8 @@ import pytest
 from daskdl.channel.connection import Connection
 from daskdl.channel.endpoint import Endpoint
 from daskdl.errors import ChannelError, WaitTimeoutError
-from tests.unit.inboxes import GRID, SIZE, filled
-from tests.unit.records import TIMEOUTS
+from tests.support.inboxes import GRID, SIZE, filled
+from tests.support.records import TIMEOUTS
 
 ENDPOINT = Endpoint(7, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
 WORKER = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=None))

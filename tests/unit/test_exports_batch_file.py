@@ -8,7 +8,7 @@ from daskdl.data.exports.batch_file import BatchFile
 from daskdl.data.exports.schema import Schema
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
-from tests.unit.numbered import numbered
+from tests.support.numbered import numbered
 
 ROWS = numbered(5, 4)
 SCHEMA = Schema.of(ROWS)

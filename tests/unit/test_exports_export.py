@@ -12,7 +12,7 @@ from daskdl.data.exports.export import export
 from daskdl.data.exports.source import BatchFiles
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
-from tests.unit.numbered import Numbered, Streamed, ids_of
+from tests.support.numbered import Numbered, Streamed, ids_of
 
 LENGTHS = (30, 0, 17, 3, 50)
 

@@ -10,7 +10,7 @@ import torch
 from dask import delayed
 
 from daskdl.data.exports.origin import differences, origin_of, token_of
-from tests.unit.numbered import Numbered
+from tests.support.numbered import Numbered
 
 VALUES = {
     "numpy": "np.arange(5)",

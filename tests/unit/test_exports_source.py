@@ -8,7 +8,7 @@ from daskdl.data.exports.export import export
 from daskdl.data.exports.source import BatchFiles, is_export
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
-from tests.unit.numbered import Numbered, ids_of, numbered
+from tests.support.numbered import Numbered, ids_of, numbered
 
 
 @pytest.fixture

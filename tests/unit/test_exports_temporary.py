@@ -11,7 +11,7 @@ from daskdl.data.exports.options import ExportOptions
 from daskdl.data.exports.temporary import temporary_batches
 from daskdl.data.stores.store import Store
 from daskdl.errors import OptionError, WaitTimeoutError
-from tests.unit.numbered import Numbered, ids_of
+from tests.support.numbered import Numbered, ids_of
 
 OPTIONS = ExportOptions(4)
 BELOW = "memory://daskdl-test-temporary"

@@ -16,7 +16,7 @@ from daskdl.data.shards.archives import archived
 from daskdl.data.stores.listing import are_paths
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError
-from tests import s3
+from tests.support import s3
 
 
 @pytest.fixture

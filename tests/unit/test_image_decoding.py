@@ -9,7 +9,7 @@ from PIL import Image
 
 from daskdl.data.images.decoding import Decoding
 from daskdl.errors import DataError, OptionError
-from tests.unit.pictures import encoded, pixels
+from tests.support.pictures import encoded, pixels
 
 BYTES = Decoding(scale=None)
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from inboxes import GRID, SIZE, dense, filled, item_of, sparse
 
 from daskdl.channel.inbox import Inbox
 from daskdl.codec import DenseUpdate
+from tests.support.inboxes import GRID, SIZE, dense, filled, item_of, sparse
 
 
 def counts_of(updates, folded_N=None):

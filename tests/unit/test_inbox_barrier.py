@@ -1,10 +1,9 @@
 """The inbox of a mesh: what it takes in around a barrier, and what it misses."""
 
-from inboxes import GRID, SIZE, control, filled, item_of, sparse
-
 from daskdl.channel.heard import Word
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import ItemKind
+from tests.support.inboxes import GRID, SIZE, control, filled, item_of, sparse
 
 
 def put(inbox, origin, sequence, step=None):

@@ -1,10 +1,10 @@
 import threading
 
 import pytest
-from inboxes import GRID, control, filled, item_of, sparse
 
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import ItemKind
+from tests.support.inboxes import GRID, control, filled, item_of, sparse
 
 PATIENCE_S = 20
 

@@ -15,7 +15,7 @@ from daskdl.errors import DaskDLError, ModelError
 from daskdl.keras import from_config, from_saved
 from daskdl.keras.library import library
 from daskdl.keras.module import KerasModule
-from tests.unit.keras_files import rewritten, small
+from tests.support.keras_files import rewritten, small
 
 keras = library()
 MODELS = Path(__file__).parents[1] / "keras_models"

@@ -10,8 +10,8 @@ import pytest
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link
 from daskdl.errors import WaitTimeoutError
-from tests.unit.inboxes import GRID, SIZE
-from tests.unit.records import TIMEOUTS
+from tests.support.inboxes import GRID, SIZE
+from tests.support.records import TIMEOUTS
 
 ENDPOINT = Endpoint(7, 3, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
 

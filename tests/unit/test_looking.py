@@ -9,7 +9,7 @@ from daskdl.data.in_memory import InMemory
 from daskdl.data.looking import looked_at
 from daskdl.data.source import Facts
 from daskdl.errors import DataError, OptionError
-from tests.unit.part_sources import Parts, Streamed
+from tests.support.part_sources import Parts, Streamed
 
 X = np.arange(12.0).reshape(6, 2)
 BAD = DataError("cannot read it")

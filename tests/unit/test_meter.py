@@ -18,7 +18,7 @@ from daskdl.errors import DataError, ModelError
 from daskdl.metrics import ClassificationMetrics, meter
 from daskdl.metrics.choice import metric_sets
 from daskdl.metrics.meter import Meter, computed, measure_of
-from tests.unit.metric_parts import classes, random, shown_of
+from tests.support.metric_parts import classes, random, shown_of
 
 ROWS = 101
 LABELS = classes(0, ROWS, 3)

@@ -12,7 +12,7 @@ import torch
 from daskdl.data.looking import looked_at
 from daskdl.data.pairs import pair, pairs, stacked
 from daskdl.errors import DataError
-from tests.unit.futures import future_of
+from tests.support.futures import future_of
 
 X = np.arange(12.0).reshape(6, 2)
 Y = np.arange(6)

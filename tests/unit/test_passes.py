@@ -5,7 +5,7 @@ import pytest
 
 from daskdl.data.in_memory import InMemory
 from daskdl.data.passes import each_part
-from tests.unit.part_sources import Parts
+from tests.support.part_sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)
 

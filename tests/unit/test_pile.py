@@ -3,7 +3,7 @@
 import pytest
 
 from daskdl.channel.pile import Pile
-from tests.unit.inboxes import GRID, SIZE, dense, sparse
+from tests.support.inboxes import GRID, SIZE, dense, sparse
 
 EACH = 4  # bytes of an update with one entry
 

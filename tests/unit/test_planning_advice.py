@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from planned import FAST, measured
 
 from daskdl.planning.advice import Question, advise
 from daskdl.planning.network import Network
 from daskdl.training.sharing import GradientSharing
+from tests.support.planned import FAST, measured
 
 UP_TO_64 = tuple(range(1, 65))
 

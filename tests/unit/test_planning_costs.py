@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
-from planned import COSTS
 
 from daskdl.planning.costs import Measured, mean
+from tests.support.planned import COSTS
 
 SLOWER = dataclasses.replace(COSTS, gradients_s=0.15, encode_s=0.03, request_s=0.0005)
 

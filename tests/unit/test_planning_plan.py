@@ -3,11 +3,11 @@
 import pickle
 
 import pytest
-from planned import FAST, measured
 
 from daskdl.planning.plan import Plan
 from daskdl.planning.prediction import predictions
 from daskdl.training.sharing import GradientSharing
+from tests.support.planned import FAST, measured
 
 
 def planned(workers=(1, 2, 4), link=FAST, **changes):

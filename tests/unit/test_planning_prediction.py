@@ -4,12 +4,12 @@ import dataclasses
 import math
 
 import pytest
-from planned import COSTS, FAST, measured
 
 from daskdl.planning.costs import Measured
 from daskdl.planning.network import Network
 from daskdl.planning.prediction import predict
 from daskdl.training.sharing import GradientSharing
+from tests.support.planned import COSTS, FAST, measured
 
 SHARING = GradientSharing()
 IN_STEP = GradientSharing(max_staleness=0)

@@ -6,7 +6,7 @@ import pytest
 from daskdl.channel.routes import Routes
 from daskdl.training.reduction import Reduction
 from daskdl.training.shares import add
-from tests.unit.boards import Board, Channel
+from tests.support.boards import Board, Channel
 
 
 def results_of(count, *, fan_out, root=0, lost=(), adds=None):

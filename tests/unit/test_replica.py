@@ -20,7 +20,7 @@ from daskdl.training.stage import extent_for, plan_of
 from daskdl.training.stores import LocalStore
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.vectors import FlatParameters, grid_for
-from tests.cluster.problems import rows, sgd
+from tests.support.problems import rows, sgd
 
 X, Y = rows(64)
 EPOCHS = 6

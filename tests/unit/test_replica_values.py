@@ -5,8 +5,6 @@ import functools
 import numpy as np
 import pytest
 import torch
-from test_learning_rate import KINDS, end_epoch, groups_of, sgd
-from test_stopper import Clock, epoch_of, note
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -23,6 +21,8 @@ from daskdl.training.parameters import Parameters
 from daskdl.training.random_state import generators, restore_generators
 from daskdl.training.stepping import Stepper, Stepping
 from daskdl.training.stopper import Stopper
+from tests.maths.test_learning_rate import KINDS, end_epoch, groups_of, sgd
+from tests.unit.test_stopper import Clock, epoch_of, note
 
 CPU = torch.device("cpu")
 

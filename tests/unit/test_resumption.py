@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from written import put, put_part
 
 from daskdl import Checkpoint, GradientSharing, ParameterAveraging
 from daskdl.checkpoints.parts import Stamp
@@ -17,6 +16,7 @@ from daskdl.training.method import Method
 from daskdl.training.resuming import inherit
 from daskdl.training.resumption import Resumption, resumption_of
 from daskdl.training.states import ALONE, AVERAGER, SHARER
+from tests.support.written import put, put_part
 
 TENSORS = {"weight": "float32 (2, 3)", "bias": "float32 (2,)"}
 LIKENESS = Likeness(TENSORS, "SGD of [2] parameters", None)

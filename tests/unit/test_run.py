@@ -1,7 +1,6 @@
-from records import EACH, joined, plan_of, said, update, waiting
-
 from daskdl.channel.messages import Item
 from daskdl.channel.run import RunRecord
+from tests.support.records import EACH, joined, plan_of, said, update, waiting
 
 
 def test_replicas_are_absent_until_they_join():

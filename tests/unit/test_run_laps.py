@@ -6,7 +6,7 @@ from daskdl.channel.messages import Barrier
 from daskdl.channel.pause import Pause
 from daskdl.channel.plan import Laps, RunPlan
 from daskdl.channel.run import RunRecord
-from tests.unit.records import plan_of
+from tests.support.records import plan_of
 
 NOBODY_IS_NEAR = {"is_near": lambda key: False}
 

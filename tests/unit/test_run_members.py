@@ -1,8 +1,8 @@
 import pytest
-from records import EACH, TIMEOUTS, joined, plan_of, said, update, waiting
 
 from daskdl.channel.messages import Item
 from daskdl.channel.run import RunRecord
+from tests.support.records import EACH, TIMEOUTS, joined, plan_of, said, update, waiting
 
 
 def part(lease):

@@ -1,9 +1,8 @@
 """The record of a run whose replicas send to each other."""
 
-from records import joined, queued, said
-
 from daskdl.channel.run import RunRecord
 from daskdl.channel.standings import Standing
+from tests.support.records import joined, queued, said
 
 
 def newcomer(record):

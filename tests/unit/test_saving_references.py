@@ -9,7 +9,7 @@ import torch
 from daskdl import OptionError, SaveError
 from daskdl.saving.references import LONGEST, reference_to, referred
 from daskdl.saving.trust import Trust
-from tests.unit import fitted_trainers
+from tests.support import fitted_trainers
 
 NAME = __name__
 

@@ -8,8 +8,8 @@ from daskdl.serving.answers import Failure
 from daskdl.serving.crew import Crew
 from daskdl.serving.replica import within
 from daskdl.timeouts import Bound
-from tests.unit.replicas import MODEL, TIMEOUTS, FakeGround, soon, turns
-from tests.unit.test_serving_dispatcher import on_a_loop
+from tests.contract.test_serving_dispatcher import on_a_loop
+from tests.support.replicas import MODEL, TIMEOUTS, FakeGround, soon, turns
 
 NEW = MODEL
 

@@ -12,7 +12,7 @@ from torch import nn
 from daskdl.packed import Packed, PackedModel
 from daskdl.serving.answers import Failure
 from daskdl.serving.resident import Resident
-from tests.unit.test_serving_dispatcher import on_a_loop
+from tests.contract.test_serving_dispatcher import on_a_loop
 
 X = np.array([[-1.0, 2.0]], np.float32)
 

@@ -9,7 +9,7 @@ from daskdl.channel.payloads import unwrap, wrap
 from daskdl.packed import PackedModel
 from daskdl.serving.structures import structure_of
 from daskdl.serving.worker import open_end
-from tests.unit.test_serving_dispatcher import on_a_loop
+from tests.contract.test_serving_dispatcher import on_a_loop
 
 X = np.array([[-1.0, 2.0]], np.float32)
 NAME = "daskdl-predictor-0-0"

@@ -8,7 +8,7 @@ from torch import nn, optim
 
 from daskdl import GradientSharing
 from daskdl.training.short_steps import divides_by_noise, warn_of_short_steps
-from tests.cluster.problems import rows, trainer
+from tests.support.problems import rows, trainer
 
 DIVIDING = [
     *(optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),

@@ -7,7 +7,7 @@ from daskdl.data.options import ReadOptions
 from daskdl.errors import DataError
 from daskdl.sites import Process
 from daskdl.training.options import FitOptions
-from tests.unit.part_sources import Parts
+from tests.support.part_sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)
 FIT = FitOptions(ReadOptions(2), 1, True, 2, "direct")

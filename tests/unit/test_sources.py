@@ -18,7 +18,7 @@ from daskdl.data.in_memory import InMemory
 from daskdl.data.options import SourceOptions
 from daskdl.data.sources import source_of
 from daskdl.errors import DataError, OptionError
-from tests.unit.part_sources import Parts
+from tests.support.part_sources import Parts
 
 X = np.arange(8.0).reshape(4, 2)
 Y = np.array([0, 1, 2, 3])

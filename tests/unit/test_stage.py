@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl.training.stage import extent_for
-from tests.unit.part_sources import Parts
+from tests.support.part_sources import Parts
 
 LOGGER = "daskdl.training.stage"
 

@@ -10,7 +10,7 @@ from s3fs import S3FileSystem
 from daskdl.data.stores import attempts
 from daskdl.data.stores.store import Store, store_of
 from daskdl.errors import DataError, OptionError
-from tests import s3
+from tests.support import s3
 
 
 @pytest.fixture(params=["local", "file", "memory", "s3"])

@@ -18,8 +18,8 @@ from daskdl.packed import Packed
 from daskdl.training import stores as module
 from daskdl.training.stores import LocalStore
 from daskdl.training.worker_store import WorkerStore
-from tests.unit.part_sources import Parts, Streamed
-from tests.unit.records import TIMEOUTS
+from tests.support.part_sources import Parts, Streamed
+from tests.support.records import TIMEOUTS
 
 X = np.arange(24.0).reshape(12, 2)
 Y = np.arange(12)

@@ -13,8 +13,8 @@ from daskdl.data.pairs import pairs
 from daskdl.data.supplies import Carried, Scattered, supply_of
 from daskdl.errors import OptionError, WaitTimeoutError
 from daskdl.timeouts import Bound
-from tests.unit.futures import future_of
-from tests.unit.part_sources import Parts
+from tests.support.futures import future_of
+from tests.support.part_sources import Parts
 
 X = np.arange(24.0).reshape(12, 2)
 Y = np.arange(12)

@@ -8,7 +8,7 @@ from daskdl import GradientSharing
 from daskdl.training.judging import Judging
 from daskdl.training.reader import Reading
 from daskdl.training.task import TaskOptions
-from tests.unit.records import TIMEOUTS
+from tests.support.records import TIMEOUTS
 
 OPTIONS = TaskOptions(
     run=1,

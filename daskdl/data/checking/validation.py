@@ -18,7 +18,7 @@ from daskdl.data.source import Source
 from daskdl.data.sources import source_of
 
 
-def validate(  # noqa: PLR0913 - those of a fit, and what is expected, by name
+def validate(
     source: Any,
     *,
     y: Any = None,

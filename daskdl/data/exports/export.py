@@ -20,7 +20,7 @@ from daskdl.errors import OptionError
 logger = logging.getLogger(__name__)
 
 
-def export(  # noqa: PLR0913 - by name, as those of `Trainer.fit`
+def export(
     X: Any,
     url: str | os.PathLike[str],
     batch_size: int,

@@ -38,7 +38,7 @@ FILES_PER_PART = 64
 _TRIED = 8
 
 
-def image_folder(  # noqa: PLR0913 - all but one by name
+def image_folder(
     url: str | os.PathLike[str],
     *,
     size: int | Sequence[int] | None = None,

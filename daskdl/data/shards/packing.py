@@ -22,7 +22,7 @@ from daskdl.errors import DataError, OptionError
 logger = logging.getLogger(__name__)
 
 
-def file_batches(  # noqa: PLR0913 - all but three by name
+def file_batches(
     paths: Path | Sequence[Path],
     url: Path,
     files_per_batch: int,

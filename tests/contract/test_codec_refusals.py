@@ -1,0 +1,308 @@
+"""One refused frame per check of ``decode``; all but two have a valid checksum."""
+
+import re
+import tracemalloc
+
+import lz4.block
+import numpy as np
+import pytest
+
+from daskdl.codec import (
+    Kind,
+    Stamp,
+    decode,
+    encode,
+    encode_dense,
+    gaps,
+    gaps_reading,
+    read_kind,
+    read_stamp,
+)
+from daskdl.errors import CodecError
+from tests.support.damage import patched, rebodied, repaired
+
+
+def integers(*values):
+    return np.array(values, "<i4").tobytes()
+
+
+STAMP = Stamp(run=1, origin=2, sequence=3, step=4)
+ENTRIES = np.array([1, -4, 10], np.int32)
+RAW32, GAPS, BITMAP = (
+    encode(STAMP, 10, 0.5, ENTRIES, kind).tobytes()
+    for kind in (Kind.RAW32, Kind.GAPS, Kind.BITMAP)
+)
+DENSE32 = encode_dense(STAMP, 0.5, np.array([1, 2], np.int32)).tobytes()
+EMPTY = encode(STAMP, 10, 0.5, ENTRIES[:0]).tobytes()
+ROW = encode(STAMP, 8_000, 0.5, np.arange(1, 4_001, dtype=np.int32), Kind.BITMAP)
+ROW = ROW.tobytes()  # 1,500 bytes of body, lz4
+
+
+def bits(text):
+    """Bytes of a stream of bits, written in the order they are read."""
+    text = text.replace(" ", "").replace("|", "")
+    values = np.array([int(bit) for bit in text], np.uint8)
+    return np.packbits(values, bitorder="little").tobytes()
+
+
+def number(value, width):
+    return "".join(str(value >> i & 1) for i in range(width))
+
+
+def header(count, rice):
+    """A block's header as bits."""
+    return "1" + number(count - 1, 12) + number(rice, 4)
+
+
+def frame_of_blocks(size, count, text, signs=None):
+    """A GAPS frame with these bits as its codes, one Rice parameter per block."""
+    frame = patched(GAPS, 36, "II", size, count)
+    signs = signs or bytes((count + 7) // 8)
+    return rebodied(frame, b"\xff" + bits(text) + signs)
+
+
+HEADERS = {
+    "nothing": (b"", "got 0 bytes, the header alone has 64"),
+    "short": (RAW32[:63], "got 63 bytes, the header alone has 64"),
+    "magic": (b"XKDL" + RAW32[4:], "magic must be b'DKDL', got b'XKDL'"),
+    "version": (patched(RAW32, 4, "B", 2), "format version 1, got version 2"),
+    "checksum": (RAW32[:60] + bytes(4) + RAW32[64:], "the header says 0x00000000"),
+    "payload checksum": (RAW32[:-1] + b"\xfe", "checksum is 0x"),
+    "kind": (patched(RAW32, 5, "B", 6), "one of [1, 2, 3, 4, 5], got 6"),
+    "no kind": (patched(RAW32, 5, "B", 0), "one of [1, 2, 3, 4, 5], got 0"),
+    "flags": (patched(RAW32, 6, "B", 2), "flags must be 0 or 1 (lz4), got 0x02"),
+    "reserved byte": (patched(RAW32, 7, "B", 1), "bytes must be 0, got (1, 0)"),
+    "reserved word": (patched(RAW32, 56, "I", 1), "bytes must be 0, got (0, 1)"),
+    "no parameters": (patched(EMPTY, 36, "I", 0), "in 1 .. 2**31 - 1, got 0"),
+    "too many parameters": (patched(EMPTY, 36, "I", 2**31), "got 2147483648"),
+    "too many entries": (patched(RAW32, 40, "I", 11), "must be in 0 .. 10, got 11"),
+    "dense entries": (patched(DENSE32, 40, "I", 1), "must be in 0 .. 0, got 1"),
+    "threshold zero": (patched(RAW32, 44, "f", 0), "finite and > 0, got 0.0"),
+    "threshold negative": (patched(RAW32, 44, "f", -1), "finite and > 0, got -1.0"),
+    "threshold nan": (patched(RAW32, 44, "f", np.nan), "finite and > 0, got nan"),
+    "threshold inf": (patched(RAW32, 44, "f", np.inf), "finite and > 0, got inf"),
+}
+LENGTHS = {
+    "raw32 body": (patched(RAW32, 48, "Q", 16), "must have 12 .. 12 bytes, got 16"),
+    "bitmap body": (patched(BITMAP, 48, "Q", 4), "must have 3 .. 3 bytes, got 4"),
+    "dense32 body": (patched(DENSE32, 48, "Q", 4), "must have 8 .. 8 bytes, got 4"),
+    "gaps body short": (patched(GAPS, 48, "Q", 2), "must have 3 .. 4 bytes, got 2"),
+    "gaps body long": (patched(GAPS, 48, "Q", 5), "must have 3 .. 4 bytes, got 5"),
+    "body without entries": (patched(EMPTY, 48, "Q", 1), "must have 0 .. 0 bytes"),
+    "truncated": (repaired(RAW32[:-1]), "payload must have 12 bytes, got 11"),
+    "trailing": (repaired(RAW32 + b"\0"), "payload must have 12 bytes, got 13"),
+    "trailing nothing": (repaired(EMPTY + b"\0"), "payload must have 0 bytes, got 1"),
+}
+LZ4_BODY = lz4.block.decompress(ROW[64:], uncompressed_size=1_500)
+BODIES = {
+    "lz4 garbage": (rebodied(ROW, LZ4_BODY, b"\xff" * 20), "of 20 bytes is damaged"),
+    "lz4 trailing": (repaired(ROW + b"\0"), "is damaged"),
+    "lz4 makes less": (
+        rebodied(ROW, LZ4_BODY, lz4.block.compress(LZ4_BODY[:-1], store_size=False)),
+        "lz4 made 1499 bytes, the header says 1500",
+    ),
+    "lz4 makes more": (
+        rebodied(ROW, LZ4_BODY, lz4.block.compress(LZ4_BODY + b"0", store_size=False)),
+        "is damaged",
+    ),
+    "lz4 not smaller": (patched(RAW32, 6, "B", 1), "make 13 .. 3060 bytes of 12"),
+    "lz4 bomb": (
+        rebodied(ROW, LZ4_BODY, b"\x1f\x00\x01\x00\xff"),
+        "lz4 must make 6 .. 1275 bytes of 5, the header says 1500",
+    ),
+    "zero": (rebodied(RAW32, integers(1, 0, 10)), "or negative, got 0 at 1"),
+    "beyond": (rebodied(RAW32, integers(1, 2, -11)), "got -11 at 2"),
+    "int32 min": (rebodied(RAW32, integers(-(2**31), 2, 3)), "got -2147483648 at 0"),
+    "repeated": (rebodied(RAW32, integers(1, 2, -2)), "got 2 and then -2 at 2"),
+    "descending": (rebodied(RAW32, integers(2, 1, 3)), "got 2 and then 1 at 1"),
+    "map count": (rebodied(BITMAP, b"\x0b\x02\x02"), "has 4 bits for 3 entries"),
+    "map padding": (rebodied(BITMAP, b"\x09\x04\x02"), "must be 0, got a bit at 10"),
+    "bitmap sign padding": (rebodied(BITMAP, b"\x09\x02\x0a"), "after 3 sign bits"),
+}
+# RAW32's example in GAPS is 01, then bits 1 0 | 0 1 0 | 0 0 1 1 in 2 bytes, then 02.
+CODES = {
+    "mode": (rebodied(GAPS, b"\x1f\x89\x01\x02"), "0 .. 30 or 255 (one per block)"),
+    "codes end": (
+        rebodied(GAPS, b"\x01" + bits("10 010 00") + b"\x02"),
+        "codes run past the 8 bits there are, at parameter 4",
+    ),
+    "remainder cut": (
+        rebodied(GAPS, b"\x05" + bits("1 00000 0 1") + b"\x02"),
+        "codes run past the 8 bits there are, at parameter 1",
+    ),
+    "gap beyond": (
+        rebodied(GAPS, b"\x01" + bits("10 010 00010") + b"\x02"),
+        "a gap from parameter 4 leaves its block or the 10 parameters",
+    ),
+    "remainder beyond": (
+        rebodied(GAPS, b"\x03" + bits("1100 1000 1111") + b"\x02"),
+        "a gap from parameter 3 leaves",
+    ),
+    "codes left over": (
+        rebodied(GAPS, b"\x01" + bits("10 10 10") + b"\x00\x02"),
+        "codes of 3 gaps end after 6 bits, got 2 bytes",
+    ),
+    "codes padding": (
+        rebodied(GAPS, b"\x01\x89\x03\x02"),
+        "padding after 9 bits of codes must be 0, got the last byte 0x03",
+    ),
+    "gaps sign padding": (rebodied(GAPS, b"\x01\x89\x01\x82"), "after 3 sign bits"),
+    "no block": (
+        frame_of_blocks(2**15 + 1, 1, "0" * 8),
+        "codes run past the 8 bits there are, at parameter 32768",
+    ),
+    "block header cut": (
+        frame_of_blocks(10, 3, "1 00000000"),
+        "codes run past the 16 bits there are, at parameter 0",
+    ),
+    "block counts beyond": (
+        frame_of_blocks(12, 9, header(10, 0) + "1" * 10),
+        "blocks' counts must add up to 9 entries, got 10",
+    ),
+    "block counts short": (
+        frame_of_blocks(12, 9, header(8, 0) + "1" * 8),
+        "blocks' counts must add up to 9 entries, got 8",
+    ),
+    "block rice": (
+        frame_of_blocks(12, 9, header(9, 13) + "1"),
+        "a block's Rice parameter must be in 0 .. 12, got 13",
+    ),
+    "block left": (
+        frame_of_blocks(
+            4_100, 9, header(3, 11) + ("1" + number(2_047, 11)) * 2 + "1" + "0" * 12
+        ),
+        "a gap from parameter 4096 leaves its block or the 4100 parameters",
+    ),
+    "last block left": (
+        frame_of_blocks(4_100, 9, "0" + header(1, 0) + "00001"),
+        "a gap from parameter 4096 leaves its block or the 4100 parameters",
+    ),
+    "block codes end": (
+        frame_of_blocks(12, 9, header(9, 0) + "11"),
+        "codes run past the 24 bits there are, at parameter 2",
+    ),
+}
+
+
+REFUSED = (HEADERS, LENGTHS, BODIES, CODES)
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [case for cases in REFUSED for case in cases.values()],
+    ids=[name for cases in REFUSED for name in cases],
+)
+def test_a_damaged_frame_is_refused(frame, message):
+    with pytest.raises(CodecError, match=re.escape(message)):
+        decode(frame)
+
+
+@pytest.mark.parametrize("frame", [RAW32, GAPS, BITMAP, DENSE32, EMPTY, ROW])
+def test_the_frames_damaged_above_are_sound_before(frame):
+    assert decode(frame, run=1).stamp == STAMP
+
+
+def test_frames_of_blocks_as_built_above_are_sound():
+    text = header(2, 0) + "1" + "01" + header(1, 2) + "1" + "10"
+
+    update = decode(frame_of_blocks(4_100, 3, text, signs=b"\x04"))
+
+    assert update.entries_K.tolist() == [1, 3, -4_098]
+
+
+@pytest.mark.parametrize("frame", [RAW32, DENSE32], ids=["sparse", "dense"])
+def test_a_frame_of_another_run_is_refused(frame):
+    with pytest.raises(CodecError, match=r"frame of run 1, this is run 7"):
+        decode(frame, run=7)
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["zero", "one"])
+def test_run_zero_is_a_run_like_any_other(run):
+    frame = encode(STAMP._replace(run=1 - run), 10, 0.5, ENTRIES)
+
+    with pytest.raises(CodecError, match=f"run {1 - run}, this is run {run}"):
+        decode(frame, run=run)
+
+
+@pytest.mark.parametrize("frame", [RAW32, DENSE32], ids=["sparse", "dense"])
+@pytest.mark.parametrize("size", [1, 11], ids=["smaller", "larger"])
+def test_a_frame_for_another_model_is_refused(frame, size):
+    with pytest.raises(CodecError, match=f"parameters, this model has {size}"):
+        decode(frame, size=size)
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [HEADERS[name] for name in ("nothing", "short", "magic", "version")],
+    ids=["nothing", "short", "magic", "version"],
+)
+def test_no_stamp_is_read_from_what_is_no_frame(frame, message):
+    with pytest.raises(CodecError, match=re.escape(message)):
+        read_stamp(frame)
+    with pytest.raises(CodecError, match=re.escape(message)):
+        read_kind(frame)
+
+
+def test_no_kind_is_read_that_there_is_not():
+    with pytest.raises(CodecError, match="kind must be one of"):
+        read_kind(patched(RAW32, 5, "B", 6))
+
+
+def test_a_frame_in_pieces_is_refused():
+    frame = np.frombuffer(RAW32 + RAW32, np.uint8)[::2]
+
+    with pytest.raises(CodecError, match=re.escape("contiguous, got strides (2,)")):
+        decode(frame)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)], ids=str)
+def test_a_frame_without_bytes_is_refused_whatever_its_shape(shape):
+    with pytest.raises(CodecError, match="got 0 bytes, the header alone has 64"):
+        decode(np.empty(shape, np.uint8))
+
+
+def test_a_short_frame_cannot_ask_for_memory():
+    """2 GiB announced in 94 bytes, within what N allows."""
+    size = 2**29
+    frame = patched(DENSE32, 36, "I", size)
+    frame = patched(frame, 48, "Q", 4 * size)
+    frame = patched(frame[:64] + b"\x1f" + b"\xff" * 29, 6, "B", 1)
+
+    tracemalloc.start()
+    with pytest.raises(CodecError, match=r"lz4 must make 31 .. 7650 bytes of 30"):
+        decode(frame)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 1_000_000
+
+
+def test_a_body_beyond_what_lz4_takes_is_refused():
+    size = (gaps.WHOLE - 1) // 2
+    payload = np.zeros(64 + size // 50, np.uint8)
+    payload[:64] = np.frombuffer(DENSE32[:64], np.uint8)
+    frame = patched(patched(payload.tobytes(), 36, "I", size), 48, "Q", 4 * size)
+    frame = patched(frame, 6, "B", 1)
+
+    with pytest.raises(CodecError, match=re.escape(".. 2113929216 bytes")):
+        decode(frame)
+
+
+def test_a_gap_beyond_64_bits_does_not_wrap_into_the_vector():
+    """16 * 2**60 is 0 in 64 bits; in frames it takes a gigabyte of zeros."""
+    words = np.zeros(8, np.uint32)
+    words[0] = 1 << 16
+    positions = np.full(1, -1, np.int32)
+
+    end = gaps_reading.read_block(words, 200, 0, 60, positions, (0, 10))
+
+    assert end == -gaps_reading.OUTSIDE
+    assert positions.tolist() == [-1]
+
+
+def test_a_block_header_is_not_read_from_beyond_the_codes():
+    words = np.full(3, 0xFFFFFFFF, np.uint32)
+
+    end = gaps_reading.read_blocks(words, 16, np.zeros(1, np.int32), 10)
+
+    assert end == -gaps_reading.PAST_END

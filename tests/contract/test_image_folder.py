@@ -1,0 +1,444 @@
+"""Folders of images as rows: which image, which class, in which order."""
+
+import logging
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+from daskdl.data.images.image_folder import image_folder
+from daskdl.data.shards.packing import file_batches
+from daskdl.data.stores.store import Store
+from daskdl.errors import DataError, OptionError
+from tests.support.pictures import encoded, folder, pixels
+
+NAMES = [f"{label}/{i}.png" for label in ("cat", "ant", "bee") for i in range(5)]
+
+
+@pytest.fixture(params=["local", "memory", "packed"])
+def url(request, tmp_path):
+    """The same images in a folder, at a URL, and in shards."""
+    here = tmp_path / "images" if request.param != "memory" else "memory://pictures"
+    store = folder(here, NAMES)
+    if request.param == "packed":
+        file_batches(here, tmp_path / "packed", 4, client=False)
+        yield str(tmp_path / "packed")
+    else:
+        yield store.url
+    store.delete_all()
+
+
+def everything(source):
+    """All rows, by the path of each."""
+    loaded = [source.load(part) for part in range(source.parts)]
+    x = np.concatenate([x for x, _ in loaded])
+    y = [None] * len(x)
+    if loaded[0][1] is not None:
+        y = np.concatenate([y for _, y in loaded]).tolist()
+    return {name: (x[i], y[i]) for i, name in enumerate(source.paths)}
+
+
+def labelled(source):
+    """The class of each path."""
+    found = everything(source)
+    return {name: source.classes[label] for name, (_, label) in found.items()}
+
+
+def test_each_image_comes_once_with_its_own_pixels_and_label(url):
+    source = image_folder(url, scale=None)
+
+    rows = everything(source)
+
+    assert sorted(rows) == sorted(source.paths) == sorted(NAMES)
+    for seed, name in enumerate(NAMES):
+        x, y = rows[name]
+        np.testing.assert_array_equal(x, pixels(seed).transpose(2, 0, 1))
+        assert source.classes[y] == name.split("/", maxsplit=1)[0]
+
+
+def test_classes_are_sorted_and_labels_their_numbers(url):
+    source = image_folder(url)
+
+    _, y = source.load(0)
+
+    assert source.classes == ["ant", "bee", "cat"]
+    assert y.dtype == np.int64
+    assert source.load(0)[0].dtype == np.float32
+
+
+def test_it_knows_its_lengths_and_what_a_row_is_like(url):
+    source = image_folder(url, files_per_part=4)
+
+    lengths = [len(source.load(part)[0]) for part in range(source.parts)]
+
+    assert list(source.lengths) == lengths == [4, 4, 4, 3]
+    assert source.first[0].shape == (1, 3, 4, 6) == (1, *source.shape)
+    assert source.first[1].tolist() == source.load(0)[1][:1].tolist()
+
+
+def test_it_travels(url):
+    source = image_folder(url, files_per_part=4)
+
+    copy = pickle.loads(pickle.dumps(source))
+
+    np.testing.assert_array_equal(copy.load(1)[0], source.load(1)[0])
+    assert copy.classes == source.classes
+
+
+def test_classes_are_mixed_in_the_same_order_each_time(tmp_path):
+    folder(tmp_path, NAMES)
+
+    mixed = image_folder(tmp_path, files_per_part=5)
+
+    assert all(len(set(mixed.load(part)[1])) > 1 for part in range(3))
+    assert mixed.paths == image_folder(tmp_path).paths
+    assert mixed.paths != image_folder(tmp_path, seed=1).paths
+    assert image_folder(tmp_path, seed=None).paths == sorted(NAMES)
+
+
+def test_a_size_makes_all_images_alike(tmp_path):
+    store = folder(tmp_path, ["a/1.png"])
+    store.write("a/2.png", encoded(pixels(1, (9, 3, 3))))
+
+    source = image_folder(tmp_path, size=(5, 7), channels=1)
+
+    assert source.load(0)[0].shape == (2, 1, 5, 7)
+
+
+def test_the_size_is_that_of_the_first_image_that_can_be_read(tmp_path):
+    store = folder(tmp_path, ["a/1.png", "a/2.png", "a/3.png"])
+    store.write("a/1.png", b"no image")
+    store.write("a/3.png", encoded(pixels(1, (9, 3, 3))))
+
+    source = image_folder(tmp_path, seed=None)
+
+    where = re.escape(store.url_of("a/2.png"))
+    assert source.first[0].shape == (1, 3, 4, 6)
+    with pytest.raises(DataError, match=f"has 9 x 3, but {where} has 4 x 6"):
+        source.load_file(0, 2)
+
+
+def test_after_eight_images_that_cannot_be_read_no_more_are_tried(tmp_path):
+    names = [f"a/{i}.png" for i in range(9)]
+    store = folder(tmp_path, names)
+    for name in names[:8]:
+        store.write(name, b"no image")
+
+    message = (
+        "the size of the images is not known, as none of the first 8 can be read: "
+        f"cannot read {store.url_of('a/0.png')}: it is not an image"
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(message)}.*; give size="):
+        image_folder(tmp_path, seed=None)
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype"), [(None, "uint8"), (1.0, "float32")], ids=["bytes", "floats"]
+)
+def test_with_a_size_no_image_has_to_be_opened_to_know_the_shape(
+    tmp_path, scale, dtype
+):
+    store = folder(tmp_path, ["a/1.png", "b/1.png"])
+    for name in store.names():
+        store.write(name, b"no image")
+
+    source = image_folder(tmp_path, size=(5, 7), channels=1, scale=scale)
+
+    x, y = source.first
+    assert (x.shape, x.dtype) == ((1, 1, 5, 7), dtype)
+    assert y.shape == (1,)
+
+
+def test_different_sizes_are_refused_with_both_names(tmp_path):
+    store = folder(tmp_path, ["a/1.png"])
+    store.write("a/2.png", encoded(pixels(1, (9, 3, 3))))
+
+    source = image_folder(tmp_path, seed=None)
+
+    message = (
+        rf"^{re.escape(store.url_of('a/2.png'))} has 9 x 3, but "
+        rf"{re.escape(store.url_of('a/1.png'))} has 4 x 6 .* give size="
+    )
+    with pytest.raises(DataError, match=message):
+        source.load(0)
+
+
+def test_an_unreadable_image_is_named(url):
+    source = image_folder(url)
+    damaged = "bee/3.png"
+    part = next(p for p in range(source.parts) if damaged in source._groups[p])
+    where = source._files.url_of(damaged)
+    read = type(source._files).read_all
+    source._files = Damaged(source._files, read, damaged)
+
+    with pytest.raises(DataError, match=f"cannot read {re.escape(where)}: it is not"):
+        source.load(part)
+
+
+class Damaged:
+    """Files of which one is no image."""
+
+    def __init__(self, files, read, name):
+        self._files, self._read, self._name = files, read, name
+
+    def read_all(self, names):
+        for name, content in zip(names, self._read(self._files, names), strict=True):
+            yield b"no image" if name == self._name else content
+
+    def url_of(self, name):
+        return self._files.url_of(name)
+
+
+class TestOtherFiles:
+    def test_they_are_passed_over_and_counted(self, tmp_path, caplog):
+        store = folder(tmp_path, ["a/1.png", "a/2.PNG", "b/1.png"])
+        for name in ("a/notes.txt", "README.md", "a/._1.png", ".cache/1.png"):
+            store.write(name, b"?")
+
+        with caplog.at_level(logging.INFO, "daskdl"):
+            source = image_folder(tmp_path)
+
+        assert sorted(source.paths) == ["a/1.png", "a/2.PNG", "b/1.png"]
+        assert f"4 of 7 files in {tmp_path} are not images" in caplog.text
+
+    @pytest.mark.parametrize("extensions", ["xyz", [".XYZ"], ("png2", "xyz")])
+    def test_other_extensions_may_be_images(self, tmp_path, extensions):
+        store = folder(tmp_path, ["a/1.png"])
+        store.write("a/2.xyz", encoded(pixels(1)))
+
+        assert image_folder(tmp_path, extensions=extensions).paths == ["a/2.xyz"]
+
+    @pytest.mark.parametrize("extensions", [(), "", ["."], [1]], ids=str)
+    def test_extensions_must_be_some(self, tmp_path, extensions):
+        with pytest.raises(OptionError, match="extensions must be"):
+            image_folder(tmp_path, extensions=extensions)
+
+
+class TestBadFolders:
+    def test_one_that_is_not_there(self):
+        with pytest.raises(DataError, match=r"^memory://nowhere has no images; "):
+            image_folder("memory://nowhere")
+
+    def test_one_without_images(self, tmp_path):
+        Store(str(tmp_path)).write("a/1.txt", b"?")
+
+        with pytest.raises(DataError, match=rf"{tmp_path} has no images, but 1 other"):
+            image_folder(tmp_path)
+
+    @pytest.mark.parametrize("split", [None, "train"])
+    def test_one_without_classes(self, tmp_path, split):
+        name = f"{split}/1.png" if split else "1.png"
+        store = folder(tmp_path, [name, name.replace("1", "a/2")])
+
+        where = re.escape(store.url_of(name))
+        with pytest.raises(DataError, match=rf"^{where} is in no class folder; "):
+            image_folder(tmp_path, split=split)
+
+    @pytest.mark.parametrize("split", [None, "train"])
+    @pytest.mark.parametrize("others", [[], ["notes.txt"]], ids=["empty", "text"])
+    def test_a_class_folder_without_images(self, tmp_path, split, others):
+        root = tmp_path / split if split else tmp_path
+        folder(root, ["a/1.png"])
+        (root / "b").mkdir()
+        for name in others:
+            (root / "b" / name).write_text("?")
+
+        with pytest.raises(DataError, match=rf"^{root / 'b'} has no images \(1 such"):
+            image_folder(tmp_path, split=split)
+
+        source = image_folder(tmp_path, split=split, classes=["a"])
+        assert source.classes == ["a"]
+
+    def test_splits_of_which_none_was_chosen(self, tmp_path):
+        folder(tmp_path, ["train/a/1.png", "val/a/1.png"])
+
+        with pytest.raises(OptionError, match=r"give split='train' or split='val'$"):
+            image_folder(tmp_path)
+
+
+class TestSplits:
+    @pytest.mark.parametrize("pack", [False, True], ids=["loose", "packed"])
+    def test_only_the_images_of_the_split_come(self, tmp_path, pack):
+        folder(tmp_path / "i", ["train/a/1.png", "train/b/1.png", "val/a/2.png"])
+        url = tmp_path / "i"
+        if pack:
+            file_batches(url, tmp_path / "packed", 2, client=False)
+            url = tmp_path / "packed"
+
+        assert labelled(image_folder(url, split="val")) == {"val/a/2.png": "a"}
+        assert len(image_folder(url, split="train/").paths) == 2
+
+    def test_classes_of_training_are_kept_for_the_test(self, tmp_path):
+        folder(tmp_path, ["train/a/1.png", "train/b/1.png", "test/b/2.png"])
+        train = image_folder(tmp_path, split="train")
+
+        test = image_folder(tmp_path, split="test", classes=train.classes)
+
+        assert test.load(0)[1].tolist() == [1]
+
+    def test_an_image_of_another_class_is_refused(self, tmp_path):
+        store = folder(tmp_path, ["a/1.png", "c/1.png"])
+
+        where = re.escape(store.url_of("c/1.png"))
+        message = f"{where} is of the class 'c', which is not in classes"
+        with pytest.raises(DataError, match=message):
+            image_folder(tmp_path, classes=["a", "b"])
+
+    @pytest.mark.parametrize("classes", [[], ["a", "a"], "a"])
+    def test_classes_must_be_different_names(self, tmp_path, classes):
+        folder(tmp_path, ["a/1.png"])
+
+        with pytest.raises(OptionError, match="classes must be a list of different"):
+            image_folder(tmp_path, classes=classes)
+
+
+class TestLabels:
+    @pytest.mark.parametrize(
+        "labels",
+        [lambda path: path[:3], {"dog1.png": "dog", "x/cat2.png": "cat"}],
+        ids=["function", "table"],
+    )
+    def test_they_may_come_from_elsewhere(self, tmp_path, labels):
+        store = folder(tmp_path, ["dog1.png"])
+        known = {"dog1.png": "dog"}
+        if not callable(labels):
+            store.write("x/cat2.png", encoded(pixels(1)))
+            known["x/cat2.png"] = "cat"
+
+        assert labelled(image_folder(tmp_path, labels=labels)) == known
+
+    def test_classes_are_sorted_whatever_the_paths(self, tmp_path):
+        folder(tmp_path, ["1.png", "2.png"])
+
+        source = image_folder(tmp_path, labels={"1.png": "b", "2.png": "a"}.get)
+
+        assert source.classes == ["a", "b"]
+        assert labelled(source) == {"1.png": "b", "2.png": "a"}
+
+    def test_a_table_must_have_every_image(self, tmp_path):
+        store = folder(tmp_path, ["a.png", "b.png"])
+
+        where = re.escape(store.url_of("b.png"))
+        with pytest.raises(DataError, match=f"labels has no class for {where}"):
+            image_folder(tmp_path, labels={"a.png": "a"})
+
+    def test_there_may_be_none(self, tmp_path):
+        folder(tmp_path, ["1.png", "x/2.png"])
+
+        source = image_folder(tmp_path, labels=False)
+
+        assert source.classes is None
+        assert source.first[1] is None
+        assert source.load(0)[1] is None
+        assert sorted(source.paths) == ["1.png", "x/2.png"]
+
+
+class TestTinyImageNet:
+    WNIDS = ("n02", "n01", "n03")
+
+    @pytest.fixture(params=["loose", "packed"])
+    def root(self, request, tmp_path):
+        names = [f"train/{w}/images/{w}_{i}.JPEG" for w in self.WNIDS for i in range(2)]
+        names += [f"val/images/val_{i}.JPEG" for i in range(3)]
+        store = folder(tmp_path / "tiny", [*names, "test/images/test_0.JPEG"])
+        store.write("wnids.txt", "\n".join(self.WNIDS).encode())
+        store.write("words.txt", b"n01\tgoldfish, carp\nn02\tcat\nn99\tdog\n")
+        annotations = "".join(
+            f"val_{i}.JPEG\t{w}\t0\t0\t9\t9\n" for i, w in enumerate(self.WNIDS)
+        )
+        store.write("val/val_annotations.txt", annotations.encode())
+        for wnid in self.WNIDS:
+            store.write(f"train/{wnid}/{wnid}_boxes.txt", b"?")
+        if request.param == "loose":
+            return store
+        file_batches(tmp_path / "tiny", tmp_path / "packed", 5, client=False)
+        return Store(str(tmp_path / "packed"))
+
+    def test_classes_are_in_the_order_of_the_file(self, root):
+        source = image_folder(root.url, split="train")
+
+        assert source.classes == ["n02", "n01", "n03"]
+        assert source.readable == ["cat", "goldfish, carp", "n03"]
+        assert labelled(source) == {
+            f"train/{w}/images/{w}_{i}.JPEG": w for w in self.WNIDS for i in range(2)
+        }
+
+    def test_validation_is_labelled_by_the_annotations(self, root):
+        source = image_folder(root.url, split="val")
+
+        assert source.classes == ["n02", "n01", "n03"]
+        assert labelled(source) == {
+            f"val/images/val_{i}.JPEG": w for i, w in enumerate(self.WNIDS)
+        }
+
+    def test_the_test_has_no_labels(self, root):
+        source = image_folder(root.url, split="test")
+
+        assert source.paths == ["test/images/test_0.JPEG"]
+        assert source.load(0)[1] is None
+
+    def test_classes_may_be_given_in_another_order(self, root):
+        source = image_folder(root.url, split="val", classes=["n01", "n02", "n03"])
+
+        assert source.readable == ["goldfish, carp", "cat", "n03"]
+        assert labelled(source)["val/images/val_0.JPEG"] == "n02"
+
+    @pytest.mark.parametrize("split", [None, "valid"])
+    def test_a_split_must_be_chosen(self, root, split):
+        with pytest.raises(
+            OptionError, match=r'split must be "train", "val" or "test"'
+        ):
+            image_folder(root.url, split=split)
+
+
+class TestDamagedTinyImageNet:
+    @pytest.fixture
+    def root(self, tmp_path):
+        names = ["train/n1/images/1.JPEG", "val/images/v.JPEG"]
+        store = folder(tmp_path, names)
+        store.write("wnids.txt", b"n1\n")
+        store.write("val/val_annotations.txt", b"v.JPEG\tn1\t0\t0\t9\t9\n")
+        return store
+
+    def test_validation_may_be_sorted_into_class_folders(self, root):
+        root.delete(["val/val_annotations.txt", "val/images/v.JPEG"])
+        root.write("val/n1/images/v.JPEG", encoded(pixels(0)))
+
+        source = image_folder(root.url, split="val")
+
+        assert labelled(source) == {"val/n1/images/v.JPEG": "n1"}
+        assert source.readable is None  # there is no words.txt
+
+    @pytest.mark.parametrize(
+        ("name", "content", "split", "message"),
+        [
+            ("wnids.txt", b"n1\nn2\n", "train", r"train/n2 has no images \(1 such"),
+            ("wnids.txt", b"n2\n", "train", r"the class 'n1', which is not in .*wnids"),
+            (
+                "val/val_annotations.txt",
+                b"w.JPEG\tn1\n",
+                "val",
+                r"val/images/v\.JPEG has no class from .*val_annotations",
+            ),
+        ],
+        ids=["empty class", "unknown class", "no annotation"],
+    )
+    def test_what_does_not_fit_is_named(self, root, name, content, split, message):
+        root.write(name, content)
+
+        with pytest.raises(DataError, match=message):
+            image_folder(root.url, split=split)
+
+
+def test_an_index_of_something_else_is_passed_over(tmp_path):
+    store = folder(tmp_path, ["a/1.png"])
+    store.write("index.json", b'{"title": "holidays"}')
+
+    assert image_folder(tmp_path).paths == ["a/1.png"]
+
+
+@pytest.mark.parametrize("count", [0, 1.5, True, "4"])
+def test_a_part_must_have_files(tmp_path, count):
+    with pytest.raises(OptionError, match="files_per_part must be a whole number"):
+        image_folder(tmp_path, files_per_part=count)

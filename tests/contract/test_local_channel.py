@@ -1,0 +1,290 @@
+"""What only the channel among threads does; the rest is in its contract."""
+
+import contextlib
+import dataclasses
+import re
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from daskdl import FailureInjection, codec
+from daskdl.channel.base import Stopped
+from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.local import LocalChannel
+from daskdl.channel.local_run import LocalRun
+from daskdl.channel.plan import RunPlan
+from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
+from daskdl.link import Drained
+from daskdl.timeouts import Bound
+from tests.support.records import TIMEOUTS, extents, of_one
+
+ENDPOINT = Endpoint(7, 0, 50, 2.0**-24, 2**20, 2**20, TIMEOUTS)
+
+
+def run_of(replicas=2, **options):
+    return LocalRun(
+        RunPlan(
+            run=7,
+            replicas=dict.fromkeys(range(replicas), "here"),
+            extents=extents({"train": ("p",)}),
+            seed=None,
+            epochs_before=0,
+            synchronous=False,
+            relay_bytes=0,
+            min_replicas=1,
+            timeouts=dataclasses.asdict(ENDPOINT.timeouts),
+        ),
+        **options,
+    )
+
+
+def channel_of(run, replica=0, drops=(), **timeouts):
+    bounds = dataclasses.replace(ENDPOINT.timeouts, **timeouts)
+    endpoint = dataclasses.replace(
+        ENDPOINT, replica=replica, timeouts=bounds, drops=drops
+    )
+    return LocalChannel(run, endpoint)
+
+
+@contextlib.contextmanager
+def joined(channel):
+    """It joins in a thread of its own, as founders wait for each other."""
+    with ThreadPoolExecutor(1) as pool:
+        entry = pool.submit(channel.join)
+        yield
+        entry.result()
+
+
+def update_of(channel):
+    stamp = channel.next_stamp(1)
+    return stamp, codec.encode(stamp, 50, 2.0**-24, np.array([1], np.int32))
+
+
+def test_what_is_published_has_left_without_a_request():
+    run = run_of()
+    channel, other = channel_of(run), channel_of(run, 1)
+    frames = []
+    with joined(other):
+        channel.join()
+        for _ in range(2):
+            stamp, frame = update_of(channel)
+            channel.publish(stamp, frame)
+            frames.append(frame.nbytes)
+
+    assert channel.drained() == Drained(sum(frames), 2)
+    assert channel.drained() == Drained()
+    assert other.drained() == Drained()
+
+
+def test_one_that_comes_to_a_stopped_run_leaves_at_once():
+    run = run_of()
+    run.stop("enough")
+
+    with pytest.raises(Stopped, match="enough"):
+        channel_of(run).join()
+
+
+def test_a_failure_reaches_those_that_have_not_joined():
+    run = run_of()
+    early, late = channel_of(run, 0), channel_of(run, 1)
+
+    early.fail({"type": "ReplicaError", "summary": "boom"})
+
+    with pytest.raises(Stopped, match="replica 0 failed: boom"):
+        late.join()
+
+
+def test_updates_that_do_not_come_are_named():
+    run = run_of(2)
+    channel, other = channel_of(run, silence=0.1, data=0.1), channel_of(run, 1)
+    with joined(other):
+        channel.join()
+        other.complete(3)
+
+        with pytest.raises(WaitTimeoutError) as caught:
+            channel.wait_for_updates({1: 2})
+
+    assert re.fullmatch(
+        r"replica 0 waited 0\.2 s \(daskdl\.timeouts\.data \+ silence\) for "
+        r"updates; by replica: \{1: \[1, 2\]\}; last heard: replica 1 at step 3, "
+        r"update 0, \d\.\d s ago",
+        str(caught.value),
+    )
+
+
+def test_one_that_does_not_start_is_named_and_leaves_when_it_comes():
+    run = run_of()
+    early, late = channel_of(run, join=0.1), channel_of(run, 1)
+
+    with pytest.raises(Stopped) as caught:
+        early.join()
+
+    text = str(caught.value)
+    assert text.startswith("not all replicas started within 0.1 s (daskdl.timeouts.jo")
+    assert "replica 1 on here, which has not joined" in text
+    failed, stopped = run.watch(0, timeout_s=0)
+    assert (failed["kind"], failed["type"]) == ("failed", "WaitTimeoutError")
+    assert failed["summary"] == stopped["summary"] == text
+    early.leave()
+    with pytest.raises(Stopped, match="not all replicas started"):
+        late.join()
+
+
+OTHERS = {
+    "gather": lambda channel: channel.gather("end", None),
+    "lease": lambda channel: channel.lease("train", 0, [], wait=True),
+}
+
+
+@pytest.mark.parametrize("block", OTHERS.values(), ids=OTHERS)
+def test_one_that_says_nothing_while_another_waits_for_it_ends_the_run(block):
+    run = run_of()
+    channel, silent = channel_of(run, data=0.1, silence=0.1), channel_of(run, 1)
+    with joined(silent):
+        channel.join()
+    assert of_one(silent.lease("train", 0, [])) == (0, "p")
+
+    with pytest.raises(Stopped) as caught:
+        block(channel)
+
+    assert re.fullmatch(
+        r"nothing was heard for 0\.2 s \(daskdl\.timeouts\.data \+ silence\) of "
+        r"replica 1 on here, last heard at step 0, update 0, 0\.\d s ago",
+        str(caught.value),
+    )
+    assert run.watch(0, timeout_s=0)[0]["type"] == "WaitTimeoutError"
+    silent.complete(1)
+    with pytest.raises(Stopped):
+        silent.check()
+
+
+class TestPatience:
+    """How long one waits for others that have no bound, by a clock of the test's."""
+
+    BOUND = Bound(10, ("data",))
+
+    @pytest.fixture
+    def run(self):
+        clock = SimpleNamespace(now=100.0)
+        run = run_of(2, now=lambda: clock.now)
+        run.clock = clock
+        channels = [channel_of(run, replica) for replica in range(2)]
+        with joined(channels[1]):
+            channels[0].join()
+        run.channels = channels
+        return run
+
+    def test_it_is_what_is_left_to_the_one_heard_longest_ago(self, run):
+        run.clock.now = 103.0
+        run.channels[0].complete(1)
+        run.clock.now = 107.0
+
+        assert run.patience_s(self.BOUND) == 3.0
+
+    @pytest.mark.parametrize(
+        "speak",
+        [
+            lambda channel: channel.complete(1),
+            lambda channel: channel.lease("train", 0, []),
+            lambda channel: channel.publish(*update_of(channel)),
+        ],
+        ids=["complete", "lease", "publish"],
+    )
+    def test_whatever_a_replica_does_shows_that_it_lives(self, run, speak):
+        run.clock.now = 109.0
+        for channel in run.channels:
+            speak(channel)
+        run.clock.now = 111.0
+
+        assert run.patience_s(self.BOUND) == 8.0
+
+    def test_one_that_waits_itself_is_not_silent(self, run):
+        run.clock.now = 109.0
+        run.channels[0].complete(1)
+        with run.waiting(1):
+            run.clock.now = 115.0
+            assert run.patience_s(self.BOUND) == 4.0
+            run.look_for_silent(self.BOUND)
+        run.clock.now = 118.0
+        run.channels[0].complete(2)
+        run.clock.now = 119.0
+
+        assert run.patience_s(self.BOUND) == 6.0  # from the end of its wait
+        assert run.record.stopped is None
+
+    def test_while_all_wait_it_is_the_bound(self, run):
+        with run.waiting(0), run.waiting(1):
+            run.clock.now = 1000.0
+            assert run.patience_s(self.BOUND) == 10.0
+
+    def test_one_that_left_is_not_silent(self, run):
+        run.channels[1].leave()
+        run.clock.now = 109.0
+        run.channels[0].complete(1)
+        run.clock.now = 111.0
+
+        assert run.patience_s(self.BOUND) == 8.0
+        run.look_for_silent(self.BOUND)
+        assert run.record.stopped is None
+
+    def test_only_beyond_the_bound_somebody_is_silent(self, run):
+        run.clock.now = 109.0
+        run.channels[0].complete(1)
+        run.clock.now = 110.0
+        run.look_for_silent(self.BOUND)
+        assert run.record.stopped is None
+
+        run.clock.now = 110.5
+        assert run.patience_s(self.BOUND) == 0.0
+        run.look_for_silent(self.BOUND)
+
+        assert run.record.stopped == (
+            "nothing was heard for 10 s (daskdl.timeouts.data) of replica 1 on here, "
+            "last heard at step 0, update 0, 10.5 s ago"
+        )
+
+
+def test_what_is_to_be_dropped_on_purpose_is_refused():
+    rule = FailureInjection("drop", replicas=[1])
+
+    with pytest.raises(OptionError, match=r"no update can get lost, got Fail.*'drop'"):
+        channel_of(run_of(), drops=[rule])
+
+
+def test_nobody_waits_for_news_when_it_is_over():
+    run = run_of()
+
+    assert run.watch(0, timeout_s=60, over=lambda: True) == []
+
+
+def test_leaving_twice_changes_nothing():
+    run = run_of()
+    channel = channel_of(run)
+    channel.leave()
+    generation = run.record.members.generation
+
+    channel.leave()
+
+    assert run.record.members.generation == generation
+    assert run.here == []
+
+
+def test_there_are_no_newcomers():
+    channel = channel_of(run_of(1))
+    channel.join()
+    channel.serve(dict)
+
+    with pytest.raises(ChannelError, match="has no newcomers"):
+        channel.activate(step=3)
+
+
+def test_there_is_always_room_and_it_never_closes():
+    channel = channel_of(run_of(1))
+    channel.join()
+
+    channel.wait_for_room()
+
+    assert channel.has_room()
+    assert not channel.closing

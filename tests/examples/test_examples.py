@@ -1,0 +1,250 @@
+"""Every example runs as a user would run it, and does what it says."""
+
+import importlib.util
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from daskdl.thresholds import Sent
+from tests.support.scripts import output_of
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# A machine that is busy with other things may take many times as long.
+LIMIT_S = 240  # seconds
+pytestmark = pytest.mark.timeout(LIMIT_S + 30)
+
+# Starts of messages. Other clusters on this machine only take a dashboard's port.
+# Keras 3.15 warns on NumPy 2, at each weight that it writes or reads.
+IGNORED = ["Port", "__array__ implementation"]
+
+
+def run(script: Path, *arguments: str) -> list[str]:
+    """Run a script with warnings as errors; return the lines it printed."""
+    ignore = [f"-Wignore:{message}" for message in IGNORED]
+    done = subprocess.run(
+        [sys.executable, "-Werror", *ignore, script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def python_blocks(page: Path) -> list[str]:
+    """Code blocks written on a page; those that are included are `{ .python }`."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def included(page: Path) -> set[str]:
+    """Files that a page includes."""
+    return set(re.findall(r'^--8<-- "([^":]+)', page.read_text(), re.M))
+
+
+def number(line: str) -> float:
+    """The last number of a line."""
+    return float(line.split()[-1])
+
+
+def own_strategies():
+    """The module of the example."""
+    path = EXAMPLES / "own_strategies.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # pickle looks for the classes there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_run_here():
+    here = Path(__file__).read_text()
+
+    missing = [p.name for p in EXAMPLES.glob("*.py") if f'"{p.name}"' not in here]
+
+    assert missing == []
+
+
+def test_digits_are_learned():
+    *lines, summary, traffic, accuracy = run(EXAMPLES / "digits.py")
+
+    assert len(lines) == 16  # a heading and 15 epochs
+    assert summary.startswith("1437 digits, 2 replicas, ")
+    sent, dense = re.fullmatch(
+        r"sent (\S+) MB; dense updates would have been (\S+) MB", traffic
+    ).groups()
+    assert 0 < float(sent) < float(dense) / 20
+    assert accuracy.startswith("test accuracy ")
+    assert number(accuracy) >= 0.96
+
+
+def test_a_dask_array_is_trained_on_block_by_block():
+    heading, *epochs, accuracy = run(EXAMPLES / "dask_array.py")
+
+    assert heading == "40000 rows in 8 blocks"
+    assert len(epochs) == 6
+    assert number(epochs[-1]) < number(epochs[0]) / 3
+    assert number(accuracy) >= 0.95
+
+
+def test_a_folder_of_images_is_packed_and_learned():
+    packed, *epochs, summary, accuracy, five = run(EXAMPLES / "image_folder.py")
+
+    assert packed.startswith("2000 images in 20 shards, ")
+    assert len(epochs) == 10
+    assert summary.startswith("1640 images, 10 classes, ")
+    assert number(accuracy) >= 0.95
+    assert number(five) >= 0.99
+
+
+def test_a_keras_model_is_trained_and_saved():
+    heading, *epochs, accuracy, same = run(EXAMPLES / "keras_model.py")
+
+    assert heading == "digits: 7 layers, 19578 parameters"
+    assert len(epochs) == 8
+    assert number(epochs[-1]) < number(epochs[0]) / 3
+    assert number(accuracy) >= 0.9
+    assert same == "Keras predicts the same: True"
+
+
+def test_an_evaluation_is_told_and_drawn(tmp_path):
+    lines = run(EXAMPLES / "evaluate.py", str(tmp_path / "pictures"))
+
+    facts = dict(re.findall(r"^(\S.*\S)  +([\d.]+)$", "\n".join(lines), re.MULTILINE))
+    assert float(facts["accuracy"]) >= 0.7
+    assert float(facts["ROC AUC (macro)"]) >= 0.95
+    assert "Classification: 10 classes, 719 labels" in lines
+    assert "Calibration: 719 predictions" in lines
+    pictures = {path.name for path in (tmp_path / "pictures").glob("*.png")}
+    kinds = {"all", "confusion_matrix", "roc", "precision_recall", "reliability"}
+    assert pictures == {f"{kind}.png" for kind in kinds}
+    told = json.loads((tmp_path / "pictures" / "evaluation.json").read_text())
+    assert f"{told['mcc']:.4f}" == facts["MCC"]
+
+
+def test_what_does_not_belong_has_the_largest_losses():
+    heading, odd, others, found, worst, *picture, area = run(
+        EXAMPLES / "score_anomalies.py"
+    )
+
+    assert heading == "1130 digits without 4, 54 of 540 are 4"
+    assert number(odd) > 2 * number(others)
+    counts = re.search(r"are, by digit, \{4: (\d+), ", found)
+    assert int(counts[1]) >= 25  # of 50, where chance would make it 5
+    assert re.fullmatch(r"the worst is a \d, in row \d+:", worst)
+    assert [len(line) for line in picture] == [16] * 8
+    assert number(area) >= 0.93
+
+
+def test_more_than_a_workers_memory_is_trained_on():
+    size, losses, peak = run(EXAMPLES / "bigger_than_memory.py")
+
+    assert size == "2.98 GiB in 390 blocks, 2 epochs"
+    first, second = map(float, losses.removeprefix("loss ").strip("[]").split(", "))
+    assert second < first
+    most = re.search(r"may use 800MB, the most one had was (\S+) MiB", peak)
+    assert float(most[1]) * 2**20 < 800e6
+
+
+def test_strategies_of_ones_own_are_used():
+    stopped, mean, accuracy = run(EXAMPLES / "own_strategies.py")
+
+    assert re.fullmatch(r"stopped: \d+ of 150000 bytes were sent", stopped)
+    density = number(mean)
+    assert 0.015 < density <= 0.021  # the share it was asked to send
+    assert number(accuracy) >= 0.8
+
+
+class TestOwnStrategies:
+    """The contract of each seam, for the example that shows how to fill it."""
+
+    class Residual:
+        def tensor(self):
+            return torch.tensor([0.5, -2.0, 0.0, 1.0])
+
+    class Nothing:
+        def tensor(self):
+            return torch.zeros(4)
+
+    @pytest.mark.parametrize("residual", [Residual(), Nothing()], ids=["some", "none"])
+    @pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
+    def test_a_threshold_is_a_positive_number(self, residual, last):
+        algorithm = own_strategies().LargestShare()
+
+        assert 0 < algorithm.next_threshold(residual, last) < math.inf
+
+    @pytest.mark.parametrize(("share", "expected"), [(0.25, 2.0), (0.5, 1.0)])
+    def test_the_largest_share_reaches_the_threshold(self, share, expected):
+        algorithm = own_strategies().LargestShare(share)
+
+        assert algorithm.next_threshold(self.Residual(), None) == expected
+
+    @pytest.mark.parametrize(("exchange", "bound"), [(1, math.inf), (2, 1.5)])
+    def test_a_bound_is_never_below_the_threshold(self, exchange, bound):
+        rule = own_strategies().ClipAfterWarmUp(exchanges=2)
+
+        assert rule.bound(exchange, 0.5) == bound
+
+    @pytest.mark.parametrize("name", ["LargestShare", "ClipAfterWarmUp"])
+    def test_it_travels_to_a_worker(self, name):
+        strategy = getattr(own_strategies(), name)()
+
+        assert pickle.loads(pickle.dumps(strategy)) == strategy
+
+    def test_a_budget_ends_when_it_is_over(self):
+        budget = own_strategies().Budget(100)
+        for _ in range(2):
+            budget.on_epoch_end({"sent_bytes": 50})
+
+        with pytest.raises(budget.Over, match="101 of 100 bytes were sent"):
+            budget.on_epoch_end({"sent_bytes": 1})
+
+
+def test_the_readme_trains(tmp_path):
+    (block,) = python_blocks(ROOT / "README.md")
+    script = tmp_path / "readme.py"
+    script.write_text(block)
+
+    *_, losses, score = run(script)
+
+    first, *_, last = map(float, losses.strip("[]").split(", "))
+    assert last < first / 2
+    accuracy = re.search(r"'accuracy': (\S+)}", score)
+    assert float(accuracy[1]) >= 0.9
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES[1:] if python_blocks(p)], ids=lambda p: p.name
+)
+def test_the_code_on_a_page_runs(page, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(python_blocks(page)))
+
+    # It says nothing: what it shows are calls.
+    assert output_of(script, IGNORED, LIMIT_S) == ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_a_page_includes_and_links_only_what_is_there(page):
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+
+    missing = [name for name in included(page) if not (ROOT / name).is_file()]
+    missing += [name for name in linked if not (page.parent / name).is_file()]
+
+    assert missing == []
+
+
+def test_every_example_is_shown_on_a_page():
+    shown = set().union(*(included(page) for page in PAGES))
+
+    assert shown == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}

@@ -1,0 +1,253 @@
+"""Averaging while replicas die at any moment: the real thing, among threads.
+
+Training on a row adds one to a parameter of its own, another one for each replica, so
+that the model tells what is in it and from whom. A replica dies by leaving its loop at
+some call of its channel, between any two messages; the run then learns of it.
+"""
+
+import dataclasses
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from daskdl import ParameterAveraging
+from daskdl.channel.base import Stopped
+from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.local import LocalChannel
+from daskdl.channel.local_run import LocalRun
+from daskdl.channel.plan import Extent, RunPlan
+from daskdl.training.averager import MEETING
+from daskdl.training.rounds import Said, round_of
+from daskdl.training.seat import Seat
+from tests.support.records import TIMEOUTS
+
+EPOCHS = 3
+BOUNDS = dataclasses.replace(TIMEOUTS, data=20, silence=10)  # of a test that hangs
+
+
+class Killed(BaseException):
+    """Not an error: nothing in the library may catch it."""
+
+
+class Mortal(LocalChannel):
+    """Dies after so many calls that others could notice."""
+
+    def __init__(self, run, endpoint, calls):
+        super().__init__(run, endpoint)
+        self._calls = calls
+        self.differed = False
+        self.meetings = {}  # of each the mean before, and how much each moves the next
+
+    def _age(self):
+        self._calls -= 1
+        if self._calls < 0:
+            raise Killed
+
+    def gather(self, *args, **options):
+        self._age()
+        gathered = super().gather(*args, **options)
+        self._age()
+        if args[0] == MEETING:
+            said = {r: Said(*note["said"]) for r, note in gathered.notes.items()}
+            self._compare(list(said.values()))
+            self._record_mean(said, round_of(said, gathered.gone))
+        return gathered
+
+    def _record_mean(self, said, decided):
+        moves = {r: w * said[r].examples for r, w in decided.weights.items()}
+        self.meetings[decided.number] = (decided.latest, moves)
+
+    def _compare(self, said):
+        """Who has the same mean has the same parameters, without being put right."""
+        digests = {one.mean: one.digest for one in said if one.ended}
+        for one in said:
+            self.differed |= one.ended and digests[one.mean] != one.digest
+
+    def lease(self, *args, **options):
+        self._age()
+        return super().lease(*args, **options)
+
+    def offer(self, *args):
+        self._age()
+        super().offer(*args)
+
+    def fetch(self, *args):
+        self._age()
+        fetched = super().fetch(*args)
+        self._age()
+        return fetched
+
+
+class Life:
+    """One replica: it leases, trains and averages, and notes what it has trained on."""
+
+    def __init__(self, run, master, replica, replicas, rows, calls):
+        endpoint = Endpoint(
+            7, replica, rows * replicas, 1.0, 2**20, 2**20, BOUNDS, in_step=True
+        )
+        self.channel = Mortal(run, endpoint, calls)
+        self.model = nn.ParameterList(
+            [torch.zeros(replicas, rows, dtype=torch.float64)]
+        )
+        seat = Seat(self.model, self.channel, replica, list(range(replicas)))
+        self.exchange = master.attach(seat)
+        self.left = {}  # of each mean, what rounding would have left here
+        self._watch(self.exchange._state.feedback)
+        self.replica = replica
+        self.rows = []  # of each epoch, those it trained on
+        self.ends = []  # of each epoch, the model all agreed on
+
+    def _watch(self, feedback):
+        propose = feedback.propose
+
+        def noted(number, residual):
+            self.left[number] = sum(array.sum() for array in residual.values())
+            propose(number, residual)
+
+        feedback.propose = noted
+
+    def residual(self, means):
+        """What rounding had left here at the last of the means that there are."""
+        own = self.channel.meetings
+        there = [n for n in self.left if n in means and own[n] == means[n]]
+        return self.left[max(there)] if there else 0.0
+
+    def live(self):
+        """Return whether it came to the end."""
+        try:
+            self.channel.join()
+            for epoch in range(EPOCHS):
+                self._epoch(epoch)
+        except (Killed, Stopped):
+            return False
+        finally:
+            self.channel.leave()
+        return True
+
+    def _epoch(self, epoch):
+        trained, finished = [], []
+        while True:
+            piece = self.channel.lease("train", epoch, finished)
+            if piece is None:
+                self.exchange.rest(epoch)
+                piece = self.channel.lease("train", epoch, [], wait=True)
+            if piece is None:
+                break
+            for row in (
+                r for one in piece.ranges for r in range(one.part, one.part + 1)
+            ):
+                self.exchange.before_step(epoch)
+                with torch.no_grad():
+                    self.model[0][self.replica, row] += 1
+                trained.append(row)
+                self.exchange.after_step(epoch, 1)
+            finished = [{"piece": piece.number, "examples": 1, "loss": 0.0}]
+        self.rows.append(trained)
+        self.exchange.end_lap(epoch, len(trained))
+        self.ends.append(self.model[0].detach().clone())
+        self.channel.gather(f"report {epoch}", self.exchange.digest())
+
+
+def lives_of(master, replicas, deaths, rows, piece):
+    """Run some replicas; returns those that came to the end, and the others."""
+    plan = RunPlan(
+        run=7,
+        replicas=dict.fromkeys(range(replicas), "here"),
+        extents={"train": Extent((1,) * rows, ("",) * rows, 1, piece)},
+        seed=None,
+        epochs_before=0,
+        synchronous=True,
+        relay_bytes=0,
+        min_replicas=1,
+        timeouts=dataclasses.asdict(BOUNDS),
+    )
+    run = LocalRun(plan)
+    lives = [
+        Life(run, master, replica, replicas, rows, deaths.get(replica, 10**9))
+        for replica in range(replicas)
+    ]
+    with ThreadPoolExecutor(replicas) as pool:
+        ended = list(pool.map(Life.live, lives))
+    assert run.record.stopped is None
+    both = {True: [], False: []}
+    for life, whole in zip(lives, ended, strict=True):
+        both[whole].append(life)
+    return both[True], both[False]
+
+
+def with_momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.5)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(100))
+def test_survivors_agree_and_keep_all_they_trained_on(seed):
+    check_survivors(random.Random(seed), most=9, rows=60, calls=120)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(200))
+def test_they_do_where_each_has_but_a_few_steps(seed):
+    check_survivors(random.Random(seed), most=4, rows=12, calls=50)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(100))
+def test_they_do_with_compression_and_rounding_loses_nothing(seed):
+    check_survivors(random.Random(seed), 9, 60, 120, compression="dense8")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(100))
+def test_they_do_with_compression_where_each_has_but_a_few_steps(seed):
+    check_survivors(random.Random(seed), 4, 30, 60, compression="dense8")
+
+
+def check_survivors(chance, most, rows, calls, **options):
+    """Let some replicas die, at random, and look at what the others have."""
+    replicas = chance.randint(2, most)
+    doomed = chance.sample(range(replicas), chance.randint(1, replicas - 1))
+    deaths = {replica: chance.randint(0, calls) for replica in doomed}
+    master = ParameterAveraging(
+        frequency=chance.choice([1, 2, 5]),
+        fan_out=chance.choice([1, 2, 8]),
+        outer=chance.choice([None, with_momentum]),
+        **options,
+    )
+    rows, piece = chance.randint(replicas, rows), chance.randint(1, 3)
+
+    survivors, lost = lives_of(master, replicas, deaths, rows, piece)
+
+    assert {life.replica for life in survivors} >= set(range(replicas)) - set(doomed)
+    assert not any(life.channel.differed for life in survivors)
+    before = torch.zeros(replicas, rows)
+    for epoch in range(EPOCHS):
+        after = survivors[0].ends[epoch]
+        for life in survivors:
+            torch.testing.assert_close(life.ends[epoch], after, rtol=0, atol=0)
+            gained = (after - before)[life.replica]
+            assert [row for row in life.rows[epoch] if gained[row] <= 0] == []
+        before = after
+    if master.outer is None:
+        check_sums(survivors, lost)
+
+
+def check_sums(survivors, lost):
+    """All that went into a mean is in the model, or was left at a replica that died."""
+    meetings = {}  # a number may be that of two meetings, one of them of the lost
+    for life in [*lost, *survivors]:
+        meetings.update(life.channel.meetings)
+    mean, _ = meetings[max(survivors[0].channel.meetings)]
+    means = {}
+    while mean:
+        means[mean] = meetings[mean]
+        mean, _ = meetings[mean]
+    left = sum(life.residual(means) for life in lost)
+
+    expected = sum(sum(moves.values()) for _, moves in means.values())
+    assert survivors[0].ends[-1].sum().item() + left == pytest.approx(
+        expected, rel=1e-9
+    )

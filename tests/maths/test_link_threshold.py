@@ -1,0 +1,308 @@
+"""`LinkThreshold` against a model of training over a link: no clock, no socket."""
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from daskdl import LinkThreshold
+from daskdl.errors import OptionError
+from daskdl.link import Aim, Drained, Link, Measured, Request
+from daskdl.link_threshold import HOLD, MOST
+from daskdl.thresholds import Sent
+from tests.support.links import FAST, SLOW, Training
+
+SETTLED = 30  # arrivals of frames: one for each step, where steps are not shorter
+
+
+def training(rule=None, **options):
+    defaults = {"size": 10**6, "step_s": 0.1, "bandwidth": FAST, "latency_s": 1e-3}
+    return Training(rule or LinkThreshold(), **{**defaults, **options})
+
+
+def settled(replica, arrivals=40):
+    """Densities and costs once it has had time to settle, and some more."""
+    replica.until_arrivals(SETTLED)
+    before = len(replica.densities)
+    replica.until_arrivals(arrivals)
+    return replica.densities[before:], replica.costs[before:]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+class TestOnASlowLink:
+    @pytest.mark.parametrize("kind", ["gaussian", "laplace", "heavy"])
+    @pytest.mark.parametrize(
+        ("size", "step_s", "bandwidth"),
+        [(10**4, 0.01, SLOW / 20), (10**6, 0.1, SLOW), (25 * 10**6, 1.0, SLOW)],
+        ids=["small", "middle", "large"],
+    )
+    def test_the_cost_is_the_share_and_the_density_stays(
+        self, kind, size, step_s, bandwidth
+    ):
+        replica = training(size=size, step_s=step_s, bandwidth=bandwidth, kind=kind)
+
+        densities, costs = settled(replica)
+
+        assert 0.18 < mean(costs) < 0.3
+        assert max(densities) < 2 * min(densities)
+
+    @pytest.mark.parametrize("share", [0.1, 0.5])
+    def test_another_share_is_kept_too(self, share):
+        replica = training(LinkThreshold(share=share), bandwidth=SLOW / 10)
+
+        _, costs = settled(replica)
+
+        assert mean(costs) == pytest.approx(share, rel=0.25)
+
+    def test_a_latency_as_long_as_half_a_step_changes_nothing(self):
+        replica = training(step_s=0.01, latency_s=0.005, bandwidth=SLOW)
+
+        densities, costs = settled(replica)
+
+        assert 0.17 < mean(costs) < 0.33
+        assert max(densities) < 2 * min(densities)
+
+    def test_every_copy_is_paid_for(self):
+        replica = training(bandwidth=SLOW, copies=7)
+
+        _, costs = settled(replica)
+
+        assert 0.18 < mean(costs) < 0.3
+
+    def test_it_never_starves(self):
+        replica = training(bandwidth=8e3)  # the least takes nearly half a step
+        replica.steps(300)
+
+        # Of the 20,000 parameters that stand for all, 2 are the smallest density.
+        assert min(replica.densities[-10:]) >= 1e-4
+        assert max(replica.densities[-10:]) < 4e-4
+
+
+class TestOnAFastLink:
+    @pytest.mark.parametrize("kind", ["gaussian", "laplace", "heavy"])
+    @pytest.mark.parametrize(
+        ("size", "step_s"),
+        [(10**4, 0.01), (10**6, 0.1), (25 * 10**6, 1.0)],
+        ids=["small", "middle", "large"],
+    )
+    def test_all_is_sent_within_thirty_steps_and_from_then_on(self, kind, size, step_s):
+        replica = training(size=size, step_s=step_s, kind=kind)
+        replica.steps(30)
+        before = len(replica.densities)
+
+        replica.steps(40)
+
+        assert replica.densities[before:] == [1.0] * 40
+
+    def test_it_begins_with_little(self):
+        replica = training()
+        replica.steps(5)
+
+        assert max(replica.densities[1:]) <= 2e-4
+
+    def test_a_cheap_wire_with_a_long_latency_is_no_slow_link(self):
+        replica = training(size=10**4, step_s=0.01, latency_s=0.02)
+
+        densities, _ = settled(replica)
+
+        assert min(densities) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("step_s", "latency_s"), [(0.001, 0.005), (0.001, 0.01), (0.005, 0.01)]
+)
+class TestWhereStepsAreShorterThanRequests:
+    def test_all_is_sent_over_a_fast_link(self, step_s, latency_s):
+        replica = training(size=10**4, step_s=step_s, latency_s=latency_s)
+
+        densities, _ = settled(replica)
+
+        assert densities == [1.0] * len(densities)
+
+    def test_about_the_share_is_taken_of_a_slow_one_at_most(self, step_s, latency_s):
+        replica = training(
+            size=10**4, step_s=step_s, latency_s=latency_s, bandwidth=SLOW / 5
+        )
+
+        _, costs = settled(replica)
+
+        # Times of requests that are 20 % off differ by as much as the share is.
+        assert 0.05 < mean(costs) < 0.4
+
+
+class TestAChange:
+    def test_it_follows_a_link_down_and_up_again(self):
+        replica = training()
+        replica.steps(30)
+        assert replica.densities[-1] == 1.0
+
+        replica.wire.bandwidth = SLOW / 5
+        slow, costs = settled(replica)
+        replica.wire.bandwidth = FAST
+        fast, _ = settled(replica)
+
+        assert 0.18 < mean(costs) < 0.3
+        assert max(slow) < 2 * min(slow)
+        assert fast == [1.0] * len(fast)
+
+    def test_a_latency_that_grows_is_not_taken_for_bytes(self):
+        replica = training(size=10**4, step_s=0.02)
+        replica.steps(30)
+
+        replica.wire.latency_s = 0.015
+        replica.steps(120)
+
+        assert min(replica.densities[-30:]) > 0.3
+
+    def test_a_step_or_a_request_that_takes_long_once_changes_nothing(self):
+        rule, replica = LinkThreshold(), training(bandwidth=SLOW / 5)
+        replica.until_arrivals(SETTLED)
+        link, drained = replica.sent.link, Drained(10**4, 1, 1, 5.0)
+
+        after = rule.learn(link, Measured(10**6, 0.01, 10**4, False, 60.0, drained))
+
+        assert after.aim.density == pytest.approx(link.aim.density, rel=0.3)
+
+    def test_one_that_gives_up_dense_waits_longer_each_time(self):
+        rule, held = LinkThreshold(), []
+        aim = Aim(MOST, dense=True, floor=Request(0.001, 100), hold=HOLD)
+        link = Link(10**6, aim)
+        for _ in range(2):
+            link = link._replace(aim=link.aim._replace(dense=True))
+            for _ in range(6):
+                slow = Drained(10**6, 1, 1, 5.0)
+                link = rule.learn(link, Measured(10**6, 1.0, 10**6, True, 1.0, slow))
+            held.append(link.aim.hold)
+
+        assert held == [2 * HOLD, 4 * HOLD]
+
+
+class TestWhereTheLeastSeemsTooMuch:
+    """On a link of which it was learned that a byte takes a millisecond."""
+
+    AIM = Aim(1e-4, floor=Request(1e-3, 200), price_s=1e-3, hold=HOLD)
+
+    def densities(self, takes, count=60):
+        """What is aimed at after each arrival, where a request takes that long."""
+        rule, link, densities = LinkThreshold(), Link(10**6, self.AIM), []
+        for _ in range(count):
+            nbytes = round(link.frame_bytes(link.aim.density))
+            drained = Drained(nbytes, 1, 1, takes(nbytes))
+            measured = Measured(10**6, link.aim.density, nbytes, False, 0.1, drained)
+            link = rule.learn(link, measured)
+            densities.append(link.aim.density)
+        return densities
+
+    def test_a_little_more_shows_that_it_is_the_way_that_is_long(self):
+        assert max(self.densities(lambda nbytes: 0.05)) >= 0.9 * MOST
+
+    def test_a_little_more_is_little_and_seldom_where_it_is_the_bytes(self):
+        densities = self.densities(lambda nbytes: 1e-3 * nbytes)
+
+        assert max(densities) < 2.2e-4
+        assert sum(d > 1e-4 for d in densities) < 20
+
+
+def test_what_a_warm_up_left_over_is_not_taken_for_the_least():
+    rule, link = LinkThreshold(), None
+    for nbytes, busy_s in [(10**6, 0.2)] * 2 + [(300, 0.001)] * 3:
+        drained = Drained(nbytes, 1, 1, busy_s)
+        link = rule.learn(link, Measured(10**6, 1e-4, 300, False, 0.1, drained))
+
+    assert link.aim.floor == (0.001, 300)
+    assert link.aim.density == pytest.approx(1.9e-4)
+
+
+def test_without_a_link_everything_is_sent_from_the_second_exchange_on():
+    rule = LinkThreshold()
+    drained = Drained(100, 1, requests=0)
+
+    link = rule.learn(None, Measured(10**5, 1e-4, 100, False, 1.0, drained))
+
+    assert rule.sends_dense(Sent(1.0, 1e-4, link))
+    link = rule.learn(link, Measured(10**5, 1.0, 10**5, True, 1.0, drained))
+    assert rule.sends_dense(Sent(1.0, 1.0, link))
+
+
+def test_equal_outcomes_make_equal_decisions():
+    runs = [training(bandwidth=SLOW, seed=3) for _ in range(2)]
+    for replica in runs:
+        replica.steps(40)
+
+    assert runs[0].sent == runs[1].sent
+    assert runs[0].thresholds == runs[1].thresholds
+
+
+class Known:
+    """A residual of known values."""
+
+    def __init__(self, *values):
+        self.values = torch.tensor(values)
+
+    def sample(self, most):
+        return self.values
+
+
+def sent(density, threshold=0.5):
+    return Sent(threshold, 0.1, Link(10, Aim(density)))
+
+
+class TestThreshold:
+    def test_it_is_reached_by_the_density(self):
+        residual = Known(*[float(i) for i in range(-5, 5)])
+
+        assert LinkThreshold().next_threshold(residual, sent(0.3)) == 4.0
+
+    def test_what_has_not_moved_does_not_count(self):
+        residual = Known(0.0, 0.0, 0.0, 0.0, 1.0, -2.0, 3.0, math.nan, 0.0, 0.0)
+
+        assert LinkThreshold().next_threshold(residual, sent(0.36)) == 3.0
+
+    def test_at_least_one_is_sent(self):
+        assert LinkThreshold().next_threshold(Known(1.0, -2.0), sent(1e-4)) == 2.0
+
+    def test_where_nothing_has_moved_it_stays(self):
+        assert LinkThreshold().next_threshold(Known(0.0, 0.0), sent(0.3, 0.25)) == 0.25
+
+    def test_one_that_comes_from_elsewhere_stays_until_something_is_measured(self):
+        carried_on = Sent(0.125, 0.01)
+
+        assert LinkThreshold().next_threshold(None, carried_on) == 0.125
+        assert not LinkThreshold().sends_dense(carried_on)
+
+    def test_the_first_is_as_given(self):
+        assert LinkThreshold(initial=0.75).next_threshold(None, None) == 0.75
+
+    def test_or_one_at_which_little_is_sent(self):
+        rule = LinkThreshold(initial=None, min_density=0.25)
+
+        assert rule.next_threshold(Known(0.0, 1.0, -3.0, 2.0), None) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial": 0.0}, "initial must be finite and > 0, got 0.0"),
+        ({"initial": math.inf}, "initial must be finite and > 0, got inf"),
+        ({"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
+        ({"share": 1.01}, r"share must be in \(0, 1\], got 1.01"),
+        ({"min_density": 0.0}, r"min_density must be in \(0, 1/e\), got 0.0"),
+        ({"min_density": 0.4}, r"min_density must be in \(0, 1/e\), got 0.4"),
+        ({"min_density": math.nan}, r"min_density must be in \(0, 1/e\), got nan"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        LinkThreshold(**options)
+
+
+def test_what_it_knows_travels():
+    replica = training()
+    replica.steps(8)
+
+    assert pickle.loads(pickle.dumps(replica.sent)) == replica.sent

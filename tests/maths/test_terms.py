@@ -1,0 +1,263 @@
+"""Replicas train and make means, whole ones and rounded ones; some come to naught."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl.channel.routes import Routes
+from daskdl.codec import Stamp
+from daskdl.training.reduction import Reduction
+from daskdl.training.replica_state import ReplicaState
+from daskdl.training.shares import is_linear
+from tests.support.boards import Board, Channel
+
+REPLICAS = 5
+ALL = range(REPLICAS)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+class Team:
+    """Replicas of a model, that train each in a direction of its own."""
+
+    def __init__(self, optimizer=momentum, dtype=torch.float64, outer=None):
+        self.modules, self.optimizers, self.states = [], [], []
+        for _ in ALL:
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30)).to(dtype)
+            self.modules.append(module)
+            self.optimizers.append(optimizer(list(module.parameters())))
+            state = ReplicaState(module, self.optimizers[-1], outer, compressed=True)
+            self.states.append(state)
+        self.rounds = 0
+        self.moved = {}  # sum of the true means of differences, by name
+        self.start = self.linear(0)
+
+    def linear(self, replica):
+        whole = self.states[replica].whole()
+        return {name: np.array(a) for name, a in whole.items() if is_linear(name)}
+
+    def train(self, replicas=ALL):
+        for r in replicas:
+            torch.manual_seed(100 * self.rounds + r)
+            module = self.modules[r]
+            self.states[r].depart_()
+            x = torch.randn(8, 20, dtype=next(module.parameters()).dtype)
+            module(x).pow(3).sum().mul(1e-3).backward()
+            self.optimizers[r].step()
+            self.optimizers[r].zero_grad()
+
+    def average(self, weights, *, whole=False, reached=True, step=True, fan_out=2):
+        """Make a mean; not `reached`: nobody learns that there is one."""
+        self.rounds += 1
+        for state in self.states:
+            state.depart_()
+        before = [self.linear(r) for r in ALL]
+        common = {
+            name.removeprefix("common "): array
+            for name, array in self.states[0].local().items()
+            if name.startswith("common ")
+        }
+        results, terms = self._reduce(weights, whole, fan_out)
+        if not reached:
+            for state in self.states:
+                state.feedback.settle_(self.rounds - 1)
+            return terms
+        for r, state in enumerate(self.states):
+            state.take_mean_(terms[r].mean(results[r]), step=step)
+            state.feedback.settle_(self.rounds)
+        for r, weight in weights.items():
+            for name, array in before[r].items():
+                moved = weight * (array - common.get(name, 0))
+                self.moved[name] = self.moved.get(name, 0) + moved
+        return terms
+
+    def _reduce(self, weights, whole, fan_out):
+        board, routes = Board(), Routes(self.rounds, tuple(ALL), fan_out)
+        root = self.rounds % REPLICAS
+        terms = [
+            self.states[r].terms(Stamp(1, r, self.rounds, 1), whole=whole) for r in ALL
+        ]
+
+        def take_part(r):
+            reduction = Reduction(Channel(board, r), routes, root, r)
+            own = terms[r].own(weights.get(r))
+            return reduction.result(own, terms[r].add, lambda total: total)
+
+        with ThreadPoolExecutor(REPLICAS) as pool:
+            return list(pool.map(take_part, ALL)), terms
+
+    def left(self, name):
+        return sum(s.feedback.residual.get(name, 0.0) for s in self.states)
+
+    def check_nothing_is_lost(self, rtol=1e-12, atol=1e-15):
+        now = self.linear(0)
+        assert now.keys() == self.moved.keys()
+        for name, array in now.items():
+            sent = array - self.start.get(name, 0)
+            expected = self.moved[name]
+            np.testing.assert_allclose(sent + self.left(name), expected, rtol, atol)
+
+    def check_all_have_the_same(self):
+        first = self.states[0].whole()
+        for state in self.states[1:]:
+            for name, array in state.whole().items():
+                np.testing.assert_array_equal(array, first[name])
+
+
+SOME = {0: 0.5, 1: 0.125, 3: 0.375}
+
+
+def trained(team, rounds=6):
+    for number in range(rounds):
+        team.train(SOME)
+        team.average(SOME, fan_out=1 + number % 3)
+    return team
+
+
+def test_what_was_sent_and_what_is_left_is_what_was_trained():
+    team = trained(Team())
+
+    team.check_nothing_is_lost()
+    team.check_all_have_the_same()
+    assert np.abs(team.left("sum parameters 0")).max() > 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_in_other_dtypes_to_their_rounding(dtype):
+    team = trained(Team(dtype=dtype))
+
+    team.check_all_have_the_same()
+    steps = 2.0**-23 if dtype == torch.float32 else 2.0**-8
+    team.check_nothing_is_lost(rtol=0, atol=10 * steps)
+
+
+def test_a_whole_mean_leaves_nothing():
+    team = trained(Team())
+
+    team.train()
+    team.average(SOME, whole=True)
+
+    team.check_nothing_is_lost()
+    team.check_all_have_the_same()
+    assert [state.feedback.residual for state in team.states] == [{}] * REPLICAS
+
+
+def test_what_is_left_completes_a_mean_to_which_nobody_has_anything_to_add():
+    team = trained(Team())
+
+    team.average({2: 1.0}, whole=True)
+
+    team.check_nothing_is_lost()
+    team.check_all_have_the_same()
+    assert [state.feedback.residual for state in team.states] == [{}] * REPLICAS
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_mean_that_nobody_got_is_made_again_of_the_same(whole):
+    team = trained(Team(), rounds=3)
+    team.train(SOME)
+
+    team.average(SOME, whole=whole, reached=False)
+    team.average(SOME)
+
+    team.check_nothing_is_lost()
+    team.check_all_have_the_same()
+
+
+def test_rounding_is_fed_back():
+    """Else it would stay as far from the mean as each rounding takes it."""
+    team, exact = trained(Team(), 1), trained(Team(), 1)
+    for _ in range(20):  # nobody moves any more
+        team.average(SOME)
+    exact.average(SOME, whole=True)
+
+    expected = exact.linear(0)
+    for name, array in team.linear(0).items():
+        np.testing.assert_allclose(array, expected[name], atol=1e-12)
+
+
+def with_outer():
+    return trained(Team(outer=lambda params: torch.optim.SGD(params, lr=0.5)))
+
+
+def test_the_outer_optimizer_makes_no_step_of_what_is_left():
+    team, name = with_outer(), "sum parameters 0"
+    before, left = team.linear(0)[name], team.left(name)
+
+    team.average({2: 1.0}, whole=True, step=False)
+
+    np.testing.assert_allclose(team.linear(0)[name], before + left, rtol=1e-12)
+    team.check_all_have_the_same()
+    assert np.abs(left).max() > 1e-6
+
+
+def test_the_outer_optimizer_goes_on_from_there():
+    team, name = with_outer(), "sum parameters 0"
+    team.average({2: 1.0}, whole=True, step=False)
+    before = team.linear(0)[name]
+
+    team.average({2: 1.0}, whole=True)  # nobody has moved
+
+    np.testing.assert_array_equal(team.linear(0)[name], before)
+
+
+def test_parameters_and_momentum_travel_in_eight_bits():
+    terms = trained(Team(dtype=torch.float32), 2).average(SOME)
+
+    whole = Team(dtype=torch.float32).average(SOME, whole=True)
+    numbers = 20 * 30 + 3 * 30
+    assert {one.kind for one in terms} == {"DENSE8"}
+    assert {one.kind for one in whole} == {"MEAN"}
+    assert terms[0].sent_bytes < 0.4 * 2 * 4 * numbers
+
+
+def test_moments_that_a_step_divides_by_travel_whole():
+    team = trained(Team(optimizer=adam), 2)
+    team.train(SOME)
+    shares = [team.states[r].whole() for r in ALL]
+
+    team.average(SOME)
+
+    after = team.states[0].whole()
+    moments = [name for name in after if "exp_avg" in name]
+    assert len(moments) == 8
+    for name in moments:
+        mean = sum(weight * shares[r][name] for r, weight in SOME.items())
+        np.testing.assert_allclose(after[name], mean, rtol=1e-12, atol=1e-18)
+
+
+def test_numbers_that_are_not_finite_reach_all():
+    team = trained(Team(), 2)
+    with torch.no_grad():
+        team.modules[1][0].weight[3, 4] = torch.nan
+
+    team.average(SOME)
+
+    for module in team.modules:
+        assert module[0].weight.isnan().nonzero().tolist() == [[3, 4]]
+
+
+def test_one_goes_on_from_what_was_kept_of_another_as_that_one_does():
+    team, other = trained(Team(), 3), Team()
+    team.train(SOME)
+    other.rounds = team.rounds
+    for own, theirs in zip(other.states, team.states, strict=True):
+        own.load_(theirs.whole())
+        own.restore_local_(theirs.local())
+
+    for one in (team, other):
+        one.average(SOME)
+
+    for own, theirs in zip(other.states, team.states, strict=True):
+        np.testing.assert_equal(own.whole(), theirs.whole())
+        np.testing.assert_equal(own.local(), theirs.local())

@@ -1,0 +1,179 @@
+"""The hooks of callbacks around and in fits among threads."""
+
+import pytest
+from torch.optim import lr_scheduler
+
+from daskdl import Callback, LearningRateMonitor, PrintProgress
+from tests.support.endings import Interrupt
+from tests.support.problems import kept, rows, trainer
+from tests.support.recording import vector
+
+X, Y = rows()
+OTHER = rows(seed=5)
+TWO = kept(replicas_per_worker=2)
+
+
+class Told(Callback):
+    """Keeps what it is told on the client, and pickles count."""
+
+    def __init__(self):
+        self.fits, self.rows, self.ends, self.packed = [], [], [], 0
+
+    def __getstate__(self):
+        self.packed += 1
+        return {"fits": self.fits, "rows": self.rows, "ends": self.ends, "packed": 0}
+
+    def on_fit_begin(self, fit):
+        self.fits.append(fit)
+
+    def on_epoch_end(self, row):
+        self.rows.append(row)
+
+    def on_fit_end(self, end):
+        self.ends.append(end)
+
+
+class ToldThere(Told):
+    """So do replicas, of which each notes what the copy knows."""
+
+    seen = ()
+
+    def on_epoch_begin(self, epoch):
+        ToldThere.seen += ((self, epoch, len(self.fits)),)
+
+    def on_step_end(self, step):
+        ToldThere.seen += ((self, step, len(self.rows)),)
+
+
+class TestHooks:
+    def test_each_is_told_of_its_side(self, monkeypatch):
+        monkeypatch.setattr(ToldThere, "seen", ())
+        told = ToldThere()
+        own = trainer(False, master=TWO, callbacks=[told])
+        own.fit(X, Y, epochs=2, batch_size=16)
+
+        history = own.fit(X, Y, epochs=3, batch_size=16)
+
+        first, second = told.fits
+        assert (first.epochs, first.epochs_before) == (2, 0)
+        assert second._asdict() == {
+            "replicas": 2,
+            "epochs": 3,
+            "epochs_before": 2,
+            "batch_size": 16,
+            "examples": 480,
+            "parameters": sum(p.numel() for p in own.model_.parameters()),
+        }
+        assert told.rows[2:] == list(history)
+        assert [end.error for end in told.ends] == [None, None]
+        assert told.ends[1].history is history
+        copies = {id(copy) for copy, _, _ in ToldThere.seen}  # kept, so none is reused
+        assert len(copies) == 4  # two replicas in each of two fits
+        assert id(told) not in copies
+
+    def test_a_copy_is_made_once_for_each_fit_and_replica(self, monkeypatch):
+        monkeypatch.setattr(ToldThere, "seen", ())
+        there, here = ToldThere(), Told()
+        own = trainer(False, master=TWO, callbacks=[there, here])
+
+        own.fit(X, Y, epochs=3)
+
+        assert (there.packed, here.packed) == (1, 0)
+        assert {known for _, _, known in ToldThere.seen} == {0}  # packed before
+
+    def test_an_epoch_begins_before_its_steps(self, monkeypatch):
+        monkeypatch.setattr(ToldThere, "seen", ())
+        own = trainer(
+            False,
+            callbacks=[ToldThere()],
+            scheduler=lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        )
+
+        own.fit(X, Y, epochs=2, batch_size=240)
+
+        shown = [
+            (type(told).__name__, told.epoch, told.learning_rate)
+            for _, told, _ in ToldThere.seen
+        ]
+        assert shown == [
+            ("EpochBegin", 0, 0.05),
+            ("Step", 0, 0.05),
+            ("Step", 0, 0.05),
+            ("EpochBegin", 1, 0.025),
+            ("Step", 1, 0.025),
+            ("Step", 1, 0.025),
+        ]
+        assert ToldThere.seen[0][1]._asdict() == {
+            "replica": 0, "epoch": 0, "replicas": 1, "learning_rate": 0.05
+        }  # fmt: skip
+
+    def test_the_model_is_there_when_the_fit_has_ended(self):
+        class Look(Callback):
+            def on_fit_end(self, end):
+                self.score = own.evaluate(X, Y)["loss"]
+
+        look = Look()
+        own = trainer(False, master=TWO, callbacks=[look])
+
+        own.fit(X, Y, epochs=2)
+
+        assert look.score == own.evaluate(X, Y)["loss"]
+
+    def test_what_the_beginning_of_a_fit_raises_comes_out_and_nothing_is_trained(
+        self, monkeypatch
+    ):
+        monkeypatch.setattr(ToldThere, "seen", ())
+
+        class Refuse(Callback):
+            def on_fit_begin(self, fit):
+                raise ZeroDivisionError("not today")
+
+        told = Told()
+        own = trainer(False, master=TWO, callbacks=[told, Refuse(), ToldThere()])
+
+        with pytest.raises(ZeroDivisionError, match="not today"):
+            own.fit(X, Y)
+
+        assert isinstance(told.ends[0].error, ZeroDivisionError)
+        assert ToldThere.seen == ()
+        assert not hasattr(own, "model_")
+
+    def test_ctrl_c_in_a_hook_ends_the_run_and_all_are_told(self, ctrl_c):
+        told = Told()
+        own = trainer(False, master=TWO, callbacks=[told, Interrupt()])
+
+        with pytest.raises(KeyboardInterrupt):
+            own.fit(X, Y, epochs=10_000, batch_size=16)
+
+        assert isinstance(told.ends[0].error, KeyboardInterrupt)
+        assert vector(own.model_).isfinite().all()
+
+    def test_the_rate_of_a_strict_step_is_what_it_was_made_with(self, monkeypatch):
+        monkeypatch.setattr(ToldThere, "seen", ())
+        master = kept(replicas_per_worker=2, apply="strict")
+        own = trainer(False, master=master, callbacks=[ToldThere()], telemetry_every=1)
+
+        steps = own.fit(X, Y).steps
+
+        rates = {t.learning_rate for _, t, _ in ToldThere.seen if hasattr(t, "loss")}
+        assert rates == {0.025}
+        assert set(steps.column("learning_rate")) == {0.025}
+
+
+def test_the_monitor_and_the_printer_see_a_fit(capsys):
+    monitor, steps = LearningRateMonitor(), LearningRateMonitor("step")
+    own = trainer(
+        False,
+        master=TWO,
+        callbacks=[monitor, steps, PrintProgress()],
+        telemetry_every=1,
+    )
+
+    history = own.fit(X, Y, epochs=2, validation=OTHER)
+
+    assert [rate.learning_rate for rate in monitor.rates] == [0.05, 0.05]
+    assert len(steps.rates) == len(history.steps) > 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("epoch 1/2: loss ")
+    assert second.endswith(", 2 replicas")
+    assert "val_accuracy" in second

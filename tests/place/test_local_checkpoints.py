@@ -1,0 +1,591 @@
+"""A fit among threads that goes on from a checkpoint is the one that was never stopped.
+
+Each test of that trains to the end once, and once more from a checkpoint on the way.
+"""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from daskdl import (
+    AdaptiveThreshold,
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    Evaluate,
+    FixedThreshold,
+    GradientSharing,
+    OptionError,
+    ParameterAveraging,
+    ReplicaError,
+    ResidualClipping,
+    SaveError,
+    Trainer,
+)
+from daskdl.checkpoints.parts import COMMON, Part, of_replica
+from daskdl.checkpoints.series import Series
+from tests.support.problems import adam, rows, sgd
+
+X, Y = rows(120, features=6)
+TEST = rows(
+    40, features=6, seed=5
+)  # other classes: the better on X, the worse on these
+TIMES = {"seconds", "examples_per_s", "waits"}
+# Where replicas meet every few steps only, it depends on who is faster.
+PACE = {"staleness"}
+_numbers = itertools.count()
+
+
+def sharing(replicas=2, **options):
+    """In step, so that a run is repeatable."""
+    options = {"threshold": AdaptiveThreshold(1e-2), **options}
+    return GradientSharing(max_staleness=0, replicas_per_worker=replicas, **options)
+
+
+def averaging(replicas=2, **options):
+    return ParameterAveraging(3, replicas_per_worker=replicas, **options)
+
+
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def dropping():
+    return nn.Sequential(net(), nn.Dropout(0.3))
+
+
+class Tied(nn.Module):
+    """With weights that are shared, and some that are frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.last(self.frozen(self.second(self.first(x).relu())))
+
+
+class Mixed(nn.Module):
+    """Of two types, each a vector of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 4).double()
+
+    def forward(self, x):
+        return self.last(self.first(x).double())
+
+
+@pytest.fixture
+def url():
+    """Of a new folder in memory."""
+    own = f"memory://local-checkpoints-{next(_numbers)}"
+    yield own
+    Series.at(own).store.delete_all()
+
+
+def one_of(url, callbacks=(), keep=None, **options):
+    """A trainer with a checkpoint after each epoch; all are kept."""
+    keep = {"keep_last": None, **(keep or {})}
+    chosen = {"model": net, "optimizer": adam, "master": sharing(), **options}
+    return Trainer(
+        loss=nn.CrossEntropyLoss(),
+        client=False,
+        progress=False,
+        telemetry_every=None,
+        callbacks=[Checkpoint(url, **keep), *callbacks],
+        **chosen,
+    )
+
+
+def fits(trainer, epochs=3, **options):
+    return trainer.fit(X, Y, epochs=epochs, batch_size=10, **options)
+
+
+def at(url, number):
+    return Series.at(url).folder(number).url
+
+
+def assert_same(ours, theirs, but=TIMES):
+    """Two trainers have come to the same, bit for bit."""
+    assert alike(state_of(ours), state_of(theirs))
+    assert ours._standing.epochs == theirs._standing.epochs
+    assert ours._standing.sent == theirs._standing.sent
+    assert len(ours.history_) == len(theirs.history_)
+    for row, other in zip(ours.history_, theirs.history_, strict=True):
+        assert row.keys() == other.keys()
+        differ = {n: (row[n], other[n]) for n in row if not alike(row[n], other[n])}
+        assert differ.keys() <= but, differ
+
+
+def state_of(trainer):
+    scheduler = trainer.scheduler_
+    return {
+        "model": dict(trainer.model_.state_dict()),
+        "optimizer": trainer.optimizer_.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+    }
+
+
+def alike(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        same = one.keys() == other.keys()
+        return same and all(alike(one[name], other[name]) for name in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    both_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
+    return both_nan or one == other
+
+
+CASES = {
+    "sharing": {},
+    "strict": {"master": sharing(apply="strict")},
+    "not each step": {"master": sharing(exchange_every=4)},
+    "strict, not each step": {"master": sharing(apply="strict", exchange_every=4)},
+    "warm-up": {"master": sharing(warmup_steps=8)},  # 6 in an epoch
+    "thresholds by layer": {
+        "master": sharing(
+            threshold={"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold(1e-2)}
+        )
+    },
+    "clipped": {"master": sharing(residual=ResidualClipping(2.0, 4))},
+    "summed": {"master": sharing(update_scale="sum")},
+    "three": {"master": sharing(3), "optimizer": sgd},
+    "one": {"master": sharing(1), "model": dropping},
+    "averaging": {"master": averaging(3)},
+    "averaging, optimizers apart": {"master": averaging(average_optimizer=False)},
+    "averaging, with an outer optimizer": {"master": averaging(outer=nesterov)},
+    "averaging, compressed": {
+        "master": averaging(3, compression="dense8", outer=nesterov),
+        "optimizer": sgd,
+    },
+    "averaging of one": {
+        "master": averaging(1, outer=nesterov),
+        "model": dropping,
+    },
+    "each epoch another rate": {
+        "scheduler": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5)
+    },
+    "each step another rate and momentum": {
+        "optimizer": sgd,
+        "scheduler": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=18),
+        "scheduler_every": "step",
+    },
+    "plateau": {
+        "scheduler": lambda o: lr_scheduler.ReduceLROnPlateau(
+            o, patience=0, threshold=9
+        )
+    },
+    "bfloat16": {"autocast": torch.bfloat16, "master": sharing(1)},
+    "float16": {"autocast": torch.float16, "accumulate": 2},
+    "half": {"model": lambda: nn.Linear(6, 4).bfloat16()},
+    "half, strict": {
+        "model": lambda: nn.Linear(6, 4).half(),
+        "master": sharing(apply="strict"),
+    },
+    "tied and frozen": {"model": Tied},
+    "two types": {"model": Mixed},
+}
+
+
+MASTERS = {
+    "sharing": sharing(),
+    "strict": sharing(apply="strict", exchange_every=3),
+    "one": sharing(1),
+    "averaging": averaging(average_optimizer=False, outer=nesterov),
+    "averaging, compressed": averaging(compression="dense8"),
+}
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["the first", "the last"])
+@pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
+def test_so_is_one_in_the_middle_of_an_epoch(which, master, url, one_thread):
+    options = {"keep": {"every": "4 steps"}, "master": master}
+    whole, resumed = one_of(url, **options), one_of(f"{url}-later", **options)
+    fits(whole)
+    series = Series.at(url)
+    found = [n for n in series.numbers() if series.whole(n).said["pause"] is not None]
+    number = found[which]
+
+    fits(resumed, resume=at(url, number))
+
+    # What is counted in an epoch is not in the checkpoint, but for losses and examples.
+    assert alike(state_of(resumed), state_of(whole))
+    for name in ("loss", "examples"):
+        assert resumed.history_.column(name) == whole.history_.column(name)
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_a_fit_that_is_resumed_is_the_same(options, url, one_thread):
+    whole, resumed = one_of(url, **options), one_of(f"{url}-later", **options)
+    fits(whole)
+
+    fits(resumed, resume=at(url, 1))
+
+    every = getattr(whole.master, "exchange_every", 1)
+    assert_same(resumed, whole, TIMES | PACE if every > 1 else TIMES)
+    assert Series.at(f"{url}-later").numbers() == [1, 2]
+
+
+def test_what_is_tied_stays_tied(url):
+    trainer = one_of(url, model=Tied)
+    fits(trainer, 1)
+
+    fits(trainer, 2, resume=url)
+
+    assert trainer.model_.first.weight is trainer.model_.second.weight
+
+
+class TestWhere:
+    def test_from_the_newest_and_by_the_callback(self, url, one_thread):
+        whole = one_of(f"{url}-whole")
+        fits(whole)
+        fits(one_of(url), 2)
+        resumed = one_of(url)
+
+        fits(resumed, resume=True)
+
+        assert_same(resumed, whole)
+        assert Series.at(url).numbers() == [1, 2, 3]
+
+    def test_without_any_yet_a_fit_begins_anew(self, url, one_thread):
+        whole, first = one_of(f"{url}-whole"), one_of(url)
+        fits(whole, 1)
+
+        fits(first, 1, resume=True)
+
+        assert_same(first, whole)
+
+    def test_one_may_be_resumed_that_was_resumed(self, url, one_thread):
+        whole = one_of(f"{url}-whole")
+        fits(whole)
+        for epochs in (1, 2):
+            fits(one_of(url), epochs, resume=True)
+        third = one_of(url)
+
+        fits(third, resume=True)
+
+        assert_same(third, whole)
+        found = [Series.at(url).whole(number) for number in (1, 2, 3)]
+        assert len({one.stamp.origin for one in found}) == 1
+        assert len({one.stamp.run for one in found}) == 3
+        assert [one.said["count"] for one in found] == [1, 2, 3]
+
+    def test_of_a_second_fit(self, url, one_thread):
+        options = {"scheduler": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5)}
+        whole, resumed = one_of(url, **options), one_of(f"{url}-later", **options)
+        fits(whole, 1)
+        fits(whole, 2)  # has checkpoints 2 and 3
+
+        fits(resumed, 2, resume=at(url, 2))
+
+        assert_same(resumed, whole)
+        assert resumed._standing.epochs == 3
+
+    @pytest.mark.parametrize(
+        "master", [sharing(), averaging(), sharing(1)], ids=["two", "averaging", "one"]
+    )
+    def test_at_the_end_there_is_what_it_ended_with(self, url, master, one_thread):
+        whole, resumed = one_of(url, master=master), one_of(url, master=master)
+        fits(whole, 2)
+
+        fits(resumed, 2, resume=True)
+
+        assert_same(resumed, whole)
+        assert Series.at(url).numbers() == [1, 2]
+
+    def test_in_place_of_the_model_that_was_trained_since(self, url, one_thread):
+        whole, trainer = one_of(f"{url}-whole"), one_of(url)
+        fits(whole)
+        fits(trainer, 2)
+        fits(trainer, 1)  # another fit, with other checkpoints
+
+        fits(trainer, resume=at(url, 2))
+
+        assert_same(trainer, whole)
+
+
+class TestScores:
+    def test_those_of_some_epochs(self, url, one_thread):
+        own = functools.partial(
+            one_of,
+            callbacks=[Evaluate(every=2)],
+            scheduler=lambda o: lr_scheduler.ReduceLROnPlateau(
+                o, patience=0, threshold=9
+            ),
+        )
+        whole, resumed = own(url), own(f"{url}-later")
+        fits(whole, 4, validation=TEST)
+
+        fits(resumed, 4, validation=TEST, resume=at(url, 1))
+
+        assert_same(resumed, whole)
+        losses = resumed.history_.column("val_loss")
+        assert [math.isnan(loss) for loss in losses] == [True, False, True, False]
+
+    @pytest.mark.parametrize(
+        "master", [sharing(), sharing(1), averaging()], ids=["two", "one", "averaging"]
+    )
+    def test_the_best_model_comes_back(self, url, master, one_thread):
+        own = functools.partial(
+            one_of,
+            callbacks=[EarlyStopping(patience=2)],
+            master=master,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        )
+        whole, resumed, ended = own(url), own(f"{url}-later"), own(f"{url}-ended")
+        stopping = fits(whole, 20, validation=TEST).stopping
+        best, last = stopping.best_epoch, len(whole.history_)
+        assert last == best + 3 < 20
+
+        # It ends before it could find the best by itself.
+        later = fits(resumed, 20, validation=TEST, resume=at(url, best + 2)).stopping
+        stays = fits(ended, 20, validation=TEST, resume=at(url, last)).stopping
+
+        assert stopping.restored
+        assert later == stays == stopping
+        assert_same(resumed, whole)
+        assert_same(ended, whole)
+        assert Series.at(f"{url}-ended").numbers() == []
+
+    def test_with_more_patience_a_fit_that_had_ended_goes_on(self, url):
+        fits(one_of(url, [EarlyStopping("loss", patience=1, min_delta=9)]), 5)
+        assert len(Series.at(url).numbers()) == 2
+
+        more = one_of(url, [EarlyStopping("loss", patience=3, min_delta=9)])
+        assert len(fits(more, 5, resume=True)) == 4
+        assert len(fits(one_of(url), 5, resume=True)) == 5
+
+    def test_they_may_come_later(self, url):
+        fits(one_of(url), 1)
+        later = one_of(url, [EarlyStopping(patience=5)])
+
+        history = fits(later, 2, validation=TEST, resume=True)
+
+        assert "val_loss" not in history[0]
+        assert history.stopping.scores == {1: history[1]["val_loss"]}
+
+
+CROWDS = {
+    "sharing, three to one": (sharing(3), sharing(1)),
+    "sharing, three to two": (sharing(3), sharing(2)),
+    "sharing, two to three": (sharing(2), sharing(3)),
+    "sharing, one to three": (sharing(1), sharing(3)),
+    "strict, three to two": (sharing(3, apply="strict"), sharing(2, apply="strict")),
+    "averaging, three to one": (averaging(3), averaging(1)),
+    "averaging, one to three": (averaging(1), averaging(3)),
+    "averaging, two to three": (averaging(2), averaging(3)),
+    "apart, two to three": (
+        averaging(2, average_optimizer=False),
+        averaging(3, average_optimizer=False),
+    ),
+    "apart, three to two": (
+        averaging(3, average_optimizer=False),
+        averaging(2, average_optimizer=False),
+    ),
+    "one sharing to three averaging": (sharing(1), averaging(3)),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), CROWDS.values(), ids=CROWDS)
+def test_fewer_and_more_replicas_go_on_from_the_same_model(before, after, url):
+    whole = one_of(url, master=before)
+    fits(whole, 2)
+    ends, goes_on = one_of(url, master=after), one_of(f"{url}-later", master=after)
+
+    fits(ends, 2, resume=True)  # nothing is left to train
+    history = fits(goes_on, resume=at(url, 2))
+
+    # No residual is lost: steps of the grid, rounded once for each replica.
+    ours, theirs = (dict(t.model_.named_parameters()) for t in (ends, whole))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=3 * 2.0**-24)
+    assert history[2]["replicas"] == after.replicas_per_worker
+    assert history.column("examples") == [len(X)] * 3
+    assert history[2]["loss"] < history[0]["loss"]
+
+
+def test_there_is_a_residual_that_could_be_lost(url):
+    """Else the test above would see nothing."""
+    fits(one_of(url, master=sharing(3)), 2)
+
+    store = Series.at(url).folder(2)
+    shared = Part(store, COMMON).read()[1]["exchange"]["accumulator"]
+    for replica in range(3):
+        own = Part(store, of_replica(replica)).read()[1]["exchange"]
+        residual = own["local"][0] - shared["shared"][0] * shared["grid"]
+        assert (residual.abs() > 1e-4).float().mean() > 0.5
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"model": lambda: nn.Linear(6, 4)}, "is of another model: 0.weight is"),
+            ({"master": averaging()}, "another way of training than ParameterAverag"),
+            ({"optimizer": sgd}, "is of another optimizer: Adam of .* and SGD of"),
+        ],
+        ids=["model", "master", "optimizer"],
+    )
+    def test_another(self, url, options, message):
+        fits(one_of(url), 1)
+
+        with pytest.raises(OptionError, match=rf"checkpoint-000001 .*{message}"):
+            fits(one_of(url, **options), 2, resume=True)
+
+    @pytest.mark.parametrize(
+        ("name", "damage"),
+        [("common", "flipped"), ("replica-0", "cut off"), ("replica-1", "missing")],
+    )
+    def test_tensors_that_are_damaged_or_missing(self, url, name, damage):
+        fits(one_of(url), 1)
+        store = Series.at(url).folder(1)
+        [file] = store.names(f"{name}-*.safetensors")
+        content = bytearray(store.read(file))
+        content[-1] ^= 1
+        if damage == "missing":
+            store.delete([file])
+        else:
+            store.write(file, bytes(content if damage == "flipped" else content[:-9]))
+        trainer = one_of(f"{url}-later")
+
+        with pytest.raises(SaveError, match=rf"cannot read .*{file}"):
+            fits(trainer, 2, resume=at(url, 1))
+        assert Series.at(f"{url}-later").numbers() == []
+
+    def test_an_index_that_is_damaged(self, url):
+        fits(one_of(url), 1)
+        store = Series.at(url).folder(1)
+        store.write("replica-1.json", store.read("replica-1.json")[:-9])
+
+        with pytest.raises(SaveError, match=r"replica-1.json: .* it is no JSON"):
+            fits(one_of(url), 2, resume=True)
+
+    def test_a_folder_without_any(self, url):
+        with pytest.raises(SaveError, match="there is no checkpoint in memory://"):
+            fits(one_of(url), 2, resume=url)
+
+
+@pytest.mark.parametrize(
+    ("keep", "numbers"),
+    [
+        ({"keep_last": 3}, [3, 4, 5]),
+        ({"keep_last": 1, "keep_every": 3}, [3, 5]),
+        ({"keep_last": 1, "keep_best": "val_loss"}, "best"),
+        ({"keep_last": None, "every": 3}, [1, 2]),
+    ],
+    ids=repr,
+)
+def test_what_is_kept_is_there_at_the_end(url, tmp_path, keep, numbers):
+    trainer = one_of(tmp_path / "kept", keep=keep, master=sharing(1))
+
+    history = fits(trainer, 5, validation=TEST)
+
+    if numbers == "best":
+        losses = history.column("val_loss")
+        numbers = sorted({losses.index(min(losses)) + 1, 5})
+    series = Series.at(tmp_path / "kept")
+    assert series.numbers() == numbers
+    assert all(series.whole(number) is not None for number in numbers)
+    folders = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert folders == {f"checkpoint-{number:06d}" for number in numbers}
+
+
+class Fails(Callback):
+    """In the second epoch, when the first one's checkpoint has been written."""
+
+    def __init__(self, url):
+        self.url = url
+
+    def on_epoch_begin(self, epoch):
+        if epoch.epoch == 2:
+            raise ValueError("mine")
+
+
+def notes_of(caught):
+    return [n for n in getattr(caught.value, "__notes__", ()) if "checkpoint" in n]
+
+
+class TestNote:
+    def test_a_fit_that_fails_says_where_the_last_one_is(self, url):
+        trainer = one_of(url, [Fails(url)], master=sharing(1))
+
+        with pytest.raises(ReplicaError, match="mine") as caught:
+            fits(trainer)
+
+        [note] = notes_of(caught)
+        # The second may still be on its way.
+        assert note in {
+            f"the last checkpoint, for fit(resume=...), is {at(url, number)}"
+            for number in (1, 2)
+        }
+
+    def test_those_of_another_fit_are_not_its_own(self, url):
+        fits(one_of(url), 1)
+        trainer = one_of(url, [Fails(url)], keep={"every": 5}, master=sharing(1))
+
+        with pytest.raises(ReplicaError, match="mine") as caught:
+            fits(trainer)
+
+        assert "is not written yet" in "".join(notes_of(caught))
+
+    def test_a_fit_that_was_resumed_names_the_one_before(self, url):
+        own = functools.partial(one_of, url, keep={"every": 2}, master=sharing(1))
+        fits(own(), 2)
+
+        with pytest.raises(ReplicaError, match="mine") as caught:
+            fits(own([Fails(url)]), resume=True)
+
+        assert f"is {at(url, 1)}" in "".join(notes_of(caught))
+
+    def test_without_checkpoints_nothing_is_said(self):
+        options = {"client": False, "progress": False, "callbacks": [Fails("")]}
+        trainer = Trainer(net, nn.CrossEntropyLoss(), adam, **options)
+
+        with pytest.raises(ReplicaError, match="mine") as caught:
+            fits(trainer)
+
+        assert notes_of(caught) == []
+
+
+def test_a_disk_that_is_full_ends_the_fit_at_the_next_meeting(url, monkeypatch):
+    write = Part.write
+
+    def fails(part, copy):
+        if part.store.url == at(url, 2):
+            raise SaveError("the disk is full")
+        write(part, copy)
+
+    monkeypatch.setattr(Part, "write", fails)
+    trainer = one_of(url)
+
+    with pytest.raises(SaveError, match="the disk is full") as caught:
+        fits(trainer, 9)
+
+    assert len(trainer.history_) in (2, 3)
+    assert f"is {at(url, 1)}" in "".join(notes_of(caught))
+    assert trainer.predict(X).shape == (len(X), 4)
+
+
+def test_what_cannot_be_written_is_named(url):
+    def odd(optimizer):
+        scheduler = lr_scheduler.StepLR(optimizer, 1)
+        scheduler.strange = object()
+        return scheduler
+
+    with pytest.raises(OptionError, match=r"strange is a builtins\.object, which"):
+        fits(one_of(url, scheduler=odd), 2)

@@ -1,0 +1,223 @@
+"""Runs among threads that end early: failures, divergence, Ctrl-C."""
+
+import gc
+import os
+import re
+import signal
+import threading
+import time
+import weakref
+
+import dask
+import numpy as np
+import pytest
+import torch
+from distributed.utils_test import poll_for
+
+from daskdl import Callback, ModelError, ReplicaError, RunError, WaitTimeoutError
+from tests.support.endings import EarlyEnds, FailAt, Interrupt
+from tests.support.problems import kept, mlp, rows, start_of, trainer
+from tests.support.promises import Place
+from tests.support.recording import Recorded, records, vector
+
+X, Y = rows()
+TWO = kept(replicas_per_worker=2)
+
+
+@pytest.fixture
+def place():
+    """Where two replicas train: among threads of this process."""
+    return Place(False, replicas=2, per_worker=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """No thread of a replica; one that was told to end may still be about to."""
+    yield
+    poll_for(
+        lambda: not any(t.name.startswith("daskdl") for t in threading.enumerate()),
+        timeout=10,
+    )
+
+
+class Unpacked(Exception):
+    """It is pickled, or unpickled, by code that fails in its own way."""
+
+    def __init__(self, where):
+        super().__init__(where)
+        self.where = where
+
+    def __reduce__(self):
+        return divmod, (1, 0 if self.where == "there" else 1 // 0)
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_an_exception_that_cannot_travel_does_not_hide_itself(where):
+    own = trainer(False, master=TWO, callbacks=[FailAt(lambda: Unpacked(where))])
+
+    with pytest.raises(ReplicaError, match=f"Unpacked: {where}") as caught:
+        own.fit(X, Y, epochs=100)
+
+    assert "raise self.make()" in str(caught.value)  # the very line
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("where", ["worker", "client"])
+def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where, ctrl_c):
+    fail = FailAt(lambda: KeyError("wanted")) if where == "worker" else Interrupt()
+    # Whoever makes torch's first optimizer in a process is remembered by an import.
+    torch.optim.SGD([torch.zeros(1)])
+    x = X.copy()
+    held = weakref.ref(x)
+    gc.collect()
+    gc.disable()  # what holds itself would stay until some collection
+    try:
+        try:
+            trainer(False, master=TWO, callbacks=[fail]).fit(x, Y, epochs=100)
+        except (ReplicaError, KeyboardInterrupt):
+            del x
+        else:
+            pytest.fail("the fit did not fail")
+        poll_for(lambda: held() is None, timeout=10)
+    finally:
+        gc.enable()
+
+
+class TestFailures(EarlyEnds):
+    def test_the_caller_gets_the_traceback_and_the_cause(self):
+        own = trainer(False, master=TWO, callbacks=[FailAt(lambda: KeyError("wanted"))])
+
+        with pytest.raises(ReplicaError) as caught:
+            own.fit(X, Y, epochs=100)
+
+        message = str(caught.value)
+        assert message.startswith("replica 1 on this machine: KeyError: 'wanted'")
+        assert "raise self.make()" in message  # the very line
+        assert type(caught.value.__cause__) is KeyError
+
+    def test_what_ends_the_thread_itself_is_an_error_too(self):
+        own = trainer(False, master=TWO, callbacks=[FailAt(lambda: SystemExit(3))])
+
+        with pytest.raises(ReplicaError, match="replica 1 on this machine failed: Sys"):
+            own.fit(X, Y, epochs=100, batch_size=16)
+
+    def test_a_replica_that_cannot_be_made_keeps_nobody_waiting(self):
+        own = trainer(False, master=TWO, callbacks=[Rare()])
+
+        with pytest.raises(ModelError, match=r"replica \d on this machine: .*cannot"):
+            own.fit(X, Y)
+
+    def test_what_a_callback_raises_here_stops_the_run(self):
+        class Stop(Callback):
+            def on_epoch_end(self, row):
+                raise ZeroDivisionError
+
+        own = trainer(False, master=TWO, callbacks=[Stop()])
+
+        with pytest.raises(ZeroDivisionError):
+            own.fit(X, Y, epochs=100)
+
+        assert len(own.history_) == 1
+
+
+class Rare(Callback):
+    """Cannot be unpacked by anybody."""
+
+    def on_step_end(self, step):
+        pass
+
+    def __reduce__(self):
+        return missing, ()
+
+
+def missing():
+    raise ImportError("no such module")
+
+
+class TestCtrlC:
+    def test_it_leaves_nothing_behind_and_keeps_what_was_agreed(self, ctrl_c, tmp_path):
+        interrupt = Interrupt()
+        master = Recorded(str(tmp_path), TWO)
+        own = trainer(False, master=master, callbacks=[interrupt])
+
+        with pytest.raises(KeyboardInterrupt):
+            own.fit(X, Y, epochs=10_000, batch_size=16)
+
+        assert time.perf_counter() - interrupt.at < 2  # a second, and a busy machine
+        assert len(own.history_) == 1
+        agreed = [
+            records(tmp_path, epoch)[0]["shared"]
+            for epoch in range(10_000)
+            if (tmp_path / f"0-{epoch}.npz").exists()
+        ]
+        model = vector(own.model_).numpy()
+        assert any(np.array_equal(model, shared) for shared in agreed)
+
+    def test_in_the_middle_of_an_epoch_the_start_is_what_was_agreed(self, ctrl_c):
+        own = trainer(False, master=TWO, callbacks=[Midway()])
+
+        with pytest.raises(KeyboardInterrupt):
+            own.fit(X, Y, epochs=10_000, batch_size=1)
+
+        start = vector(start_of(mlp))
+        torch.testing.assert_close(vector(own.model_), start, rtol=0, atol=2.0**-25)
+
+
+class Midway(Callback):
+    """Presses Ctrl-C from the thread of a replica."""
+
+    def on_step_end(self, step):
+        if step.replica == 1 and step.number == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class Hang(Callback):
+    """Replica 0 waits in its first step until it is let go; the other for that."""
+
+    hangs = release = None
+
+    def on_step_end(self, step):
+        if step.replica == 0:
+            Hang.hangs.set()
+            Hang.release.wait(60)
+        else:
+            Hang.hangs.wait(60)
+
+
+@pytest.fixture
+def hang():
+    """It is let go in the end, and leaves."""
+    Hang.hangs, Hang.release = threading.Event(), threading.Event()
+    yield Hang()
+    Hang.release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("daskdl"):
+            thread.join(20)
+
+
+def test_one_that_hangs_is_left_behind_with_a_warning(hang, caplog):
+    own = trainer(False, master=TWO, callbacks=[hang, FailAt(RuntimeError, 1)])
+
+    with (
+        dask.config.set({"daskdl.timeouts.stop": "0.2s"}),
+        pytest.raises((ReplicaError, RunError)),
+    ):
+        own.fit(X, Y, batch_size=16)
+
+    assert re.search(
+        r"after 0\.2 s \(daskdl\.timeouts\.stop\) it has not left: replica 0 on "
+        r"this machine, last heard at step 1, update \d, \d\.\d s ago",
+        caplog.text,
+    )
+
+
+def test_one_that_others_wait_for_in_vain_is_named(hang):
+    own = trainer(False, master=TWO, callbacks=[hang])
+    bounds = dict.fromkeys(("data", "silence", "stop"), "0.3s")
+    named = r"heard for 0\.6 s \(.*data \+ silence\) of replica 0 on this machine"
+
+    with (
+        dask.config.set({"daskdl.timeouts": bounds}),
+        pytest.raises(WaitTimeoutError, match=named),
+    ):
+        own.fit(X, Y, batch_size=160)

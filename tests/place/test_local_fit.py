@@ -1,0 +1,280 @@
+"""`Trainer(client=False)`: what is as on a cluster, and what is there for it."""
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import dask
+import dask.array as da
+import distributed
+import numpy as np
+import pytest
+import torch
+from distributed.utils_test import poll_for
+from tqdm.auto import tqdm
+
+from daskdl import Callback, FailureInjection, OptionError, ReplicaError
+from daskdl.history import COLUMNS
+from tests.support.problems import kept, rows, trainer
+from tests.support.recording import Notes, vector
+
+X, Y = rows()
+TWO = kept(replicas_per_worker=2)
+BLOCKS = da.from_array(X, chunks=(50, 20)), da.from_array(Y, chunks=50)
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    """Nobody may start one, or even a connection."""
+
+    def refuse(self, *args, **options):
+        raise AssertionError("there is to be no cluster")
+
+    for kind in (distributed.Client, distributed.LocalCluster, distributed.Scheduler):
+        monkeypatch.setattr(kind, "__init__", refuse)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch):
+    """Threads, torch's settings and torch's random state are as they were."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread of the bar's own
+    former = torch.get_num_threads()
+    threads, state = set(threading.enumerate()), torch.get_rng_state()
+    yield
+    # One that was told to end may still be about to.
+    poll_for(lambda: set(threading.enumerate()) <= threads, timeout=10)
+    assert torch.get_num_threads() == former
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class TestHistory:
+    def test_it_has_all_columns_and_the_loss_falls(self):
+        own = trainer(False, master=TWO)
+
+        history = own.fit(X, Y, epochs=4, batch_size=16, validation=(X, Y))
+
+        assert history[0].keys() == {*COLUMNS, "val_loss", "val_accuracy"}
+        assert history.column("replicas") == [2] * 4
+        assert history.column("examples") == [480] * 4
+        assert history[-1]["loss"] < history[0]["loss"] / 2
+        assert history[-1]["val_accuracy"] > 0.9
+        assert history[0]["received_bytes"] == history[0]["sent_bytes"] > 0
+        assert own.history_ is history
+
+    def test_the_bar_shows_every_example(self, capsys):
+        trainer(False, master=TWO, progress=True).fit(X, Y, epochs=2)
+
+        assert "960/960" in capsys.readouterr().err
+
+
+class Threads(Callback):
+    """Notes where it is called."""
+
+    epochs = ()
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, step):
+        name = threading.current_thread().name
+        (self.folder / f"{step.replica}").write_text(name)
+
+    def on_epoch_end(self, row):
+        self.epochs = (*self.epochs, threading.current_thread())
+
+
+class TestCallbacks:
+    def test_epochs_are_told_here_and_steps_where_they_are_made(self, tmp_path):
+        callback = Threads(tmp_path)
+
+        trainer(False, master=TWO, callbacks=[callback]).fit(X, Y, epochs=2)
+
+        assert callback.epochs == (threading.current_thread(),) * 2
+        names = [(tmp_path / str(replica)).read_text() for replica in (0, 1)]
+        assert names == ["daskdl-replica-0", "daskdl-replica-1"]
+
+    def test_torchs_threads_are_shared_out(self, tmp_path):
+        notes = Notes(tmp_path)
+        former = torch.get_num_threads()
+        torch.set_num_threads(4)
+        try:
+            trainer(False, master=TWO, callbacks=[notes]).fit(X, Y)
+            inside = {line["threads"] for line in notes.read()}
+
+            assert inside == {2}
+            assert torch.get_num_threads() == 4
+        finally:
+            torch.set_num_threads(former)
+
+
+class TestData:
+    def test_blocks_are_trained_on_as_arrays_are(self):
+        models = []
+        for data in ((X, Y), BLOCKS):
+            own = trainer(False)
+            own.fit(*data, epochs=2, batch_size=50, shuffle=False)
+            models.append(vector(own.model_))
+
+        assert torch.equal(*models)
+
+    def test_tensors_are_trained_on_as_arrays_are(self):
+        models = []
+        for data in ((X, Y), (torch.from_numpy(X), torch.from_numpy(Y))):
+            own = trainer(False, master=kept(replicas_per_worker=2, max_staleness=0))
+            own.fit(*data, batch_size=50)
+            models.append(vector(own.model_))
+
+        assert torch.equal(*models)
+
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    def test_each_block_is_computed_once_in_each_epoch(self, prefetch):
+        computed = []
+
+        def noting(block, block_info):
+            computed.append(block_info[None]["chunk-location"][0])
+            return block
+
+        x = BLOCKS[0].map_blocks(noting, dtype=X.dtype)
+        one = kept(replicas_per_worker=1)
+        history = trainer(False, master=one).fit(
+            x, BLOCKS[1], epochs=2, prefetch=prefetch
+        )
+
+        assert history.column("examples") == [480, 480]
+        assert sorted(computed[:10]) == sorted(computed[10:]) == list(range(10))
+
+    def test_blocks_are_computed_beside_the_replicas(self):
+        threads = []
+
+        def noting(block):
+            threads.append(threading.current_thread().name)
+            return block
+
+        x = BLOCKS[0].map_blocks(noting, dtype=X.dtype, meta=X)
+        history = trainer(False, master=TWO).fit(x, BLOCKS[1], epochs=2)
+
+        assert history.column("examples") == [480, 480]
+        # At the end of an epoch one may be shared, and is then computed twice.
+        assert len(threads) >= 2 * 10
+        assert set(threads) == {"daskdl-loader"}
+
+    def test_others_have_patience_with_one_that_computes_a_block(self):
+        gate = threading.Event()
+
+        def slow(block, block_info):
+            if block_info[None]["chunk-location"][0] == 1:
+                gate.wait(1.0)  # nobody sets it: longer than silence and request
+            return block
+
+        x = BLOCKS[0].map_blocks(slow, dtype=X.dtype)
+        bounds = {"daskdl.timeouts.silence": "0.2s", "daskdl.timeouts.request": "0.2s"}
+
+        with dask.config.set(bounds):
+            master = kept(replicas_per_worker=2, max_staleness=1)
+            history = trainer(False, master=master).fit(x, BLOCKS[1], batch_size=10)
+
+        assert history.column("examples") == [480]
+        assert history[0]["waits"]["staleness"] > 0.4
+
+    def test_a_label_of_a_block_that_the_model_does_not_have_is_named(self):
+        wrong = Y.copy()
+        wrong[300] = 4
+
+        with pytest.raises(OptionError, match=r"y of part 6 of the train data\[0\]"):
+            trainer(False).fit(BLOCKS[0], da.from_array(wrong, chunks=50))
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    own = trainer(False, master=TWO)
+    own.fit(X, Y, epochs=4, batch_size=16)
+    return own
+
+
+class TestAfterwards:
+    @pytest.mark.parametrize("data", [(X, Y), BLOCKS], ids=["numpy", "dask"])
+    def test_evaluate(self, fitted, data):
+        scores = fitted.evaluate(*data)
+
+        output = fitted.model_(torch.from_numpy(X))
+        loss = torch.nn.functional.cross_entropy(output, torch.from_numpy(Y))
+        right = (output.argmax(1).numpy() == Y).mean()
+        assert scores["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert scores["accuracy"] == pytest.approx(right)
+
+    def test_predict_returns_what_came_in(self, fitted):
+        expected = fitted.model_(torch.from_numpy(X)).detach()
+
+        outputs = fitted.predict(X)
+        tensor = fitted.predict(torch.from_numpy(X))
+        lazy = fitted.predict(BLOCKS[0])
+
+        np.testing.assert_allclose(outputs, expected.numpy(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-5)
+        assert lazy.chunks == (*BLOCKS[0].chunks[:1], (4,))
+        with (
+            ThreadPoolExecutor(2) as pool,
+            dask.config.set(scheduler="threads", pool=pool),
+        ):
+            computed = lazy.compute()
+        np.testing.assert_allclose(computed, outputs, rtol=0, atol=1e-5)
+
+
+class TestOptions:
+    @pytest.mark.parametrize("routing", ["auto", "plain", "mesh"])
+    def test_any_routing_will_do(self, routing):
+        master = kept(replicas_per_worker=2, routing=routing)
+
+        assert trainer(False, master=master).fit(X, Y).column("replicas") == [2]
+
+    def test_a_time_to_wait_for_more_replicas_changes_nothing(self):
+        master = kept(replicas_per_worker=2, min_replicas=2, rejoin_timeout=0.001)
+
+        assert trainer(False, master=master).fit(X, Y).column("replicas") == [2]
+
+    @pytest.mark.parametrize(
+        ("kind", "message"),
+        [
+            ("drop", r"replica \d on this machine: .* no update can get lost"),
+            ("exit", r"kind='exit' would hit the client's own process"),
+            ("freeze", r"kind='freeze' would hit the client's own process"),
+        ],
+    )
+    def test_failures_that_cannot_be_here_are_refused(self, kind, message):
+        own = trainer(False, master=TWO, callbacks=[FailureInjection(kind)])
+
+        with pytest.raises(OptionError, match=message):
+            own.fit(X, Y)
+
+    @pytest.mark.parametrize(
+        ("failure", "expected"),
+        [
+            (FailureInjection("raise", replicas=[1], steps=[3]), ReplicaError),
+            (FailureInjection("sleep", seconds=0.01, times=2), None),
+        ],
+        ids=["raise", "sleep"],
+    )
+    def test_others_happen(self, failure, expected):
+        own = trainer(False, master=TWO, callbacks=[failure])
+
+        with pytest.raises(expected) if expected else contextlib.nullcontext():
+            own.fit(X, Y, batch_size=16)
+
+    def test_more_replicas_than_there_can_be_are_refused(self):
+        master = kept(replicas_per_worker=2, min_replicas=3)
+
+        with pytest.raises(OptionError, match=r"min_replicas must be at most 2, .* 3"):
+            trainer(False, master=master).fit(X, Y)
+
+    @pytest.mark.parametrize("client", [True, 0, "local"])
+    def test_only_false_means_no_cluster(self, client):
+        with pytest.raises(OptionError, match=r"a distributed.Client, None or False"):
+            trainer(client).fit(X, Y)
+
+    def test_a_replica_for_each_device(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        master = kept(replicas_per_worker="auto")
+
+        history = trainer(False, master=master, device="cpu").fit(X, Y)
+
+        assert history.column("replicas") == [2]

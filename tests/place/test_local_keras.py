@@ -1,0 +1,134 @@
+"""Keras models are trained by threads of this process."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import daskdl
+from daskdl.keras import CrossEntropyOfProbabilities, KerasModule, from_config
+from daskdl.keras.library import library
+from tests.support.keras_networks import MODELS, adam, pictures, sgd
+from tests.support.problems import kept, rows
+
+keras = library()
+X, Y = rows(count=160)
+
+
+def trainer(model, loss=None, optimizer=sgd, *, replicas=2, **options):
+    loss = loss or CrossEntropyOfProbabilities()
+    master = kept(replicas_per_worker=replicas, max_staleness=0)
+    return daskdl.Trainer(
+        model, loss, optimizer, master=master, client=False, progress=False, **options
+    )
+
+
+def small(**options):
+    layers = [
+        keras.Input((20,)),
+        keras.layers.Dense(16, activation="relu", **options),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.2),
+        keras.layers.Dense(4),
+    ]
+    return keras.Sequential(layers)
+
+
+def test_the_network_of_eight_convolutions_learns_and_is_saved(tmp_path):
+    x, y = pictures()
+    # As Keras 3 writes it; the workers of a cluster have it as Keras 2 does.
+    network = MODELS / "cifar10_keras3.json"
+    own = trainer(lambda: from_config(network), optimizer=adam)
+
+    history = own.fit(x, y, epochs=6, batch_size=8)
+    predicted = own.predict(x)
+    own.model_.save(tmp_path / "trained.keras")
+
+    assert history[-1]["loss"] < 0.97 * history[0]["loss"]
+    loaded = keras.saving.load_model(tmp_path / "trained.keras")
+    for model in (own.model_, loaded):
+        by_keras = model.predict(x, verbose=0)
+        np.testing.assert_allclose(predicted, by_keras, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["two_by_two_keras2", "two_by_two_keras3"])
+@pytest.mark.parametrize("named", [False, True], ids=["tuple", "dict"])
+def test_two_inputs_and_two_outputs_learn(name, named):
+    left, right = X[:, :4], X[:, 4:7]
+    given = {"left": left, "right": right} if named else (left, right)
+    labels = (left.sum(axis=1, keepdims=True), Y % 3)
+
+    def loss(outputs, labels):
+        score, kind = outputs
+        wrong = functional.nll_loss(kind.log(), labels[1])
+        return functional.mse_loss(score, labels[0]) / 10 + wrong
+
+    own = trainer(from_config(MODELS / f"{name}.json"), loss)
+
+    history = own.fit(given, labels, epochs=4, batch_size=16)
+    predicted = own.predict(given)
+
+    assert history[-1]["loss"] < 0.8 * history[0]["loss"]
+    by_keras = own.model_.predict([left, right], verbose=0)
+    for one, other in zip(predicted, by_keras, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_a_keras_model_is_taken_as_it_is():
+    model = small()
+    before = model.get_weights()
+    own = trainer(model, nn.CrossEntropyLoss())
+
+    own.fit(X, Y, epochs=3, batch_size=16)
+    own.fit(X, Y, batch_size=16)
+
+    assert isinstance(own.model_, KerasModule)
+    assert own.evaluate(X, Y)["accuracy"] > 0.6  # guessing is right once in four
+    for given, kept_as in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(given, kept_as)
+
+
+def test_batch_normalisation_follows_all_replicas():
+    own = trainer(small(), nn.CrossEntropyLoss())
+
+    own.fit(X + 3, Y, epochs=3, batch_size=16)
+
+    mean, variance = own.model_.get_layer(index=1).get_weights()[2:]
+    assert (mean != 0).any()
+    assert (variance != 1).all()
+
+
+def test_one_replica_is_a_plain_loop(one_thread):
+    model = KerasModule(small(kernel_regularizer="l2"))
+    own = trainer(model, nn.CrossEntropyLoss(), replicas=1)
+
+    own.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
+
+    optimizer = sgd(model.parameters())
+    torch.manual_seed(0)
+    for start in [*range(0, len(X), 16)] * 2:
+        optimizer.zero_grad()
+        x, y = torch.from_numpy(X[start : start + 16]), Y[start : start + 16]
+        loss = functional.cross_entropy(model(x), torch.from_numpy(y))
+        (loss + model.penalty()).backward()
+        optimizer.step()
+    expected = model.state_dict()
+    trained = own.model_.state_dict()
+    assert all(torch.equal(trained[name], expected[name]) for name in expected)
+
+
+def test_the_seed_of_a_trainer_decides_the_start():
+    starts = [trainer(small, nn.CrossEntropyLoss(), seed=seed) for seed in (1, 1, 2)]
+
+    losses = [own.fit(X, Y, batch_size=160)[0]["loss"] for own in starts]
+
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_plan_is_made_for_a_keras_model():
+    network = daskdl.Network(1e9, 1e-3)
+
+    planned = daskdl.plan(small(), (X[:32], X[:32, :4]), workers=[1, 4], link=network)
+
+    assert [row.workers for row in planned.rows] == [1, 4]

@@ -1,0 +1,253 @@
+"""What an optimizer step is made of, among threads: the options of a trainer."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from daskdl import DivergedError, ModelError, OptionError
+from tests.support.problems import (
+    adam,
+    kept,
+    mlp,
+    normalised,
+    parameters_of,
+    plain_loop,
+    rows,
+    sgd,
+    trainer,
+)
+from tests.support.recording import Notes, Recorded, records, vector
+
+X, Y = rows()
+LOSS = nn.CrossEntropyLoss()
+
+
+STEPS = {
+    "accumulate": {"accumulate": 3},
+    "clip": {"clip_grad_norm": 0.3},
+    "bfloat16": {"autocast": torch.bfloat16},
+    "float16": {"autocast": torch.float16},
+    "all": {"accumulate": 3, "clip_grad_norm": 0.3, "autocast": torch.bfloat16},
+    "all float16": {"accumulate": 3, "clip_grad_norm": 0.3, "autocast": torch.float16},
+}
+
+
+class TestOneReplica:
+    """Promise 8: one replica is plain PyTorch, bit for bit."""
+
+    @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
+    @pytest.mark.parametrize("model", [mlp, normalised])
+    def test_equals_a_plain_loop(self, one_thread, model, options):
+        loop = {"model": model, "optimizer": adam, "seed": 3}
+        own = trainer(False, **loop, **options)
+        # 28 * 3 = 84: the last group has two batches, and a part of one.
+        own.fit(X[:424], Y[:424], epochs=2, batch_size=28, shuffle=False)
+
+        fit = {"epochs": 2, "batch_size": 28, "x": X[:424], "y": Y[:424]}
+        plain = plain_loop(**loop, **fit, more=options)
+
+        for name, value in parameters_of(own.model_).items():
+            np.testing.assert_array_equal(value, plain[name], err_msg=name)
+
+    @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
+    def test_the_options_change_something(self, one_thread, options):
+        models = []
+        for more in ({}, options):
+            own = trainer(False, **more)
+            own.fit(X, Y, batch_size=28, shuffle=False)
+            models.append(vector(own.model_))
+
+        assert not torch.equal(*models)
+
+
+class TestAccumulation:
+    @pytest.mark.parametrize("shuffle", [False, True])
+    @pytest.mark.parametrize("optimizer", [sgd, adam])
+    def test_a_group_is_one_large_batch(self, optimizer, shuffle):
+        runs = []
+        for options, batch_size in (({"accumulate": 3}, 28), ({}, 84)):
+            own = trainer(False, optimizer=optimizer, **options)
+            history = own.fit(X, Y, epochs=2, batch_size=batch_size, shuffle=shuffle)
+            runs.append((vector(own.model_), history.column("loss")))
+
+        torch.testing.assert_close(runs[0][0], runs[1][0], rtol=0, atol=1e-5)
+        assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_steps_are_counted_and_not_batches(self, replicas, tmp_path):
+        notes = Notes(tmp_path)
+        master = kept(replicas_per_worker=replicas, max_staleness=0)
+        own = trainer(False, master=master, accumulate=3, callbacks=[notes])
+
+        history = own.fit(X, Y, epochs=2, batch_size=16)
+
+        # Ten groups of 48 in an epoch, shared out evenly.
+        lines = notes.read()
+        assert history.column("examples") == [480, 480]
+        assert [line["examples"] for line in lines] == [48] * 20
+        numbers = {line["number"] for line in lines}
+        assert numbers == set(range(1, 20 // replicas + 1))
+
+    def test_an_epoch_shorter_than_a_group_is_trained_on(self):
+        history = trainer(False, accumulate=100).fit(X, Y, epochs=2, batch_size=32)
+
+        assert history.column("examples") == [480, 480]
+        assert history[1]["loss"] < history[0]["loss"]
+
+    def test_there_are_no_more_replicas_than_groups(self):
+        master = kept(replicas_per_worker=4)
+
+        history = trainer(False, master=master, accumulate=10).fit(X, Y, batch_size=16)
+
+        assert history.column("replicas") == [3]
+
+    def test_nothing_is_lost_among_several(self, tmp_path):
+        inner = kept(replicas_per_worker=3, exchange_every=2)
+        master = Recorded(str(tmp_path), inner)
+        own = trainer(False, master=master, accumulate=2, clip_grad_norm=1.0)
+
+        own.fit(X, Y, epochs=3, batch_size=8)
+
+        ends = records(tmp_path, epoch=2)
+        expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
+        got = vector(own.model_).numpy()
+        np.testing.assert_allclose(got, expected, rtol=0, atol=6e-6)
+        for one, other in itertools.pairwise(ends):
+            np.testing.assert_array_equal(ends[one]["shared"], ends[other]["shared"])
+
+    def test_runs_in_step_repeat_bit_for_bit(self):
+        runs = []
+        for _ in range(2):
+            master = kept(replicas_per_worker=2, max_staleness=0)
+            own = trainer(False, master=master, accumulate=3, autocast=torch.bfloat16)
+            history = own.fit(X, Y, epochs=2, batch_size=16)
+            runs.append((vector(own.model_), history.column("loss")))
+
+        assert torch.equal(runs[0][0], runs[1][0])
+        assert runs[0][1] == runs[1][1]
+
+
+class TestDivergence:
+    @pytest.mark.parametrize("options", [{}, *STEPS.values()], ids=["", *STEPS])
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_a_loss_that_is_not_finite_ends_the_run(self, replicas, options):
+        bad = X.copy()
+        bad[300, 7] = np.nan
+        master = kept(replicas_per_worker=replicas)
+
+        with pytest.raises(DivergedError, match="the loss became nan at step"):
+            trainer(False, master=master, **options).fit(bad, Y, batch_size=16)
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_gradients_that_overflow_in_float16_do_not(self, replicas):
+        def steep(model, batch):
+            return 1e3 * functional.cross_entropy(model(batch[0]), batch[1])
+
+        own = trainer(
+            False,
+            loss=None,
+            step=steep,
+            autocast=torch.float16,
+            optimizer=lambda params: torch.optim.SGD(params, lr=1e-5),
+            master=kept(replicas_per_worker=replicas),
+        )
+
+        history = own.fit(X, Y, epochs=4, batch_size=8)
+
+        assert history[-1]["loss"] < 0.8 * history[0]["loss"]
+
+
+class Pair(nn.Module):
+    """Its forward pass wants more than x."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x, *, temperature):
+        return self.layers(x) / temperature
+
+
+def own_step(model, batch):
+    x, y = batch
+    return functional.cross_entropy(model(x, temperature=2.0), y)
+
+
+MODES = []
+
+
+def noting_step(model, batch):
+    """As a physics-informed one has it: needs gradients, when it is scored too."""
+    x = batch[0].clone().requires_grad_()
+    MODES.append((model.training, torch.is_grad_enabled(), len(x)))
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return functional.cross_entropy(model(x), batch[1]) + slope.square().mean()
+
+
+class TestOwnStep:
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_it_is_all_that_is_needed(self, replicas):
+        master = kept(replicas_per_worker=replicas)
+        own = trainer(False, model=Pair, loss=None, step=own_step, master=master)
+
+        history = own.fit(X, Y, epochs=4, batch_size=16, validation=(X, Y))
+        scores = own.evaluate(X, Y)
+
+        with torch.no_grad():
+            batch = torch.from_numpy(X), torch.from_numpy(Y)
+            expected = own_step(own.model_, batch).item()
+        assert scores == {"loss": pytest.approx(expected, rel=1e-5)}
+        assert "val_accuracy" not in history[0]
+        assert history[-1]["val_loss"] < history[0]["val_loss"] / 2
+        assert history[-1]["loss"] < history[0]["loss"] / 2
+
+    def test_it_equals_the_loss_it_stands_for(self):
+        def step(model, batch):
+            return functional.cross_entropy(model(batch[0]), batch[1])
+
+        models = []
+        for options in ({}, {"loss": None, "step": step}):
+            own = trainer(False, optimizer=adam, accumulate=2, **options)
+            own.fit(X, Y, batch_size=16)
+            models.append(vector(own.model_))
+
+        assert torch.equal(*models)
+
+    def test_what_is_scored_is_not_trained_on(self):
+        MODES.clear()
+        own = trainer(False, loss=None, step=noting_step)
+
+        own.fit(X, Y, batch_size=40, validation=(X[:80], Y[:80]))
+        fitted = list(MODES)
+        own.evaluate(X, Y, batch_size=240)
+
+        rehearsed, trained, scored = fitted[:2], fitted[2:14], fitted[14:]
+        assert rehearsed == [(False, False, 2)] * 2
+        assert trained == [(True, True, 40)] * 12
+        assert scored == [(False, False, 40)] * 2
+        assert MODES[len(fitted) :] == [(False, False, 2)] + [(False, False, 240)] * 2
+
+    @pytest.mark.parametrize(
+        ("step", "message"),
+        [
+            (lambda model, batch: model(batch), r"step failed on two rows, x being sha"
+             r"pe \(2, 20\) and dtype torch.float32 and y shape \(2,\) and dtype"),
+            (lambda model, batch: model(batch[0]), r"step must return one floating num"
+             r"ber for a batch, got shape \(2, 4\)"),
+            (lambda model, batch: 1.0, "step must return a tensor, got 1.0"),
+        ],
+        ids=["fails", "not a number", "not a tensor"],
+    )  # fmt: skip
+    def test_one_that_does_not_fit_is_refused(self, step, message):
+        with pytest.raises(ModelError, match=message):
+            trainer(False, loss=None, step=step).fit(X, Y)
+
+    def test_the_optimizer_has_to_be_given(self):
+        with pytest.raises(OptionError, match=re.escape("lr=0.1), got None")):
+            trainer(False, optimizer=None)

@@ -1,0 +1,232 @@
+"""Rows of steps among threads, and what is said when training diverges."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from daskdl import Callback, DivergedError, FixedThreshold, OptionError
+from daskdl.steps import STEP_COLUMNS
+from tests.support.problems import kept, parameters_of, rows, trainer
+from tests.support.recording import Notes
+
+X, Y = rows()
+KINDS = {"RAW32", "GAPS", "BITMAP", "DENSE8", None}  # None: nothing was sent
+
+
+def two(**options):
+    return kept(replicas_per_worker=2, **options)
+
+
+class Jumping(torch.nn.CrossEntropyLoss):
+    """It is far too high from a step of this replica on, and moves nothing."""
+
+    def __init__(self, at, by):
+        super().__init__()
+        self.at, self.by, self.step = at, by, 0
+
+    def forward(self, output, target):
+        self.step += self.training
+        more = self.by if self.step > self.at else 0.0
+        return super().forward(output, target) + more
+
+
+class TestRows:
+    def test_every_step_that_was_asked_for_has_one_as_it_was(self, tmp_path):
+        notes = Notes(tmp_path)
+        own = trainer(False, master=two(), telemetry_every=3, callbacks=[notes])
+
+        history = own.fit(X, Y, epochs=3, batch_size=8)
+
+        told = {
+            (line["replica"], line["number"]): (line["epoch"], line["loss"])
+            for line in notes.read()
+        }
+        wanted = {at: value for at, value in told.items() if at[1] % 3 == 0}
+        got = {
+            (row["replica"], row["step"]): (row["epoch"], row["loss"])
+            for row in history.steps
+        }
+        assert got == wanted
+        assert len(history.steps) == len(wanted)
+        assert all(row.keys() == STEP_COLUMNS.keys() for row in history.steps)
+
+    def test_they_are_in_order_of_epoch_replica_and_step(self):
+        own = trainer(False, master=two(), telemetry_every=2)
+
+        frame = own.fit(X, Y, epochs=3, batch_size=8).steps.to_pandas()
+
+        order = list(frame[["epoch", "replica", "step"]].itertuples(index=False))
+        assert order == sorted(order)
+        assert {(row.epoch, row.replica) for row in order} == set(
+            itertools.product(range(3), range(2))
+        )
+
+    def test_they_say_what_was_sent_and_what_was_left(self):
+        own = trainer(False, master=two(), telemetry_every=1)
+
+        history = own.fit(X, Y, epochs=2, batch_size=8)
+
+        for epoch, row in enumerate(history):
+            of_epoch = [s for s in history.steps if s["epoch"] == epoch]
+            assert sum(s["sent_bytes"] for s in of_epoch) == row["sent_bytes"]
+            assert sum(s["density"] for s in of_epoch) / len(of_epoch) == (
+                pytest.approx(row["density"])
+            )
+            assert sum(s["staleness"] for s in of_epoch) / len(of_epoch) == (
+                pytest.approx(row["staleness"])
+            )
+        assert set(history.steps.column("kind")) <= KINDS
+        for step in history.steps:
+            assert step["residual_p50"] <= step["residual_p90"] <= step["residual_p99"]
+            assert step["residual_norm"] > 0
+            inside = step["wait_s"] + step["encode_s"] + step["apply_s"]
+            assert 0 < inside < step["step_s"]
+
+    def test_a_warm_up_and_steps_without_an_exchange_show(self):
+        master = two(exchange_every=2, warmup_steps=4, max_staleness=0)
+        own = trainer(False, master=master, telemetry_every=1)
+
+        steps = own.fit(X, Y, batch_size=24).steps
+
+        first = [row for row in steps if row["replica"] == 0][:6]
+        kinds = [row["kind"] for row in first]
+        assert kinds[:4] == [None, "DENSE8", None, "DENSE8"]
+        assert kinds[5] in KINDS - {"DENSE8", None}
+        assert [math.isnan(row["density"]) for row in first] == [True, False] * 3
+        assert [row["density"] for row in first[1:4:2]] == [1.0, 1.0]
+
+    def test_several_patterns_are_one_row(self):
+        threshold = {
+            "*.bias": FixedThreshold(2.0**-6),
+            "*": FixedThreshold(2.0**-8),
+        }
+        own = trainer(False, master=two(threshold=threshold), telemetry_every=1)
+
+        history = own.fit(X, Y, batch_size=24)
+
+        mean = (2.0**-6 + 2.0**-8) / 2
+        assert set(history.steps.column("threshold")) == {mean}
+        assert sum(history.steps.column("sent_bytes")) == history[0]["sent_bytes"]
+
+    def test_of_one_alone_there_is_the_loss_and_nothing_was_sent(self):
+        own = trainer(False, master=kept(), telemetry_every=1)
+
+        history = own.fit(X, Y, epochs=2, batch_size=48)
+
+        steps = history.steps
+        assert steps.column("step") == list(range(1, 21))
+        losses = steps.column("loss")
+        assert history.column("loss") == pytest.approx(
+            [sum(losses[:10]) / 10, sum(losses[10:]) / 10]
+        )
+        assert set(steps.column("kind")) == {None}
+        assert set(steps.column("sent_bytes")) == {0}
+        for name in ("threshold", "density", "residual_norm", "residual_p99"):
+            assert all(map(math.isnan, steps.column(name)))
+
+    def test_by_default_the_first_has_one_and_then_at_most_one_in_ten(self):
+        own = trainer(False, master=two())
+
+        steps = own.fit(X, Y, epochs=4, batch_size=8).steps
+
+        for replica in (0, 1):
+            numbers = [row["step"] for row in steps if row["replica"] == replica]
+            assert numbers[0] == 1
+            assert all(b - a >= 10 for a, b in itertools.pairwise(numbers))
+
+    def test_none_are_made_if_none_are_wanted(self):
+        history = trainer(False, master=two(), telemetry_every=None).fit(X, Y)
+
+        assert len(history.steps) == 0
+
+    def test_each_fit_has_its_own(self):
+        own = trainer(False, master=two(), telemetry_every=5)
+        first = own.fit(X, Y, batch_size=8).steps
+        count = len(first)
+
+        second = own.fit(X, Y, batch_size=8).steps
+
+        assert len(first) == count
+        assert min(second.column("step")) == 5
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_looking_changes_nothing(self, replicas):
+        master = kept(replicas_per_worker=replicas, max_staleness=0)
+        ends = []
+        for every in (None, 1):
+            own = trainer(False, master=master, telemetry_every=every)
+            own.fit(X, Y, epochs=2, batch_size=16)
+            ends.append(parameters_of(own.model_))
+
+        assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
+
+    def test_after_an_error_those_that_were_not_reported_are_there(self):
+        class FailLater(Callback):
+            def on_step_end(self, step):
+                if step.replica == 1 and step.number == 40:
+                    raise RuntimeError("enough")
+
+        master = two(max_staleness=0)
+        own = trainer(False, master=master, telemetry_every=2, callbacks=[FailLater()])
+
+        with pytest.raises(RuntimeError, match="enough"):
+            own.fit(X, Y, epochs=5, batch_size=8)  # 30 steps in each epoch
+
+        assert len(own.history_) == 1
+        steps = [r["step"] for r in own.history_.steps if r["replica"] == 1]
+        assert steps == list(range(2, 41, 2))
+
+
+class TestDivergence:
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_a_loss_that_runs_away_ends_the_run_with_a_diagnosis(self, replicas):
+        own = trainer(
+            False,
+            loss=Jumping(60, 5e3),
+            master=kept(replicas_per_worker=replicas, update_scale="sum"),
+            clip_grad_norm=1e-9,
+            telemetry_every=10,
+        )
+
+        with pytest.raises(DivergedError) as caught:
+            own.fit(X, Y, epochs=100, batch_size=8)
+
+        text = str(caught.value)
+        assert "the loss ran away: it is 500" in text
+        assert "has been too high for 200 steps; it was 1." in text
+        assert "; lower the learning rate, 0.05; " in text
+        assert "gradients are clipped already" in text
+        assert "set max_loss_rise=None" in text
+        assert ("2 replicas move 2 times as far" in text) == (replicas == 2)
+        assert own.history_.steps.column("loss")[-1] > 5e3
+        assert len(own.history_) >= 3
+
+    @pytest.mark.parametrize(
+        ("jump", "max_rise"), [(5e3, None), (5e3, 1e4), (9.0, 10.0)], ids=str
+    )
+    def test_one_that_may_be_so_high_does_not(self, jump, max_rise):
+        loss, master = Jumping(60, jump), kept(replicas_per_worker=1)
+        own = trainer(False, loss=loss, master=master, max_loss_rise=max_rise)
+
+        history = own.fit(X, Y, epochs=8, batch_size=8)
+
+        assert len(history) == 8
+
+    def test_a_rate_far_too_high_is_seen_before_it_is_nan_or_then(self):
+        def steep(parameters):
+            return torch.optim.SGD(parameters, lr=50.0, momentum=0.9)
+
+        own = trainer(False, optimizer=steep, master=two())
+
+        with pytest.raises(DivergedError, match="lower the learning rate, 50; "):
+            own.fit(X, Y, epochs=100, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("telemetry_every", 0), ("max_loss_rise", -1.0)]
+)
+def test_an_option_that_cannot_be_is_refused_when_the_trainer_is_made(option, value):
+    with pytest.raises(OptionError, match=f"{option} must be"):
+        trainer(False, **{option: value})

@@ -1,0 +1,267 @@
+"""What the tests of the channel share: a run over the workers of `gen_cluster`."""
+
+import asyncio
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+from distributed.utils_test import async_poll_for, gen_cluster
+
+from daskdl import codec
+from daskdl.channel import scheduler as scheduler_end
+from daskdl.channel import worker as worker_end
+from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.messages import Barrier, Item, ItemKind
+from daskdl.channel.payloads import wrap
+from daskdl.channel.plan import WHOLE_EPOCHS
+from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.channel.worker import ChannelWorkerPlugin
+from daskdl.timeouts import Timeouts
+from tests.support.records import extents
+
+RUN = 7
+SIZE = 50
+GRID = 2.0**-24
+PATIENCE_S = 20  # far above what anything here takes
+EITHER = pytest.mark.parametrize("routing", ["plain", "mesh"])
+TIMEOUTS = Timeouts(join=30, request=10, silence=30, stop=2, rejoin=300, data=30)
+
+
+def bounds(**changed):
+    """The time-outs of the tests, some of them shorter."""
+    return dataclasses.replace(TIMEOUTS, **changed)
+
+
+def two_workers(**options):
+    return gen_cluster(client=True, timeout=60, **options)
+
+
+def three_workers(**options):
+    return gen_cluster(
+        client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=60, **options
+    )
+
+
+def frame_of(stamp, *entries, count=1, size=SIZE):
+    entries_K = np.array(sorted(entries, key=abs), np.int32)
+    return codec.encode(stamp, size, count * GRID, entries_K)
+
+
+def item_of(stamp, frame):
+    return tuple(Item(ItemKind.UPDATE.value, *stamp[1:], frame.nbytes, wrap(frame)))
+
+
+def publish(channel, *entries, step=0, count=1):
+    """Publish entries, by default position 1 only; say whether they were accepted."""
+    stamp = channel.next_stamp(step)
+    return channel.publish(stamp, frame_of(stamp, *(entries or (1,)), count=count))
+
+
+def totals(arrived, size=SIZE):
+    """What has arrived in all, in steps of the grid."""
+    total = [0] * size if arrived.folded_N is None else arrived.folded_N.tolist()
+    for update in arrived.updates:
+        for entry in update.entries_K.tolist():
+            sign = 1 if entry > 0 else -1
+            total[abs(entry) - 1] += sign * round(update.threshold / GRID)
+    return total
+
+
+async def in_thread(function, *arguments, **keywords):
+    """Run what blocks in a thread of its own, as a replica does."""
+    task = asyncio.to_thread(function, *arguments, **keywords)
+    return await asyncio.wait_for(task, PATIENCE_S)
+
+
+def begin(function, *arguments, **keywords):
+    return asyncio.ensure_future(in_thread(function, *arguments, **keywords))
+
+
+def wait_until(ready):
+    return async_poll_for(ready, PATIENCE_S)
+
+
+async def meet(run, key, kind=Barrier.MEET):
+    """Let all replicas meet at a barrier, each with its number as its note."""
+    channels = run.channels.items()
+    await asyncio.gather(*(in_thread(c.gather, key, r, kind) for r, c in channels))
+
+
+class Run:
+    """One run on a cluster, and its channels by replica."""
+
+    def __init__(self, client, scheduler, workers, endpoint):
+        self.client, self.scheduler, self.workers = client, scheduler, list(workers)
+        self.endpoint = endpoint
+        self.channels = {}
+
+    @property
+    def plugin(self):
+        return self.scheduler.extensions[scheduler_end.NAME]
+
+    @property
+    def live(self):
+        return self.plugin.runs[self.endpoint.run]
+
+    @property
+    def record(self):
+        return self.live.record
+
+    def worker_plugin(self, replica):
+        return self.workers[replica].extensions[worker_end.NAME]
+
+    def link(self, replica):
+        return self.worker_plugin(replica).links[self.endpoint.run, replica]
+
+    async def ask(self, operation, **fields):
+        """What a client or a replica gets for an answer."""
+        return await getattr(self.client.scheduler, operation)(**fields)
+
+    async def deliver(self, replica, *items, run=None):
+        """Hand items to a worker as the relay does."""
+        return await self.scheduler.rpc(self.workers[replica].address).daskdl_deliver(
+            run=self.endpoint.run if run is None else run,
+            replica=replica,
+            items=list(items),
+        )
+
+    def open_channel(self, replica):
+        endpoint = dataclasses.replace(self.endpoint, replica=replica)
+        channel = self.worker_plugin(replica).open(endpoint)
+        self.channels[replica] = channel
+        return channel
+
+    async def open(self, relay_bytes, pieces, min_replicas):
+        plan = {
+            "run": self.endpoint.run,
+            "replicas": {r: w.address for r, w in enumerate(self.workers)},
+            "extents": extents(pieces),
+            "seed": None,
+            "epochs_before": 0,
+            "synchronous": False,
+            "relay_bytes": relay_bytes,
+            "min_replicas": min_replicas,
+            "timeouts": dataclasses.asdict(self.endpoint.timeouts),
+            "routing": self.endpoint.routing,
+            "laps": WHOLE_EPOCHS,
+        }
+        answer = await self.ask("daskdl_open", plan=plan, client=self.client.id)
+        assert answer["status"] == "ok"
+        for replica in range(len(self.workers)):
+            self.open_channel(replica)
+
+    async def join(self):
+        joins = [in_thread(channel.join) for channel in self.channels.values()]
+        await asyncio.gather(*joins)
+        boxes = self.record.outboxes.values()  # of what says who the members are
+        await async_poll_for(lambda: not any(len(box) for box in boxes), PATIENCE_S)
+
+    def where(self, replica):
+        return self.workers[replica].address
+
+    async def until(self, ready):
+        """Wait until the record is as it should be."""
+        await self.live.until(ready, PATIENCE_S)
+
+    async def stop(self, reason):
+        await self.ask("daskdl_stop", run=self.endpoint.run, reason=reason)
+
+    async def shut(self):
+        await self.ask("daskdl_close", run=self.endpoint.run)
+
+    async def events(self, seen=0):
+        answer = await self.ask(
+            "daskdl_watch", run=self.endpoint.run, seen=seen, timeout_s=PATIENCE_S
+        )
+        return list(answer["events"])
+
+    def vanish(self, replica):
+        """The replica is gone without a word; its worker is still there."""
+        self.link(replica).stop_sending()
+        del self.worker_plugin(replica).links[self.endpoint.run, replica]
+        return self.channels.pop(replica)
+
+    async def close(self):
+        for channel in self.channels.values():
+            await in_thread(channel.leave)
+        tasks = list(self.live._tasks.values()) if self.is_open else []
+        await self.ask("daskdl_close", run=self.endpoint.run)
+        if tasks:
+            await asyncio.wait(tasks, timeout=PATIENCE_S)
+        assert all(task.done() for task in tasks)
+        assert not self.is_open
+        for worker in self.workers:
+            links = worker.extensions[worker_end.NAME].links
+            assert not [key for key in links if key[0] == self.endpoint.run]
+
+    @property
+    def is_open(self):
+        return self.endpoint.run in self.plugin.runs
+
+
+async def register(client):
+    await client.register_plugin(ChannelSchedulerPlugin())
+    await client.register_plugin(ChannelWorkerPlugin())
+
+
+@contextlib.asynccontextmanager
+async def a_run(
+    client,
+    scheduler,
+    *workers,
+    join=True,
+    pieces=None,
+    relay_bytes=2**20,
+    min_replicas=1,
+    **options,
+):
+    """A run with a replica on each worker; leaves nothing behind, and checks it."""
+    await register(client)
+    endpoint = Endpoint(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
+    run = Run(client, scheduler, workers, dataclasses.replace(endpoint, **options))
+    await run.open(relay_bytes, pieces or {"train": ()}, min_replicas)
+    try:
+        if join:
+            await run.join()
+        yield run
+    finally:
+        await run.close()
+
+
+def held_up(handlers, operation, monkeypatch):
+    """Let requests of one kind wait; the event lets them go on."""
+    released, handler = asyncio.Event(), handlers[operation]
+
+    async def waiting(**fields):
+        await released.wait()
+        return await handler(**fields)
+
+    monkeypatch.setitem(handlers, operation, waiting)
+    return released
+
+
+def applied_by(channel):
+    """A replica that serves what it has applied; entries as in `totals`."""
+    total_N = np.zeros(SIZE, np.int32)
+
+    def make():
+        nonlocal total_N
+        arrived, received = channel.take_all()
+        total_N = total_N + np.array(totals(arrived), np.int32)
+        return {
+            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
+            "grid": GRID,
+            "step": 3,
+            "total_N": total_N,
+        }
+
+    return make
+
+
+async def newcomer(run, worker):
+    """Seat one more replica, on this worker; its channel has not joined."""
+    answer = await run.ask("daskdl_seat", run=RUN, worker=worker.address, replicas=2)
+    (replica,) = answer["replicas"]
+    run.workers.append(worker)
+    return replica, run.open_channel(replica)

@@ -1,0 +1,135 @@
+"""One test for every channel: over Dask, plain and mesh, and among threads."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import inspect
+
+import pytest
+from distributed.utils_test import gen_cluster
+
+from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.local import LocalChannel
+from daskdl.channel.local_run import LocalRun
+from daskdl.channel.plan import RunPlan
+from tests.support.channels import (
+    GRID,
+    PATIENCE_S,
+    RUN,
+    SIZE,
+    TIMEOUTS,
+    a_run,
+    in_thread,
+)
+from tests.support.records import extents
+
+KINDS = ("plain", "mesh", "local")
+
+
+class ThreadsRun:
+    """A run among threads, and its channels; as `channels.Run` is over Dask."""
+
+    def __init__(self, replicas, endpoint, pieces, min_replicas):
+        self.endpoint = endpoint
+        self.channels = {}
+        self._run = LocalRun(
+            RunPlan(
+                run=endpoint.run,
+                replicas={r: self.where(r) for r in range(replicas)},
+                extents=extents(pieces),
+                seed=None,
+                epochs_before=0,
+                synchronous=False,
+                relay_bytes=0,
+                min_replicas=min_replicas,
+                timeouts=dataclasses.asdict(endpoint.timeouts),
+            )
+        )
+        for replica in range(replicas):
+            self.open_channel(replica)
+
+    @property
+    def record(self):
+        return self._run.record
+
+    def where(self, replica):
+        return f"chair {replica}"
+
+    def open_channel(self, replica):
+        endpoint = dataclasses.replace(self.endpoint, replica=replica)
+        self.channels[replica] = LocalChannel(self._run, endpoint)
+
+    async def join(self):
+        joins = [in_thread(channel.join) for channel in self.channels.values()]
+        await asyncio.gather(*joins)
+
+    async def until(self, ready):
+        def wait():
+            with self._run.changed:
+                assert self._run.changed.wait_for(ready, PATIENCE_S)
+
+        await in_thread(wait)
+
+    async def events(self, seen=0):
+        return await in_thread(self._run.watch, seen, PATIENCE_S)
+
+    async def stop(self, reason):
+        self._run.stop(reason)
+
+    async def shut(self):
+        self._run.stop("the run was closed")
+
+    async def close(self):
+        for channel in self.channels.values():
+            await in_thread(channel.leave)
+        assert self._run.here == []
+        assert self.record.outboxes == {}
+
+
+@contextlib.asynccontextmanager
+async def a_threads_run(
+    replicas, join=True, pieces=None, min_replicas=1, fan_out=1, **options
+):
+    endpoint = Endpoint(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS, fan_out=fan_out)
+    endpoint = dataclasses.replace(endpoint, **options)
+    run = ThreadsRun(replicas, endpoint, pieces or {"train": ()}, min_replicas)
+    try:
+        if join:
+            await run.join()
+        yield run
+    finally:
+        await run.close()
+
+
+def every_channel(replicas=2, kinds=KINDS):
+    """Call a test with a function that opens a run, once for each kind of channel.
+
+    Args:
+        replicas: In the run.
+        kinds: Of channels, some of `KINDS`.
+    """
+
+    def decorate(test):
+        async def over_dask(c, s, *workers, kind, call):
+            options = {"routing": kind, "fan_out": 1}
+            await call(functools.partial(a_run, c, s, *workers, **options))
+
+        workers = [("127.0.0.1", 1)] * replicas
+        over_dask = gen_cluster(client=True, nthreads=workers, timeout=60)(over_dask)
+
+        @functools.wraps(test)
+        def one(self, kind, **parameters):
+            call = functools.partial(test, self, **parameters)
+            if kind == "local":
+                asyncio.run(call(functools.partial(a_threads_run, replicas)))
+            else:
+                over_dask(kind=kind, call=call)
+
+        # What pytest looks at: the kind in the place of the function.
+        own, _, *others = inspect.signature(test).parameters.values()
+        chosen = inspect.Parameter("kind", own.kind)
+        one.__signature__ = inspect.Signature([own, chosen, *others])
+        return pytest.mark.parametrize("kind", kinds)(one)
+
+    return decorate

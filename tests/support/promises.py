@@ -1,0 +1,181 @@
+"""What runs promise wherever their replicas are, on a cluster or among threads.
+
+The classes here are those of a test file that has the fixtures `place`, where several
+replicas train, and `lone`, where one does.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.problems import (
+    adam,
+    kept,
+    mlp,
+    normalised,
+    parameters_of,
+    plain_loop,
+    rows,
+    sgd,
+    trainer,
+)
+from tests.support.recording import Recorded, records, vector
+
+X, Y = rows()
+ROUNDING = 2e-6  # of each replica: float32, for each move of a parameter of about 1
+
+
+class Place(NamedTuple):
+    """Where replicas train."""
+
+    client: Any  # False: among threads
+    replicas: int
+    per_worker: int = 1
+
+    @property
+    def where(self):
+        """A pattern of what messages call it."""
+        return r"tcp://\S+" if self.client else "this machine"
+
+    def sharing(self, **options):
+        return kept(replicas_per_worker=self.per_worker, **options)
+
+    def trainer(self, **options):
+        """A trainer there; options of the sharing are given as a master."""
+        return trainer(self.client, **{"master": self.sharing(), **options})
+
+
+class Conservation:
+    """Promise 1: start + all updates = shared + all residuals.
+
+    Each replica checks it after every step.
+    """
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"exchange_every": 3}, {"max_staleness": 0}, {"max_staleness": None}],
+        ids=str,
+    )
+    def test_at_every_step_and_at_the_end(self, place, tmp_path, options):
+        master = Recorded(str(tmp_path), place.sharing(**options))
+        own = place.trainer(master=master)
+
+        own.fit(X, Y, epochs=3, batch_size=16)
+
+        ends = records(tmp_path, epoch=2)
+        assert sorted(ends) == list(range(place.replicas))
+        moved = [end["progress"] for end in ends.values()]
+        assert all(np.abs(progress).max() > 1e-3 for progress in moved)
+        expected = ends[0]["start"] + sum(moved)
+        got = vector(own.model_).numpy()
+        atol = place.replicas * ROUNDING
+        np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
+
+
+def check_agreed(ends):
+    """Shared is the same, bit for bit; and what was sent, whole steps of one grid."""
+    for end in ends.values():
+        np.testing.assert_array_equal(end["shared"], ends[0]["shared"])
+        np.testing.assert_array_equal(end["shared"], end["expected"])
+
+
+class Agreement:
+    """Promises 2, 3 and 4."""
+
+    def test_shared_is_bit_identical_after_every_epoch(self, place, tmp_path):
+        master = Recorded(str(tmp_path), place.sharing())
+
+        place.trainer(master=master).fit(X, Y, epochs=3, batch_size=16)
+
+        for epoch in range(3):
+            check_agreed(records(tmp_path, epoch))
+
+    @pytest.mark.parametrize("copies", [1, 3])
+    def test_each_update_is_received_once(self, place, tmp_path, copies):
+        master = Recorded(str(tmp_path), place.sharing(), copies)
+
+        place.trainer(master=master).fit(X, Y, epochs=3, batch_size=16)
+
+        ends = records(tmp_path, epoch=2)
+        sent = {r: [tuple(stamp) for stamp in e["published"]] for r, e in ends.items()}
+        assert all(len(updates) > 10 for updates in sent.values())
+        for one in ends:
+            got = [tuple(stamp) for stamp in ends[one]["received"]]
+            others = (updates for other, updates in sent.items() if other != one)
+            assert sorted(got) == sorted(itertools.chain(*others))
+
+    def test_a_full_inbox_is_folded(self, place, tmp_path, monkeypatch):
+        monkeypatch.setattr("daskdl.fitting.INBOX_BYTES", 1)
+        master = Recorded(str(tmp_path), place.sharing())
+
+        history = place.trainer(master=master).fit(X, Y, epochs=2, batch_size=16)
+
+        assert sum(history.column("folds")) > 0
+        check_agreed(records(tmp_path, epoch=1))
+
+
+class InStep:
+    """Promise 5: synchronous runs depend on nothing but data and seed.
+
+    There is a fixture `model`: what can be repeated there.
+    """
+
+    def test_synchronous_runs_repeat_bit_for_bit(self, place, model):
+        runs = []
+        for _ in range(2):
+            master = place.sharing(max_staleness=0)
+            own = place.trainer(model=model, master=master, seed=7)
+            history = own.fit(X, Y, epochs=2, batch_size=16)
+            runs.append((parameters_of(own.model_), history.column("loss")))
+
+        for name, value in runs[0][0].items():
+            np.testing.assert_array_equal(value, runs[1][0][name])
+        assert runs[0][1] == runs[1][1]
+
+
+class OneReplica:
+    """Promise 8: one replica is plain PyTorch, bit for bit."""
+
+    @pytest.mark.parametrize("optimizer", [sgd, adam])
+    @pytest.mark.parametrize("model", [mlp, normalised])
+    def test_equals_a_plain_loop(self, lone, model, optimizer):
+        own = lone.trainer(model=model, optimizer=optimizer, seed=3)
+        own.fit(X, Y, epochs=2, batch_size=50, shuffle=False)
+
+        plain = plain_loop(model, optimizer, seed=3, epochs=2, batch_size=50, x=X, y=Y)
+
+        for name, value in parameters_of(own.model_).items():
+            np.testing.assert_array_equal(value, plain[name], err_msg=name)
+
+
+class FitAgain:
+    """A second fit goes on from the first."""
+
+    @pytest.mark.parametrize("optimizer", [sgd, adam])
+    def test_two_fits_of_one_replica_are_one(self, lone, optimizer):
+        models = []
+        for fits, epochs in ((1, 2), (2, 1)):
+            own = lone.trainer(optimizer=optimizer)
+            for _ in range(fits):
+                own.fit(X, Y, epochs=epochs, batch_size=50, shuffle=False)
+            models.append(vector(own.model_))
+
+        assert torch.equal(*models)
+
+    def test_the_optimizer_goes_on(self, place):
+        own = place.trainer(optimizer=adam, master=place.sharing(max_staleness=0))
+
+        steps = []
+        for _ in range(2):
+            own.fit(X, Y, batch_size=16)
+            state = own.optimizer_.state_dict()["state"]
+            steps.append([int(entry["step"]) for entry in state.values()])
+
+        assert steps == [[15] * 4, [30] * 4]  # of 30 batches, each of two has half
+        moments = [entry["exp_avg_sq"] for entry in state.values()]
+        assert all(moment.max() > 0 for moment in moments)
+        known = {id(p) for p in own.model_.parameters()}
+        assert {id(p) for p in own.optimizer_.param_groups[0]["params"]} == known

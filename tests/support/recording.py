@@ -1,0 +1,327 @@
+"""What writes down what goes by in a run: a callback, and a master.
+
+The master trains as GradientSharing does, and sees only what any exchange sees:
+the module, and the channel's interface.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
+from daskdl.channel.base import Channel
+from daskdl.training.exchange import Exchange
+from tests.support.memory import peak_bytes
+
+GRID = 2.0**-24  # of the runs here
+
+
+def vector(module):
+    """The trainable parameters, float64."""
+    return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
+
+
+def counts_of(update, grid):
+    """An update as a dense vector of steps of the grid."""
+    if isinstance(update, codec.DenseUpdate):
+        return update.counts_N.astype(np.int64)
+    dense_N = np.zeros(update.size, np.int64)
+    positions = np.abs(update.entries_K.astype(np.int64)) - 1
+    dense_N[positions] = np.sign(update.entries_K) * round(update.threshold / grid)
+    return dense_N
+
+
+class Notes(Callback):
+    """Writes a line of JSON for each step into a file of its replica."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def on_step_end(self, step):
+        path = os.path.join(self.folder, f"{step.replica}.jsonl")
+        line = {
+            **step._asdict(),
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+        }
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def read(self):
+        lines = []
+        for name in sorted(os.listdir(self.folder)):
+            with open(os.path.join(self.folder, name)) as file:
+                lines += [json.loads(line) for line in file]
+        return lines
+
+
+class RecordingChannel:
+    """Passes everything on; keeps what was published and what was received.
+
+    Attributes:
+        sent: Origin and sequence of each update that was accepted.
+        kinds: Of each of these, as a number.
+        sent_N: Their sum, steps of the grid.
+        received: Origin and sequence of each update that arrived unfolded.
+        received_N: The sum of all that arrived.
+        folds: How often updates arrived folded into one vector.
+        states: How often another replica's state was taken instead of updates.
+        leads: How far ahead this replica was after each wait for the others.
+    """
+
+    def __init__(self, inner: Channel, copies: int = 1) -> None:
+        self._inner = inner
+        self._copies = copies
+        self.sent = []
+        self.kinds = []
+        self.sent_N = 0
+        self.received = []
+        self.received_N = 0
+        self.folds = 0
+        self.states = 0
+        self.leads = []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def publish(self, stamp, frame):
+        return self._publish(self._inner.publish, stamp, frame)
+
+    def publish_part(self, stamp, frame):
+        return self._publish(self._inner.publish_part, stamp, frame)
+
+    def _publish(self, publish, stamp, frame):
+        accepted = publish(stamp, frame)
+        if accepted:
+            update = codec.decode(frame.tobytes())
+            self.sent.append(update.stamp[1:3])
+            self.kinds.append(int(frame[5]))
+            self.sent_N = self.sent_N + counts_of(update, GRID)
+            for _ in range(self._copies - 1):  # as a retried request would
+                publish(stamp, frame)
+        return accepted
+
+    def receive(self, up_to_step=None):
+        return self._note(self._inner.receive(up_to_step))
+
+    def take_all(self):
+        arrived, received = self._inner.take_all()
+        return self._note(arrived), received
+
+    def _note(self, arrived):
+        for update in arrived.updates:
+            self.received.append(update.stamp[1:3])
+            self.received_N = self.received_N + counts_of(update, GRID)
+        if arrived.folded_N is not None:
+            self.folds += 1
+            self.received_N = self.received_N + arrived.folded_N.astype(np.int64)
+        return arrived
+
+    def agree(self, key, published, gone, load):
+        def note(snapshot):
+            load(snapshot)
+            self.states += 1
+            counts_N = snapshot["counts_N"].astype(np.int64)
+            self.received_N = counts_N - self.start_N - self.sent_N
+
+        self._inner.agree(key, published, gone, note)
+
+    def wait_for_others(self, step, epoch, max_staleness):
+        self._inner.wait_for_others(step, epoch, max_staleness)
+        self.leads.append(self._inner.lead(step, epoch))
+
+
+class Recording(Exchange):
+    """Checks conservation after every step, and saves its record after every epoch."""
+
+    def __init__(self, inner, seat, channel, folder, atol):
+        self._inner = inner
+        self._seat = seat
+        self._channel = channel
+        self._folder = Path(folder)
+        self._atol = atol
+        self._start = vector(seat.module)
+        self._progress = torch.zeros_like(self._start)
+        self._alone = torch.zeros_like(self._start)
+        if seat.resumed is not None:
+            self._carry()
+        self._carried = self._progress.clone()
+        channel.start_N = np.rint(self._start.numpy() / GRID).astype(np.int64)
+
+    def _carry(self):
+        """What was agreed on is the start, and what was not sent is progress."""
+        local = self._start
+        with self._inner.showing_agreed():
+            self._start = vector(self._seat.module)
+        self._progress = (local - self._start) / self._weight()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    @property
+    def learning_rate_scale(self):
+        return self._inner.learning_rate_scale
+
+    @property
+    def exchange_tried(self):
+        return self._inner.exchange_tried
+
+    def exchanged(self):
+        return self._inner.exchanged()
+
+    def before_step(self, epoch):
+        self._inner.before_step(epoch)
+        self._check()
+        self._before = vector(self._seat.module)
+
+    def after_step(self, epoch, examples):
+        moved = vector(self._seat.module) - self._before
+        self._progress += moved / self._weight()
+        self._inner.after_step(epoch, examples)
+        self._check()
+
+    def _check(self):
+        """Eager: local = start + what all have sent + the weighted residual."""
+        channel = self._channel
+        sent, others = channel.sent_N * GRID, channel.received_N * GRID
+        residual = self._progress - self._alone - torch.as_tensor(sent)
+        shared = self._start + self._alone + torch.as_tensor(sent + others)
+        expected = shared + self._weight() * residual
+        local = vector(self._seat.module)
+        # After every step: assert_close takes sixteen times as long, to say where.
+        if not (local - expected).abs().max() <= self._atol:
+            torch.testing.assert_close(local, expected, rtol=0, atol=self._atol)
+
+    def _weight(self):
+        accumulator = getattr(self._inner, "_accumulator", None)  # alone: none
+        return 1.0 if accumulator is None else accumulator.progress.weight
+
+    def end_lap(self, epoch, examples):
+        self._inner.end_lap(epoch, examples)
+        self._check()
+        channel = self._channel
+        with self._inner.showing_agreed():
+            shared = vector(self._seat.module).numpy()
+        total_N = channel.sent_N + channel.received_N
+        np.savez(
+            self._folder / f"{self._seat.replica}-{epoch}.npz",
+            shared=shared,
+            expected=self._start.numpy() + total_N * GRID,
+            progress=self._progress.numpy(),
+            start=self._start.numpy(),
+            carried=self._carried.numpy(),
+            published=channel.sent,
+            received=channel.received,
+            kinds=channel.kinds,
+            folds=channel.folds,
+            states=channel.states,
+            leads=channel.leads,
+            peak_bytes=peak_bytes(),
+        )
+
+    # Abstract methods are looked up on the class, not by __getattr__.
+    def showing_agreed(self):
+        return self._inner.showing_agreed()
+
+    def digest(self):
+        return self._inner.digest()
+
+    def statistics(self):
+        return self._inner.statistics()
+
+    def rest(self, epoch):
+        self._inner.rest(epoch)
+
+    def opened(self):
+        inner = self._inner.opened()  # rounds the module to the grid
+        if inner is not self._inner:  # what one made alone is in shared from now on
+            self._inner, self._alone = inner, self._progress.clone()
+        return self
+
+    def snapshot(self):
+        return self._inner.snapshot()
+
+    def state(self):
+        return self._inner.state()
+
+    def hand_over(self):
+        self._inner.hand_over()
+        # A step the stop fell into has moved the module, and is handed over too.
+        np.savez(
+            self._folder / f"{self._seat.replica}-left.npz",
+            progress=self._progress.numpy(),
+            others=np.asarray(self._channel.received_N),
+            local=vector(self._seat.module).numpy(),
+        )
+
+    def final(self):
+        return self._inner.final()
+
+    def agreed(self):
+        return self._inner.agreed()
+
+    def outcome(self):
+        return self._inner.outcome()
+
+
+@dataclass(frozen=True)
+class Recorded(TrainingMaster):
+    """GradientSharing with a record in a folder.
+
+    Args:
+        folder: Gets ``{replica}-{epoch}.npz``.
+        inner: What trains.
+        copies: How often each update is published.
+        atol: Of the check: one rounding of float32 for each move of a parameter of
+            size about 1.
+    """
+
+    folder: str
+    inner: GradientSharing = field(
+        default_factory=lambda: GradientSharing(residual=KeepResidual())
+    )
+    copies: int = 1
+    atol: float = 2e-6
+    resumes: ClassVar = GradientSharing.resumes
+
+    @property
+    def replicas_per_worker(self):
+        return self.inner.replicas_per_worker
+
+    @property
+    def min_replicas(self):
+        return self.inner.min_replicas
+
+    @property
+    def fan_out(self):
+        return self.inner.fan_out
+
+    def routing_for(self, workers):
+        return self.inner.routing_for(workers)
+
+    @property
+    def synchronous(self):
+        return self.inner.synchronous
+
+    def attach(self, seat):
+        channel = RecordingChannel(seat.channel, self.copies)
+        inner = self.inner.attach(replace(seat, channel=channel))
+        return Recording(inner, seat, channel, self.folder, self.atol)
+
+
+def executed(client):
+    """How many tasks each worker has done so far."""
+    return client.run(lambda dask_worker: dask_worker.state.executed_count)
+
+
+def records(folder, epoch):
+    """The records of all replicas at the end of an epoch, by replica."""
+    return {
+        int(path.name.split("-")[0]): dict(np.load(path))
+        for path in sorted(Path(folder).glob(f"*-{epoch}.npz"))
+    }

@@ -12,6 +12,7 @@ from daskdl.data.datasets.iterable_style import (
     IterableStyle,
     Sharded,
     is_iterable_style,
+    sharded,
 )
 from daskdl.errors import DataError, OptionError
 
@@ -148,29 +149,28 @@ def test_x_alone_is_enough_without_labels():
     ids=["get_worker_info", "Sharded"],
 )
 def test_shards_that_begin_alike_are_told_of(dataset):
-    source = IterableStyle(dataset, shards=2)
-
-    with pytest.warns(UserWarning, match=r"2 of 2 shards .* begin with the same items"):
-        _ = source.first
-
-
-def test_shards_that_begin_alike_are_told_of_when_there_are_more():
-    source = IterableStyle(Careless(), shards=1)
+    source = IterableStyle(dataset)
     _ = source.first
 
-    with pytest.warns(UserWarning, match=r"2 of 2 shards .* begin with the same items"):
-        _ = source.in_shards(2).first
+    with pytest.warns(UserWarning, match=r"in 2 shards.* used 2 times"):
+        sharded(source, 2)
+
+
+def test_so_are_those_whose_number_the_user_said():
+    with pytest.warns(UserWarning, match=r"in 3 shards.* with the same items"):
+        sharded(IterableStyle(Sharded(lambda k, n: [(1.0, 0)], 3)), 2)
 
 
 def test_one_shard_may_have_everything():
     with warnings.catch_warnings(action="error"):
-        x, _ = IterableStyle(Careless(), shards=1).first
+        x, _ = sharded(IterableStyle(Careless()), 1).first
 
     assert x.tolist() == [1, 2]
 
 
 def test_shards_of_unlike_shapes_are_not_alike():
-    source = IterableStyle(Sharded(lambda k, n: [(np.ones(k + 1), 0)], 2))
+    with warnings.catch_warnings(action="error"):
+        source = sharded(IterableStyle(Sharded(lambda k, n: [(np.ones(k + 1), 0)])), 2)
 
     assert source.first[0].shape == (1, 1)
 

@@ -102,27 +102,47 @@ class IterableStyle(Source):
     def first(self) -> Rows:  # type: ignore[override]
         """Rows from the beginning of the first shard that has any.
 
-        Warns:
-            UserWarning: If the next shard begins in the same way.
-
         Raises:
             DataError: If there are none at all, or if they cannot be used.
         """
-        begun = (self._begin(part) for part in range(self.parts))
-        there = list(itertools.islice(filter(None, begun), 2))
+        there = self._beginnings(1)
         if not there:
             raise DataError(
                 f"the dataset is empty: none of its {self.parts} shards has an item"
             )
-        if len(there) == 2 and _equal(*there):
-            warnings.warn(
-                f"2 of {self.parts} shards of the dataset begin with the same items, "
-                "so it may be that each shard has all of them; look at "
-                "torch.utils.data.get_worker_info() in __iter__, or use "
-                "daskdl.data.Sharded",
-                stacklevel=2,
-            )
         return there[0]
+
+    def warn_if_alike(self) -> None:
+        """Look whether each shard has all items, as far as can be seen.
+
+        Warns:
+            UserWarning: If two shards begin with the same items, or if a dataset of
+                torch gives items without asking which worker it is on.
+        """
+        there = self._beginnings(2)
+        if len(there) < 2:
+            return
+        careless = isinstance(self._function, WorkerShards) and not self._function.asked
+        if not careless and not _equal(*there):
+            return
+        seen = (
+            "does not ask torch.utils.data.get_worker_info() which shard it is"
+            if careless
+            else "begins in 2 of them with the same items"
+        )
+        warnings.warn(
+            f"the dataset is gone through in {self.parts} shards, one for each "
+            f"replica or worker, and {seen}: its items are then used "
+            f"{self.parts} times; give only every num_workers-th item, from the id-th "
+            "on, of torch.utils.data.get_worker_info() in __iter__, or use "
+            "daskdl.data.Sharded",
+            stacklevel=2,
+        )
+
+    def _beginnings(self, most: int) -> list[Rows]:
+        """Of the first shards that have any items; so many shards."""
+        begun = (self._begin(part) for part in range(self.parts))
+        return list(itertools.islice(filter(None, begun), most))
 
     def in_shards(self, shards: int) -> Self:
         """The same dataset in so many shards."""
@@ -159,10 +179,15 @@ def sharded(source: Source, shards: int) -> Source:
     Args:
         source: Of any kind.
         shards: As many as there are replicas, >= 1.
+
+    Warns:
+        UserWarning: If it seems that each shard has all items.
     """
-    if isinstance(source, IterableStyle) and not source.fixed:
-        return source.in_shards(shards)
-    return source
+    if not isinstance(source, IterableStyle):
+        return source
+    own = source if source.fixed else source.in_shards(shards)
+    own.warn_if_alike()
+    return own
 
 
 def is_iterable_style(value: Any) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -17,6 +17,24 @@ from torch.utils.data._utils import worker
 
 _one_at_a_time = threading.Lock()
 _END = object()
+
+
+class _Noticing:
+    """A worker's info that notes whether anything about the worker is read from it.
+
+    Args:
+        told: The info; torch's own, which cannot be derived from in all its versions.
+        noted: Called when something is read.
+    """
+
+    def __init__(self, told: worker.WorkerInfo, noted: Callable[[], None]) -> None:
+        self._told = told
+        self._noted = noted
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("id", "num_workers", "seed"):
+            self._noted()
+        return getattr(self._told, name)
 
 
 class WorkerShards:
@@ -27,12 +45,18 @@ class WorkerShards:
 
     Args:
         dataset: To be gone through; not changed.
+
+    Attributes:
+        asked: Whether the dataset has read in any pass, in this process, which worker
+            it is on. One that never does gives all its items to each.
     """
 
+    asked: bool
     _passes: Counter[int]  # that have begun in this process, by shard
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset
+        self.asked = False
         self._passes = Counter()
 
     def __call__(self, shard: int, shards: int) -> Iterator[Any]:
@@ -45,9 +69,10 @@ class WorkerShards:
         dataset = copy.copy(self._dataset)
         seed = self._passes[shard] * shards + shard
         self._passes[shard] += 1
-        told = worker.WorkerInfo(
+        info = worker.WorkerInfo(
             id=shard, num_workers=shards, seed=seed, dataset=dataset
         )
+        told = _Noticing(info, self._note)
         with worker_info(told):
             items = iter(dataset)
         while True:
@@ -57,9 +82,12 @@ class WorkerShards:
                 return
             yield item
 
+    def _note(self) -> None:
+        self.asked = True
+
 
 @contextlib.contextmanager
-def worker_info(told: worker.WorkerInfo) -> Iterator[None]:
+def worker_info(told: Any) -> Iterator[None]:
     """Answer ``get_worker_info()`` in this process, for a moment.
 
     Args:

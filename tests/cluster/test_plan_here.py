@@ -149,11 +149,9 @@ def test_one_that_hangs_is_not_waited_for_without_an_end(started):
 
 def test_two_workers_here_share_its_cores(monkeypatch, started):
     monkeypatch.setattr("daskdl.planning.planner.CPU_COUNT", 2)
-    began = time.perf_counter()
 
     plan = daskdl.plan(nn.Linear(6, 3), (X, Y), 4, threads=1)
 
-    assert time.perf_counter() - began < 100
     assert len(started) == 2
     assert plan.measured.processes == 2
     assert plan.measured.together.rows == 16

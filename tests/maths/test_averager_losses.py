@@ -178,30 +178,37 @@ def lives_of(master, replicas, deaths, rows, piece):
     return both[True], both[False]
 
 
+def seeds(count):
+    """So many; most of them take their time."""
+    return [
+        pytest.param(n, marks=pytest.mark.slow) if n >= 20 else n for n in range(count)
+    ]
+
+
 def with_momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.5)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_survivors_agree_and_keep_all_they_trained_on(seed):
     check_survivors(random.Random(seed), most=9, rows=60, calls=120)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_they_do_where_each_has_but_a_few_steps(seed):
     check_survivors(random.Random(seed), most=4, rows=12, calls=50)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_they_do_with_compression_and_rounding_loses_nothing(seed):
     check_survivors(random.Random(seed), 9, 60, 120, compression="dense8")
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_they_do_with_compression_where_each_has_but_a_few_steps(seed):
     check_survivors(random.Random(seed), 4, 30, 60, compression="dense8")
 

@@ -33,16 +33,24 @@ def mean(values):
     return sum(values) / len(values)
 
 
+def kinds_and_sizes():
+    """Each kind and each size once, and the other pairs where there is time."""
+    sizes = {"small": (10**4, 0.01), "middle": (10**6, 0.1), "large": (25 * 10**6, 1.0)}
+    for i, kind in enumerate(("gaussian", "laplace", "heavy")):
+        for j, (name, size) in enumerate(sizes.items()):
+            marks = [] if i == j else [pytest.mark.slow]
+            yield pytest.param(kind, *size, marks=marks, id=f"{name}-{kind}")
+
+
+of_each_kind_and_size = pytest.mark.parametrize(
+    ("kind", "size", "step_s"), list(kinds_and_sizes())
+)
+
+
 class TestOnASlowLink:
-    @pytest.mark.parametrize("kind", ["gaussian", "laplace", "heavy"])
-    @pytest.mark.parametrize(
-        ("size", "step_s", "bandwidth"),
-        [(10**4, 0.01, SLOW / 20), (10**6, 0.1, SLOW), (25 * 10**6, 1.0, SLOW)],
-        ids=["small", "middle", "large"],
-    )
-    def test_the_cost_is_the_share_and_the_density_stays(
-        self, kind, size, step_s, bandwidth
-    ):
+    @of_each_kind_and_size
+    def test_the_cost_is_the_share_and_the_density_stays(self, kind, size, step_s):
+        bandwidth = SLOW / 20 if size == 10**4 else SLOW
         replica = training(size=size, step_s=step_s, bandwidth=bandwidth, kind=kind)
 
         densities, costs = settled(replica)
@@ -83,12 +91,7 @@ class TestOnASlowLink:
 
 
 class TestOnAFastLink:
-    @pytest.mark.parametrize("kind", ["gaussian", "laplace", "heavy"])
-    @pytest.mark.parametrize(
-        ("size", "step_s"),
-        [(10**4, 0.01), (10**6, 0.1), (25 * 10**6, 1.0)],
-        ids=["small", "middle", "large"],
-    )
+    @of_each_kind_and_size
     def test_all_is_sent_within_thirty_steps_and_from_then_on(self, kind, size, step_s):
         replica = training(size=size, step_s=step_s, kind=kind)
         replica.steps(30)
@@ -113,7 +116,12 @@ class TestOnAFastLink:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "latency_s"), [(0.001, 0.005), (0.001, 0.01), (0.005, 0.01)]
+    ("step_s", "latency_s"),
+    [
+        pytest.param(0.001, 0.005, marks=pytest.mark.slow),
+        pytest.param(0.001, 0.01, marks=pytest.mark.slow),
+        (0.005, 0.01),
+    ],
 )
 class TestWhereStepsAreShorterThanRequests:
     def test_all_is_sent_over_a_fast_link(self, step_s, latency_s):

@@ -175,7 +175,7 @@ def test_bars_are_the_bins(three):
     assert [bar.get_height() for bar in below.patches] == three["bin_count"].tolist()
 
 
-@pytest.mark.parametrize("count", [3, 10, 20, 30])
+@pytest.mark.parametrize("count", [3, 30])
 def test_nothing_lies_over_anything_else(count):
     figure = drawn(many(count).plot())
 
@@ -194,7 +194,7 @@ def test_nothing_lies_over_anything_else(count):
         assert [j for j in range(i) if box.overlaps(boxes[j])] == []
 
 
-@pytest.mark.parametrize("count", [3, 10, 20, 30, 1000])
+@pytest.mark.parametrize("count", [3, 30, 1000])
 def test_names_at_an_axis_do_not_run_into_each_other(count):
     y = torch.arange(count)
     scores = torch.nn.functional.one_hot(y, count).float()

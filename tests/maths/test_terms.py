@@ -117,7 +117,7 @@ class Team:
 SOME = {0: 0.5, 1: 0.125, 3: 0.375}
 
 
-def trained(team, rounds=6):
+def trained(team, rounds=3):
     for number in range(rounds):
         team.train(SOME)
         team.average(SOME, fan_out=1 + number % 3)

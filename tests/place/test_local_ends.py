@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import threading
-import time
 import weakref
 
 import dask
@@ -136,14 +135,12 @@ def missing():
 
 class TestCtrlC:
     def test_it_leaves_nothing_behind_and_keeps_what_was_agreed(self, ctrl_c, tmp_path):
-        interrupt = Interrupt()
         master = Recorded(str(tmp_path), TWO)
-        own = trainer(False, master=master, callbacks=[interrupt])
+        own = trainer(False, master=master, callbacks=[Interrupt()])
 
         with pytest.raises(KeyboardInterrupt):
             own.fit(X, Y, epochs=10_000, batch_size=16)
 
-        assert time.perf_counter() - interrupt.at < 2  # a second, and a busy machine
         assert len(own.history_) == 1
         agreed = [
             records(tmp_path, epoch)[0]["shared"]

@@ -288,6 +288,6 @@ def test_larger_requests_cost_more():
     small = request_costs(np.zeros(100, np.uint8), idle)
     large = request_costs(np.zeros(2_000_000, np.uint8), idle)
 
-    assert 0 < small.request_s < 0.1
+    assert small.request_s > 0
     assert large.request_s > small.request_s
     assert large.item_s > small.item_s

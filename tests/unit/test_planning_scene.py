@@ -1,6 +1,6 @@
 """Steps and exchanges of one replica without others."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,14 +43,16 @@ class TestScene:
     def test_where_steps_take_too_long_settling_makes_two_and_harms_no_parameter(
         self, apply, monkeypatch
     ):
-        monkeypatch.setattr(scene_module, "SETTLING_S", 0.3)
+        now = [0.0]
+        clock = SimpleNamespace(perf_counter=lambda: now[0])
+        monkeypatch.setattr(scene_module, "time", clock)
         rule = daskdl.AdaptiveThreshold(initial=1e-7)
         scene = self.scene(lr=1e-4, threshold=rule, apply=apply)
         backward, made = scene._stepper.backward, []
 
         def slow(group):
             made.append(group)
-            time.sleep(0.31)
+            now[0] += 1.01 * scene_module.SETTLING_S
             return backward(group)
 
         scene.step()

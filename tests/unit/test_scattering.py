@@ -71,8 +71,10 @@ def test_what_arrives_too_late_is_let_go():
         def release(self):
             released.append(True)
 
+    too_late = asyncio.Event()
+
     async def late(data):
-        await asyncio.sleep(0.05)
+        await too_late.wait()
         return {key: Late() for key in data}
 
     class Patient(Client):
@@ -80,6 +82,7 @@ def test_what_arrives_too_late_is_let_go():
             async def afterwards():
                 with pytest.raises(TimeoutError):
                     await function()
+                too_late.set()
                 others = asyncio.all_tasks() - {asyncio.current_task()}
                 await asyncio.gather(*others)
 

@@ -63,7 +63,7 @@ def main() -> None:
 
 def _overview() -> str:
     lines = ["Tables of what daskdl costs and brings.", ""]
-    lines += ["A table, a JSON file and a picture:", f"  {', '.join(QUESTIONS)}", ""]
+    lines += ["A table and a JSON file:", f"  {', '.join(QUESTIONS)}", ""]
     lines += ["Others:", *(f"  {name:14} {text}" for name, text in SCRIPTS.items())]
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """A question that a module of this folder answers, and its command.
 
 Each such module has one, ``QUESTION``: the options of its command, the rows that it
-measures, and how they are written. The table, the JSON file and the picture are made
-here, alike for all.
+measures, and how they are written. The table and the JSON file are made here, alike for
+all; the picture, with the page, by `benchmarks.report`.
 """
 
 import argparse
@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
 from benchmarks.results import FOLDER, Result
 from benchmarks.tables import Lines
 
@@ -40,7 +39,7 @@ class Question:
     plot: Callable[[Result], Any]
 
     def main(self, arguments: Sequence[str] | None = None) -> Result:
-        """Ask it: print the table, write the JSON file and the picture.
+        """Ask it: print the table, and write the JSON file.
 
         What is known by then is in a file beside, named ``.part``, if it ends early.
 
@@ -65,8 +64,7 @@ class Question:
                 result.save_part(asked.results)
         if asked.results is not None and result.rows:
             path = result.save(asked.results)
-            plots.draw(result, self.plot, path.with_suffix(".png"))
-            print(f"# written: {path} and .png")
+            print(f"# written: {path}")
         return result
 
     def parser(self) -> argparse.ArgumentParser:
@@ -82,7 +80,7 @@ class Question:
             type=Path,
             default=FOLDER,
             metavar="FOLDER",
-            help="where the JSON file and the picture are written (%(default)s)",
+            help="where the JSON file is written (%(default)s)",
         )
         parser.add_argument(
             "--no-results",

@@ -107,48 +107,38 @@ class TestWhat:
         with pytest.raises(OptionError, match=re.escape(message)):
             FailureInjection(kind).on_step_end(step())
 
-    def test_to_exit_ends_a_process_at_once(self):
-        done = self.elsewhere(FailureInjection("exit"), "atexit.register(print, 'end')")
-
-        assert (done.returncode, done.stdout) == (1, "")
-
-    def test_a_frozen_process_is_stopped_and_goes_on_when_it_is_told_to(self):
-        child = self.child(FailureInjection("freeze"), "")
+    def test_a_process_stops_until_it_is_told_to_go_on_or_some_time_and_then_ends(self):
+        child = subprocess.Popen(
+            [sys.executable, "-c", STRUCK],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
             _, status = os.waitpid(child.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status)
         finally:
             os.kill(child.pid, signal.SIGCONT)
-
-        assert child.communicate(timeout=60) == ("goes on\n", "")
-
-    def test_one_frozen_for_some_time_goes_on_by_itself(self):
-        child = self.child(FailureInjection("freeze", seconds=0.2), "")
-
-        _, status = os.waitpid(child.pid, os.WUNTRACED)
-
+        _, status = os.waitpid(child.pid, os.WUNTRACED)  # it goes on by itself
         assert os.WIFSTOPPED(status)
-        assert child.communicate(timeout=60) == ("goes on\n", "")
 
-    def elsewhere(self, rule, before):
-        child = self.child(rule, before)
-        out, err = child.communicate(timeout=60)
-        return subprocess.CompletedProcess([], child.returncode, out, err)
+        printed, errors = child.communicate(timeout=60)
 
-    def child(self, rule, before):
-        code = (
-            f"import atexit, pickle; {before}\n"
-            "from daskdl.callbacks.base import Step\n"
-            f"rule = pickle.loads({pickle.dumps(rule)!r})\n"
-            "rule.on_step_end(Step(0, 0, 1, 0.5, 8, 0.1))\n"
-            "print('goes on')"
-        )
-        return subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        assert (printed, errors) == ("goes on\ngoes on\n", "")  # and no "end"
+        assert child.returncode == 1
+
+
+# The rules are those of another process, so that they strike.
+STRUCK = f"""
+import atexit, pickle
+from daskdl.callbacks.base import Step
+atexit.register(print, "end")
+for kind in ({pickle.dumps(FailureInjection("freeze"))!r},
+             {pickle.dumps(FailureInjection("freeze", seconds=0.2))!r},
+             {pickle.dumps(FailureInjection("exit"))!r}):
+    pickle.loads(kind).on_step_end(Step(0, 0, 1, 0.5, 8, 0.1))
+    print("goes on", flush=True)
+"""
 
 
 WRONG = [

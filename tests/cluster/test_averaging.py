@@ -42,12 +42,16 @@ def wide():
     return nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 4))
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def averaging(**options):
     return ParameterAveraging(**{"frequency": 2, "fan_out": 1, **options})
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam])
-@pytest.mark.parametrize("outer", [None, nesterov])
+@pytest.mark.parametrize("optimizer", [sgd, slow(adam)])
+@pytest.mark.parametrize("outer", [None, slow(nesterov)])
 def test_workers_average_as_threads_do_bit_for_bit(three, optimizer, outer):
     options = {"model": with_buffers, "optimizer": optimizer}
     remote = trainer(three, master=averaging(outer=outer), **options)
@@ -66,7 +70,7 @@ def test_workers_average_as_threads_do_bit_for_bit(three, optimizer, outer):
     assert remote.history_[0]["sent_bytes"] > 0
 
 
-@pytest.mark.parametrize("outer", [None, nesterov], ids=["mean", "outer"])
+@pytest.mark.parametrize("outer", [None, slow(nesterov)], ids=["mean", "outer"])
 def test_they_do_with_compression_in_a_quarter_of_the_bytes(three, outer):
     options = {"outer": outer, "frequency": 1}
     remote, whole = (
@@ -91,6 +95,7 @@ def test_they_do_with_compression_in_a_quarter_of_the_bytes(three, outer):
         assert 0 < remote.history_[0][name] < most
 
 
+@pytest.mark.slow
 class TestLosses:
     @pytest.fixture
     def worker(self, three):
@@ -140,6 +145,7 @@ class TestLosses:
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"outer": nesterov, "compression": "dense8"}],
@@ -155,6 +161,7 @@ def test_one_replica_becomes_several(growing, options):
     assert own.evaluate(X, Y)["accuracy"] > 0.8
 
 
+@pytest.mark.slow
 def test_it_ends_at_the_accuracy_of_sharing(three):
     scores = []
     for master in (averaging(), kept()):

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import clusters, scaling
 
+pytestmark = pytest.mark.slow
+
 ASKED = argparse.Namespace(work="cnn", optimizer="SGD", steps=4, seeds=[0])
 
 

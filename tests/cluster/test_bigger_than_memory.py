@@ -19,6 +19,8 @@ from tests.support.clusters import cluster_of
 from tests.support.memory import peak_bytes
 from tests.support.watched import note, notes
 
+pytestmark = pytest.mark.slow
+
 LIMIT, TIMES, EPOCHS = "800MB", 4, 2
 ROWS, FEATURES = 1024, 2000  # of a block: 8 MB
 BLOCKS = TIMES * parse_bytes(LIMIT) // (4 * ROWS * FEATURES)

@@ -20,6 +20,8 @@ from tests.support.channels import (
     two_workers,
 )
 
+pytestmark = pytest.mark.slow
+
 # What a replica heard of the scheduler and of the other one.
 HEARD = r"the scheduler \d+\.\d s ago; replica \d at step 0, update 0, \d+\.\d s ago"
 

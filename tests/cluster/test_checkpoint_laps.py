@@ -52,6 +52,7 @@ def test_a_fit_goes_on_bit_for_bit(three, tmp_path, master):
         assert again.history_.column(column) == whole.history_.column(column)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_fewer_go_on_with_the_rows_that_are_left(three, tmp_path, workers):
     numbers = np.arange(len(X))
@@ -74,6 +75,7 @@ def test_fewer_go_on_with_the_rows_that_are_left(three, tmp_path, workers):
     assert own.history_.column("examples") == [len(X)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "master", [kept(), kept(max_staleness=0), ParameterAveraging(frequency=3)]
 )
@@ -115,6 +117,7 @@ def test_workers_may_die_and_come_between_two_meetings(three, tmp_path, master):
     assert again.history_[-1]["examples"] == len(X)
 
 
+@pytest.mark.slow
 def test_time_passes_too(client, tmp_path):
     own = trainer(client, callbacks=[each(tmp_path, every="50 ms")])
 

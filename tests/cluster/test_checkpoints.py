@@ -100,6 +100,7 @@ class TestAsMany:
         got = vector(own.model_).numpy()
         np.testing.assert_allclose(got, expected, rtol=0, atol=8e-6)
 
+    @pytest.mark.slow
     def test_from_s3(self, client, on_s3):
         master = kept(max_staleness=0)
         without = with_checkpoints(client, on_s3, master=master)
@@ -134,6 +135,7 @@ def agreed_and_residual(whole):
     return start, sum(residuals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["lone_client", "three"], ids=["fewer", "more"])
 @pytest.mark.parametrize(
     "master", [kept(), ParameterAveraging()], ids=["sharing", "averaging"]
@@ -163,6 +165,7 @@ def test_on_another_number_of_workers_each_row_is_trained_on_once(
     assert history[3]["loss"] < history[1]["loss"] < history[0]["loss"]
 
 
+@pytest.mark.slow
 def test_one_that_joined_before_has_its_part(growing, another, tmp_path):
     script = Script((1, lambda: growing.cluster.scale(2)), (2, nothing), (2, enough))
     script.run(with_checkpoints(growing, tmp_path), X, Y)
@@ -191,6 +194,7 @@ def ends_at_part(number):
     Part.write = end
 
 
+@pytest.mark.slow
 def test_a_part_that_was_never_written_leaves_the_checkpoint_before(
     client, another, tmp_path
 ):

@@ -188,6 +188,7 @@ def test_a_part_whose_worker_is_lost_is_done_on_another(mortal, tmp_path, kind):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_that_ends_every_worker_ends_the_pass(mortal, tmp_path, kind):
     function = Dying(tmp_path, poison=10.0)
@@ -197,6 +198,7 @@ def test_a_part_that_ends_every_worker_ends_the_pass(mortal, tmp_path, kind):
         dict(each_part(KINDS[kind](), function, mortal, send=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in memory", "lazy"])
 def test_it_ends_before_all_workers_are_gone(mortal, tmp_path, kind, monkeypatch):
     monkeypatch.setattr(passes, "MOST_LOSSES", 1)

@@ -12,6 +12,8 @@ from tests.support.clusters import cluster_of
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, vector
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows()
 
 

@@ -50,6 +50,7 @@ class TestThree:
         assert sum(row["repeated_pieces"] for row in script.rows) <= 1
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
+    @pytest.mark.slow
     def test_a_frozen_worker_is_given_up_and_begins_again(
         self, three, worker, tmp_path
     ):
@@ -69,6 +70,7 @@ class TestThree:
         assert sorted(shared) == [0, 2, 3]
         np.testing.assert_array_equal(shared[0], shared[3])
 
+    @pytest.mark.slow
     def test_what_died_with_a_worker_is_there_before_a_replica_asks_for_it(
         self, three, worker, tmp_path
     ):
@@ -90,6 +92,7 @@ class TestThree:
         go.clear()
         assert history[0]["examples"] >= 2 * len(X) // 3
 
+    @pytest.mark.slow
     def test_a_worker_that_dies_while_the_fit_begins_is_left_out(
         self, three, worker, monkeypatch
     ):
@@ -138,6 +141,7 @@ MORE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add", MORE.values(), ids=MORE)
 def test_one_replica_becomes_several(growing, add, tmp_path):
     script = Script((1, lambda: add(growing.cluster)), (2, enough))
@@ -151,6 +155,7 @@ def test_one_replica_becomes_several(growing, add, tmp_path):
     assert own.evaluate(X, Y)["accuracy"] > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["scatter", "replicas_on"])
 def test_a_newcomer_that_could_not_be_started_is_tried_again(
     growing, monkeypatch, what

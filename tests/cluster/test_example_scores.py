@@ -170,6 +170,7 @@ def test_a_label_in_a_block_that_the_model_does_not_have_is_named(client):
         trainer(client).errors(x, wrong)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_half_way_changes_no_score(expected, tmp_path):
     marker, home = tmp_path / "fallen", os.getpid()
 

@@ -35,7 +35,12 @@ FAILURES = {
 }
 
 
-class TestFailures(EarlyEnds):
+@pytest.mark.slow
+class TestOnProcesses(EarlyEnds):
+    pass
+
+
+class TestFailures:
     @pytest.mark.parametrize(("make", "summary"), FAILURES.values(), ids=FAILURES)
     def test_the_client_gets_address_and_traceback(self, client, make, summary):
         own = trainer(client, callbacks=[FailAt(make)])

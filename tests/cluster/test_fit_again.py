@@ -21,7 +21,12 @@ class Growing(ThresholdAlgorithm):
         return 1e-3 if last is None else last.threshold * 1.05
 
 
-class TestFitAgain(promises.FitAgain):
+@pytest.mark.slow
+class TestOnProcesses(promises.FitAgain):
+    pass
+
+
+class TestFitAgain:
     def test_the_threshold_goes_on(self, client):
         master = kept(threshold=Growing(), max_staleness=0)
         own = trainer(client, master=master)

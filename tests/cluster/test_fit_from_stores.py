@@ -13,6 +13,8 @@ from tests.support import s3
 from tests.support.problems import rows, trainer
 from tests.support.watched import TrainedRows
 
+pytestmark = pytest.mark.slow
+
 FILES, EPOCHS = 12, 3
 X, _ = rows()
 ALL = dict.fromkeys(range(480), 1)

@@ -12,6 +12,8 @@ from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, records
 from tests.support.script import Script, TookPart, enough, nothing
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows()
 ROUTINGS = pytest.mark.parametrize("routing", ["plain", "mesh"])
 

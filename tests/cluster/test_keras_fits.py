@@ -51,6 +51,7 @@ def test_dropout_is_repeatable_from_the_seed(client):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
 def test_workers_on_another_backend_say_so():
     with cluster_of(1, env={"KERAS_BACKEND": "jax"}) as client:
         own = trainer(client)

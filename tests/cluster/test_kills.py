@@ -25,6 +25,8 @@ from tests.support.killable import (
     Processes,
 )
 
+pytestmark = pytest.mark.slow
+
 logger = logging.getLogger(__name__)
 
 KILLS = int(os.environ.get("DASKDL_KILLS", "12"))

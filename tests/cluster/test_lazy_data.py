@@ -153,6 +153,7 @@ class TestBlocksThatDoNotCome:
         assert 'raise LookupError("no such block")' in message
         assert type(caught.value.__cause__) is LookupError
 
+    @pytest.mark.slow
     def test_one_that_hangs_is_named(self, client, tmp_path, hangs):
         x, y = watched_blocks(Watched(tmp_path, Hanging(5)))
 

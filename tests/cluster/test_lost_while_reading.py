@@ -11,6 +11,8 @@ import daskdl
 from tests.support.problems import mlp, rows, trainer
 from tests.support.watched import KillAt, TrainedRows, Watched, watched_blocks
 
+pytestmark = pytest.mark.slow
+
 COUNT, EPOCHS, BATCH = 960, 4, 8
 X, _ = rows(COUNT)
 SHARDS = 8

@@ -65,6 +65,7 @@ def forgetful(three):
     three.run(setattr, mesh, "Ring", Ring)
 
 
+@pytest.mark.slow
 def test_who_cannot_get_what_a_lost_one_sent_goes_on_with_anothers_state(
     forgetful, tmp_path
 ):
@@ -90,6 +91,7 @@ def test_who_cannot_get_what_a_lost_one_sent_goes_on_with_anothers_state(
         np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=6e-6)
 
 
+@pytest.mark.slow
 def test_after_a_loss_in_the_middle_of_sending_all_go_on_with_the_same(three, tmp_path):
     killing = Killing(replica=1, step=25)
     own = trainer(three, master=recorded(tmp_path), callbacks=[killing])

@@ -42,7 +42,9 @@ def bfloat16():
 
 class TestModels:
     @pytest.mark.parametrize("model", [normalised, bfloat16, tied])
-    @pytest.mark.parametrize("apply", ["eager", "strict"])
+    @pytest.mark.parametrize(
+        "apply", ["eager", pytest.param("strict", marks=pytest.mark.slow)]
+    )
     def test_it_learns(self, client, model, apply):
         # No momentum: strict and late, it would overshoot.
         own = trainer(client, model=model, optimizer=plain, master=kept(apply=apply))

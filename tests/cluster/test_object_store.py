@@ -13,6 +13,8 @@ from daskdl.data.stores.store import Store
 from daskdl.errors import DataError
 from tests.support import s3
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def store(bucket, s3_endpoint):

@@ -83,6 +83,7 @@ def test_the_only_worker_may_be_listed_for_a_moment_when_it_has_gone(monkeypatch
     assert found == {part: first_of(source, part) for part in range(source.parts)}
 
 
+@pytest.mark.slow
 def test_the_only_worker_is_not_asked_again_when_it_hangs(monkeypatch):
     refused_once(monkeypatch, WaitTimeoutError("it hangs"))
 
@@ -90,6 +91,7 @@ def test_the_only_worker_is_not_asked_again_when_it_hangs(monkeypatch):
         dict(each_part(source_of(X), first_of, client, send=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("send", [True, False], ids=["apart", "as a whole"])
 def test_a_part_that_ends_its_workers_is_an_error(send):
     source = source_of(X) if send else source_of(Numbers())

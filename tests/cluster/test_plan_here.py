@@ -58,6 +58,7 @@ def test_each_has_costs_of_its_own_and_is_gone_afterwards(started):
     assert None not in [process.returncode for process in started]
 
 
+@pytest.mark.slow
 def test_what_users_code_prints_there_does_no_harm():
     class Loud(nn.Linear):
         def forward(self, x):
@@ -68,6 +69,7 @@ def test_what_users_code_prints_there_does_no_harm():
     assert rehearse_together(script(Loud(6, 3)), 1, PATIENCE_S)[0].rows == 16
 
 
+@pytest.mark.slow
 def test_none_measures_before_all_are_ready(tmp_path):
     first, ready, early = (tmp_path / name for name in ("first", "ready", "early"))
     steps = tmp_path / "steps"
@@ -106,6 +108,7 @@ def test_one_that_fails_says_why(started):
     assert started[0].returncode == 1  # by itself: it had not to be killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "how"),
     [
@@ -122,6 +125,7 @@ def test_one_that_ends_meanwhile_is_noticed(end, how):
         rehearse_together(script(loss=loss), 2, PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_one_that_says_no_more_but_lives_is_ended(started):
     def loss(output, y):
         os.closerange(3, 256)
@@ -135,6 +139,7 @@ def test_one_that_says_no_more_but_lives_is_ended(started):
     assert started[0].returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_not_waited_for_without_an_end(started):
     def loss(output, y):
         threading.Event().wait()
@@ -147,6 +152,7 @@ def test_one_that_hangs_is_not_waited_for_without_an_end(started):
     assert started[0].returncode is not None
 
 
+@pytest.mark.slow
 def test_two_workers_here_share_its_cores(monkeypatch, started):
     monkeypatch.setattr("daskdl.planning.planner.CPU_COUNT", 2)
 

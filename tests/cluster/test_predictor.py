@@ -159,6 +159,7 @@ def test_workers_are_reached_directly_if_the_client_may(client):
     assert nothing_left(client) == {}
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_under_load_loses_no_call(three):
     asked = parts(1500)
     begun = threading.Semaphore(0)

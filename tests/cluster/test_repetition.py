@@ -5,6 +5,8 @@ import pytest
 from tests.support import promises
 from tests.support.problems import kept, mlp, normalised, rows, trainer
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows()
 
 

@@ -30,6 +30,7 @@ def counts(client):
 
 
 class TestOneAfterTheOther:
+    @pytest.mark.slow
     @pytest.mark.timeout(200)
     def test_fifty_runs_leave_nothing(self, client):
         both = [trainer(client, master=kept(routing=r)) for r in ("plain", "mesh")]
@@ -68,6 +69,7 @@ class TestOneAfterTheOther:
         assert client.run(torch.initial_seed) == before
 
 
+@pytest.mark.slow
 class TestTwoAtOnce:
     @pytest.mark.parametrize("clients", ["one", "two"])
     def test_both_are_right_and_unmixed(self, client, clients, caplog):

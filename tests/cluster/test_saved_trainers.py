@@ -29,6 +29,7 @@ def options_of_s3(bucket, s3_endpoint, monkeypatch):
     monkeypatch.setitem(fsspec.config.conf, "s3", s3.options(s3_endpoint))
 
 
+@pytest.mark.slow
 def test_a_trainer_loaded_from_s3_goes_on_as_if_it_had_not_been_saved(
     client, bucket, options_of_s3
 ):

@@ -79,6 +79,7 @@ def grow(growing, folder, **options):
     return rates.read(), script.rows
 
 
+@pytest.mark.slow
 class TestNewcomers:
     def test_each_epoch_has_one_rate_for_all(self, growing, tmp_path):
         rates, history = grow(growing, tmp_path, scheduler=falling)

@@ -154,6 +154,7 @@ class More(Callback):
             self.cluster.scale(2)
 
 
+@pytest.mark.slow
 def test_a_newcomer_stops_with_the_others(growing, tmp_path):
     enough = Enough(tmp_path, replicas=2)
     own = trainer(
@@ -173,6 +174,7 @@ def test_a_newcomer_stops_with_the_others(growing, tmp_path):
     assert_best(own, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_others_stop_together_when_a_worker_is_killed_meanwhile(three, tmp_path):
     # Two that are left, or two and the one that comes in its place. In an epoch each
     # makes ten steps, and none is eight ahead: it dies in the fourth or fifth.

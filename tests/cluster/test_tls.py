@@ -18,6 +18,8 @@ from tests.support.clusters import cluster_of
 from tests.support.leftovers import still_left_behind
 from tests.support.problems import kept, rows, trainer
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows()
 REFUSED_S = 10  # who is not let in has to be told within this
 

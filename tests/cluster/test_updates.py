@@ -15,16 +15,24 @@ from tests.support.recording import Recorded, records, vector
 X, Y = rows()
 
 
+@pytest.mark.slow
 class TestConservation(promises.Conservation):
-    def test_replicas_move_and_differ(self, client, tmp_path):
+    pass
+
+
+@pytest.mark.slow
+class TestAgreement(promises.Agreement):
+    pass
+
+
+class TestReplicas:
+    def test_they_move_and_differ(self, client, tmp_path):
         trainer(client, master=Recorded(str(tmp_path), kept())).fit(X, Y, batch_size=16)
 
         ends = records(tmp_path, epoch=0)
         assert all(np.abs(end["progress"]).max() > 1e-3 for end in ends.values())
         assert not np.allclose(ends[0]["progress"], ends[1]["progress"])
 
-
-class TestAgreement(promises.Agreement):
     def test_buffers_are_averaged(self, client):
         def first():
             return nn.Sequential(nn.BatchNorm1d(20), nn.Linear(20, 4))

@@ -69,6 +69,7 @@ class TestNoSilentWaits:
         )
         assert worker in str(caught.value)
 
+    @pytest.mark.slow
     def test_a_model_that_does_not_arrive_is_named_with_its_size(
         self, client, monkeypatch
     ):
@@ -92,6 +93,7 @@ class TestNoSilentWaits:
             str(caught.value),
         )
 
+    @pytest.mark.slow
     def test_too_few_replicas_are_named_with_what_was_last_heard(self, client):
         pids = client.run(os.getpid)
         worker = sorted(pids)[1]
@@ -115,6 +117,7 @@ class TestNoSilentWaits:
         assert expected in message
         assert f"1 left; gone: replica 1 on {worker}, last heard at step" in message
 
+    @pytest.mark.slow
     def test_a_scheduler_that_does_not_answer_the_client_is_named(self, client):
         trainer(client).fit(X, Y)  # the handlers are there
 
@@ -137,6 +140,7 @@ class TestNoSilentWaits:
             str(caught.value),
         )
 
+    @pytest.mark.slow
     def test_replicas_that_do_not_leave_are_named_with_what_was_last_heard(
         self, client, caplog
     ):
@@ -166,6 +170,7 @@ class TestNoSilentWaits:
             re.MULTILINE,
         )
 
+    @pytest.mark.slow
     def test_data_that_do_not_come_are_named_with_whom_they_are_waited_from(
         self, client
     ):
@@ -191,6 +196,7 @@ class TestNoSilentWaits:
             str(caught.value),
         )
 
+    @pytest.mark.slow
     def test_results_that_do_not_come_are_named_with_whom_they_are_waited_from(
         self, client
     ):
@@ -219,6 +225,7 @@ class TestNoSilentWaits:
             message,
         )
 
+    @pytest.mark.slow
     def test_results_that_are_not_joined_are_named_with_their_workers(self, client):
         workers = sorted(client.nthreads())
         release = Event("release-join", client=client)

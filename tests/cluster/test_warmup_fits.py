@@ -61,6 +61,7 @@ def test_runs_in_step_repeat_bit_for_bit(client, routing):
     assert runs[0][1] == runs[1][1]
 
 
+@pytest.mark.slow
 @ROUTINGS
 @pytest.mark.parametrize("max_staleness", [0, 8])
 def test_frames_of_some_megabytes_go_through(client, tmp_path, routing, max_staleness):
@@ -85,6 +86,7 @@ def test_frames_of_some_megabytes_go_through(client, tmp_path, routing, max_stal
     assert row["refused_messages"] == 0
 
 
+@pytest.mark.slow
 @ROUTINGS
 def test_a_dense_update_that_is_dropped_is_asked_for(client, tmp_path, routing):
     rule = FailureInjection("drop", replicas=[0], steps=[1])
@@ -97,6 +99,7 @@ def test_a_dense_update_that_is_dropped_is_asked_for(client, tmp_path, routing):
     assert row["repaired_updates"] > 0
 
 
+@pytest.mark.slow
 def test_a_small_inbox_repeats_runs_in_step(client, monkeypatch):
     monkeypatch.setattr("daskdl.fitting.INBOX_BYTES", 1)
     models = []

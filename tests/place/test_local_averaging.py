@@ -103,8 +103,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("model", [mlp, with_buffers])
-@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        (mlp, sgd),
+        (with_buffers, adam),
+        pytest.param(mlp, adam, marks=pytest.mark.slow),
+        pytest.param(with_buffers, sgd, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_uneven_replicas_average_as_written_down(model, optimizer, options):
     options = {"frequency": 2, **options}

@@ -78,8 +78,15 @@ def test_one_replica_with_an_outer_optimizer_rounds_nothing():
     assert differ(own, other) == 0
 
 
-@pytest.mark.parametrize("model", [mlp, with_buffers])
-@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        (mlp, sgd),
+        (with_buffers, adam),
+        pytest.param(mlp, adam, marks=pytest.mark.slow),
+        pytest.param(with_buffers, sgd, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("frequency", [20, 1000], ids=["completed", "whole"])
 def test_at_the_end_of_an_epoch_the_mean_is_exact(model, optimizer, frequency):
     options = {"frequency": frequency, "epochs": 1}

@@ -35,6 +35,7 @@ def small(**options):
     return keras.Sequential(layers)
 
 
+@pytest.mark.slow
 def test_the_network_of_eight_convolutions_learns_and_is_saved(tmp_path):
     x, y = pictures()
     # As Keras 3 writes it; the workers of a cluster have it as Keras 2 does.

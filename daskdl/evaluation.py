@@ -4,7 +4,7 @@ What one process makes of batches is in :mod:`daskdl.scores`.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -12,18 +12,26 @@ import torch
 from distributed import Client
 from torch import nn
 
+from daskdl.data import trees
 from daskdl.data.accuracy import has_accuracy
 from daskdl.data.batches import Chunk, Transform, auto_device, batches, whole
 from daskdl.data.checks import check_rows, check_whole, output_rows, rows_like
 from daskdl.data.datasets.iterable_style import sharded
-from daskdl.data.faults import UNREADABLE, is_left_out
+from daskdl.data.faults import (
+    UNREADABLE,
+    is_left_out,
+    joined_files,
+    readable_files,
+)
 from daskdl.data.futures import workers_of
 from daskdl.data.labels import LabelCheck
 from daskdl.data.looking import looked_at
 from daskdl.data.models import check_loss, check_module
 from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
+from daskdl.data.rehearsal import ShapeCheck
 from daskdl.data.source import Source, rows_of_part
+from daskdl.data.trees import Kinds, Rows
 from daskdl.errors import OptionError
 from daskdl.memory import freed_memory_kept
 from daskdl.metrics.evaluation import Evaluation
@@ -59,6 +67,7 @@ class Scoring:
         labels: What labels are held to; None: they are not looked at.
         skips: Whether a part that cannot be read is left out; one that is gone through
             bit by bit, from there on.
+        first: Kinds of the rows that the model was tried with; None: it was not.
         measures: Metrics beside the loss; None: accuracy, where there is one.
     """
 
@@ -69,6 +78,7 @@ class Scoring:
     labels: LabelCheck | None
     skips: bool = False
     measures: "Packed[tuple[Measure, ...]] | None" = None
+    first: Kinds | None = None
 
     def __call__(self, source: Source, part: int) -> Scored:
         """Score a part.
@@ -85,7 +95,15 @@ class Scoring:
             loss = self.loss.shared(lambda copy: on_device(copy, device))
         # What a step of the user's own computes may need gradients with respect to x.
         own = isinstance(loss, OwnStep)
-        made = batches(self._chunks(source, part), self.batch_size)
+        shapes = ShapeCheck(self.first, self.transform)
+
+        def check(rows: Rows, name: str) -> None:
+            if self.labels is not None:
+                self.labels.check(rows[1], name)
+            if not own and self.first is not None:
+                shapes.check(module, device, rows, name)
+
+        made = batches(self._chunks(source, part, check), self.batch_size)
         if self.transform is not None:
             made = map(self.transform, made)
         without_gradients = torch.no_grad() if own else torch.inference_mode()
@@ -98,15 +116,20 @@ class Scoring:
             score = score_batches(module, loss, made, device, meter.add)
             return Scored(score, meter.states(part))
 
-    def _chunks(self, source: Source, part: int) -> Iterator[Chunk]:
+    def _chunks(
+        self, source: Source, part: int, check: Callable[[Rows, str], None]
+    ) -> Iterator[Chunk]:
+        name = source.name(part)
         try:
             for rows in rows_of_part(source, part, self.batch_size):
-                if self.labels is not None:
-                    self.labels.check(rows[1], source.name(part))
+                check(rows, name)
                 yield whole(rows)
         except UNREADABLE as error:
-            if not is_left_out(error, source.name(part), self.skips):
+            if not is_left_out(error, name, self.skips):
                 raise
+            left, _ = joined_files(readable_files(source, part), check)
+            if left is not None:
+                yield whole(left)
 
 
 def evaluate(
@@ -207,6 +230,7 @@ def _prepared(
         labels,
         read.skips,
         None if wanted is None else Packed(measures, "metrics"),
+        trees.kinds(rows_like(source)),
     )
     return scoring, measures
 

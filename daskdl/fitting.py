@@ -98,8 +98,16 @@ class Fitting:
         moved, callbacks = self.standing.moved, self.trainer.callbacks
         return self.method.recipe(model, moved, callbacks, train)
 
-    def task(self, model: nn.Module, checked: Checked) -> TaskOptions:
-        """The options of the run, the same for all its replicas."""
+    def task(
+        self, model: nn.Module, checked: Checked, left_out: int = 0
+    ) -> TaskOptions:
+        """The options of the run, the same for all its replicas.
+
+        Args:
+            model: Not changed.
+            checked: What is known of the data and the labels.
+            left_out: Examples that cannot be read and are in no part any more.
+        """
         trainer, fit = self.trainer, self.fit
         flat = FlatParameters(PackedModel(model).unpack())
         trainer.master.check(flat)
@@ -130,6 +138,7 @@ class Fitting:
             oversight=self.method.oversight,
             prefetch=fit.prefetch,
             skips_bad=fit.read.skips,
+            left_out=left_out,
             checkpoints=checkpoints,
             resume=None if resumed is None else resumed.plan,
         )

@@ -182,6 +182,7 @@ class Run:
             NOTHING_YET
             if resumed is None
             else Before(resumed.plan.epoch, resumed.verdict),
+            options.left_out,
         )
 
 
@@ -210,7 +211,7 @@ def begun(
     with site.ready(sources, fitting.fit, fitting.trainer.seed) as ready:
         checked = checked or fitting.check(model, ready)
         recipe = fitting.recipe(model, ready["train"])
-        options = fitting.task(model, checked)
+        options = fitting.task(model, checked, ready["train"].left_out)
         with site.stage(options, ready) as stage:
             train, count = ready["train"], checked.class_count
             run = Run(fitting, stage, recipe, model, train, options, count)

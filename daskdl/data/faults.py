@@ -11,8 +11,14 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 
+from daskdl.data import trees
+from daskdl.data.checking.files import OfFiles
 from daskdl.data.rehearsal import MISFITS
+from daskdl.data.source import Source
+from daskdl.data.trees import Rows
 from daskdl.errors import DaskDLError, DataError, LostPieceError
 
 logger = logging.getLogger(__name__)
@@ -62,3 +68,61 @@ def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
         return False
     logger.warning("%s is left out: %s", name, error)
     return True
+
+
+def file_count(source: Source, part: int) -> int:
+    """Files that a part is made of; 1 if it is not made of files."""
+    return len(source.file_urls(part)) if isinstance(source, OfFiles) else 1
+
+
+def readable_files(source: Source, part: int) -> Iterator[tuple[str, Rows]]:
+    """Yield URL and rows of each file of a part that can be read; the log has others.
+
+    Args:
+        source: Any; of a part that is not made of several files, nothing is left.
+        part: One of which something cannot be read.
+    """
+    if not isinstance(source, OfFiles) or file_count(source, part) == 1:
+        return
+    for file, url in enumerate(source.file_urls(part)):
+        try:
+            rows = source.load_file(part, file)
+        except UNREADABLE as error:
+            if not is_left_out(error, url, skips=True):
+                raise
+            continue
+        yield url, rows
+
+
+def joined_files(
+    files: Iterator[tuple[str, Rows]], check: Callable[[Rows, str], None] | None = None
+) -> tuple[Rows | None, int]:
+    """Put what is left of a part together.
+
+    Args:
+        files: URL and rows of each file that can be read.
+        check: Raises one of `UNREADABLE` if rows cannot be used.
+
+    Returns:
+        The rows, None if there are none, and of how many files. All have the shapes
+        that most of them have; the log has the others, too.
+    """
+    good: list[tuple[str, Rows]] = []
+    for url, rows in files:
+        try:
+            if check is not None:
+                check(rows, url)
+        except UNREADABLE as error:
+            if not is_left_out(error, url, skips=True):
+                raise
+            continue
+        good.append((url, rows))
+    if not good:
+        return None, 0
+    ((most, _),) = Counter(trees.kinds(rows) for _, rows in good).most_common(1)
+    for url, rows in good:
+        if trees.kinds(rows) != most:
+            logger.warning("%s is left out: its rows have other shapes", url)
+    alike = [rows for _, rows in good if trees.kinds(rows) == most]
+    y = None if alike[0][1] is None else trees.joined([y for _, y in alike])
+    return (trees.joined([x for x, _ in alike]), y), len(alike)

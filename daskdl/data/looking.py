@@ -2,13 +2,23 @@
 
 import dataclasses
 import logging
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 from distributed import Client
 
-from daskdl.data.faults import UNREADABLE, is_left_out
+from daskdl.data import trees
+from daskdl.data.faults import (
+    UNREADABLE,
+    file_count,
+    is_left_out,
+    joined_files,
+    readable_files,
+)
 from daskdl.data.passes import each_part
-from daskdl.data.source import Facts, Source, is_known
+from daskdl.data.source import Facts, Source, facts_of, is_known
+from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -31,13 +41,11 @@ def looked_at(
         return source
     logger.info("the rows of %s parts are counted, once", source.parts)
     look = _Skipping(skips)
-    facts: dict[int, Facts] = dict(each_part(source, look, client))
-    bad = [part for part, fact in facts.items() if fact.rows < 0]
+    seen: dict[int, _Seen] = dict(each_part(source, look, client))
+    bad = sorted(part for part, one in seen.items() if one.facts.first[0] is None)
     if bad:
         logger.warning("%s parts cannot be read and are left out: %s", len(bad), bad)
-    in_order = [
-        facts[part]._replace(rows=max(facts[part].rows, 0)) for part in sorted(facts)
-    ]
+    in_order = [seen[part].facts for part in sorted(seen)]
     rows = sum(fact.rows for fact in in_order)
     if rows == 0:
         unread = f", of which {len(bad)} cannot be read" if bad else ""
@@ -45,20 +53,39 @@ def looked_at(
             f"X must not be empty, got no rows in {source.parts} parts{unread}"
         )
     logger.info("there are %s rows in %s parts", rows, source.parts)
-    return source.known(in_order)
+    known = source.known(in_order)
+    known.left_out = sum(one.left_out for one in seen.values())
+    if known.first is not None and source.first is None:
+        known.first = _usual([fact.first for fact in in_order if fact.rows])
+    return known
+
+
+def _usual(firsts: Sequence[Rows]) -> Rows:
+    """The first rows of those parts that are as most are, or of the very first."""
+    ((usual, _),) = Counter(map(trees.kinds, firsts)).most_common(1)
+    return next(rows for rows in firsts if trees.kinds(rows) == usual)
+
+
+class _Seen(NamedTuple):
+    """What was learnt of a part."""
+
+    facts: Facts  # no rows at all, not even empty ones, if it cannot be read
+    left_out: int  # examples
 
 
 @dataclasses.dataclass(frozen=True)
 class _Skipping:
-    """Looks at a part; -1 rows if it cannot be read and may be left out."""
+    """Looks at a part, and leaves out what of it cannot be read, if that may be."""
 
     skips: bool
 
-    def __call__(self, source: Source, part: int) -> Facts:
+    def __call__(self, source: Source, part: int) -> _Seen:
         try:
-            return source.look(part)
+            return _Seen(source.look(part), 0)
         except UNREADABLE as error:
             if not is_left_out(error, source.name(part), self.skips):
                 raise
+            rows, files = joined_files(readable_files(source, part))
             nothing: Any = None
-            return Facts(-1, (nothing, nothing))
+            facts = Facts(0, (nothing, nothing)) if rows is None else facts_of(rows)
+            return _Seen(facts, file_count(source, part) - files)

@@ -20,7 +20,7 @@ from daskdl.data import trees
 from daskdl.data.arrays import first_rows
 from daskdl.data.batches import Batch, Transform, floating_dtype, to_device
 from daskdl.data.labels import ClassRange, check_labels
-from daskdl.data.trees import Tree
+from daskdl.data.trees import Kinds, Rows, Tree
 from daskdl.errors import DataError, ModelError
 from daskdl.objective import Objective, OwnStep
 from daskdl.packed import Packed
@@ -170,6 +170,73 @@ def forward(module: nn.Module, x: Tree) -> Any:
         raise ModelError(
             f"model failed on {trees.length(x)} rows of X, {_shown(x)}: {error}{hint}"
         ) from error
+
+
+class ShapeCheck:
+    """Refuses rows with which the model fails, though it did not with the first ones.
+
+    Rows of shapes that are new are tried once; of the others nothing is computed.
+
+    Args:
+        first: Of rows with which a step was rehearsed; None: none was.
+        transform: What is made of each batch before, or None.
+    """
+
+    def __init__(self, first: Kinds | None, transform: Transform | None) -> None:
+        self._first = first
+        self._fit = {self._first}
+        self._transform = transform
+
+    def check(
+        self, module: nn.Module, device: torch.device, rows: Rows, name: str
+    ) -> None:
+        """Look at the rows of a part.
+
+        Args:
+            module: On its device; its buffers, its mode and the random states are put
+                back.
+            device: That is.
+            rows: All of one shape.
+            name: Of the part, for the message.
+
+        Raises:
+            DataError: Naming it.
+        """
+        kinds = trees.kinds(rows)
+        if kinds in self._fit or not trees.length(rows[0]):
+            return
+        try:
+            with random_state_left_alone(), _left_alone(module):
+                x, _ = rehearsed_batch(module, *rows, self._transform)
+                forward(module, trees.mapped(lambda leaf: leaf.to(device), x))
+        except ModelError as error:
+            first = ""
+            if self._first is not None:
+                first = f", and others {_shown_kinds(self._first)}"
+            raise DataError(
+                f"{name} has rows of {_shown_kinds(kinds)}{first}: {error}"
+            ) from error
+        self._fit.add(kinds)
+
+
+def _shown_kinds(kinds: Kinds) -> str:
+    return ", ".join(f"{name} of shape {shape}" for name, shape, _ in kinds)
+
+
+@contextlib.contextmanager
+def _left_alone(module: nn.Module) -> Iterator[None]:
+    """A module in evaluation mode; whatever that changes is put back."""
+    training = {part: part.training for part in module.modules()}
+    buffers = {buffer: buffer.clone() for buffer in module.buffers()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in training.items():
+            part.training = mode
+        with torch.no_grad():
+            for buffer, former in buffers.items():
+                buffer.copy_(former)
 
 
 @contextlib.contextmanager

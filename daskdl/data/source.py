@@ -40,6 +40,8 @@ class Source(ABC):
             are rows shuffled nor is a part shared.
         classes: Names of the labels 0, 1, ... where there are names; else None.
         here: Whether the rows are in this process's memory.
+        left_out: Examples that cannot be read and are in no part any more; a part of
+            which nobody knows how many it has counts as one for each of its files.
         apart: Whether each part is sent by itself, as `packed` has it, to the one who
             is to load it; else the whole source goes to each worker once.
     """
@@ -50,6 +52,7 @@ class Source(ABC):
     sequential: bool = False
     classes: Sequence[str] | None = None
     here: bool = False
+    left_out: int = 0
     apart: bool = False
 
     @abstractmethod

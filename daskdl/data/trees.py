@@ -11,6 +11,7 @@ import numpy as np
 
 Tree = Any
 Rows = tuple[Tree, Tree]  # x and y; y is None where there are no labels
+Kinds = tuple[tuple[str, tuple[int, ...], str], ...]  # see `kinds`
 
 
 def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
@@ -144,6 +145,17 @@ def rows(tree: Tree, which: Any) -> Tree:
         (array([1, 2]),)
     """
     return mapped(lambda leaf: leaf[which], tree)
+
+
+def kinds(both: Rows) -> Kinds:
+    """Name, shape of a row and kind of dtype of each array of x and y.
+
+    Example:
+        >>> kinds((np.zeros((3, 2), np.float32), np.array([0, 1, 0])))
+        (('x', (2,), 'f'), ('y', (), 'i'))
+    """
+    leaves = named_both(both, ("x", "y"))
+    return tuple((name, x.shape[1:], x.dtype.kind) for name, x in leaves.items())
 
 
 def joined(trees: Sequence[Tree]) -> Tree:

@@ -57,8 +57,13 @@ class Feed:
 
     @property
     def skipped(self) -> int:
-        """Rows of parts that could not be read."""
+        """Rows that could not be read, or not be used."""
         return self._reader.skipped
+
+    @property
+    def reason(self) -> str:
+        """Why the first of them was left out; "" if none was."""
+        return self._reader.reason
 
     def batches(self) -> Iterator[Batch]:
         """Yield batches; the one before is done with when the next is asked for."""

@@ -37,6 +37,7 @@ class Follower:
         progress: Show a bar; None: if standard error is a terminal.
         judging: In which epochs the model is scored, and when the fit ends early.
         before: What was before the run.
+        left_out: See `row_of`.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Follower:
         progress: bool | None,
         judging: Judging,
         before: Before = NOTHING_YET,
+        left_out: int = 0,
     ) -> None:
         self._history = history
         self._callbacks = callbacks
         self._size = size
         self._judging = judging
+        self._left_out = left_out
         self._epoch, self._verdict = before
         self._scores = judging.scores(history)
         shown = sys.stderr.isatty() if progress is None else progress
@@ -97,7 +100,7 @@ class Follower:
         seconds, self._before = now - self._before, now
         epoch, columns = self._epoch, self._judging.columns
         self._epoch += 1
-        row = row_of(epoch, event, self._size, seconds, columns)
+        row = row_of(epoch, event, self._size, seconds, columns, self._left_out)
         self._history.append(row)
         self._verdict = self._judging.judge(epoch, [note for _, note in event["notes"]])
         if self._verdict.score is not None:

@@ -1,7 +1,7 @@
 """From leased pieces to rows: which part is loaded when, and what of it is used."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from daskdl.channel.leases import Range
 from daskdl.channel.piece import Piece
 from daskdl.data import trees
 from daskdl.data.batches import Chunk, whole
-from daskdl.data.faults import UNREADABLE, is_left_out
+from daskdl.data.faults import UNREADABLE, blames_data, is_left_out, joined_files
 from daskdl.data.labels import LabelCheck
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError
@@ -28,7 +28,10 @@ class Reading:
         prefetch: Parts with rows of so many batches more are loaded meanwhile, and
             the next part in any case; 0: none.
         labels: What labels are held to; None: they are not looked at.
-        skips: Whether a part that cannot be read is left out.
+        skips: Whether a part that cannot be read is left out; of several files, those
+            that cannot.
+        fits: Raises `DataError` if the model cannot be run on the rows of a part, which
+            gets a name for the message; None: that is not looked at.
     """
 
     phase: str
@@ -37,6 +40,7 @@ class Reading:
     prefetch: int
     labels: LabelCheck | None
     skips: bool
+    fits: Callable[[Rows, str], None] | None = None
 
 
 class Reader:
@@ -47,17 +51,21 @@ class Reader:
         reading: How they are read.
 
     Attributes:
-        skipped: Rows of parts that could not be read.
+        skipped: Rows that could not be read, or not be used.
+        reason: Why the first of them, if any.
     """
 
     skipped: int
+    reason: str
 
     def __init__(self, store: Store, reading: Reading) -> None:
         self.skipped = 0
+        self.reason = ""
         self._store = store
         self._reading = reading
         self._held: tuple[int, Rows, np.ndarray | None] | None = None
         self._bad: set[int] = set()
+        self._partial: set[int] = set()  # parts of which some files are left out
 
     def chunks(self, piece: Piece) -> Iterator[Chunk]:
         """Yield the rows of a piece in the order in which they are trained on."""
@@ -105,16 +113,38 @@ class Reader:
             self.skipped += one.stop - one.start
             return None
         _, rows, order = self._held
-        self._check_length(trees.length(rows[0]), one)
-        within = slice(one.start, one.stop)
+        count, stop = trees.length(rows[0]), one.stop
+        if one.part in self._partial:
+            stop = max(min(stop, count), one.start)
+            self.skipped += one.stop - stop
+        else:
+            self._check_length(count, one)
+        within = slice(one.start, stop)
         return Chunk(rows, within if order is None else order[within])
 
     def _hold(self, part: int, key: str) -> None:
         phase = self._reading.phase
         with self._left_out_if_bad(part):
-            rows = self._store.rows(phase, part, key)
-            self._check(rows, part)
+            try:
+                rows = self._store.rows(phase, part, key)
+                self._check(rows, part)
+            except UNREADABLE as error:
+                left = self._left_of(part, error)
+                if left is None:
+                    raise
+                rows = left
             self._held = part, rows, self._order(part, trees.length(rows[0]))
+
+    def _left_of(self, part: int, error: BaseException) -> Rows | None:
+        """What is left of a part without the files that are bad, if that may be."""
+        if not self._reading.skips or not blames_data(error):
+            return None
+        files = iter(self._store.files(self._reading.phase, part))
+        rows, _ = joined_files(files, self._check_rows)
+        if rows is not None:
+            self.reason = self.reason or str(error)
+            self._partial.add(part)
+        return rows
 
     def _order(self, part: int, rows: int) -> np.ndarray | None:
         """The same for the same rows, whoever trains on the part."""
@@ -126,26 +156,31 @@ class Reader:
     @contextlib.contextmanager
     def _left_out_if_bad(self, part: int) -> Iterator[None]:
         """Say of which part an error is; it ends here if such a part is left out."""
-        name = f"part {part} of the {self._reading.phase} data"
         try:
             yield
         except UNREADABLE as error:
+            name = self._store.name(self._reading.phase, part)
             if not is_left_out(error, name, self._reading.skips):
                 raise
+            self.reason = self.reason or str(error)
             self._bad.add(part)
 
     def _check_length(self, rows: int, one: Range) -> None:
         if rows < one.stop:
             raise DataError(
-                f"part {one.part} of the {self._reading.phase} data has {rows} rows "
+                f"{self._store.name(self._reading.phase, one.part)} has {rows} rows "
                 f"now, and had {one.stop} or more before; it must be the same each "
                 "time it is loaded or computed: persist() it, or export it"
             )
 
     def _check(self, rows: Rows, part: int) -> None:
+        self._check_rows(rows, self._store.name(self._reading.phase, part))
+
+    def _check_rows(self, rows: Rows, of: str) -> None:
         if self._reading.labels is not None:
-            of = f"part {part} of the {self._reading.phase} data"
             self._reading.labels.check(rows[1], of)
+        if self._reading.fits is not None:
+            self._reading.fits(rows, of)
 
     def _stream(self, part: int) -> Iterator[Chunk]:
         reading = self._reading

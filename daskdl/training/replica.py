@@ -17,8 +17,12 @@ from daskdl.channel.base import Channel, Stopped
 from daskdl.channel.gathered import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pause import Pause
+from daskdl.data import trees
+from daskdl.data.rehearsal import ShapeCheck
+from daskdl.data.trees import Rows
 from daskdl.errors import DivergedError
 from daskdl.guard import guarded
+from daskdl.objective import OwnStep
 from daskdl.packed import Packed
 from daskdl.scores import Score, score_batches
 from daskdl.steps import StepRow
@@ -27,6 +31,7 @@ from daskdl.training.failure import failure_of
 from daskdl.training.feed import Feed
 from daskdl.training.optimizer_state import weigh
 from daskdl.training.parameters import Parameters
+from daskdl.training.rows import check_trained
 from daskdl.training.step_log import StepLog
 from daskdl.training.stepping import Group, rows_of
 from daskdl.training.stores import Store
@@ -62,6 +67,7 @@ class Replica:
         self._device = device
         self._store = store
         self._log = StepLog(options.oversight.telemetry_every)
+        self._shapes = ShapeCheck(trees.kinds(recipe.rows), recipe.transform)
         self._works: Works | None = None  # before it has come into the run
 
     def run(self) -> Result:
@@ -119,6 +125,7 @@ class Replica:
             feed.loss = works.tally.loss_sum / works.tally.examples
         works.tally.seconds += time.perf_counter() - started
         works.tally.skipped += feed.skipped - skipped
+        works.tally.reason = works.tally.reason or feed.reason
 
     def _pause(self, epoch: int, pause: Pause) -> None:
         """All meet in the middle of an epoch, as they do at its end."""
@@ -138,8 +145,13 @@ class Replica:
 
     def _feed(self, phase: str, epoch: int) -> Feed:
         reading = self._options.reading(phase, epoch)
+        if not isinstance(self._recipe.objective, OwnStep):
+            reading = dataclasses.replace(reading, fits=self._check_shapes)
         transform = self._recipe.transform
         return Feed(self._channel, epoch, self._store, reading, transform)
+
+    def _check_shapes(self, rows: Rows, name: str) -> None:
+        self._shapes.check(self._live.module, self._device, rows, name)
 
     def _step(self, epoch: int, group: Group) -> None:
         self._channel.check()
@@ -176,6 +188,7 @@ class Replica:
         seen = sum(other["seen"] for other in gathered.notes.values())
         works.weight = works.seen / seen if seen else 0.0
         judging, notes = self._options.judging, ordered(gathered.notes)
+        check_trained(epoch, notes)
         judged = judging.scored(epoch) or not judging.validates
         works.rate.end_epoch(notes, judged=judged)
         works.stopper.end_epoch(epoch, notes, works.exchange.agreed)
@@ -187,6 +200,7 @@ class Replica:
     def _report(self, epoch: int) -> Gathered:
         works, exchange = self._live, self._live.exchange
         tally = works.tally
+        score, unscored = self._validate(epoch)
         note = {
             "digest": exchange.digest(),
             "seen": works.seen,
@@ -195,15 +209,17 @@ class Replica:
             "skipped": tally.skipped,
             "statistics": list(exchange.statistics()),
             "traffic": vars(self._channel.traffic()),
-            "score": self._validate(epoch),
+            "score": score,
+            "reasons": [tally.reason, unscored],
             **works.note(),
         }
         key, rows = f"report {epoch}", self._log.take()
         return self._channel.gather(key, note, Barrier.REPORT, rows)
 
-    def _validate(self, epoch: int) -> list[float] | None:
+    def _validate(self, epoch: int) -> tuple[list[float] | None, str]:
+        """The sums of its share of the validation data, and why some was left out."""
         if not self._options.judging.scored(epoch):
-            return None
+            return None, ""
         works = self._live
         feed = self._feed("validation", epoch)
         self._channel.serve(None)  # the module shows something else meanwhile
@@ -215,7 +231,7 @@ class Replica:
                 self._device,
             )
         self._channel.serve(works.snapshot)
-        return list(dataclasses.astuple(score))
+        return list(dataclasses.astuple(score)), feed.reason
 
     def _result(self, *, finished: bool) -> Result:
         works = self._works

@@ -16,6 +16,7 @@ class RowLog:
         columns: Of the scores.
         rows: Of the epochs before.
         now: Seconds, of a clock that never goes back.
+        left_out: See `row_of`.
 
     Attributes:
         rows: Oldest first.
@@ -29,11 +30,13 @@ class RowLog:
         columns: Sequence[str],
         rows: Sequence[dict[str, Any]] = (),
         now: Callable[[], float] = time.perf_counter,
+        left_out: int = 0,
     ) -> None:
         self.rows = list(rows)
         self._size = size
         self._columns = columns
         self._now = now
+        self._left_out = left_out
         self._before = now()
 
     def end_epoch(self, epoch: int, gathered: Gathered) -> None:
@@ -42,4 +45,6 @@ class RowLog:
         seconds, self._before = now - self._before, now
         notes = sorted(gathered.notes.items())
         event = {"notes": notes, **gathered.counted}
-        self.rows.append(row_of(epoch, event, self._size, seconds, self._columns))
+        columns, left_out = self._columns, self._left_out
+        row = row_of(epoch, event, self._size, seconds, columns, left_out)
+        self.rows.append(row)

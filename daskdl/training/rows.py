@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daskdl.errors import DataError
 from daskdl.scores import Score
 from daskdl.training.statistics import Statistics
 
@@ -16,6 +17,7 @@ def row_of(
     size: int,
     seconds: float,
     scores: Sequence[str] = (),
+    left_out: int = 0,
 ) -> dict[str, Any]:
     """Sum up an epoch.
 
@@ -25,8 +27,13 @@ def row_of(
         size: Parameters of the model.
         seconds: Since the end of the epoch before.
         scores: Columns of the validation data; NaN where the model was not scored.
+        left_out: Examples that were in no part from the beginning.
+
+    Raises:
+        DataError: If all examples were left out.
     """
     notes: Sequence[Note] = [note for _, note in event["notes"]]
+    check_trained(epoch, notes)
     statistics = [Statistics(*note["statistics"]) for note in notes]
     traffic = [note["traffic"] for note in notes]
     examples = sum(note["tally"][1] for note in notes)
@@ -50,13 +57,44 @@ def row_of(
         "clipped": sum(s.clipped for s in statistics),
         "replicas": len(notes),
         "repeated_pieces": event["repeated"],
-        "skipped_examples": sum(note["skipped"] for note in notes),
+        "skipped_examples": left_out + sum(note["skipped"] for note in notes),
         "refused_messages": event["refused"] + sum(t["refused"] for t in traffic),
         "repaired_updates": sum(t["repaired"] for t in traffic),
         "withheld": sum(t["withheld"] for t in traffic),
         "folds": sum(t["folds"] for t in traffic),
     }
     return {**row, **dict.fromkeys(scores, math.nan), **validation(notes)}
+
+
+def check_trained(epoch: int, notes: Sequence[Note]) -> None:
+    """Refuse an epoch in which all examples were left out.
+
+    Args:
+        epoch: Counted from 0.
+        notes: Of all replicas.
+
+    Raises:
+        DataError: Why the first was.
+    """
+    skipped = sum(note["skipped"] for note in notes)
+    if skipped and not any(note["tally"][1] for note in notes):
+        raise DataError(
+            f"nothing was trained on in epoch {epoch}: all {skipped} examples were "
+            f'left out (on_bad_batch="skip"), the first because {_reason(notes, 0)}'
+        )
+    scores = [note["score"] for note in notes if note["score"] is not None]
+    unscored = _reason(notes, 1)
+    if scores and unscored and not any(Score(*score).examples for score in scores):
+        raise DataError(
+            "validation: nothing was scored, as all examples were left out "
+            f'(on_bad_batch="skip"), the first because {unscored}'
+        )
+
+
+def _reason(notes: Sequence[Note], phase: int) -> str:
+    return next(
+        (note["reasons"][phase] for note in notes if note["reasons"][phase]), ""
+    )
 
 
 def training_loss(notes: Sequence[Note]) -> float:

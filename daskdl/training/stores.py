@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from typing_extensions import override
 
 from daskdl.channel.base import Channel
+from daskdl.data.faults import file_count, readable_files
 from daskdl.data.loading import ASK_S
 from daskdl.data.source import Source
 from daskdl.data.trees import Rows
@@ -103,7 +104,9 @@ class Store(ABC):
             ahead: So many such bits are loaded while one is trained on.
         """
         own = Loader(1, "daskdl-stream")  # the order counts
-        bits = self.source(phase).stream(part, size)
+        source = self.source(phase)
+        assert source is not None, "what is sequential is sent as a whole"
+        bits = source.stream(part, size)
         coming = [own.submit(lambda: next(bits, None)) for _ in range(ahead + 1)]
         try:
             while True:
@@ -116,6 +119,29 @@ class Store(ABC):
         finally:
             own.close()
 
+    def files(self, phase: str, part: int) -> list[tuple[str, Rows]]:
+        """Get a part file by file, without those that cannot be read.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            part: Its number.
+
+        Returns:
+            URLs and rows; nothing if it is not made of several files.
+        """
+        source = self.source(phase)
+        if source is None or file_count(source, part) == 1:
+            return []
+        job = self._loader.submit(lambda: list(readable_files(source, part)))
+        return self._wait(phase, part, "", job)
+
+    def name(self, phase: str, part: int) -> str:
+        """What a part is called in messages, with its file where that is known."""
+        number, source = f"part {part}", self.source(phase)
+        own = number if source is None else source.name(part)
+        file = "" if own == number else f" ({own})"
+        return f"{number} of the {phase} data{file}"
+
     def close(self) -> None:
         """Load nothing any more."""
         for which in list(self._begun):
@@ -123,8 +149,8 @@ class Store(ABC):
         self._loader.close()
 
     @abstractmethod
-    def source(self, phase: str) -> Source:
-        """What the parts of a phase are of, where it is here as a whole."""
+    def source(self, phase: str) -> Source | None:
+        """What the parts of a phase are of, if it is here as a whole."""
 
     @abstractmethod
     def _job(

@@ -85,6 +85,7 @@ class TaskOptions:
         oversight: What is watched.
         prefetch: Parts with rows of so many batches are loaded meanwhile.
         skips_bad: Whether parts that cannot be read are left out.
+        left_out: Examples that were found to be bad before, and are in no part.
         checkpoints: How they are written; None: they are not.
         resume: Where the run goes on from; None: from the recipe's model.
     """
@@ -110,6 +111,7 @@ class TaskOptions:
     oversight: Oversight = field(default_factory=Oversight)
     prefetch: int = 2
     skips_bad: bool = False
+    left_out: int = 0
     checkpoints: CheckpointPlan | None = None
     resume: ResumePlan | None = None
 
@@ -208,6 +210,7 @@ class Tally:
     examples: int = 0
     seconds: float = 0.0
     skipped: int = 0
+    reason: str = ""  # of the first that was skipped
 
     def add(self, other: "Tally") -> None:
         """Count what another one has counted too."""
@@ -215,3 +218,4 @@ class Tally:
         self.examples += other.examples
         self.seconds += other.seconds
         self.skipped += other.skipped
+        self.reason = self.reason or other.reason

@@ -38,8 +38,9 @@ class WorkerStore(Store):
         self._fetcher = Fetcher()
 
     @override
-    def source(self, phase: str) -> Source:
-        return self._sources[phase].shared()
+    def source(self, phase: str) -> Source | None:
+        packed = self._sources.get(phase)
+        return None if packed is None else packed.shared()
 
     @override
     def rows(self, phase: str, part: int, key: str) -> Rows:
@@ -55,7 +56,7 @@ class WorkerStore(Store):
         self, phase: str, part: int, key: str, unwanted: threading.Event
     ) -> Callable[[], Rows]:
         if not key:
-            return lambda: self.source(phase).load(part)
+            return lambda: self._sources[phase].shared().load(part)
         timeout_s = self._timeouts.data
         return lambda: self._fetcher.rows(key, timeout_s, unwanted.is_set)
 

@@ -141,7 +141,8 @@ class Works:
         writer = CheckpointWriter(
             options.checkpoints, self._number, self._channel, options.timeouts
         )
-        log = RowLog(options.size, options.judging.columns, rows)
+        columns, left_out = options.judging.columns, options.left_out
+        log = RowLog(options.size, columns, rows, left_out=left_out)
         return Checkpoints(options, writer, log, before["checkpoints"])
 
     def _resume(self, inherited: Inheritance) -> None:

@@ -29,6 +29,12 @@ class Store:
     def rows(self, phase, part, key):
         return np.zeros((self._rows, 2), np.float32), np.zeros(self._rows, np.int64)
 
+    def files(self, phase, part):
+        return []
+
+    def name(self, phase, part):
+        return f"part {part} of the {phase} data"
+
     def stream(self, phase, part, size, ahead):
         for bit in self._bits:
             if isinstance(bit, Exception):

@@ -54,6 +54,7 @@ def note(
         "scheduled": rate[0],
         "learning_rate": rate[1],
         "skipped": skipped,
+        "reasons": ["", ""],
     }
 
 

@@ -2,10 +2,11 @@
 
 import itertools
 import logging
-import multiprocessing
 import signal
 
+import dask
 import pytest
+from distributed.utils import get_mp_context
 
 from daskdl.checkpoints.series import Series
 from daskdl.data.stores.store import store_of
@@ -16,6 +17,11 @@ _numbers = itertools.count()
 
 # What is forked from is imported nowhere else.
 collect_ignore = ["support/forked.py"]
+
+# Workers are forks of a process that has imported what all need: a cluster is there in
+# a second, and not in ten. Dask's own tools for tests put back the configuration that
+# they find when they are imported, so it is set before.
+dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 
 # Folders whose tests `make test` leaves out; each has the marker of its name.
 APART = {"network", "learning", "examples", "chaos"}
@@ -29,8 +35,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is forked is imported once; Dask, and what a test imports, may say less."""
-    multiprocessing.set_forkserver_preload(["tests.support.forked"])
+    """Say what is forked from when Dask, which says it once, has done so."""
+    get_mp_context().set_forkserver_preload(["tests.support.forked"])
 
 
 def pytest_sessionfinish():

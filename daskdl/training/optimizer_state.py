@@ -2,7 +2,8 @@
 
 Tensors with an axis (momentum, second moments) are averaged, weighted by the
 examples each replica saw; scalars (step counters) take the maximum, so that
-schedules and bias corrections never go back.
+schedules and bias corrections never go back. What is sparse, as the momentum of an
+embedding with sparse gradients, leaves a replica dense.
 """
 
 from collections.abc import Sequence
@@ -37,9 +38,35 @@ class OptimizerState:
     groups: list[dict[str, Any]]
 
 
+def state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict, its tensors dense.
+
+    Example:
+        >>> layer = torch.nn.Embedding(3, 2, sparse=True)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        >>> layer(torch.tensor([1])).sum().backward()
+        >>> optimizer.step()
+        >>> state_of(optimizer)["state"][0]["momentum_buffer"]
+        tensor([[0., 0.],
+                [1., 1.],
+                [0., 0.]])
+    """
+    state = optimizer.state_dict()
+    dense = {
+        number: {name: _dense(value) for name, value in entries.items()}
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": dense}
+
+
+def _dense(value: Any) -> Any:
+    is_sparse = isinstance(value, torch.Tensor) and value.layout != torch.strided
+    return value.to_dense() if is_sparse else value
+
+
 def weigh(optimizer: Optimizer, weight: float) -> OptimizerState:
     """Take an optimizer's state, its arrays multiplied by a replica's weight."""
-    state = optimizer.state_dict()
+    state = state_of(optimizer)
     result = OptimizerState({}, {}, {}, state["param_groups"])
     for number, entries in state["state"].items():
         for name, value in entries.items():

@@ -161,12 +161,18 @@ class Stepper:
     def gradient_norm(self) -> float:
         """Return the norm of all gradients together, before they are clipped."""
         squares = sum(
-            float(p.grad.double().square().sum())
-            for p in self._parameters
-            if p.grad is not None
+            float(grad.double().square().sum()) for grad in _gradients(self._parameters)
         )
         factor = 1.0 if self._scaler is None else self._scaler.get_scale()
         return math.sqrt(squares) / factor
+
+    def _clip(self, norm: float) -> None:
+        holders = []
+        for gradient in _gradients(self._parameters):
+            # torch clips what is the gradient of something, and nothing that is sparse.
+            holders.append(torch.empty_like(gradient))
+            holders[-1].grad = gradient
+        nn.utils.clip_grad_norm_(holders, norm)
 
     def update(self, scale: float) -> None:
         """Move the parameters by the gradients that are there.
@@ -183,13 +189,28 @@ class Stepper:
         if self._stepping.clip_grad_norm is not None:
             if self._scaler is not None:
                 self._scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self._parameters, self._stepping.clip_grad_norm)
+            self._clip(self._stepping.clip_grad_norm)
         with scaled(self._optimizer, scale):
             if self._scaler is None:
                 self._optimizer.step()
             else:
                 self._scaler.step(self._optimizer)
                 self._scaler.update()
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """All gradients, of sparse ones the values, which may be changed in place."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
+            # An index may occur several times: its values are one gradient.
+            parameter.grad = parameter.grad.coalesce()
+            gradients.append(parameter.grad.values())
+        else:
+            gradients.append(parameter.grad)
+    return gradients
 
 
 def rows_of(group: Group) -> int:

@@ -24,7 +24,7 @@ from daskdl.training.exchange import Exchange
 from daskdl.training.learning_rate import LearningRate
 from daskdl.training.likeness import Likeness
 from daskdl.training.loss_watch import LossWatch
-from daskdl.training.optimizer_state import load_optimizer_
+from daskdl.training.optimizer_state import load_optimizer_, state_of
 from daskdl.training.random_state import generators, restore_generators
 from daskdl.training.resuming import Inheritance, inherit
 from daskdl.training.row_log import RowLog
@@ -179,7 +179,7 @@ class Works:
         checkpoints = self.checkpoints
         return {
             **self._exchange.snapshot(),
-            "optimizer": Packed(self.optimizer.state_dict(), "optimizer").payload,
+            "optimizer": Packed(state_of(self.optimizer), "optimizer").payload,
             "schedule": self.rate.state(),
             **self.stopper.snapshot(),
             **({} if checkpoints is None else checkpoints.snapshot()),
@@ -231,7 +231,7 @@ class Works:
             "weight": self.weight,
         }
         of_all = self.exchange.averages_optimizer
-        (common if of_all else own)["optimizer"] = self.optimizer.state_dict()
+        (common if of_all else own)["optimizer"] = state_of(self.optimizer)
         return Copyable(said, common, own)
 
 

@@ -259,8 +259,12 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def leave(self) -> None:
-        """Be a member no more; nothing of this replica stays in the channel."""
+    def leave(self, *, retires: bool = False) -> None:
+        """Be a member no more; nothing of this replica stays in the channel.
+
+        Args:
+            retires: Its worker closes, and the run goes on without it.
+        """
 
     @abstractmethod
     def traffic(self) -> Traffic:

@@ -18,7 +18,7 @@ from daskdl.channel.messages import Answer, Item
 from daskdl.channel.probe import is_listening
 from daskdl.channel.pump import Pump
 from daskdl.channel.run import RunRecord
-from daskdl.errors import DaskDLError, WaitTimeoutError
+from daskdl.errors import DaskDLError
 
 logger = logging.getLogger(__name__)
 
@@ -152,16 +152,27 @@ class LiveRun:
             self._couriers[worker] = Courier(worker, ask, bound)
         return self._couriers[worker]
 
-    def leave(self, replica: int) -> None:
-        """A replica's task ends: everything it had is delivered, or not wanted."""
-        members = self.record.members
+    async def leave(self, replica: int, *, retires: bool = False) -> None:
+        """A replica's task ends: everything it had is delivered, or not wanted.
+
+        Args:
+            replica: Its number.
+            retires: Its worker closes, and it had not come to the end of the run.
+        """
+        record, members = self.record, self.record.members
         if not members.here(replica):  # given up before: its worker is free again
             self.hanging.discard(members.seats[replica])
-            self.record.events.post("worker", worker=members.seats[replica])
-        self.record.remove(replica)
+            record.events.post("worker", worker=members.seats[replica])
+        elif retires:
+            record.retire(replica, self.now())
+        else:
+            record.ended |= replica in members.expected
+            record.remove(replica)
         self._forget(replica)
         if members.started and not members.expected:
-            self.record.events.post("over", waiting=members.waiting)
+            record.events.post("over", waiting=members.waiting)
+            record.give_up_if_deserted()
+        await self.notify()
 
     def removed(self, replica: int) -> None:
         """Dask has removed the worker of a replica: it was closed, or it died.
@@ -188,15 +199,14 @@ class LiveRun:
         record = self.record
         if not record.members.here(replica):
             return
-        what = f"lost {record.members.describe(replica, self.now())}: {why}"
-        logger.warning("run %s %s", record.plan.run, what)
+        # The client says it where its user looks.
+        logger.info("run %s lost replica %s: %s", record.plan.run, replica, why)
         trained = replica in record.members.expected
-        record.remove(replica)
-        record.events.post("lost", replica=replica, summary=what)
+        record.lose(replica, why, self.now())
         self._forget(replica)
         # Else it came too late, and the others may have come to the end meanwhile.
-        if trained and not record.members.expected:
-            await self.fail(WaitTimeoutError(f"no replica is left; {what}"))
+        if trained:
+            record.give_up_if_deserted()
         await self.notify()
 
     async def fail(self, error: DaskDLError) -> None:

@@ -113,7 +113,7 @@ class LocalChannel(Receiver):
         self._run.fail(self._replica, failure)
 
     @override
-    def leave(self) -> None:
+    def leave(self, *, retires: bool = False) -> None:
         self._run.forget(self._replica)
 
     # ---- updates

@@ -86,9 +86,9 @@ class RemoteChannel(Receiver):
         self._waits.tell(messages.FAIL, failure=dict(failure))
 
     @override
-    def leave(self) -> None:
+    def leave(self, *, retires: bool = False) -> None:
         self._link.stop_sending()
-        self._waits.tell(messages.LEAVE)
+        self._waits.tell(messages.LEAVE, retires=retires)
         self._forget()
         self._link.end()
 

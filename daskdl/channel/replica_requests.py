@@ -74,6 +74,8 @@ async def handle_activate(live: LiveRun, replica: int, step: int) -> dict[str, A
     check_present(replica, record)
     await live.until(lambda: not record.holding, None)
     record.activate(replica, int(step))
+    worker = record.members.seats[replica]
+    record.events.post("joined", replica=replica, worker=worker)
     await live.notify()
     members = [[r, record.members.step_of(r)] for r in record.members.expected]
     where = {"epoch": record.epoch, "lap": record.lap}
@@ -201,10 +203,11 @@ async def handle_fail(
     return {"status": Answer.OK.value}
 
 
-async def handle_leave(live: LiveRun, replica: int) -> dict[str, Any]:
+async def handle_leave(
+    live: LiveRun, replica: int, retires: bool = False
+) -> dict[str, Any]:
     """A replica has delivered everything and goes."""
-    live.leave(replica)
-    await live.notify()
+    await live.leave(replica, retires=bool(retires))
     return {"status": Answer.OK.value}
 
 

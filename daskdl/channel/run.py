@@ -17,8 +17,10 @@ from daskdl.channel.plan import RunPlan
 from daskdl.channel.schedule import Schedule
 from daskdl.channel.standings import Standing, Standings
 from daskdl.channel.work import Work
-from daskdl.errors import DaskDLError
+from daskdl.errors import DaskDLError, RunError, WaitTimeoutError
 from daskdl.timeouts import Timeouts
+
+MOST_NAMED = 8  # of those that are gone: a message fits a screen
 
 
 class RunRecord:
@@ -41,6 +43,7 @@ class RunRecord:
         holding: Whether updates have to wait, see `complete`.
         standings: How replicas stand that send to each other.
         barriers: Where replicas meet.
+        ended: Whether a replica has left that was not told to: at the run's end.
     """
 
     plan: RunPlan
@@ -56,6 +59,7 @@ class RunRecord:
     holding: bool
     standings: Standings
     barriers: Barriers
+    ended: bool
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
@@ -73,6 +77,9 @@ class RunRecord:
         self._held: list[Item] = []  # updates that wait, one of each that leaves
         self.standings = Standings()
         self.barriers = Barriers()
+        self.ended = False
+        self._departed: dict[int, str] = {}  # what became of those that trained
+        self._all_retired = True
 
     @property
     def timeouts(self) -> Timeouts:
@@ -240,6 +247,44 @@ class RunRecord:
         step = self.members.step_of(replica)
         self._tell(Item(ItemKind.LOST.value, replica, 0, step, 0))
         self._tell_routes()
+
+    def lose(self, replica: int, why: str, now: float) -> None:
+        """A replica is gone without a word; the client learns why."""
+        what = f"{self.members.describe(replica, now)}: {why}"
+        if replica in self.members.expected:
+            self._departed[replica] = what
+            self._all_retired = False
+        self.remove(replica)
+        self.events.post("lost", replica=replica, summary=f"lost {what}")
+
+    def retire(self, replica: int, now: float) -> None:
+        """A replica has handed over and leaves before the end, with its worker."""
+        what = f"{self.members.describe(replica, now)}: it retired with its worker"
+        if replica in self.members.expected:
+            self._departed[replica] = what
+        self.remove(replica)
+        self.events.post("retired", replica=replica, summary=what)
+
+    def give_up_if_deserted(self) -> None:
+        """Nobody is left to go on, and nobody came to the end: the client learns who.
+
+        Nothing happens while somebody trains.
+        """
+        if self.members.expected or self.ended:
+            return
+        gone = sorted(self._departed)
+        more = f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
+        if self._all_retired:
+            seats = dict.fromkeys(self.members.seats[r] for r in gone)
+            workers = f"{', '.join([*seats][:MOST_NAMED])}{more}"
+            error: DaskDLError = RunError(
+                f"all workers have retired: {workers}; nobody is left to train; fit "
+                "again, on workers that stay longer, to go on"
+            )
+        else:
+            who = "; ".join(self._departed[r] for r in gone[:MOST_NAMED])
+            error = WaitTimeoutError(f"no replica is left: lost {who}{more}")
+        self.give_up(error)
 
     def stop(self, reason: str) -> None:
         """Tell every replica to leave; the first reason stays."""

@@ -139,9 +139,10 @@ class ClusterStage(Stage):
 
     @override
     def news(self, seen: int, timeout_s: float) -> Sequence[Event]:
-        answer = self._ask(messages.WATCH, seen=seen, timeout_s=timeout_s)
+        # Before the next news: those before say who is gone, and takes nothing.
         for event in (*self._due(), *self._lost_parts()):
             self.heed(event)
+        answer = self._ask(messages.WATCH, seen=seen, timeout_s=timeout_s)
         events: Sequence[Event] = answer["events"]
         return events
 
@@ -167,13 +168,22 @@ class ClusterStage(Stage):
         act: dict[str, Callable[[Event], None]] = {
             # Pinned to a worker that is gone, the task would wait for ever.
             "removed": lambda event: self._cancel(event["replica"]),
-            "lost": lambda event: self._cancel(event["replica"]),
+            "lost": self._note_departure,
+            "retired": self._note_departure,
+            "joined": self._note_arrival,
             "worker": lambda event: self._seat(event["worker"]),
             "missing": self._restore,
             "over": self._send_away,
         }
         if event["kind"] in act:
             act[event["kind"]](event)
+
+    def _note_departure(self, event: Event) -> None:
+        logger.warning("%s", event["summary"])
+        self._cancel(event["replica"])
+
+    def _note_arrival(self, event: Event) -> None:
+        logger.info("replica %s trains on %s", event["replica"], event["worker"])
 
     def _send_away(self, event: Event) -> None:
         """Nobody is left to begin from: these came too late."""
@@ -209,8 +219,9 @@ class ClusterStage(Stage):
     def _restore(self, event: Event) -> None:
         """Send a lost part again: where it is wanted, else to any that takes it."""
         phase, part = event["phase"], event["part"]
-        others = set(self._client.nthreads()) - {event["worker"], *event["avoid"]}
-        for home in (event["worker"], *sorted(others)):
+        there = set(self._client.nthreads()) - set(event["avoid"])
+        wanted = event["worker"]
+        for home in sorted(there, key=lambda worker: (worker != wanted, worker)):
             try:
                 key = self._supplies[phase].restore(part, event["key"], [home])
             except OSError as error:  # it has gone, or hangs

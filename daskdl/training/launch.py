@@ -41,16 +41,19 @@ def train_replica(
     own = recipe.unpack()
     channel = _open_channel(worker, options, number, own)
     store = WorkerStore(sources, channel, options.timeouts, options.load_threads)
+    result = None
     try:
         threads = max(1, worker.state.nthreads // seats)
         with surroundings(options.device, threads) as device:
             replica = Replica(number, options, own, channel, device, store)
             if not founder:
                 warm_up(own, options.master, options.stepping, device)
-            return replica.run()
+            result = replica.run()
+            return result
     finally:
         store.close()
-        channel.leave()
+        finished = result is not None and result.finished
+        channel.leave(retires=channel.closing and not finished)
 
 
 def _open_channel(

@@ -91,7 +91,7 @@ async def test_a_run_without_replicas_is_stopped(c, s, a, b, routing):
         # Nobody may be left to confirm that a replica is removed.
         kinds = [kind for kind in kinds if kind != "removed"]
         assert kinds == ["lost", "lost", "failed", "stopped"]
-        assert run.record.stopped.startswith("no replica is left; lost replica")
+        assert run.record.stopped.startswith("no replica is left: lost replica")
 
 
 @EITHER

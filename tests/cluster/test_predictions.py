@@ -1,6 +1,5 @@
 """Predictions on a cluster: where the model is, and what a dead worker costs."""
 
-import gc
 import os
 import signal
 from collections import Counter
@@ -16,7 +15,7 @@ from torch import nn
 
 import daskdl
 from tests.support.clusters import cluster_of
-from tests.support.leftovers import still_left_behind
+from tests.support.leftovers import Tracked, still_left_behind
 
 ROWS = 240
 X = np.arange(2.0 * ROWS, dtype=np.float32).reshape(ROWS, 2)
@@ -28,9 +27,7 @@ def lazy():
 
 def copies_there(name):
     """How many different weights modules of a class have in this process."""
-    gc.collect()
-    modules = [one for one in gc.get_objects() if type(one).__name__ == name]
-    return len({one.weight.data_ptr() for one in modules})
+    return len({one.weight.data_ptr() for one in Tracked.held(name)})
 
 
 def model_of(client):
@@ -45,7 +42,7 @@ def model_of(client):
 
 
 def test_the_model_travels_once_to_each_worker_and_goes_with_the_result(client):
-    class Wide(nn.Linear):
+    class Wide(Tracked, nn.Linear):
         """200 kB."""
 
     model = Wide(2, 20_000)
@@ -120,7 +117,7 @@ def test_a_partition_whose_worker_dies_half_way_is_computed_by_another(
 
 
 def test_threads_of_a_worker_share_the_weights():
-    class Lone(nn.Module):
+    class Lone(Tracked):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(()))

@@ -1,4 +1,3 @@
-import gc
 import os
 import signal
 import threading
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from daskdl import ModelError, Predictor
-from tests.support.leftovers import still_left_behind
+from tests.support.leftovers import Tracked, still_left_behind
 
 X = np.random.default_rng(0).normal(size=(128, 4)).astype(np.float32)
 # Batches of another size may use another matrix kernel, which rounds otherwise.
@@ -18,7 +17,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 WITHIN_S = 60.0
 
 
-class Constant(nn.Module):
+class Constant(Tracked):
     """Says its value, the sum of the row, and which process it is in."""
 
     def __init__(self, value):
@@ -39,10 +38,7 @@ def extensions(dask_worker):
 
 def models(dask_worker):
     """Values of the models in the worker's memory."""
-    gc.collect()
-    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-    found = [o for o in modules if type(o).__name__ == "Constant"]
-    return sorted(int(model.value.item()) for model in found)
+    return sorted(int(model.value.item()) for model in Tracked.held("Constant"))
 
 
 def nothing_left(client):

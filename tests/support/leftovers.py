@@ -6,11 +6,31 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
+from typing import ClassVar
 
 from distributed import get_client
+from torch import nn
 
 from daskdl.channel.scheduler import NAME
+
+
+class Tracked(nn.Module):
+    """A module that can be found as long as anything in its process holds it."""
+
+    _all: ClassVar = weakref.WeakSet()
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)  # unpickled and copied ones come by here, too
+        Tracked._all.add(self)
+        return self
+
+    @staticmethod
+    def held(name):
+        """Those of a class, in this process, by the name it has in every process."""
+        gc.collect()
+        return [one for one in Tracked._all if type(one).__name__ == name]
 
 
 def left_behind(client):

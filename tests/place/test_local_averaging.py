@@ -54,16 +54,6 @@ def fitted(master, *, model=mlp, optimizer=sgd, x=X, y=Y, **options):
     return own
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam])
-def test_one_replica_is_a_plain_loop_bit_for_bit(optimizer):
-    own = fitted(averaging(1, frequency=3), optimizer=optimizer)
-
-    expected = plain_loop(mlp, optimizer, seed=0, epochs=2, batch_size=16, x=X, y=Y)
-    got = parameters_of(own.model_)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(got[name], value)
-
-
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("model", [mlp, convolutional])
 def test_averaging_each_step_of_plain_sgd_is_a_larger_batch(model, replicas):

@@ -12,7 +12,6 @@ from tests.support.problems import (
     mlp,
     parameters_of,
     plain,
-    plain_loop,
     rows,
     sgd,
     start_of,
@@ -58,15 +57,6 @@ def differ(one, two):
         np.abs(value - others[name]).max()
         for name, value in parameters_of(one.model_).items()
     )
-
-
-def test_one_replica_is_a_plain_loop_bit_for_bit():
-    own = fitted(averaging(1, frequency=3))
-
-    expected = plain_loop(mlp, sgd, seed=0, epochs=2, batch_size=16, x=X, y=Y)
-    got = parameters_of(own.model_)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(got[name], value)
 
 
 def test_one_replica_with_an_outer_optimizer_rounds_nothing():

@@ -69,17 +69,20 @@ def parameters_of(module):
     return {name: value.numpy().copy() for name, value in module.state_dict().items()}
 
 
-def plain_loop(model, optimizer, *, seed, epochs, batch_size, x, y, more=None):
-    """What a user would write without daskdl, on one thread, in order.
+def plain_loop(
+    model, optimizer, *, seed, epochs, batch_size, x, y, more=None, threads=1
+):
+    """What a user would write without daskdl, in order.
 
     Args:
         more: Options of a trainer that change the step, by name.
+        threads: Of torch. Sums over a batch depend on how they are shared out.
     """
     more = {"accumulate": 1, **(more or {})}
     dtype, norm = more.get("autocast"), more.get("clip_grad_norm")
     size = batch_size * more["accumulate"]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    former = torch.get_num_threads()
+    torch.set_num_threads(threads)
     torch.manual_seed(seed)
     module = model().train()
     steps = optimizer(module.parameters())
@@ -107,5 +110,5 @@ def plain_loop(model, optimizer, *, seed, epochs, batch_size, x, y, more=None):
                 scheduler.step()
         if scheduler and more.get("scheduler_every") != "step":
             scheduler.step()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(former)
     return parameters_of(module)

@@ -4,6 +4,7 @@ Run ``python -m tests.golden.make_checkpoint_v1``; it writes nothing over what i
 Later releases must go on from them.
 """
 
+import copy
 import json
 from pathlib import Path
 
@@ -78,8 +79,17 @@ def resumed(name: str) -> daskdl.Trainer:
 
 
 def results(own: daskdl.Trainer) -> dict:
+    """What another CPU comes to as well, but for some ulps.
+
+    Predictions are not: the bias before the batch normalisation has no gradient but
+    rounding, which Adam blows up, and the means that are predicted with follow it late.
+    Those of the batch itself cancel it.
+    """
+    module = copy.deepcopy(own.model_).train()
+    with torch.no_grad():
+        outputs = module(torch.from_numpy(inputs()))
     return {
-        "predictions": own.predict(inputs()).tolist(),
+        "outputs": outputs.tolist(),
         "loss": own.history_.column("loss"),
         "learning_rate": own.history_.column("learning_rate"),
     }

@@ -11,8 +11,9 @@ from torch import nn
 from daskdl.data.checks import check_same_classes, of_validation
 from daskdl.data.labels import LabelCheck
 from daskdl.data.pairs import pair
-from daskdl.data.source import Source
+from daskdl.data.source import Source, rows_in
 from daskdl.data.sources import source_of
+from daskdl.errors import DataError
 from daskdl.objective import OwnStep
 from daskdl.packed import Packed, PackedModel
 from daskdl.training.adoption import Standing
@@ -93,6 +94,19 @@ class Fitting:
         accuracy = self.method.has_accuracy(model, sources)
         return Checked(*accepted, self._judging("validation" in sources, accuracy))
 
+    def check_rows(self, train: Source) -> None:
+        """Refuse data of which nothing would be trained on.
+
+        Raises:
+            DataError: If all of it would be left out as what fills no batch.
+        """
+        rows, size = rows_in(train), self.fit.read.batch_size
+        if self.fit.drop_last and rows is not None and rows < size:
+            raise DataError(
+                f"drop_last=True leaves nothing to train on: batch_size={size}, and "
+                f"the data have {rows} rows; take a batch_size of at most {rows}"
+            )
+
     def recipe(self, model: nn.Module, train: Source) -> Packed[Recipe]:
         """What each replica needs of the user's objects; see `Method.recipe`."""
         moved, callbacks = self.standing.moved, self.trainer.callbacks
@@ -138,6 +152,7 @@ class Fitting:
             oversight=self.method.oversight,
             prefetch=fit.prefetch,
             skips_bad=fit.read.skips,
+            drop_last=fit.drop_last,
             left_out=left_out,
             checkpoints=checkpoints,
             resume=None if resumed is None else resumed.plan,

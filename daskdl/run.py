@@ -205,11 +205,13 @@ def begun(
         DaskDLError: If something does not go together; where that can be seen
             without loading data, no worker was touched.
     """
+    site.check_device(str(fitting.trainer.device))
     checked = None
     if all(is_known(source) for source in sources.values()):
         checked = fitting.check(model, sources)
     with site.ready(sources, fitting.fit, fitting.trainer.seed) as ready:
         checked = checked or fitting.check(model, ready)
+        fitting.check_rows(ready["train"])
         recipe = fitting.recipe(model, ready["train"])
         options = fitting.task(model, checked, ready["train"].left_out)
         with site.stage(options, ready) as stage:

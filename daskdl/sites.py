@@ -32,6 +32,7 @@ from daskdl.metrics.wanted import Wanted
 from daskdl.objective import Objective
 from daskdl.timeouts import Timeouts
 from daskdl.training.cluster_stage import ClusterStage, Limits
+from daskdl.training.devices import check_device
 from daskdl.training.local_stage import LocalStage
 from daskdl.training.options import FitOptions
 from daskdl.training.seats import most_replicas, replicas_here, seats_of
@@ -52,6 +53,14 @@ class Site(ABC):
     """
 
     client: Client | Literal[False]
+
+    @abstractmethod
+    def check_device(self, device: str) -> None:
+        """Refuse a device that is not there, if that can be seen from here.
+
+        Raises:
+            OptionError: What is missing.
+        """
 
     @contextlib.contextmanager
     def ready(self, sources: Sources, fit: FitOptions, seed: int) -> Iterator[Sources]:
@@ -114,6 +123,10 @@ class Cluster(Site):
         self.client = client
 
     @override
+    def check_device(self, device: str) -> None:
+        pass  # the first replica says so
+
+    @override
     @contextlib.contextmanager
     def stage(self, options: TaskOptions, sources: Sources) -> Iterator[Stage]:
         most = most_replicas(rows_in(sources["train"]), options.step_rows)
@@ -135,6 +148,10 @@ class Process(Site):
     """This process alone: replicas are threads."""
 
     client: Literal[False] = False
+
+    @override
+    def check_device(self, device: str) -> None:
+        check_device(device)
 
     @override
     @contextlib.contextmanager

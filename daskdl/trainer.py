@@ -145,6 +145,7 @@ class Trainer(Trained):
         batch_size: int = 32,
         validation: Any = None,
         shuffle: bool = True,
+        drop_last: bool = False,
         transform: Transform | None = None,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
@@ -167,6 +168,9 @@ class Trainer(Trained):
             validation: (X, y), or what has both, on which the agreed model is scored
                 after each epoch, or after those of an :class:`~daskdl.Evaluate`.
             shuffle: New random order in each epoch, from the seed.
+            drop_last: Leave out what does not fill a batch at the end of a replica's
+                epoch, and before rows of another shape, fewer than `batch_size` rows
+                each time. They are not among the `examples` of the history.
             transform: Of each batch, before that of the trainer; of `validation` too.
             loader: Makes (x, y) of a file: a function of its path, or one of those in
                 `daskdl.data`; None: by the files' extension.
@@ -198,7 +202,7 @@ class Trainer(Trained):
         """
         both = one_of(transform, self.transform)
         read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-        fit = FitOptions(read, epochs, shuffle, prefetch, approach)
+        fit = FitOptions(read, epochs, shuffle, prefetch, approach, drop_last)
         method = self._method(read.transform)
         resumed = resumption_of(resume, self.callbacks)
         standing = self._standing if resumed is None else resumed.standing

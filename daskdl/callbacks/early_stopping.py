@@ -10,6 +10,7 @@ from daskdl.errors import OptionError
 
 MONITORS = ("val_loss", "val_accuracy", "loss")
 MODES = ("min", "max", "auto")
+PATIENCE = 5  # epochs, where nothing was given to stop at
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class EarlyStopping(Callback):
     Args:
         monitor: The score: ``"val_loss"`` or ``"val_accuracy"`` of the validation
             data, or ``"loss"``, the mean training loss of an epoch.
-        patience: Epochs without an improvement; None: any number.
+        patience: Epochs without an improvement; None: any number, or 5 where there is
+            neither `target` nor `max_seconds`.
         min_delta: The least improvement that counts for `patience`, >= 0. It is
             measured from the last score that counted. The best epoch is that of the
             best score, by however little.
@@ -49,10 +51,12 @@ class EarlyStopping(Callback):
             parameter. Optimizer and schedule are as they were in the end.
 
     Raises:
-        OptionError: If an argument is outside what is allowed, or nothing is there to
-            stop at. When the fit begins, if there is no such score.
+        OptionError: If an argument is outside what is allowed. When the fit begins, if
+            there is no such score.
 
     Example:
+        >>> EarlyStopping().patience
+        5
         >>> rule = EarlyStopping("val_accuracy", patience=3, min_delta=0.01)
         >>> rule.improves(0.905, on=0.9), rule.improves(0.92, on=0.9)
         (False, True)
@@ -92,10 +96,7 @@ class EarlyStopping(Callback):
                 got = getattr(self, name)
                 raise OptionError(f"{name} must be True or False, got {got!r}")
         if patience is None and self.target is None and seconds is None:
-            raise OptionError(
-                "patience, target and max_seconds are all None, so there is nothing to "
-                "stop at; give at least one of them"
-            )
+            object.__setattr__(self, "patience", PATIENCE)
 
     @property
     def needs_validation(self) -> bool:

@@ -4,7 +4,7 @@ No Dask. Whether they go with the data is seen in :mod:`daskdl.data.checks`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -101,6 +101,14 @@ def check_optimizer(optimizer: Callable[..., Any], module: nn.Module) -> None:
         raise ModelError(
             f"optimizer failed on a list of {len(parameters)} parameters: {error}"
         ) from error
+    several = made.values() if isinstance(made, dict) else made
+    if isinstance(several, Iterable):
+        kinds = ", ".join(type(one).__name__ for one in several)
+        raise ModelError(
+            f"optimizer must return one torch.optim.Optimizer, got several ({kinds}); "
+            "make one of parameter groups, as in torch.optim.SGD([{'params': a, "
+            "'lr': 0.1}, {'params': b, 'lr': 0.01}])"
+        )
     if not isinstance(made, torch.optim.Optimizer):
         raise ModelError(f"optimizer must return a torch.optim.Optimizer, got {made!r}")
     known = {id(parameter) for parameter in parameters}

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from daskdl.errors import OptionError
+
 _lock = threading.Lock()
 _users: Counter[int] = Counter()  # replicas now, by number of the CUDA device
 
@@ -27,9 +29,13 @@ def device_for(device: str) -> Iterator[torch.device]:
         device: ``"auto"`` takes the CUDA device with the fewest replicas of this
             process, the first of these, and without one the CPU. Else the name of a
             torch device.
+
+    Raises:
+        OptionError: If this process has no such device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device != "auto":
+        check_device(device)
         found = torch.device(device)
         with _current(found):
             yield found
@@ -38,6 +44,23 @@ def device_for(device: str) -> Iterator[torch.device]:
     else:
         with _fewest_users(count) as found, _current(found):
             yield found
+
+
+def check_device(device: str) -> None:
+    """Refuse a CUDA device that this process has not.
+
+    Raises:
+        OptionError: How many there are.
+    """
+    if device == "auto" or torch.device(device).type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (torch.device(device).index or 0) >= count:
+        raise OptionError(
+            f"device={device!r} is not there: torch finds {count} CUDA devices in this "
+            "process; take device='auto', which is CUDA where there is one and else "
+            "the CPU, or have the device on all workers"
+        )
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

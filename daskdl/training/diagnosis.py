@@ -7,6 +7,8 @@ from dataclasses import dataclass
 # Below these the numbers are as they are in training that goes well.
 APART = 2.0  # steps between replicas
 BEHIND = 10.0  # thresholds; ResidualClipping's default lets 5 be carried over
+# No density would follow: it is the steps that are too long, and that is said already.
+TOO_FAR = 1e6  # thresholds
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,10 @@ def _of_sharing(s: Symptoms) -> Iterator[str]:
             f"this replica is {s.staleness:.1f} steps ahead of the slowest in the "
             "mean: lower max_staleness, or the optimizer's momentum"
         )
-    if s.residual >= BEHIND:
+    if BEHIND <= s.residual < TOO_FAR:
+        far = s.residual
+        shown = f"{far:.0f}" if far < 1000 else f"10^{math.floor(math.log10(far))}"
         yield (
-            f"1 % of the parameters are {s.residual:.0f} thresholds or more from what "
+            f"1 % of the parameters are {shown} thresholds or more from what "
             "the others know: the compression does not follow, allow a higher density"
         )

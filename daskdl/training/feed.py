@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from daskdl.channel.base import Channel
 from daskdl.channel.pause import Pause
 from daskdl.channel.piece import Piece
-from daskdl.data.batches import Batch, Chunk, Transform, batches
+from daskdl.data.batches import Batch, Chunk, Transform, batches, rows_in
 from daskdl.training.reader import Reader, Reading
 from daskdl.training.stepping import Group, rows_of
 from daskdl.training.stores import Store
@@ -50,7 +50,7 @@ class Feed:
         self._reading = reading
         self._reader = Reader(store, reading)
         self._transform = transform
-        self._given = self._done = 0  # rows: passed to the batches, and trained on
+        self._given = self._done = 0  # rows: passed to the batches, and done with
         self._held: deque[tuple[Piece, int, int]] = deque()  # rows, and `_given` after
         self.loss = 0.0
         self.pause = None
@@ -83,7 +83,7 @@ class Feed:
         self.pause = None
         piece = self._lease(wait=False)
         while True:
-            made = batches(self._chunks(piece), self._reading.batch_size)
+            made = self._batches(piece)
             while group := list(itertools.islice(made, size)):
                 rows = rows_of(group)
                 yield self._transformed(group)
@@ -92,6 +92,14 @@ class Feed:
             piece = self._lease(wait=True)
             if piece is None:
                 return
+
+    def _batches(self, piece: Piece | None) -> Iterator[Batch]:
+        size = self._reading.batch_size
+        for batch in batches(self._chunks(piece), size):
+            if self._reading.drop_last and rows_in(batch) < size:
+                self._done += rows_in(batch)
+            else:
+                yield batch
 
     def _transformed(self, group: Group) -> Group:
         if self._transform is None:

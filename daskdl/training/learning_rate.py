@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from daskdl.data.models import trainable
 from daskdl.data.rehearsal import MISFITS
@@ -118,6 +118,7 @@ class LearningRate:
         optimizer: Its parameter groups are changed in place.
         scheduling: Makes the scheduler.
         before: The state of an earlier fit; empty: at its start.
+        epochs: Of the run.
 
     Attributes:
         scheduler: That was made, or None.
@@ -126,7 +127,11 @@ class LearningRate:
     scheduler: LRScheduler | None
 
     def __init__(
-        self, optimizer: Optimizer, scheduling: Scheduling, before: bytes = b""
+        self,
+        optimizer: Optimizer,
+        scheduling: Scheduling,
+        before: bytes = b"",
+        epochs: int = 1,
     ) -> None:
         self._optimizer = optimizer
         self._every = scheduling.every
@@ -134,6 +139,7 @@ class LearningRate:
         self._count = self._count_before = 0  # how often it was stepped, over all fits
         self.load_(before)
         self._count_before = self._count  # this run
+        self._epochs = epochs
 
     def state(self) -> bytes:
         """Where it stands, for other replicas and fits; empty without a scheduler."""
@@ -244,5 +250,29 @@ class LearningRate:
         self._count += 1
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
+        elif isinstance(self.scheduler, OneCycleLR):
+            self._step_of_cycle(self.scheduler)
         elif self.scheduler is not None:
             self.scheduler.step()
+
+    def _step_of_cycle(self, scheduler: OneCycleLR) -> None:
+        try:
+            scheduler.step()
+        except ValueError as error:
+            total = self._count - 1
+            if self._every == "epoch":
+                needed = (
+                    f"{self._count_before + self._epochs} or more, one for each epoch"
+                )
+            else:
+                needed = (
+                    "at least as many as one replica makes steps in all epochs, which "
+                    "is about epochs * rows / (batch_size * accumulate * replicas), "
+                    f"and more for a fast one ({total - self._count_before} were not "
+                    f"enough for these {self._epochs} epochs); or step it by epoch, "
+                    "with scheduler_every='epoch' and total_steps=epochs"
+                )
+            raise OptionError(
+                f"OneCycleLR has come to its end, total_steps={total}, before the fit; "
+                f"give it total_steps={needed}"
+            ) from error

@@ -63,6 +63,7 @@ class FitOptions:
         shuffle: Whether in a new order each time.
         prefetch: Parts with rows of so many batches are loaded meanwhile.
         approach: Whether batch files are written first.
+        drop_last: Whether batches of fewer rows are not trained on.
 
     Raises:
         OptionError: Naming the option, what was given and what is allowed.
@@ -78,11 +79,14 @@ class FitOptions:
     shuffle: bool = True
     prefetch: int = 2
     approach: Approach = "direct"
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         check_whole("epochs", self.epochs, 1)
-        if not isinstance(self.shuffle, bool):
-            raise OptionError(f"shuffle must be True or False, got {self.shuffle!r}")
+        for name in ("shuffle", "drop_last"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise OptionError(f"{name} must be True or False, got {value!r}")
         check_whole("prefetch", self.prefetch, 0)
         check_choice("approach", self.approach, ("direct", "export"))
 

@@ -32,6 +32,7 @@ class Reading:
             that cannot.
         fits: Raises `DataError` if the model cannot be run on the rows of a part, which
             gets a name for the message; None: that is not looked at.
+        drop_last: Whether batches of fewer rows are left out.
     """
 
     phase: str
@@ -41,6 +42,7 @@ class Reading:
     labels: LabelCheck | None
     skips: bool
     fits: Callable[[Rows, str], None] | None = None
+    drop_last: bool = False
 
 
 class Reader:

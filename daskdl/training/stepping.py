@@ -132,7 +132,7 @@ class Stepper:
 
     def _backward(self, batch: Batch, rows: int) -> Tensor:
         batch = to_device(*batch, self._device, self._dtype)
-        with self._autocast():
+        with self._autocast(), _one_row_named(batch):
             loss = batch_loss(self._objective, self._module, batch)
             if rows_in(batch) != rows and not is_sum(self._objective):
                 # Not times a share: of equal batches this is the plain loss / k.
@@ -196,6 +196,22 @@ class Stepper:
             else:
                 self._scaler.step(self._optimizer)
                 self._scaler.update()
+
+
+@contextlib.contextmanager
+def _one_row_named(batch: Batch) -> Iterator[None]:
+    """Say what to do where batch norm refuses a batch of one row."""
+    try:
+        yield
+    except ValueError as error:
+        is_batch_norm = str(error).startswith("Expected more than 1 value per channel")
+        if rows_in(batch) != 1 or not is_batch_norm:
+            raise
+        raise ModelError(
+            f"batch norm cannot train on a batch of one row: {error}; the last batch of"
+            " a replica's epoch has the rows that are left over: leave those out with "
+            "fit(drop_last=True), or take a batch_size > 1 that leaves none"
+        ) from error
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -85,6 +85,7 @@ class TaskOptions:
         oversight: What is watched.
         prefetch: Parts with rows of so many batches are loaded meanwhile.
         skips_bad: Whether parts that cannot be read are left out.
+        drop_last: Whether batches of fewer rows are not trained on.
         left_out: Examples that were found to be bad before, and are in no part.
         checkpoints: How they are written; None: they are not.
         resume: Where the run goes on from; None: from the recipe's model.
@@ -111,6 +112,7 @@ class TaskOptions:
     oversight: Oversight = field(default_factory=Oversight)
     prefetch: int = 2
     skips_bad: bool = False
+    drop_last: bool = False
     left_out: int = 0
     checkpoints: CheckpointPlan | None = None
     resume: ResumePlan | None = None
@@ -136,7 +138,13 @@ class TaskOptions:
         if phase == "train" and self.shuffle:
             seed = (self.seed, self.epochs_before + epoch)
         return Reading(
-            phase, seed, self.batch_size, self.prefetch, self.labels, self.skips_bad
+            phase,
+            seed,
+            self.batch_size,
+            self.prefetch,
+            self.labels,
+            self.skips_bad,
+            drop_last=self.drop_last and phase == "train",
         )
 
     @property

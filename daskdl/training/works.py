@@ -85,7 +85,9 @@ class Works:
         if recipe.optimizer_state is not None:
             self.optimizer.load_state_dict(recipe.optimizer_state)
         self._exchange = options.master.attach(self._seat(entry, inherited))
-        self.rate = LearningRate(self.optimizer, recipe.scheduling, recipe.schedule)
+        self.rate = LearningRate(
+            self.optimizer, recipe.scheduling, recipe.schedule, options.epochs
+        )
         self.stepper = Stepper(
             self.module, recipe.objective, self.optimizer, options.stepping, device
         )

@@ -152,3 +152,11 @@ class TestClient:
 
         with pytest.raises(OptionError, match="client must be given to predict on a"):
             own.predict(BLOCKS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the workers have the device")
+def test_a_device_that_a_worker_has_not(client):
+    message = r"^replica \d on \w+://.*: device='cuda' is not there: torch finds 0 CUDA"
+
+    with pytest.raises(OptionError, match=f"{message}.*take device='auto'"):
+        trainer(client, device="cuda").fit(X, Y)

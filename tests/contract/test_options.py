@@ -67,6 +67,7 @@ def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
         ("epochs", True, "epochs must be a whole number >= 1, got True"),
         ("shuffle", 1, "shuffle must be True or False, got 1"),
         ("shuffle", None, "shuffle must be True or False, got None"),
+        ("drop_last", 1, "drop_last must be True or False, got 1"),
         ("prefetch", -1, "prefetch must be a whole number >= 0, got -1"),
         ("prefetch", 0.5, "prefetch must be a whole number >= 0, got 0.5"),
         ("prefetch", True, "prefetch must be a whole number >= 0, got True"),

@@ -88,11 +88,15 @@ def test_it_stays_on_the_client_and_travels_as_a_value():
         ({"every": 0}, "every must be a whole number >= 1, got 0"),
         ({"check_finite": 1}, "check_finite must be True or False, got 1"),
         ({"restore_best": None}, "restore_best must be True or False, got None"),
-        ({"patience": None}, "patience, target and max_seconds are all None, so there "
-         "is nothing to stop at; give at least one of them"),
     ],
     ids=str,
 )  # fmt: skip
 def test_nonsense_is_refused(options, message):
     with pytest.raises(OptionError, match=f"^{re.escape(message)}$"):
         EarlyStopping(**{"patience": 3, **options})
+
+
+def test_by_itself_it_is_patience():
+    assert EarlyStopping() == EarlyStopping("val_loss", patience=5)
+    assert EarlyStopping(target=0.5).patience is None
+    assert EarlyStopping(max_seconds=60).patience is None

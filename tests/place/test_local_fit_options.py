@@ -1,0 +1,221 @@
+"""Options of a fit that end it early, or leave something out: what is said of them."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from daskdl import (
+    DataError,
+    DivergedError,
+    EarlyStopping,
+    GradientSharing,
+    ModelError,
+    OptionError,
+    Trainer,
+)
+from tests.support.problems import kept, mlp, normalised, rows, sgd, trainer
+
+X, Y = rows()
+TWO = kept(replicas_per_worker=2)
+
+
+class TestDevice:
+    @pytest.fixture(autouse=True)
+    def no_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
+    def test_cuda_that_is_not_there_is_refused_at_once(self, device):
+        made = []
+        own = trainer(False, device=device, optimizer=lambda p: made.append(p))
+        message = (
+            f"device='{device}' is not there: torch finds 0 CUDA devices in this "
+            "process; take device='auto', which is CUDA where there is one"
+        )
+
+        with pytest.raises(OptionError, match=f"^{re.escape(message)}"):
+            own.fit(X, Y)
+        assert not made
+
+    def test_a_trainer_that_was_made_for_cuda_still_evaluates(self, tmp_path):
+        own = trainer(False)
+        own.fit(X, Y)
+        own.device = "cuda"
+        own.save(tmp_path)
+        passed = {"model": mlp, "optimizer": sgd}
+
+        loaded = Trainer.load(tmp_path, client=False, **passed)
+
+        assert loaded.evaluate(X, Y)["accuracy"] == own.evaluate(X, Y)["accuracy"]
+
+
+class TestOneCycle:
+    def test_by_epoch_it_says_how_many_steps_are_needed(self):
+        def cycle(optimizer):
+            return OneCycleLR(optimizer, 0.1, total_steps=3)
+
+        own = trainer(False, scheduler=cycle)
+        message = "OneCycleLR has come to its end, total_steps=3, before the fit"
+
+        with pytest.raises(
+            OptionError, match=f"{message}.*total_steps=5 or more, one for"
+        ):
+            own.fit(X, Y, epochs=5)
+
+    def test_by_step_it_says_what_the_number_comes_from(self):
+        def cycle(optimizer):
+            return OneCycleLR(optimizer, 0.1, total_steps=20)
+
+        own = trainer(False, master=TWO, scheduler=cycle, scheduler_every="step")
+        message = "epochs * rows / (batch_size * accumulate * replicas), and more for a"
+
+        with pytest.raises(OptionError, match=re.escape(message)) as caught:
+            own.fit(X, Y, epochs=3)
+        assert "20 were not enough for these 3 epochs" in str(caught.value)
+        assert "scheduler_every='epoch' and total_steps=epochs" in str(caught.value)
+
+    @pytest.mark.parametrize("more", [{}, {"scheduler_every": "step"}], ids=str)
+    def test_the_number_that_it_says_is_enough(self, more):
+        steps = 15 if more else 1
+        own = trainer(
+            False,
+            scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=2 * steps),
+            **more,
+        )
+
+        assert len(own.fit(X, Y, epochs=2, batch_size=32)) == 2
+
+
+batches = []  # of inputs, in the order in which they were trained on
+
+
+def step(model, batch):
+    """What a worker that is a thread imports, and so does not copy."""
+    x, y = batch
+    if model.training and torch.is_grad_enabled():
+        batches.append(x.clone())
+    return nn.functional.cross_entropy(model(x), y)
+
+
+class TestDropLast:
+    @pytest.fixture(autouse=True)
+    def none_yet(self):
+        batches.clear()
+
+    def sizes(self, count, master=None, **options):
+        """Of the batches that are trained on, of `count` rows; and the history."""
+        own = trainer(False, loss=None, step=step, master=master or kept())
+        history = own.fit(X[:count], Y[:count], batch_size=32, **options)
+        return [len(x) for x in batches], history
+
+    def test_what_fills_no_batch_is_not_trained_on(self):
+        sizes, history = self.sizes(100, epochs=2, drop_last=True)
+
+        assert sizes == [32, 32, 32] * 2
+        assert history.column("examples") == [96, 96]
+
+    def test_without_it_all_is(self):
+        sizes, history = self.sizes(100)
+
+        assert sizes == [32, 32, 32, 4]
+        assert history.column("examples") == [100]
+
+    def test_two_replicas_leave_out_their_own_rests(self):
+        sizes, history = self.sizes(470, master=TWO, epochs=3, drop_last=True)
+
+        assert set(sizes) == {32}
+        assert sum(history.column("examples")) == 32 * len(sizes)
+        assert all(470 - 2 * 31 <= n <= 470 for n in history.column("examples"))
+
+    def test_it_is_not_always_the_same_rows(self):
+        self.sizes(40, epochs=8, drop_last=True)
+
+        trained = [frozenset(map(tuple, x.tolist())) for x in batches]
+        assert [len(epoch) for epoch in trained] == [32] * 8
+        assert len(set(trained)) > 1
+
+    def test_validation_has_all_its_rows(self):
+        own = trainer(False)
+
+        history = own.fit(X[:64], Y[:64], validation=(X[:3], Y[:3]), drop_last=True)
+
+        assert history[-1]["val_loss"] == pytest.approx(
+            own.evaluate(X[:3], Y[:3])["loss"]
+        )
+
+    def test_where_nothing_would_be_left_it_is_refused(self):
+        message = "drop_last=True leaves nothing to train on: batch_size=32, and the"
+
+        with pytest.raises(DataError, match=f"{message} data have 31 rows"):
+            trainer(False).fit(X[:31], Y[:31], drop_last=True)
+
+    def test_it_is_the_remedy_for_batch_norm_and_one_row(self):
+        own = trainer(False, model=normalised)
+        message = r"^replica 0 .*one row: Expected more than 1 value.*drop_last=True"
+
+        with pytest.raises(ModelError, match=message):
+            own.fit(X[:33], Y[:33])
+
+        assert own.fit(X[:33], Y[:33], drop_last=True).column("examples") == [32]
+
+
+@pytest.mark.parametrize(
+    ("several", "kinds"),
+    [
+        (lambda p: [torch.optim.SGD(p[:2], 0.1), torch.optim.Adam(p[2:])], "SGD, Adam"),
+        (lambda p: (torch.optim.SGD(p, lr=0.1),), "SGD"),
+        (
+            lambda p: {"a": torch.optim.SGD(p[:1]), "b": torch.optim.SGD(p[1:])},
+            "SGD, S",
+        ),
+    ],
+    ids=["list", "tuple", "dict"],
+)
+def test_several_optimizers_are_refused_by_number(several, kinds):
+    message = f"optimizer must return one torch.optim.Optimizer, got several ({kinds}"
+
+    with pytest.raises(ModelError, match=re.escape(message)) as caught:
+        trainer(False, optimizer=several).fit(X, Y)
+    assert "parameter groups, as in torch.optim.SGD([{'params': a" in str(caught.value)
+
+
+class TestEarlyStopping:
+    def test_by_itself_it_stops_when_the_validation_loss_gets_no_better(self):
+        own = trainer(
+            False,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+            callbacks=[EarlyStopping()],
+        )
+
+        history = own.fit(X, Y, epochs=20, validation=(X, Y))
+
+        assert len(history) == 6  # the first is the best, and five are no better
+        assert history.stopping.reason == "patience"
+
+    def test_without_validation_data_it_says_so(self):
+        message = (
+            "monitor='val_loss' needs validation data, got none; give "
+            "fit(validation=...), or monitor='loss'"
+        )
+
+        with pytest.raises(OptionError, match=re.escape(message)):
+            trainer(False, callbacks=[EarlyStopping()]).fit(X, Y)
+
+
+def test_a_fit_that_diverges_names_no_number_of_thirty_digits():
+    own = trainer(
+        False,
+        loss=nn.MSELoss(),
+        model=lambda: nn.Linear(20, 1),
+        optimizer=lambda p: torch.optim.SGD(p, lr=1e4),
+        master=GradientSharing(replicas_per_worker=2),
+    )
+
+    with pytest.raises(DivergedError, match="lower the learning rate") as caught:
+        own.fit(X, Y[:, None].astype(np.float32), epochs=5)
+    assert not re.search(r"\d{9}", str(caught.value))
+    assert "allow a higher density" not in str(caught.value)

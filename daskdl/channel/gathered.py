@@ -11,4 +11,5 @@ class Gathered(NamedTuple):
 
     notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
     gone: Last  # of those that left or were lost
-    counted: Mapping[str, int] = {}  # by the run so far: "refused" and "repeated"
+    # At a ``REPORT``, by the run in this epoch: "refused", "repeated" and "departed".
+    counted: Mapping[str, Any] = {}

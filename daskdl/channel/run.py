@@ -78,6 +78,7 @@ class RunRecord:
         self.standings = Standings()
         self.barriers = Barriers()
         self.ended = False
+        self._refused_before = 0  # the epoch that runs
         self._departed: dict[int, str] = {}  # what became of those that trained
         self._all_retired = True
 
@@ -225,9 +226,15 @@ class RunRecord:
         if gathering.kind == Barrier.REPORT:
             notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
             told = [gathering.told[r] for r in sorted(gathering.told)]
-            counted = {"refused": self.refused, "repeated": self.schedule.repeated}
+            counted = {
+                "refused": self.refused - self._refused_before,
+                "repeated": self.schedule.repeated,
+                "departed": self.work.end_epoch(gathering.notes),
+            }
+            self._refused_before = self.refused
             gathering.counted = counted
-            self.events.post("gathered", key=key, notes=notes, told=told, **counted)
+            about = {"key": key, "epoch": self.epoch}
+            self.events.post("gathered", **about, notes=notes, told=told, **counted)
             self.report = notes
             self.epoch += 1
         if gathering.kind in (Barrier.REPORT, Barrier.PAUSE):

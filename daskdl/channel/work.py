@@ -1,6 +1,6 @@
 """Who trains on what in a run, and when all have to come together. No I/O."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from daskdl.channel.events import EventLog
@@ -29,6 +29,8 @@ class Work:
         self._schedule = schedule
         self._events = events
         self._lap_began_at: float | None = None
+        # Of the epoch that runs, by replica: examples of finished pieces, mean loss.
+        self._finished: dict[int, tuple[int, float]] = {}
 
     @property
     def enough(self) -> bool:
@@ -69,9 +71,26 @@ class Work:
     ) -> None:
         """A replica is through with pieces it had leased; the client learns of it."""
         for piece in finished:
-            self._leases(phase, epoch).finish(replica, piece["piece"])
+            own = self._leases(phase, epoch).finish(replica, piece["piece"])
             if phase == "train":
                 self._events.post("progress", epoch=epoch, **piece)
+                before, _ = self._finished.get(replica, (0, 0.0))
+                examples = before + (piece["examples"] if own else 0)
+                self._finished[replica] = examples, piece.get("loss", 0.0)
+
+    def end_epoch(self, told: Collection[int]) -> list[tuple[float, int]]:
+        """Begin to count the next epoch.
+
+        Args:
+            told: Replicas that reported themselves what they did in this one.
+
+        Returns:
+            Of all others, who have left or were lost in it: the sum of the losses and
+            the number of examples in the pieces that they finished.
+        """
+        counted = [own for r, own in sorted(self._finished.items()) if r not in told]
+        self._finished.clear()
+        return [(loss * examples, examples) for examples, loss in counted]
 
     def settled(self, replica: int, phase: str, epoch: int) -> bool:
         """Whether one that waits for a piece gets an answer: one, or none any more."""

@@ -36,13 +36,14 @@ def row_of(
     check_trained(epoch, notes)
     statistics = [Statistics(*note["statistics"]) for note in notes]
     traffic = [note["traffic"] for note in notes]
-    examples = sum(note["tally"][1] for note in notes)
+    departed = event["departed"]
+    loss_sum, examples = _trained(notes, departed)
     steps = sum(s.steps for s in statistics)
     exchanges = sum(s.exchanges for s in statistics)
     thresholds = [s.threshold for s in statistics if not math.isnan(s.threshold)]
     row = {
         "epoch": epoch,
-        "loss": training_loss(notes),
+        "loss": loss_sum / examples if examples else math.nan,
         "examples": examples,
         "seconds": seconds,
         "examples_per_s": examples / seconds,
@@ -98,13 +99,25 @@ def _reason(notes: Sequence[Note], phase: int) -> str:
 
 
 def training_loss(notes: Sequence[Note]) -> float:
-    """Mean over the examples of all replicas.
+    """Mean over the examples of all replicas that are there.
 
     NaN of nothing: all who trained in the epoch may be gone.
     """
-    examples = sum(note["tally"][1] for note in notes)
-    total = sum(note["tally"][0] for note in notes)
+    total, examples = _trained(notes)
     return total / examples if examples else math.nan
+
+
+def _trained(
+    notes: Sequence[Note], departed: Sequence[tuple[float, int]] = ()
+) -> tuple[float, int]:
+    """Sum of the losses, and examples.
+
+    Args:
+        notes: Of those that are there.
+        departed: The same of those that are not, as far as they finished pieces.
+    """
+    sums = [*(note["tally"][:2] for note in notes), *departed]
+    return sum(loss_sum for loss_sum, _ in sums), sum(count for _, count in sums)
 
 
 def _learning_rate(notes: Sequence[Note]) -> float:

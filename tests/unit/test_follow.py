@@ -35,6 +35,7 @@ GATHERED = {
     "told": [],
     "repeated": 0,
     "refused": 0,
+    "departed": [],
 }
 PROGRESS = {"kind": "progress", "examples": 4, "epoch": 0, "loss": 1.5}
 

@@ -28,7 +28,7 @@ def note(loss, examples):
 
 def met():
     notes = {1: note(2.0, 30), 0: note(1.0, 10)}
-    return Gathered(notes, {}, {"repeated": 1, "refused": 2})
+    return Gathered(notes, {}, {"repeated": 1, "refused": 2, "departed": []})
 
 
 class Clock:

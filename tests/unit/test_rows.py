@@ -58,11 +58,12 @@ def note(
     }
 
 
-def row(*notes, repeated=0, refused=0, size=10, seconds=2.0):
-    event = {"notes": list(enumerate(notes)), "repeated": repeated, "refused": refused}
+def row(*notes, size=10, seconds=2.0, **counted):
+    event = {"notes": list(enumerate(notes)), **NOTHING, **counted}
     return row_of(3, event, size, seconds)
 
 
+NOTHING = {"repeated": 0, "refused": 0, "departed": []}
 TWO = [note(30.0, 10, skipped=5), note(10.0, 30, SECOND, MORE, skipped=3)]
 
 
@@ -145,8 +146,14 @@ def test_a_replica_that_validated_nothing_is_left_out():
     assert "val_accuracy" not in merged
 
 
+def test_what_departed_replicas_had_finished_counts():
+    made = row(note(30.0, 10), departed=[(20.0, 5), (10.0, 5)])
+
+    assert (made["examples"], made["loss"]) == (20, 3.0)
+
+
 def test_scores_that_were_not_computed_are_not_a_number():
-    event = {"notes": [(0, note(1.0, 1))], "repeated": 0, "refused": 0}
+    event = {"notes": [(0, note(1.0, 1))], **NOTHING}
 
     made = row_of(3, event, 10, 2.0, ("val_loss", "val_accuracy"))
 
@@ -158,8 +165,7 @@ def test_scores_that_were_not_computed_are_not_a_number():
 def test_scores_that_were_computed_are_in_their_columns():
     event = {
         "notes": [(0, note(1.0, 1, score=[3.0, 1, 2, 2]))],
-        "repeated": 0,
-        "refused": 0,
+        **NOTHING,
     }
 
     made = row_of(3, event, 10, 2.0, ("val_loss", "val_accuracy"))

@@ -220,13 +220,27 @@ def test_the_client_is_told_what_all_said_and_what_was_counted():
         {
             "kind": "gathered",
             "key": "end",
+            "epoch": 0,
             "notes": [[0, "zero"], [1, "one"]],
             "told": [b"of zero", b"of one"],
             "refused": 3,
             "repeated": 0,
+            "departed": [],
         }
     ]
     assert record.report == [[0, "zero"], [1, "one"]]  # for those that come later
+
+
+def test_refused_messages_are_counted_in_their_epoch_alone():
+    record = joined(1)
+    counted = []
+    for epoch, refused in enumerate([3, 0, 2]):
+        record.refused += refused
+        gathering = record.barriers.arrive(f"end {epoch}", 0, "note", b"", "report")
+        record.complete(f"end {epoch}", gathering)
+        counted.append(gathering.counted["refused"])
+
+    assert counted == [3, 0, 2]
 
 
 def test_a_replica_is_described_by_who_where_and_what_was_heard():

@@ -22,6 +22,7 @@ from daskdl.training.attendance import attended
 from daskdl.training.driver import Driver
 from daskdl.training.follow import NOTHING_YET, Before, Follower
 from daskdl.training.merge import Final
+from daskdl.training.parameters import Parameters
 from daskdl.training.small_threshold import hint_at_small_threshold
 from daskdl.training.stage import Stage
 from daskdl.training.task import Recipe, TaskOptions
@@ -76,7 +77,10 @@ class Run:
     @property
     def final(self) -> Final | None:
         """See the class."""
-        return self._driver.final
+        driver = self._driver
+        if driver.final is None and driver.begun and self._fitting.resumed is None:
+            return Final(Parameters(), None, None)  # all agree on the start
+        return driver.final
 
     def train(self) -> None:
         """Train to the end.
@@ -90,15 +94,17 @@ class Run:
         try:
             with self._follower() as follower:
                 self._driver.run(self._recipe, follower.follow)
+            final = self._driver.final
+            if final is None or self._driver.kept is not None:
+                raise RunError("the run ended, and what it ended with was lost")
         except DaskDLError as error:
+            self._note_model(error)
             self._note_checkpoint(error)
             raise
         finally:
             if self.final is not None:
                 self.history.steps.extend(unpack_rows(self.final.steps))
-        if self.final is None:
-            raise RunError("the run ended without a result")
-        self._restored(self.final)
+        self._restored(final)
         trained = self._epochs_done() > self._options.first_epoch
         if self._options.checkpoints is not None and trained:
             self._options.checkpoints.conclude()
@@ -127,6 +133,21 @@ class Run:
     def _epochs_done(self) -> int:
         """Of the fit, those before this run included."""
         return self.history[-1]["epoch"] + 1 if self.history else 0
+
+    def _note_model(self, error: DaskDLError) -> None:
+        """Say what `model_` is where it is not what the replicas have left."""
+        driver = self._driver
+        if driver.kept is not None:
+            error.add_note(
+                f"model_ is what all replicas had agreed on at the end of epoch "
+                f"{driver.kept}, the newest such state that had reached the client"
+            )
+        elif driver.begun and not driver.final:
+            when = "before" if self._fitting.resumed else "at the start of"
+            error.add_note(
+                "nothing that all replicas agreed on later had reached the client: "
+                f"model_ is as it was {when} this fit"
+            )
 
     def _note_checkpoint(self, error: DaskDLError) -> None:
         """Say where the last one is."""

@@ -198,7 +198,9 @@ class Trainer(Trained):
             ReplicaError: If the user's code raised on a worker.
             DivergedError: If the loss became NaN or infinite, or ran away.
             RunError: If the run ended early for another reason. In these three
-                cases `model_` is what all replicas agreed on last.
+                cases `model_` is what all replicas agreed on last. If all of them
+                or the scheduler were lost, also by a WaitTimeoutError, it is the
+                newest such state that had reached the client; a note says which.
         """
         both = one_of(transform, self.transform)
         read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)

@@ -1,6 +1,7 @@
 """What the client asks of its run, and what the scheduler answers."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from daskdl.channel.answers import answer
@@ -43,3 +44,24 @@ async def handle_restore(
     live.record.schedule.replace(phase, part, key)
     await live.notify()
     return {"status": Answer.OK.value}
+
+
+async def handle_agreed(
+    live: LiveRun, epoch: int, part: int, avoid: Sequence[int], replica: int | None
+) -> dict[str, Any]:
+    """A client wants a part of the newest state that all have agreed on.
+
+    Args:
+        live: The run.
+        epoch: At the end of which, or of a later one; after the first part: that one.
+        part: Counted from 0.
+        avoid: Replicas that are not asked.
+        replica: That is asked; None: any.
+    """
+    members = live.record.members
+    if replica is None:
+        there = [r for r in members.expected if r not in set(avoid)]
+        replica = there[0] if there else None
+    if replica is None:
+        return {"status": Answer.OK.value, "replica": None}
+    return {**await live.agreed(replica, epoch, part), "replica": replica}

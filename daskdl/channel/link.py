@@ -28,7 +28,7 @@ from daskdl.channel.reading import UNREADABLE, Reader, SharedFrame
 from daskdl.channel.relay import Relay
 from daskdl.channel.repairs import Repairs
 from daskdl.channel.routes import Routes
-from daskdl.channel.shelf import Shelf
+from daskdl.channel.shelf import Newest, Shelf
 from daskdl.errors import WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Link:
         repairs: Ask for what did not come.
         closing: The worker closes; the replica should hand over and leave.
         shelf: What this replica lets others fetch.
+        newest: What it lets the client fetch.
         wanted: Newcomers that wait for a snapshot; the training thread serves them.
     """
 
@@ -64,6 +65,7 @@ class Link:
     repairs: Repairs
     closing: bool
     shelf: Shelf
+    newest: Newest
     wanted: list["Wanted"]
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
@@ -84,6 +86,7 @@ class Link:
         self.repairs = Repairs(self.connection, self.inbox, self._put)
         self.closing = False
         self.shelf = Shelf(self.connection.loop)
+        self.newest = Newest(self.connection.loop)
         self.wanted = []
         self._reader = Reader(endpoint, self.inbox)
         self._early: Early | None = None

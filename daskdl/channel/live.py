@@ -152,6 +152,19 @@ class LiveRun:
             self._couriers[worker] = Courier(worker, ask, bound)
         return self._couriers[worker]
 
+    async def agreed(self, replica: int, epoch: int, part: int) -> dict[str, Any]:
+        """Ask a replica's worker for a part of its agreed state, see `Newest`."""
+        worker, run = self.record.members.seats[replica], self.record.plan.run
+        peer, bound_s = self._scheduler.rpc(worker), self.record.timeouts.request
+        try:
+            answer = await asyncio.wait_for(
+                peer.daskdl_agreed(run=run, replica=replica, epoch=epoch, part=part),
+                bound_s,
+            )
+        except OSError as error:  # a TimeoutError is one
+            return {"status": Answer.UNKNOWN.value, "reason": str(error)}
+        return dict(answer)
+
     async def leave(self, replica: int, *, retires: bool = False) -> None:
         """A replica's task ends: everything it had is delivered, or not wanted.
 

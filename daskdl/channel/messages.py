@@ -14,6 +14,8 @@ from daskdl.codec import Stamp
 # requests to the scheduler, from a client
 OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
 SEAT, UNSEAT, RESTORE = "daskdl_seat", "daskdl_unseat", "daskdl_restore"
+# the same; the scheduler passes it on to a worker, and does not unpack the answer
+AGREED = "daskdl_agreed"
 # requests to the scheduler, from a replica
 JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
 LEASE, MISSING = "daskdl_lease", "daskdl_missing"

@@ -235,6 +235,10 @@ class RemoteChannel(Receiver):
         self._link.shelf.clear(but)
 
     @override
+    def keep(self, epoch: int, make: Callable[[], Arrays]) -> None:
+        self._link.newest.keep(epoch, make)
+
+    @override
     def fetch(self, replica: int, name: str) -> Arrays | None:
         arrays = self._fetching.fetch(replica, name)
         if arrays is not None:

@@ -56,6 +56,7 @@ REQUESTS: Mapping[str, Handler] = {
     messages.SEAT: client.handle_seat,
     messages.UNSEAT: client.handle_unseat,
     messages.RESTORE: client.handle_restore,
+    messages.AGREED: client.handle_agreed,
     messages.JOIN: replica.handle_join,
     messages.ACTIVATE: replica.handle_activate,
     messages.PUBLISH: replica.handle_publish,

@@ -1,9 +1,10 @@
 """What a replica lets the others fetch, on its worker's event loop."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from daskdl.channel.parcel import Parcel
+from daskdl.channel.parcel import Arrays, Parcel
 from daskdl.channel.payloads import wrap
 
 
@@ -71,3 +72,68 @@ class Shelf:
     def clear(self, but: str) -> None:
         """Keep nothing of what is there, but what has this name."""
         self._loop.call_soon_threadsafe(self._clear, but)
+
+
+class Newest:
+    """The newest state of a replica that all agreed on, for the client.
+
+    Nothing is made of it before the first part is asked for. What the parts are cut
+    from stays until the last of them has gone: that is one copy at most.
+
+    Args:
+        loop: Of the worker.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._epoch = -1
+        self._make: Callable[[], Arrays] = dict
+        self._came = asyncio.Condition()
+        self._cut: tuple[int, Parcel] | None = None  # with its epoch
+
+    # ---- event loop
+
+    async def answer(self, epoch: int, part: int, timeout_s: float) -> dict[str, Any]:
+        """One part of it, as it is sent.
+
+        Args:
+            epoch: At the end of which it was agreed on; for the first part, that one
+                or a later one.
+            part: Counted from 0.
+            timeout_s: How long to wait for the first part, seconds.
+
+        Raises:
+            TimeoutError: If it did not come.
+            ValueError: If this is not what is being fetched.
+        """
+        if part == 0:
+            await asyncio.wait_for(self._is_there(epoch), timeout_s)
+            epoch, make = self._epoch, self._make
+            self._cut = epoch, Parcel(await asyncio.to_thread(make))
+        if self._cut is None or self._cut[0] != epoch:
+            raise ValueError(f"epoch {epoch} is not being fetched")
+        parcel = self._cut[1]
+        content = parcel.part(part)
+        if part == parcel.parts - 1:
+            self._cut = None
+        return {
+            "epoch": epoch,
+            "forms": parcel.forms if part == 0 else [],
+            "parts": parcel.parts,
+            "bytes": wrap(content),
+        }
+
+    async def _is_there(self, epoch: int) -> None:
+        async with self._came:
+            await self._came.wait_for(lambda: self._epoch >= epoch)
+
+    async def _keep(self, epoch: int, make: Callable[[], Arrays]) -> None:
+        async with self._came:
+            self._epoch, self._make = epoch, make
+            self._came.notify_all()
+
+    # ---- training thread
+
+    def keep(self, epoch: int, make: Callable[[], Arrays]) -> None:
+        """An epoch has ended: let the client fetch this instead of what was before."""
+        asyncio.run_coroutine_threadsafe(self._keep(epoch, make), self._loop)

@@ -48,6 +48,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         worker.handlers[messages.SNAPSHOT] = self.handle_snapshot
         worker.handlers[messages.REPAIR] = self.handle_repair
         worker.handlers[messages.FETCH] = self.handle_fetch
+        worker.handlers[messages.AGREED] = self.handle_agreed
         self._worker = worker
 
     @override
@@ -143,6 +144,21 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             return {"status": Answer.UNKNOWN.value}
         try:
             answer = await link.shelf.answer(_name(name), int(part), WAIT_S)
+        except TimeoutError:
+            return {"status": Answer.REFUSED.value, "reason": "it is not there yet"}
+        except (TypeError, ValueError) as error:
+            return {"status": Answer.REFUSED.value, "reason": str(error)}
+        return {"status": Answer.OK.value, **answer}
+
+    async def handle_agreed(
+        self, run: Any = None, replica: Any = None, epoch: Any = None, part: Any = 0
+    ) -> dict[str, Any]:
+        """The client fetches what all have agreed on, through the scheduler."""
+        link = self._link(run, replica)
+        if link is None:
+            return {"status": Answer.UNKNOWN.value}
+        try:
+            answer = await link.newest.answer(int(epoch), int(part), WAIT_S)
         except TimeoutError:
             return {"status": Answer.REFUSED.value, "reason": "it is not there yet"}
         except (TypeError, ValueError) as error:

@@ -1,6 +1,7 @@
 """A run on a Dask cluster: its plugins, its tasks, and whoever comes and goes."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -22,12 +23,16 @@ from daskdl.packed import Packed
 from daskdl.training.collect import collect
 from daskdl.training.launch import train_replica
 from daskdl.training.merge import Final
+from daskdl.training.safekeeping import Kept, Safekeeping
 from daskdl.training.seats import replicas_on
 from daskdl.training.stage import Event, Stage, extent_for, plan_of
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between two looks whether the connection is there still
+NO_CONNECTION = "the connection to it is closed"
 
 
 class Limits(NamedTuple):
@@ -66,6 +71,10 @@ class ClusterStage(Stage):
         self._futures: dict[int, Future] = {}
         self._asked_again: dict[str, float] = {}  # when, by worker; monotonic clock
         self._heard_at = time.monotonic()  # of the scheduler's last answer
+        self._address = client.scheduler.address
+        self._scheduler_lost = False
+        bound = options.timeouts.bound("request")
+        self._safekeeping = Safekeeping(client, options.run, bound)
 
     @override
     def open(self) -> None:
@@ -156,7 +165,7 @@ class ClusterStage(Stage):
     def _lost_parts(self) -> Iterator[Event]:
         """What died with its worker: a replica that comes to it shall find it there."""
         lost = [(p, *part) for p, own in self._supplies.items() for part in own.lost()]
-        there = set(self._client.nthreads()) if lost else set()
+        there = self._workers() if lost else set()
         training = sorted(there.intersection(self.seats[r] for r in self._futures))
         for phase, part, key in lost if training else ():
             worker = training[part % len(training)]
@@ -174,6 +183,7 @@ class ClusterStage(Stage):
             "worker": lambda event: self._seat(event["worker"]),
             "missing": self._restore,
             "over": self._send_away,
+            "gathered": lambda event: self._safekeeping.note(event["epoch"]),
         }
         if event["kind"] in act:
             act[event["kind"]](event)
@@ -219,7 +229,7 @@ class ClusterStage(Stage):
     def _restore(self, event: Event) -> None:
         """Send a lost part again: where it is wanted, else to any that takes it."""
         phase, part = event["phase"], event["part"]
-        there = set(self._client.nthreads()) - set(event["avoid"])
+        there = self._workers() - set(event["avoid"])
         wanted = event["worker"]
         for home in sorted(there, key=lambda worker: (worker != wanted, worker)):
             try:
@@ -255,15 +265,22 @@ class ClusterStage(Stage):
 
     @override
     def stop(self, reason: str) -> None:
-        self._ask(messages.STOP, reason=reason)
+        if not self._scheduler_lost:
+            self._ask(messages.STOP, reason=reason)
 
     @override
     def collect(self) -> Final | None:
+        if self._scheduler_lost:
+            return None
         tasks = {
             f"replica {replica} on {self.seats[replica]}": future
             for replica, future in self._futures.items()
         }
         return collect(self._client, tasks, self._options)
+
+    @override
+    def kept(self) -> Kept | None:
+        return self._safekeeping.kept
 
     def _dismiss(self, replicas: Iterable[int]) -> None:
         """These do not start: their seats are free for others."""
@@ -278,30 +295,84 @@ class ClusterStage(Stage):
 
     @override
     def close(self) -> None:
+        self._safekeeping.close()
+        if not self._connected:  # Dask has given up the futures
+            self._futures.clear()
+            return
         for replica in list(self._futures):
             self._cancel(replica)
+        if self._scheduler_lost:
+            self._client.loop.add_callback(self._say_farewell)
+            return
         still_here = self._ask(messages.CLOSE).get("still_here")
         if still_here:
             bound = self._options.timeouts.bound("stop")
             logger.warning("after %s these have not left: %s", bound, still_here)
 
+    async def _say_farewell(self) -> None:
+        """It does not answer, but may hear it."""
+        with contextlib.suppress(OSError):
+            await self._client.scheduler.daskdl_close(run=self._options.run)
+
     def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
+        if operation != messages.OPEN:
+            fields["run"] = self._options.run
+        answer = self._answer(operation, **fields)
+        if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:
+            raise ChannelError(f"the scheduler answered {answer!r} to {operation}")
+        return answer
+
+    def _answer(self, operation: str, **fields: Any) -> Any:
+        """Ask the scheduler; that it is lost is noticed once, as soon as can be.
+
+        Raises:
+            ChannelError: If the connection is lost: Dask gives up all that belongs to
+                a client then, even if it can connect again.
+            WaitTimeoutError: If the connection is there, and no answer comes.
+        """
+
         async def ask() -> Any:
+            if not self._connected:
+                raise ConnectionError(NO_CONNECTION)
             request = getattr(self._client.scheduler, operation)
-            if operation != messages.OPEN:
-                fields["run"] = self._options.run
-            return await asyncio.wait_for(request(**fields), bound.seconds)
+            asking = asyncio.ensure_future(request(**fields))
+            deadline = time.monotonic() + bound.seconds
+            try:
+                while not asking.done():
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0:
+                        raise TimeoutError
+                    await asyncio.wait([asking], timeout=min(left_s, LOOK_S))
+                    if not asking.done() and not self._connected:
+                        raise ConnectionError(NO_CONNECTION)
+                return asking.result()
+            finally:
+                asking.cancel()
 
         bound = self._options.timeouts.bound("request")
         try:
             answer = self._client.sync(ask)
         except TimeoutError as error:
-            ago_s = time.monotonic() - self._heard_at
+            self._scheduler_lost = True
             raise WaitTimeoutError(
-                f"the scheduler did not answer {operation} within {bound}; it last "
-                f"answered {ago_s:.1f} s ago"
+                f"the scheduler at {self._address} did not answer within {bound}; "
+                f"{self._last_answer()}; does it hang, or is it cut off?"
+            ) from error
+        except OSError as error:
+            self._scheduler_lost = True
+            raise ChannelError(
+                f"the scheduler at {self._address} was lost: {error}; "
+                f"{self._last_answer()}"
             ) from error
         self._heard_at = time.monotonic()
-        if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:
-            raise ChannelError(f"the scheduler answered {answer!r} to {operation}")
         return answer
+
+    @property
+    def _connected(self) -> bool:
+        return bool(self._client.status == "running")
+
+    def _last_answer(self) -> str:
+        return f"it last answered {time.monotonic() - self._heard_at:.1f} s ago"
+
+    def _workers(self) -> set[str]:
+        return set(self._answer("ncores", workers=None))

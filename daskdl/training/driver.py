@@ -25,12 +25,18 @@ class Driver:
     Attributes:
         final: What it ended with: the last agreed state if it did not come to its
             end, None if there was none.
+        kept: The epoch whose agreed state this is, if the replicas that had a later
+            one are lost.
+        begun: Whether the replicas were told to begin.
     """
 
     final: Final | None
+    kept: int | None
+    begun: bool
 
     def __init__(self, stage: Stage) -> None:
-        self.final = None
+        self.final = self.kept = None
+        self.begun = False
         self._stage = stage
         self._failure: Exception | None = None
         self._stopped: str | None = None
@@ -50,6 +56,7 @@ class Driver:
         with contextlib.ExitStack() as ending:
             ending.push(self._end)
             self._stage.start(recipe)
+            self.begun = True
             self._follow(on_event)
         reason = self._reason()
         try:
@@ -71,7 +78,22 @@ class Driver:
                 self._stage.stop(f"the client stopped it: {kind.__name__}")
             self.final = self._stage.collect()
         finally:
+            self._fall_back()
             self._stage.close()
+
+    def _fall_back(self) -> None:
+        """Nothing comes from the replicas: take what was brought before, if anything.
+
+        Neither does anything come of those that had not agreed on anything.
+        """
+        if self.final is not None and self.final.parameters:
+            return
+        kept = self._stage.kept()
+        if kept is not None:
+            parameters, outcome = kept.parameters.unpack(), None
+            if self.final is not None:
+                outcome = self.final.outcome
+            self.kept, self.final = kept.epoch, Final(parameters, None, outcome)
 
     def _follow(self, on_event: Callable[[Event], None]) -> None:
         for event in self._events():

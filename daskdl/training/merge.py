@@ -88,7 +88,7 @@ def _agreed(results: Sequence[Result]) -> Parameters:
     parameters = Parameters()  # one that failed at its start has nothing
     for result in results:
         parameters = result.parameters.unpack()
-        if parameters.exact is not None or parameters.shared_N is not None:
+        if parameters:
             break
     return parameters
 

@@ -32,6 +32,10 @@ class Parameters:
     grid: float = 0.0
     buffers: Buffers | None = None
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return self.exact is not None or self.shared_N is not None
+
     @classmethod
     def of(cls, module: nn.Module) -> "Parameters":
         """A module's own, copied to the CPU; tied ones stay tied on loading."""

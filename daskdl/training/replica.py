@@ -32,6 +32,7 @@ from daskdl.training.feed import Feed
 from daskdl.training.optimizer_state import weigh
 from daskdl.training.parameters import Parameters
 from daskdl.training.rows import check_trained
+from daskdl.training.safekeeping import packed
 from daskdl.training.step_log import StepLog
 from daskdl.training.stepping import Group, rows_of
 from daskdl.training.stores import Store
@@ -192,6 +193,8 @@ class Replica:
         judged = judging.scored(epoch) or not judging.validates
         works.rate.end_epoch(notes, judged=judged)
         works.stopper.end_epoch(epoch, notes, works.exchange.agreed)
+        agreed = works.exchange.agreed()
+        self._channel.keep(epoch, functools.partial(packed, agreed))
         if works.checkpoints is not None:
             over = works.stopper.over or epoch + 1 == self._options.epochs
             make = functools.partial(works.checkpoint, epoch + 1)

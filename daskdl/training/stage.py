@@ -10,6 +10,7 @@ from daskdl.data.source import Source
 from daskdl.errors import OptionError
 from daskdl.packed import Packed
 from daskdl.training.merge import Final
+from daskdl.training.safekeeping import Kept
 from daskdl.training.task import Recipe, TaskOptions
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,10 @@ class Stage(ABC):
         Returns:
             What the run ended with; None if there is nothing.
         """
+
+    def kept(self) -> Kept | None:
+        """The newest agreed state that is here, where replicas can be lost."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

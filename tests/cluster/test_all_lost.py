@@ -1,15 +1,30 @@
 """Fits whose replicas are lost, one or all of them: by retirement, or killed."""
 
 import asyncio
+import contextlib
 import logging
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
+import torch
+from distributed import Client, get_worker
+from distributed.utils_test import poll_for
 
-from daskdl import Callback, Checkpoint, RunError, WaitTimeoutError
+from daskdl import (
+    Callback,
+    ChannelError,
+    Checkpoint,
+    ParameterAveraging,
+    RunError,
+    WaitTimeoutError,
+)
 from tests.support.clusters import cluster_of
-from tests.support.problems import rows, trainer
+from tests.support.problems import kept, mlp, normalised, rows, trainer
 
 X, Y = rows()
 MANY = 10**4  # epochs: the fit ends otherwise
@@ -84,17 +99,147 @@ def test_losses_are_logged_on_the_client(two, caplog):
     assert "retired" in lost[0].message
 
 
+class Slow(Callback):
+    """On workers: later epochs last until the client has had time to do something."""
+
+    def on_epoch_begin(self, epoch):
+        if epoch.epoch > 2:
+            time.sleep(0.2)
+
+
+def kept_epoch(error):
+    """The epoch whose state is in `model_`, as the note says."""
+    (note,) = [note for note in error.__notes__ if note.startswith("model_ is")]
+    return int(re.search("at the end of epoch ([0-9]+)", note)[1])
+
+
+def check_kept(own, error):
+    """`model_` is the agreed state of an epoch: it scores as that did."""
+    epoch = kept_epoch(error)
+    scored = own.history_[epoch]["val_loss"]
+    assert own.evaluate(X, Y)["loss"] == pytest.approx(scored, rel=1e-5)
+    assert len({row["val_loss"] for row in own.history_}) == len(own.history_)
+
+
+class TestModelOfLostReplicas:
+    """What the client has of the epochs that ended, in the background."""
+
+    @pytest.mark.parametrize("master", [kept(), ParameterAveraging()], ids=repr)
+    def test_it_is_what_all_had_agreed_on_at_the_end_of_an_epoch(self, two, master):
+        own = trainer(two, master=master, model=normalised)
+        own.callbacks = [Slow(), AfterEpoch(6, lambda: retire(two))]
+
+        with pytest.raises(RunError, match="all workers have retired") as caught:
+            own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
+
+        own.client = False
+        check_kept(own, caught.value)
+
+    def test_a_later_fit_does_not_leave_that_of_the_one_before(self, two):
+        own = trainer(two, callbacks=[Slow()])
+        own.fit(X, Y, epochs=2, batch_size=16)
+        own.callbacks = [Slow(), AfterEpoch(6, lambda: retire(two))]
+
+        with pytest.raises(RunError) as caught:
+            own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
+
+        own.client = False
+        check_kept(own, caught.value)
+
+    def test_before_an_epoch_has_ended_that_is_the_start(self, two):
+        given = mlp()
+        own = trainer(two, model=given, callbacks=[RetireAtOnce()])
+
+        with pytest.raises(RunError) as caught:
+            own.fit(X, Y, epochs=MANY, batch_size=16)
+
+        for name, value in given.state_dict().items():
+            assert torch.equal(own.model_.state_dict()[name], value)
+        assert "at the start of this fit" in "".join(caught.value.__notes__)
+
+
+class RetireAtOnce(Callback):
+    """On workers: each closes after its first step."""
+
+    def on_step_end(self, step):
+        worker = get_worker()
+        if step.number == 1:
+            worker.loop.add_callback(worker.close, executor_wait=False)
+            time.sleep(0.2)
+
+
+@pytest.mark.slow
+class TestSchedulerLost:
+    def test_it_is_noticed_at_once_and_the_model_is_kept(self, tmp_path):
+        with Processes(tmp_path) as processes, processes.client() as client:
+            own = trainer(client, callbacks=[Checkpoint(tmp_path / "c"), Slow()])
+            own.callbacks.append(AfterEpoch(6, processes.kill_scheduler))
+
+            with pytest.raises(ChannelError) as caught:
+                own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
+
+        message = str(caught.value)
+        assert re.fullmatch(
+            rf"the scheduler at {processes.address} was lost: .*; it last answered "
+            r"\d+\.\d s ago",
+            message,
+        )
+        assert str(tmp_path) in "".join(caught.value.__notes__)
+        own.client = False
+        check_kept(own, caught.value)
+
+
+class Processes:
+    """A scheduler that is a process of its own, and two workers."""
+
+    def __init__(self, folder):
+        self._file = folder / "scheduler.json"
+
+    def __enter__(self):
+        self._stack = contextlib.ExitStack()
+        self._scheduler = self._start("scheduler", "--port", "0")
+        for _ in range(2):
+            self._start("worker", "--nthreads", "1", "--no-nanny")
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def _start(self, kind, *options):
+        command = [sys.executable, "-m", f"distributed.cli.dask_{kind}", *options]
+        command += ["--scheduler-file", str(self._file), "--no-dashboard"]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+    def kill_scheduler(self):
+        self._scheduler.kill()
+        self._scheduler.wait()
+
+    @contextlib.contextmanager
+    def client(self):
+        poll_for(self._file.exists, timeout=60, period=0.1)
+        with Client(scheduler_file=str(self._file), set_as_default=False) as client:
+            client.wait_for_workers(2, timeout=60)
+            self.address = client.scheduler.address
+            yield client
+
+
 @pytest.mark.slow
 class TestAllKilled:
     def test_all_are_named_and_nobody_is_sent_anything(self, tmp_path, caplog):
         with cluster_of(2) as client:
             there = sorted(client.nthreads())
-            own = trainer(client, callbacks=[AfterEpoch(2, lambda: kill(client))])
+            own = trainer(client, callbacks=[Slow()])
+            own.callbacks.append(AfterEpoch(6, lambda: kill(client)))
             caplog.set_level(logging.ERROR, logger="distributed.core")
 
             with pytest.raises(WaitTimeoutError) as caught:
-                own.fit(X, Y, epochs=MANY, batch_size=16)
+                own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
 
+        own.client = False
+        check_kept(own, caught.value)
         message = str(caught.value)
         assert message.startswith("no replica is left: ")
         assert all(worker in message for worker in there)

@@ -189,6 +189,7 @@ DISTRIBUTED = {
     "training.cluster_stage",
     "training.collect",
     "training.launch",
+    "training.safekeeping",
     "training.seats",
 }
 

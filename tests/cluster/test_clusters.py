@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,13 @@ from tests.support.problems import kept, parameters_of, rows, trainer
 from tests.support.recording import Notes, executed
 
 X, Y = rows()
+
+
+def test_workers_here_are_forks_of_a_process_without_threads(client):
+    (server,) = set(client.run(os.getppid).values())
+
+    assert server != os.getpid()
+    assert psutil.Process(server).num_threads() == 1
 
 
 class TestWhereItRuns:

@@ -7,6 +7,7 @@ import signal
 import dask
 import pytest
 from distributed.utils import get_mp_context
+from hypothesis import HealthCheck, settings
 
 from daskdl.checkpoints.series import Series
 from daskdl.data.stores.store import store_of
@@ -22,6 +23,12 @@ collect_ignore = ["support/forked.py"]
 # a second, and not in ten. Dask's own tools for tests put back the configuration that
 # they find when they are imported, so it is set before.
 dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+
+# By itself hypothesis fails an example that takes 0.2 s; on a busy machine any may.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 # Folders whose tests `make test` leaves out; each has the marker of its name.
 APART = {"network", "learning", "examples", "chaos"}

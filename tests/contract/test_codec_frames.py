@@ -108,7 +108,7 @@ def updates(draw):
 
 
 @pytest.mark.parametrize("kind", [None, *SPARSE], ids=str)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(update=updates())
 def test_entries_come_back(kind, update):
     size, entries = update
@@ -121,7 +121,7 @@ def test_entries_come_back(kind, update):
 
 
 @pytest.mark.parametrize("kind", [None, Kind.RAW32, Kind.GAPS], ids=str)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_entries_come_back_from_anywhere_in_the_largest_model(kind, data):
     size = data.draw(st.integers(2**24 + 1, MOST))
@@ -146,7 +146,7 @@ def test_a_bitmap_reaches_beyond_float32_integers():
     np.testing.assert_array_equal(decoded.entries_K, entries)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     counts=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40),
     repeat=st.sampled_from([1, 100]),
@@ -160,7 +160,7 @@ def test_counts_come_back(counts, repeat):
     np.testing.assert_array_equal(decoded.counts_N, counts)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(update=updates())
 def test_the_counted_sizes_are_exact(update):
     size, entries = update
@@ -174,7 +174,7 @@ def test_the_counted_sizes_are_exact(update):
     assert counted == lengths
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(update=updates())
 def test_the_kind_chosen_is_the_smallest(update):
     size, entries = update

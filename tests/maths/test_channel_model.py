@@ -6,7 +6,7 @@ all of each other.
 
 import random
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -89,12 +89,7 @@ class Many(ChannelMachine):
         self.crowd = Crowd(count, fan_out, ring_items)
 
 
-SETTINGS = settings(
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+SETTINGS = settings(stateful_step_count=50, derandomize=True)
 
 TestFew, TestMany = Few.TestCase, Many.TestCase
 TestFew.settings = settings(SETTINGS, max_examples=150)

@@ -60,7 +60,7 @@ def vectors(draw):
     return counts.astype(np.int32)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(counts=vectors() | arrays.arrays(np.int32, st.integers(1, 20)))
 def test_each_count_comes_back_within_half_a_scale(counts):
     quantized = quantize(counts)
@@ -74,7 +74,7 @@ def test_each_count_comes_back_within_half_a_scale(counts):
     assert (2 * off <= np.maximum(scales, 16 * (scales == MAX_SCALE))).all()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(counts=vectors())
 def test_the_scale_of_a_block_is_the_smallest_that_reaches_its_largest(counts):
     scales = quantize(counts).scales_B
@@ -85,7 +85,7 @@ def test_the_scale_of_a_block_is_the_smallest_that_reaches_its_largest(counts):
         assert scale == min(-(-largest // 127), MAX_SCALE)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(counts=vectors())
 def test_the_other_way_round_is_the_negative(counts):
     # Not int32's minimum, which has no negative.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -197,11 +197,7 @@ class TestReplicas:
         ids=["kept", "clipped", "kept-layers", "clipped-layers"],
     )
     @given(replicas=st.integers(1, 4), events=events)
-    @settings(
-        max_examples=20,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    @settings(max_examples=20)
     def test_nothing_is_lost_and_shared_agrees(
         self, dtype, apply, clipping, layers, replicas, events
     ):

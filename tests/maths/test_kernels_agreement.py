@@ -125,7 +125,7 @@ def problems(draw):
 
 class TestBothKernels:
     @given(problems(), st.sampled_from([torch.float32, torch.float64]))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     def test_they_give_the_same_bits(self, problem, dtype):
         local, shared, count, weight = problem
         outcomes = []
@@ -147,7 +147,7 @@ class TestBothKernels:
             assert torch.equal(one, other)
 
     @given(problems())
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     def test_the_other_way_round_is_the_negative(self, problem):
         local, shared, count, weight = problem
         local_N, shared_N = torch.tensor(local), ints(shared)
@@ -158,7 +158,7 @@ class TestBothKernels:
         assert torch.equal(entries, -mirrored)
 
     @given(problems())
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     def test_taking_until_nothing_is_found_leaves_less_than_a_quantum(self, problem):
         local, shared, count, _ = problem
         count = max(count, 2**18)  # 64 rounds at most

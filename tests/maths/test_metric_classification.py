@@ -153,7 +153,7 @@ def test_parts_give_what_the_whole_gives(data, cuts):
 
 
 @given(st.lists(st.integers(0, ROWS), max_size=12).map(sorted))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_parts_of_any_size_give_what_the_whole_gives(cuts):
     scores, y, facts = masked_steps()
     shown = shown_of(scores, y, **facts)

@@ -152,7 +152,7 @@ class TestEachKindOfState:
         assert not nothing.update_called
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(at=cuts, seed=st.integers(0, 5))
 def test_any_cut_in_any_order_gives_the_bits_that_its_order_gives(at, seed):
     order = np.random.default_rng(seed).permutation(len(at) + 1).tolist()
@@ -183,7 +183,7 @@ def classification():
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(at=cuts)
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 def test_classification_is_that_of_the_whole(at):

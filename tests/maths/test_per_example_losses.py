@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -358,7 +358,6 @@ def test_half_precision_becomes_double():
     assert found.dtype == torch.float64
 
 
-@settings(deadline=None)
 @given(
     cuts=st.lists(st.integers(0, ROWS), max_size=4),
     case=st.sampled_from(sorted(CASES)),

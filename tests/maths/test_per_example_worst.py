@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl import WorstExample, WorstExamples
@@ -45,7 +45,6 @@ def by_hand(losses):
     return missing + [i for i in order if i not in missing]
 
 
-@settings(deadline=None)
 @given(losses=st.lists(LOSSES, max_size=12), top=st.integers(1, 15))
 def test_the_rows_of_a_part_are_in_the_order_of_the_merge(losses, top):
     rows = worst_rows(scored(losses), top, wrong_only=False)
@@ -55,7 +54,6 @@ def test_the_rows_of_a_part_are_in_the_order_of_the_merge(losses, top):
     assert [row for _, row in places(merged)] == rows.tolist()
 
 
-@settings(deadline=None)
 @given(
     losses=st.lists(LOSSES, max_size=20),
     cuts=st.lists(st.integers(0, 20), max_size=4),

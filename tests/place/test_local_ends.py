@@ -196,13 +196,13 @@ def test_one_that_hangs_is_left_behind_with_a_warning(hang, caplog):
     own = trainer(False, master=TWO, callbacks=[hang, FailAt(RuntimeError, 1)])
 
     with (
-        dask.config.set({"daskdl.timeouts.stop": "0.2s"}),
+        dask.config.set({"daskdl.timeouts.stop": "1s"}),
         pytest.raises((ReplicaError, RunError)),
     ):
         own.fit(X, Y, batch_size=16)
 
     assert re.search(
-        r"after 0\.2 s \(daskdl\.timeouts\.stop\) it has not left: replica 0 on "
+        r"after 1 s \(daskdl\.timeouts\.stop\) it has not left: replica 0 on "
         r"this machine, last heard at step 1, update \d, \d\.\d s ago",
         caplog.text,
     )

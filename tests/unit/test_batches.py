@@ -29,7 +29,7 @@ def chunks_of(lengths, rng=None):
         start += length
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 9), max_size=6),
     st.integers(1, 7),

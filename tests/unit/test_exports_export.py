@@ -119,7 +119,7 @@ def test_rows_of_all_parts_are_mixed(url, small):
     assert np.mean([len(set(file)) for file in parts]) > 3
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(sum),
     st.integers(1, 9),

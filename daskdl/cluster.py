@@ -1,15 +1,24 @@
-"""Which cluster to use: the user's, the default one, or one of our own."""
+"""Which cluster to use, and whether it has what a run needs."""
 
+import asyncio
 import contextlib
+import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from distributed import Client, LocalCluster, default_client
 
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, RunError, WaitTimeoutError
+from daskdl.timeouts import Timeouts
+from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
+
+MOST_NAMED = 8  # addresses, and kinds of findings, in a message
+
+Found = Mapping[str, str]  # versions, by package, or "error"
 
 
 @contextlib.contextmanager
@@ -63,3 +72,104 @@ def _default() -> Client | None:
         return default_client()
     except ValueError:  # Dask's way to say that there is none
         return None
+
+
+def check_installed(client: Client) -> None:
+    """Import daskdl on the scheduler and all workers, and compare the versions.
+
+    Nothing of daskdl can be sent to a process that does not have it. The import takes
+    seconds, and is made in a thread of each process, whose event loop goes on.
+
+    Args:
+        client: A synchronous client. Workers that are leaving are passed over.
+
+    Raises:
+        RunError: If daskdl or torch is missing somewhere, or is of another version.
+        WaitTimeoutError: If not all have answered in time.
+    """
+    bound = Timeouts.from_config().bound("join", "request")
+
+    async def ask() -> Any:
+        asking = asyncio.gather(
+            client.run_on_scheduler(_finder("daskdl.channel.scheduler")),
+            client.run(_finder("daskdl.training.launch"), on_error="return"),
+        )
+        return await asyncio.wait_for(asking, bound.seconds)
+
+    try:
+        on_scheduler, on_workers = client.sync(ask)
+    except TimeoutError as error:
+        # One that still imports must not be sent what it would import a second time.
+        raise WaitTimeoutError(
+            f"the scheduler and its workers did not all say within {bound} which "
+            "daskdl and torch they have: one of them hangs, or takes longer to import "
+            "them"
+        ) from error
+    places: dict[str, list[str]] = {}  # by what is wrong there
+    wrong = _wrong(on_scheduler)
+    if wrong:
+        places[wrong] = [f"the scheduler, {client.scheduler.address}"]
+    for worker, found in sorted(on_workers.items()):
+        if isinstance(found, OSError):
+            logger.info("worker %s is leaving: %s", worker, found)
+        else:
+            wrong = _wrong(found)
+            if wrong:
+                places.setdefault(wrong, []).append(f"worker {worker}")
+    if places:
+        lines = [f"{_listed(where)}: {what}" for what, where in places.items()]
+        raise RunError(
+            f"the client has daskdl {VERSION} and torch {torch.__version__}; on the "
+            "cluster:\n  " + "\n  ".join(lines[:MOST_NAMED]) + "\n"
+            "install the same daskdl, and a torch of the same minor version, in the "
+            "environment of the scheduler and of every worker, and start them again"
+        )
+
+
+def _finder(needed: str) -> Callable[[], Awaitable[Found]]:
+    """A function that imports a module of daskdl where daskdl may be missing.
+
+    A function within a function is pickled as code, not as a name in its module.
+    """
+
+    def find() -> Found:
+        found = {}
+        try:
+            found["daskdl"] = importlib.import_module("daskdl.version").VERSION
+            found["torch"] = str(importlib.import_module("torch").__version__)
+            importlib.import_module(needed)
+        except ImportError as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+        return found
+
+    async def find_in_a_thread() -> Found:
+        return await asyncio.to_thread(find)
+
+    return find_in_a_thread
+
+
+def _wrong(found: Found | Exception) -> str:
+    """What a process cannot take part with; empty: nothing."""
+    if isinstance(found, Exception):
+        return f"{type(found).__name__}: {found}"
+    other = []
+    if found.get("daskdl", VERSION) != VERSION:
+        other.append(f"daskdl {found['daskdl']}")
+    if "torch" in found and _minor(found["torch"]) != _minor(torch.__version__):
+        other.append(f"torch {found['torch']}")
+    return " and ".join(other) or found.get("error", "")
+
+
+def _minor(version: str) -> str:
+    """Patches, and builds for other devices, understand each other.
+
+    Example:
+        >>> _minor("2.8.1+cu128")
+        '2.8'
+    """
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

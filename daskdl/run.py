@@ -105,10 +105,29 @@ class Run:
             if self.final is not None:
                 self.history.steps.extend(unpack_rows(self.final.steps))
         self._restored(final)
-        trained = self._epochs_done() > self._options.first_epoch
+        trained = self._trained()
         if self._options.checkpoints is not None and trained:
             self._options.checkpoints.conclude()
         hint_at_small_threshold(self.history[-1])
+
+    def _trained(self) -> bool:
+        """Whether there was something left to train; then somebody has to have.
+
+        Raises:
+            RunError: If nobody has.
+        """
+        options, stopping = self._options, self.history.stopping
+        rows = self.history[options.first_epoch :]
+        # What is left of an epoch that a checkpoint was written in may be nothing.
+        if any(row["examples"] or options.resume is not None for row in rows):
+            return True
+        stopped_before = stopping is not None and stopping.reason is not None
+        if options.first_epoch < options.epochs and not stopped_before:
+            raise RunError(
+                "the run came to its end, and no replica has trained on anything; see "
+                "the logs of the workers for what they were refused"
+            )
+        return False
 
     def settle_(self, model: nn.Module) -> Standing:
         """Leave what there is now, also if it ended early.

@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from daskdl import evaluation
-from daskdl.cluster import client_of
+from daskdl.cluster import check_installed, client_of
 from daskdl.data import trees
 from daskdl.data.checks import of_validation, rows_like
 from daskdl.data.datasets.iterable_style import sharded
@@ -128,6 +128,13 @@ class Cluster(Site):
 
     @override
     @contextlib.contextmanager
+    def ready(self, sources: Sources, fit: FitOptions, seed: int) -> Iterator[Sources]:
+        check_installed(self.client)
+        with super().ready(sources, fit, seed) as ready:
+            yield ready
+
+    @override
+    @contextlib.contextmanager
     def stage(self, options: TaskOptions, sources: Sources) -> Iterator[Stage]:
         most = most_replicas(rows_in(sources["train"]), options.step_rows)
         seats = seats_of(options.master, self.client, most)
@@ -142,6 +149,25 @@ class Cluster(Site):
             }
             limits = Limits(RELAY_BYTES, most)
             yield ClusterStage(self.client, options, seats, supplies, limits)
+
+    @override
+    def evaluate(
+        self,
+        model: nn.Module,
+        loss: Objective | None,
+        source: Source,
+        read: ReadOptions,
+        wanted: Wanted | None,
+    ) -> Evaluation:
+        check_installed(self.client)
+        return super().evaluate(model, loss, source, read, wanted)
+
+    @override
+    def predict(
+        self, model: nn.Module, X: Any, read: ReadOptions, wanted: OutputOptions
+    ) -> Any:
+        check_installed(self.client)
+        return super().predict(model, X, read, wanted)
 
 
 class Process(Site):

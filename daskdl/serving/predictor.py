@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 from distributed import Client
 from torch import nn
 
-from daskdl.cluster import client_of
+from daskdl.cluster import check_installed, client_of
 from daskdl.data.batches import Transform
 from daskdl.data.models import check_module
 from daskdl.errors import BusyError, RunError
@@ -116,6 +116,7 @@ class Predictor:
             self._loop = starting.enter_context(loop_thread())
             return LocalGround(transform)
         self._client = starting.enter_context(client_of(client))
+        check_installed(self._client)
         self._loop = self._client.loop.asyncio_loop
         return RemoteGround(self._client, transform, self._timeouts.silence)
 

@@ -85,7 +85,7 @@ OUTSIDE = {
         "torch",
         "typing_extensions",
     },
-    "cluster": {"distributed"},
+    "cluster": {"distributed", "torch"},
     "checkpoints": {"torch"},
     "saving": {"numpy", "safetensors", "torch"},
     "fitted": {"numpy", "torch"},

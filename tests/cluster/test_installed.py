@@ -1,0 +1,182 @@
+"""What a cluster has to have before anything of daskdl is sent there."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from distributed import Client
+from torch import nn
+
+import daskdl
+from tests.support.problems import mlp, rows, trainer
+
+X, Y = rows()
+REMEDY = "install the same daskdl, and a torch of the same minor version"
+
+
+def loaded(packages):
+    return [name for name in sys.modules if name.split(".")[0] in packages]
+
+
+def hide(package):
+    """Make it a package that is not installed; what it was is kept."""
+    gone = {"daskdl", package}
+    sys.hidden = {name: sys.modules.pop(name) for name in loaded(gone)}
+    sys.modules[package] = None
+
+
+def restore():
+    hidden = sys.__dict__.pop("hidden", {})
+    for name in loaded({name.split(".")[0] for name in hidden}):
+        del sys.modules[name]
+    sys.modules.update(hidden)
+
+
+def age(package, version):
+    """Make it one of another version."""
+    if package == "torch":
+        torch.__version__ = version
+        return
+    before = importlib.import_module("daskdl.version").VERSION
+    for module in list(sys.modules.values()):
+        if getattr(module, "VERSION", None) == before:
+            module.VERSION = version
+
+
+@pytest.fixture
+def changed(client):
+    """Change some of the two workers of the client, and put them right again."""
+
+    def change(function, *args, workers=None):
+        client.run(function, *args, workers=workers)
+        return client
+
+    yield change
+    client.run(restore)
+    client.run(age, "daskdl", daskdl.__version__)
+    client.run(age, "torch", torch.__version__)
+
+
+def fit(client):
+    return trainer(client).fit(X, Y)
+
+
+def evaluate(client):
+    return daskdl.evaluate(mlp(), X, Y, loss=nn.CrossEntropyLoss(), client=client)
+
+
+def predict(client):
+    return daskdl.predict(mlp(), X, client=client)
+
+
+def serve(client):
+    with daskdl.Predictor(mlp(), client=client) as predictor:
+        return predictor(X)
+
+
+@pytest.mark.parametrize("which", [slice(1), slice(2)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ((hide, "daskdl"), "ModuleNotFoundError: No module named 'daskdl"),
+        ((age, "daskdl", "0.0.9"), "daskdl 0.0.9"),
+        ((hide, "torch"), "ModuleNotFoundError: import of torch halted"),
+        ((age, "torch", "1.13.1+cu117"), "torch 1.13.1"),
+    ],
+    ids=["daskdl missing", "daskdl older", "torch missing", "torch older"],
+)
+def test_workers_that_lack_something_are_named_before_a_fit(
+    client, changed, change, what, which
+):
+    workers = sorted(client.nthreads())[which]
+    changed(*change, workers=workers)
+
+    with pytest.raises(daskdl.RunError) as caught:
+        fit(client)
+
+    message = str(caught.value)
+    assert f"the client has daskdl {daskdl.__version__} and torch" in message
+    named = ", ".join(f"worker {address}" for address in workers)
+    assert re.search(f"\n  {re.escape(named)}: {what}", message)
+    assert REMEDY in message
+
+
+@pytest.mark.parametrize("do", [evaluate, predict, serve])
+def test_workers_that_lack_something_are_named_before_a_pass(client, changed, do):
+    worker = sorted(client.nthreads())[1]
+    changed(hide, "daskdl", workers=[worker])
+
+    with pytest.raises(daskdl.RunError, match=f"{worker}: ModuleNotFoundError"):
+        do(client)
+
+
+def test_another_patch_or_build_of_torch_is_as_good(client, changed):
+    own = torch.__version__.split("+")[0].split(".")
+    changed(age, "torch", ".".join([*own[:2], "99"]) + "+cu999")
+
+    assert fit(client).column("replicas") == [2]
+
+
+@pytest.fixture
+def apart(tmp_path):
+    """A client of a scheduler that is a process of its own, and of one worker."""
+    file = str(tmp_path / "scheduler.json")
+    common = ["--scheduler-file", file, "--no-dashboard"]
+    commands = [
+        ["distributed.cli.dask_scheduler", "--port=0", *common],
+        ["distributed.cli.dask_worker", "--nthreads=1", "--no-nanny", *common],
+    ]
+    processes = [
+        subprocess.Popen([sys.executable, "-m", *command], cwd=os.getcwd())
+        for command in commands
+    ]
+    try:
+        with Client(scheduler_file=file, set_as_default=False) as client:
+            client.wait_for_workers(1, timeout=60)
+            yield client
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+            process.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ((hide, "daskdl"), "ModuleNotFoundError"),
+        ((age, "daskdl", "0.0.9"), "daskdl 0.0.9"),
+    ],
+    ids=["missing", "older"],
+)
+def test_a_scheduler_that_lacks_something_is_named(apart, change, what):
+    apart.run_on_scheduler(*change)
+
+    with pytest.raises(daskdl.RunError) as caught:
+        fit(apart)
+
+    where = re.escape(f"the scheduler, {apart.scheduler.address}: {what}")
+    assert re.search(where, str(caught.value))
+    assert "worker" not in str(caught.value).split("\n")[1]
+
+
+async def refuse(**fields):
+    """What a worker of another version meets that comes after the check."""
+    raise ValueError("the worker has daskdl 0.0.9, the scheduler 0.1.0")
+
+
+def test_a_fit_in_which_nobody_trained_has_not_come_to_its_end(client):
+    fit(client)  # the handlers are there
+    handlers = client.cluster.scheduler.handlers
+    join = handlers["daskdl_join"]
+    handlers["daskdl_join"] = refuse
+
+    try:
+        with pytest.raises(daskdl.RunError, match="no replica has trained"):
+            fit(client)
+    finally:
+        handlers["daskdl_join"] = join

@@ -60,6 +60,11 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         """A client starts a run."""
         record = RunRecord(RunPlan.of(plan))
         self.runs[record.plan.run] = LiveRun(record, self._scheduler, client)
+        # Some may have come after the client had chosen, or have no seat for want of
+        # work; it knows which.
+        for worker in self._scheduler.workers:
+            if not record.members.seated_on(worker):
+                record.events.post("worker", worker=worker)
         logger.info("run %s opens: %s", record.plan.run, record.plan.replicas)
         return {"status": Answer.OK.value, "version": VERSION}
 

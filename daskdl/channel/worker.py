@@ -185,6 +185,12 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         return RemoteChannel(links[key], endpoint, lambda: links.pop(key, None))
 
 
+async def set_up(dask_worker: Worker) -> None:
+    """Set the plugin up on a worker that Dask has not told of it yet."""
+    if NAME not in dask_worker.plugins:
+        await dask_worker.plugin_add(ChannelWorkerPlugin(), NAME, catch_errors=False)
+
+
 def _name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"a name must be text, got {name!r}")

@@ -15,10 +15,10 @@ from typing_extensions import override
 from daskdl.channel import messages
 from daskdl.channel.messages import Answer
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
-from daskdl.channel.worker import ChannelWorkerPlugin
+from daskdl.channel.worker import ChannelWorkerPlugin, set_up
 from daskdl.data.scattering import scatter
 from daskdl.data.supplies import Supply
-from daskdl.errors import ChannelError, WaitTimeoutError
+from daskdl.errors import ChannelError, RunError, WaitTimeoutError
 from daskdl.packed import Packed
 from daskdl.training.collect import collect
 from daskdl.training.launch import train_replica
@@ -79,7 +79,13 @@ class ClusterStage(Stage):
     @override
     def open(self) -> None:
         self._client.register_plugin(ChannelSchedulerPlugin())
-        self._client.register_plugin(ChannelWorkerPlugin())
+        try:
+            self._client.register_plugin(ChannelWorkerPlugin())
+        except OSError as error:
+            # Dask tells all that are there, and does not wait for them once one of
+            # them has gone, which `start` then leaves out.
+            logger.warning("a worker has gone while the run began: %s", error)
+            self._client.run(set_up, on_error="return")
         extents = {
             phase: extent_for(
                 self._options, phase, own.source, len(self.seats), own.keys
@@ -105,8 +111,14 @@ class ClusterStage(Stage):
             except OSError as error:
                 there = set(self._client.nthreads())
                 gone = [r for r, worker in seats.items() if worker not in there]
-                if not gone or len(gone) == len(seats):
+                if not gone:
                     raise
+                if len(gone) == len(seats):
+                    where = ", ".join(sorted(set(seats.values())))
+                    raise RunError(
+                        f"all workers that were to begin have gone: {where}; see their "
+                        "logs, and fit again when there are others"
+                    ) from error
                 logger.warning("replicas %s are not started: %s", gone, error)
                 self._dismiss(gone)
                 seats = {r: w for r, w in seats.items() if r not in gone}
@@ -202,12 +214,14 @@ class ClusterStage(Stage):
 
     def _seat(self, worker: str) -> None:
         """A worker is there, or free again: let it take part."""
+        room = self._limits.most_replicas - len(self._futures)
+        if room <= 0:
+            return
         try:
             wanted = replicas_on(self._options.master, self._client, [worker])[worker]
         except OSError as error:
             self._try_later(worker, error)
             return
-        room = self._limits.most_replicas - len(self._futures)
         answer = self._ask(messages.SEAT, worker=worker, replicas=min(wanted, room))
         newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
         self.seats |= newcomers

@@ -35,10 +35,16 @@ def seats_of(master: TrainingMaster, client: Client, most: int) -> dict[int, str
 
     Raises:
         OptionError: If the cluster has no workers.
-        OSError: If one of them is gone, or does not answer.
+        OSError: If one of them does not answer.
     """
     workers = workers_of(client)
-    each = replicas_on(master, client, workers)
+    try:
+        each = replicas_on(master, client, workers)
+    except OSError:
+        there = set(client.nthreads())
+        if there.issuperset(workers):
+            raise
+        return seats_of(master, client, most)  # one has gone meanwhile
     # Round robin, so that leaving some out leaves the workers evenly used.
     seats = [w for i in range(max(each.values())) for w in workers if i < each[w]]
     return dict(enumerate(seats[: _useful(len(seats), most)]))

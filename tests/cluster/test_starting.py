@@ -1,0 +1,85 @@
+"""Workers that come and go while a fit begins, before the run is open."""
+
+import os
+import signal
+
+import pytest
+from distributed.utils_test import poll_for
+
+from daskdl import RunError
+from daskdl.channel.scheduler import NAME, ChannelSchedulerPlugin
+from tests.support.problems import rows, trainer
+from tests.support.script import Script, enough
+
+X, Y = rows(count=960)
+
+
+def before_a_plugin(monkeypatch, client, act):
+    """Act once, when the seats are chosen and the run is not open yet."""
+    register, acted = client.register_plugin, []
+
+    def act_first(plugin):
+        if not isinstance(plugin, ChannelSchedulerPlugin) and not acted:
+            acted.append(plugin)
+            act()
+        return register(plugin)
+
+    monkeypatch.setattr(client, "register_plugin", act_first)
+    return acted
+
+
+def forget_plugin(client):
+    """As on a new cluster: Dask tells all workers of the plugin."""
+    client.cluster.scheduler.worker_plugins.pop(NAME, None)
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_while_a_fit_begins_takes_part(growing, monkeypatch):
+    def grow():
+        growing.cluster.scale(2)
+        poll_for(lambda: len(growing.nthreads()) == 2, timeout=60)
+
+    acted = before_a_plugin(monkeypatch, growing, grow)
+    seen = []
+
+    def not_for_ever(row):
+        seen.append(row["replicas"])
+        return row["replicas"] == 2 or len(seen) > 2000
+
+    Script((not_for_ever, enough)).run(trainer(growing), X, Y)
+
+    assert acted
+    assert seen[-1] == 2
+
+
+def kill(client, workers):
+    pids = client.run(os.getpid)
+    for worker in workers:
+        os.kill(pids[worker], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_before_the_run_is_open_is_left_out(three, monkeypatch):
+    lost = sorted(three.nthreads())[1]
+    forget_plugin(three)
+    acted = before_a_plugin(monkeypatch, three, lambda: kill(three, [lost]))
+
+    history = trainer(three).fit(X, Y, batch_size=16)
+
+    assert acted
+    assert history[0]["replicas"] >= 2
+    assert history[0]["examples"] == len(X)
+
+
+@pytest.mark.slow
+def test_that_all_are_lost_before_the_run_is_open_is_said(growing, monkeypatch):
+    (lost,) = growing.nthreads()
+
+    def kill_all():
+        kill(growing, [lost])
+        poll_for(lambda: lost not in growing.nthreads(), timeout=60)
+
+    before_a_plugin(monkeypatch, growing, kill_all)
+
+    with pytest.raises(RunError, match=f"all workers .* have gone: {lost}"):
+        trainer(growing).fit(X, Y, batch_size=16)

@@ -4,6 +4,7 @@ Dask serialises a module attribute by attribute, which unties tied weights, and 
 cannot serialise every tensor. So they travel as the bytes of ``torch.save`` with
 cloudpickle: a storage is written once however many tensors look at it, lambdas and
 classes of a notebook are included, and what was on an accelerator arrives on the CPU.
+Modules with parametrizations, which torch does not pickle, travel too.
 """
 
 import copy
@@ -17,6 +18,7 @@ import cloudpickle
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from daskdl.errors import ModelError
@@ -32,6 +34,43 @@ _PICKLING_ERRORS = (
     RuntimeError,
     NotImplementedError,
 )
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Of cloudpickle, for modules with parametrizations too.
+
+    Torch gives each of these a class of its own, which cannot be pickled. What travels
+    is the module of the class before, and it gets such a class again on arrival.
+    """
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        """How an object is pickled, where it is not in the ordinary way."""
+        if not isinstance(obj, nn.Module) or not parametrize.is_parametrized(obj):
+            return super().reducer_override(obj)
+        kind = parametrize.type_before_parametrizations(obj)
+        # Before Python 3.11 a class has none unless it defines one.
+        state: Callable[[Any], Any] = getattr(kind, "__getstate__", vars)
+        return _bare, (kind,), state(obj), None, None, _parametrize_
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _parametrize_(module: nn.Module, state: dict[str, Any]) -> None:
+    module.__setstate__(state)  # type: ignore[no-untyped-call]
+    # As torch registers a parametrization, without computing its inverse once more.
+    parametrize._inject_new_class(module)
+    assert isinstance(module.parametrizations, nn.ModuleDict)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
+
+
+class _Pickling:
+    """What `torch.save` takes for a module like `pickle`."""
+
+    Pickler = Pickler
 
 
 class Packed(Generic[T]):
@@ -183,7 +222,7 @@ def _packed(content: Any, argument: str) -> bytes:
     buffer = io.BytesIO()
     try:
         # Protocol 5: cloudpickle writes nested classes only from protocol 4 on.
-        torch.save(content, buffer, pickle_module=cloudpickle, pickle_protocol=5)
+        torch.save(content, buffer, pickle_module=_Pickling, pickle_protocol=5)
     except _PICKLING_ERRORS as error:
         found = next(_unpicklable(content, argument), None)
         blamed = argument if found is None else found
@@ -224,7 +263,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _can_be_pickled(value: Any) -> bool:
     try:
-        cloudpickle.dumps(value)
+        Pickler(io.BytesIO()).dump(value)
     except _PICKLING_ERRORS:
         return False
     return True

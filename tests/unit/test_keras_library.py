@@ -34,7 +34,11 @@ def said(script, **environment):
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("chosen", [{}, {"KERAS_BACKEND": "torch"}], ids=str)
+@pytest.mark.parametrize(
+    "chosen",
+    [{}, pytest.param({"KERAS_BACKEND": "torch"}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_backend_is_torch_from_the_first_use_on(tmp_path, chosen):
     (tmp_path / "keras.json").write_text('{"backend": "tensorflow"}')
 

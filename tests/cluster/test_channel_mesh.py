@@ -211,6 +211,37 @@ async def test_who_cannot_get_an_update_any_more_takes_a_state(c, s, *workers):
 
 
 @three_workers()
+async def test_a_state_that_is_older_than_what_was_told_is_not_taken(c, s, *workers):
+    async with a_run(c, s, *workers, **CHAIN, inbox_bytes=1) as run:  # no rings
+        first, second, third = (sent_by(run, 2, entry) for entry in (1, 2, 3))
+        make, offered = applied_by(run.channels[0]), []
+
+        def outdated_once():
+            state = make()
+            if not offered:
+                offered.append(state)
+                state = {**state, "received": [[2, 1, []]]}
+            return state
+
+        run.channels[0].serve(outdated_once)
+        run.channels[1].serve(applied_by(run.channels[1]))
+        await run.deliver(0, first, second)
+        await run.deliver(1, third)
+        run.vanish(2)
+        await run.live.lose(2, "in the middle of sending")
+        loaded = []
+
+        await agree(run, [0, 1], load=loaded.append)
+
+        assert offered
+        (state,) = loaded
+        assert state["total_N"].tolist() == offered[0]["total_N"].tolist()
+        assert (2, 2, ()) in state["received"]
+        for replica in (0, 1):
+            assert run.link(replica).inbox.received()[2] == (2, ())
+
+
+@three_workers()
 async def test_one_that_is_lost_while_the_others_agree_is_left_out(c, s, *workers):
     async with a_run(c, s, *workers, **CHAIN) as run:
         first, second = (sent_by(run, 2, entry) for entry in (5, 6))

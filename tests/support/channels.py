@@ -132,19 +132,19 @@ class Run:
         self.channels[replica] = channel
         return channel
 
-    async def open(self, relay_bytes, pieces, min_replicas):
+    async def open(self, relay_bytes, pieces, min_replicas, synchronous, laps):
         plan = {
             "run": self.endpoint.run,
             "replicas": {r: w.address for r, w in enumerate(self.workers)},
             "extents": extents(pieces),
             "seed": None,
             "epochs_before": 0,
-            "synchronous": False,
+            "synchronous": synchronous,
             "relay_bytes": relay_bytes,
             "min_replicas": min_replicas,
             "timeouts": dataclasses.asdict(self.endpoint.timeouts),
             "routing": self.endpoint.routing,
-            "laps": WHOLE_EPOCHS,
+            "laps": laps,
         }
         answer = await self.ask("daskdl_open", plan=plan, client=self.client.id)
         assert answer["status"] == "ok"
@@ -214,13 +214,16 @@ async def a_run(
     pieces=None,
     relay_bytes=2**20,
     min_replicas=1,
+    synchronous=False,
+    laps=WHOLE_EPOCHS,
     **options,
 ):
     """A run with a replica on each worker; leaves nothing behind, and checks it."""
     await register(client)
     endpoint = Endpoint(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
     run = Run(client, scheduler, workers, dataclasses.replace(endpoint, **options))
-    await run.open(relay_bytes, pieces or {"train": ()}, min_replicas)
+    pieces = pieces or {"train": ()}
+    await run.open(relay_bytes, pieces, min_replicas, synchronous, laps)
     try:
         if join:
             await run.join()

@@ -12,7 +12,7 @@ from distributed.utils_test import gen_cluster
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
-from daskdl.channel.plan import RunPlan
+from daskdl.channel.plan import WHOLE_EPOCHS, RunPlan
 from tests.support.channels import (
     GRID,
     PATIENCE_S,
@@ -30,7 +30,7 @@ KINDS = ("plain", "mesh", "local")
 class ThreadsRun:
     """A run among threads, and its channels; as `channels.Run` is over Dask."""
 
-    def __init__(self, replicas, endpoint, pieces, min_replicas):
+    def __init__(self, replicas, endpoint, pieces, **plan):
         self.endpoint = endpoint
         self.channels = {}
         self._run = LocalRun(
@@ -40,10 +40,9 @@ class ThreadsRun:
                 extents=extents(pieces),
                 seed=None,
                 epochs_before=0,
-                synchronous=False,
                 relay_bytes=0,
-                min_replicas=min_replicas,
                 timeouts=dataclasses.asdict(endpoint.timeouts),
+                **plan,
             )
         )
         for replica in range(replicas):
@@ -89,11 +88,19 @@ class ThreadsRun:
 
 @contextlib.asynccontextmanager
 async def a_threads_run(
-    replicas, join=True, pieces=None, min_replicas=1, fan_out=1, **options
+    replicas,
+    join=True,
+    pieces=None,
+    min_replicas=1,
+    synchronous=False,
+    laps=WHOLE_EPOCHS,
+    fan_out=1,
+    **options,
 ):
     endpoint = Endpoint(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS, fan_out=fan_out)
     endpoint = dataclasses.replace(endpoint, **options)
-    run = ThreadsRun(replicas, endpoint, pieces or {"train": ()}, min_replicas)
+    plan = {"min_replicas": min_replicas, "synchronous": synchronous, "laps": laps}
+    run = ThreadsRun(replicas, endpoint, pieces or {"train": ()}, **plan)
     try:
         if join:
             await run.join()

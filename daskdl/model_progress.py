@@ -52,6 +52,7 @@ class ModelProgress:
     size: int  # N
     grid: float  # one step of shared, parameter units, a power of two
     groups: Sequence[Progress]  # ascending in position
+    strict: bool
 
     def __init__(self, parameters: FlatParameters, strict: bool) -> None:
         self.size = parameters.size
@@ -59,7 +60,7 @@ class ModelProgress:
         self.groups = [
             Progress(group, self.grid, strict) for group in parameters.groups
         ]
-        self._strict = strict
+        self.strict = strict
         self._showing = False
 
     def absorb_(self) -> None:
@@ -83,7 +84,7 @@ class ModelProgress:
         Returns:
             Factor on the learning rate.
         """
-        if self._strict:
+        if self.strict:
             return scale
         for group in self._free():
             if group.weight != 1.0 / scale:

@@ -16,7 +16,7 @@ class Gathering:
     notes: dict[int, Any]
     told: dict[int, bytes]  # for the client alone
     gone: dict[int, int] | None  # set once: everybody has to read the same
-    counted: Mapping[str, Any]  # likewise, where the client reads the notes too
+    counted: Mapping[str, Any]  # likewise, see `Gathered`
 
     def __init__(self) -> None:
         self.notes, self.told = {}, {}

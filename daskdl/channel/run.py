@@ -223,6 +223,8 @@ class RunRecord:
             for item in self._held:
                 self._tell(item, but=item.origin)
             self._held.clear()
+        if gathering.kind == Barrier.AGREE:
+            gathering.counted = {"present": len(self.members.present)}
         if gathering.kind == Barrier.REPORT:
             notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
             told = [gathering.told[r] for r in sorted(gathering.told)]

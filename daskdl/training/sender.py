@@ -72,6 +72,13 @@ class Sender:
             proposals = self._proposals(made)
         self._exchange(proposals, step)
 
+    def pass_over(self) -> None:
+        """Nobody is there to send to; what was to be shared is dealt with."""
+        self.due = False
+        self.unshared = 0
+        self._clock.chance()
+        self._clock.take()
+
     def _wait_for_room(self) -> None:
         with self._observer.waiting:
             self._channel.wait_for_room()

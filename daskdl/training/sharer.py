@@ -28,6 +28,10 @@ from daskdl.training.statistics import Exchanged, Statistics
 class Sharer(Exchange):
     """One replica's part in sharing updates.
 
+    If a barrier finds it the only one that is there, shared is its own from then on: it
+    takes in the residual as a whole, and nothing is encoded. With the first snapshot
+    that it gives to a newcomer that ends.
+
     Args:
         seat: Where to work.
         accumulator: Of the module there.
@@ -61,6 +65,8 @@ class Sharer(Exchange):
         self._observer = Observer()
         self._sender = Sender(accumulator, seat.channel, pace, self._observer)
         self._clipped_before = 0.0  # at the last `statistics`
+        self._own = False  # nobody else has shared, or will have what it was before
+        self._served = False  # a snapshot was given since the last barrier began
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
         if seat.resumed is not None and seat.resumed.kind == SHARER:
@@ -112,6 +118,11 @@ class Sharer(Exchange):
             self._channel.complete(self._step)
 
     def _share(self) -> None:
+        if self._own:
+            if self._progress.strict:  # else it would not see its own progress
+                self._progress.hand_over_()
+            self._sender.pass_over()
+            return
         self._sender.share(self._step, self._made + self._step)
 
     def _take_in(self, up_to_step: int | None = None) -> None:
@@ -136,6 +147,7 @@ class Sharer(Exchange):
         self.rest(lap)
         buffers = pack_buffers(self._module)
         key = f"end of lap {lap}"
+        self._served = False
         gathered = self._channel.gather(
             key,
             {
@@ -154,6 +166,11 @@ class Sharer(Exchange):
         published = {r: note["sequence"] for r, note in notes.items()}
         self._channel.agree(key, published, gathered.gone, self._load)
         self._take_in()
+        # Whoever joins later begins with a snapshot that is made later, unless one was
+        # made while this replica was on its way here.
+        self._own = gathered.counted.get("present") == 1 and not self._served
+        if self._own:
+            self._progress.hand_over_()
         self._step = max(note["step"] for note in notes.values())
         self._channel.align(self._step, self._progress.regrid_())
         parts = [
@@ -198,6 +215,9 @@ class Sharer(Exchange):
     def snapshot(self) -> dict[str, Any]:
         arrived, received = self._channel.take_all()
         self._apply(arrived)
+        if self._own:
+            self._progress.hand_over_()
+        self._own, self._served = False, True
         buffers = pack_buffers(self._module)
         return {
             "received": [[o, last, list(more)] for o, (last, more) in received.items()],

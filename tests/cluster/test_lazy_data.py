@@ -190,7 +190,7 @@ class TestBlocksThatDoNotCome:
                 trainer(client).fit(x, y % 4, batch_size=8, prefetch=0)
 
         assert still_left_behind(client) == {}  # though the block still hangs
-        poll_for(lambda: not training_threads(client), timeout=5)
+        poll_for(lambda: not training_threads(client), timeout=30)
         assert not Event("go", client=client).is_set()
 
 

@@ -35,7 +35,7 @@ def nothing_left():
     yield
     poll_for(
         lambda: not any(t.name.startswith("daskdl") for t in threading.enumerate()),
-        timeout=10,
+        timeout=30,
     )
 
 
@@ -77,7 +77,7 @@ def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where, ctrl
             del x
         else:
             pytest.fail("the fit did not fail")
-        poll_for(lambda: held() is None, timeout=10)
+        poll_for(lambda: held() is None, timeout=30)
     finally:
         gc.enable()
 

@@ -42,7 +42,7 @@ def nothing_left(monkeypatch):
     threads, state = set(threading.enumerate()), torch.get_rng_state()
     yield
     # One that was told to end may still be about to.
-    poll_for(lambda: set(threading.enumerate()) <= threads, timeout=10)
+    poll_for(lambda: set(threading.enumerate()) <= threads, timeout=30)
     assert torch.get_num_threads() == former
     assert torch.equal(torch.get_rng_state(), state)
 

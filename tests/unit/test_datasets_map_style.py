@@ -158,7 +158,7 @@ def test_one_thread_at_a_time_asks_a_dataset():
         def __getitem__(self, index):
             if index == 64:
                 asked.set()
-                assert go_on.wait(10)
+                assert go_on.wait(30)
             seen.append(index)
             return super().__getitem__(index)
 
@@ -168,7 +168,7 @@ def test_one_thread_at_a_time_asks_a_dataset():
 
     with ThreadPoolExecutor(2) as pool:
         one = pool.submit(source.load, 1)
-        assert asked.wait(10)
+        assert asked.wait(30)
         other = pool.submit(source.load, 2)
         wait([other], timeout=0.1)  # it must not get anywhere
         go_on.set()

@@ -67,7 +67,7 @@ class TestEveryDataset:
         together = threading.Barrier(5)
 
         def items_of(shard):
-            together.wait(10)
+            together.wait(30)
             return list(shards(shard, 5))
 
         with ThreadPoolExecutor(5) as pool:
@@ -88,7 +88,7 @@ def test_nobody_takes_a_step_while_another_does():
                 looked.set()
             else:
                 second_in.set()
-                looked.wait(10)
+                looked.wait(30)
                 seen = get_worker_info().id
             yield seen
 
@@ -96,7 +96,7 @@ def test_nobody_takes_a_step_while_another_does():
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(list, shards(0, 2))
-        assert first_in.wait(10)
+        assert first_in.wait(30)
         second = pool.submit(list, shards(1, 2))
 
     assert (first.result(), second.result()) == ([0], [1])

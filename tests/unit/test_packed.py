@@ -100,7 +100,7 @@ def test_unpacking_gives_a_new_copy_each_time():
 class Remembering(nn.Module):
     def forward(self, x):
         self.seen = x
-        TOGETHER.wait(10)
+        TOGETHER.wait(30)
         return self.seen
 
 
@@ -146,7 +146,7 @@ def test_threads_share_tensors_that_were_prepared_once():
         return module.eval()
 
     def ask(_):
-        together.wait(10)
+        together.wait(30)
         return packed.module(prepare)
 
     with ThreadPoolExecutor(8) as threads:

@@ -4,7 +4,7 @@ Question: with as many examples and the same learning rate, how good is the mode
           daskdl returns, beside synchronous data-parallel training and one process?
 Counted:  accuracy or loss on rows that were not trained on, mean and standard
           deviation over seeds. `returned` is the model that `fit` returns, `shared`
-          what all agreed on before the residuals were added. `to sync`: against
+          what all agreed on last, which is the same. `to sync`: against
           synchronous training with as many replicas, the same rate and seed, in points
           of accuracy or percent of the loss, more is better; `worst` of the seeds.
           `epochs`: at the end of which shared was first as good as one process over

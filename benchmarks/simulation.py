@@ -158,7 +158,7 @@ class Simulation:
                 yield first.module
 
     def returned(self) -> nn.Module:
-        """The model with what was not sent added, as `fit` returns it."""
+        """The model with what was not sent added."""
         for i in range(len(self._members)):
             member = self._members[i]
             frame = codec.encode_dense(

@@ -109,8 +109,8 @@ class Fitting:
 
     def recipe(self, model: nn.Module, train: Source) -> Packed[Recipe]:
         """What each replica needs of the user's objects; see `Method.recipe`."""
-        moved, callbacks = self.standing.moved, self.trainer.callbacks
-        return self.method.recipe(model, moved, callbacks, train)
+        callbacks = self.trainer.callbacks
+        return self.method.recipe(model, self.standing, callbacks, train)
 
     def task(
         self, model: nn.Module, checked: Checked, left_out: int = 0

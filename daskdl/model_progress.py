@@ -223,6 +223,19 @@ class ModelProgress:
                 )
         self.grid = grid
 
+    def add_residual_(self, counts_N: Counts, grid: float) -> None:
+        """Add progress that has not been sent; shared stays.
+
+        Args:
+            counts_N: Int32, shape (N,).
+            grid: What they are steps of, parameter units; it may be another one.
+
+        Raises:
+            CodecError: If they have another size; nothing is changed.
+        """
+        for group, part_N in cut_counts(self._free(), counts_N):
+            group.add_counts_(part_N, grid)
+
     def residual_norm(self) -> float:
         """Return the Euclidean length of the residual, parameter units."""
         self.absorb_()

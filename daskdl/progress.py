@@ -200,6 +200,14 @@ class Progress:
             self.local_N[piece] += ahead.to(self.flat.device)
         self._show_all_()
 
+    def add_counts_(self, counts_N: Tensor, grid: float) -> None:
+        """Add steps of a grid, which may be another one, to the residual."""
+        self.absorb_()
+        for piece in self._pieces():
+            counts = counts_N[piece].to(self.flat.device)
+            self.local_N[piece] += counts.to(self.local_N.dtype) * (grid * self.weight)
+        self._show_all_()
+
     def regrid_(self, shift: int) -> None:
         """Coarsen the grid to ``2**shift`` of its steps; local stays.
 

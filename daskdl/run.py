@@ -17,7 +17,7 @@ from daskdl.history import History
 from daskdl.packed import Packed
 from daskdl.sites import Site
 from daskdl.steps import unpack_rows
-from daskdl.training.adoption import Standing, adopt
+from daskdl.training.adoption import Standing, adopt, kept_residual
 from daskdl.training.attendance import attended
 from daskdl.training.driver import Driver
 from daskdl.training.follow import NOTHING_YET, Before, Follower
@@ -79,7 +79,7 @@ class Run:
         """See the class."""
         driver = self._driver
         if driver.final is None and driver.begun and self._fitting.resumed is None:
-            return Final(Parameters(), None, None)  # all agree on the start
+            return Final(Parameters(), None, None, met=False)  # all agree on it
         return driver.final
 
     def train(self) -> None:
@@ -147,7 +147,8 @@ class Run:
         optimizer = fitting.method.optimizer(trainable(model))
         moved = adopt(optimizer, fitting.method.scheduling, final, before.moved)
         sent = final.outcome or before.sent
-        return Standing(moved, sent, epochs, self._class_count)
+        residual = kept_residual(final, model, before.residual)
+        return Standing(moved, sent, epochs, self._class_count, residual)
 
     def _epochs_done(self) -> int:
         """Of the fit, those before this run included."""

@@ -1,7 +1,7 @@
 """The user's object: fit, evaluate, predict, save, load."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -154,7 +154,7 @@ class Trainer(Trained):
         approach: Approach = "direct",
         resume: Any = None,
     ) -> History:
-        """Train; calling it again goes on from `model_`.
+        """Train; calling it again goes on from `model_`, and from what was not sent.
 
         Args:
             X: Inputs, rows first: numpy arrays, torch tensors, pandas and pyarrow
@@ -213,6 +213,7 @@ class Trainer(Trained):
         model = getattr(self, "model_", None) if resumed is None else None
         if model is None:
             model = starting_model(self.model, self.seed)
+        fitting = replace(fitting, standing=standing.going_on(model))
         with site_of(self.client) as site, begun(fitting, model, sources, site) as run:
             self.history_, self.classes_ = run.history, run.classes
             try:
@@ -229,8 +230,8 @@ class Trainer(Trained):
 
         Args:
             url: A folder: a path, or a URL of fsspec such as ``s3://bucket/run-17``.
-            optimizer: Also the state of optimizer, scheduler and thresholds; without it
-                the next fit begins these anew.
+            optimizer: Also the state of optimizer, scheduler and thresholds, and what
+                replicas have not sent; without it the next fit begins these anew.
 
         Raises:
             OptionError: If there is no `model_` yet, or something cannot be saved.

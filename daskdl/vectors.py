@@ -10,6 +10,7 @@ Shape suffix: N = parameters over all groups.
 """
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -206,13 +207,46 @@ def load_counts_(
         >>> layer.weight.tolist(), layer.bias.tolist()
         ([[0.5, 1.0]], [-1.5])
     """
+    with torch.no_grad():
+        for parameter, values in _values(module, counts_N, grid):
+            parameter.copy_(values)
+
+
+def add_counts_(
+    module: nn.Module, counts_N: npt.NDArray[np.int32], grid: float
+) -> None:
+    """Add a vector of counts to a module's trainable parameters.
+
+    Args:
+        module: As :func:`load_counts_` takes it. Changed in place.
+        counts_N: Likewise.
+        grid: Likewise.
+
+    Raises:
+        ModelError: Likewise.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> load_counts_(layer, np.array([2, 2], np.int32), grid=0.5)
+        >>> add_counts_(layer, np.array([1, -1], np.int32), grid=0.5)
+        >>> layer.weight.item(), layer.bias.item()
+        (1.5, 0.5)
+    """
+    with torch.no_grad():
+        for parameter, values in _values(module, counts_N, grid):
+            parameter.add_(values.to(parameter.device))
+
+
+def _values(
+    module: nn.Module, counts_N: npt.NDArray[np.int32], grid: float
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each trainable parameter, and what is its own of a vector of counts."""
     parameters = [p for named in _layout(module) for _, p in named]
     numels = [parameter.numel() for parameter in parameters]
     if len(counts_N) != sum(numels):
         raise ModelError(f"need {sum(numels)} parameters, got {len(counts_N)} values")
-    with torch.no_grad():
-        # Copied: they may be read-only, and torch does not take those.
-        parts = torch.split(torch.from_numpy(np.array(counts_N)), numels)
-        for parameter, part in zip(parameters, parts, strict=True):
-            values = part.to(working_dtype(parameter.dtype)) * grid  # as replicas do
-            parameter.copy_(values.view(parameter.shape))
+    # Copied: they may be read-only, and torch does not take those.
+    parts = torch.split(torch.from_numpy(np.array(counts_N)), numels)
+    for parameter, part in zip(parameters, parts, strict=True):
+        values = part.to(working_dtype(parameter.dtype)) * grid  # as replicas do
+        yield parameter, values.view(parameter.shape)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from daskdl.data.models import trainable
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError, SaveError
 from daskdl.fitted.fitted import Fitted, new_optimizer
@@ -19,7 +20,8 @@ from daskdl.stopping import Stopping
 from daskdl.thresholds import Sent
 from daskdl.training.adoption import Moved
 from daskdl.training.learning_rate import LearningRate, Scheduling
-from daskdl.training.outcome import Outcome
+from daskdl.training.outcome import KeptResidual, Outcome, layout_of
+from daskdl.training.tensors import described
 
 COLUMNS = {column[1] for column in LAYOUT.descr}  # kinds of columns of steps
 PARTS = {"rows", "stopping", "layout"}  # of a history
@@ -51,13 +53,14 @@ def encode_moved(fitted: Fitted, tensors: dict[str, Tensor]) -> Json:
         "scheduler": None if position is None else _class_of(moved.rate.scheduler),
         "position": plain.encode(position, "scheduler"),
         "sent": None if sent is None else _encoded_sent(sent),
+        "residual": plain.encode(_residual_values(fitted), "residual"),
     }
 
 
 def decode_moved(
     content: Json, arguments: Mapping[str, Any], model: nn.Module, given: Any
-) -> tuple[Moved, Outcome | None]:
-    """Make the optimizer and its scheduler, and give them their state.
+) -> tuple[Moved, Outcome | None, KeptResidual | None]:
+    """Make the optimizer and its scheduler, give them their state, and read the rest.
 
     Args:
         content: What `encode_moved` wrote, or something damaged; None: they begin anew.
@@ -73,7 +76,7 @@ def decode_moved(
     rate = LearningRate(optimizer, scheduling)
     moved = Moved(optimizer, rate, scheduling)
     if content is None:
-        return moved, None
+        return moved, None, None
     plain = Plain(tensors=dict(given))
     _check_class("optimizer", optimizer, content["optimizer"])
     try:
@@ -85,7 +88,8 @@ def decode_moved(
         _check_class("scheduler", rate.scheduler, content["scheduler"])
         _go_on_(rate, position)
     sent = content["sent"]
-    return moved, None if sent is None else _decoded_sent(sent)
+    residual = _residual_of(plain.decode(content.get("residual")), model)
+    return moved, None if sent is None else _decoded_sent(sent), residual
 
 
 def scheduling_of(arguments: Mapping[str, Any]) -> Scheduling:
@@ -178,6 +182,28 @@ def _go_on_(rate: LearningRate, position: Any) -> None:
 def _encoded_sent(outcome: Outcome) -> Json:
     sent = [[p, float(s.threshold), float(s.density)] for p, s in outcome.sent.items()]
     return {"sent": sent, "steps": int(outcome.steps)}
+
+
+def _residual_values(fitted: Fitted) -> Any:
+    residual = fitted.standing.residual
+    if residual is None or not residual.fits(fitted.model):
+        return None
+    return {"counts": torch.from_numpy(residual.counts_N), "grid": residual.grid}
+
+
+def _residual_of(values: Any, model: nn.Module) -> KeptResidual | None:
+    if values is None:
+        return None
+    counts, grid, layout = values["counts"], values["grid"], layout_of(model)
+    size = sum(p.numel() for p in trainable(model))
+    if counts.dtype != torch.int32 or tuple(counts.shape) != (size,):
+        raise SaveError(
+            f"what was not sent is {described(counts)}, and the model has {size} "
+            "trainable parameters"
+        )
+    if not isinstance(grid, float) or not (0 < grid < math.inf):
+        raise SaveError(f"what was not sent is in steps of {grid!r:.80}")
+    return KeptResidual(counts.numpy(), grid, layout)
 
 
 def _decoded_sent(content: Mapping[str, Json]) -> Outcome:

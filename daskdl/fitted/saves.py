@@ -97,12 +97,12 @@ def _fitted(saved: Saved, passed: Mapping[str, Any], trust: Trust) -> Fitted:
     tensors = saved.tensors.get("model", {})
     state = ModuleState.from_json(content["model"], tensors, hidden)
     model = _model(state, arguments, "model" not in passed)
-    moved, sent = decode_moved(
+    moved, sent, residual = decode_moved(
         content["moved"], arguments, model, saved.tensors.get("optimizer", {})
     )
     epochs, classes = _count(content["epochs"]), content["class_count"]
     standing = Standing(
-        moved, sent, epochs, None if classes is None else _count(classes)
+        moved, sent, epochs, None if classes is None else _count(classes), residual
     )
     history = decode_history(content["history"], extra)
     return Fitted(arguments, model, standing, history, _classes(content["classes"]))

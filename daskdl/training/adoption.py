@@ -1,8 +1,9 @@
 """What a trainer goes on from: the start of a fit, and the end of the one before."""
 
+import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,9 @@ from daskdl.packed import PackedModel
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import restore_
-from daskdl.training.outcome import Outcome
+from daskdl.training.outcome import KeptResidual, Outcome, layout_of
+
+logger = logging.getLogger(__name__)
 
 
 class Moved(NamedTuple):
@@ -46,12 +49,28 @@ class Standing:
         sent: How far the last one that left anything came with compression.
         epochs: Of all of them.
         class_count: Of the labels of the last one, if they are classes; else None.
+        residual: That the replicas of the last one have not sent; None: nothing.
     """
 
     moved: Moved | None = None
     sent: Outcome | None = None
     epochs: int = 0
     class_count: int | None = None
+    residual: KeptResidual | None = None
+
+    def going_on(self, model: nn.Module) -> "Standing":
+        """Drop, with a line in the log, what is not of a model any more.
+
+        Args:
+            model: That the next fit starts from; not changed.
+        """
+        if self.residual is None or self.residual.fits(model):
+            return self
+        logger.warning(
+            "model_ has other trainable parameters than at the end of the fit before: "
+            "what its replicas had not sent yet is dropped"
+        )
+        return replace(self, residual=None)
 
 
 def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -73,6 +92,23 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
         torch.manual_seed(seed)
         random.seed(seed)  # from it Keras draws a seed for each of its initialisers
         return as_module(model())  # type: ignore[no-any-return]
+
+
+def kept_residual(
+    final: Final, model: nn.Module, former: KeptResidual | None
+) -> KeptResidual | None:
+    """What a run has not delivered.
+
+    Args:
+        final: What it ended with.
+        model: That has its parameters.
+        former: That it began with. If it ended before its replicas had met, `model` is
+            that of its start, to which this still belongs.
+    """
+    if not final.met:
+        return former
+    counts_N, grid = final.parameters.residual_N, final.parameters.grid
+    return None if counts_N is None else KeptResidual(counts_N, grid, layout_of(model))
 
 
 def adopt(

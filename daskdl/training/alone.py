@@ -43,6 +43,8 @@ class Alone(Exchange):
         self._sent = {} if seat.last is None else seat.last.sent
         self._made = 0 if seat.last is None else seat.last.steps
         self._agreed = Parameters.of(seat.module)
+        if seat.residual is not None:  # there is nobody to share it with
+            seat.residual.deliver_(seat.module)
         self._steps = 0
 
     @override

@@ -66,6 +66,8 @@ class Averager(Exchange):
             self._resume(seat.resumed.common)
         self.averages_optimizer = state.averages_optimizer
         self._agreed = Parameters.of(seat.module)
+        if seat.residual is not None:
+            state.deliver_(seat.residual, seat.module)
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
         # What a replica was doing when it was asked. The common state is fetched

@@ -4,6 +4,7 @@ What is averaged: parameters, floating buffers and, unless told otherwise, the
 optimizer's state, weighted by the examples that each replica has trained on since.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -107,7 +108,8 @@ class ParameterAveraging(TrainingMaster):
     @override
     def attach(self, seat: Seat) -> Exchange:
         if may_be_alone(seat) and self.outer is None:
-            return Alone(seat, 1.0, lambda made: self._average(seat, made))
+            later = dataclasses.replace(seat, residual=None)  # it is delivered by then
+            return Alone(seat, 1.0, lambda made: self._average(later, made))
         return self._average(seat, 0 if seat.last is None else seat.last.steps)
 
     def _average(self, seat: Seat, made: int) -> Exchange:

@@ -90,7 +90,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def final(self) -> Parameters:
-        """This replica's contribution to the final parameters."""
+        """The parameters at the last `end_lap`, and what has not been sent by then."""
 
     @abstractmethod
     def agreed(self) -> Parameters:

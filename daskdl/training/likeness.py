@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.errors import OptionError
-from daskdl.training.tensors import others_in, trained_in
+from daskdl.training.tensors import described, others_in, trained_in
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Likeness:
         cls, module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> Self:
         """What a fit with these is made of."""
-        tensors = {name: _shown(t) for name, t in trained_in(module).items()}
+        tensors = {name: described(t) for name, t in trained_in(module).items()}
         for name, tensor in others_in(module).items():
-            tensors[name] = f"{_shown(tensor)}, not trained"
+            tensors[name] = f"{described(tensor)}, not trained"
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         made = f"{type(optimizer).__name__} of {sizes} parameters"
         schedules = None if scheduler is None else type(scheduler).__name__
@@ -86,8 +86,3 @@ class Likeness:
                     f"trainer; resume with the same {kind}, or make a new trainer with "
                     "the model"
                 )
-
-
-def _shown(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(tensor.shape)}"

@@ -21,12 +21,13 @@ class Final:
     """What a fit ends with.
 
     Attributes:
-        parameters: Of all replicas together; residuals are already added.
+        parameters: On which all agree, with the residuals of all together.
         optimizer: Averaged state; None if the run did not come to its end.
         outcome: What is left to the next fit; None if no replica left anything.
         schedule: Where it stands; empty if there is none, or no optimizer.
         steps: Rows of steps that were not reported before, packed.
         restored: Whether the parameters are those of the best epoch.
+        met: Whether they are of any epoch; else they are those of the start.
     """
 
     parameters: Parameters
@@ -35,24 +36,26 @@ class Final:
     schedule: bytes = b""
     steps: bytes = b""
     restored: bool = False
+    met: bool = True
 
 
 def merge(results: Sequence[Result]) -> Packed[Final]:
     """Join what the replicas left behind.
 
-    All that came to the end contribute what they had not sent yet: whole steps
-    of the grid, so that the sum does not depend on its order. If some bring back the
-    best epoch, that of the first of them is all there is: they are the same. If nobody
-    came to the end, the last state on which they agreed is what is left, from the first
-    that has one.
+    The parameters are those on which all agreed last, which is what was validated. All
+    that came to the end contribute what they had not sent yet: whole steps of the grid,
+    so that the sum does not depend on its order. If some bring back the best epoch,
+    that of the first of them is all there is: they are the same. If nobody came to the
+    end, the last state on which they agreed is what is left, from the first that has
+    one.
 
     Args:
         results: In order of replica, at least one.
     """
     ended = [result for result in results if result.finished]
     restored = [result for result in ended if result.restored][:1]
-    parts = [result.parameters.unpack() for result in restored or ended]
-    parts = parts or [_agreed(results)]
+    used = restored or ended or _agreed(results)
+    parts = [result.parameters.unpack() for result in used]
     states = [r.optimizer.unpack() for r in ended if r.optimizer is not None]
     final = Final(
         _sum(parts),
@@ -61,6 +64,7 @@ def merge(results: Sequence[Result]) -> Packed[Final]:
         ended[0].schedule if ended else b"",  # there all have agreed
         b"".join(result.steps for result in results),
         bool(restored),
+        used[0].met,
     )
     return Packed(final, "result")
 
@@ -84,22 +88,22 @@ def average_outcome(outcomes: Iterable[Outcome | None]) -> Outcome | None:
     return Outcome(sent, max(outcome.steps for outcome in used))
 
 
-def _agreed(results: Sequence[Result]) -> Parameters:
-    parameters = Parameters()  # one that failed at its start has nothing
+def _agreed(results: Sequence[Result]) -> Sequence[Result]:
     for result in results:
         parameters = result.parameters.unpack()
         if parameters:
-            break
-    return parameters
+            return [result]
+    return results[:1]  # those that failed at their start have nothing
 
 
 def _sum(parts: Sequence[Parameters]) -> Parameters:
     first = parts[0]
     if first.shared_N is None:
         return first
-    total_N: NDArray[np.int64] = first.shared_N.astype(np.int64)
+    total_N: NDArray[np.int64] = np.zeros(first.shared_N.shape, np.int64)
     for part in parts:
         if part.residual_N is not None:
             total_N += part.residual_N
-    clipped_N = np.clip(total_N, INT32.min, INT32.max).astype(np.int32)
-    return Parameters(None, clipped_N, None, first.grid, first.buffers)
+    residual_N = np.clip(total_N, INT32.min, INT32.max).astype(np.int32)
+    left = residual_N if residual_N.any() else None
+    return Parameters(None, first.shared_N, left, first.grid, first.buffers)

@@ -25,7 +25,7 @@ from daskdl.errors import OptionError
 from daskdl.objective import Objective
 from daskdl.packed import Packed, PackedModel
 from daskdl.saving.plain import Plain
-from daskdl.training.adoption import Moved
+from daskdl.training.adoption import Standing
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.oversight import Oversight
 from daskdl.training.short_steps import warn_of_short_steps
@@ -137,7 +137,7 @@ class Method:
     def recipe(
         self,
         model: nn.Module,
-        moved: Moved | None,
+        standing: Standing,
         callbacks: Sequence[Callback],
         train: Source,
     ) -> Packed[Recipe]:
@@ -145,13 +145,14 @@ class Method:
 
         Args:
             model: At its start.
-            moved: By earlier fits.
+            standing: What it goes on from.
             callbacks: Those that stay on the client are left out.
             train: Of which some rows are known.
 
         Raises:
             ModelError: If something of it cannot be pickled.
         """
+        moved = standing.moved
         rows = trees.of_both(lambda tree: shown_rows(tree, 2), rows_like(train))
         recipe = Recipe(
             model,
@@ -164,5 +165,6 @@ class Method:
             self.scheduling,
             b"" if moved is None else moved.schedule(self.scheduling),
             self.transform,
+            standing.residual,
         )
         return Packed(recipe, "trainer")

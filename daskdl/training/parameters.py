@@ -21,7 +21,8 @@ class Parameters:
     Attributes:
         exact: State dict of one replica's own module, on the CPU; else None.
         shared_N: Steps of `grid` that all replicas agree on, int32, else None.
-        residual_N: Steps of `grid` that only this replica has, int32, else None.
+        residual_N: Steps of `grid` that have not been sent, of this replica, or of all
+            together, int32, else None. They are no part of the model.
         grid: Parameter units per step.
         buffers: Averaged buffers, where the parameters are not `exact`.
     """

@@ -142,6 +142,7 @@ class Replica:
     def _meet(self) -> None:
         works, started = self._live, time.perf_counter()
         works.exchange.end_lap(works.lap, works.tally.examples)
+        works.met = True
         works.tally.seconds += time.perf_counter() - started
 
     def _feed(self, phase: str, epoch: int) -> Feed:
@@ -240,7 +241,7 @@ class Replica:
         works = self._works
         if works is None:
             nothing: Packed[Parameters] = Packed(Parameters(), "result")
-            return Result(self._number, finished, nothing)
+            return Result(self._number, finished, nothing, met=False)
         exchange = works.exchange
         if not finished:
             return Result(
@@ -249,6 +250,7 @@ class Replica:
                 Packed(exchange.agreed(), "result"),
                 outcome=exchange.outcome(),
                 steps=self._log.take(),
+                met=works.met,
             )
         best = works.stopper.best()
         return Result(

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from daskdl.channel.parcel import Arrays
 from daskdl.codec import Stamp
 from daskdl.training.feedback import Feedback
+from daskdl.training.outcome import KeptResidual
 from daskdl.training.outer import Outer
 from daskdl.training.shares import PARAMETERS, Shares, is_linear
 from daskdl.training.terms import Differences, Terms, Whole
@@ -148,6 +149,17 @@ class ReplicaState:
         """Go on from what `outer` made, if there still is an outer optimizer."""
         if self._outer is not None:
             self._outer.restore_(values)
+
+    def deliver_(self, residual: KeptResidual, module: nn.Module) -> None:
+        """Begin with all that an earlier fit has kept; so does every other founder.
+
+        Args:
+            residual: That it has kept.
+            module: The replica's own.
+        """
+        residual.deliver_(module)
+        if self._outer is not None:
+            self._outer.follow_()
 
     def digest(self) -> int:
         """A CRC-32 of the parameters."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from daskdl.channel.base import Channel
-from daskdl.training.outcome import Outcome
+from daskdl.training.outcome import KeptResidual, Outcome
 from daskdl.training.states import Resumed
 
 
@@ -28,6 +28,7 @@ class Seat:
         snapshot: Of another replica, which a newcomer begins with; else None.
         optimizer: Of the module; the exchange may change its state.
         resumed: What a checkpoint says of it, or None.
+        residual: That an earlier fit has kept for all founders together, or None.
     """
 
     module: nn.Module
@@ -38,3 +39,4 @@ class Seat:
     snapshot: Mapping[str, Any] | None = None
     optimizer: Optimizer | None = None
     resumed: Resumed | None = None
+    residual: KeptResidual | None = None

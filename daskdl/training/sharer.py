@@ -71,6 +71,10 @@ class Sharer(Exchange):
             self._begin(seat.snapshot)
         if seat.resumed is not None and seat.resumed.kind == SHARER:
             self._resume(seat.resumed)
+        if seat.residual is not None:
+            place, founders = seat.members.index(seat.replica), len(seat.members)
+            share_N = seat.residual.share_N(place, founders)
+            self._progress.add_residual_(share_N, seat.residual.grid)
         self._agreed: tuple[NDArray[np.int32], float, Buffers]
         self._keep_agreed()
 

@@ -5,6 +5,7 @@ sends one quantum for every coordinate that is at least a threshold away. The
 rest stays where it is, in the replica, and is sent later.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -173,7 +174,8 @@ class GradientSharing(TrainingMaster):
     @override
     def attach(self, seat: Seat) -> Exchange:
         if may_be_alone(seat):
-            return Alone(seat, self.scale(1), lambda made: self._share(seat, made))
+            later = dataclasses.replace(seat, residual=None)  # it is delivered by then
+            return Alone(seat, self.scale(1), lambda made: self._share(later, made))
         return self._share(seat, 0 if seat.last is None else seat.last.steps)
 
     def _share(self, seat: Seat, made: int) -> Exchange:

@@ -21,7 +21,7 @@ from daskdl.training.base import TrainingMaster
 from daskdl.training.judging import Judging
 from daskdl.training.learning_rate import Scheduling
 from daskdl.training.optimizer_state import OptimizerState
-from daskdl.training.outcome import Outcome
+from daskdl.training.outcome import KeptResidual, Outcome
 from daskdl.training.oversight import Oversight
 from daskdl.training.parameters import Parameters
 from daskdl.training.reader import Reading
@@ -45,6 +45,7 @@ class Recipe:
         scheduling: Makes the scheduler of an optimizer.
         schedule: Where its earlier fits have left it; empty: at its start.
         transform: What is made of each batch before, or None.
+        residual: That its earlier fits have kept, or None.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Recipe:
     scheduling: Scheduling = field(default_factory=Scheduling)
     schedule: bytes = b""
     transform: Transform | None = None
+    residual: KeptResidual | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ class Result:
         schedule: Where it stands, the same for all that finished.
         steps: Rows of steps that it has not reported, packed.
         restored: Whether the parameters are those of the best epoch.
+        met: Whether it has agreed with the others, after the start of the run.
     """
 
     replica: int
@@ -208,6 +211,7 @@ class Result:
     schedule: bytes = b""
     steps: bytes = b""
     restored: bool = False
+    met: bool = True
 
 
 @dataclass

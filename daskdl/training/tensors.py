@@ -56,5 +56,16 @@ def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             own[name].copy_(tensor)
 
 
+def described(tensor: Tensor) -> str:
+    """A tensor's dtype and shape.
+
+    Example:
+        >>> described(torch.zeros(2, 3))
+        'float32 (2, 3)'
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(tensor.shape)}"
+
+
 def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
     return None if tensor is None else tuple(tensor.shape)

@@ -25,6 +25,7 @@ from daskdl.training.learning_rate import LearningRate
 from daskdl.training.likeness import Likeness
 from daskdl.training.loss_watch import LossWatch
 from daskdl.training.optimizer_state import load_optimizer_, state_of
+from daskdl.training.outcome import KeptResidual
 from daskdl.training.random_state import generators, restore_generators
 from daskdl.training.resuming import Inheritance, inherit
 from daskdl.training.row_log import RowLog
@@ -57,6 +58,7 @@ class Works:
         weight: Share of the examples all replicas saw.
         tally: Of the epoch that runs.
         first_epoch: That is trained.
+        met: Whether it has agreed with all others, after the start of the run.
         lap: That runs, counted from 0 over all epochs.
         checkpoints: That are written; None: there are none.
     """
@@ -78,13 +80,15 @@ class Works:
         self.weight = 0.0
         self.tally = Tally()
         self.lap = 0
+        self.met = False
         self.watch = LossWatch(options.oversight.max_loss_rise)
         entry = channel.join()
         inherited = self._inherited(entry)
         self.optimizer: Optimizer = recipe.optimizer(trainable(self.module))
         if recipe.optimizer_state is not None:
             self.optimizer.load_state_dict(recipe.optimizer_state)
-        self._exchange = options.master.attach(self._seat(entry, inherited))
+        seat = self._seat(entry, inherited, recipe.residual)
+        self._exchange = options.master.attach(seat)
         self.rate = LearningRate(
             self.optimizer, recipe.scheduling, recipe.schedule, options.epochs
         )
@@ -119,7 +123,12 @@ class Works:
         load_tensors_(self.module, inherited.tensors)
         return inherited
 
-    def _seat(self, entry: Entry, inherited: Inheritance | None) -> Seat:
+    def _seat(
+        self,
+        entry: Entry,
+        inherited: Inheritance | None,
+        residual: KeptResidual | None,
+    ) -> Seat:
         resumed = None if inherited is None else inherited.exchange
         return Seat(
             self.module,
@@ -130,6 +139,7 @@ class Works:
             entry.snapshot,
             self.optimizer,
             resumed,
+            residual if entry.snapshot is None else None,  # founders have all of it
         )
 
     def _checkpoints(

@@ -20,7 +20,7 @@ from daskdl.checkpoints.series import Series
 from tests.support import s3
 from tests.support.clusters import cluster_of
 from tests.support.problems import adam, kept, normalised, rows, trainer
-from tests.support.recording import Recorded, records, vector
+from tests.support.recording import Recorded, delivered, records
 from tests.support.script import Script, enough, nothing
 from tests.support.watched import TrainedRows
 
@@ -97,7 +97,7 @@ class TestAsMany:
         np.testing.assert_allclose(carried, residual, rtol=0, atol=1e-7)
         expected = start + sum(end["progress"] for end in ends.values())
         # Two replicas, each rounded to float32 for each of 60 moves.
-        got = vector(own.model_).numpy()
+        got = delivered(own).numpy()
         np.testing.assert_allclose(got, expected, rtol=0, atol=8e-6)
 
     @pytest.mark.slow

@@ -36,7 +36,8 @@ def by_name(*tasks):
 
 
 def total(final):
-    return final.parameters.shared_N.tolist()
+    parameters = final.parameters
+    return (parameters.shared_N + parameters.residual_N).tolist()
 
 
 def test_results_are_joined_on_the_workers(client):

@@ -10,7 +10,7 @@ import pytest
 from daskdl import Callback
 from tests.support.clusters import cluster_of
 from tests.support.problems import kept, rows, trainer
-from tests.support.recording import Recorded, vector
+from tests.support.recording import Recorded, delivered
 
 pytestmark = pytest.mark.slow
 
@@ -80,5 +80,5 @@ def test_one_that_retires_hands_over_what_only_it_has(tmp_path):
     gone = left["local"] - start - left["others"] * 2.0**-24
     expected = start + sum(end["progress"] for end in ends) + gone
     # Several hundred moves, each rounded to float32 at a size of about 1.
-    got = vector(trained.model_).numpy()
+    got = delivered(trained).numpy()
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)

@@ -11,7 +11,7 @@ from daskdl import Callback, FailureInjection
 from daskdl.channel import mesh
 from daskdl.channel.ring import Ring
 from tests.support.problems import kept, rows, trainer
-from tests.support.recording import Recorded, records, vector
+from tests.support.recording import Recorded, delivered, records
 
 X, Y = rows(960)
 
@@ -34,7 +34,7 @@ def test_a_mesh_agrees_and_loses_nothing(three, tmp_path, max_staleness):
         np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=4e-6)
         assert len({tuple(u) for u in end["received"]}) == len(end["received"]) > 0
     expected = ends[0]["start"] + sum(end["progress"] for end in ends)
-    got = vector(own.model_).numpy()
+    got = delivered(own).numpy()
     np.testing.assert_allclose(got, expected, rtol=0, atol=6e-6)
 
 

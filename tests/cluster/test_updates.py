@@ -12,7 +12,12 @@ from daskdl.channel.payloads import wrap
 from daskdl.channel.scheduler import NAME
 from tests.support import promises
 from tests.support.problems import SIZE, kept, rows, trainer
-from tests.support.recording import Recorded, RecordingChannel, records, vector
+from tests.support.recording import (
+    Recorded,
+    RecordingChannel,
+    delivered,
+    records,
+)
 
 X, Y = rows()
 
@@ -85,7 +90,7 @@ class TestBoundedMemory:
         assert sum(history.column("withheld")) > 0
         ends = records(tmp_path, epoch=2)
         expected = ends[0]["start"] + ends[0]["progress"] + ends[1]["progress"]
-        got = vector(own.model_).numpy()
+        got = delivered(own).numpy()
         np.testing.assert_allclose(got, expected, rtol=0, atol=8e-6)
 
 

@@ -9,7 +9,7 @@ from daskdl import AdaptiveThreshold, FailureInjection, FixedThreshold, OptionEr
 from daskdl.codec import Kind
 from tests.support.problems import kept, parameters_of, plain, rows, trainer
 from tests.support.promises import check_agreed
-from tests.support.recording import Recorded, records, vector
+from tests.support.recording import Recorded, delivered, records, vector
 
 X, Y = rows()
 LAYERS = {"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold(initial=1e-3)}
@@ -42,7 +42,7 @@ def test_nothing_is_lost_and_all_agree(client, tmp_path, routing, options):
 
     ends = records(tmp_path, epoch=2)
     expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
-    np.testing.assert_allclose(vector(own.model_), expected, rtol=0, atol=6e-6)
+    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=6e-6)
     for epoch in range(3):
         check_agreed(records(tmp_path, epoch))
 
@@ -76,7 +76,7 @@ def test_frames_of_some_megabytes_go_through(client, tmp_path, routing, max_stal
     size = len(ends[0]["start"])
     check_agreed(ends)
     expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
-    np.testing.assert_allclose(vector(own.model_), expected, rtol=0, atol=8e-6)
+    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=8e-6)
     kinds = [kind for end in ends.values() for kind in end["kinds"]]
     assert set(kinds) == {Kind.DENSE8}
     assert 5_700_000 < size < 5_900_000

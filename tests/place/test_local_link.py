@@ -7,7 +7,7 @@ from daskdl import LinkThreshold
 from daskdl.codec import Kind
 from tests.support.barriers import ATOL, check_barrier
 from tests.support.problems import kept, parameters_of, rows, trainer
-from tests.support.recording import Recorded, records, vector
+from tests.support.recording import Recorded, delivered, records
 
 X, Y = rows()
 
@@ -24,7 +24,7 @@ def test_all_is_sent_dense_from_the_second_exchange_on(tmp_path, options):
 
     ends = records(tmp_path, epoch=2)
     expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
-    np.testing.assert_allclose(vector(own.model_), expected, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
     for epoch in range(3):
         check_barrier(records(tmp_path, epoch))
     for end in ends.values():

@@ -21,7 +21,7 @@ from tests.support.problems import (
     sgd,
     trainer,
 )
-from tests.support.recording import Notes, Recorded, records, vector
+from tests.support.recording import Notes, Recorded, delivered, records, vector
 
 X, Y = rows()
 LOSS = nn.CrossEntropyLoss()
@@ -115,7 +115,7 @@ class TestAccumulation:
 
         ends = records(tmp_path, epoch=2)
         expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
-        got = vector(own.model_).numpy()
+        got = delivered(own).numpy()
         np.testing.assert_allclose(got, expected, rtol=0, atol=6e-6)
         for one, other in itertools.pairwise(ends):
             np.testing.assert_array_equal(ends[one]["shared"], ends[other]["shared"])

@@ -6,7 +6,7 @@ import pytest
 from daskdl import AdaptiveThreshold, FixedThreshold, OptionError
 from daskdl.codec import Kind
 from tests.support.problems import kept, mlp, parameters_of, rows, trainer
-from tests.support.recording import Recorded, records, vector
+from tests.support.recording import Recorded, delivered, records, vector
 
 X, Y = rows()
 LAYERS = {"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold(initial=1e-3)}
@@ -34,7 +34,7 @@ def test_nothing_is_lost_and_all_agree(tmp_path, options):
     ends = records(tmp_path, epoch=2)
     moved = [end["progress"] for end in ends.values()]
     expected = ends[0]["start"] + sum(moved)
-    np.testing.assert_allclose(vector(own.model_), expected, rtol=0, atol=6e-6)
+    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=6e-6)
     for epoch in range(3):
         for end in records(tmp_path, epoch).values():
             np.testing.assert_array_equal(end["shared"], end["expected"])

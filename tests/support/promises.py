@@ -22,7 +22,7 @@ from tests.support.problems import (
     sgd,
     trainer,
 )
-from tests.support.recording import Recorded, records, vector
+from tests.support.recording import Recorded, delivered, records, vector
 
 X, Y = rows()
 ROUNDING = 2e-6  # of each replica: float32, for each move of a parameter of about 1
@@ -70,9 +70,11 @@ class Conservation:
         moved = [end["progress"] for end in ends.values()]
         assert all(np.abs(progress).max() > 1e-3 for progress in moved)
         expected = ends[0]["start"] + sum(moved)
-        got = vector(own.model_).numpy()
+        got = delivered(own).numpy()
         atol = place.replicas * ROUNDING
         np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
+        # What comes back is what was validated, the rest is kept.
+        np.testing.assert_array_equal(vector(own.model_), ends[0]["shared"])
 
 
 def check_agreed(ends):

@@ -6,12 +6,14 @@ the module, and the channel's interface.
 
 import json
 import os
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
@@ -24,6 +26,20 @@ GRID = 2.0**-24  # of the runs here
 def vector(module):
     """The trainable parameters, float64."""
     return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
+
+
+def delivered(trainer):
+    """Its model with what replicas had not sent, which its save says; float64."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save(folder)
+        index = json.loads((Path(folder) / "trainer.json").read_text())
+        residual = index["content"]["moved"]["residual"]
+        if residual is None:
+            return vector(trainer.model_)
+        (_, named), (_, grid) = residual["dict"]
+        file = Path(folder) / index["files"]["optimizer"]["name"]
+        counts = load_file(file)[named["tensor"]]
+    return vector(trainer.model_) + counts.double() * grid
 
 
 def counts_of(update, grid):

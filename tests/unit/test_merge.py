@@ -35,41 +35,53 @@ def merged(*results):
     return merge(results).unpack()
 
 
-def test_all_residuals_are_added_to_shared_once():
+def test_all_residuals_are_added_up_and_shared_is_as_agreed():
     parameters = merged(
         result(0, shared([10, 20, 30], [1, 0, -3])),
         result(1, shared([10, 20, 30], [0, -2, -4])),
     ).parameters
 
-    assert parameters.shared_N.tolist() == [11, 18, 23]
-    assert parameters.shared_N.dtype == np.int32
-    assert parameters.residual_N is None
+    assert parameters.shared_N.tolist() == [10, 20, 30]
+    assert parameters.residual_N.tolist() == [1, -2, -7]
+    assert parameters.residual_N.dtype == parameters.shared_N.dtype == np.int32
     assert parameters.grid == GRID
 
 
 def test_a_sum_that_leaves_int32_on_its_way_is_exact_in_the_end():
     parameters = merged(
-        result(0, shared([MOST, -MOST], [MOST, -MOST])),
-        result(1, shared([MOST, -MOST], [-MOST, MOST])),
+        result(0, shared([0, 0], [MOST, -MOST])),
+        result(1, shared([0, 0], [MOST, -MOST])),
+        result(2, shared([0, 0], [-MOST, MOST - 1])),
     ).parameters
 
-    assert parameters.shared_N.tolist() == [MOST, -MOST]
+    assert parameters.residual_N.tolist() == [MOST, -MOST - 1]
 
 
 def test_a_sum_outside_int32_stays_at_its_edge():
-    parameters = merged(result(0, shared([MOST, -MOST], [5, -5]))).parameters
+    parameters = merged(
+        result(0, shared([0, 0], [MOST, -MOST])), result(1, shared([0, 0], [5, -5]))
+    ).parameters
 
-    assert parameters.shared_N.tolist() == [MOST, -MOST - 1]
+    assert parameters.residual_N.tolist() == [MOST, -MOST - 1]
+
+
+def test_residuals_that_cancel_out_leave_nothing():
+    parameters = merged(
+        result(0, shared([10, 20], [3, 0])), result(1, shared([10, 20], [-3, 0]))
+    ).parameters
+
+    assert parameters.residual_N is None
 
 
 def test_the_best_epoch_comes_back_from_the_first_that_has_it_and_nothing_is_added():
-    best = dataclasses.replace(result(1, shared([7], [5])), restored=True)
+    best = dataclasses.replace(result(1, shared([7])), restored=True)
 
     final = merged(
         result(0, shared([10], [1])), best, dataclasses.replace(best, replica=2)
     )
 
-    assert final.parameters.shared_N.tolist() == [12]
+    assert final.parameters.shared_N.tolist() == [7]
+    assert final.parameters.residual_N is None
     assert final.restored
 
 
@@ -78,7 +90,8 @@ def test_one_that_did_not_come_to_its_end_brings_nothing_back():
 
     final = merged(result(0, shared([10], [1])), best)
 
-    assert final.parameters.shared_N.tolist() == [11]
+    assert final.parameters.shared_N.tolist() == [10]
+    assert final.parameters.residual_N.tolist() == [1]
     assert not final.restored
 
 
@@ -95,7 +108,7 @@ def test_a_replica_without_a_residual_adds_nothing():
         result(0, shared([10], None)), result(1, shared([10], [4]))
     ).parameters
 
-    assert parameters.shared_N.tolist() == [14]
+    assert parameters.residual_N.tolist() == [4]
 
 
 def test_replicas_that_did_not_finish_add_nothing():
@@ -105,7 +118,8 @@ def test_replicas_that_did_not_finish_add_nothing():
         result(2, shared([10], [5])),
     ).parameters
 
-    assert parameters.shared_N.tolist() == [19]
+    assert parameters.shared_N.tolist() == [10]
+    assert parameters.residual_N.tolist() == [9]
 
 
 def test_if_none_finished_the_agreed_state_is_what_is_left():

@@ -13,7 +13,7 @@ from daskdl import Callback
 from daskdl.data.in_memory import InMemory
 from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.training.adoption import Moved
+from daskdl.training.adoption import Moved, Standing
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.method import Method
 from daskdl.training.stepping import Stepping
@@ -104,7 +104,7 @@ def test_a_recipe_has_what_a_replica_needs_and_no_more():
 
     recipe = (
         method(scheduling=scheduling)
-        .recipe(model, None, [Callback(), OnSteps()], TRAIN)
+        .recipe(model, Standing(), [Callback(), OnSteps()], TRAIN)
         .unpack()
     )
 
@@ -123,7 +123,7 @@ def test_a_recipe_goes_on_from_what_has_moved():
 
     own = method(scheduling=scheduling)
     moved = Moved(optimizer, rate, scheduling)
-    recipe = own.recipe(nn.Linear(2, 3), moved, [], TRAIN).unpack()
+    recipe = own.recipe(nn.Linear(2, 3), Standing(moved), [], TRAIN).unpack()
 
     assert recipe.optimizer_state["param_groups"][0]["lr"] == pytest.approx(0.05)
     assert recipe.schedule == rate.state()
@@ -133,4 +133,4 @@ def test_what_cannot_travel_is_named():
     scheduling = Scheduling(functools.partial(StepLR, lock=threading.Lock()))
 
     with pytest.raises(ModelError, match=r"trainer cannot be sent .*scheduling"):
-        method(scheduling=scheduling).recipe(nn.Linear(2, 3), None, [], TRAIN)
+        method(scheduling=scheduling).recipe(nn.Linear(2, 3), Standing(), [], TRAIN)

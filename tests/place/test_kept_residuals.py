@@ -1,0 +1,227 @@
+"""What was validated last is what comes back; what was not sent is for the next fit."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl import (
+    AdaptiveThreshold,
+    Callback,
+    FixedThreshold,
+    GradientSharing,
+    KeepResidual,
+    ParameterAveraging,
+    Trainer,
+)
+from tests.support.problems import mlp, normalised, rows, start_of, trainer
+from tests.support.recording import vector
+
+X, Y = rows(600)
+HELD_X, HELD_Y = X[480:], Y[480:]
+X, Y = X[:480], Y[:480]
+HELD = HELD_X, HELD_Y
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+}
+# Large, so that much is left that was not sent.
+LARGE = AdaptiveThreshold(initial=1e-2)
+MASTERS = {
+    "eager": GradientSharing(threshold=LARGE),
+    "strict": GradientSharing(threshold=LARGE, apply="strict"),
+    "nothing clipped": GradientSharing(threshold=LARGE, residual=KeepResidual()),
+    "averaging": ParameterAveraging(),
+}
+
+
+def of(master, replicas):
+    return dataclasses.replace(master, replicas_per_worker=replicas)
+
+
+def shows_what_was_validated(own):
+    last, scored = own.history_[-1], own.evaluate(*HELD)
+    assert scored["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
+    assert scored["accuracy"] == pytest.approx(last["val_accuracy"])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_model_that_comes_back_is_the_one_validated_last(
+    master, replicas, optimizer
+):
+    own = trainer(
+        False, model=normalised, master=of(master, replicas), optimizer=optimizer
+    )
+
+    for _ in range(2):  # the second one begins with what the first has left
+        own.fit(X, Y, epochs=2, batch_size=16, validation=HELD)
+
+        shows_what_was_validated(own)
+
+
+class Book:
+    """What all replicas' steps have moved, added up; they are threads here."""
+
+    def __init__(self):
+        self.lock, self.last = threading.Lock(), threading.local()
+        self.clear()
+
+    def clear(self):
+        self.moved, self.rate = np.zeros(SIZE), 0.05
+
+
+class Booked(torch.optim.SGD):
+    """Says how far each step went; some are only rehearsed."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] = BOOK.rate
+        before = self.now()
+        super().step(closure)
+        BOOK.last.move = self.now() - before
+
+    def now(self):
+        parameters = self.param_groups[0]["params"]
+        return torch.cat([p.detach().reshape(-1) for p in parameters]).double().numpy()
+
+
+class Enter(Callback):
+    """Those that count are entered in the book."""
+
+    def on_step_end(self, step):
+        with BOOK.lock:
+            BOOK.moved += BOOK.last.move
+
+
+SIZE = len(vector(mlp()))
+BOOK = Book()
+
+
+@pytest.fixture
+def book():
+    BOOK.clear()
+    return BOOK
+
+
+def booked(**options):
+    options = {"master": sharing(2), "callbacks": [Enter()], **options}
+    return trainer(False, optimizer=Booked, **options)
+
+
+def sharing(replicas, **options):
+    options = {"threshold": FixedThreshold(2.0**-7), **options}
+    return GradientSharing(
+        residual=KeepResidual(),
+        update_scale="sum",
+        replicas_per_worker=replicas,
+        **options,
+    )
+
+
+def fit(own, **options):
+    return own.fit(X, Y, **{"batch_size": 16, **options})
+
+
+def model_of(own):
+    return vector(own.model_).double().numpy()
+
+
+# Each move of a parameter of about 1 is rounded to float32.
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+
+class TestConservation:
+    """Start + all updates = shared + residuals, over fits."""
+
+    START = vector(start_of(mlp)).double().numpy()
+
+    def delivered(self, own, book):
+        """What comes back when nothing is left out, of a fit that moves nothing."""
+        book.rate = 0.0
+        own.master = sharing(1)
+        fit(own)
+        return model_of(own)
+
+    @pytest.mark.parametrize("options", [{}, {"apply": "strict"}], ids=str)
+    @pytest.mark.parametrize("replicas", [(2,), (2, 2), (3, 2), (2, 3), (2, 1, 2)])
+    def test_nothing_is_lost_and_nothing_counts_twice(self, replicas, options, book):
+        own = booked()
+
+        for count in replicas:
+            own.master = sharing(count, **options)
+            fit(own)
+        shown = model_of(own)
+
+        expected = self.START + book.moved
+        np.testing.assert_allclose(self.delivered(own, book), expected, **CLOSE)
+        assert np.abs(shown - expected).max() > 1e-3  # there was something left
+
+    def test_what_is_left_is_in_a_save(self, tmp_path, book):
+        own = booked()
+        fit(own)
+        own.save(tmp_path)
+
+        again = Trainer.load(
+            tmp_path,
+            client=False,
+            model=mlp,
+            optimizer=Booked,
+            callbacks=[],
+            loss=nn.CrossEntropyLoss(),
+        )
+
+        expected = self.START + book.moved
+        np.testing.assert_allclose(self.delivered(again, book), expected, **CLOSE)
+
+    def test_a_fit_that_fails_before_its_replicas_have_met_keeps_it(self, book):
+        class Fail(Callback):
+            def on_step_end(self, step):
+                raise RuntimeError
+
+        own = booked()
+        fit(own)
+        shown, expected = model_of(own), self.START + book.moved
+        book.rate = 0.0
+
+        for replicas in (2, 1):
+            own.master, own.callbacks = sharing(replicas), [Fail()]
+            with pytest.raises(RuntimeError):
+                fit(own)
+            np.testing.assert_array_equal(model_of(own), shown)
+
+        own.callbacks = []
+        np.testing.assert_allclose(self.delivered(own, book), expected, **CLOSE)
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    @pytest.mark.parametrize("outer", [None, lambda p: torch.optim.SGD(p, lr=1.0)])
+    def test_averaging_begins_with_all_of_it(self, replicas, outer, book):
+        own = booked()
+        fit(own)
+        expected = self.START + book.moved
+
+        book.rate = 0.0
+        own.master = ParameterAveraging(replicas_per_worker=replicas, outer=outer)
+        fit(own)
+
+        np.testing.assert_allclose(model_of(own), expected, **CLOSE)
+        fit(own)  # and only once
+        np.testing.assert_allclose(model_of(own), expected, **CLOSE)
+
+    def test_parameters_that_have_grown_to_another_grid(self, book):
+        own = booked()
+        fit(own)
+        expected = self.START + book.moved
+        with torch.no_grad():
+            next(own.model_.parameters())[0, 0] += 100.0
+        expected[0] += 100.0
+
+        atol = 2.0**-17 * 2  # float32 at 100, rounded on each side
+        got = self.delivered(own, book)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=atol)

@@ -56,6 +56,7 @@ class Averager(Exchange):
         self._state = state
         self._said = Said(seen=0, mean=0, examples=0)
         self._since = 0  # steps since the last mean
+        self._frozen = seat.frozen
         self._behind = False  # others may have a later mean
         self._made = made
         self._done = Averagings()
@@ -96,6 +97,7 @@ class Averager(Exchange):
     @override
     def after_step(self, lap: int, examples: int) -> None:
         self._made += 1
+        self._frozen.after_step()
         self._done.stepped()
         self._since += 1
         examples += self._said.examples
@@ -120,6 +122,7 @@ class Averager(Exchange):
 
     @override
     def end_lap(self, lap: int, examples: int) -> None:
+        self._frozen.look()
         while not self._meet(ended=True).over:
             pass
         self._behind = False

@@ -115,5 +115,11 @@ class ParameterAveraging(TrainingMaster):
     def _average(self, seat: Seat, made: int) -> Exchange:
         optimizer = seat.optimizer if self.average_optimizer else None
         compressed = self.compression is not None
-        state = ReplicaState(seat.module, optimizer, self.outer, compressed=compressed)
+        state = ReplicaState(
+            seat.module,
+            optimizer,
+            self.outer,
+            compressed=compressed,
+            frozen=seat.frozen,
+        )
         return Averager(seat, state, self.frequency, self.fan_out, made)

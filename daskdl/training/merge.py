@@ -1,7 +1,7 @@
 """From the replicas' results to one; runs on a worker, not on the client."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,4 +106,4 @@ def _sum(parts: Sequence[Parameters]) -> Parameters:
             total_N += part.residual_N
     residual_N = np.clip(total_N, INT32.min, INT32.max).astype(np.int32)
     left = residual_N if residual_N.any() else None
-    return Parameters(None, first.shared_N, left, first.grid, first.buffers)
+    return replace(first, residual_N=left)

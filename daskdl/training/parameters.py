@@ -2,15 +2,15 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from daskdl.buffers import Buffers, load_buffers_
+from daskdl.buffers import Buffers, load_buffers_, load_frozen_
 from daskdl.vectors import load_counts_
 
 
@@ -25,6 +25,8 @@ class Parameters:
             together, int32, else None. They are no part of the model.
         grid: Parameter units per step.
         buffers: Averaged buffers, where the parameters are not `exact`.
+        frozen: Frozen parameters that the model has changed, likewise.
+        hidden: With `exact`, buffers that are not in the state dict, by name.
     """
 
     exact: Mapping[str, Any] | None = None
@@ -32,6 +34,8 @@ class Parameters:
     residual_N: NDArray[np.int32] | None = None
     grid: float = 0.0
     buffers: Buffers | None = None
+    frozen: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    hidden: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -40,29 +44,60 @@ class Parameters:
     @classmethod
     def of(cls, module: nn.Module) -> "Parameters":
         """A module's own, copied to the CPU; tied ones stay tied on loading."""
-        state = {name: value.cpu() for name, value in module.state_dict().items()}
-        return cls(exact=copy.deepcopy(state))
+        state, buffers = module.state_dict(), module.named_buffers()
+        hidden = {name: value for name, value in buffers if name not in state}
+        kept = [{n: v.cpu() for n, v in part.items()} for part in (state, hidden)]
+        exact, hidden = copy.deepcopy(kept)
+        return cls(exact=exact, hidden=hidden)
 
     def values(self) -> dict[str, Any]:
         """The same as plain values and tensors."""
         if self.shared_N is None or self.buffers is None:
-            return {"exact": None if self.exact is None else dict(self.exact)}
+            exact = None if self.exact is None else dict(self.exact)
+            return {"exact": exact, "hidden": dict(self.hidden)}
         arrays = (self.shared_N, *self.buffers)
         shared, floating, integer = (torch.from_numpy(array) for array in arrays)
-        return {"shared": shared, "grid": self.grid, "buffers": [floating, integer]}
+        frozen = {name: torch.from_numpy(a) for name, a in self.frozen.items()}
+        buffers = [floating, integer]
+        return {
+            "shared": shared,
+            "grid": self.grid,
+            "buffers": buffers,
+            "frozen": frozen,
+        }
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Parameters":
         """Read what `values` made."""
         if "shared" not in values:
-            return cls(exact=values["exact"])
+            return cls(exact=values["exact"], hidden=values.get("hidden", {}))
         buffers = Buffers(*(tensor.numpy() for tensor in values["buffers"]))
-        return cls(None, values["shared"].numpy(), None, values["grid"], buffers)
+        frozen = {n: tensor.numpy() for n, tensor in values.get("frozen", {}).items()}
+        shared_N, grid = values["shared"].numpy(), values["grid"]
+        return cls(None, shared_N, None, grid, buffers, frozen)
 
     def load_into(self, module: nn.Module) -> None:
         """Give a module these parameters and buffers; without any it stays as it is."""
         if self.exact is not None:
+            _make_room_(module, {**self.exact, **self.hidden})
             module.load_state_dict(self.exact)
+            own = dict(module.named_buffers())
+            for name, value in self.hidden.items():
+                own[name].copy_(value)
         elif self.shared_N is not None and self.buffers is not None:
             load_counts_(module, self.shared_N, self.grid)
             load_buffers_(module, self.buffers)
+            load_frozen_(module, self.frozen)
+
+
+def _make_room_(module: nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Let buffers have the shapes and dtypes that they came to have in training."""
+    for prefix, part in module.named_modules():
+        for leaf, buffer in part.named_buffers(recurse=False):
+            new = tensors.get(f"{prefix}.{leaf}" if prefix else leaf)
+            if new is not None and _form(new) != _form(buffer):
+                setattr(part, leaf, torch.empty_like(new))
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
+from daskdl.buffers import Frozen
 from daskdl.channel.parcel import Arrays
 from daskdl.codec import Stamp
 from daskdl.training.feedback import Feedback
@@ -33,6 +34,7 @@ class ReplicaState:
         optimizer: Of the module; None: it is not averaged.
         outer: Makes the outer optimizer; None: there is none.
         compressed: Whether rounded differences are averaged.
+        frozen: What the module changes itself; None: from now on.
 
     Attributes:
         averages_optimizer: Whether the optimizer is among what is averaged.
@@ -49,10 +51,11 @@ class ReplicaState:
         outer: Callable[[Any], Optimizer] | None,
         *,
         compressed: bool = False,
+        frozen: Frozen | None = None,
     ) -> None:
         self.feedback = Feedback()
         self._groups = FlatParameters(module).groups
-        self._shares = Shares(module, self._groups, optimizer)
+        self._shares = Shares(module, self._groups, optimizer, frozen)
         self.averages_optimizer = optimizer is not None
         self._outer = None if outer is None else Outer(outer, module)
         self._compressed = compressed

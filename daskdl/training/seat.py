@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from daskdl.buffers import Frozen
 from daskdl.channel.base import Channel
 from daskdl.training.outcome import KeptResidual, Outcome
 from daskdl.training.states import Resumed
@@ -28,6 +29,7 @@ class Seat:
         snapshot: Of another replica, which a newcomer begins with; else None.
         optimizer: Of the module; the exchange may change its state.
         resumed: What a checkpoint says of it, or None.
+        frozen: What the model changes itself, since the start of the run.
         residual: That an earlier fit has kept for all founders together, or None.
     """
 
@@ -40,3 +42,8 @@ class Seat:
     optimizer: Optimizer | None = None
     resumed: Resumed | None = None
     residual: KeptResidual | None = None
+    frozen: Frozen = None  # type: ignore[assignment]  # as the module is now
+
+    def __post_init__(self) -> None:
+        if self.frozen is None:
+            object.__setattr__(self, "frozen", Frozen(self.module))

@@ -1,16 +1,21 @@
 """One replica that shares its updates as they happen."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from daskdl import codec
 from daskdl.accumulator import Accumulator
-from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
+from daskdl.buffers import (
+    Buffers,
+    average_buffers,
+    average_frozen,
+    load_buffers_,
+    pack_buffers,
+)
 from daskdl.channel.gathered import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
@@ -55,6 +60,7 @@ class Sharer(Exchange):
         self._pace = pace
         self._scale = scale
         self._module = seat.module
+        self._frozen = seat.frozen
         self._channel = seat.channel
         self._replica = seat.replica
         self._accumulator = accumulator
@@ -75,7 +81,7 @@ class Sharer(Exchange):
             place, founders = seat.members.index(seat.replica), len(seat.members)
             share_N = seat.residual.share_N(place, founders)
             self._progress.add_residual_(share_N, seat.residual.grid)
-        self._agreed: tuple[NDArray[np.int32], float, Buffers]
+        self._agreed: Parameters
         self._keep_agreed()
 
     def _weigh(self, replicas: int) -> None:
@@ -87,6 +93,7 @@ class Sharer(Exchange):
         load_buffers_(
             self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
         )
+        self._frozen.load_(snapshot)
         self._made, self._step = snapshot["made"], snapshot["step"]
 
     def _resume(self, resumed: Resumed) -> None:
@@ -114,6 +121,7 @@ class Sharer(Exchange):
     def after_step(self, lap: int, examples: int) -> None:
         pace = self._pace
         self._step += 1
+        self._frozen.after_step()
         self._sender.end_step()
         self.exchange_tried = self._step % pace.exchange_every == 0
         if self.exchange_tried:
@@ -149,6 +157,7 @@ class Sharer(Exchange):
     @override
     def end_lap(self, lap: int, examples: int) -> None:
         self.rest(lap)
+        self._frozen.look()
         buffers = pack_buffers(self._module)
         key = f"end of lap {lap}"
         self._served = False
@@ -160,6 +169,7 @@ class Sharer(Exchange):
                 "examples": examples,
                 "floating": buffers.floating_F,
                 "integer": buffers.integer_I,
+                **self._frozen.take(),
             },
             Barrier.AGREE,
         )
@@ -182,6 +192,8 @@ class Sharer(Exchange):
             for _, note in sorted(notes.items())
         ]
         load_buffers_(self._module, average_buffers(parts))
+        changed = [(note, note["examples"]) for _, note in sorted(notes.items())]
+        self._frozen.load_(average_frozen(changed))
         self._keep_agreed()
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
@@ -190,7 +202,8 @@ class Sharer(Exchange):
 
     def _keep_agreed(self) -> None:
         progress, buffers = self._progress, pack_buffers(self._module)
-        self._agreed = progress.shared_counts(), progress.grid, buffers
+        counts_N, frozen = progress.shared_counts(), self._frozen.take()
+        self._agreed = Parameters(None, counts_N, None, progress.grid, buffers, frozen)
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:
@@ -222,6 +235,7 @@ class Sharer(Exchange):
         if self._own:
             self._progress.hand_over_()
         self._own, self._served = False, True
+        self._frozen.look()
         buffers = pack_buffers(self._module)
         return {
             "received": [[o, last, list(more)] for o, (last, more) in received.items()],
@@ -231,6 +245,7 @@ class Sharer(Exchange):
             "step": self._step,
             "floating_F": buffers.floating_F,
             "integer_I": buffers.integer_I,
+            **self._frozen.take(),
         }
 
     @override
@@ -249,14 +264,12 @@ class Sharer(Exchange):
 
     @override
     def final(self) -> Parameters:
-        shared_N, grid, buffers = self._agreed
         residual_N = self._progress.residual_counts()
-        return Parameters(None, shared_N, residual_N, grid, buffers)
+        return dataclasses.replace(self._agreed, residual_N=residual_N)
 
     @override
     def agreed(self) -> Parameters:
-        shared_N, grid, buffers = self._agreed
-        return Parameters(None, shared_N, None, grid, buffers)
+        return self._agreed
 
     @override
     def outcome(self) -> Outcome:

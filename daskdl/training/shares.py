@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.buffers import Buffers, load_buffers_, pack_buffers
+from daskdl.buffers import FROZEN, Buffers, Frozen, load_buffers_, pack_buffers
 from daskdl.channel.parcel import Arrays
 from daskdl.training.optimizer_state import OptimizerState, restore_, weigh
 from daskdl.vectors import Group, working_dtype
@@ -22,6 +22,8 @@ from daskdl.vectors import Group, working_dtype
 SUM, MOST = "sum ", "most "
 OPTIMIZER = "optimizer "
 PARAMETERS = "parameters "
+WEIGHT = "weight "
+ALMOST, ONE = 1e-9, np.ones(1)
 # State of torch's optimizers that a step adds to the parameters as it is.
 LINEAR_STATE = frozenset({"momentum_buffer"})
 PLAIN = {"int": int, "float": float, "bool": bool}  # numbers that are no tensors
@@ -34,6 +36,7 @@ class Shares:
         module: Of the replica.
         groups: Its trainable parameters, as they lie in memory.
         optimizer: Of the same; None: it is not averaged.
+        frozen: What the module changes itself; None: from now on.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class Shares:
         module: nn.Module,
         groups: Sequence[Group],
         optimizer: Optimizer | None,
+        frozen: Frozen | None = None,
     ) -> None:
         self._module = module
+        self._frozen = Frozen(module) if frozen is None else frozen
         self._groups = groups
         self._optimizer = optimizer
 
@@ -63,6 +68,7 @@ class Shares:
         buffers = pack_buffers(self._module)
         arrays[f"{SUM}buffers"] = buffers.floating_F * weight
         arrays[f"{MOST}buffers"] = buffers.integer_I
+        arrays.update(_weighed(self._frozen.take(), weight))
         if self._optimizer is not None:
             arrays.update(_optimizer_arrays(weigh(self._optimizer, weight)))
         return arrays
@@ -79,6 +85,7 @@ class Shares:
                 group.flat.copy_(torch.from_numpy(values))
         floating_F, integer_I = arrays[f"{SUM}buffers"], arrays[f"{MOST}buffers"]
         load_buffers_(self._module, Buffers(floating_F, integer_I))
+        self._frozen.load_(_means(arrays))
         if self._optimizer is not None:
             groups = self._optimizer.state_dict()["param_groups"]
             restore_(self._optimizer, _optimizer_state(arrays, groups))
@@ -126,6 +133,30 @@ def is_linear(name: str) -> bool:
     if not name.startswith(f"{SUM}{OPTIMIZER}"):
         return name.startswith(f"{SUM}{PARAMETERS}")
     return name.split(" ", 4)[4] in LINEAR_STATE
+
+
+def _weighed(frozen: Arrays, weight: float) -> dict[str, NDArray[Any]]:
+    """Shares of frozen parameters, and for each how much all who have it count."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, array in frozen.items():
+        if array.dtype.kind in "fc":
+            arrays[f"{SUM}{name}"] = np.asarray(array * array.dtype.type(weight))
+            arrays[f"{SUM}{WEIGHT}{name}"] = np.array([weight])
+        else:
+            arrays[f"{MOST}{name}"] = array
+    return arrays
+
+
+def _means(arrays: Arrays) -> dict[str, NDArray[Any]]:
+    means: dict[str, NDArray[Any]] = {}
+    for full, array in arrays.items():
+        name = full.removeprefix(SUM).removeprefix(MOST)
+        if name.startswith(FROZEN):
+            total = float(arrays.get(f"{SUM}{WEIGHT}{name}", ONE)[0])
+            # One whose weights add up to 1 but for rounding is as it is.
+            alone = abs(total - 1.0) < ALMOST
+            means[name] = array if alone else array / array.dtype.type(total)
+    return means
 
 
 def _optimizer_arrays(state: OptimizerState) -> dict[str, NDArray[Any]]:

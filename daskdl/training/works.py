@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from daskdl.buffers import Frozen
 from daskdl.channel.base import Channel
 from daskdl.channel.entry import Entry
 from daskdl.channel.gathered import Gathered
@@ -76,6 +77,7 @@ class Works:
         self._channel = channel
         self._device = device
         self.module = recipe.model.to(device).train()
+        self._frozen = Frozen(self.module)
         self.steps = self.seen = 0
         self.weight = 0.0
         self.tally = Tally()
@@ -140,6 +142,7 @@ class Works:
             self.optimizer,
             resumed,
             residual if entry.snapshot is None else None,  # founders have all of it
+            self._frozen,
         )
 
     def _checkpoints(

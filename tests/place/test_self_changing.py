@@ -1,0 +1,143 @@
+"""What a model changes itself, beside training: frozen parameters and buffers."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl import Checkpoint, EarlyStopping, GradientSharing, ParameterAveraging
+from daskdl.errors import ModelError
+from tests.support.problems import rows, trainer
+
+X, Y = rows(600)
+HELD = X[480:], Y[480:]
+X, Y = X[:480], Y[:480]
+MASTERS = {
+    "sharing": GradientSharing(),
+    "strict": GradientSharing(apply="strict", max_staleness=0),
+    "averaging": ParameterAveraging(),
+    "averaging, in 8 bits": ParameterAveraging(compression="dense8"),
+}
+
+
+class Teacher(nn.Module):
+    """Trains a student; what it predicts is of a frozen average of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(20, 4)
+        self.mean = copy.deepcopy(self.student).requires_grad_(False)
+        self.backbone = nn.Linear(20, 20).requires_grad_(False)
+        self.steps = nn.Parameter(torch.zeros((), dtype=torch.int64), False)
+
+    def forward(self, x):
+        x = x + 0.01 * self.backbone(x)
+        if not self.training:
+            return self.mean(x)
+        for mean, own in zip(
+            self.mean.parameters(), self.student.parameters(), strict=True
+        ):
+            mean.data = 0.9 * mean.data + 0.1 * own.data  # no version is counted
+        self.steps += 1
+        return self.student(x)
+
+
+def of(kind, replicas, **options):
+    from dataclasses import replace
+
+    master = replace(MASTERS[kind], replicas_per_worker=replicas)
+    return trainer(False, master=master, **{"model": Teacher, **options})
+
+
+def shows_what_was_validated(own):
+    last, scored = own.history_[-1], own.evaluate(*HELD)
+    assert scored["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
+    assert scored["accuracy"] == pytest.approx(last["val_accuracy"])
+
+
+def check_followed(own):
+    """The mean is near the student, and far from where it began."""
+    module = own.model_
+    apart = (module.mean.weight - module.student.weight).abs().mean()
+    assert apart < 0.1 * module.student.weight.abs().mean()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_frozen_mean_comes_back_as_it_was_validated(kind, replicas):
+    own = of(kind, replicas)
+
+    own.fit(X, Y, epochs=6, batch_size=8, validation=HELD)
+
+    shows_what_was_validated(own)
+    check_followed(own)
+    assert own.history_[-1]["val_accuracy"] > 0.8
+    most = 6 * 480 // 8
+    assert most / replicas - 1 <= own.model_.steps <= most
+
+
+def test_the_best_epoch_has_its_own(tmp_path):
+    own = of("sharing", 2, callbacks=[EarlyStopping(patience=2, min_delta=10.0)])
+
+    history = own.fit(X, Y, epochs=4, batch_size=8, validation=HELD)
+
+    best = history[history.stopping.best_epoch]
+    assert own.evaluate(*HELD)["loss"] == pytest.approx(best["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sharing", "averaging"])
+def test_a_checkpoint_and_the_fit_that_resumes_it_have_it(kind, tmp_path):
+    of(kind, 2, callbacks=[Checkpoint(tmp_path)]).fit(X, Y, epochs=2, batch_size=8)
+    own = of(kind, 2)
+
+    own.fit(X, Y, epochs=3, batch_size=8, validation=HELD, resume=tmp_path)
+
+    shows_what_was_validated(own)
+    check_followed(own)
+
+
+class Remembering(nn.Module):
+    """Buffers that change; one is not in the state dict."""
+
+    def __init__(self, grows=False):
+        super().__init__()
+        self.inner, self.grows = nn.Linear(20, 4), grows
+        self.register_buffer("seen", torch.zeros(4), persistent=False)
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x[:, :4].detach().mean(0)
+            if self.grows:
+                self.last = x[:3, 0].clone()
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_buffers_that_are_not_in_the_state_dict_are_kept(kind, replicas):
+    own = of(kind, replicas, model=Remembering)
+
+    own.fit(X, Y, epochs=2, batch_size=8)
+
+    assert own.model_.seen.abs().min() > 0
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_buffer_that_changes_its_shape_is_refused_by_name(kind):
+    own = of(kind, 2, model=lambda: Remembering(grows=True))
+
+    with pytest.raises(
+        ModelError, match=r"last of the model was .* \(1,\) before .* is .* \(3,\) now"
+    ):
+        own.fit(X, Y, epochs=2, batch_size=8)
+
+
+def test_one_replica_comes_back_with_its_new_shape():
+    own = of("sharing", 1, model=lambda: Remembering(grows=True))
+
+    for _ in range(2):
+        own.fit(X, Y, epochs=1, batch_size=8)
+        assert np.shape(own.model_.last) == (3,)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import dask.array
 import numpy as np
 from dask.delayed import Delayed, delayed
 from dask.highlevelgraph import HighLevelGraph
@@ -22,6 +21,8 @@ def lazy_array(
         empty: The same of no rows.
         rows: Of each block; NaN if it is not known.
     """
+    import dask.array  # takes half a second, and scipy
+
     name = new_key("outputs")
     inner = (0,) * (empty.ndim - 1)
     take = delayed(list.__getitem__, pure=False)

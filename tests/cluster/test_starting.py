@@ -1,13 +1,17 @@
 """Workers that come and go while a fit begins, before the run is open."""
 
+import atexit
+import gc
 import os
 import signal
 
+import dask.config
 import pytest
 from distributed.utils_test import poll_for
 
 from daskdl import RunError
 from daskdl.channel.scheduler import NAME, ChannelSchedulerPlugin
+from tests.support.clusters import cluster_of
 from tests.support.problems import rows, trainer
 from tests.support.script import Script, enough
 
@@ -83,3 +87,20 @@ def test_that_all_are_lost_before_the_run_is_open_is_said(growing, monkeypatch):
 
     with pytest.raises(RunError, match=f"all workers .* have gone: {lost}"):
         trainer(growing).fit(X, Y, batch_size=16)
+
+
+@pytest.mark.slow
+def test_a_worker_does_not_look_through_all_that_torch_leaves_at_its_end(tmp_path):
+    note = tmp_path / "frozen"
+
+    def leave_note():
+        # What is registered first runs last.
+        atexit.register(lambda: note.write_text(str(gc.get_freeze_count())))
+
+    # As a user's are; the end of a fork is another one.
+    spawn = {"distributed.worker.multiprocessing-method": "spawn"}
+    with dask.config.set(spawn), cluster_of(1) as client:
+        client.run(leave_note)
+        trainer(client).fit(X, Y, batch_size=16)
+
+    assert int(note.read_text()) > 10_000

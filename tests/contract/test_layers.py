@@ -37,6 +37,7 @@ LAYERS = [
     {"run"},
     {"trainer"},
     {"planning"},
+    {"public"},
     {"__init__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -151,6 +152,7 @@ OUTSIDE = {
         "typing_extensions",
     },
     "__init__": set(),
+    "public": set(),
 }
 
 # The edges: everything else runs, and is tested, without a cluster.

@@ -90,7 +90,7 @@ class Driver:
             return
         kept = self._stage.kept()
         if kept is not None:
-            parameters, outcome = kept.parameters.unpack(), None
+            parameters, outcome = kept.parameters, None
             if self.final is not None:
                 outcome = self.final.outcome
             self.kept, self.final = kept.epoch, Final(parameters, None, outcome)

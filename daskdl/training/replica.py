@@ -32,7 +32,7 @@ from daskdl.training.feed import Feed
 from daskdl.training.optimizer_state import weigh
 from daskdl.training.parameters import Parameters
 from daskdl.training.rows import check_trained
-from daskdl.training.safekeeping import packed
+from daskdl.training.safekeeping import arrays_of
 from daskdl.training.step_log import StepLog
 from daskdl.training.stepping import Group, rows_of
 from daskdl.training.stores import Store
@@ -195,7 +195,7 @@ class Replica:
         works.rate.end_epoch(notes, judged=judged)
         works.stopper.end_epoch(epoch, notes, works.exchange.agreed)
         agreed = works.exchange.agreed()
-        self._channel.keep(epoch, functools.partial(packed, agreed))
+        self._channel.keep(epoch, functools.partial(arrays_of, agreed))
         if works.checkpoints is not None:
             over = works.stopper.over or epoch + 1 == self._options.epochs
             make = functools.partial(works.checkpoint, epoch + 1)

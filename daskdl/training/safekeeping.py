@@ -8,13 +8,15 @@ Epochs that end meanwhile are left out, so that nothing queues and nobody waits.
 import asyncio
 import logging
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from distributed import Client
 
 from daskdl.channel.messages import Answer
-from daskdl.channel.parcel import join
+from daskdl.channel.parcel import Arrays, join
 from daskdl.channel.payloads import unwrap
 from daskdl.packed import Packed
 from daskdl.timeouts import Bound
@@ -22,20 +24,45 @@ from daskdl.training.parameters import Parameters
 
 logger = logging.getLogger(__name__)
 
-AGREED = "agreed"  # name of the one array that is brought
-REST = 4.0  # times as long as the last one took: most of the network is for updates
+SHARED, REST = ".shared", ".rest"  # no tensor of a module has such a name
+REST_TIMES = 4.0  # as long as the last one took: most of the network is for updates
 
 
 class Kept(NamedTuple):
     """A state on which all replicas agreed."""
 
     epoch: int  # at the end of which, counted from 0
-    parameters: Packed[Parameters]
+    arrays: Arrays
+
+    @property
+    def parameters(self) -> Parameters:
+        """As the replicas had them."""
+        pack: Packed[Parameters] = Packed.of(np.asarray(self.arrays[REST]), "model_")
+        parameters = pack.unpack()
+        if SHARED in self.arrays:
+            return replace(parameters, shared_N=self.arrays[SHARED])
+        exact = dict(parameters.exact or {})
+        for name, like in exact.items():
+            if name in self.arrays:
+                flat = torch.from_numpy(self.arrays[name].copy())
+                exact[name] = flat.view(like.dtype).reshape(like.shape)
+        return replace(parameters, exact=exact)
 
 
-def packed(parameters: Parameters) -> dict[str, np.ndarray]:
-    """What a replica lets the client fetch."""
-    return {AGREED: Packed(parameters, "model_").payload}
+def arrays_of(parameters: Parameters) -> Arrays:
+    """What a replica lets the client fetch; what is large is not copied."""
+    if parameters.shared_N is not None:
+        rest = replace(parameters, shared_N=None)
+        return {REST: Packed(rest, "model_").payload, SHARED: parameters.shared_N}
+    exact = dict(parameters.exact or {})
+    arrays = {}
+    for name, tensor in exact.items():
+        dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if dense and tensor.numel():
+            arrays[name] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+            exact[name] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+    rest = replace(parameters, exact=exact)
+    return {**arrays, REST: Packed(rest, "model_").payload}
 
 
 class Safekeeping:
@@ -96,7 +123,7 @@ class Safekeeping:
             if kept is None:
                 return
             self.kept = kept
-            await asyncio.sleep(REST * (now() - began_at))
+            await asyncio.sleep(REST_TIMES * (now() - began_at))
 
     async def _newest(self) -> Kept | None:
         """Ask one replica after the other; None: no replica has it as a whole."""
@@ -120,8 +147,7 @@ class Safekeeping:
                 return None
             parts.append(answer["bytes"])
         arrays = [np.frombuffer(unwrap(part), np.uint8) for part in parts]
-        payload = join(first["forms"], arrays)[AGREED]
-        return Kept(epoch, Packed.of(payload, "model_"))
+        return Kept(epoch, join(first["forms"], arrays))
 
     async def _ask(
         self, epoch: int, part: int, avoid: Any, replica: int | None = None

@@ -14,6 +14,7 @@ import pytest
 import torch
 from distributed import Client, get_worker
 from distributed.utils_test import poll_for
+from torch import nn
 
 from daskdl import (
     Callback,
@@ -107,6 +108,11 @@ class Slow(Callback):
             time.sleep(0.2)
 
 
+def wide():
+    """More bytes than pass in one request."""
+    return nn.Sequential(nn.Linear(20, 60_000), nn.ReLU(), nn.Linear(60_000, 4))
+
+
 def kept_epoch(error):
     """The epoch whose state is in `model_`, as the note says."""
     (note,) = [note for note in error.__notes__ if note.startswith("model_ is")]
@@ -131,6 +137,16 @@ class TestModelOfLostReplicas:
 
         with pytest.raises(RunError, match="all workers have retired") as caught:
             own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
+
+        own.client = False
+        check_kept(own, caught.value)
+
+    def test_a_model_that_is_brought_in_several_parts(self, two):
+        own = trainer(two, model=wide, callbacks=[Slow()])
+        own.callbacks.append(AfterEpoch(6, lambda: retire(two)))
+
+        with pytest.raises(RunError) as caught:
+            own.fit(X, Y, epochs=MANY, batch_size=48, validation=(X, Y))
 
         own.client = False
         check_kept(own, caught.value)

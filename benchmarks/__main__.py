@@ -27,6 +27,7 @@ SCRIPTS = {
     "step": "what does daskdl add to a training step?",
     "first-step": "how long does `fit` take to make its first step?",
     "allocator": "what does the allocator setting of Dask's nanny cost a step?",
+    "queues": "is a queue that counts so many MiB that large?",
     "plan": "how far is the prediction for two workers from what is measured?",
     "convergence": "does it learn as well as synchronous training?",
     "comparison": "the tables of what convergence found",

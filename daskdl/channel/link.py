@@ -10,7 +10,6 @@ import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from distributed import Worker
 
 from daskdl.channel.carrier import Carrier
@@ -21,7 +20,7 @@ from daskdl.channel.heard import Word
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.mesh import Mesh
 from daskdl.channel.messages import Item, ItemKind
-from daskdl.channel.payloads import unwrap, wrap
+from daskdl.channel.payloads import owned
 from daskdl.channel.positions import Received
 from daskdl.channel.pump import BATCH_BYTES
 from daskdl.channel.reading import UNREADABLE, Reader, SharedFrame
@@ -138,11 +137,14 @@ class Link:
 
     def _owned(self, item: Item) -> Item:
         """The item with memory of its own: what it came in is as large as a batch."""
+        if self._endpoint.routing != "mesh" and self._early is None:
+            return item  # it is read, and not kept
         shared = item.payload if isinstance(item.payload, SharedFrame) else None
-        frame = unwrap(item.payload) if shared is None else shared.frame
-        if self._endpoint.routing != "mesh" or not isinstance(frame, np.ndarray):
+        payload = item.payload if shared is None else shared.frame
+        try:
+            return item._replace(payload=owned(payload))
+        except (TypeError, ValueError):  # no bytes: whoever reads it says so
             return item
-        return item._replace(payload=wrap(frame.copy()))
 
     async def _put(self, item: Item) -> bool:
         try:

@@ -15,6 +15,7 @@ from distributed import Scheduler
 
 from daskdl.channel.courier import Courier, Share
 from daskdl.channel.messages import Answer, Item
+from daskdl.channel.payloads import fields_of
 from daskdl.channel.probe import is_listening
 from daskdl.channel.pump import Pump
 from daskdl.channel.run import RunRecord
@@ -140,7 +141,7 @@ class LiveRun:
         run, peer = self.record.plan.run, self._scheduler.rpc(worker)
 
         async def ask(items: Sequence[Item], shares: Sequence[Share]) -> Any:
-            fields = [tuple(item) for item in items]
+            fields = [fields_of(item) for item in items]
             if len(shares) > 1:
                 return await peer.daskdl_share(run=run, items=fields, shares=shares)
             ((replica, _),) = shares

@@ -11,6 +11,7 @@ from daskdl.channel.gauge import Gauge
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import Answer, Item
 from daskdl.channel.outbox import Outbox
+from daskdl.channel.payloads import fields_of
 from daskdl.channel.pump import Pump
 from daskdl.errors import DaskDLError
 
@@ -121,7 +122,7 @@ class Neighbour:
                 self.worker,
                 messages.DELIVER,
                 replica=self._replica,
-                items=[tuple(item) for item in (*items, *progress)],
+                items=[fields_of(item) for item in (*items, *progress)],
             )
         if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
             raise OSError(f"{self.worker} answered {answer!r}")

@@ -12,6 +12,8 @@ from daskdl import kernels
 from daskdl.codec import DenseUpdate, SparseUpdate, Update
 from daskdl.quanta import count_of
 
+UPDATE_BYTES = 440  # of memory around its entries, measured by `benchmarks/queues.py`
+
 
 class Arrived(NamedTuple):
     """What there is to apply, in an order that does not depend on arrival."""
@@ -33,8 +35,8 @@ class Pile:
     Args:
         size: Parameters of the model.
         grid: Of the run, parameter units.
-        limit_bytes: Bytes of waiting updates beyond which they are folded; in step,
-            of those of one step.
+        limit_bytes: Bytes of memory of waiting updates beyond which they are folded; in
+            step, of those of one step.
         in_step: Replicas go in step, so that updates of two steps wait at most.
 
     Attributes:
@@ -60,6 +62,11 @@ class Pile:
 
     def __len__(self) -> int:
         return len(self._updates)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the updates that wait, as the bound counts them."""
+        return self._bytes.total()
 
     def add(self, update: Update) -> None:
         """Keep an update until it is taken."""
@@ -112,5 +119,5 @@ class Pile:
 
 def _bytes_of(update: Update) -> int:
     if isinstance(update, SparseUpdate):
-        return update.entries_K.nbytes
-    return update.counts_N.nbytes
+        return UPDATE_BYTES + update.entries_K.nbytes
+    return UPDATE_BYTES + update.counts_N.nbytes

@@ -10,6 +10,7 @@ from daskdl.channel.connection import Connection
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import Item
 from daskdl.channel.outbox import Outbox
+from daskdl.channel.payloads import fields_of
 from daskdl.channel.pump import Pump
 from daskdl.channel.ring import Ring
 from daskdl.channel.routes import Routes
@@ -71,7 +72,7 @@ class Relay(Carrier):
             answer = await self._connection.tell_scheduler(
                 messages.PUBLISH,
                 origin=self._replica,
-                items=[tuple(item) for item in items],
+                items=[fields_of(item) for item in items],
                 step=step,
                 done=done,
             )

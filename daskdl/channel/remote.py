@@ -22,7 +22,7 @@ from daskdl.channel.link import Link
 from daskdl.channel.messages import Barrier, Item
 from daskdl.channel.parcel import Arrays, Parcel
 from daskdl.channel.pause import Pause
-from daskdl.channel.payloads import unwrap_note, wrap, wrap_note
+from daskdl.channel.payloads import compact, unwrap_note, wrap_note
 from daskdl.channel.piece import Finished, Piece
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.remote_waits import RemoteWaits
@@ -102,12 +102,12 @@ class RemoteChannel(Receiver):
 
     @override
     def publish(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
-        return self._offer(Item.update(stamp, stamp.step, frame.nbytes, wrap(frame)))
+        return self._offer(Item.update(stamp, stamp.step, frame.nbytes, compact(frame)))
 
     @override
     def publish_part(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
         completed = stamp.step - 1
-        return self._offer(Item.update(stamp, completed, frame.nbytes, wrap(frame)))
+        return self._offer(Item.update(stamp, completed, frame.nbytes, compact(frame)))
 
     def _offer(self, item: Item) -> bool:
         accepted = self._publish(item, force=False)
@@ -116,7 +116,7 @@ class RemoteChannel(Receiver):
 
     @override
     def publish_last(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> None:
-        item = Item.update(stamp, stamp.step, frame.nbytes, wrap(frame))
+        item = Item.update(stamp, stamp.step, frame.nbytes, compact(frame))
         self._publish(item, force=True)
         bound = self._timeouts.bound("stop")
         if not self._carrier.wait_until_sent(bound.seconds):

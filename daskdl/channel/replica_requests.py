@@ -9,6 +9,7 @@ from typing import Any
 from daskdl.channel.answers import answer, check_present
 from daskdl.channel.live import LiveRun
 from daskdl.channel.messages import Answer, Barrier, Item, ItemKind
+from daskdl.channel.payloads import check_size
 from daskdl.channel.standings import Standing
 from daskdl.version import VERSION
 
@@ -215,6 +216,7 @@ def _update_of(origin: int, fields: Sequence[Any]) -> Item:
     item = Item.of(fields)
     if item.kind != ItemKind.UPDATE or item.origin != origin:
         raise ValueError(f"replica {origin} must not publish {item[:3]}")
+    check_size(item)
     return item
 
 

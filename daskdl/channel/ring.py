@@ -1,7 +1,7 @@
 """The latest updates a replica can still hand to one that missed them. No I/O."""
 
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable
 
 from daskdl.channel.messages import Item
@@ -13,7 +13,7 @@ class Ring:
 
     At the bound the oldest are forgotten, whatever their origin; whoever asks for
     those takes a snapshot instead. Payloads are shared, not copied: nobody may
-    write to them, and one that is a view keeps alive what it is a view of.
+    write to them, and they have to be compact: a view keeps alive what it is a view of.
 
     What a replica of a mesh has published itself must not be forgotten like that: it
     belongs in an :class:`~daskdl.channel.unconfirmed.Unconfirmed`.
@@ -32,11 +32,11 @@ class Ring:
         OptionError: If the bound is negative.
 
     Example:
-        >>> ring = Ring(limit_bytes=500)
+        >>> ring = Ring(limit_bytes=1000)
         >>> for sequence in (1, 2, 3):
         ...     ring.keep(Item("update", 7, sequence, 0, nbytes=150))
         >>> [item.sequence for item in ring.find(7, [3, 2, 1])], ring.nbytes
-        ([2, 3], 428)
+        ([2, 3], 908)
     """
 
     limit_bytes: int
@@ -47,7 +47,8 @@ class Ring:
             raise OptionError(f"limit_bytes must be >= 0, got {limit_bytes}")
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._items: OrderedDict[tuple[int, int], Item] = OrderedDict()
+        self._items: deque[Item] = deque()  # oldest first
+        self._found: dict[int, dict[int, Item]] = {}  # the same by origin and sequence
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -55,18 +56,22 @@ class Ring:
 
     def keep(self, item: Item) -> None:
         """Keep an update as the latest one; one that is here stays where it is."""
-        key, weight = (item.origin, item.sequence), item.weight()
+        weight = item.weight()
         with self._lock:
-            if weight > self.limit_bytes or key in self._items:
+            of_origin = self._found.setdefault(item.origin, {})
+            if weight > self.limit_bytes or item.sequence in of_origin:
                 return
-            self._items[key] = item
+            self._items.append(item)
+            of_origin[item.sequence] = item
             self.nbytes += weight
             while self.nbytes > self.limit_bytes:
-                _, oldest = self._items.popitem(last=False)
+                oldest = self._items.popleft()
+                del self._found[oldest.origin][oldest.sequence]
                 self.nbytes -= oldest.weight()
 
     def find(self, origin: int, sequences: Iterable[int]) -> list[Item]:
         """Those of an origin's updates that are still here, ascending."""
-        keys = [(origin, sequence) for sequence in sorted(set(sequences))]
+        wanted = sorted(set(sequences))
         with self._lock:
-            return [self._items[key] for key in keys if key in self._items]
+            of_origin = self._found.get(origin, {})
+            return [of_origin[sequence] for sequence in wanted if sequence in of_origin]

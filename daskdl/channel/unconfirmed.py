@@ -20,7 +20,7 @@ class Unconfirmed:
         limit_bytes: Most bytes kept, counted by `Item.weight`.
 
     Example:
-        >>> unconfirmed = Unconfirmed(limit_bytes=400)
+        >>> unconfirmed = Unconfirmed(limit_bytes=800)
         >>> for sequence in (1, 2):
         ...     unconfirmed.keep(Item("update", 0, sequence, 0, nbytes=150))
         >>> unconfirmed.has_room(), unconfirmed.confirm(1), unconfirmed.has_room()

@@ -15,6 +15,7 @@ from daskdl.channel import messages
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Item, ItemKind
+from daskdl.channel.payloads import fields_of
 from daskdl.channel.reading import SharedFrame
 from daskdl.channel.remote import RemoteChannel
 from daskdl.errors import ChannelError
@@ -140,7 +141,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             found = link.find(int(origin), [int(s) for s in sequences])
         except (TypeError, ValueError) as error:
             return {"status": Answer.REFUSED.value, "reason": str(error)}
-        return {"status": Answer.OK.value, "items": [tuple(item) for item in found]}
+        return {"status": Answer.OK.value, "items": [fields_of(item) for item in found]}
 
     async def handle_fetch(
         self, run: Any = None, replica: Any = None, name: Any = None, part: Any = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from daskdl.channel import live, neighbour, relay
-from daskdl.channel.messages import ITEM_OVERHEAD_BYTES
+from daskdl.channel.messages import WIRE_BYTES
 from daskdl.fitting import OUTBOX_BYTES
 from daskdl.planning.costs import Costs
 from daskdl.planning.network import Network
@@ -92,7 +92,7 @@ class Crowd:
 
     @property
     def _nbytes(self) -> float:
-        return self.costs.update_bytes + ITEM_OVERHEAD_BYTES
+        return self.costs.update_bytes + WIRE_BYTES
 
     def _fitting(self, nbytes: float) -> float:
         return max(1.0, nbytes / self._nbytes)

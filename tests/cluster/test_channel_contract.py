@@ -9,6 +9,7 @@ from daskdl import codec
 from daskdl.channel.base import Stopped
 from daskdl.channel.local import LocalChannel
 from daskdl.channel.messages import Barrier
+from daskdl.channel.pile import UPDATE_BYTES
 from daskdl.errors import ChannelError
 from daskdl.link import Drained
 from tests.support.channels import (
@@ -189,7 +190,7 @@ class TestUpdates:
 
     @every_channel()
     async def test_a_full_inbox_folds_and_nothing_is_lost(self, a_run):
-        async with a_run(inbox_bytes=10) as run:
+        async with a_run(inbox_bytes=UPDATE_BYTES + 10) as run:
             for step in range(5):
                 assert publish(run.channels[0], 1, -2, step=step, count=step + 1)
             await in_thread(run.channels[1].wait_for_updates, {0: 5})

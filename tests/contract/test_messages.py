@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Answer, Item, ItemKind
+from daskdl.channel.messages import ITEM_BYTES, Answer, Item, ItemKind
 
 UPDATE = ("update", 1, 2, 3, 4, b"abcd")
 
@@ -52,7 +52,7 @@ def test_another_number_of_fields_is_refused(fields):
 
 
 def test_an_item_weighs_its_payload_and_what_is_around_it():
-    assert Item.of(UPDATE).weight() == 4 + ITEM_OVERHEAD_BYTES
+    assert Item.of(UPDATE).weight() == 4 + ITEM_BYTES
 
 
 def test_kinds_and_answers_are_plain_text_on_the_wire():

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from daskdl.channel.messages import ITEM_OVERHEAD_BYTES
+from daskdl.channel.messages import WIRE_BYTES
 from daskdl.planning.costs import Costs, Measured
 from daskdl.planning.network import Network
 
@@ -17,7 +17,7 @@ COSTS = Costs(
     decode_s=0.001,
     request_s=0.001,
     item_s=0.0001,
-    update_bytes=12_500 - ITEM_OVERHEAD_BYTES,  # 0.1 Mbit with it
+    update_bytes=12_500 - WIRE_BYTES,  # 0.1 Mbit with it
     density=1e-3,
 )
 FAST = Network(bandwidth_bits_per_s=1e9, latency_s=0.0)

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item, ItemKind
+from daskdl.channel.messages import ITEM_BYTES, Item, ItemKind
 from daskdl.channel.plan import Extent, RunPlan
 from daskdl.channel.run import RunRecord
 from daskdl.timeouts import Timeouts
 
-EACH = 100 + ITEM_OVERHEAD_BYTES
+EACH = 100 + ITEM_BYTES
 TIMEOUTS = Timeouts(join=60, request=30, silence=10, stop=10, rejoin=300, data=600)
 KEYS = ("piece-0", "piece-1", "piece-2", "piece-3")
 

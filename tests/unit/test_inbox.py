@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl.channel.inbox import Inbox
+from daskdl.channel.pile import UPDATE_BYTES
 from daskdl.codec import DenseUpdate
 from tests.support.inboxes import GRID, SIZE, dense, filled, item_of, sparse
 
@@ -61,7 +62,7 @@ def test_updates_of_a_later_step_are_held_back():
 
 def test_what_is_held_back_still_counts_towards_the_bound():
     late = sparse(1, 1, range(1, 11), step=5)
-    inbox = filled(late, limit_bytes=40)
+    inbox = filled(late, limit_bytes=UPDATE_BYTES + 40)
     inbox.take(up_to_step=4)
 
     more = sparse(2, 1, [1], step=5)
@@ -72,7 +73,7 @@ def test_what_is_held_back_still_counts_towards_the_bound():
 
 def test_at_the_bound_nothing_is_folded_and_beyond_it_everything():
     first, second = sparse(1, 1, [1, 2]), sparse(2, 1, [-2, 3], count=5)
-    inbox = filled(first, limit_bytes=8)
+    inbox = filled(first, limit_bytes=UPDATE_BYTES + 8)
     assert inbox.count_off()[2] == 0
 
     inbox.put(item_of(second), second)
@@ -154,7 +155,7 @@ def test_folded_or_not_what_is_taken_is_the_sum_of_what_was_put(
 
 
 def test_counters_start_again_when_they_are_read():
-    inbox = filled(sparse(1, 1, [1]), sparse(1, 2, [1]), limit_bytes=4)
+    inbox = filled(sparse(1, 1, [1]), sparse(1, 2, [1]), limit_bytes=UPDATE_BYTES + 4)
     inbox.refuse()
 
     assert inbox.count_off() == (128, 1, 1)

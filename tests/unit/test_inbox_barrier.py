@@ -3,6 +3,7 @@
 from daskdl.channel.heard import Word
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import ItemKind
+from daskdl.channel.pile import UPDATE_BYTES
 from tests.support.inboxes import GRID, SIZE, control, filled, item_of, sparse
 
 
@@ -49,7 +50,7 @@ def test_afterwards_only_the_lost_are_kept_out_and_are_not_asked_to_come_again()
 
 
 def test_a_state_of_another_takes_the_place_of_what_waits():
-    inbox = filled(sparse(1, 1, [1]), sparse(1, 2, [2]), limit_bytes=4)
+    inbox = filled(sparse(1, 1, [1]), sparse(1, 2, [2]), limit_bytes=UPDATE_BYTES + 4)
     assert inbox.count_off()[2] == 1
 
     inbox.begin({1: (5, (7,))}, GRID)

@@ -2,10 +2,10 @@ import threading
 
 import pytest
 
-from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item, ItemKind
+from daskdl.channel.messages import ITEM_BYTES, Item, ItemKind
 from daskdl.channel.outbox import Outbox
 
-EACH = 100 + ITEM_OVERHEAD_BYTES  # what one item of the tests weighs
+EACH = 100 + ITEM_BYTES  # what one item of the tests weighs
 
 
 def update(sequence, nbytes=100):

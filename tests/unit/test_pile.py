@@ -2,10 +2,10 @@
 
 import pytest
 
-from daskdl.channel.pile import Pile
+from daskdl.channel.pile import UPDATE_BYTES, Pile
 from tests.support.inboxes import GRID, SIZE, dense, sparse
 
-EACH = 4  # bytes of an update with one entry
+EACH = UPDATE_BYTES + 4  # of an update with one entry
 
 
 def piled(*updates, limit_bytes=10**9):

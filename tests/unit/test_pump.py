@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item, ItemKind
+from daskdl.channel.messages import ITEM_BYTES, Item, ItemKind
 from daskdl.channel.outbox import Outbox
 from daskdl.channel.pump import BATCH_BYTES, Pump
 from daskdl.errors import WaitTimeoutError
@@ -111,7 +111,7 @@ def test_one_request_is_in_flight_and_what_comes_meanwhile_goes_together():
 
 def test_a_request_is_at_most_four_mebibytes_and_the_rest_follows():
     async def body():
-        half = BATCH_BYTES // 2 - ITEM_OVERHEAD_BYTES
+        half = BATCH_BYTES // 2 - ITEM_BYTES
         items = [update(sequence, half) for sequence in (1, 2, 3, 4, 5)]
         receiver = Receiver()
         async with pumping(box_of(*items), receiver):
@@ -177,7 +177,7 @@ def test_two_lost_answers_are_an_error_that_says_who_and_what_waits():
         async with pumping(box, Receiver(NEVER(), NEVER()), timeout_s=0.02) as task:
             with pytest.raises(WaitTimeoutError) as caught:
                 await asyncio.wait_for(task, PATIENCE_S)
-        waiting = 2 * (100 + ITEM_OVERHEAD_BYTES)
+        waiting = 2 * (100 + ITEM_BYTES)
         assert str(caught.value) == (
             "replica 7 did not answer within 0.02 s (daskdl.timeouts.request), 2 "
             f"times, to 2 items ({waiting} bytes waiting); it never answered before"

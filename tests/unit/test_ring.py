@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.messages import ITEM_OVERHEAD_BYTES, Item, ItemKind
+from daskdl.channel.messages import ITEM_BYTES, Item, ItemKind
 from daskdl.channel.ring import Ring
 from daskdl.errors import OptionError
 
-WEIGHT = 36 + ITEM_OVERHEAD_BYTES
+WEIGHT = 36 + ITEM_BYTES
 KEYS = st.tuples(st.integers(0, 2), st.integers(1, 6))
 KEPT = st.lists(st.tuples(KEYS, st.integers(0, 150)), max_size=40)
 

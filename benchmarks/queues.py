@@ -1,0 +1,209 @@
+"""What the queues of a replica and of the scheduler take, each filled to its bound.
+
+Question: is a queue that counts so many MiB that large?
+Counted:  items, the bytes that the queue counts, and how many more pages are resident
+          in a process of its own that fills it with what comes over a wire, after
+          as much again went through (not the inbox: that is emptied whole). Of a
+          queue of 1 MiB sixteen are filled, of 8 MiB two, and divided.
+Run:      python -m benchmarks.queues
+
+Small frames are the worst case: most of what they take is around them.
+"""
+
+import argparse
+import gc
+import itertools
+import platform
+import subprocess
+import sys
+
+import numpy as np
+from distributed.protocol import dumps, loads
+
+from daskdl import codec
+from daskdl.channel.messages import Item
+from daskdl.channel.outbox import Outbox
+from daskdl.channel.payloads import compact, fields_of, owned
+from daskdl.channel.pile import Pile
+from daskdl.channel.ring import Ring
+from daskdl.channel.unconfirmed import Unconfirmed
+from daskdl.fitting import INBOX_BYTES, OUTBOX_BYTES
+from daskdl.sites import RELAY_BYTES
+
+SIZE = 2**24  # parameters
+THRESHOLD = 2.0**-10
+BATCH = 64  # items of one message
+
+
+def frame_of(entries: int):
+    rng = np.random.default_rng(0)
+    positions_K = np.sort(rng.choice(SIZE, entries, replace=False)).astype(np.int32)
+    stamp = codec.Stamp(1, 1, 1, 1)
+    return codec.encode(stamp, SIZE, THRESHOLD, positions_K + np.int32(1))
+
+
+def published(entries: int):
+    """Items as the replica keeps them that makes them."""
+    frame = frame_of(entries)
+    for sequence in itertools.count(1000):  # numbers that Python has no object for yet
+        stamp = codec.Stamp(1, 1, sequence, sequence + 1)
+        yield Item.update(stamp, sequence + 2, frame.nbytes, compact(frame.copy()))
+
+
+def arrived(entries: int, deserialize: bool):
+    """Items as they come out of a message, in batches."""
+    source = published(entries)
+    while True:
+        fields = [fields_of(next(source)) for _ in range(BATCH)]
+        sent = dumps({"items": fields})
+        ends = np.cumsum([memoryview(frame).nbytes for frame in sent])
+        view = memoryview(bytearray().join(sent))
+        starts = [0, *ends[:-1]]
+        frames = [view[a:b] for a, b in zip(starts, ends, strict=True)]
+        message = loads(frames, deserialize=deserialize)
+        yield from (Item.of(item) for item in message["items"])
+
+
+def from_worker(entries: int):
+    for item in arrived(entries, deserialize=True):
+        yield item._replace(payload=owned(item.payload))
+
+
+def from_scheduler(entries: int):
+    return arrived(entries, deserialize=False)
+
+
+def resident_bytes(line: str = "VmRSS:") -> int:
+    for text in open("/proc/self/status"):  # noqa: SIM115
+        if text.startswith(line):
+            return int(text.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no line {line}")
+
+
+def fill_ring(ring: Ring, items, bound: int) -> int:
+    for count, item in enumerate(items, start=1):
+        ring.keep(item)
+        if count == 2 * len(ring):  # as much again went through
+            return len(ring)
+    raise AssertionError("items have no end")
+
+
+def fill_outbox(outbox: Outbox, items, bound: int) -> int:
+    full = 0
+    for item in items:
+        if outbox.offer(item):
+            continue
+        full += 1
+        if full == 2:
+            return len(outbox)
+        outbox.drop(len(outbox))
+    raise AssertionError("items have no end")
+
+
+def fill_unconfirmed(own: Unconfirmed, items, bound: int) -> int:
+    full = 0
+    for item in items:
+        own.keep(item)
+        if own.has_room():
+            continue
+        full += 1
+        if full == 2:
+            return len(own)
+        own.confirm(item.sequence)
+    raise AssertionError("items have no end")
+
+
+def fill_pile(pile: Pile, items, bound: int) -> int:
+    for count, item in enumerate(items, start=1):
+        pile.add(codec.decode(item.payload))
+        if pile.nbytes + pile.nbytes // count >= bound:
+            return count
+    raise AssertionError("items have no end")
+
+
+QUEUES = {
+    "mesh: recent updates of others": (
+        lambda bound: Ring(bound),
+        fill_ring,
+        from_worker,
+        INBOX_BYTES,
+    ),
+    "mesh: own, until all have them": (
+        lambda bound: Unconfirmed(bound),
+        fill_unconfirmed,
+        published,
+        OUTBOX_BYTES,
+    ),
+    "relayed: own recent updates": (
+        lambda bound: Ring(bound),
+        fill_ring,
+        published,
+        OUTBOX_BYTES,
+    ),
+    "outbox of a replica": (
+        lambda bound: Outbox(bound),
+        fill_outbox,
+        published,
+        OUTBOX_BYTES,
+    ),
+    "scheduler: for one replica": (
+        lambda bound: Outbox(bound),
+        fill_outbox,
+        from_scheduler,
+        RELAY_BYTES,
+    ),
+    "inbox: waiting to be applied": (
+        lambda bound: Pile(SIZE, THRESHOLD, bound),
+        fill_pile,
+        from_worker,
+        INBOX_BYTES,
+    ),
+}
+ENTRIES = (1, 5000)
+
+
+def measured(name: str, entries: int) -> tuple[float, float, float]:
+    """Items, MiB counted and MiB resident; in this process, which should be fresh."""
+    make, fill, source, bound = QUEUES[name]
+    items = source(entries)
+    for _ in range(4 * BATCH):  # what is imported and compiled for the first
+        codec.decode(owned(next(items).payload))
+    gc.collect()
+    before = resident_bytes()
+    # Pages of one small queue would be lost among those of what comes and goes.
+    queues = [make(bound) for _ in range(max(1, 16 * 2**20 // bound))]
+    count = sum(fill(queue, items, bound) for queue in queues)
+    gc.collect()
+    resident = (resident_bytes() - before) / len(queues)
+    counted = sum(queue.nbytes for queue in queues) / len(queues)
+    return count / len(queues), counted / 2**20, resident / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--one", nargs=2, metavar=("NAME", "ENTRIES"))
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        name, entries = arguments.one
+        print(*measured(name, int(entries)))
+        return
+
+    print(f"# Python {platform.python_version()}, {platform.machine()}")
+    head = f"{'queue':34}{'frame':>9}{'bound MiB':>11}{'items':>9}"
+    print(f"{head}{'counted MiB':>13}{'resident MiB':>14}{'ratio':>7}")
+    for name, (*_, bound) in QUEUES.items():
+        for entries in ENTRIES:
+            command = [sys.executable, "-m", "benchmarks.queues"]
+            command += ["--one", name, str(entries)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            count, counted, resident = map(float, done.stdout.split())
+            frame = frame_of(entries)
+            print(
+                f"{name:34}{frame.nbytes:>9,}{bound / 2**20:>11.0f}{count:>9,.0f}"
+                f"{counted:>13.1f}{resident:>14.1f}{resident / counted:>7.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """Arrays, tensors and tables in the memory of the process that calls `fit`."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,15 +39,31 @@ class InMemory(Source):
     ) -> None:
         self._rows = trees.of_both(lambda tree: trees.mapped(as_numpy, tree), (x, y))
         rows = trees.length(self._rows[0])
-        parts = max(PARTS, -(-trees.nbytes(self._rows) // PART_BYTES))
-        self._bounds = cut(rows, batch_size, parts)
-        self.parts = len(self._bounds)
-        self.lengths = [stop - start for start, stop in self._bounds]
+        self._batch_size = batch_size
+        self._cut(PARTS)
         few = slice(SHOWN_ROWS)
         self.first = trees.of_both(lambda tree: trees.rows(tree, few), self._rows)
         self._order: np.ndarray | None = None
         if shuffle_seed is not None:
             self._order = np.random.default_rng(shuffle_seed).permutation(rows)
+
+    def _cut(self, parts: int) -> None:
+        rows = trees.length(self._rows[0])
+        most = max(parts, -(-trees.nbytes(self._rows) // PART_BYTES))
+        self._bounds = cut(rows, self._batch_size, most)
+        self.parts = len(self._bounds)
+        self.lengths = [stop - start for start, stop in self._bounds]
+
+    def in_parts(self, parts: int) -> "InMemory":
+        """The same rows in about so many parts, in more if these would be too large.
+
+        Example:
+            >>> InMemory(np.zeros((10, 1)), None, batch_size=2).in_parts(2).lengths
+            [4, 6]
+        """
+        other = copy.copy(self)
+        other._cut(parts)
+        return other
 
     @property
     def whole(self) -> Rows:

@@ -15,6 +15,7 @@ from daskdl.data.checks import rows_like
 from daskdl.data.collections import Collections, is_bag, is_lazy, is_lazy_list
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.futures import workers_of
+from daskdl.data.in_memory import InMemory
 from daskdl.data.models import check_module
 from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
@@ -34,6 +35,9 @@ from daskdl.predictions.target import Target
 from daskdl.predictions.writing import LazyBlocks, write_lazy, write_parts
 
 SAME = OutputOptions()
+# What is sent, asked about and fetched costs 20 ms a part, whatever its size. Enough
+# parts that none computes alone for long while the first are sent, or in the end.
+PARTS_PER_THREAD = 4
 
 
 def predict(
@@ -87,6 +91,8 @@ def predict(
         return lazy_outputs(
             X, source, asking.outputs, nothing, client, names=wanted.names
         )
+    if client is not False and isinstance(source, InMemory):
+        source = source.in_parts(PARTS_PER_THREAD * sum(client.nthreads().values()))
     parts = dict(each_part(source, asking, client, send=True))
     outputs = trees.joined([parts[part] for part in sorted(parts)])
     if not all(isinstance(leaf, Tensor) for leaf in _leaves(X)):

@@ -2,6 +2,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
+from distributed import get_task_stream
 from torch import nn
 
 from daskdl.data.options import ReadOptions
@@ -175,3 +176,15 @@ def test_what_cannot_be_predicted_is_refused_on_the_client(
 ):
     with pytest.raises(error, match=message):
         predict(client=client, **({"model": model, "X": X} | arguments))
+
+
+def test_rows_in_memory_travel_in_a_few_parts_for_each_thread(client):
+    """Each costs as much as many a row: what it takes does not depend on its size."""
+    rows = np.random.default_rng(0).random((640, 3), np.float32)
+
+    with get_task_stream(client) as stream:
+        outputs = predict(nn.Identity(), rows, client, batch_size=2)
+
+    np.testing.assert_array_equal(outputs, rows)
+    threads = sum(client.nthreads().values())
+    assert threads < len(stream.data) <= 4 * threads

@@ -3,13 +3,14 @@
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from daskdl.data.checks import check_same_classes, of_validation
 from daskdl.data.labels import LabelCheck
+from daskdl.data.models import trainable
 from daskdl.data.pairs import pair
 from daskdl.data.source import Source, rows_in
 from daskdl.data.sources import source_of
@@ -106,6 +107,17 @@ class Fitting:
                 f"drop_last=True leaves nothing to train on: batch_size={size}, and "
                 f"the data have {rows} rows; take a batch_size of at most {rows}"
             )
+
+    def going_on(self, model: nn.Module) -> "Fitting":
+        """The same, with what still fits of earlier fits.
+
+        Args:
+            model: At its start; `check` has accepted it.
+        """
+        optimizer = self.method.optimizer(trainable(model))
+        scheduling = self.method.scheduling
+        standing = self.standing.going_on(model, optimizer, scheduling)
+        return replace(self, standing=standing)
 
     def recipe(self, model: nn.Module, train: Source) -> Packed[Recipe]:
         """What each replica needs of the user's objects; see `Method.recipe`."""

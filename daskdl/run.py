@@ -17,7 +17,7 @@ from daskdl.history import History
 from daskdl.packed import Packed
 from daskdl.sites import Site
 from daskdl.steps import unpack_rows
-from daskdl.training.adoption import Standing, adopt, kept_residual
+from daskdl.training.adoption import Standing, adopt, kept_residual, parameters_of
 from daskdl.training.attendance import attended
 from daskdl.training.driver import Driver
 from daskdl.training.follow import NOTHING_YET, Before, Follower
@@ -146,6 +146,7 @@ class Run:
         final.parameters.load_into(model)
         optimizer = fitting.method.optimizer(trainable(model))
         moved = adopt(optimizer, fitting.method.scheduling, final, before.moved)
+        moved = moved._replace(parameters=parameters_of(optimizer, model))
         sent = final.outcome or before.sent
         residual = kept_residual(final, model, before.residual)
         return Standing(moved, sent, epochs, self._class_count, residual)
@@ -253,6 +254,7 @@ def begun(
     with site.ready(sources, fitting.fit, fitting.trainer.seed) as ready:
         checked = checked or fitting.check(model, ready)
         fitting.check_rows(ready["train"])
+        fitting = fitting.going_on(model)
         recipe = fitting.recipe(model, ready["train"])
         options = fitting.task(model, checked, ready["train"].left_out)
         with site.stage(options, ready) as stage:

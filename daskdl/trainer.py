@@ -1,7 +1,7 @@
 """The user's object: fit, evaluate, predict, save, load."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, Self
 
 import torch
@@ -46,7 +46,9 @@ class Trainer(Trained):
             of Keras, see `daskdl.keras`.
         loss: ``loss(model(x), y)``, a scalar tensor. Left out if `step` is given.
         optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
-            parameters; it has to be given.
+            parameters; it has to be given. Between fits another one may take its
+            place: hyperparameters that are new count, and the state stays; with another
+            class, or other parameters, it begins anew.
         master: The way of training.
         client: A synchronous `distributed.Client`; None: the default one, else a
             `LocalCluster` that is closed again; False: none, see above.
@@ -213,7 +215,6 @@ class Trainer(Trained):
         model = getattr(self, "model_", None) if resumed is None else None
         if model is None:
             model = starting_model(self.model, self.seed)
-        fitting = replace(fitting, standing=standing.going_on(model))
         with site_of(self.client) as site, begun(fitting, model, sources, site) as run:
             self.history_, self.classes_ = run.history, run.classes
             try:

@@ -18,7 +18,7 @@ from daskdl.saving.plain import Json, Plain
 from daskdl.steps import LAYOUT, unpack_rows
 from daskdl.stopping import Stopping
 from daskdl.thresholds import Sent
-from daskdl.training.adoption import Moved
+from daskdl.training.adoption import Moved, hyperparameters, parameters_of
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.outcome import KeptResidual, Outcome, layout_of
 from daskdl.training.tensors import described
@@ -50,6 +50,7 @@ def encode_moved(fitted: Fitted, tensors: dict[str, Tensor]) -> Json:
     return {
         "optimizer": _class_of(moved.optimizer),
         "state": plain.encode(moved.optimizer.state_dict(), "optimizer"),
+        "made": plain.encode(moved.made, "optimizer.made"),
         "scheduler": None if position is None else _class_of(moved.rate.scheduler),
         "position": plain.encode(position, "scheduler"),
         "sent": None if sent is None else _encoded_sent(sent),
@@ -73,8 +74,10 @@ def decode_moved(
         OptionError: If optimizer or scheduler are of another class than those saved.
     """
     optimizer, scheduling = new_optimizer(arguments, model), scheduling_of(arguments)
+    made = hyperparameters(optimizer)
     rate = LearningRate(optimizer, scheduling)
-    moved = Moved(optimizer, rate, scheduling)
+    named = parameters_of(optimizer, model)
+    moved = Moved(optimizer, rate, scheduling, made, named)
     if content is None:
         return moved, None, None
     plain = Plain(tensors=dict(given))
@@ -88,6 +91,9 @@ def decode_moved(
         _check_class("scheduler", rate.scheduler, content["scheduler"])
         _go_on_(rate, position)
     sent = content["sent"]
+    before = plain.decode(content.get("made"))
+    if before is not None:
+        moved = moved._replace(made=_made_of(before, len(made)))
     residual = _residual_of(plain.decode(content.get("residual")), model)
     return moved, None if sent is None else _decoded_sent(sent), residual
 
@@ -182,6 +188,13 @@ def _go_on_(rate: LearningRate, position: Any) -> None:
 def _encoded_sent(outcome: Outcome) -> Json:
     sent = [[p, float(s.threshold), float(s.density)] for p, s in outcome.sent.items()]
     return {"sent": sent, "steps": int(outcome.steps)}
+
+
+def _made_of(groups: Any, count: int) -> list[dict[str, Any]]:
+    right = isinstance(groups, list) and len(groups) == count
+    if not right or not all(isinstance(group, dict) for group in groups):
+        raise SaveError(f"the optimizer was made with {groups!r:.80}")
+    return list(groups)
 
 
 def _residual_values(fitted: Fitted) -> Any:

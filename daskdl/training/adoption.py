@@ -18,6 +18,7 @@ from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import restore_
 from daskdl.training.outcome import KeptResidual, Outcome, layout_of
+from daskdl.training.tensors import described
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +30,76 @@ class Moved(NamedTuple):
         optimizer: With state.
         rate: Of the optimizer.
         scheduling: That the rate follows.
+        made: Hyperparameters of each group as the trainer's function made them; None:
+            not known.
+        parameters: Of each group, as `parameters_of` says; None: not known.
     """
 
     optimizer: Optimizer
     rate: LearningRate
     scheduling: Scheduling
+    made: list[dict[str, Any]] | None = None
+    parameters: list[list[str]] | None = None
 
     def schedule(self, scheduling: Scheduling) -> bytes:
         """Where the scheduler stands; empty if another one is to begin."""
         return self.rate.state() if scheduling == self.scheduling else b""
+
+    def going_on(
+        self, optimizer: Optimizer, scheduling: Scheduling, model: nn.Module
+    ) -> "Moved | None":
+        """Go on with what a trainer's function makes now; None: begin anew.
+
+        The state stays, with the hyperparameters that have become other ones.
+
+        Args:
+            optimizer: Just made, over the model's parameters.
+            scheduling: Of the next fit.
+            model: That it starts from.
+        """
+        parameters = parameters_of(optimizer, model)
+        if type(optimizer) is not type(self.optimizer):
+            _log_anew(f"optimizer makes a {type(optimizer).__name__} now")
+            return None
+        if self.parameters is not None and parameters != self.parameters:
+            _log_anew("optimizer has other parameters or groups now")
+            return None
+        made = hyperparameters(optimizer)
+        pairs = zip(made, made if self.made is None else self.made, strict=True)
+        changed = [_changed(new, old) for new, old in pairs]
+        if not any(changed):
+            return self
+        if any(_switched(group) for group in changed):
+            _log_anew(f"optimizer needs another state for {changed}")
+            return None
+        return self._changed(optimizer, scheduling, made, changed)
+
+    def _changed(
+        self,
+        optimizer: Optimizer,
+        scheduling: Scheduling,
+        made: list[dict[str, Any]],
+        changed: list[dict[str, Any]],
+    ) -> "Moved":
+        logger.info("optimizer goes on with its state and %s", changed)
+        state: dict[str, Any] = self.optimizer.state_dict()
+        for group, new in zip(state["param_groups"], changed, strict=True):
+            group.update(new)
+        position = self.rate.position() if scheduling == self.scheduling else None
+        if position is not None and any("lr" in group for group in changed):
+            logger.warning("the learning rate is a new one: its schedule begins anew")
+            position = None
+            for group, new in zip(state["param_groups"], made, strict=True):
+                group.pop("initial_lr", None)
+                group["lr"] = new["lr"]
+        if position is None:
+            optimizer.load_state_dict(state)
+            rate = LearningRate(optimizer, scheduling)
+        else:
+            rate = LearningRate(optimizer, scheduling)
+            optimizer.load_state_dict(state)
+            rate.go_on_(*position)
+        return Moved(optimizer, rate, scheduling, made, self.parameters)
 
 
 @dataclass(frozen=True)
@@ -58,19 +120,71 @@ class Standing:
     class_count: int | None = None
     residual: KeptResidual | None = None
 
-    def going_on(self, model: nn.Module) -> "Standing":
-        """Drop, with a line in the log, what is not of a model any more.
+    def going_on(
+        self, model: nn.Module, optimizer: Optimizer, scheduling: Scheduling
+    ) -> "Standing":
+        """Drop, with a line in the log, what is not of the next fit any more.
 
         Args:
-            model: That the next fit starts from; not changed.
+            model: That it starts from; not changed.
+            optimizer: Of it, just made.
+            scheduling: Of its learning rate.
         """
+        moved = self.moved
+        if moved is not None:
+            moved = moved.going_on(optimizer, scheduling, model)
+        kept = replace(self, moved=moved)
         if self.residual is None or self.residual.fits(model):
-            return self
+            return kept
         logger.warning(
             "model_ has other trainable parameters than at the end of the fit before: "
             "what its replicas had not sent yet is dropped"
         )
-        return replace(self, residual=None)
+        return replace(kept, residual=None)
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of each group, what is not its parameters."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def parameters_of(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """Name, dtype and shape of the parameters of each group.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> parameters_of(torch.optim.SGD([layer.bias]), layer)
+        [['bias float32 (1,)']]
+    """
+    named = {id(p): f"{n} {described(p)}" for n, p in model.named_parameters()}
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [[named.get(id(p), described(p)) for p in group] for group in groups]
+
+
+def _changed(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in new.items()
+        if name not in old or not _same(value, old[name])
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    return bool(one == other)
+
+
+def _switched(changed: dict[str, Any]) -> bool:
+    """Whether a state may lack what is needed, or have what is not."""
+    return any(type(v) is bool or n == "momentum" for n, v in changed.items())
+
+
+def _log_anew(why: str) -> None:
+    logger.warning("%s: its state, and the schedule of its rate, begin anew", why)
 
 
 def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -123,6 +237,7 @@ def adopt(
             then the last there is counts.
         former: Of the fit before, if there was one.
     """
+    made = hyperparameters(optimizer)
     rate = LearningRate(optimizer, scheduling)
     if final.optimizer is not None:
         restore_(optimizer, final.optimizer)
@@ -131,4 +246,4 @@ def adopt(
         state: dict[str, Any] = former.optimizer.state_dict()
         optimizer.load_state_dict(state)
         rate.load_(former.schedule(scheduling))
-    return Moved(optimizer, rate, scheduling)
+    return Moved(optimizer, rate, scheduling, made)

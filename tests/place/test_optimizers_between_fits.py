@@ -1,0 +1,153 @@
+"""What becomes of the optimizer's state where the next fit has another optimizer."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from daskdl import GradientSharing
+from tests.support.problems import rows, trainer
+
+X, Y = rows()
+
+
+def sgd(**options):
+    return lambda parameters: torch.optim.SGD(parameters, **{"lr": 0.05, **options})
+
+
+def adam(**options):
+    return lambda parameters: torch.optim.Adam(parameters, **{"lr": 2e-3, **options})
+
+
+@pytest.fixture(params=[1, 2])
+def replicas(request):
+    return request.param
+
+
+def fitted(replicas, **options):
+    master = GradientSharing(replicas_per_worker=replicas)
+    own = trainer(False, master=master, **options)
+    fit(own)
+    return own
+
+
+def fit(own, **options):
+    return own.fit(X, Y, **{"batch_size": 16, **options})
+
+
+def steps(own):
+    return [int(s["step"]) for s in own.optimizer_.state_dict()["state"].values()]
+
+
+def test_a_new_learning_rate_is_used_and_the_moments_stay(replicas):
+    own = fitted(replicas, optimizer=adam())
+    before = max(steps(own))
+
+    own.optimizer = adam(lr=1e-3, weight_decay=0.01)
+    history = fit(own)
+
+    assert history.column("learning_rate") == [1e-3]
+    assert min(steps(own)) > before
+    assert own.optimizer_.param_groups[0]["weight_decay"] == 0.01
+
+
+def test_without_a_change_the_schedule_goes_on(replicas):
+    schedule = {"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5)}
+    own = fitted(replicas, optimizer=sgd(), **schedule)
+
+    own.optimizer = sgd()
+
+    assert fit(own, epochs=2).column("learning_rate") == [0.025, 0.0125]
+
+
+def test_other_hyperparameters_leave_the_schedule_where_it_is(replicas):
+    schedule = {"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5)}
+    own = fitted(replicas, optimizer=sgd(), **schedule)
+
+    own.optimizer = sgd(weight_decay=1e-3)
+
+    assert fit(own, epochs=2).column("learning_rate") == [0.025, 0.0125]
+
+
+def test_a_new_learning_rate_begins_its_schedule_anew(replicas, caplog):
+    schedule = {"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5)}
+    own = fitted(replicas, optimizer=sgd(), **schedule)
+
+    own.optimizer = sgd(lr=0.01)
+    with caplog.at_level(logging.WARNING, logger="daskdl"):
+        history = fit(own, epochs=2)
+
+    assert history.column("learning_rate") == [0.01, 0.005]
+    assert "its schedule begins anew" in caplog.text
+
+
+def test_another_class_begins_anew_and_the_log_says_so(replicas, caplog):
+    own = fitted(replicas, optimizer=sgd(momentum=0.9))
+
+    own.optimizer = adam()
+    with caplog.at_level(logging.WARNING, logger="daskdl"):
+        history = fit(own)
+
+    assert history.column("learning_rate") == [2e-3]
+    assert "optimizer makes a Adam now" in caplog.text
+    assert type(own.optimizer_) is torch.optim.Adam
+
+
+@pytest.mark.parametrize("switch", [{"amsgrad": True}])
+def test_what_needs_another_state_begins_anew(replicas, switch, caplog):
+    own = fitted(replicas, optimizer=adam())
+
+    own.optimizer = adam(**switch)
+    with caplog.at_level(logging.WARNING, logger="daskdl"):
+        fit(own)
+
+    assert "needs another state" in caplog.text
+    assert max(steps(own)) <= 30 // replicas + 1
+
+
+def thawed(model):
+    return model.requires_grad_(True)
+
+
+def grown(model):
+    return nn.Sequential(model, nn.Linear(4, 4))
+
+
+def first_frozen():
+    model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("change", [thawed, grown])
+def test_other_parameters_begin_anew_and_what_was_not_sent_is_dropped(
+    replicas, change, caplog
+):
+    own = fitted(replicas, model=first_frozen, optimizer=adam())
+    own.model_ = change(own.model_)
+    before = {name: p.clone() for name, p in own.model_.named_parameters()}
+
+    with caplog.at_level(logging.WARNING, logger="daskdl"):
+        fit(own, validation=(X, Y))
+
+    assert "optimizer has other parameters or groups now" in caplog.text
+    dropped = "what its replicas had not sent yet is dropped"
+    assert (dropped in caplog.text) == (replicas == 2)
+    trained = dict(own.model_.named_parameters())
+    assert all(p.equal(before[n]) != p.requires_grad for n, p in trained.items())
+    loss = own.history_[-1]["val_loss"]
+    assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_save_knows_what_the_optimizer_was_made_with(replicas, tmp_path):
+    own = fitted(replicas, optimizer=adam())
+    own.save(tmp_path)
+
+    again = type(own).load(
+        tmp_path, client=False, optimizer=adam(lr=1e-3), model=own.model, loss=own.loss
+    )
+
+    assert fit(again).column("learning_rate") == [1e-3]
+    assert min(steps(again)) > max(steps(own))

@@ -16,9 +16,32 @@ DaskDLError
     └── ChannelError      the channel between the replicas failed
 """
 
+MOST_CHARACTERS = 2000  # of a message: a screen
+MOST_OF_A_TRACEBACK = 20_000  # of a message that contains one
+
+
+def shown(text: str, limit: int = 200) -> str:
+    """A text that came from elsewhere, without its middle if it is long.
+
+    Example:
+        >>> shown("weight" * 1000, limit=40)
+        'weightwe ... 5984 more ... htweight'
+    """
+    if len(text) <= limit:
+        return text
+    half = max((limit - 24) // 2, 1)
+    more = len(text) - 2 * half
+    return f"{text[:half]} ... {more} more ... {text[-half:]}"
+
 
 class DaskDLError(Exception):
     """Base class; catch it to catch any failure daskdl itself reports."""
+
+    _most = MOST_CHARACTERS
+
+    def __str__(self) -> str:
+        """The message, without its middle if it is longer than a screen."""
+        return shown(super().__str__(), self._most)
 
 
 class OptionError(DaskDLError, ValueError):
@@ -63,6 +86,8 @@ class RunError(DaskDLError, RuntimeError):
 
 class ReplicaError(RunError):
     """User code raised on a worker; the original traceback is in the message."""
+
+    _most = MOST_OF_A_TRACEBACK
 
 
 class DivergedError(RunError):

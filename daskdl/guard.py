@@ -3,7 +3,7 @@
 It goes to whoever has to know of it, and is never dropped here.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -19,6 +19,21 @@ def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
     """
     try:
         return action()
+    except Exception as error:
+        return failed(error)
+
+
+async def answered(
+    action: Callable[[], Awaitable[T]], failed: Callable[[Exception], T]
+) -> T:
+    """Await something, or say with the error that it may raise what is answered.
+
+    Args:
+        action: What. Foreign bytes may make it raise anything.
+        failed: Says what is returned instead. That it is cancelled comes out.
+    """
+    try:
+        return await action()
     except Exception as error:
         return failed(error)
 

@@ -8,6 +8,8 @@ from daskdl.channel.answers import answer
 from daskdl.channel.live import LiveRun
 from daskdl.channel.messages import Answer
 
+MOST_REPLICAS = 1000  # of a worker
+
 
 async def handle_watch(live: LiveRun, seen: int, timeout_s: float) -> dict[str, Any]:
     """A client asks what is new since the `seen` first events."""
@@ -25,6 +27,8 @@ async def handle_stop(live: LiveRun, reason: str) -> dict[str, Any]:
 
 async def handle_seat(live: LiveRun, worker: str, replicas: int) -> dict[str, Any]:
     """A client wants so many replicas on a worker; answered with the new ones."""
+    if replicas > MOST_REPLICAS:
+        raise ValueError(f"replicas must be <= {MOST_REPLICAS}, got {replicas}")
     members = live.record.members
     missing = replicas - len(members.seated_on(worker)) if live.has(worker) else 0
     return answer(live.record, replicas=[members.seat(worker) for _ in range(missing)])

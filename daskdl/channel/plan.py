@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from daskdl.channel.leases import Left, left_of
+from daskdl.timeouts import Timeouts
 
 # Fine enough that a replica twice as slow as the others delays them little at the end
 # of an epoch, coarse enough that a piece is worth a request.
@@ -110,4 +111,22 @@ class RunPlan:
             phase: Extent(*extent) for phase, extent in fields["extents"].items()
         }
         laps = Laps.of(fields.get("laps", WHOLE_EPOCHS))
-        return cls(**{**fields, "extents": extents, "laps": laps})
+        plan = cls(**{**fields, "extents": extents, "laps": laps})
+        plan._check()
+        return plan
+
+    def _check(self) -> None:
+        """Refuse what nobody plans.
+
+        Raises:
+            ValueError: If a field is not what it has to be, or a TypeError.
+        """
+        whole = (self.run, self.epochs_before, self.relay_bytes, self.first_epoch)
+        if not all(type(number) is int and number >= 0 for number in whole):
+            raise ValueError(f"a plan needs whole numbers >= 0, got {whole!r}")
+        seats = self.replicas.items()
+        if not seats or not all(type(r) is int and type(w) is str for r, w in seats):
+            raise ValueError(f"a plan needs workers of replicas, got {self.replicas!r}")
+        if self.routing not in ("plain", "mesh"):
+            raise ValueError(f"routing must be plain or mesh, got {self.routing!r}")
+        Timeouts(**self.timeouts)

@@ -194,6 +194,9 @@ async def handle_fail(
     live: LiveRun, replica: int, failure: dict[str, Any]
 ) -> dict[str, Any]:
     """A replica cannot go on: the run ends, and the client learns why."""
+    said = failure.get("type"), failure.get("summary")
+    if not all(isinstance(text, str) for text in said):
+        raise ValueError(f"a failure needs a type and a summary, got {said!r}")
     # One that was cut off and comes back must not end the others' run.
     check_present(replica, live.record)
     if replica not in live.record.members.expected:

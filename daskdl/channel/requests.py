@@ -4,50 +4,41 @@ What cannot be understood is answered too: foreign bytes must not end a run.
 """
 
 import functools
-import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from daskdl.channel import client_requests as client
 from daskdl.channel import messages
 from daskdl.channel import replica_requests as replica
-from daskdl.channel.answers import GoneError
+from daskdl.channel.answers import Fields, Guard, Handler
 from daskdl.channel.live import LiveRun
 from daskdl.channel.messages import Answer
-
-logger = logging.getLogger(__name__)
-
-Fields = dict[str, Any]
-Handler = Callable[..., Awaitable[Fields]]
+from daskdl.errors import shown
 
 
-def of_a_run(runs: Mapping[int, LiveRun], handler: Handler) -> Handler:
+def of_a_run(guard: Guard, runs: Mapping[int, LiveRun], handler: Handler) -> Handler:
     """Look the run up; answer what cannot be understood instead of raising.
 
-    Such a message is counted and logged; an exception would fill the scheduler's log
-    with tracebacks.
-
     Args:
-        runs: That are open.
+        guard: Refuses it.
+        runs: That are open; the one that is meant counts it.
         handler: Called with the run and the fields of the message.
     """
 
+    def count(live: LiveRun, **_: Any) -> None:
+        live.record.refused += 1
+
+    guarded = guard.of(handler, count)
+
     @functools.wraps(handler)
-    async def guarded(run: Any = None, **fields: Any) -> Fields:
+    async def of_run(run: Any = None, **fields: Any) -> Fields:
         live = runs.get(run) if isinstance(run, int) else None
         if live is None:
-            return {"status": Answer.UNKNOWN.value, "reason": f"no run {run!r} here"}
-        try:
-            return await handler(live, **fields)
-        except GoneError as error:
-            return {"status": Answer.UNKNOWN.value, "reason": str(error)}
-        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-            live.record.refused += 1
-            reason = f"{handler.__name__}: {type(error).__name__}: {error}"
-            logger.warning("run %s refused a message: %s", run, reason)
-            return {"status": Answer.REFUSED.value, "reason": reason}
+            reason = f"no run {shown(repr(run))} here"
+            return {"status": Answer.UNKNOWN.value, "reason": reason}
+        return await guarded(live, **fields)
 
-    return guarded
+    return of_run
 
 
 REQUESTS: Mapping[str, Handler] = {

@@ -15,6 +15,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from typing_extensions import override
 
 from daskdl.channel import messages
+from daskdl.channel.answers import Guard
 from daskdl.channel.live import LiveRun
 from daskdl.channel.messages import Answer
 from daskdl.channel.plan import RunPlan
@@ -49,16 +50,27 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             self.runs = first.runs
             return
         self._scheduler = scheduler
-        scheduler.handlers[messages.OPEN] = self.handle_open
-        scheduler.handlers[messages.CLOSE] = self.handle_close
+        guard = Guard()
+        for operation, own in (
+            (messages.OPEN, self.handle_open),
+            (messages.CLOSE, self.handle_close),
+        ):
+            scheduler.handlers[operation] = guard.of(own, self._count)
         for operation, handler in REQUESTS.items():
-            scheduler.handlers[operation] = of_a_run(self.runs, handler)
+            scheduler.handlers[operation] = of_a_run(guard, self.runs, handler)
+
+    def _count(self, **fields: Any) -> None:
+        """What is of no run counts in all of them: their clients should know."""
+        for live in self.runs.values():
+            live.record.refused += 1
 
     # ---- requests of a client
 
     async def handle_open(self, plan: Mapping[str, Any], client: str) -> dict[str, Any]:
         """A client starts a run."""
         record = RunRecord(RunPlan.of(plan))
+        if record.plan.run in self.runs:
+            raise ValueError(f"run {record.plan.run} is open already")
         self.runs[record.plan.run] = LiveRun(record, self._scheduler, client)
         # Some may have come after the client had chosen, or have no seat for want of
         # work; it knows which.

@@ -12,6 +12,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
 from daskdl.channel import messages
+from daskdl.channel.answers import Guard
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Item, ItemKind
@@ -46,11 +47,15 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         if former is not None:
             self.links = former.links
         worker.extensions[NAME] = self
-        worker.handlers[messages.DELIVER] = self.handle_deliver
-        worker.handlers[messages.SHARE] = self.handle_share
-        worker.handlers[messages.SNAPSHOT] = self.handle_snapshot
-        worker.handlers[messages.REPAIR] = self.handle_repair
-        worker.handlers[messages.FETCH] = self.handle_fetch
+        guard = Guard()
+        for operation, handler in (
+            (messages.DELIVER, self.handle_deliver),
+            (messages.SHARE, self.handle_share),
+            (messages.SNAPSHOT, self.handle_snapshot),
+            (messages.REPAIR, self.handle_repair),
+            (messages.FETCH, self.handle_fetch),
+        ):
+            worker.handlers[operation] = guard.of(handler, self._count)
         worker.handlers[messages.AGREED] = self.handle_agreed
         self._worker = worker
         if worker.nanny:
@@ -172,6 +177,15 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         except (TypeError, ValueError) as error:
             return {"status": Answer.REFUSED.value, "reason": str(error)}
         return {"status": Answer.OK.value, **answer}
+
+    def _count(self, **fields: Any) -> None:
+        """Count what was refused, for the replica that it was for if there is one."""
+        run, replica = fields.get("run"), fields.get("replica")
+        for (of_run, number), link in self.links.items():
+            if of_run == run and replica in (None, number):
+                link.inbox.refuse()
+                return
+        self.refused += 1
 
     def _link(self, run: Any, replica: Any) -> Link | None:
         known = isinstance(run, int) and isinstance(replica, int)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+import dask.config
 import torch
 from distributed import Client, LocalCluster, default_client
 
@@ -16,6 +17,8 @@ from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
 
+# A terminal sends it to the workers too, which the client then tells to end.
+LEAVE_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 MOST_NAMED = 8  # addresses, and kinds of findings, in a message
 
 Found = Mapping[str, str]  # versions, by package, or "error"
@@ -35,7 +38,10 @@ def client_of(client: Client | None) -> Iterator[Client]:
     found = client if client is not None else _default()
     if found is None:
         with (
-            LocalCluster(dashboard_address=":0") as cluster,
+            LocalCluster(
+                dashboard_address=":0",
+                preload=[*dask.config.get("distributed.worker.preload"), LEAVE_CTRL_C],
+            ) as cluster,
             Client(cluster, set_as_default=False) as own,
         ):
             logger.info("no client was given: started %s", cluster)

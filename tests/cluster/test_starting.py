@@ -1,9 +1,12 @@
-"""Workers that come and go while a fit begins, before the run is open."""
+"""Workers while a fit begins, before the run is open, and when all is over."""
 
 import atexit
 import gc
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import dask.config
 import pytest
@@ -104,3 +107,48 @@ def test_a_worker_does_not_look_through_all_that_torch_leaves_at_its_end(tmp_pat
         trainer(client).fit(X, Y, batch_size=16)
 
     assert int(note.read_text()) > 10_000
+
+
+CTRL_C = """
+import signal
+import daskdl
+from torch import nn
+from tests.support.problems import mlp, rows, sgd
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Say(daskdl.Callback):
+    def on_epoch_end(self, row):
+        if row["epoch"] == 2:
+            print("it trains", flush=True)
+
+if __name__ == "__main__":
+    x, y = rows()
+    own = daskdl.Trainer(
+        mlp, nn.CrossEntropyLoss(), sgd, progress=False, callbacks=[Say()]
+    )
+    own.fit(x, y, epochs=10**6)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_is_for_the_client_of_a_cluster_of_its_own(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CTRL_C)
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout.readline() == "it trains\n"
+
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+
+    # Of the client's own, and of what it was waiting for.
+    assert errors.count("Traceback (most") <= 2
+    assert "multiprocessing" not in errors
+    assert errors.endswith("KeyboardInterrupt\n")

@@ -86,7 +86,7 @@ OUTSIDE = {
         "torch",
         "typing_extensions",
     },
-    "cluster": {"distributed", "torch"},
+    "cluster": {"dask", "distributed", "torch"},
     "checkpoints": {"torch"},
     "saving": {"numpy", "safetensors", "torch"},
     "fitted": {"numpy", "torch"},

@@ -64,13 +64,6 @@ class TestFailures:
         assert type(caught.value.__cause__) is KeyError
         assert caught.value.__cause__.args == ("wanted",)
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
-    def test_a_device_that_a_worker_does_not_have_is_a_failure_there(self, client):
-        with pytest.raises(
-            ReplicaError, match=r"replica \d on tcp://.* failed: .*CUDA"
-        ):
-            trainer(client, device="cuda").fit(X, Y)
-
 
 class TestDivergence:
     def test_before_the_first_epoch_ends_that_is_the_start(self, client):

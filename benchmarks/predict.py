@@ -9,7 +9,12 @@ Counted:  rows per second. Blocks of random rows are made where they are needed;
           the same two processes run the plain loop, each over half of the blocks, with
           the model there already: more is not to be had of the machine. Overhead:
           seconds of the two workers together, less those of the two loops.
+          With --in-memory: rows in the memory of the client, which gets numpy outputs.
+          A client sends rows through the scheduler ("relayed"), or to the workers
+          ("direct", ``Client(direct_to_workers=True)``). Processor time: seconds of
+          this process, which has client and scheduler in it, and of the workers.
 Run:      python -m benchmarks.predict --rounds 5
+          python -m benchmarks.predict --in-memory --rounds 5
 """
 
 import argparse
@@ -22,6 +27,7 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
+import psutil
 import torch
 from distributed import Client, LocalCluster, wait
 from torch import nn
@@ -136,34 +142,97 @@ def measured(client: Client, rounds: int, blocks: int) -> Iterator[Row]:
         yield Row(case.name, rows, *middle)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=32, help=f"of {BLOCK} rows")
-    asked = parser.parse_args()
-    rounds = asked.rounds
-    torch.set_num_threads(1)
-    print(f"# torch {torch.__version__}, {platform.processor()}, {rounds} rounds")
+def lazy(client: Client, rounds: int, blocks: int) -> None:
+    """Print how a lazy collection compares with one process."""
     print(
         "| model | rows | one process, rows/s | two loops, rows/s "
         "| two workers, rows/s | two loops / one | two workers / one "
         "| overhead, ms per 10,000 rows |"
     )
     print("|---" * 8 + "|")
+    for row in measured(client, rounds, blocks):
+        print(
+            f"| {row.model} | {row.rows:,} | {row.alone:,.0f} | "
+            f"{row.apart:,.0f} | {row.together:,.0f} | {row.limit:.2f} | "
+            f"{row.ratio:.2f} | "
+            f"{1e3 * row.overhead_s:,.0f} |",
+            flush=True,
+        )
+
+
+def processor_s() -> tuple[float, float]:
+    """Seconds of this process so far, and of the processes that it has started."""
+    here = psutil.Process()
+    own, *others = (
+        sum(process.cpu_times()[:2])
+        for process in (here, *here.children(recursive=True))
+    )
+    return own, sum(others)
+
+
+def in_memory(client: Client, rounds: int, blocks: int) -> None:
+    """Print how numpy in, numpy out compares with one process."""
+    print(
+        "| model | rows | way | one process, rows/s | two workers, rows/s "
+        "| two workers / one | processor s, one process | client and scheduler "
+        "| workers |"
+    )
+    print("|---" * 9 + "|")
+    address = client.scheduler.address
+    with Client(address, direct_to_workers=True, set_as_default=False) as direct:
+        for case in CASES:
+            model = case.make().eval()
+            X = np.concatenate([block_of(i, case.shape) for i in range(blocks)])
+            for way, own in (("relayed", client), ("direct", direct)):
+                found = [sent(model, X, own) for _ in range(rounds + 1)][1:]
+                one, two, *cpu = (
+                    statistics.median(c) for c in zip(*found, strict=True)
+                )
+                ratio = statistics.median(f[1] / f[0] for f in found)
+                print(
+                    f"| {case.name} | {len(X):,} | {way} | {one:,.0f} | {two:,.0f} "
+                    f"| {ratio:.2f} | " + " | ".join(f"{s:.2f}" for s in cpu) + " |",
+                    flush=True,
+                )
+
+
+def sent(model: nn.Module, X: np.ndarray, client: Client) -> tuple[float, ...]:
+    """Rows per second of one process and of the workers, and processor seconds."""
+    began, before = time.perf_counter(), processor_s()
+    with torch.inference_mode():
+        batches = torch.from_numpy(X).split(BATCH)
+        np.concatenate([model(batch).numpy() for batch in batches])
+    middle, between = time.perf_counter(), processor_s()
+    daskdl.predict(model, X, client, batch_size=BATCH)
+    end, after = time.perf_counter(), processor_s()
+    return (
+        len(X) / (middle - began),
+        len(X) / (end - middle),
+        between[0] - before[0],
+        after[0] - between[0],
+        after[1] - between[1],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=32, help=f"of {BLOCK} rows")
+    parser.add_argument("--in-memory", action="store_true", help="numpy in, numpy out")
+    asked = parser.parse_args()
+    rounds = asked.rounds
+    torch.set_num_threads(1)
+    print(f"# torch {torch.__version__}, {platform.processor()}, {rounds} rounds")
     with (
         LocalCluster(
             n_workers=WORKERS, threads_per_worker=1, dashboard_address=None
         ) as cluster,
         Client(cluster) as client,
     ):
-        for row in measured(client, rounds, asked.blocks):
-            print(
-                f"| {row.model} | {row.rows:,} | {row.alone:,.0f} | "
-                f"{row.apart:,.0f} | {row.together:,.0f} | {row.limit:.2f} | "
-                f"{row.ratio:.2f} | "
-                f"{1e3 * row.overhead_s:,.0f} |",
-                flush=True,
-            )
+        if asked.in_memory:
+            in_memory(client, rounds, asked.blocks)
+        else:
+            lazy(client, rounds, asked.blocks)
 
 
 if __name__ == "__main__":

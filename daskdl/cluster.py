@@ -42,7 +42,7 @@ def client_of(client: Client | None) -> Iterator[Client]:
                 dashboard_address=":0",
                 preload=[*dask.config.get("distributed.worker.preload"), LEAVE_CTRL_C],
             ) as cluster,
-            Client(cluster, set_as_default=False) as own,
+            Client(cluster, set_as_default=False, direct_to_workers=True) as own,
         ):
             logger.info("no client was given: started %s", cluster)
             yield own

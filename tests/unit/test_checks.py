@@ -106,8 +106,8 @@ class TestCheckStep:
         [
             (lambda params: torch.optim.SGD(params, lr=-1), "optimizer failed on a "
              "list of 2 parameters: Invalid learning rate: -1"),
-            (lambda params: params, "optimizer must return a torch.optim.Optimizer, "
-             "got [Parameter"),
+            (lambda params: params, "optimizer must return one "
+             "torch.optim.Optimizer, got several (Parameter, Parameter)"),
             (lambda params: SGD(nn.Linear(2, 3).parameters()), "optimizer works on "
              "parameters it was not given"),
             (lambda params: SGD([*params, nn.Parameter(torch.zeros(1))]), "optimizer "

@@ -123,7 +123,7 @@ class TestWhatIsSent:
 
     def test_what_is_for_several_counts_once_for_that_bound(self):
         async def run():
-            worker, large = Worker(), update(9, 1, BATCH_BYTES - 100)
+            worker, large = Worker(), update(9, 1, BATCH_BYTES - 1_000)
             courier = courier_of(worker, 0, 1)
             await both(courier.deliver(0, [large]), courier.deliver(1, [large]))
             return worker.requests

@@ -20,7 +20,7 @@ def test_it_prints_a_table_under_what_it_is_about():
     heading, names, one, two, four, advice = str(planned()).splitlines()
 
     assert heading == (
-        "1,000,000 parameters, 64 rows a step, 1 thread; 12.4 KB an update; "
+        "1,000,000 parameters, 64 rows a step, 1 thread; 12.5 KB an update; "
         "1 Gbit/s, 0 ms one way"
     )
     assert names == "workers  efficiency  samples/s  step ms    limit  carried"
@@ -33,7 +33,7 @@ def test_it_prints_a_table_under_what_it_is_about():
 def test_it_says_where_workers_are_on_one_machine():
     heading = str(planned(link=None, threads=2)).splitlines()[0]
 
-    assert heading.endswith("2 threads; 12.4 KB an update; processes of this machine")
+    assert heading.endswith("2 threads; 12.5 KB an update; processes of this machine")
 
 
 @pytest.mark.parametrize(

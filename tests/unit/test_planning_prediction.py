@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from daskdl.channel.messages import WIRE_BYTES
 from daskdl.planning.costs import Measured
 from daskdl.planning.network import Network
 from daskdl.planning.prediction import predict
@@ -107,7 +108,7 @@ class TestLink:
         two = plain(master=mesh, link=slow(5e6), update_bytes=2**20)
 
         # One is under way, of eight that might be behind; a request goes each 5 ms.
-        whole_s = 8 * (2**20 + 64) / 5e6
+        whole_s = 8 * (2**20 + WIRE_BYTES) / 5e6
         assert two.step_s == pytest.approx((whole_s + 0.005) / 8)
         assert two.carried == pytest.approx(two.step_s / whole_s)
         assert two.limit == "link"

@@ -34,6 +34,7 @@ SCRIPTS = {
     "candidates": "which rules that others have published earn a place?",
     "kill": "what do the other replicas notice when a worker is killed?",
     "checkpoint": "how long does a replica stop for a checkpoint?",
+    "parts": "what does it cost to have the data in many small parts?",
     "data": "what does it cost to have the data elsewhere than in memory?",
     "predict": "how much faster do two workers predict than one process?",
     "evaluate": "what do loss and metrics add to a forward pass over 1 M rows?",

@@ -21,7 +21,7 @@ from daskdl.data.faults import (
     UNREADABLE,
     is_left_out,
     joined_files,
-    readable_files,
+    separated,
 )
 from daskdl.data.futures import workers_of
 from daskdl.data.labels import LabelCheck
@@ -127,7 +127,7 @@ class Scoring:
         except UNREADABLE as error:
             if not is_left_out(error, name, self.skips):
                 raise
-            left, _ = joined_files(readable_files(source, part), check)
+            left, _ = joined_files(separated(source.separate(part), skips=True), check)
             if left is not None:
                 yield whole(left)
 

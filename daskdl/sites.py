@@ -21,7 +21,7 @@ from daskdl.data.checks import of_validation, rows_like
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.exports.options import ExportOptions
 from daskdl.data.exports.temporary import temporary_batches
-from daskdl.data.looking import looked_at
+from daskdl.data.looking import looked_at, small_together
 from daskdl.data.options import ReadOptions
 from daskdl.data.source import Source, rows_in
 from daskdl.data.supplies import supply_of
@@ -84,7 +84,7 @@ class Site(ABC):
                 options = _export_options(ready["train"], fit, seed)
                 exported = temporary_batches(ready["train"], options, self.client)
                 ready["train"] = ending.enter_context(exported)
-            yield ready
+            yield {phase: small_together(source) for phase, source in ready.items()}
 
     @abstractmethod
     def stage(

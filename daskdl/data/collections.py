@@ -24,7 +24,7 @@ from daskdl.data.arrays import (
 )
 from daskdl.data.frames.columns import columns_of, is_frame
 from daskdl.data.graphs import Tasks, is_future
-from daskdl.data.part_graph import PartGraph
+from daskdl.data.part_graph import Joined, Member, PartGraph
 from daskdl.data.source import Facts, Source
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError
@@ -88,6 +88,7 @@ class Collections(Source):
 
     finish: Finish
     apart = True
+    given = True
 
     def __init__(
         self,
@@ -104,16 +105,42 @@ class Collections(Source):
         self._keys = keys
         self.finish = finish
         self._graphs: dict[int, PartGraph] = {}
-        self._seen: Sequence[int] | None = None  # rows of each part, when looked at
+        self._seen: Sequence[int] | None = None  # rows of each key, when looked at
+        self._groups: Sequence[Sequence[int]] = [[part] for part in range(len(keys))]
 
     @override
     def packed(self, part: int) -> PartGraph:
         if part not in self._graphs:
-            finish: Any = functools.partial(self.finish, part=part)
-            if self._seen is not None:
-                finish = _AsSeen(finish, part, self._seen[part])
-            self._graphs[part] = self._tasks.part(self._keys[part], finish)
+            members = [self._member(own) for own in self._groups[part]]
+            keys = [key for own in self._groups[part] for key in self._keys[own]]
+            finish: Any = Joined(members) if len(members) > 1 else members[0].finish
+            self._graphs[part] = self._tasks.part(keys, finish)
         return self._graphs[part]
+
+    def _member(self, part: int) -> Member:
+        finish: Any = functools.partial(self.finish, part=part)
+        if self._seen is not None:
+            finish = _AsSeen(finish, part, self._seen[part])
+        return Member(f"part {part}", len(self._keys[part]), finish)
+
+    @override
+    def together(self, groups: Sequence[Sequence[int]]) -> Self:
+        assert self.lengths is not None, "small parts are known ones"
+        fewer = copy.copy(self)
+        fewer.parts = len(groups)
+        fewer.lengths = [sum(self.lengths[own] for own in group) for group in groups]
+        fewer._groups, fewer._graphs = groups, {}
+        return fewer
+
+    @override
+    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        graph = self.packed(part)
+        return graph.separate({key: self._tasks.result(key) for key in graph.needs})
+
+    @override
+    def name(self, part: int) -> str:
+        first, *others = self._groups[part]
+        return f"parts {first} to {others[-1]}" if others else f"part {first}"
 
     @override
     def needs(self, part: int) -> tuple[Any, ...]:

@@ -12,12 +12,10 @@ import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from daskdl.data import trees
-from daskdl.data.checking.files import OfFiles
 from daskdl.data.rehearsal import MISFITS
-from daskdl.data.source import Source
 from daskdl.data.trees import Rows
 from daskdl.errors import DaskDLError, DataError, LostPieceError
 
@@ -64,34 +62,30 @@ def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
         skips: Whether parts that cannot be read are left out.
     """
     if not skips or not blames_data(error):
-        error.add_note(f"in {name}")
+        if not getattr(error, "__notes__", None):  # else it is in a part of this part
+            error.add_note(f"in {name}")
         return False
     logger.warning("%s is left out: %s", name, error)
     return True
 
 
-def file_count(source: Source, part: int) -> int:
-    """Files that a part is made of; 1 if it is not made of files."""
-    return len(source.file_urls(part)) if isinstance(source, OfFiles) else 1
-
-
-def readable_files(source: Source, part: int) -> Iterator[tuple[str, Rows]]:
-    """Yield URL and rows of each file of a part that can be read; the log has others.
+def separated(
+    separate: Sequence[tuple[str, Callable[[], Rows]]], skips: bool
+) -> Iterator[tuple[str, Rows]]:
+    """Yield name and rows of each of the things that a part is made of.
 
     Args:
-        source: Any; of a part that is not made of several files, nothing is left.
-        part: One of which something cannot be read.
+        separate: See `Source.separate`.
+        skips: Whether those that cannot be read are left out; else the error names it.
     """
-    if not isinstance(source, OfFiles) or file_count(source, part) == 1:
-        return
-    for file, url in enumerate(source.file_urls(part)):
+    for name, load in separate:
         try:
-            rows = source.load_file(part, file)
+            rows = load()
         except UNREADABLE as error:
-            if not is_left_out(error, url, skips=True):
+            if not is_left_out(error, name, skips):
                 raise
             continue
-        yield url, rows
+        yield name, rows
 
 
 def joined_files(
@@ -100,11 +94,11 @@ def joined_files(
     """Put what is left of a part together.
 
     Args:
-        files: URL and rows of each file that can be read.
+        files: Name and rows of each thing in it that can be read.
         check: Raises one of `UNREADABLE` if rows cannot be used.
 
     Returns:
-        The rows, None if there are none, and of how many files. All have the shapes
+        The rows, None if there are none, and of how many things. All have the shapes
         that most of them have; the log has the others, too.
     """
     good: list[tuple[str, Rows]] = []
@@ -124,5 +118,4 @@ def joined_files(
         if trees.kinds(rows) != most:
             logger.warning("%s is left out: its rows have other shapes", url)
     alike = [rows for _, rows in good if trees.kinds(rows) == most]
-    y = None if alike[0][1] is None else trees.joined([y for _, y in alike])
-    return (trees.joined([x for x, _ in alike]), y), len(alike)
+    return trees.joined_rows(alike), len(alike)

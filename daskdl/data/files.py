@@ -1,8 +1,9 @@
 """The user's own files as they are: a part is a file, or some files of one row each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -30,6 +31,8 @@ class Files(Source):
     They are listed here and now; none is read before it is needed. The workers must
     reach them by the same paths or URLs.
     """
+
+    given = True
 
     def __init__(
         self,
@@ -95,6 +98,13 @@ class Files(Source):
     def load_file(self, part: int, file: int) -> Rows:
         """Load one of them, from 0."""
         return self._loader.load(*self._files(part)[file])
+
+    @override
+    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        urls = self.file_urls(part)
+        if len(urls) == 1:
+            return ()
+        return [(url, partial(self.load_file, part, i)) for i, url in enumerate(urls)]
 
     @override
     def look(self, part: int) -> Facts:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distributed import Client, Future, Worker, get_client, get_worker
@@ -55,8 +55,34 @@ class Fetcher:
             x, y = content
             return x, y
         graph: PartGraph = content.unpack()
-        held = {k: self._need(k, timeout_s, unwanted) for k in graph.needs}
-        return graph.rows(held)
+        return graph.rows(self._needs(graph, timeout_s, unwanted))
+
+    def separate(
+        self, key: str, timeout_s: float, unwanted: Callable[[], bool]
+    ) -> list[tuple[str, Callable[[], Rows]]]:
+        """What a part is made of, see `Source.separate`; arguments as of `rows`."""
+        content = self.fetch(key, timeout_s, unwanted)
+        if not isinstance(content, Packed):
+            return []
+        graph: PartGraph = content.unpack()
+        return graph.separate(self._needs(graph, timeout_s, unwanted))
+
+    def _needs(
+        self, graph: PartGraph, timeout_s: float, unwanted: Callable[[], bool]
+    ) -> dict[Any, Any]:
+        """All results that a part begins with; those elsewhere in one request."""
+        found = {key: self.here(key) for key in graph.needs}
+        missing = [key for key, value in found.items() if value is None]
+        if len(missing) > 1:
+            try:
+                values = self._moved(missing, missing[0], timeout_s, unwanted)
+            except LostPieceError:
+                if unwanted():
+                    raise
+            else:
+                return found | dict(zip(missing, values, strict=True))
+        # One by one, which says which is lost.
+        return found | {k: self._need(k, timeout_s, unwanted) for k in missing}
 
     def _need(self, key: Any, timeout_s: float, unwanted: Callable[[], bool]) -> Any:
         """A result that a part begins with; to send the part again is of no use."""
@@ -76,9 +102,19 @@ class Fetcher:
         held = self.here(key)
         if held is not None:
             return held
+        return self._moved([key], key, timeout_s, unwanted)[0]
+
+    def _moved(
+        self,
+        keys: Sequence[Any],
+        key: Any,
+        timeout_s: float,
+        unwanted: Callable[[], bool],
+    ) -> list[Any]:
+        """Results from other workers, in one request; one of them is named."""
         moved = self._client.submit(
             _itself,
-            Future(key, self._client),
+            [Future(one, self._client) for one in keys],
             key=new_key("moved"),
             workers=[self._worker.address],
         )
@@ -86,7 +122,7 @@ class Fetcher:
             self._wait(moved, key, timeout_s, unwanted)
             # It is here: a client would fetch it through a connection to this worker.
             held = self._worker.data.get(moved.key)
-            return moved.result() if held is None else held
+            return list(moved.result() if held is None else held)
         except FutureCancelledError as error:
             raise LostPieceError(
                 f"{key} was lost with the worker that held it"

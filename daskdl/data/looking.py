@@ -11,17 +11,23 @@ from distributed import Client
 from daskdl.data import trees
 from daskdl.data.faults import (
     UNREADABLE,
-    file_count,
     is_left_out,
     joined_files,
-    readable_files,
+    separated,
 )
 from daskdl.data.passes import each_part
 from daskdl.data.source import Facts, Source, facts_of, is_known
-from daskdl.data.trees import Rows
+from daskdl.data.trees import Kinds
 from daskdl.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+# Small parts are put together as long as so many are left, so that an epoch ends within
+# 1/64 of the data of being even, and as long as one has no more rows and bytes.
+# To train on so many takes some milliseconds, and to hold them little memory.
+LEAST_PARTS = 64
+TOGETHER_ROWS = 1024
+TOGETHER_BYTES = 2**20
 
 
 def looked_at(
@@ -55,15 +61,20 @@ def looked_at(
     logger.info("there are %s rows in %s parts", rows, source.parts)
     known = source.known(in_order)
     known.left_out = sum(one.left_out for one in seen.values())
+    firsts = [fact.first for fact in in_order if fact.rows]
+    kinds = [trees.kinds(first) for first in firsts]
+    ((usual, _),) = Counter(kinds).most_common(1)
     if known.first is not None and source.first is None:
-        known.first = _usual([fact.first for fact in in_order if fact.rows])
+        known.first = firsts[kinds.index(usual)]
+    if len(set(kinds)) > 1:
+        known.unlike = _of_parts(known, kinds)
     return known
 
 
-def _usual(firsts: Sequence[Rows]) -> Rows:
-    """The first rows of those parts that are as most are, or of the very first."""
-    ((usual, _),) = Counter(map(trees.kinds, firsts)).most_common(1)
-    return next(rows for rows in firsts if trees.kinds(rows) == usual)
+def _of_parts(source: Source, kinds: Sequence[Kinds]) -> Sequence[Kinds]:
+    """The same, with something for each part without rows."""
+    following = iter(kinds)
+    return [next(following) if rows else () for rows in source.lengths or ()]
 
 
 class _Seen(NamedTuple):
@@ -71,6 +82,37 @@ class _Seen(NamedTuple):
 
     facts: Facts  # no rows at all, not even empty ones, if it cannot be read
     left_out: int  # examples
+
+
+def small_together(source: Source) -> Source:
+    """The same rows, with small parts put together with those that come after them.
+
+    To lease a part, to ask for it and to compute it takes a millisecond or so, whatever
+    it has. How parts are put together does not depend on who trains on them.
+
+    Args:
+        source: Of which enough is known.
+    """
+    lengths, first = source.lengths, source.first
+    if not source.given or lengths is None or first is None:
+        return source
+    row_bytes = max(trees.nbytes(first) // trees.length(first[0]), 1)
+    most = min(sum(lengths) // LEAST_PARTS, TOGETHER_ROWS, TOGETHER_BYTES // row_bytes)
+    groups: list[list[int]] = []
+    rows, kinds = most, None
+    for part, own in enumerate(lengths):
+        unlike = None if source.unlike is None else source.unlike[part]
+        if own == 0:
+            continue
+        if rows + own > most or unlike != kinds:
+            groups.append([])
+            rows, kinds = 0, unlike
+        groups[-1].append(part)
+        rows += own
+    if len(groups) == sum(own > 0 for own in lengths):
+        return source
+    logger.info("%s parts are put together to %s", source.parts, len(groups))
+    return source.together(groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +127,8 @@ class _Skipping:
         except UNREADABLE as error:
             if not is_left_out(error, source.name(part), self.skips):
                 raise
-            rows, files = joined_files(readable_files(source, part))
+            separate = source.separate(part)
+            rows, files = joined_files(separated(separate, skips=True))
             nothing: Any = None
             facts = Facts(0, (nothing, nothing)) if rows is None else facts_of(rows)
-            return _Seen(facts, file_count(source, part) - files)
+            return _Seen(facts, max(len(separate), 1) - files)

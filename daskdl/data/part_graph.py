@@ -4,12 +4,16 @@ A part is computed by whoever trains on it, in its own process: nobody waits for
 scheduler, and nothing of it is kept.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
 
 from dask.local import get_sync
+from dask.optimization import cull
 
+from daskdl.data import trees
 from daskdl.data.trees import Rows
 
 
@@ -49,7 +53,52 @@ class PartGraph:
             DataError: If what comes out cannot be used; what a task raises comes out
                 as it is.
         """
+        return self.finish(self._values(self.keys, held))
+
+    def separate(self, held: Mapping[Any, Any]) -> list[tuple[str, Callable[[], Rows]]]:
+        """See `Source.separate`; arguments as of `rows`."""
+        if not isinstance(self.finish, Joined):
+            return []
+        found: list[tuple[str, Callable[[], Rows]]] = []
+        start = 0
+        for name, width, finish in self.finish.members:
+            own = PartGraph(
+                self.graph, self.keys[start : start + width], self.needs, finish
+            )
+            found.append((name, partial(own.rows, held)))
+            start += width
+        return found
+
+    def _values(self, keys: Sequence[Any], held: Mapping[Any, Any]) -> list[Any]:
         graph = dict(self.graph) | {key: (_Held(held[key]),) for key in self.needs}
+        own, _ = cull(graph, list(keys))
         # Not the scheduler of whatever client there may be.
-        values = get_sync(graph, list(self.keys))
-        return self.finish(list(values))
+        return list(get_sync(own, list(keys)))
+
+
+class Member(NamedTuple):
+    """One of several parts that are computed together."""
+
+    name: str
+    values: int  # that it is made of
+    finish: Callable[[list[Any]], Rows]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Makes rows of the values of several parts, one part after the other.
+
+    Attributes:
+        members: The parts.
+    """
+
+    members: Sequence[Member]
+
+    def __call__(self, values: list[Any]) -> Rows:
+        """Make rows of all values, which are in the order of the parts."""
+        following = iter(values)
+        loaded = [
+            member.finish(list(islice(following, member.values)))
+            for member in self.members
+        ]
+        return trees.joined_rows(loaded)

@@ -6,13 +6,16 @@ kind of data is a subclass of :class:`Source` in a file of its own, and a line i
 :func:`daskdl.data.sources.source_of`. No cluster here: who has one passes results in.
 """
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
+
+from typing_extensions import override
 
 from daskdl.data import trees
 from daskdl.data.part_graph import PartGraph
-from daskdl.data.trees import Rows
+from daskdl.data.trees import Kinds, Rows
 
 SHOWN_ROWS = 2  # of the first part, to rehearse a step with
 
@@ -42,6 +45,9 @@ class Source(ABC):
         here: Whether the rows are in this process's memory.
         left_out: Examples that cannot be read and are in no part any more; a part of
             which nobody knows how many it has counts as one for each of its files.
+        unlike: What the rows of each part are like, see `daskdl.data.trees.kinds`;
+            None: all are alike.
+        given: Whether the user has said what a part is, which then may be small.
         apart: Whether each part is sent by itself, as `packed` has it, to the one who
             is to load it; else the whole source goes to each worker once.
     """
@@ -53,6 +59,8 @@ class Source(ABC):
     classes: Sequence[str] | None = None
     here: bool = False
     left_out: int = 0
+    unlike: Sequence[Kinds] | None = None
+    given: bool = False
     apart: bool = False
 
     @abstractmethod
@@ -88,6 +96,25 @@ class Source(ABC):
         """Dask keys of the results that a part is made from."""
         return ()
 
+    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        """What a part is made of, by name, and what loads it alone.
+
+        Args:
+            part: Its number, from 0.
+
+        Returns:
+            Nothing if it can only be had as a whole.
+        """
+        return ()
+
+    def together(self, groups: Sequence[Sequence[int]]) -> "Source":
+        """The same rows in fewer parts, each of some parts of this source.
+
+        Args:
+            groups: Their numbers, in order. Those in none have no rows.
+        """
+        return Together(self, groups)
+
     def name(self, part: int) -> str:
         """What a part is called in messages; of a file its URL."""
         return f"part {part}"
@@ -107,6 +134,46 @@ class Source(ABC):
             facts: Of each part, in order.
         """
         raise NotImplementedError(f"{type(self).__name__} knows its lengths")
+
+
+class Together(Source):
+    """Several parts of a source in each part, loaded one after the other.
+
+    Args:
+        source: Whose lengths and first rows are known.
+        groups: Numbers of parts, which have the same shapes.
+    """
+
+    lengths: Sequence[int]
+
+    def __init__(self, source: Source, groups: Sequence[Sequence[int]]) -> None:
+        assert source.lengths is not None, "small parts are known ones"
+        lengths = source.lengths
+        self._source, self._groups = source, groups
+        self.parts = len(groups)
+        self.lengths = [sum(lengths[part] for part in group) for group in groups]
+        self.first, self.classes = source.first, source.classes
+        self.left_out = source.left_out
+
+    @override
+    def load(self, part: int) -> Rows:
+        loaded = [self._source.load(own) for own in self._groups[part]]
+        return trees.joined_rows(loaded)
+
+    @override
+    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        source = self._source
+        found: list[tuple[str, Callable[[], Rows]]] = []
+        for own in self._groups[part]:
+            alone = (source.name(own), functools.partial(source.load, own))
+            found += source.separate(own) or [alone]
+        return found
+
+    @override
+    def name(self, part: int) -> str:
+        first, *others = self._groups[part]
+        name = self._source.name(first)
+        return f"{name} and {len(others)} more" if others else name
 
 
 def rows_of_part(source: Source, part: int, rows: int) -> Iterator[Rows]:

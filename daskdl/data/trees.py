@@ -170,6 +170,17 @@ def joined(trees: Sequence[Tree]) -> Tree:
     return mapped(lambda *parts: np.concatenate(parts), *trees)
 
 
+def joined_rows(rows: Sequence[Rows]) -> Rows:
+    """The same of x and, if there is one, of y.
+
+    Example:
+        >>> joined_rows([(np.array([1]), None), (np.array([2]), None)])
+        (array([1, 2]), None)
+    """
+    y = None if rows[0][1] is None else joined([y for _, y in rows])
+    return joined([x for x, _ in rows]), y
+
+
 def _children(tree: Tree) -> Iterator[tuple[Any, Any]]:
     """Parts with their keys; of an array itself, with None."""
     if isinstance(tree, dict):

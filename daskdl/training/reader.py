@@ -131,18 +131,26 @@ class Reader:
                 rows = self._store.rows(phase, part, key)
                 self._check(rows, part)
             except UNREADABLE as error:
-                left = self._left_of(part, error)
+                left = self._left_of(part, key, error)
                 if left is None:
                     raise
                 rows = left
             self._held = part, rows, self._order(part, trees.length(rows[0]))
 
-    def _left_of(self, part: int, error: BaseException) -> Rows | None:
-        """What is left of a part without the files that are bad, if that may be."""
-        if not self._reading.skips or not blames_data(error):
+    def _left_of(self, part: int, key: str, error: BaseException) -> Rows | None:
+        """What is left of a part without the files that are bad, if that may be.
+
+        If it may not, the error of the first one comes out.
+        """
+        if not blames_data(error):
             return None
-        files = iter(self._store.files(self._reading.phase, part))
-        rows, _ = joined_files(files, self._check_rows)
+        skips = self._reading.skips
+        files = self._store.separate(self._reading.phase, part, key, skips)
+        if not skips:
+            for name, one in files:
+                self._check_rows(one, name)
+            return None
+        rows, _ = joined_files(iter(files), self._check_rows)
         if rows is not None:
             self.reason = self.reason or str(error)
             self._partial.add(part)

@@ -3,14 +3,14 @@
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 from typing_extensions import override
 
 from daskdl.channel.base import Channel
-from daskdl.data.faults import file_count, readable_files
+from daskdl.data.faults import separated
 from daskdl.data.loading import ASK_S
 from daskdl.data.source import Source
 from daskdl.data.trees import Rows
@@ -119,21 +119,32 @@ class Store(ABC):
         finally:
             own.close()
 
-    def files(self, phase: str, part: int) -> list[tuple[str, Rows]]:
-        """Get a part file by file, without those that cannot be read.
+    def separate(
+        self, phase: str, part: int, key: str, skips: bool
+    ) -> list[tuple[str, Rows]]:
+        """Get a part that is made of several files or parts one by one.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
             part: Its number.
+            key: Dask's, of a part that workers hold; else "".
+            skips: Whether those that cannot be read are left out; else the error is
+                that of the first.
 
         Returns:
-            URLs and rows; nothing if it is not made of several files.
+            Names and rows; nothing if it can only be had as a whole.
         """
-        source = self.source(phase)
-        if source is None or file_count(source, part) == 1:
-            return []
-        job = self._loader.submit(lambda: list(readable_files(source, part)))
+        job = self._loader.submit(
+            lambda: list(separated(self._separate(phase, part, key), skips))
+        )
         return self._wait(phase, part, "", job)
+
+    def _separate(
+        self, phase: str, part: int, key: str
+    ) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        """See `Source.separate`; it runs in another thread."""
+        source = self.source(phase)
+        return () if source is None else source.separate(part)
 
     def name(self, phase: str, part: int) -> str:
         """What a part is called in messages, with its file where that is known."""

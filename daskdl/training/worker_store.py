@@ -1,7 +1,7 @@
 """The parts of the data as a replica on a worker of Dask's gets them."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from typing_extensions import override
 
@@ -59,6 +59,15 @@ class WorkerStore(Store):
             return lambda: self._sources[phase].shared().load(part)
         timeout_s = self._timeouts.data
         return lambda: self._fetcher.rows(key, timeout_s, unwanted.is_set)
+
+    @override
+    def _separate(
+        self, phase: str, part: int, key: str
+    ) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        if not key:
+            return super()._separate(phase, part, key)
+        timeout_s = self._timeouts.data
+        return self._fetcher.separate(key, timeout_s, lambda: self._channel.closing)
 
     @override
     def _still(self, phase: str, part: int, key: str) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import dask
 import numpy as np
 import pytest
 import torch
@@ -55,6 +56,23 @@ def scattered_rows(folder, client):
     return Data((X, np.arange(COUNT)), COUNT // 3)
 
 
+def small_parts(folder, client):
+    """So many that some are leased, computed and trained on together."""
+    cuts = [slice(start, start + 5) for start in range(0, COUNT, 5)]
+    made = [dask.delayed((X[own], np.arange(COUNT)[own])) for own in cuts]
+    return Data((made,), COUNT // 3)
+
+
+def small_files(folder, client):
+    (folder / "small").mkdir()
+    for start in range(0, COUNT, 5):
+        own = slice(start, start + 5)
+        np.savez(
+            folder / "small" / f"{start:03}.npz", x=X[own], y=np.arange(COUNT)[own]
+        )
+    return Data((str(folder / "small"),), COUNT // 3)
+
+
 def dataset(folder, client):
     return Data((Rows(),), COUNT // 3)
 
@@ -64,7 +82,16 @@ def stream(folder, client):
 
 
 @pytest.mark.parametrize(
-    "kind", [batch_files, lazy_blocks, scattered_rows, dataset, stream]
+    "kind",
+    [
+        batch_files,
+        lazy_blocks,
+        small_parts,
+        small_files,
+        scattered_rows,
+        dataset,
+        stream,
+    ],
 )
 def test_every_row_is_trained_on_in_each_epoch(three, tmp_path, kind):
     data, trained = kind(tmp_path, three), TrainedRows(tmp_path)

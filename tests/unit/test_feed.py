@@ -48,7 +48,7 @@ class Rows:
     def forget(self, phase, but):
         """Likewise."""
 
-    def files(self, phase, part):
+    def separate(self, phase, part, key, skips):
         """No part is made of files."""
         return []
 

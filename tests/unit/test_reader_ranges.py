@@ -29,7 +29,7 @@ class Store:
     def rows(self, phase, part, key):
         return np.zeros((self._rows, 2), np.float32), np.zeros(self._rows, np.int64)
 
-    def files(self, phase, part):
+    def separate(self, phase, part, key, skips):
         return []
 
     def name(self, phase, part):

@@ -35,6 +35,8 @@ class BatchFiles(Source):
     store: Store
     manifest: Manifest
 
+    given = True
+
     def __init__(
         self,
         url: str | os.PathLike[str],

@@ -7,7 +7,7 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.data.formats.loaders import Format
-from daskdl.data.formats.results import header_facts, reading, rows_of
+from daskdl.data.formats.results import header_facts, one_parses, reading, rows_of
 from daskdl.data.source import Facts
 from daskdl.data.stores.store import Store
 from daskdl.data.trees import Rows
@@ -32,14 +32,14 @@ class Npy(Format):
 
     @override
     def __call__(self, content: bytes, name: str) -> Rows:
-        with reading(name):
+        with reading(name), one_parses:
             array = np.load(io.BytesIO(content), allow_pickle=False)
             return rows_of(self._split(array, name), name)
 
     @override
     def look(self, store: Store, name: str) -> Facts:
         url = store.url_of(name)
-        with reading(url):
+        with reading(url), one_parses:
             empty, rows = _header(store.read(name, 0, _HEADER_BYTES))
             x, y = rows_of(self._split(empty, url), url)
         return header_facts(rows, x, y)

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from daskdl.data import trees
 from daskdl.data.formats.loaders import Format
-from daskdl.data.formats.results import reading, rows_of
+from daskdl.data.formats.results import one_parses, reading, rows_of
 from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError
 
@@ -29,7 +29,7 @@ class Npz(Format):
 
     @override
     def __call__(self, content: bytes, name: str) -> Rows:
-        with reading(name):
+        with reading(name), one_parses:
             loaded = np.load(io.BytesIO(content), allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 raise DataError(f"{name} must be an .npz file, got one array; use Npy")

@@ -2,6 +2,8 @@
 
 import contextlib
 import struct
+import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -27,6 +29,12 @@ _DAMAGED = (
     struct.error,
     zlib.error,
     zipfile.BadZipFile,
+)
+
+# Python 3.11 counts how deep its parser is for all threads together, and raises a
+# SystemError if two parse at a time, as numpy does with the header of each array.
+one_parses: contextlib.AbstractContextManager[Any] = (
+    threading.Lock() if sys.version_info < (3, 12) else contextlib.nullcontext()
 )
 
 

@@ -5,7 +5,8 @@ from the listing. Images are opened where their rows are used.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,13 @@ class ImageFolder(Source):
             return x, None
         row = sum(self.lengths[:part]) + file
         return x, self.labels[row : row + 1]
+
+    @override
+    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        urls = self.file_urls(part)
+        if len(urls) == 1:
+            return ()
+        return [(url, partial(self.load_file, part, i)) for i, url in enumerate(urls)]
 
     def _image(self, content: bytes, url: str) -> np.ndarray:
         image = self._decoding(content, url)

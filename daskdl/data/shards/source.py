@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from typing_extensions import override
@@ -38,6 +39,8 @@ class Shards(Source):
         DataError: If there is no index.
         OptionError: If the loader cannot be used.
     """
+
+    given = True
 
     def __init__(
         self,
@@ -86,6 +89,13 @@ class Shards(Source):
     def load_file(self, part: int, file: int) -> Rows:
         """Load one of them, from 0."""
         return self._alone(part, self._names(part)[file])
+
+    @override
+    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        urls = self.file_urls(part)
+        if len(urls) == 1:
+            return ()
+        return [(url, partial(self.load_file, part, i)) for i, url in enumerate(urls)]
 
     @override
     def look(self, part: int) -> Facts:

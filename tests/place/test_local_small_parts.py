@@ -1,0 +1,111 @@
+"""Fits on many small parts among threads."""
+
+import collections
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import daskdl
+from tests.support.problems import mlp, rows, trainer
+from tests.support.watched import TrainedRows
+
+COUNT, EACH = 480, 2
+X, Y = rows(COUNT)
+NUMBERS = np.arange(COUNT)
+
+
+def parts():
+    return [slice(start, start + EACH) for start in range(0, COUNT, EACH)]
+
+
+def lazy(folder, y=Y):
+    return da.from_array(X, chunks=(EACH, 20)), da.from_array(y, chunks=EACH)
+
+
+def delayed(folder, y=Y):
+    return ([dask.delayed((X[own], y[own])) for own in parts()],)
+
+
+def files(folder, y=Y):
+    for i, own in enumerate(parts()):
+        np.savez(folder / f"{i:03}.npz", x=X[own], y=y[own])
+    return (str(folder),)
+
+
+KINDS = pytest.mark.parametrize("kind", [lazy, delayed, files])
+
+
+@KINDS
+def test_without_shuffling_the_steps_are_those_of_arrays_in_memory(tmp_path, kind):
+    """Bit for bit."""
+    one, other = trainer(False), trainer(False)
+
+    one.fit(*kind(tmp_path), batch_size=32, shuffle=False)
+    other.fit(X, Y, batch_size=32, shuffle=False)
+
+    for name, value in one.model_.state_dict().items():
+        assert torch.equal(value, other.model_.state_dict()[name])
+
+
+@KINDS
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas):
+    trained = TrainedRows(tmp_path / "notes")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "data").mkdir()
+    master = daskdl.GradientSharing(replicas_per_worker=replicas)
+    own = trainer(False, master=master, loss=trained, callbacks=[trained])
+
+    own.fit(*kind(tmp_path / "data", NUMBERS), epochs=2, batch_size=32)
+
+    assert trained.by_epoch() == [collections.Counter(range(COUNT))] * 2
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x.mean(dim=1))
+
+
+def test_parts_of_several_shapes_are_not_put_together(tmp_path):
+    made = [
+        dask.delayed((np.ones((4, 2 + i // 50, 3), np.float32), np.zeros(4, int)))
+        for i in range(150)
+    ]
+
+    history = trainer(False, model=Mean).fit(made, batch_size=8)
+
+    assert history.column("examples") == [600]
+
+
+def test_one_that_is_bad_is_named(tmp_path):
+    wrong = Y.copy()
+    wrong[123] = 7
+
+    with pytest.raises(daskdl.DataError, match=r"part 61\b.*\[1\] is 7"):
+        trainer(False, model=mlp).fit(
+            lazy(tmp_path)[0], da.from_array(wrong, chunks=EACH)
+        )
+    (url,) = files(tmp_path)
+    np.savez(tmp_path / "061.npz", x=X[122:124], y=wrong[122:124])
+    with pytest.raises(daskdl.DataError, match=r"061\.npz\[1\] is 7"):
+        trainer(False).fit(url)
+
+
+def test_one_that_is_bad_goes_alone(tmp_path):
+    (url,) = files(tmp_path)
+    wrong = Y[122:124].copy()
+    wrong[1] = 7
+    np.savez(tmp_path / "061.npz", x=X[122:124], y=wrong)
+
+    history = trainer(False).fit(url, on_bad_batch="skip")
+
+    assert history.column("examples") == [COUNT - EACH]
+    assert history.column("skipped_examples") == [EACH]

@@ -59,6 +59,7 @@ class Accumulator:
     progress: ModelProgress  # what there is to send, and what is shared
     sections: Sections  # parameters with an algorithm each
     clipped: float  # mass removed so far, parameter units
+    cut: float  # by the last exchange, of each entry in the mean, parameter units
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Accumulator:
     ) -> None:
         if apply not in {"eager", "strict"}:
             raise OptionError(f"apply must be 'eager' or 'strict', got {apply!r}")
-        self.clipped = 0.0
+        self.clipped = self.cut = 0.0
         thresholds = LayerThresholds.of(threshold)
         assigned = thresholds.assign(parameters.slices)  # before anything is changed
         self.progress = ModelProgress(parameters, apply == "strict")
@@ -137,7 +138,9 @@ class Accumulator:
             )
         section = self.sections[proposal.pattern]
         bound = section.bound(threshold)
-        self.clipped += self.progress.take_(proposal.entries_K, count, bound)
+        removed = self.progress.take_(proposal.entries_K, count, bound)
+        self.clipped += removed
+        self.cut = removed / max(proposal.entries, 1)
         section.note(proposal)
 
     def _take_dense_(self, proposal: DenseProposal) -> None:

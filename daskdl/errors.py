@@ -91,7 +91,10 @@ class ReplicaError(RunError):
 
 
 class DivergedError(RunError):
-    """The loss became NaN or infinite, or ran away; the message says what is known."""
+    """The loss became NaN or infinite, or ran away, or the parameters did.
+
+    The message says what is known.
+    """
 
 
 class ChannelError(RunError):

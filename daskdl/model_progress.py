@@ -18,7 +18,7 @@ from daskdl.codec import DenseUpdate, Update
 from daskdl.cuts import cut_counts, cut_entries, join_counts
 from daskdl.errors import CodecError, RunError
 from daskdl.progress import INT32_MAX, Counts, Progress
-from daskdl.quanta import count_of
+from daskdl.quanta import MAX_COUNT, count_of
 from daskdl.vectors import FlatParameters, grid_for
 
 REGRID_ABOVE = 2**28  # a quarter of where the kernels stop sending
@@ -240,6 +240,20 @@ class ModelProgress:
         """Return the Euclidean length of the residual, parameter units."""
         self.absorb_()
         return math.sqrt(sum(group.squares() for group in self.groups))
+
+    def farthest(self) -> float:
+        """Return the largest ``|residual|``, parameter units; NaN if one is."""
+        self.absorb_()
+        far = [group.farthest() for group in self.groups]
+        return math.nan if any(map(math.isnan, far)) else max(far)
+
+    @property
+    def reach(self) -> float:
+        """Farthest that is still counted: 2**31 - 1 of the largest quanta.
+
+        Shared itself gets there in several laps, as :meth:`regrid_` goes on.
+        """
+        return INT32_MAX * MAX_COUNT * self.grid
 
     def digest(self) -> int:
         """Return a CRC-32 of grid and shared: equal on replicas that agree."""

@@ -230,6 +230,11 @@ class Progress:
         norms = (self.residual(piece).cpu().double() for piece in self._pieces())
         return sum(float(residual.square().sum()) for residual in norms)
 
+    def farthest(self) -> float:
+        """Return the largest ``|residual|``, parameter units; NaN and infinity win."""
+        pieces = [self.residual(piece).abs().max() for piece in self._pieces()]
+        return float(torch.stack(pieces).max()) if pieces else 0.0
+
     def checksum(self, before: int) -> int:
         """Continue a CRC-32 over shared."""
         for piece in self._pieces():

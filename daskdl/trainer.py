@@ -198,7 +198,8 @@ class Trainer(Trained):
             ModelError: If model, loss, step or optimizer cannot be used, likewise.
             OptionError: If another argument cannot, the scheduler included, likewise.
             ReplicaError: If the user's code raised on a worker.
-            DivergedError: If the loss became NaN or infinite, or ran away.
+            DivergedError: If the loss became NaN or infinite, or ran away, or if
+                parameters did.
             RunError: If the run ended early for another reason. In these three
                 cases `model_` is what all replicas agreed on last. If all of them
                 or the scheduler were lost, also by a WaitTimeoutError, it is the

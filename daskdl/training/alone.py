@@ -12,13 +12,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from daskdl.training.exchange import Exchange
+from daskdl.training.exchange import Excess, Exchange
 from daskdl.training.outcome import Outcome
 from daskdl.training.parameters import Parameters
 from daskdl.training.seat import Seat
 from daskdl.training.states import ALONE, PARAMETERS, State
 from daskdl.training.statistics import Statistics
-from daskdl.training.tensors import trained_in
+from daskdl.training.tensors import largest_in, trained_in
 
 
 class Alone(Exchange):
@@ -63,6 +63,11 @@ class Alone(Exchange):
     @override
     def end_lap(self, lap: int, examples: int) -> None:
         self._agreed = Parameters.of(self._module)
+
+    @override
+    def excess(self, *, whole: bool) -> Excess | None:
+        far = largest_in(self._module) if whole else 0.0
+        return None if math.isfinite(far) else Excess(far, math.nan)
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:

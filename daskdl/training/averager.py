@@ -1,6 +1,7 @@
 """One replica that averages its model with the others' now and then."""
 
 import contextlib
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +13,7 @@ from daskdl.channel.messages import Barrier
 from daskdl.channel.parcel import Arrays
 from daskdl.channel.routes import Routes
 from daskdl.training.averagings import Averagings
-from daskdl.training.exchange import Exchange
+from daskdl.training.exchange import Excess, Exchange
 from daskdl.training.outcome import Outcome
 from daskdl.training.parameters import Parameters
 from daskdl.training.reduction import Reduction
@@ -21,7 +22,7 @@ from daskdl.training.rounds import Round, Said, round_of
 from daskdl.training.seat import Seat
 from daskdl.training.states import AVERAGER, PARAMETERS, State
 from daskdl.training.statistics import Exchanged, Statistics
-from daskdl.training.tensors import trained_in
+from daskdl.training.tensors import largest_in, trained_in
 
 MEETING = "average"  # key of the barrier, of one round after the other
 STATE = "state "  # before the names of a snapshot's arrays
@@ -191,6 +192,11 @@ class Averager(Exchange):
                 self._state.load_(state)
                 self._has(decided.latest)
                 return
+
+    @override
+    def excess(self, *, whole: bool) -> Excess | None:
+        far = largest_in(self._module) if whole else 0.0
+        return None if math.isfinite(far) else Excess(far, math.nan)
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from daskdl.training.exchange import Excess
+
 # Below these the numbers are as they are in training that goes well.
 APART = 2.0  # steps between replicas
 BEHIND = 10.0  # thresholds; ResidualClipping's default lets 5 be carried over
@@ -31,6 +33,8 @@ class Symptoms:
             if not known.
         gradient_norm: Of this step, before clipping; NaN if not known.
         clip_grad_norm: What it is clipped to; None: it is not.
+        excess: What was too much for the exchange after the step, which was made;
+            None: it is the loss.
     """
 
     replica: int
@@ -47,6 +51,7 @@ class Symptoms:
     residual: float = math.nan
     gradient_norm: float = math.nan
     clip_grad_norm: float | None = None
+    excess: Excess | None = None
 
     @property
     def rising(self) -> bool:
@@ -74,6 +79,8 @@ infinity in X and y, and at the loss
 def _course(s: Symptoms) -> str:
     where = f"at step {s.step} of replica {s.replica}, in epoch {s.epoch}"
     before = "" if s.first is None else f"; it was {s.first:.4g} at its first step"
+    if s.excess is not None:
+        return _excess(s.excess, where)
     if s.high_steps:
         return (
             f"the loss ran away: it is {s.loss:.4g} {where}, and has been too high for "
@@ -84,13 +91,23 @@ def _course(s: Symptoms) -> str:
     return f"the loss became {s.loss} {where}{before}"
 
 
+def _excess(excess: Excess, where: str) -> str:
+    far, quantum = excess
+    if math.isnan(quantum) or not math.isfinite(far):
+        return f"parameters became {far} {where}"
+    return (
+        f"parameters moved farther than updates can say {where}: by {far:.4g}, which "
+        f"is more than 2**31 - 1 of the largest quanta, {quantum:g}"
+    )
+
+
 def _hints(s: Symptoms) -> Iterator[str]:
     if s.first is None:
         yield (
             "nothing had been trained yet: look for NaN and infinity in X and y, and "
             "at the loss"
         )
-    elif s.high_steps or s.rising:
+    elif s.high_steps or s.rising or s.excess is not None:
         yield from _of_rate(s)
         yield from _of_gradient(s)
         yield from _of_sharing(s)

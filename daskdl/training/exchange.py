@@ -6,12 +6,19 @@ parameters it moves.
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from daskdl.training.outcome import Outcome
 from daskdl.training.parameters import Parameters
 from daskdl.training.states import State
 from daskdl.training.statistics import Exchanged, Statistics
+
+
+class Excess(NamedTuple):
+    """Progress that no update can say, parameter units."""
+
+    far: float  # from what all know; or NaN or infinity
+    quantum: float  # the largest; NaN: nothing is sent in quanta
 
 
 class Exchange(ABC):
@@ -46,6 +53,15 @@ class Exchange(ABC):
         Args:
             lap: Counted from 0 over all epochs.
             examples: This replica trained on so far in this epoch.
+        """
+
+    @abstractmethod
+    def excess(self, *, whole: bool) -> Excess | None:
+        """What has moved farther than can be sent, or is not finite; None: nothing.
+
+        Args:
+            whole: Look at all parameters, which is a pass; else at what the last
+                exchange has seen anyway.
         """
 
     @abstractmethod

@@ -27,6 +27,7 @@ from daskdl.packed import Packed
 from daskdl.scores import Score, score_batches
 from daskdl.steps import StepRow
 from daskdl.training.diagnosis import Symptoms, diagnosis
+from daskdl.training.exchange import Excess
 from daskdl.training.failure import failure_of
 from daskdl.training.feed import Feed
 from daskdl.training.optimizer_state import weigh
@@ -131,7 +132,7 @@ class Replica:
     def _pause(self, epoch: int, pause: Pause) -> None:
         """All meet in the middle of an epoch, as they do at its end."""
         works = self._live
-        self._meet()
+        self._meet(epoch)
         note = {"digest": works.exchange.digest(), **works.checkpoint_note()}
         gathered = self._channel.gather(f"pause {works.lap}", note, Barrier.PAUSE)
         check_alike(gathered, f"in the middle of epoch {epoch}")
@@ -139,8 +140,9 @@ class Replica:
         assert works.checkpoints is not None, "else nobody pauses"
         works.checkpoints.take(gathered, lambda: works.checkpoint(epoch, pause))
 
-    def _meet(self) -> None:
+    def _meet(self, epoch: int) -> None:
         works, started = self._live, time.perf_counter()
+        self._check_reach(epoch, whole=True)
         works.exchange.end_lap(works.lap, works.tally.examples)
         works.met = True
         works.tally.seconds += time.perf_counter() - started
@@ -168,6 +170,7 @@ class Replica:
         works.rate.after_step()
         exchange.after_step(works.lap, rows)
         works.steps += 1
+        self._check_reach(epoch, whole=False)
         works.tally.loss_sum += value * rows
         works.tally.examples += rows
         step_s = time.perf_counter() - started
@@ -181,7 +184,7 @@ class Replica:
 
     def _end(self, epoch: int) -> None:
         works = self._live
-        self._meet()
+        self._meet(epoch)
         works.seen += works.tally.examples
         gathered = self._report(epoch)
         works.tally = Tally()
@@ -263,13 +266,22 @@ class Replica:
             restored=best is not None,
         )
 
-    def _diverged(self, epoch: int, loss: float) -> DivergedError:
+    def _check_reach(self, epoch: int, *, whole: bool) -> None:
+        works = self._live
+        excess = works.exchange.excess(whole=whole)
+        if excess is not None:
+            loss = math.nan if works.watch.last is None else works.watch.last
+            raise self._diverged(epoch, loss, excess)
+
+    def _diverged(
+        self, epoch: int, loss: float, excess: Excess | None = None
+    ) -> DivergedError:
         works, exchange = self._live, self._live.exchange
         statistics = exchange.statistics()
         symptoms = Symptoms(
             replica=self._number,
             epoch=epoch,
-            step=works.steps + 1,
+            step=works.steps + (excess is None),
             loss=loss,
             first=works.watch.first,
             before=works.watch.last,
@@ -281,5 +293,6 @@ class Replica:
             residual=exchange.exchanged().residual_p99,
             gradient_norm=works.stepper.gradient_norm(),
             clip_grad_norm=self._options.stepping.clip_grad_norm,
+            excess=excess,
         )
         return DivergedError(diagnosis(symptoms))

@@ -19,7 +19,8 @@ from daskdl.buffers import (
 from daskdl.channel.gathered import Gathered
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import Arrived
-from daskdl.training.exchange import Exchange
+from daskdl.quanta import MAX_COUNT
+from daskdl.training.exchange import Excess, Exchange
 from daskdl.training.observer import SAMPLE, Observer
 from daskdl.training.outcome import Outcome
 from daskdl.training.pace import Pace
@@ -204,6 +205,13 @@ class Sharer(Exchange):
         progress, buffers = self._progress, pack_buffers(self._module)
         counts_N, frozen = progress.shared_counts(), self._frozen.take()
         self._agreed = Parameters(None, counts_N, None, progress.grid, buffers, frozen)
+
+    @override
+    def excess(self, *, whole: bool) -> Excess | None:
+        far = self._progress.farthest() if whole else self._accumulator.cut
+        if far <= self._progress.reach:
+            return None
+        return Excess(far, MAX_COUNT * self._progress.grid)
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:

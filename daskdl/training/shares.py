@@ -109,7 +109,9 @@ def add(shares: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
             if name not in total:
                 total[name] = array
             elif name.startswith(SUM):
-                total[name] = total[name] + array
+                # Parameters that diverged are seen at the end of the lap.
+                with np.errstate(over="ignore", invalid="ignore"):
+                    total[name] = total[name] + array
             else:
                 total[name] = np.maximum(total[name], array)
     return total

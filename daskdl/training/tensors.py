@@ -4,6 +4,7 @@ Buffers are among the rest, persistent or not. A tensor that has several names i
 once, under its first.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,6 +21,18 @@ def trained_in(module: nn.Module) -> dict[str, Tensor]:
         ['weight', 'bias']
     """
     return {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+
+
+def largest_in(module: nn.Module) -> float:
+    """The largest absolute value of a trainable parameter; NaN if one is.
+
+    Example:
+        >>> largest_in(nn.LayerNorm(2))
+        1.0
+    """
+    parameters = [p for p in trained_in(module).values() if p.numel()]
+    largest = [float(end.abs()) for p in parameters for end in p.aminmax()]
+    return math.nan if any(map(math.isnan, largest)) else max(largest, default=0.0)
 
 
 def others_in(module: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from daskdl.training.diagnosis import Symptoms, diagnosis
+from daskdl.training.exchange import Excess
 
 NAN = math.nan
 FIRST = Symptoms(replica=0, epoch=0, step=1, loss=NAN)
@@ -72,6 +73,17 @@ def test_a_hint_is_there_if_its_numbers_say_so(symptoms, change, hints):
 @pytest.mark.parametrize(
     ("symptoms", "beginning"),
     [
+        (
+            dataclasses.replace(SUDDEN, loss=0.5, excess=Excess(3e12, 0.25)),
+            "parameters moved farther than updates can say at step 80 of replica 3, in "
+            "epoch 2: by 3e+12, which is more than 2**31 - 1 of the largest quanta, "
+            "0.25; the last agreed state is that of epoch 1, and in model_; lower the "
+            "learning rate, 0.1; set clip_grad_norm",
+        ),
+        (
+            dataclasses.replace(SUDDEN, loss=0.5, excess=Excess(math.inf, 0.25)),
+            "parameters became inf at step 80 of replica 3, in epoch 2; the last",
+        ),
         (
             FIRST,
             "the loss became nan at step 1 of replica 0, in epoch 0; the last agreed "

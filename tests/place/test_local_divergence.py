@@ -1,0 +1,100 @@
+"""Steps that are too long to be sent, though the loss is a number all the time."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl import DivergedError, GradientSharing, ParameterAveraging
+from tests.support.problems import kept, parameters_of, start_of, trainer
+
+X = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
+POSITIVE = X @ np.array([1.0, -1.0, 2.0, 0.5], np.float32) > 0
+ONE = POSITIVE.astype(np.float32)[:, None], nn.BCEWithLogitsLoss()
+TWO = POSITIVE.astype(np.int64), nn.CrossEntropyLoss()
+FAR = (
+    r"moved farther than updates can say at step \d+ of replica \d, in epoch 0: by "
+    r"\d\.\d+e\+\d+, which is more than 2\*\*31 - 1 of the largest quanta, 0\.25; "
+    r".*lower the learning rate, 1e\+30; set clip_grad_norm"
+)
+
+
+def sgd(rate):
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate)
+
+
+def linear(outputs):
+    return lambda: nn.Linear(4, outputs)
+
+
+def own(rate, loss, outputs, master):
+    return trainer(
+        False, model=linear(outputs), loss=loss, optimizer=sgd(rate), master=master
+    )
+
+
+@pytest.mark.parametrize(("outputs", "problem"), [(1, ONE), (2, TWO)])
+@pytest.mark.parametrize(
+    "master",
+    [
+        GradientSharing(replicas_per_worker=2),
+        kept(replicas_per_worker=2),
+        kept(replicas_per_worker=2, apply="strict"),
+        GradientSharing(replicas_per_worker=2, warmup_steps=1000),
+    ],
+    ids=["clipped", "kept", "strict", "dense"],
+)
+def test_a_rate_whose_steps_no_update_can_say_ends_the_run(master, outputs, problem):
+    y, loss = problem
+    hopeless = own(1e30, loss, outputs, master)
+
+    with pytest.raises(DivergedError) as raised:
+        hopeless.fit(X, y, epochs=4, batch_size=16)
+
+    assert re.search(FAR, str(raised.value))
+    # What all agreed on at the start, on the grid.
+    start = parameters_of(start_of(linear(outputs)))
+    for name, value in parameters_of(hopeless.model_).items():
+        np.testing.assert_allclose(value, start[name], rtol=0, atol=2**-24)
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e3])
+def test_a_high_rate_that_updates_follow_does_not(rate):
+    y, loss = ONE
+    steep = own(rate, loss, 1, kept(replicas_per_worker=2))
+
+    history = steep.fit(X, y, epochs=2, batch_size=16)
+
+    assert len(history) == 2
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("way", [GradientSharing, ParameterAveraging])
+def test_parameters_that_are_not_finite_after_the_last_step_end_the_run(way, replicas):
+    """No loss is computed with them any more."""
+
+    def steep(model, batch):
+        return 1e20 * model(batch[0]).mean()
+
+    endless = trainer(
+        False,
+        model=linear(1),
+        loss=None,
+        step=steep,
+        optimizer=sgd(1e30),
+        master=way(replicas_per_worker=replicas),
+    )
+
+    with pytest.raises(DivergedError, match=r"parameters became (inf|nan) at step 1"):
+        endless.fit(X, epochs=1, batch_size=len(X) // replicas)
+
+
+def test_one_replica_goes_as_far_as_torch_does():
+    y, loss = ONE
+    alone = own(1e30, loss, 1, GradientSharing())
+
+    alone.fit(X, y, epochs=1, batch_size=16)
+
+    assert alone.model_.weight.abs().max() > 1e20

@@ -88,7 +88,7 @@ def test_parameters_that_are_not_finite_after_the_last_step_end_the_run(way, rep
     )
 
     with pytest.raises(DivergedError, match=r"parameters became (inf|nan) at step 1"):
-        endless.fit(X, epochs=1, batch_size=len(X) // replicas)
+        endless.fit(X, epochs=1, batch_size=len(X))  # one step of one replica
 
 
 def test_one_replica_goes_as_far_as_torch_does():

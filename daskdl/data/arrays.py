@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daskdl.data import trees
+from daskdl.data import remedies, trees
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError
 
@@ -144,28 +144,15 @@ def check_kind(value: Any, argument: str) -> None:
         return
     raise DataError(
         f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
-        f"a {_type_name(value)}; {_remedy(value, argument)}"
+        f"{_shown_type(value)}; {remedies.of_kind(value, argument)}"
     )
 
 
-def _remedy(value: Any, argument: str) -> str:
-    if type(value).__module__ in ("dask.delayed", "distributed.client"):
-        return f"put it into a list, [{argument}]"
-    if hasattr(value, "to_dask_array"):
-        return f"convert it with {_method(argument, 'to_dask_array(lengths=True)')}"
-    if hasattr(value, "to_numpy"):
-        return f"convert it with {_method(argument, 'to_numpy()')}"
-    inside = f"({argument})" if _is_code(argument) else ""
-    return f"convert it with numpy.asarray{inside}"
-
-
-def _method(argument: str, call: str) -> str:
-    return f"{argument}.{call}" if _is_code(argument) else call
-
-
-def _is_code(argument: str) -> bool:
-    """Whether the user may write it as it is, other than "X of part 3"."""
-    return not {" ", "/"} & set(argument)
+def _shown_type(value: Any) -> str:
+    if value is None:
+        return "None"
+    name = _type_name(value)
+    return f"an {name}" if name[0] in "aeio" else f"a {name}"
 
 
 def _type_name(value: Any) -> str:
@@ -194,11 +181,9 @@ def check_dtype(value: Any, argument: str) -> None:
             and value.dtype.itemsize <= _LARGEST_ITEM_BYTES
         )
     if not usable:
-        tensor = isinstance(value, Tensor)
-        call = "to(torch.float32)" if tensor else "astype(numpy.float32)"
         raise DataError(
             f"{argument} must hold real numbers of at most 64 bits, got dtype "
-            f"{value.dtype}; convert it, for example with {_method(argument, call)}"
+            f"{value.dtype}; {remedies.of_dtype(value, argument)}"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from daskdl.data import trees
+from daskdl.data import remedies, trees
 from daskdl.data.arrays import first_rows
 from daskdl.data.batches import Batch, Transform, floating_dtype, to_device
 from daskdl.data.labels import ClassRange, check_labels
@@ -85,6 +85,7 @@ def rehearse(
     accepted = _class_range(loss, output, labels)
     if accepted is not None and transform is None:
         check_labels(y, accepted.classes, "y", accepted.ignore_index)
+    takes_classes = ignored_label(loss) is not None
     loss = Packed(loss, "loss").unpack()
     try:
         with _strictly():
@@ -93,6 +94,7 @@ def rehearse(
         raise ModelError(
             f"loss failed on two rows, the output being {_shown(output)} and the "
             f"labels {_shown(labels)}: {error}"
+            f"{_then(remedies.of_labels(loss, takes_classes, output, labels))}"
         ) from error
     _check_loss_value("loss", value)
     return accepted
@@ -164,12 +166,14 @@ def forward(module: nn.Module, x: Tree) -> Any:
             # Clones, because the first layer may work in place.
             return module(trees.mapped(torch.clone, x))
     except MISFITS as error:
-        hint = ""
-        if not any(leaf.is_floating_point() for leaf in trees.leaves(x)):
-            hint = "; if these are quantities, not indices, use X.astype('float32')"
         raise ModelError(
-            f"model failed on {trees.length(x)} rows of X, {_shown(x)}: {error}{hint}"
+            f"model failed on {trees.length(x)} rows of X, {_shown(x)}: {error}"
+            f"{_then(remedies.of_inputs(x, error))}"
         ) from error
+
+
+def _then(remedy: str) -> str:
+    return f"; {remedy}" if remedy else ""
 
 
 class ShapeCheck:

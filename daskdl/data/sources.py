@@ -23,9 +23,10 @@ from daskdl.data.frames.columns import check_columns, columns_of, is_frame
 from daskdl.data.in_memory import InMemory
 from daskdl.data.options import SourceOptions
 from daskdl.data.pairs import pairs
+from daskdl.data.remedies import TEXT
 from daskdl.data.shards.source import Shards, is_shards
 from daskdl.data.source import Source
-from daskdl.data.stores.listing import are_paths
+from daskdl.data.stores.listing import are_paths, is_glob, is_path
 from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
 
@@ -54,9 +55,10 @@ def source_of(X: Any, y: Any = None, options: SourceOptions = DEFAULT) -> Source
         if whole is not None:
             return whole
     elif _brings_labels(X):
-        raise DataError(
-            f"y must not be given with a {type(X).__name__}, which brings its labels"
-        )
+        shown = f"a {type(X).__name__}, which brings its labels"
+        if are_paths(X):
+            shown = f"paths or URLs of files, which bring their labels; {TEXT}"
+        raise DataError(f"y must not be given with {shown}")
     _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
     leaves = trees.named_both((X, y)).values()
     if any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves):
@@ -88,9 +90,10 @@ def _brings_labels(X: Any) -> bool:
 
 def _files(X: Any, loader: Any, storage: Mapping[str, Any] | None) -> Source:
     """What `export` or `file_batches` has written; else the files as they are."""
-    if loader is None and is_export(X, storage):
+    folder = is_path(X) and not is_glob(X)
+    if folder and loader is None and is_export(X, storage):
         return BatchFiles(X, storage)
-    if is_shards(X, storage):
+    if folder and is_shards(X, storage):
         return Shards(X, loader, storage)
     return Files(X, loader, storage_options=storage)
 

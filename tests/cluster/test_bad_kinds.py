@@ -135,12 +135,12 @@ AT_ONCE = {
     "Delayed": (lambda: Given(delayed(load)("x")), r"put it into a list, \[X\]"),
     "list": (
         lambda: Given([X, X], Y),
-        r"got a list; convert it with numpy\.asarray\(X",
+        r"got a list; make one array of it, numpy\.stack\(X\)",
     ),
     "no list": (lambda: Given([]), "X must be a .* got a list; convert it with"),
     "no dict": (lambda: Given({}, Y), "X must not be empty, got no array at all"),
-    "dict": (lambda: Given({"a": X, "b": 3}, Y), r"X\['b'\] must be .*, got a int"),
-    "nothing": (lambda: Given(None), "X must be a numpy array, .*, got a NoneType"),
+    "dict": (lambda: Given({"a": X, "b": 3}, Y), r"X\['b'\] must be .*, got an int"),
+    "nothing": (lambda: Given(None), "X must be a numpy array, .*, got None"),
     "no folder": (lambda: Given("/nowhere/x"), "there are no files at /nowhere/x"),
     "no match": (
         lambda: Given("/x/*.npz"),
@@ -261,7 +261,7 @@ ON_READING = {
     ),
     "texts": (
         lambda w: examples(("a", 1)),
-        "X of part 0 must hold real numbers .*; convert it, .* with astype",
+        "X of part 0 must hold real numbers .*; convert it, .* with X\.astype",
     ),
     "some pairs": (
         lambda w: examples((X[0], 0), X[0]),

@@ -125,7 +125,7 @@ def test_no_rows_are_a_result(store):
         ((np.float64(3), Y), "x of {} must be a numpy array"),
         ((np.array(3.0), Y), "x of {} must have examples along its first axis"),
         (((), Y), r"x of {} must not be empty, got \(\)"),
-        (None, "x of {} must be a numpy array, .* got a NoneType"),
+        (None, "x of {} must be a numpy array, .* got None"),
         ((X, Y, Y), "has 3"),
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, str) else "",

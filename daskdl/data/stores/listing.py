@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeGuard
 from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
 
+from daskdl.data.remedies import TEXT
 from daskdl.data.stores.puts import LOCAL
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.stores.urls import is_local, is_pattern, parted, parted_pattern
@@ -93,13 +94,13 @@ def _store(path: Path, options: Mapping[str, Any]) -> Store:
 
 def _below(store: Store, pattern: str | None) -> list[Place]:
     """What one path or URL stands for."""
-    if pattern is None and (_is_glob(store.url) or _is_file(store)):
+    if pattern is None and (is_glob(store.url) or _is_file(store)):
         return _one(store.url, store.options, {})
     names = store.names("**" if pattern is None else pattern)
     if pattern is None:
         names = [name for name in names if not _is_hidden(name)]
     if not names:
-        shown = "" if pattern is None else f" that match {pattern!r}"
+        shown = _taken(store.url) if pattern is None else f" that match {pattern!r}"
         raise DataError(f"there are no files at {store.url}{shown}")
     return [Place(store, name) for name in names]
 
@@ -109,12 +110,12 @@ def _one(
 ) -> list[Place]:
     """One entry of a list: a file or a pattern."""
     url = store_of(path).url
-    if _is_glob(url):
+    if is_glob(url):
         return _matching(url, options)
     folder, name = parted(url)
     store = stores.setdefault(folder, Store(folder, options))
     if is_local(url) and not os.path.isfile(strip_protocol(url)):
-        raise DataError(f"there is no file at {url}")
+        raise DataError(f"there is no file at {url}{_taken(url)}")
     return [Place(store, name)]
 
 
@@ -128,10 +129,17 @@ def _matching(url: str, options: Mapping[str, Any]) -> list[Place]:
     return [Place(store, name) for name in names]
 
 
-def _is_glob(url: str) -> bool:
+def is_glob(path: Path) -> bool:
     """Whether it is a pattern; a local path with a bracket in its name is not one."""
+    url = store_of(path).url
     there = is_local(url) and os.path.exists(strip_protocol(url))
     return is_pattern(url) and not there
+
+
+def _taken(url: str) -> str:
+    """The remedy for what is rather text than a path."""
+    text = " " in parted(url).name
+    return f": a str is the path or URL of files; {TEXT}" if text else ""
 
 
 def _is_file(store: Store) -> bool:

@@ -261,7 +261,7 @@ ON_READING = {
     ),
     "texts": (
         lambda w: examples(("a", 1)),
-        "X of part 0 must hold real numbers .*; convert it, .* with X\.astype",
+        "X of part 0 must hold real numbers .* got dtype <U1; encode them as numbers",
     ),
     "some pairs": (
         lambda w: examples((X[0], 0), X[0]),
@@ -272,7 +272,7 @@ ON_READING = {
         lambda w: returning((X, Y[1:])),
         "part 0 has rows that do not go together: 90 of X, 89 of y",
     ),
-    "None": (lambda w: returning(None), "X of part 0 must be .*, got a NoneType"),
+    "None": (lambda w: returning(None), "X of part 0 must be .*, got None"),
 }
 
 

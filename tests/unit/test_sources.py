@@ -87,7 +87,7 @@ def test_one_local_file_is_data(tmp_path):
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_what_brings_its_labels_takes_none_beside(name, a_file):
-    with pytest.raises(DataError, match="y must not be given with .* labels"):
+    with pytest.raises(DataError, match=r"y must not be given with .* labels"):
         source_of(PAIRED[name][0], Y)
 
 

@@ -5,6 +5,7 @@ Their outcome and their count of exchanges; where they are is
 """
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -212,9 +213,9 @@ class Sections(Mapping[str, Section]):
         """Go on from what `state` made; a pattern that is new begins anew."""
         for pattern in self.keys() & state.keys():
             section, own = self[pattern], state[pattern]
-            section.exchanges = own["exchanges"]
+            section.exchanges = operator.index(own["exchanges"])
             if own["threshold"] is not None:
-                section.sent = Sent(own["threshold"], own["density"])
+                section.sent = Sent(float(own["threshold"]), float(own["density"]))
 
     @override
     def __getitem__(self, pattern: str) -> Section:

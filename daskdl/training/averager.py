@@ -20,7 +20,13 @@ from daskdl.training.reduction import Reduction
 from daskdl.training.replica_state import ReplicaState
 from daskdl.training.rounds import Round, Said, round_of
 from daskdl.training.seat import Seat
-from daskdl.training.states import AVERAGER, PARAMETERS, State
+from daskdl.training.states import (
+    AVERAGER,
+    PARAMETERS,
+    Resumed,
+    State,
+    restoring,
+)
 from daskdl.training.statistics import Exchanged, Statistics
 from daskdl.training.tensors import largest_in, trained_in
 
@@ -65,7 +71,7 @@ class Averager(Exchange):
         if seat.snapshot is not None:
             self._begin(seat.snapshot)
         if seat.resumed is not None and seat.resumed.kind == AVERAGER:
-            self._resume(seat.resumed.common)
+            self._resume(seat.resumed)
         self.averages_optimizer = state.averages_optimizer
         self._agreed = Parameters.of(seat.module)
         if seat.residual is not None:
@@ -80,9 +86,12 @@ class Averager(Exchange):
         self._said = Said(seen=0, mean=-1, examples=0)
         self._behind = True
 
-    def _resume(self, common: Mapping[str, Any]) -> None:
-        if common["outer"] is not None:
-            self._state.restore_outer_(common["outer"])
+    def _resume(self, resumed: Resumed) -> None:
+        common = resumed.common
+        resumed.check(State(AVERAGER, {"outer": None, "made": 0, "met": 0}, {}))
+        with restoring(f"{resumed.common_at}: exchange.outer"):
+            if common["outer"] is not None:
+                self._state.restore_outer_(common["outer"])
         self._made = common["made"]
         # The number of a meeting says along which tree its mean is made.
         self._said = Said(seen=common["met"], mean=common["met"], examples=0)

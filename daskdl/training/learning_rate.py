@@ -21,6 +21,7 @@ from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError
 from daskdl.packed import Packed, PackedModel
 from daskdl.training.rows import training_loss, validation
+from daskdl.training.states import check_like
 
 Every = Literal["epoch", "step"]
 Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
@@ -173,6 +174,7 @@ class LearningRate:
     def restore_(self, values: Mapping[str, Any] | None) -> None:
         """Go on from what `values` made; the optimizer has its groups already."""
         if self.scheduler is not None and values is not None:
+            check_like(self.values(), values, "it", loose=True)
             self.go_on_(values["count"], values["state"])
             self._count_before = values["before"]
 

@@ -93,9 +93,11 @@ class LossWatch:
 
     def restore_(self, values: Mapping[str, Any]) -> None:
         """Go on from what `values` made."""
-        self.first, self.last = values["first"], values["last"]
-        self._block = list(values["block"])
-        self._levels = [Level(*level) for level in values["levels"]]
+        first, last = values["first"], values["last"]
+        self.first = None if first is None else float(first)
+        self.last = None if last is None else float(last)
+        self._block = [float(rise) for rise in values["block"]]
+        self._levels = [Level(*map(float, level)) for level in values["levels"]]
 
     @property
     def recent(self) -> int:

@@ -6,7 +6,7 @@ schedules and bias corrections never go back. What is sparse, as the momentum of
 embedding with sparse gradients, leaves a replica dense.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
+from daskdl.errors import SaveError
 from daskdl.packed import Packed
+from daskdl.training.states import check_like
 
 Key = tuple[int, str]  # parameter number in the optimizer, name of the state
 
@@ -108,6 +110,54 @@ def restore_(optimizer: Optimizer, state: OptimizerState) -> None:
         plain = value if dtype is None else torch.tensor(value, dtype=dtype)
         entries.setdefault(key[0], {})[key[1]] = plain
     optimizer.load_state_dict({"state": entries, "param_groups": state.groups})
+
+
+def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Go on from a state dict of a checkpoint.
+
+    torch itself looks at nothing before a step.
+
+    Raises:
+        SaveError: If a group lacks an option, or has one of another kind; or if a
+            tensor of one of torch's own optimizers has another shape than its
+            parameter, or lacks one that others have.
+    """
+    groups = optimizer.param_groups
+    made = [{name: group[name] for name in optimizer.defaults} for group in groups]
+    optimizer.load_state_dict(dict(state))
+    for number, group in enumerate(optimizer.param_groups):
+        for name, own in made[number].items():
+            _check_option(own, group.get(name), f"param_groups[{number}].{name}")
+        if _has_tensors_like_parameters(optimizer):
+            _check_tensors(optimizer, group, f"state of group {number}")
+
+
+def _check_option(own: Any, found: Any, what: str) -> None:
+    """Torch takes numbers and tensors for each other, and None for what it chooses."""
+    if own is not None and not isinstance(own, bool | torch.Tensor):
+        if not isinstance(found, torch.Tensor):
+            check_like(own, found, what)
+    elif isinstance(found, str | Mapping | Sequence):
+        raise SaveError(f"{what} is damaged: it is a {type(found).__name__}")
+
+
+def _has_tensors_like_parameters(optimizer: Optimizer) -> bool:
+    own = type(optimizer).__module__.startswith("torch.optim")
+    return own and type(optimizer).__name__ not in ("LBFGS", "Adafactor")
+
+
+def _check_tensors(optimizer: Optimizer, group: Mapping[str, Any], what: str) -> None:
+    states = [(p, optimizer.state[p]) for p in group["params"] if p in optimizer.state]
+    named = {name for _, state in states for name in state}
+    for number, (parameter, state) in enumerate(states):
+        for name in named:
+            where, value = f"{what}[{number}].{name}", state.get(name)
+            if name not in state:
+                raise SaveError(f"{where} is missing")
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                check_like(parameter, value, where)
+            elif not isinstance(value, torch.Tensor | int | float | None):
+                raise SaveError(f"{where} is damaged: it is a {type(value).__name__}")
 
 
 def load_optimizer_(optimizer: Optimizer, payload: NDArray[np.uint8]) -> None:

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from daskdl.data.models import trainable
 from daskdl.errors import OptionError
 from daskdl.packed import Packed
+from daskdl.training.optimizer_state import restore_optimizer_
+from daskdl.training.states import check_like
 
 
 class Outer:
@@ -56,6 +58,7 @@ class Outer:
 
         Raises:
             OptionError: If that was of another kind of optimizer.
+            SaveError: If its tensors are of other shapes.
         """
         kind = type(self._optimizer).__name__
         if values["kind"] != kind:
@@ -63,10 +66,11 @@ class Outer:
                 f"outer makes a {kind}, and the state to go on from is of a "
                 f"{values['kind']}; resume with the same one, or with none"
             )
+        check_like(self._common, values["common"], "common")
         with torch.no_grad():
             for common, value in zip(self._common, values["common"], strict=True):
                 common.copy_(value)
-        self._optimizer.load_state_dict(values["optimizer"])
+        restore_optimizer_(self._optimizer, values["optimizer"])
 
     def follow_(self) -> None:
         """Take what the module has for the common parameters, without a step."""

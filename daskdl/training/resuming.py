@@ -8,13 +8,41 @@ optimizer of another.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from daskdl.checkpoints.parts import COMMON, Part, of_replica
 from daskdl.checkpoints.plan import ResumePlan
 from daskdl.data.stores.store import store_of
 from daskdl.errors import SaveError
-from daskdl.training.states import PARAMETERS, Resumed
+from daskdl.training.states import PARAMETERS, SHARER, Resumed, check_like
+from daskdl.training.tensors import others_in, trained_in
+
+# What the state of each part has at least; None: it may be anything.
+_COMMON = {
+    "kind": "",
+    "exchange": {},
+    "tensors": {},
+    "stopper": {
+        "verdict": None,
+        "monitor": None,
+        "elapsed_s": 0.0,
+        "best": None,
+        "best_epoch": None,
+    },
+    "rows": None,
+}
+_OWN = {
+    "exchange": {},
+    "schedule": None,
+    "scaler": {},
+    "tally": {"loss_sum": 0.0, "examples": 0, "seconds": 0.0},
+    "watch": {"first": None, "last": None, "block": None, "levels": None},
+    "random": {"cpu": torch.get_rng_state()},
+    "steps": 0,
+    "seen": 0,
+    "weight": 0.0,
+}
 
 
 class Inheritance(NamedTuple):
@@ -23,12 +51,31 @@ class Inheritance(NamedTuple):
     common: Mapping[str, Any]
     own: Sequence[Mapping[str, Any]]  # of the parts it takes, maybe of none
     donor: Mapping[str, Any]  # that has the optimizer; the first of `own`, if any
+    common_at: str  # the file, for messages
+    own_at: Sequence[str]
+    donor_at: str
 
     @property
     def exchange(self) -> Resumed:
         """Of it, what the exchange needs."""
         own = [part["exchange"] for part in self.own]
-        return Resumed(self.common["kind"], self.common["exchange"], own)
+        kind, common = self.common["kind"], self.common["exchange"]
+        return Resumed(kind, common, own, self.common_at, self.own_at)
+
+    def check(self, module: nn.Module) -> None:
+        """Refuse parts without their fields, and tensors that no module has.
+
+        Raises:
+            SaveError: Naming the file and the field.
+        """
+        check_like(_COMMON, self.common, f"{self.common_at}: its state")
+        parts = [*zip(self.own_at, self.own, strict=True), (self.donor_at, self.donor)]
+        for at, part in parts:
+            check_like(_OWN, part, f"{at}: its state")
+        own: dict[str, Any] = {"tensors": others_in(module)}
+        if self.common["kind"] != SHARER:
+            own["exchange"] = {PARAMETERS: trained_in(module)}
+        check_like(own, self.common, f"{self.common_at}: it")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -57,15 +104,17 @@ def inherit(plan: ResumePlan, place: int, founders: int) -> Inheritance:
     members = plan.members
     taken = members[place::founders]
     donor = members[place % len(members)]
-    common = _state(plan, COMMON)
-    own = [_state(plan, of_replica(replica)) for replica in taken]
-    first = own[0] if own else _state(plan, of_replica(donor))
-    return Inheritance(common, own, first)
+    common, common_at = _state(plan, COMMON)
+    read = [_state(plan, of_replica(replica)) for replica in taken]
+    first, first_at = read[0] if read else _state(plan, of_replica(donor))
+    own, own_at = [state for state, _ in read], [at for _, at in read]
+    return Inheritance(common, own, first, common_at, own_at, first_at)
 
 
-def _state(plan: ResumePlan, name: str) -> Mapping[str, Any]:
+def _state(plan: ResumePlan, name: str) -> tuple[Mapping[str, Any], str]:
     part = Part(store_of(plan.url), name)
+    at = part.store.url_of(part.index)
     stamp, state = part.read()
     if stamp != plan.stamp:
-        raise SaveError(f"{part.store.url_of(part.index)} is of another checkpoint")
-    return state
+        raise SaveError(f"{at} is of another checkpoint")
+    return state, at

@@ -10,6 +10,7 @@ from torch import nn
 from daskdl.callbacks.base import Callback
 from daskdl.callbacks.checkpoint import Checkpoint
 from daskdl.channel.pause import Pause
+from daskdl.checkpoints.parts import COMMON
 from daskdl.checkpoints.plan import CheckpointPlan, ResumePlan
 from daskdl.checkpoints.series import Series, Whole, whole_at
 from daskdl.data.models import trainable
@@ -19,6 +20,7 @@ from daskdl.training.base import TrainingMaster
 from daskdl.training.judging import Verdict, only
 from daskdl.training.likeness import Likeness
 from daskdl.training.method import Method
+from daskdl.training.states import restoring
 
 # Columns of a history that are, other ones are only shown.
 LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
@@ -54,7 +56,7 @@ class Resumption:
             SaveError: If that is not what one says.
         """
         said, members = found.said, tuple(found.members)
-        try:
+        with restoring(found.store.url_of(f"{COMMON}.json")):
             _check_said(said)
             return cls(
                 ResumePlan(
@@ -71,8 +73,6 @@ class Resumption:
                 said["kind"],
                 Likeness.from_values(said["likeness"]),
             )
-        except (LookupError, TypeError, ValueError) as error:
-            raise SaveError(f"{found.store.url} is damaged: {error!r}") from error
 
     @property
     def standing(self) -> Standing:

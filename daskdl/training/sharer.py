@@ -27,7 +27,7 @@ from daskdl.training.pace import Pace
 from daskdl.training.parameters import Parameters
 from daskdl.training.seat import Seat
 from daskdl.training.sender import Sender
-from daskdl.training.states import SHARER, Resumed, State
+from daskdl.training.states import SHARER, Resumed, State, restoring
 from daskdl.training.statistics import Exchanged, Statistics
 
 
@@ -98,11 +98,15 @@ class Sharer(Exchange):
         self._made, self._step = snapshot["made"], snapshot["step"]
 
     def _resume(self, resumed: Resumed) -> None:
-        common = resumed.common
-        self._accumulator.restore_(common["accumulator"], resumed.own)
+        common, state = resumed.common, self.state()
+        # Patterns may be other ones.
+        own = {**state.own, "sections": {}}
+        resumed.check(state._replace(own=own))
+        with restoring(f"{' or '.join(resumed.own_at)}: exchange"):
+            self._accumulator.restore_(common["accumulator"], resumed.own)
+            for part in resumed.own[:1]:
+                self._sender.restore_(part)
         self._made, self._step = common["made"], common["step"]
-        for own in resumed.own[:1]:
-            self._sender.restore_(own)
         self._clipped_before = self._accumulator.clipped
         self._channel.align(self._step, self._progress.grid)
 

@@ -26,6 +26,7 @@ from daskdl.objective import (
     penalty_of,
 )
 from daskdl.training.options import check_whole
+from daskdl.training.states import check_like
 
 Group = Sequence[Batch]
 
@@ -156,6 +157,7 @@ class Stepper:
     def restore_(self, values: Mapping[str, Any]) -> None:
         """Go on from what `values` made."""
         if self._scaler is not None and values:
+            check_like(self.values(), values, "it")
             self._scaler.load_state_dict(dict(values))
 
     def gradient_norm(self) -> float:

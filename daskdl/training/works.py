@@ -25,12 +25,17 @@ from daskdl.training.exchange import Exchange
 from daskdl.training.learning_rate import LearningRate
 from daskdl.training.likeness import Likeness
 from daskdl.training.loss_watch import LossWatch
-from daskdl.training.optimizer_state import load_optimizer_, state_of
+from daskdl.training.optimizer_state import (
+    load_optimizer_,
+    restore_optimizer_,
+    state_of,
+)
 from daskdl.training.outcome import KeptResidual
 from daskdl.training.random_state import generators, restore_generators
 from daskdl.training.resuming import Inheritance, inherit
 from daskdl.training.row_log import RowLog
 from daskdl.training.seat import Seat
+from daskdl.training.states import check_like, restoring
 from daskdl.training.stepping import Stepper
 from daskdl.training.stopper import Stopper
 from daskdl.training.task import Recipe, Tally, TaskOptions
@@ -122,7 +127,9 @@ class Works:
         bound = self._options.timeouts.bound("data")
         inherited = awaited(self._channel, reading, bound, f"reading {plan.url}")
         # Before anything is made of them.
-        load_tensors_(self.module, inherited.tensors)
+        inherited.check(self.module)
+        with restoring(inherited.common_at):
+            load_tensors_(self.module, inherited.tensors)
         return inherited
 
     def _seat(
@@ -161,22 +168,36 @@ class Works:
         return Checkpoints(options, writer, log, before["checkpoints"])
 
     def _resume(self, inherited: Inheritance) -> None:
-        common, donor = inherited.common, inherited.donor
-        self.optimizer.load_state_dict(inherited.optimizer)
-        self.rate.restore_(donor["schedule"])
-        self.stopper.restore_(common["stopper"], self._options.first_epoch)
-        self.stepper.restore_(donor["scaler"])
+        self._restore(inherited)
         self.seen = sum(part["seen"] for part in inherited.own)
         self.weight = sum(part["weight"] for part in inherited.own)
         # Nobody sends anything before all are there, on the same grid.
         gathered = self._channel.gather("resume", {"digest": self.exchange.digest()})
         check_alike(gathered, "after they have read a checkpoint")
-        for part in inherited.own:
-            self.tally.add(Tally(**part["tally"]))
+        for part, at in zip(inherited.own, inherited.own_at, strict=True):
+            with restoring(f"{at}: tally"):
+                tally = Tally(**part["tally"])
+                check_like(vars(Tally()), vars(tally), "it")
+            self.tally.add(tally)
+
+    def _restore(self, inherited: Inheritance) -> None:
+        """Put back what was read; a wrong value is told by file and field."""
+        common, donor, at = inherited.common, inherited.donor, inherited.donor_at
+        of_all = "optimizer" in common
+        with restoring(f"{inherited.common_at if of_all else at}: optimizer"):
+            restore_optimizer_(self.optimizer, inherited.optimizer)
+        with restoring(f"{at}: schedule"):
+            self.rate.restore_(donor["schedule"])
+        with restoring(f"{inherited.common_at}: stopper"):
+            self.stopper.restore_(common["stopper"], self._options.first_epoch)
+        with restoring(f"{at}: scaler"):
+            self.stepper.restore_(donor["scaler"])
         for part in inherited.own[:1]:
             self.steps = part["steps"]
-            self.watch.restore_(part["watch"])
-            restore_generators(part["random"], self._device)
+            with restoring(f"{at}: watch"):
+                self.watch.restore_(part["watch"])
+            with restoring(f"{at}: random"):
+                restore_generators(part["random"], self._device)
 
     def _follow(self, snapshot: Mapping[str, Any]) -> None:
         """Come in later: where another replica was, but for the epoch."""

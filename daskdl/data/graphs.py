@@ -109,7 +109,7 @@ def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
         value = getattr(task, "value", task)
         if is_future(value):
             found[key] = value
-        elif getattr(task, "dependencies", frozenset()) - graph.keys():
+        elif any(need not in graph for need in getattr(task, "dependencies", ())):
             found |= {future.key: future for future in _inside(task)}
     return found
 

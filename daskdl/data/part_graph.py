@@ -4,27 +4,17 @@ A part is computed by whoever trains on it, in its own process: nobody waits for
 scheduler, and nothing of it is kept.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from dask.local import get_sync
-from dask.optimization import cull
+from dask._task_spec import convert_legacy_graph
 
 from daskdl.data import trees
 from daskdl.data.trees import Rows
-
-
-class _Held:
-    """A task that returns a value as it is; Dask looks into lists and tuples."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __call__(self) -> Any:
-        return self._value
 
 
 @dataclass(frozen=True)
@@ -70,10 +60,36 @@ class PartGraph:
         return found
 
     def _values(self, keys: Sequence[Any], held: Mapping[Any, Any]) -> list[Any]:
-        graph = dict(self.graph) | {key: (_Held(held[key]),) for key in self.needs}
-        own, _ = cull(graph, list(keys))
-        # Not the scheduler of whatever client there may be.
-        return list(get_sync(own, list(keys)))
+        # By itself: a scheduler does more for each task than a small one does.
+        graph = convert_legacy_graph(self.graph, {*self.graph, *self.needs})
+        order = _depth_first(graph, keys)
+        asked = Counter(need for key in order for need in graph[key].dependencies)
+        asked.update(keys)
+        values = {key: held[key] for key in self.needs}
+        for key in order:
+            values[key] = graph[key](values)
+            for need in graph[key].dependencies:
+                asked[need] -= 1
+                if not asked[need]:
+                    del values[need]
+        return [values[key] for key in keys]
+
+
+def _depth_first(graph: Mapping[Any, Any], keys: Sequence[Any]) -> list[Any]:
+    """All keys of tasks that these ask for, each after those that it asks for."""
+    found: dict[Any, None] = {}
+    stack = list(reversed(keys))
+    while stack:
+        key = stack[-1]
+        needs = graph[key].dependencies if key in graph and key not in found else ()
+        missing = [need for need in needs if need in graph and need not in found]
+        if missing:
+            stack += sorted(missing, key=str, reverse=True)
+            continue
+        stack.pop()
+        if key in graph:
+            found[key] = None
+    return list(found)
 
 
 class Member(NamedTuple):

@@ -54,9 +54,9 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             (messages.SNAPSHOT, self.handle_snapshot),
             (messages.REPAIR, self.handle_repair),
             (messages.FETCH, self.handle_fetch),
+            (messages.AGREED, self.handle_agreed),
         ):
             worker.handlers[operation] = guard.of(handler, self._count)
-        worker.handlers[messages.AGREED] = self.handle_agreed
         self._worker = worker
         if worker.nanny:
             # Its process is there for it alone. To look for cycles in all that torch

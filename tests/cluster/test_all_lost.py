@@ -141,6 +141,7 @@ class TestModelOfLostReplicas:
         own.client = False
         check_kept(own, caught.value)
 
+    @pytest.mark.slow
     def test_a_model_that_is_brought_in_several_parts(self, two):
         own = trainer(two, model=wide, callbacks=[Slow()])
         own.callbacks.append(AfterEpoch(6, lambda: retire(two)))
@@ -151,6 +152,7 @@ class TestModelOfLostReplicas:
         own.client = False
         check_kept(own, caught.value)
 
+    @pytest.mark.slow
     def test_a_later_fit_does_not_leave_that_of_the_one_before(self, two):
         own = trainer(two, callbacks=[Slow()])
         own.fit(X, Y, epochs=2, batch_size=16)

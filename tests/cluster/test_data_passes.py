@@ -177,6 +177,7 @@ def mortal():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_part_whose_worker_is_lost_is_done_on_another(mortal, tmp_path, kind):
     function = Dying(tmp_path / "died")
 

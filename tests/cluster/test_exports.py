@@ -144,6 +144,7 @@ def test_files_are_the_same_whatever_the_number_of_workers(client, here, url):
     assert complete(url, made)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_it_reads_loses_and_doubles_nothing(
     three, here, url, tmp_path
 ):
@@ -154,6 +155,7 @@ def test_a_worker_killed_while_it_reads_loses_and_doubles_nothing(
     assert complete(url, made)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_it_writes_loses_and_doubles_nothing(
     three, here, url, tmp_path
 ):
@@ -189,6 +191,7 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
     assert complete(url, made)
 
 
+@pytest.mark.slow
 def test_temporary_files_do_not_come_back_after_an_interruption(
     three, ctrl_c, interrupting, gate, tmp_path, monkeypatch
 ):

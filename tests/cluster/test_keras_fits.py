@@ -41,6 +41,7 @@ def test_two_workers_train_the_network_and_keras_says_the_same(client, tmp_path)
         np.testing.assert_allclose(predicted, by_keras, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_is_repeatable_from_the_seed(client):
     states = []
     for _ in range(2):

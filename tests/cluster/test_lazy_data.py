@@ -214,6 +214,7 @@ class TestPersistedBlocks:
         assert watched.times() == dict.fromkeys(range(BLOCKS), 2)
         assert persisted.times() == dict.fromkeys(range(BLOCKS), 1)
 
+    @pytest.mark.slow
     def test_those_lost_with_their_worker_are_made_again(self, three, tmp_path):
         persisted, trained = Watched(tmp_path), TrainedRows(tmp_path)
         pids = three.run(os.getpid)

@@ -101,6 +101,7 @@ def lost_once(flag, number, span):
     return loaded(number, span)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_on_a_part_changes_nothing(three, model, scores, tmp_path):
     flag = str(tmp_path / "died")
     bag = partitions(functools.partial(lost_once, flag))

@@ -109,6 +109,7 @@ def test_it_is_packed_on_all_workers_as_in_one_process(
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.slow
 def test_nothing_is_lost_or_doubled_when_a_worker_is_killed(
     three, root, tmp_path, notes, monkeypatch, moment
 ):

@@ -52,6 +52,7 @@ def refused_once(monkeypatch, error, then=lambda client: None):
     return refused
 
 
+@pytest.mark.slow
 def test_a_part_that_no_worker_is_left_for_waits_for_one(monkeypatch):
     source = source_of(X)
 
@@ -72,6 +73,7 @@ def test_a_part_that_no_worker_is_left_for_waits_for_one(monkeypatch):
     assert found == {part: first_of(source, part) for part in range(source.parts)}
 
 
+@pytest.mark.slow
 def test_the_only_worker_may_be_listed_for_a_moment_when_it_has_gone(monkeypatch):
     source = source_of(X)
     refused = refused_once(monkeypatch, OSError("it has gone"))

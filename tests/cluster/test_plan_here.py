@@ -48,6 +48,7 @@ def started(monkeypatch):
     return processes
 
 
+@pytest.mark.slow
 def test_each_has_costs_of_its_own_and_is_gone_afterwards(started):
     one, other = rehearse_together(script(), 2, PATIENCE_S)
 
@@ -97,6 +98,7 @@ def test_none_measures_before_all_are_ready(tmp_path):
     assert not early.exists()
 
 
+@pytest.mark.slow
 def test_one_that_fails_says_why(started):
     def loss(output, y):
         raise RuntimeError("not on a Saturday")

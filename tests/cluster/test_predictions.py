@@ -68,6 +68,7 @@ def test_the_model_travels_once_to_each_worker_and_goes_with_the_result(client):
     assert set(client.run(copies_there, "Wide").values()) == {0}
 
 
+@pytest.mark.slow
 def test_a_lazy_result_survives_the_workers_that_hold_the_model(three):
     output = daskdl.predict(nn.Linear(2, 1), lazy(), three)
     before = three.compute(output[:20]).result()
@@ -102,6 +103,7 @@ class Mortal:
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["same", "url"])
+@pytest.mark.slow
 def test_a_partition_whose_worker_dies_half_way_is_computed_by_another(
     three, tmp_path, written
 ):

@@ -183,6 +183,7 @@ class TestDaskArrays:
             assert set(holders(client, supply)) == {workers[0]}
 
 
+@pytest.mark.slow
 def test_parts_lost_with_their_worker_can_be_sent_again(three):
     first, second = workers_of(three)[:2]
     pids = three.run(os.getpid)
@@ -203,6 +204,7 @@ def test_parts_lost_with_their_worker_can_be_sent_again(three):
         assert supply.lost() == []
 
 
+@pytest.mark.slow
 def test_lost_tasks_of_lazy_parts_are_sent_again(three):
     first, second = workers_of(three)[:2]
     pids = three.run(os.getpid)

@@ -12,7 +12,7 @@ from torch import nn
 from daskdl import AdaptiveThreshold, Callback, GradientSharing
 from daskdl.channel.worker import NAME
 from tests.support.problems import SIZE, kept, mlp, plain, rows, start_of, trainer
-from tests.support.recording import Notes, vector
+from tests.support.recording import Notes, delivered, vector
 
 X, Y = rows()
 
@@ -37,9 +37,7 @@ class TestSharing:
         gradient = torch.cat([p.grad.double().reshape(-1) for p in start.parameters()])
         # The two halves' means add up to twice the mean of all.
         expected = vector(start) - 0.02 * factor * 2 * gradient
-        torch.testing.assert_close(
-            vector(own.model_), expected, rtol=0, atol=4 * 2.0**-24
-        )
+        torch.testing.assert_close(delivered(own), expected, rtol=0, atol=4 * 2.0**-24)
 
     def test_a_number_scales_one_replica_too(self, lone_client):
         moved = []

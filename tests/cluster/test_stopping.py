@@ -80,6 +80,7 @@ def assert_best(own, folder):
 
 
 class TestTwo:
+    @pytest.mark.slow
     def test_with_uneven_data_all_stop_at_the_same_epoch(self, client, tmp_path):
         chunks = (700, 20, 100, 140)
         x, y = da.from_array(X, (chunks, 20)), da.from_array(Y, (chunks,))

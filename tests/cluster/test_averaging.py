@@ -23,6 +23,8 @@ from tests.support.problems import (
 from tests.support.script import Script, TookPart, enough
 from tests.support.watched import TrainedRows
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows(count=960)
 
 

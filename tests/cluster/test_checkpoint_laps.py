@@ -14,6 +14,8 @@ from tests.support.problems import kept, parameters_of, rows, trainer
 from tests.support.script import Script, TookPart, enough
 from tests.support.watched import TrainedRows
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows(count=960)
 BATCH = 16
 

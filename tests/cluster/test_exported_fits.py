@@ -13,6 +13,8 @@ from tests.support.endings import FailAt, Interrupt
 from tests.support.problems import trainer
 from tests.support.watched import TrainedRows, Watched, watched_blocks
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = 3
 ALL = dict.fromkeys(range(480), 1)
 MEMORY = "memory://daskdl-test-exported-fits"

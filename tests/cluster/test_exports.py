@@ -21,6 +21,8 @@ from daskdl.errors import DataError
 from tests.support.leftovers import still_left_behind
 from tests.support.numbered import Numbered, ids_of
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (20,) * 12
 
 

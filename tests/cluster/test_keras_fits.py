@@ -11,6 +11,8 @@ from tests.support.clusters import cluster_of
 from tests.support.keras_networks import MODELS, adam, pictures
 from tests.support.problems import kept
 
+pytestmark = pytest.mark.slow
+
 X, Y = pictures()
 
 

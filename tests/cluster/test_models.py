@@ -18,6 +18,8 @@ from tests.support.problems import (
 )
 from tests.support.recording import vector
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows()
 
 

@@ -23,6 +23,8 @@ from daskdl.errors import DataError
 from tests.support.pictures import folder
 from tests.support.s3 import options
 
+pytestmark = pytest.mark.slow
+
 FILES = {f"{'abc'[i % 3]}/{i:02}.txt": f"file {i}".encode() for i in range(60)}
 PER_BATCH = 5
 SHARDS = 12

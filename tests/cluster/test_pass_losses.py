@@ -11,6 +11,8 @@ from daskdl.data.sources import source_of
 from daskdl.errors import DataError, WaitTimeoutError
 from tests.support.clusters import cluster_of
 
+pytestmark = pytest.mark.slow
+
 X = np.arange(640.0).reshape(320, 2)
 
 

@@ -11,6 +11,8 @@ from tests.support import s3
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import vector
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows()
 
 

@@ -13,6 +13,8 @@ from daskdl import Callback
 from tests.support.problems import kept, rows, trainer
 from tests.support.script import Script, enough, nothing
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows(count=960)
 
 

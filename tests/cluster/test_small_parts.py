@@ -12,6 +12,8 @@ from distributed import wait
 from tests.support.problems import rows, trainer
 from tests.support.watched import TrainedRows
 
+pytestmark = pytest.mark.slow
+
 COUNT, EACH, EPOCHS = 960, 5, 2
 X, _ = rows(COUNT)
 NUMBERS = np.arange(COUNT)

@@ -11,6 +11,8 @@ from tests.support.problems import kept, parameters_of, plain, rows, trainer
 from tests.support.promises import check_agreed
 from tests.support.recording import Recorded, delivered, records, vector
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows()
 LAYERS = {"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold(initial=1e-3)}
 ROUTINGS = pytest.mark.parametrize("routing", ["plain", "mesh"])

@@ -18,6 +18,8 @@ from tests.support.problems import (
     trainer,
 )
 
+pytestmark = pytest.mark.slow
+
 X, Y = rows(count=960)
 
 

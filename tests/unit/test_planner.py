@@ -18,6 +18,8 @@ from daskdl.packed import Packed
 from daskdl.planning import planner, rehearsal
 from daskdl.planning.requests import request_costs
 
+pytestmark = pytest.mark.slow
+
 NETWORK = daskdl.Network(1e9, 1e-3)
 WORKERS = "workers must be a whole number >= 1, or several"
 GENERATOR = torch.Generator().manual_seed(0)

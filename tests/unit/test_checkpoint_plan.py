@@ -162,7 +162,7 @@ def test_one_that_does_not_say_all_is_damaged(series, name):
     found = series.newest()
     del found.said[name]
 
-    with pytest.raises(SaveError, match="checkpoint-000001 is damaged"):
+    with pytest.raises(SaveError, match=r"checkpoint-000001.* is damaged"):
         Resumption.of(found)
 
 
@@ -170,7 +170,7 @@ def test_one_that_does_not_say_all_is_damaged(series, name):
 def test_one_that_says_what_cannot_be_is_damaged(series, name, value):
     put(series, 1, **saying(**{name: value}))
 
-    with pytest.raises(SaveError, match="checkpoint-000001 is damaged"):
+    with pytest.raises(SaveError, match=r"checkpoint-000001.* is damaged"):
         Resumption.of(series.newest())
 
 

@@ -104,7 +104,8 @@ def test_what_needs_another_state_begins_anew(replicas, switch, caplog):
         fit(own)
 
     assert "needs another state" in caplog.text
-    assert max(steps(own)) <= 30 // replicas + 1
+    # About 30 steps of all in each fit; who makes how many is decided by leases.
+    assert max(steps(own)) < 1.5 * 30 / replicas
 
 
 def thawed(model):

@@ -15,8 +15,6 @@ LOADED = """
 import os, sys
 import daskdl, daskdl.keras
 from daskdl.keras.library import library
-
-pytestmark = pytest.mark.slow
 print('keras' in sys.modules)
 print(library().backend.backend(), 'KERAS_BACKEND' in os.environ)
 """

@@ -49,7 +49,22 @@ class Case:
     shape: tuple[int, ...]
 
 
-CASES = (Case("mlp", mlp, (784,)), Case("cnn", cnn, (1, 28, 28)))
+def small() -> nn.Module:
+    """0.27 M parameters: to send a row costs nearly as much as to score it."""
+    return nn.Sequential(
+        nn.Linear(784, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
+
+
+CASES = (
+    Case("mlp", mlp, (784,)),
+    Case("cnn", cnn, (1, 28, 28)),
+    Case("small mlp", small, (784,)),
+)
 
 
 @dataclass(frozen=True)
@@ -127,8 +142,10 @@ def together_s(model: nn.Module, case: Case, blocks: int, client: Client) -> flo
     return time.perf_counter() - began
 
 
-def measured(client: Client, rounds: int, blocks: int) -> Iterator[Row]:
-    for case in CASES:
+def measured(
+    client: Client, cases: Sequence[Case], rounds: int, blocks: int
+) -> Iterator[Row]:
+    for case in cases:
         model, rows = case.make().eval(), blocks * BLOCK
         found = []
         for _ in range(rounds + 1):  # the first is not counted
@@ -142,7 +159,7 @@ def measured(client: Client, rounds: int, blocks: int) -> Iterator[Row]:
         yield Row(case.name, rows, *middle)
 
 
-def lazy(client: Client, rounds: int, blocks: int) -> None:
+def lazy(client: Client, cases: Sequence[Case], rounds: int, blocks: int) -> None:
     """Print how a lazy collection compares with one process."""
     print(
         "| model | rows | one process, rows/s | two loops, rows/s "
@@ -150,7 +167,7 @@ def lazy(client: Client, rounds: int, blocks: int) -> None:
         "| overhead, ms per 10,000 rows |"
     )
     print("|---" * 8 + "|")
-    for row in measured(client, rounds, blocks):
+    for row in measured(client, cases, rounds, blocks):
         print(
             f"| {row.model} | {row.rows:,} | {row.alone:,.0f} | "
             f"{row.apart:,.0f} | {row.together:,.0f} | {row.limit:.2f} | "
@@ -170,7 +187,7 @@ def processor_s() -> tuple[float, float]:
     return own, sum(others)
 
 
-def in_memory(client: Client, rounds: int, blocks: int) -> None:
+def in_memory(client: Client, cases: Sequence[Case], rounds: int, blocks: int) -> None:
     """Print how numpy in, numpy out compares with one process."""
     print(
         "| model | rows | way | one process, rows/s | two workers, rows/s "
@@ -180,7 +197,7 @@ def in_memory(client: Client, rounds: int, blocks: int) -> None:
     print("|---" * 9 + "|")
     address = client.scheduler.address
     with Client(address, direct_to_workers=True, set_as_default=False) as direct:
-        for case in CASES:
+        for case in cases:
             model = case.make().eval()
             X = np.concatenate([block_of(i, case.shape) for i in range(blocks)])
             for way, own in (("relayed", client), ("direct", direct)):
@@ -219,8 +236,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=32, help=f"of {BLOCK} rows")
     parser.add_argument("--in-memory", action="store_true", help="numpy in, numpy out")
+    names = [case.name for case in CASES]
+    parser.add_argument("--models", nargs="*", default=names, choices=names)
     asked = parser.parse_args()
     rounds = asked.rounds
+    cases = [case for case in CASES if case.name in asked.models]
     torch.set_num_threads(1)
     print(f"# torch {torch.__version__}, {platform.processor()}, {rounds} rounds")
     with (
@@ -230,9 +250,9 @@ def main() -> None:
         Client(cluster) as client,
     ):
         if asked.in_memory:
-            in_memory(client, rounds, asked.blocks)
+            in_memory(client, cases, rounds, asked.blocks)
         else:
-            lazy(client, rounds, asked.blocks)
+            lazy(client, cases, rounds, asked.blocks)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,8 @@ def evaluate(
         check_loss(loss)
     if source.first is None:
         source = looked_at(source, client, skips=read.skips)
-    scoring, measures = _prepared(model, loss, source, read, wanted)
+    packed = PackedModel(model, here=client is False)
+    scoring, measures = _prepared(model, packed, loss, source, read, wanted)
     if client is not False:
         source = sharded(source, len(workers_of(client)))
     score, states = _totals(source, scoring, client)
@@ -198,6 +199,7 @@ def _sections(
 
 def _prepared(
     model: nn.Module,
+    packed: PackedModel,
     loss: Objective | None,
     source: Source,
     read: ReadOptions,
@@ -223,7 +225,7 @@ def _prepared(
         check_whole(source, labels)
     named = "step" if isinstance(loss, OwnStep) else "loss"
     scoring = Scoring(
-        PackedModel(model),
+        packed,
         None if loss is None else Packed(loss, named),
         read.batch_size,
         read.transform,

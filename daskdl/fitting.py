@@ -16,7 +16,7 @@ from daskdl.data.source import Source, rows_in
 from daskdl.data.sources import source_of
 from daskdl.errors import DataError
 from daskdl.objective import OwnStep
-from daskdl.packed import Packed, PackedModel
+from daskdl.packed import Packed, copied
 from daskdl.training.adoption import Standing
 from daskdl.training.judging import Judging
 from daskdl.training.method import Method
@@ -119,10 +119,10 @@ class Fitting:
         standing = self.standing.going_on(model, optimizer, scheduling)
         return replace(self, standing=standing)
 
-    def recipe(self, model: nn.Module, train: Source) -> Packed[Recipe]:
+    def recipe(self, model: nn.Module, train: Source, *, here: bool) -> Packed[Recipe]:
         """What each replica needs of the user's objects; see `Method.recipe`."""
         callbacks = self.trainer.callbacks
-        return self.method.recipe(model, self.standing, callbacks, train)
+        return self.method.recipe(model, self.standing, callbacks, train, here=here)
 
     def task(
         self, model: nn.Module, checked: Checked, left_out: int = 0
@@ -135,7 +135,7 @@ class Fitting:
             left_out: Examples that cannot be read and are in no part any more.
         """
         trainer, fit = self.trainer, self.fit
-        flat = FlatParameters(PackedModel(model).unpack())
+        flat = FlatParameters(copied(model))
         trainer.master.check(flat)
         resumed = self.resumed
         if resumed is not None:

@@ -14,7 +14,7 @@ from daskdl.data.source import Source, is_known, rows_in
 from daskdl.errors import DaskDLError, RunError, SaveError
 from daskdl.fitting import Fitting
 from daskdl.history import History
-from daskdl.packed import Packed
+from daskdl.packed import Packed, PackedModel
 from daskdl.sites import Site
 from daskdl.steps import unpack_rows
 from daskdl.training.adoption import Standing, adopt, kept_residual, parameters_of
@@ -248,6 +248,9 @@ def begun(
             without loading data, no worker was touched.
     """
     site.check_device(str(fitting.trainer.device))
+    here = site.client is False
+    if not here:
+        PackedModel(model)  # what cannot travel is refused before anything is done
     checked = None
     if all(is_known(source) for source in sources.values()):
         checked = fitting.check(model, sources)
@@ -255,7 +258,7 @@ def begun(
         checked = checked or fitting.check(model, ready)
         fitting.check_rows(ready["train"])
         fitting = fitting.going_on(model)
-        recipe = fitting.recipe(model, ready["train"])
+        recipe = fitting.recipe(model, ready["train"], here=here)
         options = fitting.task(model, checked, ready["train"].left_out)
         with site.stage(options, ready) as stage:
             train, count = ready["train"], checked.class_count

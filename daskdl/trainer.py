@@ -42,8 +42,9 @@ class Trainer(Trained):
     ``replicas_per_worker`` threads of this process; see the page on how it works.
 
     Args:
-        model: An `nn.Module`, which is copied, or a function that returns one; also
-            of Keras, see `daskdl.keras`.
+        model: An `nn.Module`, which is copied, or a function that returns one, and is
+            called again for each copy of one that cannot be pickled; also of Keras, see
+            `daskdl.keras`.
         loss: ``loss(model(x), y)``, a scalar tensor. Left out if `step` is given.
         optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
             parameters; it has to be given. Between fits another one may take its

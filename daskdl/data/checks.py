@@ -28,7 +28,7 @@ from daskdl.data.source import Source
 from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Objective
-from daskdl.packed import PackedModel
+from daskdl.packed import copied
 
 
 def check_arrays(X: Tree, y: Tree) -> int:
@@ -95,7 +95,7 @@ def check_step(
     """
     check_model(model, loss, optimizer)
     with random_state_left_alone():
-        copy = PackedModel(model).unpack().eval()
+        copy = copied(model).eval()
         check_optimizer(optimizer, copy)
         return rehearse(copy, loss, X, y, transform)
 
@@ -109,7 +109,7 @@ def check_rows(
 ) -> ClassRange | None:
     """Refuse data that model and loss cannot be scored on; as `check_step`."""
     with random_state_left_alone():
-        return rehearse(PackedModel(model).unpack().eval(), loss, X, y, transform)
+        return rehearse(copied(model).eval(), loss, X, y, transform)
 
 
 def output_rows(
@@ -127,7 +127,7 @@ def output_rows(
         ModelError: If the transform or the model fails on them.
     """
     with random_state_left_alone():
-        module = PackedModel(model).unpack().eval()
+        module = copied(model).eval()
         x, labels = rehearsed_batch(module, X, y, transform)
         return forward(module, x), labels
 

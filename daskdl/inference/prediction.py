@@ -80,7 +80,8 @@ def predict(
     if client is not False:
         workers = len(workers_of(client))
     source = with_first_rows(_source(X, read, wanted.keyed), client)
-    asking = _asking(model, source, read, wanted)
+    packed = PackedModel(model, here=client is False and not is_lazy(X))
+    asking = _asking(packed, source, read, wanted)
     if client is not False and not is_lazy(X):
         source = sharded(source, workers)
     if wanted.writes:
@@ -113,9 +114,8 @@ def _source(X: Any, read: ReadOptions, keyed: bool | None) -> Source:
 
 
 def _asking(
-    model: nn.Module, source: Source, read: ReadOptions, wanted: OutputOptions
+    packed: PackedModel, source: Source, read: ReadOptions, wanted: OutputOptions
 ) -> Asking:
-    packed = PackedModel(model)
     x, _ = rows_like(source)
     form = form_of(packed.unpack(), x, read.transform, wanted.postprocess)
     return Asking(

@@ -63,16 +63,23 @@ def known_source(given: Given, how: Scores, client: Client | Literal[False]) -> 
 
 
 def prepared(
-    source: Source, how: Scores, wrong_only: bool = False
+    source: Source, how: Scores, *, here: bool, wrong_only: bool = False
 ) -> tuple[ExampleScorer, Reading]:
-    """Rehearse on two rows, so that what does not fit is found here."""
+    """Rehearse on two rows, so that what does not fit is found here.
+
+    Args:
+        source: Of which some rows are known.
+        how: With which model, and how they are read.
+        here: It is all done in this process.
+        wrong_only: Whether it has to be known what is wrong.
+    """
     transform, rows = how.read.transform, rows_like(source)
     accepted = check_rows(how.model, how.objective, *rows, transform)
     labels = None if transform else LabelCheck(accepted)
     if labels is not None:
         check_whole(source, labels)
     own = isinstance(how.objective, OwnStep)
-    packed = PackedModel(how.model)
+    packed = PackedModel(how.model, here=here)
     loss = Packed(how.objective, "step" if own else "loss")
     with random_state_left_alone():
         module = packed.unpack().eval()

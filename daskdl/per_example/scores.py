@@ -64,7 +64,7 @@ def score_examples(given: Given, how: Scores, client: Client | Literal[False]) -
     source = known_source(given._replace(X=X), how, client)
     if keys is not None:
         keys.check(source)
-    own = PartScores(*prepared(source, how))
+    own = PartScores(*prepared(source, how, here=client is False and not is_lazy(X)))
     if is_lazy(X):
         assert isinstance(source, Collections)
         scores = lazy_outputs(X, source, own.of_lazy, NOTHING, client, given.y)
@@ -104,7 +104,8 @@ def worst_examples(
         source = rows_of
     if keys is not None:
         keys.check(source)
-    finding = WorstOfPart(*prepared(source, how, wrong_only), top, wrong_only)
+    known = prepared(source, how, here=client is False, wrong_only=wrong_only)
+    finding = WorstOfPart(*known, top, wrong_only)
     rows: dict[int, int] = {}
     worst: list[Found] = []
     for part, left in each_part(_spread(source, client), finding, client, send=True):

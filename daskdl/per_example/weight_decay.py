@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from daskdl.errors import OptionError
 from daskdl.objective import Penalised
-from daskdl.packed import PackedModel
+from daskdl.packed import copied
 
 # Those that add ``weight_decay * parameter`` to the gradient, which is what a term
 # ``0.5 * weight_decay * parameter ** 2`` of the loss does.
@@ -79,7 +79,7 @@ def penalty_of_weights(optimizer: Optimizer) -> float:
 
 def _of_regularisers(model: nn.Module) -> float:
     """Of the weights: on a copy that has not looked at any rows."""
-    fresh = PackedModel(model).unpack()
+    fresh = copied(model)
     if not isinstance(fresh, Penalised):
         return 0.0
     with torch.no_grad():

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from daskdl.data.exports.origin import origin_of, token_of
 from daskdl.data.source import Source
+from daskdl.packed import MAKER
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_OF_ALL = frozenset(vars(nn.Module()))  # its mode, and what is looked at otherwise
+# Its mode, what is looked at otherwise, and who made it.
+_OF_ALL = frozenset({*vars(nn.Module()), MAKER})
 _TELLING = (
     *(int, float, complex, str, bytes, type(None), type, torch.dtype),
     *(Tensor, np.ndarray, np.generic),

@@ -5,10 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from daskdl.packed import MAKER
+
 # In every module, and compared by themselves; lists of a recurrent one's parameters.
 _NOT_COMPARED = frozenset(
     {"_parameters", "_buffers", "_modules", "training"}
-    | {"_flat_weights", "_flat_weight_refs"}
+    | {"_flat_weights", "_flat_weight_refs", MAKER}
 )
 
 

@@ -84,7 +84,7 @@ class Predictor:
     ) -> None:
         check_options(replicas, batch_limit, wait_ms, queue_limit)
         check_module(model)
-        packed = PackedModel(model)
+        packed = PackedModel(model, here=client is False)
         made = None if transform is None else Packed(transform, "transform")
         self._batch_limit = batch_limit
         self._timeouts = Timeouts.from_config()
@@ -228,7 +228,7 @@ class Predictor:
         """
         check_elsewhere(self._loop)
         check_module(model)
-        packed = PackedModel(model)
+        packed = PackedModel(model, here=self._client is None)
         self._check_open()
         self._do(self._crew.swap(packed))
 

@@ -1,5 +1,6 @@
 """What a trainer goes on from: the start of a fit, and the end of the one before."""
 
+import functools
 import logging
 import random
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from daskdl.data.models import check_module
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.keras.module import as_module
-from daskdl.packed import PackedModel
+from daskdl.packed import copied, made
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import restore_
@@ -200,12 +201,15 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
     model = as_module(model)
     if isinstance(model, nn.Module) or not callable(model):
         check_module(model)
-        # Not a deep copy: what cannot travel is then named here.
-        return PackedModel(model).unpack()
+        return copied(model)
+    return made(functools.partial(_made_from, model, seed))
+
+
+def _made_from(function: Callable[[], Any], seed: int) -> Any:
     with random_state_left_alone():
         torch.manual_seed(seed)
         random.seed(seed)  # from it Keras draws a seed for each of its initialisers
-        return as_module(model())  # type: ignore[no-any-return]
+        return as_module(function())
 
 
 def kept_residual(

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from daskdl.data.models import trainable
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError
-from daskdl.packed import Packed, PackedModel
+from daskdl.packed import Packed, copied
 from daskdl.training.rows import training_loss, validation
 from daskdl.training.states import check_like
 
@@ -108,7 +108,7 @@ class Scheduling:
             OptionError: As `of`; a ModelError if its state cannot travel.
         """
         if self.make is not None:
-            copy = PackedModel(model).unpack()
+            copy = copied(model)
             LearningRate(optimizer(trainable(copy)), self).state()
 
 

@@ -23,7 +23,7 @@ from daskdl.data.models import trainable
 from daskdl.data.source import Source, shown_rows
 from daskdl.errors import OptionError
 from daskdl.objective import Objective
-from daskdl.packed import Packed, PackedModel
+from daskdl.packed import Packed, copied
 from daskdl.saving.plain import Plain
 from daskdl.training.adoption import Standing
 from daskdl.training.learning_rate import LearningRate, Scheduling
@@ -119,7 +119,7 @@ class Method:
         Raises:
             OptionError: Naming what of it cannot be written without code.
         """
-        optimizer = self.optimizer(trainable(PackedModel(model).unpack()))
+        optimizer = self.optimizer(trainable(copied(model)))
         plain = Plain()
         plain.encode(optimizer.state_dict(), "the state of the optimizer")
         rate = LearningRate(optimizer, self.scheduling)
@@ -140,6 +140,8 @@ class Method:
         standing: Standing,
         callbacks: Sequence[Callback],
         train: Source,
+        *,
+        here: bool = False,
     ) -> Packed[Recipe]:
         """Pack what each replica needs of it.
 
@@ -148,6 +150,7 @@ class Method:
             standing: What it goes on from.
             callbacks: Those that stay on the client are left out.
             train: Of which some rows are known.
+            here: The replicas are in this process.
 
         Raises:
             ModelError: If something of it cannot be pickled.
@@ -167,4 +170,4 @@ class Method:
             self.transform,
             standing.residual,
         )
-        return Packed(recipe, "trainer")
+        return Packed(recipe, "trainer", here=here)

@@ -4,13 +4,12 @@ A first step imports, compiles and connects for seconds; the others, who may be 
 `max_staleness` steps ahead of it, would stand still meanwhile.
 """
 
-import copy
-
 import torch
 
 from daskdl.data.batches import floating_dtype, tensors
 from daskdl.data.models import trainable
 from daskdl.data.rehearsal import random_state_left_alone, transformed
+from daskdl.packed import copied
 from daskdl.training.base import TrainingMaster
 from daskdl.training.stepping import Stepper, Stepping
 from daskdl.training.task import Recipe
@@ -24,13 +23,12 @@ def warm_up(
     What the user's code raises comes out as it is: the real step would raise it too.
 
     Args:
-        recipe: The model is on its device. Callables with a state of their own are
-            called once more.
+        recipe: Callables with a state of their own are called once more.
         master: Warms up what it does between steps.
         stepping: How a step is made.
         device: Where the replica computes.
     """
-    module = copy.deepcopy(recipe.model)
+    module = copied(recipe.model).to(device)
     with random_state_left_alone():
         batch = transformed(tensors(recipe.rows), recipe.transform)
         optimizer = recipe.optimizer(trainable(module))

@@ -63,8 +63,7 @@ MODELS = {
         {"model": nn.Linear(7, 4)},
         r"model failed on 2 rows of X, shape \(2, 20\)",
     ),
-    "locked, built": ({"model": Locked()}, r"model\.lock \(a _thread\.lock\) cannot"),
-    "locked, made": ({"model": Locked}, r"model\.lock \(a _thread\.lock\) cannot"),
+    "locked": ({"model": Locked()}, r"model\.lock \(a _thread\.lock\) cannot"),
     "a loss for each row": (
         {"loss": nn.CrossEntropyLoss(reduction="none")},
         r"loss must return one floating number .* got shape \(2,\).* take the mean",

@@ -1,0 +1,106 @@
+"""A module that cannot be pickled, on workers that are processes: they make it."""
+
+import threading
+
+import dask.array
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import daskdl
+from daskdl import ModelError
+from tests.support.problems import mlp, rows, trainer
+from tests.support.script import Script, enough
+from tests.support.unpicklable import MODELS, hooked, locked
+
+X, Y = rows(160)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [hooked, *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m != hooked)],
+)
+def test_it_trains_scores_predicts_and_answers(client, model):
+    own = trainer(client, model=model)
+
+    own.fit(X, Y, epochs=2, validation=(X, Y))
+    history = own.fit(X, Y, epochs=2, validation=(X, Y))
+
+    assert history[-1]["replicas"] == 2
+    with torch.no_grad():
+        output = own.model_.eval()(torch.from_numpy(X))
+    np.testing.assert_allclose(own.predict(X), output, rtol=1e-4, atol=1e-5)
+    lazy = own.predict(dask.array.from_array(X, chunks=(50, -1)))
+    np.testing.assert_allclose(client.gather(client.compute(lazy)), output, atol=1e-4)
+    loss = nn.functional.cross_entropy(output, torch.from_numpy(Y)).item()
+    assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
+    assert history[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
+    with own.predictor(replicas=2) as ask:
+        np.testing.assert_allclose(ask(X[:8]), output[:8], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_newcomer_makes_its_own(growing):
+    script = Script(
+        (1, lambda: growing.cluster.scale(2)),
+        (lambda row: row["replicas"] == 2, enough),
+    )
+
+    own = script.run(trainer(growing, model=locked), X, Y)
+
+    assert script.rows[-1]["replicas"] == 2
+    assert len(own.predict(X)) == len(X)
+
+
+def beyond_reach():
+    """A function that no other process can call."""
+    lock = threading.Lock()
+
+    def model():
+        own = mlp()
+        own.lock = lock
+        return own
+
+    return model
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_before_a_worker_is_touched(
+    untouched,
+):
+    message = (
+        r"^model cannot be sent to the workers, because model\.lock \(a _thread\.lock"
+        r"\) cannot be pickled: .*; nor can the function that makes the model: .*; "
+        r"create it when it is first used"
+    )
+    with pytest.raises(ModelError, match=message):
+        trainer(untouched, model=beyond_reach()).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [
+        (lambda client: trainer(client, model=locked()).fit(X, Y), "copied"),
+        (lambda client: trainer(client, model=hooked()).fit(X, Y), "sent to the"),
+        (lambda client: daskdl.predict(locked(), X, client=client), "sent to the"),
+        (lambda client: daskdl.Predictor(locked(), client=client), "sent to the"),
+        (
+            lambda client: daskdl.evaluate(
+                locked(), X, Y, loss=nn.CrossEntropyLoss(), client=client
+            ),
+            "sent to the",
+        ),
+    ],
+    ids=["fit", "fit a copy", "predict", "serve", "evaluate"],
+)
+def test_a_module_that_was_given_is_refused_with_what_to_do(untouched, act, what):
+    with pytest.raises(ModelError) as caught:
+        act(untouched)
+
+    message = str(caught.value)
+    assert message.startswith(f"model cannot be {what}")
+    assert "lock" in message
+    assert message.endswith(
+        "; or give a Trainer a function that makes the model, which is then called "
+        "where a copy is needed"
+    )

@@ -1,0 +1,250 @@
+"""A module that a function has made is made where it is needed: none is pickled."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import daskdl
+from daskdl import Checkpoint, GradientSharing, ModelError, ParameterAveraging, Trainer
+from tests.support.problems import (
+    kept,
+    mlp,
+    parameters_of,
+    plain_loop,
+    rows,
+    sgd,
+    trainer,
+)
+from tests.support.unpicklable import MODELS, hooked, locked
+
+X, Y = rows(160)
+
+
+MASTERS = {"sharing": GradientSharing, "averaging": ParameterAveraging}
+
+
+class Own(nn.Module):
+    """With all that is state, and a lock."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+        # Of generators that no seed of the trainer reaches.
+        draw = np.random.default_rng().normal
+        self.first, self.last = nn.Linear(20, 20), nn.Linear(20, 4)
+        self.second = nn.Linear(20, 20)
+        self.second.weight = self.first.weight
+        shift = torch.from_numpy(draw(size=20).astype(np.float32))
+        self.register_buffer("shift", shift, persistent=False)
+        self.register_buffer("scale", torch.tensor(draw()).float())
+        self.factor = 1.0
+
+    def forward(self, x):
+        x = self.second(self.first(x) + self.shift).tanh() * self.scale
+        return self.factor * self.last(x)
+
+
+@pytest.mark.parametrize("model", MODELS)
+class TestEveryKind:
+    @pytest.mark.parametrize("master", MASTERS)
+    def test_two_replicas_train_and_what_comes_of_it_is_used(self, model, master):
+        own = trainer(False, model=model, master=MASTERS[master](replicas_per_worker=2))
+
+        first = own.fit(X, Y, epochs=2, validation=(X, Y))
+        second = own.fit(X, Y, epochs=2, validation=(X, Y))
+
+        assert second[-1]["loss"] < first[0]["loss"]
+        with torch.no_grad():
+            output = own.model_.eval()(torch.from_numpy(X))
+        np.testing.assert_allclose(own.predict(X), output, rtol=1e-4, atol=1e-5)
+        loss = nn.functional.cross_entropy(output, torch.from_numpy(Y)).item()
+        assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
+        assert second[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
+
+    def test_one_replica_is_a_plain_loop(self, model):
+        own = trainer(False, model=model, master=kept())
+        expected = plain_loop(model, sgd, seed=0, epochs=2, batch_size=16, x=X, y=Y)
+
+        own.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
+
+        for name, value in parameters_of(own.model_).items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-6)
+
+    def test_it_answers_and_scores_each_example(self, model):
+        own = trainer(False, model=model)
+        own.fit(X, Y)
+        with torch.no_grad():
+            output = own.model_.eval()(torch.from_numpy(X[:8]))
+        losses = nn.functional.cross_entropy(
+            output, torch.from_numpy(Y[:8]), reduction="none"
+        )
+
+        with own.predictor(replicas=2) as ask:
+            np.testing.assert_allclose(ask(X[:8]), output, rtol=1e-4, atol=1e-5)
+            ask.swap(own.model_)
+            np.testing.assert_allclose(ask(X[:8]), output, rtol=1e-4, atol=1e-5)
+
+        scores = own.score_examples(X[:8], Y[:8])
+        np.testing.assert_allclose(scores, losses, rtol=1e-4, atol=1e-5)
+
+    def test_a_checkpoint_and_a_save_are_gone_on_from(self, model, tmp_path):
+        point = {"callbacks": [Checkpoint(str(tmp_path / "checkpoints"))]}
+        trainer(False, model=model, **point).fit(X, Y, epochs=1)
+        own = trainer(False, model=model, **point)
+        assert len(own.fit(X, Y, epochs=2, resume=True)) == 2
+        own.save(tmp_path / "save")
+
+        loaded = Trainer.load(
+            tmp_path / "save", client=False, model=model, optimizer=sgd, callbacks=[]
+        )
+
+        assert loaded.evaluate(X, Y)["loss"] == own.evaluate(X, Y)["loss"]
+        loaded.fit(X, Y)
+
+
+class Other:
+    """No module."""
+
+
+def still(parameters):
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def test_replicas_begin_with_the_state_of_the_first_module_that_was_made():
+    made = []
+
+    def model():
+        made.append(Own())
+        return made[-1]
+
+    own = trainer(
+        False,
+        model=model,
+        optimizer=still,
+        master=ParameterAveraging(replicas_per_worker=2),
+    )
+    own.fit(X, Y, batch_size=16, validation=(X, Y))
+
+    assert len(made) > 2
+    assert own.model_ is made[0]
+    expected = made[0](torch.from_numpy(X))
+    loss = nn.functional.cross_entropy(expected, torch.from_numpy(Y)).item()
+    assert own.history_[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
+    np.testing.assert_allclose(own.predict(X), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_changed_of_the_trained_model_goes_on():
+    own = trainer(False, model=Own)
+    own.fit(X, Y)
+    own.model_.last.requires_grad_(False)
+    before = own.model_.last.weight.clone()
+    own.fit(X, Y)
+
+    assert own.model_.first.weight is own.model_.second.weight
+    assert torch.equal(own.model_.last.weight, before)
+    assert not own.model_.last.weight.requires_grad
+    own.model_.factor = 0.0
+    assert not own.predict(X).any()
+
+
+def test_the_random_states_are_those_of_a_model_that_is_pickled():
+    states = []
+    for model in (mlp, locked):
+        torch.manual_seed(5)
+        trainer(False, model=model).fit(X, Y)
+        states.append(torch.get_rng_state())
+
+    assert torch.equal(*states)
+
+
+def test_a_function_that_cannot_be_pickled_is_called_in_this_process():
+    lock = threading.Lock()
+
+    def model():
+        own = mlp()
+        own.lock = lock
+        return own
+
+    own = trainer(False, model=model, master=kept(replicas_per_worker=2))
+    history = own.fit(X, Y, epochs=3)
+
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert own.model_.lock is lock
+    assert len(own.predict(X)) == len(X)
+
+
+def test_a_module_that_can_be_copied_need_not_be_pickled_in_this_process():
+    given = hooked()
+    own = trainer(False, model=given, master=kept(replicas_per_worker=2))
+
+    history = own.fit(X, Y, epochs=3)
+
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert own.model_ is not given
+    assert len(daskdl.predict(given, X, client=False)) == len(X)
+
+
+def test_a_module_that_cannot_be_copied_is_refused_with_what_to_do():
+    message = (
+        r"^model cannot be copied, because model\.lock \(a _thread\.lock\) cannot be "
+        r"pickled: .*; create it when it is first used, or leave it out in "
+        r"__getstate__; or give a Trainer a function that makes the model"
+    )
+    with pytest.raises(ModelError, match=message):
+        trainer(False, model=locked()).fit(X, Y)
+    with pytest.raises(ModelError, match=message):
+        daskdl.predict(locked(), X, client=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            lambda: nn.Linear(20, 5),
+            "weight is a parameter float32 (5, 20) now, and was ",
+        ),
+        (lambda: nn.Linear(20, 4, bias=False), "bias is a parameter None now, and was"),
+        (lambda: nn.Linear(20, 4).double(), "parameter float64 (4, 20) now, and was a"),
+        (lambda: nn.Bilinear(20, 1, 4), "it is a Bilinear now, and was a Linear"),
+        (Other, "must return a torch.nn.Module, got <"),
+    ],
+    ids=["shape", "fewer", "dtype", "class", "kind"],
+)
+def test_a_function_that_makes_another_module_each_time_is_refused(other, message):
+    made = []
+
+    def model():
+        made.append(nn.Linear(20, 4) if not made else other())
+        made[-1].lock = threading.Lock()
+        return made[-1]
+
+    with pytest.raises(ModelError) as caught:
+        trainer(False, model=model).fit(X, Y)
+
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["module", "layer"])
+def test_a_function_that_returns_the_same_module_again_is_refused(part):
+    same = locked()
+
+    def model():
+        return nn.Sequential(same) if part else same
+
+    with pytest.raises(ModelError, match=r"model must make a new module at each call"):
+        trainer(False, model=model).fit(X, Y)
+
+
+def test_predictions_are_known_to_be_of_a_module_whoever_made_it(tmp_path):
+    own = trainer(False)
+    own.fit(X, Y)
+    same = mlp()
+    same.load_state_dict(own.model_.state_dict())
+
+    first = own.predict(X, output=tmp_path)
+    again = daskdl.predict(same, X, output=tmp_path, client=False)
+
+    assert len(first.load()) == len(again.load()) == len(X)

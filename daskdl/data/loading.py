@@ -1,5 +1,7 @@
 """Getting what a part is made of to the worker that trains on it."""
 
+import asyncio
+import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -7,6 +9,7 @@ from typing import Any
 
 from distributed import Client, Future, Worker, get_client, get_worker
 from distributed.client import FutureCancelledError
+from distributed.utils_comm import gather_from_workers
 
 from daskdl.data.futures import new_key
 from daskdl.data.part_graph import PartGraph
@@ -74,15 +77,24 @@ class Fetcher:
         found = {key: self.here(key) for key in graph.needs}
         missing = [key for key, value in found.items() if value is None]
         if len(missing) > 1:
-            try:
-                values = self._moved(missing, missing[0], timeout_s, unwanted)
-            except LostPieceError:
-                if unwanted():
-                    raise
-            else:
-                return found | dict(zip(missing, values, strict=True))
+            gathered = self._gathered(missing, timeout_s, unwanted)
+            found |= gathered
+            missing = [key for key in missing if key not in gathered]
         # One by one, which says which is lost.
         return found | {k: self._need(k, timeout_s, unwanted) for k in missing}
+
+    def _gathered(
+        self, keys: Sequence[Any], timeout_s: float, unwanted: Callable[[], bool]
+    ) -> dict[Any, Any]:
+        """Those of many small results that their workers hand over in one request."""
+        loop = self._client.loop.asyncio_loop
+        coming = asyncio.run_coroutine_threadsafe(_gather(self._client, keys), loop)
+        deadline = time.monotonic() + timeout_s
+        while not concurrent.futures.wait([coming], LOOK_S).done:
+            if time.monotonic() >= deadline or unwanted():
+                coming.cancel()
+                return {}
+        return {} if isinstance(coming.exception(), OSError) else coming.result()
 
     def _need(self, key: Any, timeout_s: float, unwanted: Callable[[], bool]) -> Any:
         """A result that a part begins with; to send the part again is of no use."""
@@ -102,19 +114,9 @@ class Fetcher:
         held = self.here(key)
         if held is not None:
             return held
-        return self._moved([key], key, timeout_s, unwanted)[0]
-
-    def _moved(
-        self,
-        keys: Sequence[Any],
-        key: Any,
-        timeout_s: float,
-        unwanted: Callable[[], bool],
-    ) -> list[Any]:
-        """Results from other workers, in one request; one of them is named."""
         moved = self._client.submit(
             _itself,
-            [Future(one, self._client) for one in keys],
+            Future(key, self._client),
             key=new_key("moved"),
             workers=[self._worker.address],
         )
@@ -122,7 +124,7 @@ class Fetcher:
             self._wait(moved, key, timeout_s, unwanted)
             # It is here: a client would fetch it through a connection to this worker.
             held = self._worker.data.get(moved.key)
-            return list(moved.result() if held is None else held)
+            return moved.result() if held is None else held
         except FutureCancelledError as error:
             raise LostPieceError(
                 f"{key} was lost with the worker that held it"
@@ -158,6 +160,12 @@ class Fetcher:
         if computing:
             return f"it is being computed on {', '.join(computing)}"
         return "nobody has it; it waits for Dask to compute what it is made of"
+
+
+async def _gather(client: Client, keys: Sequence[Any]) -> dict[Any, Any]:
+    held = await client.scheduler.who_has(keys=keys)
+    found, *_ = await gather_from_workers(held, rpc=client.rpc)
+    return dict(found)
 
 
 async def _ask_where(client: Any, key: Any) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec.core import strip_protocol
 from fsspec.utils import glob_translate
 
 from daskdl.data.stores.attempts import attempt
@@ -56,6 +57,10 @@ class Store:
         Raises:
             DataError: If it is not there, or cannot be read.
         """
+        if self.is_local and start is None and stop is None:
+            # Without fsspec, which takes twice as long for a small file.
+            path = Path(strip_protocol(self.url), name)
+            return self._on_file(path.read_bytes, "read", name)
         system, root = self._opened()
         content: bytes = self._on_file(
             lambda: system.cat_file(f"{root}/{name}", start=start, end=stop),

@@ -87,11 +87,14 @@ class Moved(NamedTuple):
         for group, new in zip(state["param_groups"], changed, strict=True):
             group.update(new)
         position = self.rate.position() if scheduling == self.scheduling else None
-        if position is not None and any("lr" in group for group in changed):
-            logger.warning("the learning rate is a new one: its schedule begins anew")
+        if any("lr" in group for group in changed):
+            if position is not None:
+                logger.warning(
+                    "the learning rate is a new one: its schedule begins anew"
+                )
             position = None
             for group, new in zip(state["param_groups"], made, strict=True):
-                group.pop("initial_lr", None)
+                group.pop("initial_lr", None)  # or a scheduler would start from it
                 group["lr"] = new["lr"]
         if position is None:
             optimizer.load_state_dict(state)

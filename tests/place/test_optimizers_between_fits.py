@@ -5,12 +5,16 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from daskdl import GradientSharing
 from tests.support.problems import rows, trainer
 
 X, Y = rows()
+
+
+def flat(epoch):
+    return 1.0
 
 
 def sgd(**options):
@@ -81,6 +85,26 @@ def test_a_new_learning_rate_begins_its_schedule_anew(replicas, caplog):
 
     assert history.column("learning_rate") == [0.01, 0.005]
     assert "its schedule begins anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("former", "scheduler", "rates"),
+    [
+        (lambda o: StepLR(o, 1, gamma=0.5), lambda o: LambdaLR(o, flat), [0.01, 0.01]),
+        (lambda o: LambdaLR(o, flat), lambda o: StepLR(o, 1, gamma=0.5), [0.01, 0.005]),
+        (lambda o: StepLR(o, 1), None, [0.01, 0.01]),
+        (None, lambda o: LambdaLR(o, flat), [0.01, 0.01]),
+    ],
+    ids=["step to lambda", "lambda to step", "step to none", "none to lambda"],
+)
+def test_another_scheduler_starts_from_a_new_learning_rate(
+    replicas, former, scheduler, rates
+):
+    own = fitted(replicas, optimizer=sgd(), scheduler=former)
+
+    own.optimizer, own.scheduler = sgd(lr=0.01), scheduler
+
+    assert fit(own, epochs=2).column("learning_rate") == rates
 
 
 def test_another_class_begins_anew_and_the_log_says_so(replicas, caplog):

@@ -1,5 +1,6 @@
 """A replica's parameters and buffers as they leave it, and how they go on."""
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,24 +80,39 @@ class Parameters:
     def load_into(self, module: nn.Module) -> None:
         """Give a module these parameters and buffers; without any it stays as it is."""
         if self.exact is not None:
-            _make_room_(module, {**self.exact, **self.hidden})
+            _make_room_(module, self.exact, self.hidden)
             module.load_state_dict(self.exact)
             own = dict(module.named_buffers())
-            for name, value in self.hidden.items():
-                own[name].copy_(value)
+            for name in own.keys() & self.hidden.keys():
+                own[name].copy_(self.hidden[name])
         elif self.shared_N is not None and self.buffers is not None:
             load_counts_(module, self.shared_N, self.grid)
             load_buffers_(module, self.buffers)
             load_frozen_(module, self.frozen)
 
 
-def _make_room_(module: nn.Module, tensors: Mapping[str, Any]) -> None:
-    """Let buffers have the shapes and dtypes that they came to have in training."""
+def _make_room_(
+    module: nn.Module, exact: Mapping[str, Any], hidden: Mapping[str, Tensor]
+) -> None:
+    """Let buffers be there, in the shapes and dtypes that they came to have."""
+    tensors = {**exact, **hidden}
     for prefix, part in module.named_modules():
         for leaf, buffer in part.named_buffers(recurse=False):
             new = tensors.get(f"{prefix}.{leaf}" if prefix else leaf)
             if new is not None and _form(new) != _form(buffer):
                 setattr(part, leaf, torch.empty_like(new))
+    own = dict(module.named_buffers())
+    for name in own.keys() - tensors.keys():
+        path, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(path), leaf, None)
+    # A state dict may have other names than the parameters and buffers.
+    there = {*own, *module.state_dict()}
+    for name in [name for name in tensors if name not in there]:
+        path, _, leaf = name.rpartition(".")
+        # Where there is no place for it, it is left out, or refused on loading.
+        with contextlib.suppress(AttributeError, KeyError):
+            new = torch.empty_like(tensors[name])
+            module.get_submodule(path).register_buffer(leaf, new, name in exact)
 
 
 def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:

@@ -141,3 +141,36 @@ def test_one_replica_comes_back_with_its_new_shape():
     for _ in range(2):
         own.fit(X, Y, epochs=1, batch_size=8)
         assert np.shape(own.model_.last) == (3,)
+
+
+class Lazy(nn.Module):
+    """Its buffers come, or go, in the forward pass."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.inner, self.how = nn.Linear(20, 4), how
+        if how in ("a place", "hidden place"):
+            self.register_buffer("mask", None, persistent=how == "a place")
+        self.register_buffer("once", torch.zeros(2))
+
+    def forward(self, x):
+        if self.how.endswith("place") and self.mask is None:
+            self.mask = torch.ones(20)
+        elif not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(20), self.how == "nothing")
+        self.once = None
+        return self.inner(x * self.mask)
+
+
+@pytest.mark.parametrize("how", ["a place", "hidden place", "nothing", "hidden"])
+@pytest.mark.parametrize("kind", ["sharing", "averaging"])
+def test_what_a_forward_pass_registers_comes_back_from_one_replica(kind, how):
+    own = of(kind, 1, model=lambda: Lazy(how))
+
+    for _ in range(2):
+        own.fit(X, Y, epochs=1, batch_size=8, validation=HELD)
+
+        shows_what_was_validated(own)
+        assert own.model_.mask.tolist() == [1.0] * 20
+        assert ("mask" in own.model_.state_dict()) == (how in ("a place", "nothing"))
+        assert own.model_.once is None

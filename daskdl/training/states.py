@@ -102,14 +102,16 @@ def check_like(own: Any, found: Any, what: str, *, loose: bool = False) -> None:
         own: That would be written.
         found: That was read; it may have more fields.
         what: It is.
-        loose: Private fields may be missing, and of any length: they are those of
-            another library, of any version.
+        loose: It is of another library, of any version, or of the user's own class:
+            lists and tensors may be of any length, None stands for anything, private
+            fields may be missing, and private lists are not looked into.
 
     Raises:
         SaveError: Naming the field.
     """
     if isinstance(own, Tensor):
-        _check(isinstance(found, Tensor) and found.shape == own.shape, own, found, what)
+        fits = isinstance(found, Tensor) and (loose or found.shape == own.shape)
+        _check(fits, own, found, what)
     elif isinstance(own, Mapping):
         _check(isinstance(found, Mapping), own, found, what)
         for name in filter(lambda name: isinstance(name, str), own):
@@ -119,11 +121,11 @@ def check_like(own: Any, found: Any, what: str, *, loose: bool = False) -> None:
             if name in found and not (private and isinstance(own[name], list)):
                 check_like(own[name], found[name], f"{what}.{name}", loose=loose)
     elif isinstance(own, list | tuple):
-        fits = isinstance(found, list | tuple) and len(found) == len(own)
-        _check(fits, own, found, what)
-        for i, (ours, theirs) in enumerate(zip(own, found, strict=True)):
+        fits = isinstance(found, list | tuple)
+        _check(fits and (loose or len(found) == len(own)), own, found, what)
+        for i, (ours, theirs) in enumerate(zip(own, found, strict=not loose)):
             check_like(ours, theirs, f"{what}[{i}]", loose=loose)
-    elif own is not None:
+    elif own is not None and not (loose and found is None):
         kinds = (int, float) if isinstance(own, int | float) else (type(own),)
         fits = isinstance(found, kinds) and isinstance(found, bool) <= isinstance(
             own, bool | float

@@ -139,7 +139,7 @@ class Frozen:
         self._module = module
         self._forms = _forms(module)
         self._changed: dict[str, None] = {}  # at any time, in their order
-        self._looked = False
+        self._steps = 0
         self._checksums = {n: _checksum(p) for n, p in self._parameters().items()}
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -152,19 +152,22 @@ class Frozen:
         Raises:
             ModelError: If one, or a buffer, has another shape or dtype by now.
         """
-        self._looked = True
         self._check()
         for name, parameter in self._parameters().items():
             if _checksum(parameter) != self._checksums.get(name):
                 self._changed[name] = None
 
     def after_step(self) -> None:
-        """Look after the first step: what a model changes, it mostly changes in each.
+        """Look after steps 1, 2, 4, 8 and so on.
+
+        What a model changes itself, it mostly changes in each step from some step on,
+        and a pass after each would be dear.
 
         Raises:
             ModelError: See `look`.
         """
-        if not self._looked:
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0:
             self.look()
 
     def _check(self) -> None:

@@ -124,6 +124,7 @@ class Averager(Exchange):
 
     @override
     def rest(self, lap: int) -> None:
+        self._frozen.look()  # after the last step of a lap too: its mean is made now
         self._said = self._said._replace(rests=True)
         self._average_all()
         self._offer_state()
@@ -132,7 +133,6 @@ class Averager(Exchange):
 
     @override
     def end_lap(self, lap: int, examples: int) -> None:
-        self._frozen.look()
         while not self._meet(ended=True).over:
             pass
         self._behind = False

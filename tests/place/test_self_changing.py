@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from daskdl import Checkpoint, EarlyStopping, GradientSharing, ParameterAveraging
 from daskdl.errors import ModelError
@@ -174,3 +175,60 @@ def test_what_a_forward_pass_registers_comes_back_from_one_replica(kind, how):
         assert own.model_.mask.tolist() == [1.0] * 20
         assert ("mask" in own.model_.state_dict()) == (how in ("a place", "nothing"))
         assert own.model_.once is None
+
+
+class Moving(Teacher):
+    """A teacher that is moved towards its student, from which it begins as an equal.
+
+    So the first step changes nothing of it, nor do those before `since`.
+    """
+
+    def __init__(self, since=0):
+        super().__init__()
+        self.since, self.seen = since, 0
+
+    def forward(self, x):
+        x = x + 0.01 * self.backbone(x)
+        if not self.training:
+            return self.mean(x)
+        self.seen += 1
+        if self.seen > self.since:
+            with torch.no_grad():
+                for mean, own in zip(
+                    self.mean.parameters(), self.student.parameters(), strict=True
+                ):
+                    mean.lerp_(own, 0.1)
+        return self.student(x)
+
+
+@pytest.mark.parametrize("since", [0, 30])
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_teacher_that_first_changes_later_is_averaged_in_that_epoch(kind, since):
+    own = of(kind, 2, model=lambda: Moving(since))
+
+    own.fit(X, Y, epochs=1, batch_size=4, validation=HELD)
+
+    shows_what_was_validated(own)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_torchs_own_averages_come_back_as_they_were_validated(kind):
+    own = of(kind, 2, model=Averages)
+
+    own.fit(X, Y, epochs=1, batch_size=8, validation=HELD)
+
+    shows_what_was_validated(own)
+
+
+class Averages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(20, 4)
+        mean = AveragedModel(self.student, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        self.mean = mean.requires_grad_(False)
+
+    def forward(self, x):
+        if not self.training:
+            return self.mean(x)
+        self.mean.update_parameters(self.student)
+        return self.student(x)

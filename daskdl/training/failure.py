@@ -5,7 +5,7 @@ from typing import Any
 
 import cloudpickle
 
-from daskdl.errors import DaskDLError
+from daskdl import errors
 from daskdl.guard import guarded
 
 
@@ -17,7 +17,7 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
         step: Steps that the replica has made.
     """
     summary = f"{type(error).__name__}: {error}"
-    own = isinstance(error, DaskDLError)
+    own = type(error).__module__ == errors.__name__
     return {
         "type": type(error).__name__ if own else "ReplicaError",
         "summary": str(error) if own else summary,

@@ -3,12 +3,12 @@
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from daskdl.channel.messages import Answer
 from daskdl.channel.run import RunRecord
+from daskdl.channel.shapes import Identity, check, hints_of
 from daskdl.errors import shown
 from daskdl.guard import answered
 
@@ -18,14 +18,14 @@ LOG_S = 1.0  # least time between two lines about what was refused
 
 Fields = dict[str, Any]
 Handler = Callable[..., Awaitable[Fields]]
-Refused = Callable[..., object]
+Refused = Callable[[Fields], object]
 
 
 class GoneError(Exception):
-    """A replica that has left, or was given up, still asks for something."""
+    """Who is asked is not here, or who asks has left: it may have been in time."""
 
 
-def check_present(replica: Any, record: RunRecord) -> None:
+def check_present(replica: int, record: RunRecord) -> None:
     """Refuse who does not take part.
 
     Raises:
@@ -35,7 +35,17 @@ def check_present(replica: Any, record: RunRecord) -> None:
     if replica in record.members.gone:
         raise GoneError(f"replica {replica} is not a member any more")
     if replica not in record.outboxes:
-        raise ValueError(f"replica {replica!r} is not a member of this run")
+        raise ValueError(f"replica {replica} is not a member of this run")
+
+
+def check_seated(replica: int, record: RunRecord) -> None:
+    """Refuse a number that no replica of the run has had.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if replica not in record.members.seats:
+        raise ValueError(f"there is no replica {replica} in this run")
 
 
 def answer(record: RunRecord, **fields: Any) -> dict[str, Any]:
@@ -49,33 +59,32 @@ class Guard:
     """Answers whatever comes to a handler of Dask's, and ends nothing.
 
     Dask logs a traceback for each request whose handler raises; here it is refused and
-    counted. Fields have to be of the types that the handler names.
+    counted. Fields have to be what the annotations of the handler say.
+
+    Args:
+        refused: Counts a message; called with its fields, which may be anything.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Refused) -> None:
+        self._refused = refused
         self._logged_at = -LOG_S
 
-    def of(self, handler: Handler, refused: Refused) -> Handler:
-        """A handler that answers always.
-
-        Args:
-            handler: Called with the fields of a message.
-            refused: Counts a message; called with the same.
-        """
-        hints = get_type_hints(handler)
+    def of(self, handler: Handler) -> Handler:
+        """A handler that answers always."""
+        hints = {"run": Identity, **hints_of(handler)}
 
         @functools.wraps(handler)
-        async def guarded(*given: Any, **fields: Any) -> Fields:
+        async def guarded(**fields: Any) -> Fields:
             async def handle() -> Fields:
-                _check_types(fields, hints)
-                return await handler(*given, **fields)
+                check(fields, hints)
+                return await handler(**fields)
 
             def refuse(error: Exception) -> Fields:
                 if isinstance(error, GoneError):
                     return {"status": Answer.UNKNOWN.value, "reason": str(error)}
                 what = f"{type(error).__name__}: {error}"
                 reason = shown(f"{handler.__name__}: {what}", 500)
-                refused(*given, **fields)
+                self._refused(fields)
                 self._log(reason)
                 return {"status": Answer.REFUSED.value, "reason": reason}
 
@@ -88,29 +97,3 @@ class Guard:
         if now - self._logged_at >= LOG_S:
             self._logged_at = now
             logger.warning("refused a message: %s", reason)
-
-
-def _check_types(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Refuse what is of another type than a handler names.
-
-    Raises:
-        TypeError: If a field is.
-    """
-    for name, value in fields.items():
-        if not _fits(value, hints.get(name, Any)):
-            raise TypeError(f"{name} must be {hints[name]}, got {type(value)}")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    kind = get_origin(hint) or hint
-    if kind in (Union, UnionType):
-        return any(_fits(value, one) for one in get_args(hint))
-    if kind is float:
-        return isinstance(value, int | float)
-    if kind is Sequence:  # of a text the letters would be taken
-        return isinstance(value, list | tuple)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, kind)

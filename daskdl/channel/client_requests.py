@@ -4,16 +4,20 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from daskdl.channel.answers import answer
+from daskdl.channel.answers import answer, check_seated
 from daskdl.channel.live import LiveRun
 from daskdl.channel.messages import Answer
+from daskdl.channel.shapes import Whole
 
 MOST_REPLICAS = 1000  # of a worker
+LONGEST_S = 3600.0  # that news are waited for; clients ask every few seconds
 
 
-async def handle_watch(live: LiveRun, seen: int, timeout_s: float) -> dict[str, Any]:
+async def handle_watch(live: LiveRun, seen: Whole, timeout_s: float) -> dict[str, Any]:
     """A client asks what is new since the `seen` first events."""
     events = live.record.events
+    if seen > len(events) or not 0 <= timeout_s <= LONGEST_S:
+        raise ValueError(f"got seen={seen} of {len(events)}, timeout_s={timeout_s}")
     with contextlib.suppress(TimeoutError):
         await live.until(lambda: len(events) > seen, timeout_s)
     return {"status": Answer.OK.value, "events": events.since(seen)}
@@ -25,7 +29,7 @@ async def handle_stop(live: LiveRun, reason: str) -> dict[str, Any]:
     return {"status": Answer.OK.value}
 
 
-async def handle_seat(live: LiveRun, worker: str, replicas: int) -> dict[str, Any]:
+async def handle_seat(live: LiveRun, worker: str, replicas: Whole) -> dict[str, Any]:
     """A client wants so many replicas on a worker; answered with the new ones."""
     if replicas > MOST_REPLICAS:
         raise ValueError(f"replicas must be <= {MOST_REPLICAS}, got {replicas}")
@@ -34,24 +38,30 @@ async def handle_seat(live: LiveRun, worker: str, replicas: int) -> dict[str, An
     return answer(live.record, replicas=[members.seat(worker) for _ in range(missing)])
 
 
-async def handle_unseat(live: LiveRun, replica: int) -> dict[str, Any]:
+async def handle_unseat(live: LiveRun, replica: Whole) -> dict[str, Any]:
     """A replica could not be started: its seat is free again."""
+    check_seated(replica, live.record)
     if replica not in live.record.members.progress:
         await live.lose(replica, "it was not started")
     return {"status": Answer.OK.value}
 
 
 async def handle_restore(
-    live: LiveRun, phase: str, part: int, key: str
+    live: LiveRun, phase: str, part: Whole, key: str
 ) -> dict[str, Any]:
     """A client has started a lost part again, under another key."""
+    live.record.schedule.check_held(phase, part)
     live.record.schedule.replace(phase, part, key)
     await live.notify()
     return {"status": Answer.OK.value}
 
 
 async def handle_agreed(
-    live: LiveRun, epoch: int, part: int, avoid: Sequence[int], replica: int | None
+    live: LiveRun,
+    epoch: Whole,
+    part: Whole,
+    avoid: Sequence[Whole],
+    replica: Whole | None,
 ) -> dict[str, Any]:
     """A client wants a part of the newest state that all have agreed on.
 
@@ -68,4 +78,5 @@ async def handle_agreed(
         replica = there[0] if there else None
     if replica is None:
         return {"status": Answer.OK.value, "replica": None}
+    check_seated(replica, live.record)
     return {**await live.agreed(replica, epoch, part), "replica": replica}

@@ -240,6 +240,11 @@ class Inbox:
             self.received_bytes = self.refused = self._pile.folds = 0
         return counted
 
+    def reached(self, target: Mapping[int, int]) -> bool:
+        """Whether all has been received of what others have sent up to a target."""
+        with self._changed:
+            return self._positions.reached(target)
+
     def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
         """What has not been received of what others have sent."""
         with self._changed:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from daskdl.channel.shapes import FromMinusOne, Whole
+
 TO_ITS_END = -1  # where a range stops whose part has no known length
 
 NOBODY = -1  # whose share something is that anybody may take
@@ -22,9 +24,9 @@ IsNear = Callable[[int], bool]  # whether the worker of who asks holds a part
 class Range(NamedTuple):
     """Consecutive rows of a part, by position in the order they are trained on."""
 
-    part: int
-    start: int
-    stop: int  # exclusive, or `TO_ITS_END`
+    part: Whole
+    start: Whole
+    stop: FromMinusOne  # exclusive, or `TO_ITS_END`
 
     @property
     def is_whole(self) -> bool:
@@ -53,7 +55,7 @@ class Lease(NamedTuple):
 class Left(NamedTuple):
     """What a replica would have trained on next."""
 
-    replica: int  # or `NOBODY`
+    replica: FromMinusOne  # or `NOBODY`
     ranges: tuple[Range, ...]  # in the order to train on them
 
 

@@ -6,9 +6,11 @@ one order: updates, progress and the word to stop.
 """
 
 import enum
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from daskdl.channel.shapes import COUNTS, FromMinusOne, Whole, fits
 from daskdl.codec import Stamp
 
 # requests to the scheduler, from a client
@@ -33,13 +35,17 @@ WIRE_BYTES = 32  # of msgpack around the frame of an item, measured: 24 to 32
 ITEM_BYTES = 304
 
 
+# The generation, and each replica with its worker.
+Members = tuple[Whole, Sequence[tuple[Whole, str]]]
+
+
 class ItemKind(enum.StrEnum):
     """What an item says; plain strings on the wire, as the scheduler demands."""
 
     UPDATE = "update"  # payload: an encoded frame
     PROGRESS = "progress"  # origin has completed `step`; payload: last lap done
     JOINED = "joined"  # origin trains too from now on, at `step`
-    ROUTES = "routes"  # payload: the generation, and [replica, worker] of each member
+    ROUTES = "routes"  # payload: `Members`
     LOST = "lost"  # origin is gone; nothing more comes from it
     STOP = "stop"  # payload: why
 
@@ -80,27 +86,19 @@ class Item(NamedTuple):
         """
         item = cls(*fields)
         numbers = (*item[1:5], item.generation)
-        if not all(isinstance(n, int) and n >= 0 for n in numbers):
-            raise ValueError(f"an item needs whole numbers >= 0, got {numbers!r}")
-        if item.kind == ItemKind.PROGRESS and not isinstance(item.payload, int):
-            raise ValueError(f"progress needs a lap, got {item.payload!r}")
-        if item.kind == ItemKind.ROUTES and not _is_routes(item.payload):
-            raise ValueError(f"routes need members, got {item.payload!r}")
+        if not all(type(n) is int and n in COUNTS for n in numbers):  # no bool
+            raise ValueError(
+                f"an item needs whole numbers >= 0, got {reprlib.repr(numbers)}"
+            )
+        if item.kind == ItemKind.PROGRESS and not fits(item.payload, FromMinusOne):
+            raise ValueError(f"progress needs a lap, got {reprlib.repr(item.payload)}")
+        if item.kind == ItemKind.ROUTES and not fits(item.payload, Members):
+            raise ValueError(f"routes need members, got {reprlib.repr(item.payload)}")
         return item._replace(kind=ItemKind(item.kind).value)
 
     def weight(self) -> int:
         """Bytes of memory that this item counts in a queue."""
         return self.nbytes + ITEM_BYTES
-
-
-def _is_routes(payload: Any) -> bool:
-    match payload:
-        case [int(), [*members]]:
-            return all(
-                isinstance(replica, int) and isinstance(worker, str)
-                for replica, worker in members
-            )
-    return False
 
 
 class Barrier(enum.StrEnum):

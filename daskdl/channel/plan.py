@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from daskdl.channel.leases import Left, left_of
+from daskdl.channel.shapes import (
+    FromMinusOne,
+    Identity,
+    Positive,
+    Whole,
+    check,
+    hints_of,
+)
 from daskdl.timeouts import Timeouts
 
 # Fine enough that a replica twice as slow as the others delays them little at the end
@@ -16,17 +24,17 @@ PIECES_PER_REPLICA = 8
 class Extent(NamedTuple):
     """How much there is to train on in a phase, and in which portions."""
 
-    rows: tuple[int, ...]  # of each part; -1 if only going through it tells
+    rows: tuple[FromMinusOne, ...]  # of each part; -1 if only going through it tells
     keys: tuple[str, ...]  # of each part that a worker holds, else ""
-    step_rows: int  # per optimizer step of one replica
-    piece_rows: int  # aimed at; a multiple of `step_rows`
+    step_rows: Positive  # per optimizer step of one replica
+    piece_rows: Positive  # aimed at; a multiple of `step_rows`
 
 
 class Laps(NamedTuple):
     """How training epochs are divided: all replicas meet after each lap."""
 
-    replicas: int = 1  # that the run begins with
-    rows: int | None = None  # of each in one lap; None: as many as there are
+    replicas: Positive = 1  # that the run begins with
+    rows: Positive | None = None  # of each in one lap; None: as many as there are
     seconds: float | None = None  # after which the lap is ended; None: it is not
     left: Sequence[Left] | None = None  # of the first epoch; None: all of it
 
@@ -85,17 +93,17 @@ class RunPlan:
         laps: How the epochs are divided.
     """
 
-    run: int
-    replicas: Mapping[int, str]
+    run: Identity
+    replicas: Mapping[Whole, str]
     extents: Mapping[str, Extent]
-    seed: int | None
-    epochs_before: int
+    seed: Whole | None
+    epochs_before: Whole
     synchronous: bool
-    relay_bytes: int
-    min_replicas: int
+    relay_bytes: Whole
+    min_replicas: Whole
     timeouts: Mapping[str, float]
     routing: str = "plain"
-    first_epoch: int = 0
+    first_epoch: Whole = 0
     laps: Laps = WHOLE_EPOCHS
 
     @property
@@ -106,27 +114,22 @@ class RunPlan:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
-        """Read a plan as it came over the wire, where a tuple has no names."""
+        """Read a plan as it came over the wire, where a tuple has no names.
+
+        Raises:
+            ValueError: If it is none that anybody makes, or a TypeError.
+        """
+        check(fields, hints_of(cls))
         extents = {
             phase: Extent(*extent) for phase, extent in fields["extents"].items()
         }
         laps = Laps.of(fields.get("laps", WHOLE_EPOCHS))
         plan = cls(**{**fields, "extents": extents, "laps": laps})
-        plan._check()
+        if not plan.replicas or "train" not in extents:
+            raise ValueError("a plan needs replicas, and what they train on")
+        if any(len(rows) != len(keys) for rows, keys, *_ in extents.values()):
+            raise ValueError("each part has one number of rows and one key")
+        if plan.routing not in ("plain", "mesh"):
+            raise ValueError(f"routing must be plain or mesh, got {plan.routing!r}")
+        Timeouts(**plan.timeouts)
         return plan
-
-    def _check(self) -> None:
-        """Refuse what nobody plans.
-
-        Raises:
-            ValueError: If a field is not what it has to be, or a TypeError.
-        """
-        whole = (self.run, self.epochs_before, self.relay_bytes, self.first_epoch)
-        if not all(type(number) is int and number >= 0 for number in whole):
-            raise ValueError(f"a plan needs whole numbers >= 0, got {whole!r}")
-        seats = self.replicas.items()
-        if not seats or not all(type(r) is int and type(w) is str for r, w in seats):
-            raise ValueError(f"a plan needs workers of replicas, got {self.replicas!r}")
-        if self.routing not in ("plain", "mesh"):
-            raise ValueError(f"routing must be plain or mesh, got {self.routing!r}")
-        Timeouts(**self.timeouts)

@@ -49,6 +49,10 @@ class Positions:
         """All updates of an origin up to this one have been received."""
         return self._complete.get(origin, 0)
 
+    def reached(self, target: Mapping[int, int]) -> bool:
+        """Whether nothing is missing up to a target, however far that is."""
+        return all(self.complete(origin) >= last for origin, last in target.items())
+
     def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
         """The sequence numbers still missing up to a target, by origin."""
         behind: dict[int, list[int]] = {}

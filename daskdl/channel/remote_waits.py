@@ -170,4 +170,4 @@ class RemoteWaits(Waits):
         # What a lost one had sent may have reached nobody, unless a relay has it.
         without = {self._replica} | (self._inbox.lost() if self._mesh else set())
         others = {o: s for o, s in wanted.cut.items() if o not in without}
-        return not wanted.answer.done() and not self._inbox.behind(others)
+        return not wanted.answer.done() and self._inbox.reached(others)

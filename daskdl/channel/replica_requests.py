@@ -1,22 +1,59 @@
 """What replicas ask of their run, and what the scheduler answers."""
 
 import functools
+import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, TypedDict
 
-from daskdl.channel.answers import answer, check_present
+from daskdl import errors
+from daskdl.channel.answers import answer, check_present, check_seated
 from daskdl.channel.live import LiveRun
 from daskdl.channel.messages import Answer, Barrier, Item, ItemKind
 from daskdl.channel.payloads import check_size
+from daskdl.channel.shapes import FromMinusOne, Whole
 from daskdl.channel.standings import Standing
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
 
+# Of what a client can raise: nobody else's errors are known to it.
+ERRORS = frozenset(
+    name
+    for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and issubclass(kind, errors.DaskDLError)
+)
 
-async def handle_join(live: LiveRun, replica: int, version: str) -> dict[str, Any]:
+
+class Told(TypedDict):
+    """How a replica of a mesh stands, see `Standing`."""
+
+    generation: Whole
+    adopted_at: Whole
+    sequence: Whole  # of its last update
+    received: Sequence[tuple[Whole, Whole]]
+
+
+class Finished(TypedDict):
+    """A piece that a replica gives back."""
+
+    piece: Whole
+    examples: Whole
+    loss: float  # mean of the epoch so far
+
+
+class Failed(TypedDict):
+    """What a replica tells of an exception that ends it."""
+
+    type: Annotated[str, ERRORS]
+    summary: str
+    traceback: str
+    step: Whole
+    pickled: bytes
+
+
+async def handle_join(live: LiveRun, replica: Whole, version: str) -> dict[str, Any]:
     """A replica is on its worker.
 
     Before the start it is answered when all founders are here. A newcomer learns
@@ -69,15 +106,16 @@ async def _cut(live: LiveRun, newcomer: int) -> dict[int, int]:
     return record.exact_cut(newcomer)
 
 
-async def handle_activate(live: LiveRun, replica: int, step: int) -> dict[str, Any]:
+async def handle_activate(live: LiveRun, replica: Whole, step: Whole) -> dict[str, Any]:
     """A newcomer has the common state; answered between two barriers."""
     record = live.record
     check_present(replica, record)
     await live.until(lambda: not record.holding, None)
-    record.activate(replica, int(step))
-    worker = record.members.seats[replica]
-    record.events.post("joined", replica=replica, worker=worker)
-    await live.notify()
+    if replica not in record.members.expected:
+        record.activate(replica, step)
+        worker = record.members.seats[replica]
+        record.events.post("joined", replica=replica, worker=worker)
+        await live.notify()
     members = [[r, record.members.step_of(r)] for r in record.members.expected]
     where = {"epoch": record.epoch, "lap": record.lap}
     return answer(record, members=members, **where, report=record.report)
@@ -85,11 +123,11 @@ async def handle_activate(live: LiveRun, replica: int, step: int) -> dict[str, A
 
 async def handle_publish(
     live: LiveRun,
-    origin: int,
+    origin: Whole,
     items: Sequence[Sequence[Any]],
-    step: int,
-    done: int,
-    standing: Mapping[str, Any] | None = None,
+    step: Whole,
+    done: FromMinusOne,
+    standing: Told | None = None,
 ) -> dict[str, Any]:
     """A replica has updates for all others, or only a sign of life.
 
@@ -100,23 +138,27 @@ async def handle_publish(
     check_present(origin, record)
     if standing is not None:
         record.members.progress[origin].heard_at = live.now()
-        sequence, told = _standing_of(standing)
-        if record.hear(origin, int(step), int(done), sequence, told):
+        told = Standing(
+            standing["generation"],
+            standing["adopted_at"],
+            dict(standing["received"]),
+        )
+        if record.hear(origin, step, done, standing["sequence"], told):
             await live.notify()
         stable, words = record.stable(origin), record.words()
         return answer(record, accepted=0, stable=stable, words=words)
     updates = [_update_of(origin, fields) for fields in items]
     record.members.progress[origin].heard_at = live.now()
-    accepted = record.publish(origin, updates, int(step), int(done))
+    accepted = record.publish(origin, updates, step, done)
     return answer(record, accepted=accepted)
 
 
 async def handle_lease(
     live: LiveRun,
-    replica: int,
+    replica: Whole,
     phase: str,
-    epoch: int,
-    finished: Sequence[dict[str, Any]],
+    epoch: Whole,
+    finished: Sequence[Finished],
     wait: bool,
     note: Any = None,
 ) -> dict[str, Any]:
@@ -127,6 +169,9 @@ async def handle_lease(
     """
     record = live.record
     check_present(replica, record)
+    if epoch > record.epoch:
+        raise ValueError(f"epoch {epoch} has not begun, this is {record.epoch}")
+    record.work.leases(phase, epoch)  # before anything is changed: there are such
     record.work.give_back(replica, phase, epoch, finished)
     record.work.look(live.now())
     if note is not None:
@@ -154,11 +199,12 @@ async def handle_lease(
 
 
 async def handle_missing(
-    live: LiveRun, replica: int, phase: str, part: int, key: str
+    live: LiveRun, replica: Whole, phase: str, part: Whole, key: str
 ) -> dict[str, Any]:
     """A part does not come. If it is lost, answered when the client has another."""
     check_present(replica, live.record)
     schedule = live.record.schedule
+    schedule.check_held(phase, part)
     if schedule.key(phase, part) == key and not live.reachable(key):
         live.record.events.post(
             "missing",
@@ -174,7 +220,7 @@ async def handle_missing(
 
 
 async def handle_gather(
-    live: LiveRun, replica: int, key: str, note: Any, told: bytes, kind: str
+    live: LiveRun, replica: Whole, key: str, note: Any, told: bytes, kind: str
 ) -> dict[str, Any]:
     """A replica is at a barrier; answered with all notes when all are."""
     record = live.record
@@ -190,13 +236,8 @@ async def handle_gather(
     return answer(record, notes=notes, gone=gone, counted=dict(gathering.counted))
 
 
-async def handle_fail(
-    live: LiveRun, replica: int, failure: dict[str, Any]
-) -> dict[str, Any]:
+async def handle_fail(live: LiveRun, replica: Whole, failure: Failed) -> dict[str, Any]:
     """A replica cannot go on: the run ends, and the client learns why."""
-    said = failure.get("type"), failure.get("summary")
-    if not all(isinstance(text, str) for text in said):
-        raise ValueError(f"a failure needs a type and a summary, got {said!r}")
     # One that was cut off and comes back must not end the others' run.
     check_present(replica, live.record)
     if replica not in live.record.members.expected:
@@ -208,10 +249,11 @@ async def handle_fail(
 
 
 async def handle_leave(
-    live: LiveRun, replica: int, retires: bool = False
+    live: LiveRun, replica: Whole, retires: bool = False
 ) -> dict[str, Any]:
     """A replica has delivered everything and goes."""
-    await live.leave(replica, retires=bool(retires))
+    check_seated(replica, live.record)
+    await live.leave(replica, retires=retires)
     return {"status": Answer.OK.value}
 
 
@@ -221,9 +263,3 @@ def _update_of(origin: int, fields: Sequence[Any]) -> Item:
         raise ValueError(f"replica {origin} must not publish {item[:3]}")
     check_size(item)
     return item
-
-
-def _standing_of(fields: Mapping[str, Any]) -> tuple[int, Standing]:
-    received = {int(o): int(sequence) for o, sequence in fields["received"]}
-    generation, adopted_at = int(fields["generation"]), int(fields["adopted_at"])
-    return int(fields["sequence"]), Standing(generation, adopted_at, received)

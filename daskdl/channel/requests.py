@@ -1,7 +1,4 @@
-"""Every request of a run, and who answers it.
-
-What cannot be understood is answered too: foreign bytes must not end a run.
-"""
+"""Every request of a run, and who answers it."""
 
 import functools
 from collections.abc import Mapping
@@ -10,33 +7,23 @@ from typing import Any
 from daskdl.channel import client_requests as client
 from daskdl.channel import messages
 from daskdl.channel import replica_requests as replica
-from daskdl.channel.answers import Fields, Guard, Handler
+from daskdl.channel.answers import Fields, GoneError, Handler
 from daskdl.channel.live import LiveRun
-from daskdl.channel.messages import Answer
-from daskdl.errors import shown
 
 
-def of_a_run(guard: Guard, runs: Mapping[int, LiveRun], handler: Handler) -> Handler:
-    """Look the run up; answer what cannot be understood instead of raising.
+def of_a_run(runs: Mapping[int, LiveRun], handler: Handler) -> Handler:
+    """A handler of requests of a run that looks the run up.
 
     Args:
-        guard: Refuses it.
-        runs: That are open; the one that is meant counts it.
+        runs: That are open.
         handler: Called with the run and the fields of the message.
     """
 
-    def count(live: LiveRun, **_: Any) -> None:
-        live.record.refused += 1
-
-    guarded = guard.of(handler, count)
-
     @functools.wraps(handler)
-    async def of_run(run: Any = None, **fields: Any) -> Fields:
-        live = runs.get(run) if isinstance(run, int) else None
-        if live is None:
-            reason = f"no run {shown(repr(run))} here"
-            return {"status": Answer.UNKNOWN.value, "reason": reason}
-        return await guarded(live, **fields)
+    async def of_run(run: int, **fields: Any) -> Fields:
+        if run not in runs:
+            raise GoneError(f"no run {run} here")
+        return await handler(runs[run], **fields)
 
     return of_run
 

@@ -83,6 +83,15 @@ class Schedule:
         """The Dask key of a part, as it is now; "" if no worker holds it."""
         return self._keys[phase][part]
 
+    def check_held(self, phase: str, part: int) -> None:
+        """Refuse a part that no worker has ever held.
+
+        Raises:
+            ValueError: If none has, or a LookupError if there is no such part.
+        """
+        if not self.key(phase, part):
+            raise ValueError(f"no worker holds part {part} of {phase}")
+
     def keys(self, phase: str, lease: Lease) -> dict[int, str]:
         """The keys of all parts that a lease names, the one ahead too."""
         parts = dict.fromkeys(one.part for one in lease.ranges)

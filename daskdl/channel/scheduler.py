@@ -1,8 +1,8 @@
 """The channel's end on the scheduler: a plugin that relays and keeps the runs.
 
 Runs on the scheduler's event loop. It never unpacks a payload and never sees a
-tensor. Every handler is a request; one that raises is an error for its caller
-only.
+tensor. Every handler is a request, and what one raises is an answer: foreign bytes
+must not end a run.
 """
 
 import asyncio
@@ -15,12 +15,13 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from typing_extensions import override
 
 from daskdl.channel import messages
-from daskdl.channel.answers import Guard
+from daskdl.channel.answers import Fields, Guard
 from daskdl.channel.live import LiveRun
 from daskdl.channel.messages import Answer
 from daskdl.channel.plan import RunPlan
 from daskdl.channel.requests import REQUESTS, of_a_run
 from daskdl.channel.run import RunRecord
+from daskdl.channel.shapes import Identity
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -50,24 +51,25 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             self.runs = first.runs
             return
         self._scheduler = scheduler
-        guard = Guard()
-        for operation, own in (
-            (messages.OPEN, self.handle_open),
-            (messages.CLOSE, self.handle_close),
-        ):
-            scheduler.handlers[operation] = guard.of(own, self._count)
-        for operation, handler in REQUESTS.items():
-            scheduler.handlers[operation] = of_a_run(guard, self.runs, handler)
+        guard = Guard(self._count)
+        of_runs = {o: of_a_run(self.runs, handler) for o, handler in REQUESTS.items()}
+        own = {messages.OPEN: self.handle_open, messages.CLOSE: self.handle_close}
+        for operation, handler in {**of_runs, **own}.items():
+            scheduler.handlers[operation] = guard.of(handler)
 
-    def _count(self, **fields: Any) -> None:
+    def _count(self, fields: Fields) -> None:
         """What is of no run counts in all of them: their clients should know."""
-        for live in self.runs.values():
+        run: Any = fields.get("run")
+        of_one = isinstance(run, int) and run in self.runs
+        for live in [self.runs[run]] if of_one else self.runs.values():
             live.record.refused += 1
 
     # ---- requests of a client
 
     async def handle_open(self, plan: Mapping[str, Any], client: str) -> dict[str, Any]:
         """A client starts a run."""
+        if client not in self._scheduler.clients:
+            raise ValueError(f"{client!r} is no client of this cluster")
         record = RunRecord(RunPlan.of(plan))
         if record.plan.run in self.runs:
             raise ValueError(f"run {record.plan.run} is open already")
@@ -80,7 +82,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         logger.info("run %s opens: %s", record.plan.run, record.plan.replicas)
         return {"status": Answer.OK.value, "version": VERSION}
 
-    async def handle_close(self, run: int) -> dict[str, Any]:
+    async def handle_close(self, run: Identity) -> dict[str, Any]:
         """A client is through with a run: nothing of it stays."""
         live = self.runs.pop(run, None)
         still_here = ""

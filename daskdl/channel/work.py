@@ -44,7 +44,7 @@ class Work:
         if not self.enough:
             return None
         near = self._schedule.nearest(phase, is_near)
-        return self._leases(phase, epoch).take(replica, near)
+        return self.leases(phase, epoch).take(replica, near)
 
     def look(self, now: float) -> None:
         """The clock says so much: a lap ends when it has taken long enough."""
@@ -56,7 +56,7 @@ class Work:
 
     def pause(self, replica: int, phase: str, epoch: int) -> Pause | None:
         """What one that gets no piece learns, if the lap is over and not the epoch."""
-        leases = self._leases(phase, epoch)
+        leases = self.leases(phase, epoch)
         if not self.enough or not self._members.here(replica):
             return None
         over = leases.lap_is_over(self._members.expected)
@@ -71,7 +71,7 @@ class Work:
     ) -> None:
         """A replica is through with pieces it had leased; the client learns of it."""
         for piece in finished:
-            own = self._leases(phase, epoch).finish(replica, piece["piece"])
+            own = self.leases(phase, epoch).finish(replica, piece["piece"])
             if phase == "train":
                 self._events.post("progress", epoch=epoch, **piece)
                 before, _ = self._finished.get(replica, (0, 0.0))
@@ -103,14 +103,15 @@ class Work:
 
         There may, as long as somebody else holds one and can be lost.
         """
-        leases = self._leases(phase, epoch)
+        leases = self.leases(phase, epoch)
         if leases.has_one_for(replica):
             return True
         if leases.lap_is_over(self._members.expected):
             return False
         return None if leases.unfinished() else False
 
-    def _leases(self, phase: str, epoch: int) -> Leases:
+    def leases(self, phase: str, epoch: int) -> Leases:
+        """Of an epoch that is not over; see `Schedule.open`."""
         shares = self._members.expected if self._plan.synchronous else None
         return self._schedule.open(phase, epoch, shares)
 

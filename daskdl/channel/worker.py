@@ -3,7 +3,6 @@
 import asyncio
 import atexit
 import gc
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +11,15 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
 from daskdl.channel import messages
-from daskdl.channel.answers import Guard
+from daskdl.channel.answers import Fields, GoneError, Guard
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.link import Link
 from daskdl.channel.messages import Answer, Item, ItemKind
 from daskdl.channel.payloads import fields_of
 from daskdl.channel.reading import SharedFrame
 from daskdl.channel.remote import RemoteChannel
+from daskdl.channel.shapes import Identity, Whole
 from daskdl.errors import ChannelError
-
-logger = logging.getLogger(__name__)
 
 NAME = "daskdl-channel"
 WAIT_S = 1.0  # for what is not there yet; then who wants it asks again
@@ -39,6 +37,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     def __init__(self) -> None:
         self.links = {}
         self.refused = 0
+        self._guard = Guard(self._count)
 
     @override
     def setup(self, worker: Worker) -> None:
@@ -47,7 +46,6 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         if former is not None:
             self.links = former.links
         worker.extensions[NAME] = self
-        guard = Guard()
         for operation, handler in (
             (messages.DELIVER, self.handle_deliver),
             (messages.SHARE, self.handle_share),
@@ -56,7 +54,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             (messages.FETCH, self.handle_fetch),
             (messages.AGREED, self.handle_agreed),
         ):
-            worker.handlers[operation] = guard.of(handler, self._count)
+            worker.handlers[operation] = self._guard.of(handler)
         self._worker = worker
         if worker.nanny:
             # Its process is there for it alone. To look for cycles in all that torch
@@ -75,122 +73,98 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         await asyncio.gather(*(link.left(LEAVE_S) for link in links))
 
     async def handle_deliver(
-        self, run: Any = None, replica: Any = None, items: Sequence[Any] = ()
+        self, run: Identity, replica: Whole, items: Sequence[Any]
     ) -> dict[str, Any]:
         """The relay, or another replica, has items for a replica here."""
         link = self._link(run, replica)
-        if link is None:
-            return {"status": Answer.UNKNOWN.value}
-        try:
-            unpacked = [Item.of(fields) for fields in items]
-        except (TypeError, ValueError) as error:
-            return _refused(link, error)
-        return await _delivered(link, unpacked)
+        return await _delivered(link, [Item.of(fields) for fields in items])
 
     async def handle_share(
-        self, run: Any = None, items: Sequence[Any] = (), shares: Sequence[Any] = ()
+        self,
+        run: Identity,
+        items: Sequence[Any],
+        shares: Sequence[tuple[Whole, Sequence[Whole]]],
     ) -> dict[str, Any]:
         """The relay has items for several replicas here; what is for all came once."""
         unpacked = [_shareable(fields) for fields in items]
-        try:
-            own = {int(r): [unpacked[int(i)] for i in places] for r, places in shares}
-        except (TypeError, ValueError, IndexError) as error:
-            self.refused += 1
-            return {"status": Answer.REFUSED.value, "reason": str(error)}
-        answers = [await self._share(run, r, for_it) for r, for_it in own.items()]
+        own = {r: [unpacked[i] for i in places] for r, places in shares}
+        shared = self._guard.of(self._share)  # each replica's answer is its own
+        answers = [
+            await shared(run=run, replica=replica, items=for_it)
+            for replica, for_it in own.items()
+        ]
         return {"status": Answer.OK.value, "answers": answers}
 
     async def _share(
-        self, run: Any, replica: int, items: Sequence[Item | Exception]
+        self, run: Identity, replica: Whole, items: Sequence[Any]
     ) -> dict[str, Any]:
         link = self._link(run, replica)
-        if link is None:
-            return {"status": Answer.UNKNOWN.value}
-        readable = []
         for item in items:
             if isinstance(item, Exception):
-                return _refused(link, item)
-            readable.append(item)
-        return await _delivered(link, readable)
+                raise item
+        return await _delivered(link, items)
 
     async def handle_snapshot(
-        self, run: Any = None, replica: Any = None, cut: Sequence[Any] = ()
+        self, run: Identity, replica: Whole, cut: Sequence[tuple[Whole, Whole]]
     ) -> dict[str, Any]:
         """A newcomer elsewhere wants the state of a replica here."""
         link = self._link(run, replica)
-        if link is None:
-            return {"status": Answer.UNKNOWN.value}
         try:
-            snapshot = await link.snapshot({int(o): int(s) for o, s in cut})
-        except (TypeError, ValueError) as error:
-            return {"status": Answer.REFUSED.value, "reason": str(error)}
+            snapshot = await link.snapshot(dict(cut))
         except TimeoutError:
-            return {
-                "status": Answer.REFUSED.value,
-                "reason": "it was not ready in time",
-            }
+            return _not_yet("it was not ready in time")
         return {"status": Answer.OK.value, "snapshot": snapshot}
 
     async def handle_repair(
-        self,
-        run: Any = None,
-        replica: Any = None,
-        origin: Any = None,
-        sequences: Sequence[Any] = (),
+        self, run: Identity, replica: Whole, origin: Whole, sequences: Sequence[Whole]
     ) -> dict[str, Any]:
         """A replica elsewhere asks one here for updates that it missed."""
-        link = self._link(run, replica)
-        if link is None:
-            return {"status": Answer.UNKNOWN.value}
-        try:
-            found = link.find(int(origin), [int(s) for s in sequences])
-        except (TypeError, ValueError) as error:
-            return {"status": Answer.REFUSED.value, "reason": str(error)}
+        found = self._link(run, replica).find(origin, sequences)
         return {"status": Answer.OK.value, "items": [fields_of(item) for item in found]}
 
     async def handle_fetch(
-        self, run: Any = None, replica: Any = None, name: Any = None, part: Any = 0
+        self, run: Identity, replica: Whole, name: str, part: Whole
     ) -> dict[str, Any]:
         """A replica elsewhere fetches what one here has on its shelf, or will have."""
         link = self._link(run, replica)
-        if link is None:
-            return {"status": Answer.UNKNOWN.value}
         try:
-            answer = await link.shelf.answer(_name(name), int(part), WAIT_S)
+            answer = await link.shelf.answer(name, part, WAIT_S)
         except TimeoutError:
-            return {"status": Answer.REFUSED.value, "reason": "it is not there yet"}
-        except (TypeError, ValueError) as error:
-            return {"status": Answer.REFUSED.value, "reason": str(error)}
+            return _not_yet("it is not there yet")
         return {"status": Answer.OK.value, **answer}
 
     async def handle_agreed(
-        self, run: Any = None, replica: Any = None, epoch: Any = None, part: Any = 0
+        self, run: Identity, replica: Whole, epoch: Whole, part: Whole
     ) -> dict[str, Any]:
         """The client fetches what all have agreed on, through the scheduler."""
         link = self._link(run, replica)
-        if link is None:
-            return {"status": Answer.UNKNOWN.value}
         try:
-            answer = await link.newest.answer(int(epoch), int(part), WAIT_S)
+            answer = await link.newest.answer(epoch, part, WAIT_S)
         except TimeoutError:
-            return {"status": Answer.REFUSED.value, "reason": "it is not there yet"}
-        except (TypeError, ValueError) as error:
-            return {"status": Answer.REFUSED.value, "reason": str(error)}
+            return _not_yet("it is not there yet")
         return {"status": Answer.OK.value, **answer}
 
-    def _count(self, **fields: Any) -> None:
+    def _count(self, fields: Fields) -> None:
         """Count what was refused, for the replica that it was for if there is one."""
         run, replica = fields.get("run"), fields.get("replica")
+        if not isinstance(replica, int):
+            replica = None
         for (of_run, number), link in self.links.items():
-            if of_run == run and replica in (None, number):
+            if isinstance(run, int) and of_run == run and replica in (None, number):
                 link.inbox.refuse()
                 return
         self.refused += 1
 
-    def _link(self, run: Any, replica: Any) -> Link | None:
-        known = isinstance(run, int) and isinstance(replica, int)
-        link = self.links.get((run, replica)) if known else None
-        self.refused += link is None
+    def _link(self, run: int, replica: int) -> Link:
+        """The link of a replica here.
+
+        Raises:
+            GoneError: If it is not here; counted.
+        """
+        link = self.links.get((run, replica))
+        if link is None:
+            self.refused += 1
+            raise GoneError(f"no replica {replica} of run {run} here")
         return link
 
     def open(self, endpoint: Endpoint) -> RemoteChannel:
@@ -213,13 +187,12 @@ async def set_up(dask_worker: Worker) -> None:
         await dask_worker.plugin_add(ChannelWorkerPlugin(), NAME, catch_errors=False)
 
 
-def _name(name: Any) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"a name must be text, got {name!r}")
-    return name
+def _not_yet(reason: str) -> dict[str, Any]:
+    """It was understood; who asks may ask again."""
+    return {"status": Answer.REFUSED.value, "reason": reason}
 
 
-def _shareable(fields: Sequence[Any]) -> Item | Exception:
+def _shareable(fields: Any) -> Item | Exception:
     """An item whose frame is decoded once, or why it is none."""
     try:
         item = Item.of(fields)
@@ -238,10 +211,3 @@ async def _delivered(link: Link, items: Sequence[Item]) -> dict[str, Any]:
             break
         accepted += 1
     return {"status": Answer.OK.value, "accepted": accepted}
-
-
-def _refused(link: Link, error: Exception) -> dict[str, Any]:
-    link.inbox.refuse()
-    replica = link.connection.endpoint.replica
-    logger.warning("replica %s refused a message: %s", replica, error)
-    return {"status": Answer.REFUSED.value, "reason": str(error)}

@@ -14,6 +14,7 @@ from typing import Any
 from distributed import Client
 from typing_extensions import override
 
+from daskdl.channel.messages import Answer
 from daskdl.channel.payloads import unwrap, wrap
 from daskdl.data import trees
 from daskdl.data.batches import Transform
@@ -23,7 +24,7 @@ from daskdl.packed import Packed, PackedModel
 from daskdl.serving.answers import Failure, Outputs
 from daskdl.serving.replica import Ground, Replica
 from daskdl.serving.structures import structure_of, tree_of
-from daskdl.serving.worker import open_end
+from daskdl.serving.worker import FAILED, open_end
 
 
 class RemoteReplica(Replica):
@@ -48,7 +49,9 @@ class RemoteReplica(Replica):
 
     @override
     async def use(self, version: int) -> None:
-        await self._request("use", version=version)
+        answer = await self._request("use", version=version)
+        if answer["status"] == Answer.REFUSED:
+            raise ConnectionError(answer["reason"])
 
     @override
     async def discard(self) -> None:
@@ -84,6 +87,8 @@ class RemoteReplica(Replica):
             answer = await self._client.scheduler.proxy(worker=self.place, msg=message)
         if not isinstance(answer, dict):  # Dask's answer where there is no handler
             raise ConnectionError(f"worker {self.place} has the replica no longer")
+        if answer["status"] == Answer.UNKNOWN:
+            raise ConnectionError(f"worker {self.place}: {answer['reason']}")
         return answer
 
 
@@ -119,6 +124,8 @@ class RemoteGround(Ground):
 
 
 def _failure(answer: dict[str, Any]) -> Failure | None:
-    if answer["status"] != "failed":
+    if answer["status"] == Answer.REFUSED:
+        return Failure(answer["reason"], "before it came to the model")
+    if answer["status"] != FAILED:
         return None
     return Failure(answer["summary"], answer["details"])

@@ -8,12 +8,16 @@ was killed is.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from distributed import Worker
 
+from daskdl.channel.answers import Fields, GoneError, Guard
+from daskdl.channel.messages import Answer
 from daskdl.channel.payloads import unwrap, wrap
+from daskdl.channel.shapes import Whole
 from daskdl.data import trees
 from daskdl.data.batches import Transform
 from daskdl.packed import Packed, PackedModel
@@ -22,6 +26,8 @@ from daskdl.serving.resident import Resident
 from daskdl.serving.structures import structure_of, tree_of
 
 logger = logging.getLogger(__name__)
+
+FAILED = "failed"  # the status where the model, or a transform, raised
 
 
 async def open_end(
@@ -52,7 +58,12 @@ class ReplicaEnd:
         name: There.
         resident: Who answers.
         silence_s: See `open_end`.
+
+    Attributes:
+        refused: Requests that were not understood.
     """
+
+    refused: int
 
     def __init__(
         self, worker: Worker, name: str, resident: Resident, silence_s: float
@@ -61,56 +72,83 @@ class ReplicaEnd:
         self._name = name
         self._resident = resident
         self._silence_s = silence_s
+        self.refused = 0
         self._asked = 0  # requests that have no answer yet
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
+        guard = Guard(self._count)
+        self._other = guard.of(self._refuse)
+        self._calls = {
+            "ask": guard.of(self._ask),
+            "stage": guard.of(self._stage),
+            "use": guard.of(self._use),
+            "discard": guard.of(self._discard),
+            "hear": guard.of(self._hear),
+            "close": guard.of(self._close),
+        }
         worker.handlers[name] = self.handle
         worker.extensions[name] = self
         self._timer = self._loop.call_later(silence_s, self._look)
 
     # ---- event loop
 
-    async def handle(self, call: Any = None, **fields: Any) -> dict[str, Any]:
-        """Its client asks for something."""
-        self._heard = self._loop.time()
+    async def handle(self, /, call: Any = None, **fields: Any) -> dict[str, Any]:
+        """Its client asks for something; anybody else is refused."""
+        known = isinstance(call, str) and call in self._calls
+        answering = self._calls[call] if known else self._other
         self._asked += 1
         try:
-            return await self._answer(call, **fields)
+            answer = {"status": Answer.OK.value, **await answering(**fields)}
         finally:
             self._asked -= 1
+        if answer["status"] != Answer.REFUSED:
             self._heard = self._loop.time()
+        return answer
 
-    async def _answer(self, call: Any, **fields: Any) -> dict[str, Any]:
-        if call == "ask":
-            return await self._ask(**fields)
-        if call == "stage":
-            return await self._stage(**fields)
-        if call == "use":
-            self._resident.use(fields["version"])
-        elif call == "discard":
-            self._resident.discard()
-        elif call == "close":
-            self._remove()
-            if fields["wait"]:
-                await self._resident.gone()
-        return {"status": "ok"}
-
-    async def _ask(self, structure: bytes, leaves: Any) -> dict[str, Any]:
+    async def _ask(self, structure: bytes, leaves: Sequence[Any]) -> dict[str, Any]:
+        self._check_open()
         x = tree_of(structure, [unwrap(leaf) for leaf in leaves])
         outputs = await self._resident.outputs(x)
         if isinstance(outputs, Failure):
             return _failed(outputs)
         return {
-            "status": "ok",
             "structure": structure_of(outputs.tree),
             "leaves": [wrap(leaf) for leaf in trees.leaves(outputs.tree)],
             "dtypes": list(outputs.dtypes),
         }
 
-    async def _stage(self, version: int, payload: Any) -> dict[str, Any]:
+    async def _stage(self, version: Whole, payload: Any) -> dict[str, Any]:
+        self._check_open()
         packed = PackedModel.of(np.asarray(unwrap(payload)), "model")
         failure = await self._resident.stage(version, packed)
-        return {"status": "ok"} if failure is None else _failed(failure)
+        return {} if failure is None else _failed(failure)
+
+    async def _use(self, version: Whole) -> dict[str, Any]:
+        self._resident.use(version)
+        return {}
+
+    async def _discard(self) -> dict[str, Any]:
+        self._resident.discard()
+        return {}
+
+    async def _hear(self) -> dict[str, Any]:
+        return {}
+
+    async def _close(self, wait: bool) -> dict[str, Any]:
+        self._remove()
+        if wait:
+            await self._resident.gone()
+        return {}
+
+    async def _refuse(self) -> dict[str, Any]:
+        raise ValueError(f"call must be one of {', '.join(self._calls)}")
+
+    def _check_open(self) -> None:
+        if self._resident.closed:
+            raise GoneError("the replica is closed")
+
+    def _count(self, fields: Fields) -> None:
+        self.refused += 1
 
     def close(self) -> None:
         """The worker closes; what Dask calls of an extension."""
@@ -135,7 +173,7 @@ class ReplicaEnd:
 
 def _failed(failure: Failure) -> dict[str, Any]:
     return {
-        "status": "failed",
+        "status": FAILED,
         "summary": failure.summary,
         "details": failure.details,
     }

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from daskdl.channel.base import Stopped
-from tests.support.channels import GRID, begin, bounds, in_thread, publish
+from daskdl.channel.messages import Barrier
+from daskdl.training.failure import failure_of
+from tests.support.channels import GRID, begin, bounds, in_thread, meet, publish
 from tests.support.every_channel import every_channel
 from tests.support.records import of_one
 
@@ -101,11 +103,11 @@ class TestStopping:
     async def test_a_replica_that_fails_ends_the_run_for_all(self, a_run):
         async with a_run() as run:
             waiting = begin(run.channels[0].gather, "end", None)
-            failure = {"type": "ReplicaError", "summary": "boom"}
+            failure = failure_of(RuntimeError("boom"), step=3)
 
             await in_thread(run.channels[1].fail, failure)
 
-            with pytest.raises(Stopped, match="replica 1 failed: boom"):
+            with pytest.raises(Stopped, match="replica 1 failed: RuntimeError: boom"):
                 await waiting
             failed, stopped = await run.events()
             where = {"replica": 1, "worker": run.where(1)}
@@ -141,9 +143,11 @@ class TestLeases:
             assert of_one(await in_thread(leases[0], "train", 0, [])) == (1, "q")
             assert await in_thread(leases[1], "train", 0, [done]) is None
             assert of_one(await in_thread(leases[0], "validation", 0, [])) == (0, "v")
+            await meet(run, "report", Barrier.REPORT)
             assert of_one(await in_thread(leases[0], "train", 1, [])) == (0, "p")
 
-            assert await run.events() == [{"kind": "progress", "epoch": 0, **done}]
+            progress, _ = await run.events()
+            assert progress == {"kind": "progress", "epoch": 0, **done}
 
     @every_channel()
     async def test_who_comes_to_the_end_first_waits_for_the_others(self, a_run):

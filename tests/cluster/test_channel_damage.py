@@ -9,6 +9,7 @@ from daskdl import codec
 from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Item, ItemKind
 from daskdl.errors import ChannelError
+from daskdl.training.failure import failure_of
 from daskdl.version import VERSION
 from tests.support.channels import (
     GRID,
@@ -68,14 +69,20 @@ async def test_a_malformed_publish_is_refused_and_a_good_one_still_arrives(
         assert run.record.stopped is None
 
 
-@pytest.mark.parametrize("run_id", [8, "7", None, [7]], ids=repr)
+@pytest.mark.parametrize(
+    ("run_id", "status"),
+    [(8, "unknown"), ("7", "refused"), (None, "refused"), ([7], "refused")],
+    ids=repr,
+)
 @two_workers()
-async def test_a_publish_of_another_run_is_unknown(c, s, a, b, run_id):
+async def test_a_publish_of_another_run_is_unknown_and_one_of_none_is_refused(
+    c, s, a, b, run_id, status
+):
     async with a_run(c, s, a, b) as run:
         answer = await run.ask("daskdl_publish", run=run_id, **GOOD)
 
-        assert answer["status"] == "unknown"
-        assert run.record.refused == 0
+        assert answer["status"] == status
+        assert run.record.refused == (status == "refused")
         assert publish(run.channels[0])
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
@@ -104,7 +111,7 @@ REQUESTS = {
         "daskdl_gather",
         {"key": "end", "note": None, "told": b"", "kind": "meet"},
     ),
-    "fail": ("daskdl_fail", {"failure": {"type": "E", "summary": "boom"}}),
+    "fail": ("daskdl_fail", {"failure": failure_of(RuntimeError("boom"), step=3)}),
 }
 
 
@@ -263,27 +270,35 @@ async def test_a_malformed_delivery_is_refused_and_counted(c, s, a, b, items):
 
 
 @pytest.mark.parametrize(
-    ("run_id", "replica"), [(8, 1), (RUN, 0), (RUN, [1]), ("7", 1)], ids=repr
+    ("run_id", "replica", "status"),
+    [
+        (8, 1, "unknown"),
+        (RUN, 0, "unknown"),
+        (RUN, [1], "refused"),
+        ("7", 1, "refused"),
+    ],
+    ids=repr,
 )
 @two_workers()
-async def test_a_delivery_for_nobody_here_is_unknown_and_counted(
-    c, s, a, b, run_id, replica
+async def test_a_delivery_for_nobody_here_is_counted(
+    c, s, a, b, run_id, replica, status
 ):
     async with a_run(c, s, a, b) as run:
         answer = await s.rpc(b.address).daskdl_deliver(
             run=run_id, replica=replica, items=[]
         )
 
-        assert answer == {"status": "unknown"}
-        assert run.worker_plugin(1).refused == 1
+        assert answer["status"] == status
+        assert run.worker_plugin(1).refused + run.channels[1].traffic().refused == 1
 
 
 @pytest.mark.parametrize(
     ("fields", "status"),
     [
         ({"replica": 0}, "unknown"),
-        ({"replica": [1]}, "unknown"),
-        ({"run": "7"}, "unknown"),
+        ({"replica": [1]}, "refused"),
+        ({"run": 8}, "unknown"),
+        ({"run": "7"}, "refused"),
         ({"part": "first"}, "refused"),
         ({"part": None}, "refused"),
         ({"part": -1}, "refused"),

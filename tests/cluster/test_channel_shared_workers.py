@@ -153,7 +153,7 @@ def test_a_request_that_makes_no_sense_is_refused_and_counted(shares):
             )
 
             assert answer["status"] == Answer.REFUSED
-            assert run.worker_plugin(1).refused == 1
+            assert run.channels[1].traffic().refused == 1
             assert publish(run.channels[0])
             await in_thread(run.channels[1].wait_for_updates, {0: 1})
 

@@ -1,0 +1,331 @@
+"""Who reaches a port and sends junk is refused and counted, and harms nobody."""
+
+import dataclasses
+import inspect
+import logging
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from distributed.comm import connect
+from distributed.protocol import to_serialize
+from torch import nn
+
+from daskdl import ModelError, Predictor, SaveError
+from daskdl.channel import scheduler, worker
+from daskdl.channel.payloads import wrap
+from daskdl.serving.structures import structure_of
+from daskdl.training.failure import failure_of
+from daskdl.version import VERSION
+from tests.support.clusters import cluster_of
+from tests.support.problems import kept, parameters_of, rows, trainer
+
+X, Y = rows()
+WITHIN_S = 60.0
+
+HUGE = 2**64 - 1  # the largest that a message can carry
+NUMBERS = (-1, HUGE, math.nan)
+JUNK = (
+    *NUMBERS,
+    None,
+    7,
+    True,
+    "x",
+    "y" * 10**5,
+    b"bytes",
+    [None],
+    [[None]],
+    {"a": None},
+    to_serialize(object()),
+    to_serialize(np.zeros(3)),
+)
+# Of the right type, and nothing that there is.
+NOTHING_HERE = {
+    "run": [7],
+    "replica": [7],
+    "phase": ["x"],
+    "kind": ["x"],
+    "version": ["x"],
+    "client": ["x"],
+    "failure type": ["x"],
+    "call": ["x"],
+    "timeout_s": [*NUMBERS],
+}
+# What replicas say to each other; any of them; one of no mesh; another run.
+LEGAL = {
+    "note": JUNK,
+    "replica": [None],
+    "standing": [None],
+    "plan run": [HUGE],
+}
+# There may be no such run, or replica there, and to close it is no mistake. Of what a
+# model is asked, it says itself what is wrong.
+INSTEAD = {"run": ["unknown", "ok"], "replica": ["unknown"], "leaves": ["failed"]}
+UNKNOWN = ("colour", "self", "live", "fields", "handler", "return", "comm", "")
+
+
+class Held(nn.CrossEntropyLoss):
+    """Waits in the middle of the training until all junk was sent."""
+
+    reached, released = threading.Event(), threading.Event()
+    calls = 0
+
+    def forward(self, outputs, labels):
+        Held.calls += 1
+        if Held.calls >= 20:
+            Held.reached.set()
+            assert Held.released.wait(WITHIN_S)
+        return super().forward(outputs, labels)
+
+
+@pytest.fixture(scope="module")
+def open_client():
+    """A client of two workers that are threads of this process, with open ports."""
+    with cluster_of(2, processes=False, protocol="tcp://") as client:
+        yield client
+
+
+@pytest.fixture
+def logged(caplog):
+    """What was logged, by Dask too."""
+    loggers = [logging.getLogger(name) for name in ("distributed", "tornado")]
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    yield caplog.records
+    for logger in loggers:
+        logger.removeHandler(caplog.handler)
+
+
+def junk_for(name, value):
+    """What is put in the place of a field, or of a part of it."""
+    legal = [id(junk) for junk in LEGAL.get(name, ())]
+    for junk in JUNK:
+        same = type(junk) is type(value)
+        of_number = isinstance(value, float) and isinstance(junk, int)
+        counts = isinstance(value, int) and junk in NUMBERS and junk != value
+        if (counts or not same) and not of_number and id(junk) not in legal:
+            yield junk
+    yield from NOTHING_HERE.get(name, ())
+    if isinstance(value, dict):
+        for key, one in value.items():
+            parts = junk_for(f"{name} {key}", one)
+            yield from ({**value, key: junk} for junk in parts)
+            yield {k: v for k, v in value.items() if k != key}
+        yield {**value, "colour": "red"}
+    elif isinstance(value, list | tuple):
+        for i, one in enumerate(value[:2]):
+            parts = junk_for("", one)
+            yield from ([*value[:i], junk, *value[i + 1 :]] for junk in parts)
+
+
+def requests(required, optional):
+    """All that can be wrong with one request."""
+    yield "all", {}
+    for name in required:
+        yield name, {k: v for k, v in required.items() if k != name}
+    for name in UNKNOWN:
+        yield name, {**required, name: "red"}
+    for name, value in {**required, **optional}.items():
+        for junk in junk_for(name, value):
+            yield name, {**required, name: junk}
+
+
+def fields_of(handler, values):
+    """What a request has to have, and what it may have."""
+    taken = dict(inspect.signature(handler).parameters)
+    if taken.pop("live", None):
+        taken["run"] = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)
+    optional = {n for n, p in taken.items() if p.default is not p.empty}
+    own = {name: values[name] for name in taken}
+    return (
+        {name: value for name, value in own.items() if name not in optional},
+        {name: value for name, value in own.items() if name in optional},
+    )
+
+
+def of_daskdl(server, prefix):
+    """What daskdl has registered there, as far as it is called so."""
+    return [name for name in server.handlers if name.startswith(prefix)]
+
+
+class Attack:
+    """Sends junk to every handler of daskdl's on a cluster.
+
+    Attributes:
+        refused: How many requests were refused.
+        unknown: How many were for a run, or a replica, that is not there.
+    """
+
+    def __init__(self, client):
+        self._client = client
+        self._cluster = client.cluster
+        self.refused = self.unknown = 0
+
+    async def on_runs(self):
+        """Send it to all that the plugins have registered, in the run that is open."""
+        plugin = self._cluster.scheduler.extensions[scheduler.NAME]
+        ((run, live),) = plugin.runs.items()
+        home = live.record.members.seats[0]
+        worker_of = {w.address: w for w in self._cluster.workers.values()}
+        values = {
+            "run": run,
+            "plan": dataclasses.asdict(live.record.plan),  # it is open already
+            "client": self._client.id,
+            "seen": 0,
+            "timeout_s": 0.0,
+            "reason": "because",
+            "worker": home,
+            "replica": 0,
+            "replicas": 1,
+            "phase": "train",
+            "epoch": 0,
+            "part": 0,
+            "key": "attack",
+            "avoid": [1],
+            "version": VERSION,
+            "step": 0,
+            "origin": 0,
+            "items": [["update", 0, 1, 0, 4, b"junk", 0]],
+            "done": -1,
+            "standing": {
+                "generation": 0,
+                "adopted_at": 0,
+                "sequence": 0,
+                "received": [[1, 0]],
+            },
+            "finished": [{"piece": 0, "examples": 0, "loss": 0.0}],
+            "wait": False,
+            "note": None,
+            "told": b"",
+            "kind": "meet",
+            "failure": failure_of(RuntimeError("boom"), step=0),
+            "retires": False,
+        }
+        before = live.record.refused
+        await self._on(self._cluster.scheduler, values)
+        assert live.record.refused == before + self.refused
+        self.unknown = 0  # workers count it, the scheduler does not
+
+        values |= {
+            "items": [["progress", 0, 0, 0, 0, -1, 0]],
+            "shares": [[0, [0]]],
+            "cut": [[1, 0]],
+            "sequences": [1],
+            "name": "attack",
+        }
+        await self._on(worker_of[home], values)
+
+    async def on_predictors(self):
+        """Send it to all replicas of predictors."""
+        calls = {
+            "ask": {"structure": structure_of(X), "leaves": [wrap(X)]},
+            "stage": {"version": 2},
+            "use": {"version": 2},
+            "discard": {},
+            "hear": {},
+            "close": {"wait": True},
+        }
+        for server in self._cluster.workers.values():
+            for operation in of_daskdl(server, "daskdl-predictor-"):
+                comm = await connect(server.address)
+                for call, required in calls.items():
+                    wrong = requests({"call": call, **required}, {})
+                    await self._send_all(comm, operation, wrong)
+                await comm.close()
+
+    async def _on(self, server, values):
+        comm = await connect(server.address)
+        for operation in of_daskdl(server, "daskdl_"):
+            wrong = requests(*fields_of(server.handlers[operation], values))
+            await self._send_all(comm, operation, wrong)
+        await comm.close()
+
+    async def _send_all(self, comm, operation, wrong):
+        for name, fields in wrong:
+            await self._send(comm, name, {"op": operation, **fields})
+
+    async def _send(self, comm, wrong, message):
+        await comm.write(message)
+        answer = await comm.read()
+        assert isinstance(answer, dict), f"{answer!r} to {message!s:.500}"
+        # What is sent for several replicas of a worker is answered by each.
+        said = [one["status"] for one in (answer, *answer.get("answers", ()))]
+        self.refused += said.count("refused")
+        self.unknown += said.count("unknown")
+        assert "refused" in said or said[0] in INSTEAD.get(wrong, ()), (
+            f"{answer} to {message!s:.500}"
+        )
+        assert len(answer.get("reason", "")) < 1000
+
+
+def fitted(client, loss):
+    """A fit in step, whose result depends on every update and on their order."""
+    own = trainer(client, master=kept(max_staleness=0), loss=loss, seed=7)
+    history = own.fit(X, Y, epochs=2, batch_size=16)
+    return parameters_of(own.model_), history
+
+
+def test_a_run_goes_on_as_if_nobody_had_sent_junk_to_any_of_its_handlers(
+    open_client, logged
+):
+    undisturbed, history = fitted(open_client, nn.CrossEntropyLoss())
+    assert sum(history.column("refused_messages")) == 0
+    attack = Attack(open_client)
+
+    def attacked():
+        try:
+            assert Held.reached.wait(WITHIN_S)
+            open_client.sync(attack.on_runs)
+        finally:
+            Held.released.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        attacking = threads.submit(attacked)
+        parameters, history = fitted(open_client, Held())
+        attacking.result(WITHIN_S)
+
+    for name, value in undisturbed.items():
+        np.testing.assert_array_equal(value, parameters[name])
+    elsewhere = sum(
+        each.extensions[worker.NAME].refused
+        for each in open_client.cluster.workers.values()
+    )
+    counted = sum(history.column("refused_messages")) + elsewhere
+    assert counted == attack.refused + attack.unknown
+    assert attack.refused > 1000
+    assert not [r for r in logged if r.levelno >= logging.ERROR or r.exc_info]
+
+
+def test_a_predictor_goes_on_too(open_client, logged):
+    attack = Attack(open_client)
+
+    with Predictor(nn.Linear(20, 4), client=open_client) as predictor:
+        before = predictor(X[:3])
+        open_client.sync(attack.on_predictors)
+        after = predictor(X[:3])
+
+    np.testing.assert_array_equal(before, after)
+    assert attack.refused > 100
+    assert not [r for r in logged if r.levelno >= logging.ERROR or r.exc_info]
+    assert not [r for r in logged if "is lost" in r.getMessage()]
+
+
+def test_what_a_replica_refuses_is_an_error_of_the_call(open_client, monkeypatch):
+    async def refuse(**fields):
+        return {"status": "refused", "reason": "ask: no such tree"}
+
+    with Predictor(nn.Linear(20, 4), client=open_client) as predictor:
+        with monkeypatch.context() as patch:
+            for server in open_client.cluster.workers.values():
+                for name in of_daskdl(server, "daskdl-predictor-"):
+                    patch.setitem(server.handlers, name, refuse)
+            with pytest.raises(ModelError, match="ask: no such tree"):
+                predictor(X[:3])
+        assert predictor(X[:3]).shape == (3, 4)
+
+
+@pytest.mark.parametrize("name", ["weight" * 20_000])
+def test_a_message_is_never_longer_than_a_screen(name):
+    assert len(str(SaveError(f"the tensor {name} has no place"))) <= 2000

@@ -30,11 +30,13 @@ class Feed:
 
     Attributes:
         loss: Mean loss of this epoch so far, for the client's bar.
+        dropped: Rows that filled no batch, and were left out for that.
         pause: What is left of the epoch, if the last groups ended with a lap; else
             None. When all have met, `groups` goes on.
     """
 
     loss: float
+    dropped: int
     pause: Pause | None
 
     def __init__(
@@ -53,6 +55,7 @@ class Feed:
         self._given = self._done = 0  # rows: passed to the batches, and done with
         self._held: deque[tuple[Piece, int, int]] = deque()  # rows, and `_given` after
         self.loss = 0.0
+        self.dropped = 0
         self.pause = None
 
     @property
@@ -96,8 +99,10 @@ class Feed:
     def _batches(self, piece: Piece | None) -> Iterator[Batch]:
         size = self._reading.batch_size
         for batch in batches(self._chunks(piece), size):
-            if self._reading.drop_last and rows_in(batch) < size:
-                self._done += rows_in(batch)
+            rows = rows_in(batch)
+            if self._reading.drop_last and rows < size:
+                self._done += rows
+                self.dropped += rows
             else:
                 yield batch
 

@@ -122,11 +122,13 @@ class Replica:
     def _train_lap(self, epoch: int, feed: Feed) -> None:
         works, size = self._live, self._options.stepping.accumulate
         started, skipped = time.perf_counter(), feed.skipped
+        dropped = feed.dropped
         for group in feed.groups(lambda: works.exchange.rest(works.lap), size):
             self._step(epoch, group)
             feed.loss = works.tally.loss_sum / works.tally.examples
         works.tally.seconds += time.perf_counter() - started
         works.tally.skipped += feed.skipped - skipped
+        works.tally.dropped += feed.dropped - dropped
         works.tally.reason = works.tally.reason or feed.reason
 
     def _pause(self, epoch: int, pause: Pause) -> None:
@@ -193,7 +195,7 @@ class Replica:
         seen = sum(other["seen"] for other in gathered.notes.values())
         works.weight = works.seen / seen if seen else 0.0
         judging, notes = self._options.judging, ordered(gathered.notes)
-        check_trained(epoch, notes)
+        check_trained(epoch, notes, gathered.counted["departed"])
         judged = judging.scored(epoch) or not judging.validates
         works.rate.end_epoch(notes, judged=judged)
         works.stopper.end_epoch(epoch, notes, works.exchange.agreed)
@@ -214,6 +216,7 @@ class Replica:
             "step": works.steps,
             "tally": [tally.loss_sum, tally.examples, tally.seconds],
             "skipped": tally.skipped,
+            "dropped": tally.dropped,
             "statistics": list(exchange.statistics()),
             "traffic": vars(self._channel.traffic()),
             "score": score,

@@ -33,10 +33,10 @@ def row_of(
         DataError: If all examples were left out.
     """
     notes: Sequence[Note] = [note for _, note in event["notes"]]
-    check_trained(epoch, notes)
+    departed = event["departed"]
+    check_trained(epoch, notes, departed)
     statistics = [Statistics(*note["statistics"]) for note in notes]
     traffic = [note["traffic"] for note in notes]
-    departed = event["departed"]
     loss_sum, examples = _trained(notes, departed)
     steps = sum(s.steps for s in statistics)
     exchanges = sum(s.exchanges for s in statistics)
@@ -67,22 +67,35 @@ def row_of(
     return {**row, **dict.fromkeys(scores, math.nan), **validation(notes)}
 
 
-def check_trained(epoch: int, notes: Sequence[Note]) -> None:
+def check_trained(
+    epoch: int, notes: Sequence[Note], departed: Sequence[tuple[float, int]] = ()
+) -> None:
     """Refuse an epoch in which all examples were left out.
 
     Args:
         epoch: Counted from 0.
         notes: Of all replicas.
+        departed: See `_trained`.
 
     Raises:
         DataError: Why the first was.
     """
     skipped = sum(note["skipped"] for note in notes)
-    if skipped and not any(note["tally"][1] for note in notes):
-        raise DataError(
-            f"nothing was trained on in epoch {epoch}: all {skipped} examples were "
-            f'left out (on_bad_batch="skip"), the first because {_reason(notes, 0)}'
-        )
+    dropped = sum(note["dropped"] for note in notes)
+    if (skipped or dropped) and not _trained(notes, departed)[1]:
+        why = []
+        if dropped:
+            why.append(
+                f"drop_last=True left out {dropped} examples, as none of "
+                f"{len(notes)} replicas had enough for a batch; take a smaller "
+                "batch_size, fewer replicas, or drop_last=False"
+            )
+        if skipped:
+            why.append(
+                f"all {'other ' if dropped else ''}{skipped} examples were left out "
+                f'(on_bad_batch="skip"), the first because {_reason(notes, 0)}'
+            )
+        raise DataError(f"nothing was trained on in epoch {epoch}: {'; '.join(why)}")
     scores = [note["score"] for note in notes if note["score"] is not None]
     unscored = _reason(notes, 1)
     if scores and unscored and not any(Score(*score).examples for score in scores):

@@ -223,6 +223,7 @@ class Tally:
     seconds: float = 0.0
     skipped: int = 0
     reason: str = ""  # of the first that was skipped
+    dropped: int = 0  # with drop_last
 
     def add(self, other: "Tally") -> None:
         """Count what another one has counted too."""
@@ -231,3 +232,4 @@ class Tally:
         self.seconds += other.seconds
         self.skipped += other.skipped
         self.reason = self.reason or other.reason
+        self.dropped += other.dropped

@@ -20,6 +20,7 @@ from daskdl.training.statistics import Statistics
 NOTE = {
     "tally": [6.0, 4, 1.0],
     "skipped": 0,
+    "dropped": 0,
     "reasons": ["", ""],
     "statistics": list(Statistics(1, 0.5, 0.25, 0.0, 0, 2)),
     "traffic": dataclasses.asdict(Traffic()),

@@ -18,6 +18,7 @@ def note(loss, examples):
         "tally": [loss * examples, examples, 1.0],
         "score": None,
         "skipped": 0,
+        "dropped": 0,
         "reasons": ["", ""],
         "statistics": [2, 0.5, 0.125, 0.0, 0, 4],
         "traffic": TRAFFIC,

@@ -4,6 +4,7 @@ import math
 import pytest
 
 from daskdl.channel.traffic import Traffic
+from daskdl.errors import DataError
 from daskdl.history import COLUMNS
 from daskdl.training.rows import row_of
 from daskdl.training.statistics import Statistics
@@ -54,6 +55,7 @@ def note(
         "scheduled": rate[0],
         "learning_rate": rate[1],
         "skipped": skipped,
+        "dropped": 0,
         "reasons": ["", ""],
     }
 
@@ -144,6 +146,14 @@ def test_a_replica_that_validated_nothing_is_left_out():
 
     assert merged["val_loss"] == 1.5
     assert "val_accuracy" not in merged
+
+
+def test_what_departed_replicas_had_finished_was_trained_on():
+    left = {**note(0.0, 0), "dropped": 8}
+
+    assert row(left, departed=[(32.0, 32)])["examples"] == 32
+    with pytest.raises(DataError, match="drop_last=True left out 8 examples"):
+        row(left)
 
 
 def test_what_departed_replicas_had_finished_counts():

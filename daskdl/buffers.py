@@ -182,7 +182,12 @@ class Frozen:
                 )
 
     def take(self) -> dict[str, npt.NDArray[Any]]:
-        """Copy those that have changed, by name behind `FROZEN`."""
+        """Copy those that have changed, by name behind `FROZEN`.
+
+        Raises:
+            ModelError: See `look`.
+        """
+        self._check()
         own = self._parameters()
         return {FROZEN + name: _array(own[name]) for name in self._changed}
 

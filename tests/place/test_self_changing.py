@@ -1,6 +1,7 @@
 """What a model changes itself, beside training: frozen parameters and buffers."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -45,10 +46,9 @@ class Teacher(nn.Module):
         return self.student(x)
 
 
-def of(kind, replicas, **options):
-    from dataclasses import replace
-
-    master = replace(MASTERS[kind], replicas_per_worker=replicas)
+def of(kind, replicas, *, of_master=None, **options):
+    own = {"replicas_per_worker": replicas, **(of_master or {})}
+    master = dataclasses.replace(MASTERS[kind], **own)
     return trainer(False, master=master, **{"model": Teacher, **options})
 
 
@@ -232,3 +232,31 @@ class Averages(nn.Module):
             return self.mean(x)
         self.mean.update_parameters(self.student)
         return self.student(x)
+
+
+class Positive(nn.Module):
+    """Keeps what is positive of the last batch, from a step on."""
+
+    def __init__(self, since):
+        super().__init__()
+        self.inner, self.left = nn.Linear(20, 4), since
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.left -= 1
+            if self.left < 0:
+                self.last = x[x[:, 0] > 0, 0].clone()
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("since", [4, 25])
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_buffer_that_changes_its_shape_later_is_refused_by_name(kind, since):
+    frequency = {"frequency": 5} if kind.startswith("averaging") else {}
+    own = of(kind, 2, of_master=frequency, model=lambda: Positive(since))
+
+    with pytest.raises(
+        ModelError, match=r"last of the model was .* \(8,\) before .* is .* \(\d,\) now"
+    ):
+        own.fit(X, Y, epochs=2, batch_size=8)

@@ -12,7 +12,7 @@ import torch
 from distributed import Client, LocalCluster, default_client
 
 from daskdl.errors import OptionError, RunError, WaitTimeoutError
-from daskdl.timeouts import Timeouts
+from daskdl.timeouts import Bound, Timeouts
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -94,34 +94,13 @@ def check_installed(client: Client) -> None:
         WaitTimeoutError: If not all have answered in time.
     """
     bound = Timeouts.from_config().bound("join", "request")
-
-    async def ask() -> Any:
-        asking = asyncio.gather(
-            client.run_on_scheduler(_finder("daskdl.channel.scheduler")),
-            client.run(_finder("daskdl.training.launch"), on_error="return"),
-        )
-        return await asyncio.wait_for(asking, bound.seconds)
-
-    try:
-        on_scheduler, on_workers = client.sync(ask)
-    except TimeoutError as error:
-        # One that still imports must not be sent what it would import a second time.
-        raise WaitTimeoutError(
-            f"the scheduler and its workers did not all say within {bound} which "
-            "daskdl and torch they have: one of them hangs, or takes longer to import "
-            "them"
-        ) from error
+    answers = client.sync(_answers, client, bound)
     places: dict[str, list[str]] = {}  # by what is wrong there
-    wrong = _wrong(on_scheduler)
-    if wrong:
-        places[wrong] = [f"the scheduler, {client.scheduler.address}"]
-    for worker, found in sorted(on_workers.items()):
-        if isinstance(found, OSError):
-            logger.info("worker %s is leaving: %s", worker, found)
-        else:
-            wrong = _wrong(found)
-            if wrong:
-                places.setdefault(wrong, []).append(f"worker {worker}")
+    for where, answer in answers.items():
+        if isinstance(answer, OSError):
+            logger.info("%s is leaving: %s", where, answer)
+        elif wrong := _wrong(answer):
+            places.setdefault(wrong, []).append(where)
     if places:
         lines = [f"{_listed(where)}: {what}" for what, where in places.items()]
         raise RunError(
@@ -132,10 +111,40 @@ def check_installed(client: Client) -> None:
         )
 
 
-def _finder(needed: str) -> Callable[[], Awaitable[Found]]:
-    """A function that imports a module of daskdl where daskdl may be missing.
+async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
+    """What the scheduler and each worker have, or the error instead, by name."""
+    scheduler = f"the scheduler, {client.scheduler.address}"
+    asked = {asyncio.ensure_future(client.nthreads()): scheduler}
+    done, waiting = await asyncio.wait(asked, timeout=bound.seconds)
+    if done:
+        (workers,) = (task.result() for task in done)
+        asking = {scheduler: client.run_on_scheduler(_finder())}
+        for address in sorted(workers):
+            own = client.run(_finder(), workers=[address], on_error="return")
+            asking[f"worker {address}"] = own
+        asked = {asyncio.ensure_future(one): where for where, one in asking.items()}
+        _, waiting = await asyncio.wait(asked, timeout=bound.seconds)
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        # One that still imports must not be sent what it would import again.
+        silent = _listed(sorted(asked[task] for task in waiting))
+        raise WaitTimeoutError(
+            f"no answer within {bound} to which daskdl and torch it has, from "
+            f"{silent}: it hangs, or takes longer to import them"
+        )
+    found: dict[str, Any] = {}
+    for task, where in asked.items():
+        answer = task.result()
+        found[where] = answer if where == scheduler else next(iter(answer.values()))
+    return found
 
-    A function within a function is pickled as code, not as a name in its module.
+
+def _finder() -> Callable[[], Awaitable[Found]]:
+    """A function that imports daskdl where daskdl may be missing.
+
+    A function within a function is pickled as code, not as a name in its module. On a
+    scheduler it imports as much: Dask unpickles tasks there, on the event loop.
     """
 
     def find() -> Found:
@@ -143,7 +152,7 @@ def _finder(needed: str) -> Callable[[], Awaitable[Found]]:
         try:
             found["daskdl"] = importlib.import_module("daskdl.version").VERSION
             found["torch"] = str(importlib.import_module("torch").__version__)
-            importlib.import_module(needed)
+            importlib.import_module("daskdl.training.launch")
         except ImportError as error:
             found["error"] = f"{type(error).__name__}: {error}"
         return found

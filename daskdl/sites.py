@@ -151,18 +151,6 @@ class Cluster(Site):
             yield ClusterStage(self.client, options, seats, supplies, limits)
 
     @override
-    def evaluate(
-        self,
-        model: nn.Module,
-        loss: Objective | None,
-        source: Source,
-        read: ReadOptions,
-        wanted: Wanted | None,
-    ) -> Evaluation:
-        check_installed(self.client)
-        return super().evaluate(model, loss, source, read, wanted)
-
-    @override
     def predict(
         self, model: nn.Module, X: Any, read: ReadOptions, wanted: OutputOptions
     ) -> Any:

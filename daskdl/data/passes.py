@@ -13,6 +13,7 @@ from distributed import Client, Future, as_completed, default_client
 from distributed.client import FutureCancelledError
 from typing_extensions import override
 
+from daskdl.cluster import check_installed
 from daskdl.data.futures import new_key, release, workers_of
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.scattering import scatter
@@ -116,6 +117,7 @@ class _Pass:
         self._source = source
         self._client = client
         self._workers = workers_of(client)
+        check_installed(client)
         self._timeouts = Timeouts.from_config()
         self._bound = self._timeouts.bound("data")
         self._packed: dict[str, Packed[Any]] = {

@@ -3,9 +3,12 @@
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 
+import dask
 import pytest
 import torch
 from distributed import Client
@@ -73,6 +76,17 @@ def predict(client):
     return daskdl.predict(mlp(), X, client=client)
 
 
+def score(client):
+    own = trainer(client)
+    own.model_ = mlp()
+    return own.score_examples(X, Y)
+
+
+def check(client):
+    parts = [dask.delayed((X, Y))] * 2
+    return daskdl.data.validate(parts, client=client)
+
+
 def serve(client):
     with daskdl.Predictor(mlp(), client=client) as predictor:
         return predictor(X)
@@ -105,13 +119,32 @@ def test_workers_that_lack_something_are_named_before_a_fit(
     assert REMEDY in message
 
 
-@pytest.mark.parametrize("do", [evaluate, predict, serve])
+@pytest.mark.parametrize("do", [evaluate, predict, score, check, serve])
 def test_workers_that_lack_something_are_named_before_a_pass(client, changed, do):
     worker = sorted(client.nthreads())[1]
     changed(hide, "daskdl", workers=[worker])
 
     with pytest.raises(daskdl.RunError, match=f"{worker}: ModuleNotFoundError"):
         do(client)
+
+
+@pytest.mark.parametrize("do", [fit, predict])
+def test_a_worker_that_hangs_is_named(client, do):
+    pids = client.run(os.getpid)
+    worker = sorted(pids)[1]
+    os.kill(pids[worker], signal.SIGSTOP)
+    bounds = {"daskdl.timeouts.join": "1s", "daskdl.timeouts.request": "1s"}
+
+    try:
+        with dask.config.set(bounds), pytest.raises(daskdl.WaitTimeoutError) as caught:
+            do(client)
+    finally:
+        os.kill(pids[worker], signal.SIGCONT)
+
+    assert str(caught.value) == (
+        "no answer within 2 s (daskdl.timeouts.join + request) to which daskdl and "
+        f"torch it has, from worker {worker}: it hangs, or takes longer to import them"
+    )
 
 
 def test_another_patch_or_build_of_torch_is_as_good(client, changed):
@@ -162,6 +195,32 @@ def test_a_scheduler_that_lacks_something_is_named(apart, change, what):
     where = re.escape(f"the scheduler, {apart.scheduler.address}: {what}")
     assert re.search(where, str(caught.value))
     assert "worker" not in str(caught.value).split("\n")[1]
+
+
+def note_imports():
+    """Let a process remember what is imported by its main thread, that of its loop."""
+
+    class Note:
+        def find_spec(self, name, path=None, target=None):
+            if threading.current_thread() is threading.main_thread():
+                sys.imported.append(name)
+
+    sys.imported = []
+    sys.meta_path.insert(0, Note())
+
+
+@pytest.mark.slow
+def test_torch_and_daskdl_are_imported_beside_the_event_loops(apart):
+    apart.run_on_scheduler(note_imports)
+    apart.run(note_imports)
+
+    assert fit(apart).column("replicas") == [1]
+
+    def imported():
+        return {"torch", "daskdl.training.launch"}.intersection(sys.imported)
+
+    assert apart.run_on_scheduler(imported) == set()
+    assert list(apart.run(imported).values()) == [set()]
 
 
 async def refuse(**fields):

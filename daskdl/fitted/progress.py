@@ -20,7 +20,7 @@ from daskdl.stopping import Stopping
 from daskdl.thresholds import Sent
 from daskdl.training.adoption import Moved, hyperparameters, parameters_of
 from daskdl.training.learning_rate import LearningRate, Scheduling
-from daskdl.training.outcome import KeptResidual, Outcome, layout_of
+from daskdl.training.outcome import KeptResidual, Outcome
 from daskdl.training.tensors import described
 
 COLUMNS = {column[1] for column in LAYOUT.descr}  # kinds of columns of steps
@@ -207,7 +207,7 @@ def _residual_values(fitted: Fitted) -> Any:
 def _residual_of(values: Any, model: nn.Module) -> KeptResidual | None:
     if values is None:
         return None
-    counts, grid, layout = values["counts"], values["grid"], layout_of(model)
+    counts, grid = values["counts"], values["grid"]
     size = sum(p.numel() for p in trainable(model))
     if counts.dtype != torch.int32 or tuple(counts.shape) != (size,):
         raise SaveError(
@@ -216,7 +216,7 @@ def _residual_of(values: Any, model: nn.Module) -> KeptResidual | None:
         )
     if not isinstance(grid, float) or not (0 < grid < math.inf):
         raise SaveError(f"what was not sent is in steps of {grid!r:.80}")
-    return KeptResidual(counts.numpy(), grid, layout)
+    return KeptResidual.beside(model, counts.numpy(), grid)
 
 
 def _decoded_sent(content: Mapping[str, Json]) -> Outcome:

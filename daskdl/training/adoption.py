@@ -18,7 +18,7 @@ from daskdl.packed import copied, made
 from daskdl.training.learning_rate import LearningRate, Scheduling
 from daskdl.training.merge import Final
 from daskdl.training.optimizer_state import restore_
-from daskdl.training.outcome import KeptResidual, Outcome, layout_of
+from daskdl.training.outcome import KeptResidual, Outcome
 from daskdl.training.tensors import described
 
 logger = logging.getLogger(__name__)
@@ -141,8 +141,8 @@ class Standing:
         if self.residual is None or self.residual.fits(model):
             return kept
         logger.warning(
-            "model_ has other trainable parameters than at the end of the fit before: "
-            "what its replicas had not sent yet is dropped"
+            "model_ has other trainable parameters, or other values in them, than at "
+            "the end of the fit before: what its replicas had not sent yet is dropped"
         )
         return replace(kept, residual=None)
 
@@ -229,7 +229,7 @@ def kept_residual(
     if not final.met:
         return former
     counts_N, grid = final.parameters.residual_N, final.parameters.grid
-    return None if counts_N is None else KeptResidual(counts_N, grid, layout_of(model))
+    return None if counts_N is None else KeptResidual.beside(model, counts_N, grid)
 
 
 def adopt(

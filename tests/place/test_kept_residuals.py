@@ -1,6 +1,8 @@
 """What was validated last is what comes back; what was not sent is for the next fit."""
 
+import copy
 import dataclasses
+import logging
 import threading
 
 import numpy as np
@@ -17,6 +19,7 @@ from daskdl import (
     ParameterAveraging,
     Trainer,
 )
+from daskdl.vectors import FlatParameters, grid_for
 from tests.support.problems import mlp, normalised, rows, start_of, trainer
 from tests.support.recording import vector
 
@@ -112,7 +115,7 @@ def book():
 
 def booked(**options):
     options = {"master": sharing(2), "callbacks": [Enter()], **options}
-    return trainer(False, optimizer=Booked, **options)
+    return trainer(False, **{"optimizer": Booked, **options})
 
 
 def sharing(replicas, **options):
@@ -127,6 +130,48 @@ def sharing(replicas, **options):
 
 def fit(own, **options):
     return own.fit(X, Y, **{"batch_size": 16, **options})
+
+
+def load(folder):
+    return Trainer.load(
+        folder,
+        client=False,
+        model=mlp,
+        optimizer=Booked,
+        callbacks=[],
+        loss=nn.CrossEntropyLoss(),
+    )
+
+
+class Growing(Booked):
+    """Makes the first parameter larger with each step."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["params"][0].grad[0, 0] = -0.2
+        return super().step(closure)
+
+
+def almost_one():
+    """A model that has a coarser grid when its first parameter has grown."""
+    model = mlp()
+    nn.init.constant_(model[0].weight[0, 0], 0.999)
+    return model
+
+
+def grid_of(model):
+    return grid_for(FlatParameters(copy.deepcopy(model)))
+
+
+def replaced(model):
+    model.load_state_dict(start_of(mlp, seed=1).state_dict())
+
+
+def nudged(model):
+    with torch.no_grad():
+        model[2].bias[-1] += 2.0**-10
+
+
+CHANGES = {"all replaced": replaced, "one moved": nudged}
 
 
 def model_of(own):
@@ -168,14 +213,7 @@ class TestConservation:
         fit(own)
         own.save(tmp_path)
 
-        again = Trainer.load(
-            tmp_path,
-            client=False,
-            model=mlp,
-            optimizer=Booked,
-            callbacks=[],
-            loss=nn.CrossEntropyLoss(),
-        )
+        again = load(tmp_path)
 
         expected = self.START + book.moved
         np.testing.assert_allclose(self.delivered(again, book), expected, **CLOSE)
@@ -215,13 +253,38 @@ class TestConservation:
         np.testing.assert_allclose(model_of(own), expected, **CLOSE)
 
     def test_parameters_that_have_grown_to_another_grid(self, book):
+        own = booked(model=almost_one, optimizer=Growing)
+        start = start_of(almost_one)
+        fit(own)
+
+        assert grid_of(own.model_) == 2 * grid_of(start)
+        expected = vector(start).double().numpy() + book.moved
+        np.testing.assert_allclose(self.delivered(own, book), expected, **CLOSE)
+
+    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+    def test_the_next_fit_starts_from_weights_that_the_user_has_changed(
+        self, change, book, caplog, tmp_path
+    ):
+        own = booked()
+        fit(own)
+        change(own.model_)
+        expected = model_of(own)
+        own.save(tmp_path)
+        again = load(tmp_path)
+
+        with caplog.at_level(logging.WARNING, logger="daskdl"):
+            got = self.delivered(own, book)
+
+        np.testing.assert_allclose(got, expected, **CLOSE)
+        assert "what its replicas had not sent yet is dropped" in caplog.text
+        np.testing.assert_allclose(self.delivered(again, book), expected, **CLOSE)
+
+    def test_what_is_no_weight_of_the_user_may_change(self, book):
         own = booked()
         fit(own)
         expected = self.START + book.moved
-        with torch.no_grad():
-            next(own.model_.parameters())[0, 0] += 100.0
-        expected[0] += 100.0
 
-        atol = 2.0**-17 * 2  # float32 at 100, rounded on each side
-        got = self.delivered(own, book)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
+        own.model_.eval().double().float()
+        own.evaluate(*HELD)
+
+        np.testing.assert_allclose(self.delivered(own, book), expected, **CLOSE)

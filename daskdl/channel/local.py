@@ -223,6 +223,7 @@ class LocalChannel(Receiver):
             if record.complete(key, gathering):
                 self._changed.notify_all()
             notes = {r: gathering.notes[r] for r in sorted(gathering.notes)}
+            self._count_notes(notes)
             return Gathered(notes, dict(gathering.gone or {}), gathering.counted)
 
     @override

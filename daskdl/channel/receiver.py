@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from daskdl import codec
@@ -90,6 +91,15 @@ class Receiver(Channel):
         # Of one that left since it arrived here, what it handed over counts too.
         self.wait_for_updates({**published, **gone})
 
+    def _count_notes(self, notes: Mapping[int, Any]) -> None:
+        """Count the arrays in the notes of a barrier, which travel as frames do."""
+        for replica, note in notes.items():
+            nbytes = _nbytes(note) if isinstance(note, Mapping) else 0
+            if replica == self._replica:
+                self._traffic.sent_bytes += nbytes
+            else:
+                self._traffic.received_bytes += nbytes
+
     @override
     def traffic(self) -> Traffic:
         now, self._traffic = self._traffic, Traffic()
@@ -101,3 +111,7 @@ class Receiver(Channel):
     @override
     def check(self) -> None:
         self._waits.check()
+
+
+def _nbytes(note: Mapping[str, Any]) -> int:
+    return sum(v.nbytes for v in note.values() if isinstance(v, np.ndarray))

@@ -220,6 +220,7 @@ class RemoteChannel(Receiver):
         if kind != Barrier.AGREE:
             self._inbox.release()
         notes = {replica: unwrap_note(said) for replica, said in answer["notes"]}
+        self._count_notes(notes)
         return Gathered(notes, dict(answer["gone"]), answer["counted"])
 
     @override

@@ -8,8 +8,8 @@ class Traffic:
     """What a channel has carried since the epoch began.
 
     Attributes:
-        sent_bytes: Of frames published; each is counted once.
-        received_bytes: Of frames received.
+        sent_bytes: Of frames published, and of arrays in notes; each is counted once.
+        received_bytes: Of those that came from others.
         frames: Published.
         withheld: Exchanges skipped because the outbox was full.
         refused: Frames that could not be read.

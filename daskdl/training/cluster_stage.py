@@ -26,11 +26,13 @@ from daskdl.training.merge import Final
 from daskdl.training.safekeeping import Kept, Safekeeping
 from daskdl.training.seats import replicas_on
 from daskdl.training.stage import Event, Stage, extent_for, plan_of
+from daskdl.training.statistics import Statistics
 from daskdl.training.task import Recipe, TaskOptions
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
 
+MUCH_FROZEN = 64 * 2**20  # bytes that come to each replica when an epoch ends
 LOOK_S = 0.5  # between two looks whether the connection is there still
 NO_CONNECTION = "the connection to it is closed"
 
@@ -72,7 +74,7 @@ class ClusterStage(Stage):
         self._asked_again: dict[str, float] = {}  # when, by worker; monotonic clock
         self._heard_at = time.monotonic()  # of the scheduler's last answer
         self._address = client.scheduler.address
-        self._scheduler_lost = False
+        self._scheduler_lost = self._warned = False
         bound = options.timeouts.bound("request")
         self._safekeeping = Safekeeping(client, options.run, bound)
 
@@ -195,10 +197,27 @@ class ClusterStage(Stage):
             "worker": lambda event: self._seat(event["worker"]),
             "missing": self._restore,
             "over": self._send_away,
-            "gathered": lambda event: self._safekeeping.note(event["epoch"]),
+            "gathered": self._end_epoch,
         }
         if event["kind"] in act:
             act[event["kind"]](event)
+
+    def _end_epoch(self, event: Event) -> None:
+        self._safekeeping.note(event["epoch"])
+        notes = [note for _, note in event["notes"]]
+        each = [Statistics(*note["statistics"]).frozen_bytes for note in notes]
+        if sum(each) <= MUCH_FROZEN or self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "frozen parameters that the model changes itself, %.1f MB of each of %s "
+            "replicas, go through the scheduler to all of them at the end of each "
+            "epoch: %.1f MB to each, in one message; ParameterAveraging adds them up "
+            "from worker to worker instead, and with fewer replicas there are fewer",
+            max(each) / 1e6,
+            len(each),
+            sum(each) / 1e6,
+        )
 
     def _note_departure(self, event: Event) -> None:
         logger.warning("%s", event["summary"])

@@ -71,6 +71,7 @@ class Sharer(Exchange):
         self._step = 0
         self._observer = Observer()
         self._sender = Sender(accumulator, seat.channel, pace, self._observer)
+        self._frozen_bytes = 0  # in the last note
         self._clipped_before = 0.0  # at the last `statistics`
         self._own = False  # nobody else has shared, or will have what it was before
         self._served = False  # a snapshot was given since the last barrier began
@@ -163,7 +164,8 @@ class Sharer(Exchange):
     def end_lap(self, lap: int, examples: int) -> None:
         self.rest(lap)
         self._frozen.look()
-        buffers = pack_buffers(self._module)
+        buffers, frozen = pack_buffers(self._module), self._frozen.take()
+        self._frozen_bytes = sum(array.nbytes for array in frozen.values())
         key = f"end of lap {lap}"
         self._served = False
         gathered = self._channel.gather(
@@ -174,7 +176,7 @@ class Sharer(Exchange):
                 "examples": examples,
                 "floating": buffers.floating_F,
                 "integer": buffers.integer_I,
-                **self._frozen.take(),
+                **frozen,
             },
             Barrier.AGREE,
         )
@@ -230,7 +232,8 @@ class Sharer(Exchange):
         accumulator = self._accumulator
         thresholds = [sent.threshold for sent in accumulator.sections.sent.values()]
         before, self._clipped_before = self._clipped_before, accumulator.clipped
-        return self._observer.statistics(thresholds, accumulator.clipped - before)
+        done = self._observer.statistics(thresholds, accumulator.clipped - before)
+        return done._replace(frozen_bytes=self._frozen_bytes)
 
     @override
     def exchanged(self) -> Exchanged:

@@ -16,6 +16,7 @@ class Statistics(NamedTuple):
     clipped: float  # mass removed by clipping
     lead_sum: int  # steps ahead of the slowest, summed over steps
     steps: int
+    frozen_bytes: int = 0  # sent to all at the last meeting, see `Frozen`
 
 
 class Exchanged(NamedTuple):

@@ -1,5 +1,7 @@
 """What every channel promises: what replicas offer each other, and rounds."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,22 @@ class TestOffers:
             await in_thread(run.channels[1].fetch, 0, "mean")
 
             assert run.channels[0].traffic().sent_bytes == NBYTES
+
+    @every_channel(replicas=3)
+    async def test_arrays_in_notes_count_once_as_sent(self, a_run):
+        async with a_run() as run:
+            meeting = [
+                begin(channel.gather, "meet", {"replica": replica, **ARRAYS})
+                for replica, channel in run.channels.items()
+            ]
+
+            for gathered in await asyncio.gather(*meeting):
+                assert sorted(gathered.notes) == [0, 1, 2]
+
+            for channel in run.channels.values():
+                traffic = channel.traffic()
+                assert traffic.sent_bytes == NBYTES
+                assert traffic.received_bytes == 2 * NBYTES
 
     @every_channel()
     async def test_who_comes_first_waits_for_it(self, a_run):

@@ -122,7 +122,7 @@ class TestStatistics:
             steps=3,
         )
         again = observer.statistics([], 0.0)
-        assert again[:2] + again[3:] == (0, 0.0, 0.0, 0, 0)
+        assert again[:2] + again[3:] == (0, 0.0, 0.0, 0, 0, 0)
         assert math.isnan(again.threshold)
 
 

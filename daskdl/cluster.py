@@ -152,7 +152,8 @@ def _finder() -> Callable[[], Awaitable[Found]]:
         try:
             found["daskdl"] = importlib.import_module("daskdl.version").VERSION
             found["torch"] = str(importlib.import_module("torch").__version__)
-            importlib.import_module("daskdl.training.launch")
+            for module in ("launch", "merge", "sharing", "averaging"):
+                importlib.import_module(f"daskdl.training.{module}")
         except ImportError as error:
             found["error"] = f"{type(error).__name__}: {error}"
         return found

@@ -49,7 +49,8 @@ class Trainer(Trained):
         optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
             parameters; it has to be given. Between fits another one may take its
             place: hyperparameters that are new count, and the state stays; with another
-            class, or other parameters, it begins anew.
+            class, other parameters, or an option that needs another state, such as
+            amsgrad, it begins anew.
         master: The way of training.
         client: A synchronous `distributed.Client`; None: the default one, else a
             `LocalCluster` that is closed again; False: none, see above.

@@ -23,6 +23,18 @@ from daskdl.training.tensors import described
 
 logger = logging.getLogger(__name__)
 
+# Of torch's optimizers: they change how a step is made, and no state that it needs.
+STATELESS = frozenset(
+    {
+        "capturable",
+        "decoupled_weight_decay",
+        "foreach",
+        "fused",
+        "maximize",
+        "nesterov",
+    }
+)
+
 
 class Moved(NamedTuple):
     """What a run changes beside the parameters.
@@ -66,11 +78,12 @@ class Moved(NamedTuple):
             _log_anew("optimizer has other parameters or groups now")
             return None
         made = hyperparameters(optimizer)
-        pairs = zip(made, made if self.made is None else self.made, strict=True)
+        former = made if self.made is None else self.made
+        pairs = zip(made, former, strict=True)
         changed = [_changed(new, old) for new, old in pairs]
         if not any(changed):
             return self
-        if any(_switched(group) for group in changed):
+        if any(_switched(*pair) for pair in zip(changed, former, strict=True)):
             _log_anew(f"optimizer needs another state for {changed}")
             return None
         return self._changed(optimizer, scheduling, made, changed)
@@ -182,9 +195,16 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _switched(changed: dict[str, Any]) -> bool:
-    """Whether a state may lack what is needed, or have what is not."""
-    return any(type(v) is bool or n == "momentum" for n, v in changed.items())
+def _switched(changed: dict[str, Any], old: dict[str, Any]) -> bool:
+    """Whether a state may lack what is needed, or have what is not.
+
+    So it is with a momentum that there was not, and an option that is on and was off.
+    """
+    return any(
+        bool(new) != bool(old.get(name))
+        for name, new in changed.items()
+        if name == "momentum" or (type(new) is bool and name not in STATELESS)
+    )
 
 
 def _log_anew(why: str) -> None:

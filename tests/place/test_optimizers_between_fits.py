@@ -25,6 +25,10 @@ def adam(**options):
     return lambda parameters: torch.optim.Adam(parameters, **{"lr": 2e-3, **options})
 
 
+def rmsprop(**options):
+    return lambda parameters: torch.optim.RMSprop(parameters, **{"lr": 2e-3, **options})
+
+
 @pytest.fixture(params=[1, 2])
 def replicas(request):
     return request.param
@@ -119,11 +123,57 @@ def test_another_class_begins_anew_and_the_log_says_so(replicas, caplog):
     assert type(own.optimizer_) is torch.optim.Adam
 
 
-@pytest.mark.parametrize("switch", [{"amsgrad": True}])
-def test_what_needs_another_state_begins_anew(replicas, switch, caplog):
+IMPLEMENTATIONS = [
+    {"foreach": True},
+    {"fused": True},
+    {"maximize": True},
+]
+
+
+@pytest.mark.parametrize("flag", IMPLEMENTATIONS, ids=str)
+def test_another_implementation_goes_on_with_the_state(replicas, flag, caplog):
     own = fitted(replicas, optimizer=adam())
 
-    own.optimizer = adam(**switch)
+    for now in (flag, {}):  # on, and off again
+        before = max(steps(own))
+        own.optimizer = adam(**now)
+        with caplog.at_level(logging.INFO, logger="daskdl"):
+            fit(own)
+
+        assert min(steps(own)) > before
+        assert all(
+            own.optimizer_.param_groups[0][name] == now.get(name) for name in now
+        )
+    assert caplog.text.count("goes on with its state") == 2
+
+
+@pytest.mark.parametrize("change", [{"momentum": 0.95}, {"nesterov": True}], ids=str)
+def test_the_momentum_stays_where_there_goes_on_being_one(change):
+    own = fitted(1, optimizer=sgd(momentum=0.9))
+    before = own.model_[0].weight.clone()
+
+    own.optimizer = sgd(**{"momentum": 0.9, **change})
+    own.loss = lambda outputs, labels: outputs.sum() * 0.0
+    fit(own)
+
+    assert (own.model_[0].weight - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        (adam(), adam(amsgrad=True)),
+        (adam(amsgrad=True), adam()),
+        (rmsprop(), rmsprop(momentum=0.9)),
+        (rmsprop(momentum=0.9), rmsprop()),
+        (rmsprop(), rmsprop(centered=True)),
+    ],
+    ids=["amsgrad", "no amsgrad", "momentum", "no momentum", "centered"],
+)
+def test_what_needs_another_state_begins_anew(replicas, former, now, caplog):
+    own = fitted(replicas, optimizer=former)
+
+    own.optimizer = now
     with caplog.at_level(logging.WARNING, logger="daskdl"):
         fit(own)
 

@@ -40,7 +40,6 @@ def forget_plugin(client):
     client.cluster.scheduler.worker_plugins.pop(NAME, None)
 
 
-@pytest.mark.slow
 def test_a_worker_that_comes_while_a_fit_begins_takes_part(growing, monkeypatch):
     def grow():
         growing.cluster.scale(2)
@@ -51,7 +50,7 @@ def test_a_worker_that_comes_while_a_fit_begins_takes_part(growing, monkeypatch)
 
     def not_for_ever(row):
         seen.append(row["replicas"])
-        return row["replicas"] == 2 or len(seen) > 2000
+        return row["replicas"] == 2 or len(seen) > 500
 
     Script((not_for_ever, enough)).run(trainer(growing), X, Y)
 
@@ -65,7 +64,6 @@ def kill(client, workers):
         os.kill(pids[worker], signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_lost_before_the_run_is_open_is_left_out(three, monkeypatch):
     lost = sorted(three.nthreads())[1]
     forget_plugin(three)

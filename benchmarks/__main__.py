@@ -28,6 +28,7 @@ SCRIPTS = {
     "first-step": "how long does `fit` take to make its first step?",
     "allocator": "what does the allocator setting of Dask's nanny cost a step?",
     "queues": "is a queue that counts so many MiB that large?",
+    "process-memory": "how much memory does daskdl take beside a plain loop?",
     "plan": "how far is the prediction for two workers from what is measured?",
     "convergence": "does it learn as well as synchronous training?",
     "comparison": "the tables of what convergence found",

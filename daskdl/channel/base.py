@@ -224,13 +224,16 @@ class Channel(ABC):
     def withdraw(self, but: str = "") -> None:
         """Keep nothing of what was offered, but what has this name."""
 
-    def keep(self, epoch: int, make: Callable[[], Arrays]) -> None:  # noqa: B027
+    def keep(  # noqa: B027
+        self, epoch: int, make: Callable[[], Arrays] | None
+    ) -> None:
         """Let the client fetch what all have agreed on, where replicas can be lost.
 
         Args:
             epoch: That has ended, counted from 0.
             make: Makes it, in another thread, if it is wanted; called any number of
-                times until the next call of this.
+                times until the next call of this. None: there is nothing for now, and
+                what was before is not held any more.
         """
 
     @abstractmethod

@@ -236,7 +236,7 @@ class RemoteChannel(Receiver):
         self._link.shelf.clear(but)
 
     @override
-    def keep(self, epoch: int, make: Callable[[], Arrays]) -> None:
+    def keep(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
         self._link.newest.keep(epoch, make)
 
     @override

@@ -87,7 +87,7 @@ class Newest:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._epoch = -1
-        self._make: Callable[[], Arrays] = dict
+        self._make: Callable[[], Arrays] | None = None
         self._came = asyncio.Condition()
         self._cut: tuple[int, Parcel] | None = None  # with its epoch
 
@@ -107,8 +107,7 @@ class Newest:
             ValueError: If this is not what is being fetched.
         """
         if part == 0:
-            await asyncio.wait_for(self._is_there(epoch), timeout_s)
-            epoch, make = self._epoch, self._make
+            epoch, make = await asyncio.wait_for(self._there(epoch), timeout_s)
             self._cut = epoch, Parcel(await asyncio.to_thread(make))
         if self._cut is None or self._cut[0] != epoch:
             raise ValueError(f"epoch {epoch} is not being fetched")
@@ -123,17 +122,24 @@ class Newest:
             "bytes": wrap(content),
         }
 
-    async def _is_there(self, epoch: int) -> None:
+    async def _there(self, epoch: int) -> tuple[int, Callable[[], Arrays]]:
         async with self._came:
-            await self._came.wait_for(lambda: self._epoch >= epoch)
+            while self._make is None or self._epoch < epoch:
+                await self._came.wait()
+            return self._epoch, self._make
 
-    async def _keep(self, epoch: int, make: Callable[[], Arrays]) -> None:
+    async def _keep(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
         async with self._came:
             self._epoch, self._make = epoch, make
             self._came.notify_all()
 
     # ---- training thread
 
-    def keep(self, epoch: int, make: Callable[[], Arrays]) -> None:
-        """An epoch has ended: let the client fetch this instead of what was before."""
+    def keep(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
+        """Let the client fetch this, and what was before only if it is under way.
+
+        Args:
+            epoch: That has ended.
+            make: Makes it; None: not yet.
+        """
         asyncio.run_coroutine_threadsafe(self._keep(epoch, make), self._loop)

@@ -187,6 +187,8 @@ class Replica:
     def _end(self, epoch: int) -> None:
         works = self._live
         self._meet(epoch)
+        # That of the epoch before is not held while the new one is validated.
+        self._channel.keep(epoch, None)
         works.seen += works.tally.examples
         gathered = self._report(epoch)
         works.tally = Tally()

@@ -12,5 +12,6 @@ class Gathered(NamedTuple):
     notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
     gone: Last  # of those that left or were lost
     # At a ``REPORT``, by the run in this epoch: "refused", "repeated" and "departed".
+    # At a ``PAUSE``: "departed", of all but those whose parts a checkpoint has.
     # At an ``AGREE``: "present", how many replicas there are, newcomers included.
     counted: Mapping[str, Any] = {}

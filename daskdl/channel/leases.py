@@ -59,6 +59,13 @@ class Left(NamedTuple):
     ranges: tuple[Range, ...]  # in the order to train on them
 
 
+class Done(NamedTuple):
+    """What a replica has trained on in an epoch, in pieces that it finished."""
+
+    loss_sum: float
+    examples: Whole
+
+
 def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
     """The order in which an epoch goes through the parts, however many replicas.
 
@@ -106,6 +113,11 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 def left_of(fields: Iterable[Any]) -> list[Left]:
     """Read what is left as it came over the wire, where a tuple has no names."""
     return [Left(r, tuple(Range(*one) for one in ranges)) for r, ranges in fields]
+
+
+def done_of(fields: Iterable[Any]) -> list[Done]:
+    """Read what was done as it came over the wire."""
+    return [Done(*one) for one in fields]
 
 
 def ranges_in(left: Iterable[Left]) -> list[Range]:

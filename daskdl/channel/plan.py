@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from daskdl.channel.leases import Left, left_of
+from daskdl.channel.leases import Done, Left, done_of, left_of
 from daskdl.channel.shapes import (
     FromMinusOne,
     Identity,
@@ -37,12 +37,14 @@ class Laps(NamedTuple):
     rows: Positive | None = None  # of each in one lap; None: as many as there are
     seconds: float | None = None  # after which the lap is ended; None: it is not
     left: Sequence[Left] | None = None  # of the first epoch; None: all of it
+    departed: Sequence[Done] = ()  # of those that trained in that, in another run
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> Self:
         """Read laps as they came over the wire, where a tuple has no names."""
-        replicas, rows, seconds, left = fields
-        return cls(replicas, rows, seconds, None if left is None else left_of(left))
+        replicas, rows, seconds, left, departed = fields
+        left = None if left is None else left_of(left)
+        return cls(replicas, rows, seconds, left, done_of(departed))
 
 
 WHOLE_EPOCHS = Laps()

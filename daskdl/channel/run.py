@@ -225,6 +225,9 @@ class RunRecord:
             self._held.clear()
         if gathering.kind == Barrier.AGREE:
             gathering.counted = {"present": len(self.members.present)}
+        if gathering.kind == Barrier.PAUSE:
+            here = gathering.notes.keys() - self.members.gone.keys()
+            gathering.counted = {"departed": self.work.departed(here)}
         if gathering.kind == Barrier.REPORT:
             notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
             told = [gathering.told[r] for r in sorted(gathering.told)]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from daskdl.channel.events import EventLog
-from daskdl.channel.leases import Lease, Leases
+from daskdl.channel.leases import Done, Lease, Leases
 from daskdl.channel.members import Members
 from daskdl.channel.pause import Pause
 from daskdl.channel.plan import RunPlan
@@ -31,6 +31,7 @@ class Work:
         self._lap_began_at: float | None = None
         # Of the epoch that runs, by replica: examples of finished pieces, mean loss.
         self._finished: dict[int, tuple[int, float]] = {}
+        self._departed_before = plan.laps.departed
 
     @property
     def enough(self) -> bool:
@@ -78,19 +79,25 @@ class Work:
                 examples = before + (piece["examples"] if own else 0)
                 self._finished[replica] = examples, piece.get("loss", 0.0)
 
-    def end_epoch(self, told: Collection[int]) -> list[tuple[float, int]]:
-        """Begin to count the next epoch.
+    def departed(self, told: Collection[int]) -> list[Done]:
+        """What those did in this epoch who have left or were lost in it.
 
         Args:
-            told: Replicas that reported themselves what they did in this one.
+            told: Replicas that say themselves what they did.
 
         Returns:
-            Of all others, who have left or were lost in it: the sum of the losses and
-            the number of examples in the pieces that they finished.
+            Of each of the others, as far as it finished pieces.
         """
         counted = [own for r, own in sorted(self._finished.items()) if r not in told]
+        here = [Done(loss * examples, examples) for examples, loss in counted]
+        return [*self._departed_before, *here]
+
+    def end_epoch(self, told: Collection[int]) -> list[Done]:
+        """Begin to count the next epoch; see `departed`, of this one."""
+        departed = self.departed(told)
         self._finished.clear()
-        return [(loss * examples, examples) for examples, loss in counted]
+        self._departed_before = ()
+        return departed
 
     def settled(self, replica: int, phase: str, epoch: int) -> bool:
         """Whether one that waits for a piece gets an answer: one, or none any more."""

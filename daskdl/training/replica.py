@@ -15,6 +15,7 @@ import torch
 from daskdl.callbacks.base import EpochBegin, Step
 from daskdl.channel.base import Channel, Stopped
 from daskdl.channel.gathered import Gathered
+from daskdl.channel.leases import done_of
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pause import Pause
 from daskdl.data import trees
@@ -139,6 +140,7 @@ class Replica:
         gathered = self._channel.gather(f"pause {works.lap}", note, Barrier.PAUSE)
         check_alike(gathered, f"in the middle of epoch {epoch}")
         works.lap += 1
+        pause = pause._replace(departed=done_of(gathered.counted["departed"]))
         assert works.checkpoints is not None, "else nobody pauses"
         works.checkpoints.take(gathered, lambda: works.checkpoint(epoch, pause))
 

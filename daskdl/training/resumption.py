@@ -187,7 +187,9 @@ def _pause_of(fields: Any) -> Pause | None:
     ranges = [one for left in pause.left for one in left.ranges]
     numbers = [number for one in ranges for number in one]
     numbers += [pause.order, *(left.replica for left in pause.left)]
+    numbers += [done.examples for done in pause.departed]
     whole = all(type(number) is int for number in numbers)
+    whole &= all(type(done.loss_sum) in (int, float) for done in pause.departed)
     ordered = (min(part, start) >= 0 for part, start, _ in ranges)
     ends = (one.is_whole or one.start <= one.stop for one in ranges)
     if not (whole and all(ordered) and all(ends)):

@@ -153,6 +153,7 @@ def plan_of(
         rows=None if steps is None else steps * options.step_rows,
         seconds=None if rule is None else rule.seconds,
         left=None if pause is None else pause.left,
+        departed=() if pause is None else pause.departed,
     )
     plan = RunPlan(
         run=options.run,

@@ -12,7 +12,7 @@ from daskdl import Checkpoint, ParameterAveraging
 from daskdl.checkpoints.series import Series
 from tests.support.problems import kept, parameters_of, rows, trainer
 from tests.support.script import Script, TookPart, enough
-from tests.support.watched import TrainedRows
+from tests.support.watched import KillAt, TrainedRows
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +75,26 @@ def test_fewer_go_on_with_the_rows_that_are_left(three, tmp_path, workers):
     assert len(rest) == len(X) - 3 * 4 * BATCH
     assert whole == dict.fromkeys(range(len(X)), 1)
     assert own.history_.column("examples") == [len(X)] * 2
+
+
+@pytest.mark.slow
+def test_what_a_killed_worker_had_trained_counts_in_the_epoch_that_goes_on(
+    three, tmp_path
+):
+    first = trainer(three, callbacks=[KillAt(6), each(tmp_path / "all")])
+    first.fit(X, Y, epochs=1, batch_size=BATCH)
+    after = in_the_middle(tmp_path / "all", epoch=0)[2:]  # 8 steps of each
+
+    own, last = trainer(three, callbacks=[each(tmp_path / "again")]), trainer(three)
+    own.fit(X, Y, epochs=1, batch_size=BATCH, resume=after[0])
+    url = in_the_middle(tmp_path / "again", epoch=0)[-1]  # and of that again
+    last.fit(X, Y, epochs=2, batch_size=BATCH, resume=url)
+
+    assert first.history_.column("examples") == [len(X)]
+    assert own.history_.column("examples") == [len(X)]
+    assert last.history_.column("examples") == [len(X)] * 2
+    loss = first.history_[0]["loss"]
+    assert own.history_[0]["loss"] == pytest.approx(loss, rel=0.2)
 
 
 @pytest.mark.slow

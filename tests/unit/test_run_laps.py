@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from daskdl.channel.leases import Done
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pause import Pause
 from daskdl.channel.plan import Laps, RunPlan
@@ -121,7 +122,9 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
     finish(record, 0, take(record, 0))
     finish(record, 1, take(record, 1))
     pause = record.work.pause(0, "train", 0)
-    plan = dataclasses.replace(record.plan, laps=Laps(2, 1, 0.5, pause.left))
+    pause = pause._replace(departed=[Done(0.5, 3)])
+    laps = Laps(2, 1, 0.5, pause.left, pause.departed)
+    plan = dataclasses.replace(record.plan, laps=laps)
 
     def sent(value):
         """As msgpack leaves it: tuples become lists."""
@@ -130,6 +133,7 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
         return [*map(sent, value)] if isinstance(value, list | tuple) else value
 
     assert Pause.of(sent(pause.values())) == pause
+    assert Pause.of(sent(pause.values())[:2]).departed == ()  # of earlier versions
     again = RunPlan.of(sent(vars(plan)))
     assert again.laps == plan.laps
     assert again.order != dataclasses.replace(again, seed=5).order

@@ -171,8 +171,9 @@ class Stepper:
     def _clip(self, norm: float) -> None:
         holders = []
         for gradient in _gradients(self._parameters):
-            # torch clips what is the gradient of something, and nothing that is sparse.
-            holders.append(torch.empty_like(gradient))
+            # torch clips what is the gradient of something, and nothing that is sparse:
+            # here of one number, as large as the gradient says it is.
+            holders.append(gradient.new_empty(()).expand(gradient.shape))
             holders[-1].grad = gradient
         nn.utils.clip_grad_norm_(holders, norm)
 

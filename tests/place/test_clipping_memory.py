@@ -1,0 +1,63 @@
+"""Clipping needs no memory of the size of the gradients."""
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.problems import rows, trainer
+
+X, Y = rows(64)
+SIZE = 4 * 20 * 512  # bytes of the largest parameter
+
+
+class New(TorchDispatchMode):
+    """Keeps what operations of torch make as large as that."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        tensors = result if isinstance(result, list | tuple) else [result]
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                memory = tensor.untyped_storage()
+                if memory.nbytes() >= SIZE:
+                    self.made[memory.data_ptr()] = memory  # it is not given back
+        return result
+
+
+class Watched(torch.optim.SGD):
+    """Watches from the beginning of each step to where the parameters move."""
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        self.new = New()
+        self.new.__enter__()
+
+    def step(self, closure=None):
+        self.new.__exit__(None, None, None)
+        MADE[-1].append(len(self.new.made))
+        return super().step(closure)
+
+
+MADE = []  # how many, of each step of a fit
+
+
+def test_as_many_are_made_with_clipping_as_without():
+    MADE.clear()
+
+    for norm in (None, 1e-3):
+        MADE.append([])
+        trainer(
+            False,
+            model=lambda: nn.Sequential(nn.Linear(20, 512), nn.Linear(512, 4)),
+            optimizer=lambda parameters: Watched(parameters, lr=0.1),
+            clip_grad_norm=norm,
+        ).fit(X, Y, batch_size=4)
+
+    without, clipped = MADE
+    assert clipped == without
+    assert len(clipped) == 16
+    assert min(clipped) >= 1  # the gradient itself

@@ -114,7 +114,7 @@ class Collections(Source):
             members = [self._member(own) for own in self._groups[part]]
             keys = [key for own in self._groups[part] for key in self._keys[own]]
             finish: Any = Joined(members) if len(members) > 1 else members[0].finish
-            self._graphs[part] = self._tasks.part(keys, finish)
+            self._graphs[part] = self._tasks.part(keys, finish, self.name(part))
         return self._graphs[part]
 
     def _member(self, part: int) -> Member:

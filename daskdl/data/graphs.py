@@ -30,13 +30,14 @@ class Tasks:
         self._graph = {**graph, **dict.fromkeys(self.done)}
 
     def part(
-        self, keys: Sequence[Any], finish: Callable[[list[Any]], Rows]
+        self, keys: Sequence[Any], finish: Callable[[list[Any]], Rows], name: str = ""
     ) -> PartGraph:
         """The tasks of one part, and which results they begin with.
 
         Args:
             keys: Of what makes the part.
             finish: Makes rows of their values.
+            name: Of the part, for messages.
         """
         own, _ = cull(self._graph, [key for key in keys if key in self._graph])
         done = [key for key in own if key in self.done]
@@ -47,7 +48,7 @@ class Tasks:
         # Of what is persisted, `to_delayed` leaves nothing but its key.
         elsewhere = sorted((asked | set(keys)) - own.keys(), key=str)
         needs = (*done, *elsewhere)
-        return PartGraph(graph, tuple(keys), needs, finish)
+        return PartGraph(graph, tuple(keys), needs, finish, name)
 
     def result(self, key: Any) -> Any:
         """What is on the cluster under this key, fetched to this process.

@@ -26,9 +26,15 @@ class Fetcher:
 
     Dask moves them, so they count and spill like any others. The task must have
     seceded, or its worker needs a second thread.
+
+    Attributes:
+        names: What parts are called that were sent as tasks, by key.
     """
 
+    names: dict[str, str]
+
     def __init__(self) -> None:
+        self.names = {}
         self._worker: Worker = get_worker()
         self._client: Client = get_client()
 
@@ -58,6 +64,7 @@ class Fetcher:
             x, y = content
             return x, y
         graph: PartGraph = content.unpack()
+        self.names[key] = graph.name
         return graph.rows(self._needs(graph, timeout_s, unwanted))
 
     def separate(

@@ -26,12 +26,14 @@ class PartGraph:
         keys: Of the values that `finish` gets.
         needs: Keys of results that are not in the graph.
         finish: Makes rows of the values.
+        name: What the part is called in messages; "" if only its number is known.
     """
 
     graph: Mapping[Any, Any]
     keys: tuple[Any, ...]
     needs: tuple[Any, ...]
     finish: Callable[[list[Any]], Rows]
+    name: str = ""
 
     def rows(self, held: Mapping[Any, Any]) -> Rows:
         """Compute the part here and now.
@@ -53,7 +55,7 @@ class PartGraph:
         start = 0
         for name, width, finish in self.finish.members:
             own = PartGraph(
-                self.graph, self.keys[start : start + width], self.needs, finish
+                self.graph, self.keys[start : start + width], self.needs, finish, name
             )
             found.append((name, partial(own.rows, held)))
             start += width

@@ -148,10 +148,15 @@ class Store(ABC):
 
     def name(self, phase: str, part: int) -> str:
         """What a part is called in messages, with its file where that is known."""
-        number, source = f"part {part}", self.source(phase)
-        own = number if source is None else source.name(part)
-        file = "" if own == number else f" ({own})"
-        return f"{number} of the {phase} data{file}"
+        own = self._name(phase, part)
+        if own.startswith(("part ", "parts ")):  # as the user counts them
+            return f"{own} of the {phase} data"
+        return f"part {part} of the {phase} data ({own})"
+
+    def _name(self, phase: str, part: int) -> str:
+        """See `Source.name`; its number where nobody has said more."""
+        source = self.source(phase)
+        return f"part {part}" if source is None else source.name(part)
 
     def close(self) -> None:
         """Load nothing any more."""
@@ -187,8 +192,8 @@ class Store(ABC):
                 return coming.result()
             if waited * look_s >= most_s:
                 raise WaitTimeoutError(
-                    f"no part came within {bound}; it is waiting for part {part} of "
-                    f"the {phase} data to be loaded"
+                    f"no part came within {bound}; it is waiting for "
+                    f"{self.name(phase, part)} to be loaded"
                 )
             if key and not coming.running():  # those before it may hang
                 self.forget(phase, (part,))

@@ -11,7 +11,7 @@ from daskdl.data.source import Source
 from daskdl.data.trees import Rows
 from daskdl.packed import Packed
 from daskdl.timeouts import Timeouts
-from daskdl.training.stores import Store
+from daskdl.training.stores import Store, Which
 
 
 class WorkerStore(Store):
@@ -36,6 +36,7 @@ class WorkerStore(Store):
         self._remote = channel
         self._sources = sources
         self._fetcher = Fetcher()
+        self._keys: dict[Which, str] = {}  # of parts, as they were asked for last
 
     @override
     def source(self, phase: str) -> Source | None:
@@ -57,8 +58,14 @@ class WorkerStore(Store):
     ) -> Callable[[], Rows]:
         if not key:
             return lambda: self._sources[phase].shared().load(part)
+        self._keys[phase, part] = key
         timeout_s = self._timeouts.data
         return lambda: self._fetcher.rows(key, timeout_s, unwanted.is_set)
+
+    @override
+    def _name(self, phase: str, part: int) -> str:
+        key = self._keys.get((phase, part), "")
+        return self._fetcher.names.get(key) or super()._name(phase, part)
 
     @override
     def _separate(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from distributed import wait
 
+from daskdl import DataError
 from tests.support.problems import rows, trainer
 from tests.support.watched import TrainedRows
 
@@ -47,6 +48,11 @@ def files(client, folder):
     return (str(folder),)
 
 
+def notes(error):
+    """Of an error on a worker, or here."""
+    return getattr(error.__cause__ or error, "__notes__", [])
+
+
 def fit(client, trained, *data, **options):
     own = trainer(client, loss=trained, callbacks=[trained])
     return own.fit(*data, epochs=EPOCHS, batch_size=8, **options)
@@ -83,6 +89,20 @@ def test_a_part_that_cannot_be_computed_goes_alone(client, tmp_path):
     bad = set(range(50 * EACH, 51 * EACH))
     assert trained.by_epoch() == [collections.Counter(ALL.keys() - bad)] * EPOCHS
     assert history.column("skipped_examples") == [EACH] * EPOCHS
+
+
+def with_a_bad_label():
+    """Lazy parts of which the fifty-first has one."""
+    wrong = NUMBERS % 4
+    wrong[50 * EACH + 1] = 7
+    return da.from_array(X, chunks=(EACH, 20)), da.from_array(wrong, chunks=EACH)
+
+
+def test_one_with_a_bad_label_is_named_as_the_user_counts(client):
+    with pytest.raises(DataError, match=r"part 50\[1\] is 7") as caught:
+        trainer(client).fit(*with_a_bad_label(), batch_size=8)
+
+    assert notes(caught.value) == ["in parts 48 to 50 of the train data"]
 
 
 def test_a_part_that_cannot_be_computed_is_named(client, tmp_path):

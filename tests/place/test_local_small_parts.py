@@ -89,10 +89,11 @@ def test_one_that_is_bad_is_named(tmp_path):
     wrong = Y.copy()
     wrong[123] = 7
 
-    with pytest.raises(daskdl.DataError, match=r"part 61\b.*\[1\] is 7"):
+    with pytest.raises(daskdl.DataError, match=r"part 61\b.*\[1\] is 7") as caught:
         trainer(False, model=mlp).fit(
             lazy(tmp_path)[0], da.from_array(wrong, chunks=EACH)
         )
+    assert caught.value.__cause__.__notes__ == ["in parts 60 to 62 of the train data"]
     (url,) = files(tmp_path)
     np.savez(tmp_path / "061.npz", x=X[122:124], y=wrong[122:124])
     with pytest.raises(daskdl.DataError, match=r"061\.npz\[1\] is 7"):

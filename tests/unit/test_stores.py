@@ -64,6 +64,7 @@ class Fetching:
     def __init__(self, rows, held=()):
         self._rows = rows
         self._held = dict(held)
+        self.names = {}
 
     def here(self, key):
         return self._held.get(key)
@@ -423,7 +424,7 @@ class TestAhead:
 
         assert str(caught.value) == (
             "no part came within 0.02 s (daskdl.timeouts.data); it is waiting for part "
-            "1 of the train data to be loaded"
+            "1 of the train data (box 1) to be loaded"
         )
 
     def test_what_loading_raises_comes_out(self, local_store):

@@ -1,5 +1,6 @@
 """The cluster of worker processes that nearly all tests share."""
 
+import gc
 import itertools
 import logging
 import signal
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Say what is forked from when Dask, which says it once, has done so."""
     get_mp_context().set_forkserver_preload(["tests.support.forked"])
+    # Collections of what is garbage need not look through ten thousand tests.
+    gc.freeze()
 
 
 def pytest_sessionfinish():

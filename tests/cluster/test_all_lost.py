@@ -113,6 +113,11 @@ def wide():
     return nn.Sequential(nn.Linear(20, 60_000), nn.ReLU(), nn.Linear(60_000, 4))
 
 
+def slow_sgd(parameters):
+    """Leaves a loss that falls for many epochs."""
+    return torch.optim.SGD(parameters, lr=5e-3)
+
+
 def kept_epoch(error):
     """The epoch whose state is in `model_`, as the note says."""
     (note,) = [note for note in error.__notes__ if note.startswith("model_ is")]
@@ -144,7 +149,7 @@ class TestModelOfLostReplicas:
 
     @pytest.mark.slow
     def test_a_model_that_is_brought_in_several_parts(self, two):
-        own = trainer(two, model=wide, callbacks=[Slow()])
+        own = trainer(two, model=wide, optimizer=slow_sgd, callbacks=[Slow()])
         own.callbacks.append(AfterEpoch(6, lambda: retire(two)))
 
         with pytest.raises(RunError) as caught:

@@ -9,7 +9,8 @@ from typing import Any
 
 import dask.config
 import torch
-from distributed import Client, LocalCluster, default_client
+from distributed import Client, LocalCluster, Worker, default_client
+from distributed.diagnostics.plugin import WorkerPlugin
 
 from daskdl.errors import OptionError, RunError, WaitTimeoutError
 from daskdl.timeouts import Bound, Timeouts
@@ -19,9 +20,15 @@ logger = logging.getLogger(__name__)
 
 # A terminal sends it to the workers too, which the client then tells to end.
 LEAVE_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+REMEDY = (
+    "install the same daskdl, and a torch of the same minor version, in the "
+    "environment of the scheduler and of every worker, and start them again"
+)
 MOST_NAMED = 8  # addresses, and kinds of findings, in a message
 
-Found = Mapping[str, str]  # versions, by package, or "error"
+OWN = f"the client has daskdl {VERSION} and torch {torch.__version__}"
+
+Found = Mapping[str, str]  # versions of "daskdl" and "torch", and "error"; or empty
 
 
 @contextlib.contextmanager
@@ -99,15 +106,13 @@ def check_installed(client: Client) -> None:
     for where, answer in answers.items():
         if isinstance(answer, OSError):
             logger.info("%s is leaving: %s", where, answer)
-        elif wrong := _wrong(answer):
+        elif wrong := lacking(answer):
             places.setdefault(wrong, []).append(where)
     if places:
         lines = [f"{_listed(where)}: {what}" for what, where in places.items()]
         raise RunError(
-            f"the client has daskdl {VERSION} and torch {torch.__version__}; on the "
-            "cluster:\n  " + "\n  ".join(lines[:MOST_NAMED]) + "\n"
-            "install the same daskdl, and a torch of the same minor version, in the "
-            "environment of the scheduler and of every worker, and start them again"
+            f"{OWN}; on the cluster:\n  " + "\n  ".join(lines[:MOST_NAMED]) + "\n"
+            f"{REMEDY}"
         )
 
 
@@ -148,7 +153,7 @@ def _finder() -> Callable[[], Awaitable[Found]]:
     """
 
     def find() -> Found:
-        found = {}
+        found = {"daskdl": "", "torch": "", "error": ""}
         try:
             found["daskdl"] = importlib.import_module("daskdl.version").VERSION
             found["torch"] = str(importlib.import_module("torch").__version__)
@@ -164,16 +169,48 @@ def _finder() -> Callable[[], Awaitable[Found]]:
     return find_in_a_thread
 
 
-def _wrong(found: Found | Exception) -> str:
+def arrivals(name: str) -> WorkerPlugin:
+    """A plugin that lets workers take part, now and whenever they come.
+
+    It is pickled as code, so that a worker takes it that lacks daskdl. There daskdl is
+    imported in a thread, and the channel's end is set up if the version is this one; in
+    any case the scheduler is told what was found.
+
+    Args:
+        name: Of the channel's end.
+    """
+    find, version = _finder(), VERSION
+
+    class Arrival(WorkerPlugin):  # type: ignore[misc]  # Dask is untyped
+        idempotent = True
+
+        def __init__(self) -> None:
+            self.name = name
+
+        async def setup(self, worker: Worker) -> None:
+            found = await find()
+            if found["daskdl"] == version and not found["error"]:
+                importlib.import_module("daskdl.channel.worker").set_up(worker)
+            await worker.scheduler.daskdl_arrive(worker=worker.address, found=found)
+
+        async def teardown(self, worker: Worker) -> None:
+            end = worker.extensions.get(name)
+            if end is not None:
+                await end.teardown(worker)
+
+    return Arrival()
+
+
+def lacking(found: Found | Exception) -> str:
     """What a process cannot take part with; empty: nothing."""
     if isinstance(found, Exception):
         return f"{type(found).__name__}: {found}"
     other = []
-    if found.get("daskdl", VERSION) != VERSION:
+    if found["daskdl"] not in ("", VERSION):
         other.append(f"daskdl {found['daskdl']}")
-    if "torch" in found and _minor(found["torch"]) != _minor(torch.__version__):
+    if found["torch"] and _minor(found["torch"]) != _minor(torch.__version__):
         other.append(f"torch {found['torch']}")
-    return " and ".join(other) or found.get("error", "")
+    return " and ".join(other) or found["error"]
 
 
 def _minor(version: str) -> str:

@@ -18,6 +18,8 @@ OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl
 SEAT, UNSEAT, RESTORE = "daskdl_seat", "daskdl_unseat", "daskdl_restore"
 # the same; the scheduler passes it on to a worker, and does not unpack the answer
 AGREED = "daskdl_agreed"
+# request to the scheduler, from a worker that has just come
+ARRIVE = "daskdl_arrive"
 # requests to the scheduler, from a replica
 JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
 LEASE, MISSING = "daskdl_lease", "daskdl_missing"

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, TypedDict
@@ -14,9 +13,8 @@ from daskdl.channel.messages import Answer, Barrier, Item, ItemKind
 from daskdl.channel.payloads import check_size
 from daskdl.channel.shapes import FromMinusOne, Whole
 from daskdl.channel.standings import Standing
+from daskdl.errors import shown
 from daskdl.version import VERSION
-
-logger = logging.getLogger(__name__)
 
 # Of what a client can raise: nobody else's errors are known to it.
 ERRORS = frozenset(
@@ -238,11 +236,13 @@ async def handle_gather(
 
 async def handle_fail(live: LiveRun, replica: Whole, failure: Failed) -> dict[str, Any]:
     """A replica cannot go on: the run ends, and the client learns why."""
+    if replica in live.record.members.waiting:  # a newcomer ends nobody's run
+        summary = shown(failure["summary"], 500)
+        live.record.events.post("not joined", replica=replica, summary=summary)
+        await live.notify()
+        return {"status": Answer.OK.value}
     # One that was cut off and comes back must not end the others' run.
     check_present(replica, live.record)
-    if replica not in live.record.members.expected:
-        logger.warning("a newcomer failed: %s", failure["summary"])
-        return {"status": Answer.OK.value}
     live.record.fail(replica, failure)
     await live.notify()
     return {"status": Answer.OK.value}

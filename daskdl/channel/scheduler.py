@@ -8,7 +8,7 @@ must not end a run.
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -22,11 +22,20 @@ from daskdl.channel.plan import RunPlan
 from daskdl.channel.requests import REQUESTS, of_a_run
 from daskdl.channel.run import RunRecord
 from daskdl.channel.shapes import Identity
+from daskdl.errors import shown
 from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
 
 NAME = "daskdl-channel"
+
+
+class Found(TypedDict):
+    """Versions that a worker has, and why it has no more; empty where nothing."""
+
+    daskdl: str
+    torch: str
+    error: str
 
 
 class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is untyped
@@ -38,9 +47,11 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     name = NAME
     idempotent = True
     runs: dict[int, LiveRun]
+    arrived: dict[str, Found]  # what was found on workers, by address
 
     def __init__(self) -> None:
         self.runs = {}
+        self.arrived = {}
         self._abandoning: set[asyncio.Task[None]] = set()
 
     @override
@@ -48,12 +59,16 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         # Two clients may register at once: the first one's state is everybody's.
         first = scheduler.extensions.setdefault(NAME, self)
         if first is not self:
-            self.runs = first.runs
+            self.runs, self.arrived = first.runs, first.arrived
             return
         self._scheduler = scheduler
         guard = Guard(self._count)
         of_runs = {o: of_a_run(self.runs, handler) for o, handler in REQUESTS.items()}
-        own = {messages.OPEN: self.handle_open, messages.CLOSE: self.handle_close}
+        own = {
+            messages.OPEN: self.handle_open,
+            messages.CLOSE: self.handle_close,
+            messages.ARRIVE: self.handle_arrive,
+        }
         for operation, handler in {**of_runs, **own}.items():
             scheduler.handlers[operation] = guard.of(handler)
 
@@ -76,9 +91,9 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         self.runs[record.plan.run] = LiveRun(record, self._scheduler, client)
         # Some may have come after the client had chosen, or have no seat for want of
         # work; it knows which.
-        for worker in self._scheduler.workers:
+        for worker, found in self.arrived.items():
             if not record.members.seated_on(worker):
-                record.events.post("worker", worker=worker)
+                record.events.post("worker", worker=worker, found=found)
         logger.info("run %s opens: %s", record.plan.run, record.plan.replicas)
         return {"status": Answer.OK.value, "version": VERSION}
 
@@ -92,17 +107,31 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             logger.info("run %s is closed", run)
         return {"status": Answer.OK.value, "still_here": still_here}
 
-    # ---- hooks of Dask
+    # ---- requests of a worker
 
-    @override
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+    async def handle_arrive(self, worker: str, found: Found) -> dict[str, Any]:
+        """A worker has imported what it needs, or cannot; clients judge what it has."""
+        if worker not in self._scheduler.workers:
+            raise ValueError(f"no worker {worker} in this cluster")
+        told = Found(
+            daskdl=shown(found["daskdl"]),
+            torch=shown(found["torch"]),
+            error=shown(found["error"]),
+        )
+        self.arrived[worker] = told
         for live in self.runs.values():
-            live.record.events.post("worker", worker=worker)
+            if not live.record.members.seated_on(worker):
+                live.record.events.post("worker", worker=worker, found=told)
+                await live.notify()
+        return {"status": Answer.OK.value}
+
+    # ---- hooks of Dask
 
     @override
     def remove_worker(
         self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
     ) -> None:
+        self.arrived.pop(worker, None)
         for live in list(self.runs.values()):
             for replica in live.record.members.seated_on(worker):
                 live.removed(replica)

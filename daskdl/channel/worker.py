@@ -181,10 +181,9 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         return RemoteChannel(links[key], endpoint, lambda: links.pop(key, None))
 
 
-async def set_up(dask_worker: Worker) -> None:
-    """Set the plugin up on a worker that Dask has not told of it yet."""
-    if NAME not in dask_worker.plugins:
-        await dask_worker.plugin_add(ChannelWorkerPlugin(), NAME, catch_errors=False)
+def set_up(worker: Worker) -> None:
+    """Set the channel's end up on a worker."""
+    ChannelWorkerPlugin().setup(worker)
 
 
 def _not_yet(reason: str) -> dict[str, Any]:

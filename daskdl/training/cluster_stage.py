@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distributed import Client, Future
+from distributed import Client, Future, Worker
 from typing_extensions import override
 
 from daskdl.channel import messages
 from daskdl.channel.messages import Answer
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
-from daskdl.channel.worker import ChannelWorkerPlugin, set_up
+from daskdl.channel.worker import NAME
+from daskdl.cluster import OWN, REMEDY, arrivals, lacking
 from daskdl.data.scattering import scatter
 from daskdl.data.supplies import Supply
 from daskdl.errors import ChannelError, RunError, WaitTimeoutError
@@ -82,12 +83,12 @@ class ClusterStage(Stage):
     def open(self) -> None:
         self._client.register_plugin(ChannelSchedulerPlugin())
         try:
-            self._client.register_plugin(ChannelWorkerPlugin())
+            self._client.register_plugin(arrivals(NAME))
         except OSError as error:
             # Dask tells all that are there, and does not wait for them once one of
             # them has gone, which `start` then leaves out.
             logger.warning("a worker has gone while the run began: %s", error)
-            self._client.run(set_up, on_error="return")
+            self._client.run(_set_up, on_error="return")
         extents = {
             phase: extent_for(
                 self._options, phase, own.source, len(self.seats), own.keys
@@ -194,7 +195,8 @@ class ClusterStage(Stage):
             "lost": self._note_departure,
             "retired": self._note_departure,
             "joined": self._note_arrival,
-            "worker": lambda event: self._seat(event["worker"]),
+            "not joined": self._note_failure,
+            "worker": self._welcome,
             "missing": self._restore,
             "over": self._send_away,
             "gathered": self._end_epoch,
@@ -226,10 +228,29 @@ class ClusterStage(Stage):
     def _note_arrival(self, event: Event) -> None:
         logger.info("replica %s trains on %s", event["replica"], event["worker"])
 
+    def _note_failure(self, event: Event) -> None:
+        worker = self.seats[event["replica"]]
+        logger.warning("a newcomer on %s failed: %s", worker, event["summary"])
+
     def _send_away(self, event: Event) -> None:
         """Nobody is left to begin from: these came too late."""
         for replica in event["waiting"]:
             self._cancel(replica)
+
+    def _welcome(self, event: Event) -> None:
+        """A worker is there, or free again; it takes part if it has what is needed."""
+        worker, found = event["worker"], event.get("found")
+        wrong = "" if found is None else lacking(found)
+        if wrong:
+            logger.warning(
+                "worker %s has come and takes no part: %s; %s; %s",
+                worker,
+                wrong,
+                OWN,
+                REMEDY,
+            )
+        else:
+            self._seat(worker)
 
     def _seat(self, worker: str) -> None:
         """A worker is there, or free again: let it take part."""
@@ -409,3 +430,9 @@ class ClusterStage(Stage):
 
     def _workers(self) -> set[str]:
         return set(self._answer("ncores", workers=None))
+
+
+async def _set_up(dask_worker: Worker) -> None:
+    """Let a worker take part that Dask has not told of it yet."""
+    if NAME not in dask_worker.plugins:
+        await dask_worker.plugin_add(arrivals(NAME), NAME, catch_errors=False)

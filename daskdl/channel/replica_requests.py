@@ -54,9 +54,9 @@ class Failed(TypedDict):
 async def handle_join(live: LiveRun, replica: Whole, version: str) -> dict[str, Any]:
     """A replica is on its worker.
 
-    Before the start it is answered when all founders are here. A newcomer learns
-    at once whose state to take over, and what that has to contain: everything
-    that was passed on before now, since what comes later it is sent.
+    It is answered when all founders are here. A newcomer then learns whose state to
+    take over, and what that has to contain: everything that was passed on before now,
+    since what comes later it is sent.
     """
     record, members = live.record, live.record.members
     if version != VERSION:
@@ -64,9 +64,11 @@ async def handle_join(live: LiveRun, replica: Whole, version: str) -> dict[str, 
             f"the worker has daskdl {version}, the scheduler {VERSION}; "
             "install the same version on all"
         )
+    newcomer = replica not in record.plan.replicas
+    if newcomer:  # no founder must take it for one
+        await live.until(lambda: members.started, None)
     if replica not in members.seats or not members.here(replica):
         raise ValueError(f"no replica {replica} in this run")
-    newcomer = members.started and replica not in record.plan.replicas
     live.relay_to(replica)
     if newcomer:
         cut = await _cut(live, replica)
@@ -81,7 +83,7 @@ async def handle_join(live: LiveRun, replica: Whole, version: str) -> dict[str, 
         )
     await live.notify()
     await live.until(lambda: members.started, None)
-    present = [[r, 0] for r in members.present]
+    present = [[r, 0] for r in members.present if r in members.expected]
     return answer(record, members=present, routes=record.routes(), donor=None)
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from daskdl.channel.base import Stopped
 from daskdl.channel.messages import Barrier
+from daskdl.version import VERSION
 from tests.support.channels import (
     EITHER,
+    RUN,
     SIZE,
     a_run,
     applied_by,
@@ -49,6 +51,25 @@ async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
         known_N = entry.snapshot["total_N"] + np.array(totals(channel.receive()))
         assert entry.members == [replica] == [2]
         assert known_N.tolist() == [1, 1, 1, 1] + [0] * (SIZE - 4)
+
+
+@two_workers()
+async def test_one_that_comes_before_the_founders_takes_over_the_state_of_one(
+    c, s, a, b
+):
+    async with a_run(c, s, a, b, join=False) as run:
+        replica, _ = await newcomer(run, b)
+        join = run.ask("daskdl_join", run=RUN, replica=replica, version=VERSION)
+        early = asyncio.ensure_future(join)
+        await run.ask("daskdl_watch", run=RUN, seen=0, timeout_s=0)  # it was heard
+
+        founders = [in_thread(run.channels[r].join) for r in (0, 1)]
+        entries = await asyncio.gather(*founders)
+
+        answer = await early
+        assert [entry.members for entry in entries] == [[0, 1], [0, 1]]
+        assert answer["donor"] in (0, 1)
+        assert list(answer["members"]) == []
 
 
 @two_workers()

@@ -10,6 +10,7 @@ from typing import Any
 import dask.config
 import torch
 from distributed import Client, LocalCluster, Worker, default_client
+from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from daskdl.errors import OptionError, RunError, WaitTimeoutError
@@ -194,8 +195,10 @@ def arrivals(name: str) -> WorkerPlugin:
             await worker.scheduler.daskdl_arrive(worker=worker.address, found=found)
 
         async def teardown(self, worker: Worker) -> None:
+            # Dask does so too before it sets a plugin up twice, as it may when a worker
+            # comes just now: replicas go on then.
             end = worker.extensions.get(name)
-            if end is not None:
+            if end is not None and worker.status is not Status.running:
                 await end.teardown(worker)
 
     return Arrival()

@@ -30,8 +30,9 @@ help:
 demo: .venv/installed
 	$(BIN)/python examples/digits.py
 
+# One process tests what needs clusters, the other all else.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest -m ""

@@ -35,13 +35,17 @@ settings.load_profile("any machine")
 APART = {"network", "learning", "examples", "chaos"}
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark each test that lies in a folder of its own kind; clusters come last.
 
-    A scheduler that stays in this process slows down whatever is tested after it.
+    A scheduler that stays in this process slows down whatever is tested after it. Where
+    the tests are divided between processes, one begins with all that have clusters.
     """
-    items.sort(key=lambda item: "cluster" in item.path.parts)
+    divided = hasattr(config, "workerinput")
+    items.sort(key=lambda item: ("cluster" in item.path.parts) is not divided)
     for item in items:
+        if "cluster" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("clusters"))
         for folder in APART.intersection(item.path.parts):
             item.add_marker(folder)
 

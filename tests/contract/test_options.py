@@ -10,6 +10,7 @@ from daskdl.data.options import ReadOptions
 from daskdl.errors import OptionError
 from daskdl.training.options import FitOptions, TrainerOptions
 from daskdl.training.sharing import GradientSharing
+from tests.support.names import shown
 
 TRAINER = {
     "master": GradientSharing(),
@@ -31,7 +32,7 @@ READ = ReadOptions(1)
         ("progress", True),
         ("progress", False),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_an_option_of_a_trainer_is_taken(option, value):
     assert getattr(TrainerOptions(**{**TRAINER, option: value}), option) is value
@@ -52,7 +53,7 @@ def test_an_option_of_a_trainer_is_taken(option, value):
         ("device", None, "device must be 'auto' or a torch device, got None"),
         ("device", "quantum", "device must be 'auto' or a torch device, got 'quantum'"),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
     with pytest.raises(OptionError, match=re.escape(message)):
@@ -74,7 +75,7 @@ def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
         ("approach", "copy", "approach must be 'direct' or 'export', got 'copy'"),
         ("approach", True, "approach must be 'direct' or 'export', got True"),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_an_option_of_a_fit_is_refused_by_name(option, value, message):
     with pytest.raises(OptionError, match=re.escape(message)):

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from daskdl.keras import CrossEntropyOfProbabilities
 from daskdl.metrics.scale import scale_of
+from tests.support.names import shown
 
 SCORES = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.5, 0.25]])
 
@@ -35,7 +36,7 @@ class Focal(nn.Module):
         (functools.partial(functional.cross_entropy, ignore_index=1), "logits"),
         (Focal(), "log_probabilities"),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_losses_that_are_known_say_it_whatever_the_scores_look_like(loss, scale):
     assert scale_of(loss, SCORES.softmax(1)) == scale

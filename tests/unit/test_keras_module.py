@@ -14,6 +14,7 @@ from daskdl.keras.library import library
 from daskdl.keras.module import KerasModule, as_module
 from daskdl.packed import PackedModel
 from daskdl.vectors import FlatParameters
+from tests.support.names import shown
 
 keras = library()
 layers = keras.layers
@@ -386,6 +387,6 @@ class TestAsModule:
     def test_a_keras_model_becomes_one(self):
         assert isinstance(as_module(normalised()), KerasModule)
 
-    @pytest.mark.parametrize("value", [nn.ReLU(), 3, None, normalised], ids=str)
+    @pytest.mark.parametrize("value", [nn.ReLU(), 3, None, normalised], ids=shown)
     def test_anything_else_stays_as_it_is(self, value):
         assert as_module(value) is value

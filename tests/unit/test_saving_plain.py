@@ -11,6 +11,7 @@ import torch
 from daskdl import AdaptiveThreshold, Callback, OptionError, SaveError
 from daskdl.saving.plain import DEEPEST, Plain
 from daskdl.saving.trust import Trust
+from tests.support.names import shown
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class TestReading:
             nested(DEEPEST + 1),
             object(),
         ],
-        ids=lambda content: str(content)[:60],
+        ids=lambda content: shown(content)[:60],
     )
     def test_what_is_never_written_is_refused(self, content):
         with pytest.raises(SaveError):

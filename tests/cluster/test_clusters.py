@@ -52,6 +52,7 @@ class TestWhereItRuns:
         assert score["loss"] < 2
         assert sum(executed(client).values()) > sum(before.values())
 
+    @pytest.mark.slow
     @pytest.mark.timeout(90)
     def test_a_cluster_of_its_own_is_closed_again(self):
         done = subprocess.run(

@@ -27,6 +27,7 @@ KINDS = {
 
 
 class TestKindsOfData:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", KINDS)
     def test_learns_scores_and_predicts(self, client, kind):
         x, y = KINDS[kind]()

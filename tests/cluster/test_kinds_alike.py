@@ -74,7 +74,31 @@ def computed(client, outputs):
     return np.stack(whole) if isinstance(outputs, db.Bag) else np.asarray(whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# One of each way to the workers; the others come with all tests.
+FEW = {
+    "numpy",
+    "pandas",
+    "lazy array",
+    "persisted array",
+    "dask.dataframe",
+    "dask.bag",
+    "delayed",
+    "futures",
+    "dict of arrays",
+    "Dataset",
+    ".npz",
+    ".parquet",
+    "export",
+    "file_batches",
+    "images",
+}
+
+
+def some_slow(kind):
+    return pytest.param(kind, marks=() if kind in FEW else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", map(some_slow, KINDS))
 def test_all_train_score_and_predict_alike(forgetful, reference, tmp_path, kind):
     given = KINDS[kind](Where(forgetful, tmp_path))
 

@@ -98,7 +98,7 @@ def some_slow(kind):
     return pytest.param(kind, marks=() if kind in FEW else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("kind", map(some_slow, KINDS))
+@pytest.mark.parametrize("kind", [some_slow(kind) for kind in KINDS])
 def test_all_train_score_and_predict_alike(forgetful, reference, tmp_path, kind):
     given = KINDS[kind](Where(forgetful, tmp_path))
 

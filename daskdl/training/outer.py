@@ -60,13 +60,14 @@ class Outer:
             OptionError: If that was of another kind of optimizer.
             SaveError: If its tensors are of other shapes.
         """
+        own = {**self.values(), "optimizer": {}}
+        check_like(own, values, "exchange.outer")
         kind = type(self._optimizer).__name__
         if values["kind"] != kind:
             raise OptionError(
                 f"outer makes a {kind}, and the state to go on from is of a "
                 f"{values['kind']}; resume with the same one, or with none"
             )
-        check_like(self._common, values["common"], "common")
         with torch.no_grad():
             for common, value in zip(self._common, values["common"], strict=True):
                 common.copy_(value)

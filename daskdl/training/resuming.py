@@ -72,6 +72,8 @@ class Inheritance(NamedTuple):
         parts = [*zip(self.own_at, self.own, strict=True), (self.donor_at, self.donor)]
         for at, part in parts:
             check_like(_OWN, part, f"{at}: its state")
+        if "optimizer" not in {**self.donor, **self.common}:
+            raise SaveError(f"{self.common_at}, {self.donor_at}: optimizer is missing")
         own: dict[str, Any] = {"tensors": others_in(module)}
         if self.common["kind"] != SHARER:
             own["exchange"] = {PARAMETERS: trained_in(module)}

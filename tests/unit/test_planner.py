@@ -163,8 +163,8 @@ class TestPlan:
             patch.setattr(Packed, "kept", None, raising=False)
             init = Packed.__init__
 
-            def keep(self, content, argument):
-                init(self, content, argument)
+            def keep(self, content, argument, **options):
+                init(self, content, argument, **options)
                 self.kept = content
 
             patch.setattr(Packed, "__init__", keep)

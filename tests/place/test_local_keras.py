@@ -81,11 +81,12 @@ def test_a_keras_model_is_taken_as_it_is():
     before = model.get_weights()
     own = trainer(model, nn.CrossEntropyLoss())
 
-    own.fit(X, Y, epochs=3, batch_size=16)
-    own.fit(X, Y, batch_size=16)
+    first = own.fit(X, Y, epochs=8, batch_size=16)
+    second = own.fit(X, Y, batch_size=16)
 
     assert isinstance(own.model_, KerasModule)
-    assert own.evaluate(X, Y)["accuracy"] > 0.6  # guessing is right once in four
+    # Not by its accuracy: Keras keeps 0.99 of its running statistics at each step.
+    assert second[0]["loss"] < 0.8 * first[0]["loss"]
     for given, kept_as in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(given, kept_as)
 

@@ -38,30 +38,30 @@ class Grown:
     """A cluster of processes, of which the test starts each worker."""
 
     def __init__(self, folder):
-        self._folder = folder
-        self._file = str(folder / "scheduler.json")
-        self._processes = []
-        self._start("dask_scheduler", "--port=0")
-        self.client = Client(scheduler_file=self._file, set_as_default=False)
+        self.folder = folder
+        self.file = str(folder / "scheduler.json")
+        self.processes = []
+        self.start("dask_scheduler", "--port=0")
+        self.client = Client(scheduler_file=self.file, set_as_default=False)
 
-    def _start(self, program, *options):
+    def start(self, program, *options):
         command = [sys.executable, "-m", f"distributed.cli.{program}", *options]
-        command += ["--scheduler-file", self._file, "--no-dashboard"]
-        log = (self._folder / f"log-{len(self._processes)}").open("w")
+        command += ["--scheduler-file", self.file, "--no-dashboard"]
+        log = (self.folder / f"log-{len(self.processes)}").open("w")
         with log:
-            self._processes.append(subprocess.Popen(command, stderr=log))
+            self.processes.append(subprocess.Popen(command, stderr=log))
 
     def grow(self, preload=""):
         """Start one more worker, and wait until Dask knows it."""
-        file = self._folder / f"preload-{len(self._processes)}.py"
+        file = self.folder / f"preload-{len(self.processes)}.py"
         file.write_text(preload)
-        self._start("dask_worker", "--nthreads=1", "--no-nanny", "--preload", str(file))
-        count = len(self._processes) - 1
+        self.start("dask_worker", "--nthreads=1", "--no-nanny", "--preload", str(file))
+        count = len(self.processes) - 1
         self.client.wait_for_workers(count, timeout=60)
 
     def close(self):
         self.client.close()
-        for process in reversed(self._processes):
+        for process in reversed(self.processes):
             process.terminate()
             process.wait(30)
 

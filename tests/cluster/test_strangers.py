@@ -159,20 +159,20 @@ class Attack:
     """
 
     def __init__(self, client):
-        self._client = client
-        self._cluster = client.cluster
+        self.client = client
+        self.cluster = client.cluster
         self.refused = self.unknown = 0
 
     async def on_runs(self):
         """Send it to all that the plugins have registered, in the run that is open."""
-        plugin = self._cluster.scheduler.extensions[scheduler.NAME]
+        plugin = self.cluster.scheduler.extensions[scheduler.NAME]
         ((run, live),) = plugin.runs.items()
         home = live.record.members.seats[0]
-        worker_of = {w.address: w for w in self._cluster.workers.values()}
+        worker_of = {w.address: w for w in self.cluster.workers.values()}
         values = {
             "run": run,
             "plan": dataclasses.asdict(live.record.plan),  # it is open already
-            "client": self._client.id,
+            "client": self.client.id,
             "seen": 0,
             "timeout_s": 0.0,
             "reason": "because",
@@ -205,7 +205,7 @@ class Attack:
             "retires": False,
         }
         before = live.record.refused
-        await self._on(self._cluster.scheduler, values)
+        await self.on(self.cluster.scheduler, values)
         assert live.record.refused == before + self.refused
         self.unknown = 0  # workers count it, the scheduler does not
 
@@ -216,7 +216,7 @@ class Attack:
             "sequences": [1],
             "name": "attack",
         }
-        await self._on(worker_of[home], values)
+        await self.on(worker_of[home], values)
 
     async def on_predictors(self):
         """Send it to all replicas of predictors."""
@@ -228,26 +228,26 @@ class Attack:
             "hear": {},
             "close": {"wait": True},
         }
-        for server in self._cluster.workers.values():
+        for server in self.cluster.workers.values():
             for operation in of_daskdl(server, "daskdl-predictor-"):
                 comm = await connect(server.address)
                 for call, required in calls.items():
                     wrong = requests({"call": call, **required}, {})
-                    await self._send_all(comm, operation, wrong)
+                    await self.send_all(comm, operation, wrong)
                 await comm.close()
 
-    async def _on(self, server, values):
+    async def on(self, server, values):
         comm = await connect(server.address)
         for operation in of_daskdl(server, "daskdl_"):
             wrong = requests(*fields_of(server.handlers[operation], values))
-            await self._send_all(comm, operation, wrong)
+            await self.send_all(comm, operation, wrong)
         await comm.close()
 
-    async def _send_all(self, comm, operation, wrong):
+    async def send_all(self, comm, operation, wrong):
         for name, fields in wrong:
-            await self._send(comm, name, {"op": operation, **fields})
+            await self.send(comm, name, {"op": operation, **fields})
 
-    async def _send(self, comm, wrong, message):
+    async def send(self, comm, wrong, message):
         await comm.write(message)
         answer = await comm.read()
         assert isinstance(answer, dict), f"{answer!r} to {message!s:.500}"

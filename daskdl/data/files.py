@@ -1,9 +1,8 @@
 """The user's own files as they are: a part is a file, or some files of one row each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +11,7 @@ from typing_extensions import override
 from daskdl.data import trees
 from daskdl.data.formats.extensions import loader_for
 from daskdl.data.formats.loaders import Loader, loader_of
-from daskdl.data.source import SHOWN_ROWS, Facts, Source
+from daskdl.data.source import SHOWN_ROWS, Facts, FileSource
 from daskdl.data.stores.listing import Path, Place, listed
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError, OptionError, ShapeError
@@ -25,7 +24,7 @@ FILES_PER_PART = 64
 _FETCHED_AT_A_TIME = 8
 
 
-class Files(Source):
+class Files(FileSource):
     """Files anywhere fsspec reaches, and a loader that makes rows of each.
 
     They are listed here and now; none is read before it is needed. The workers must
@@ -98,13 +97,6 @@ class Files(Source):
     def load_file(self, part: int, file: int) -> Rows:
         """Load one of them, from 0."""
         return self._loader.load(*self._files(part)[file])
-
-    @override
-    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
-        urls = self.file_urls(part)
-        if len(urls) == 1:
-            return ()
-        return [(url, partial(self.load_file, part, i)) for i, url in enumerate(urls)]
 
     @override
     def look(self, part: int) -> Facts:

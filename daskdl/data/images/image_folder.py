@@ -5,8 +5,7 @@ from the listing. Images are opened where their rows are used.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from daskdl.data.images.tiny_imagenet import is_tiny_imagenet, tiny_imagenet
 from daskdl.data.shards.folder import Folder, LooseFiles, check_files
 from daskdl.data.shards.index import Index
 from daskdl.data.shards.sharded_files import ShardedFiles
-from daskdl.data.source import Source
+from daskdl.data.source import FileSource
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError, ShapeError
@@ -112,7 +111,7 @@ def files_at(store: Store) -> Folder:
     return LooseFiles(store) if index is None else ShardedFiles(store, index)
 
 
-class ImageFolder(Source):
+class ImageFolder(FileSource):
     """Images, some of them in each part; see :func:`image_folder`.
 
     Attributes:
@@ -180,13 +179,6 @@ class ImageFolder(Source):
             return x, None
         row = sum(self.lengths[:part]) + file
         return x, self.labels[row : row + 1]
-
-    @override
-    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
-        urls = self.file_urls(part)
-        if len(urls) == 1:
-            return ()
-        return [(url, partial(self.load_file, part, i)) for i, url in enumerate(urls)]
 
     def _image(self, content: bytes, url: str) -> np.ndarray:
         image = self._decoding(content, url)

@@ -3,7 +3,6 @@
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Self
 
 from typing_extensions import override
@@ -20,13 +19,13 @@ from daskdl.data.formats.loaders import (
 from daskdl.data.shards.contents import Contents
 from daskdl.data.shards.index import Index
 from daskdl.data.shards.sharded_files import ShardedFiles
-from daskdl.data.source import Facts, Source
+from daskdl.data.source import Facts, FileSource
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError, ShapeError
 
 
-class Shards(Source):
+class Shards(FileSource):
     """Files that :func:`daskdl.data.file_batches` has packed.
 
     Args:
@@ -89,13 +88,6 @@ class Shards(Source):
     def load_file(self, part: int, file: int) -> Rows:
         """Load one of them, from 0."""
         return self._alone(part, self._names(part)[file])
-
-    @override
-    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
-        urls = self.file_urls(part)
-        if len(urls) == 1:
-            return ()
-        return [(url, partial(self.load_file, part, i)) for i, url in enumerate(urls)]
 
     @override
     def look(self, part: int) -> Facts:

@@ -1,4 +1,4 @@
-"""The cluster of worker processes that nearly all tests share."""
+"""How tests are ordered and marked, and what tests of several folders need."""
 
 import gc
 import itertools
@@ -12,8 +12,6 @@ from hypothesis import HealthCheck, settings
 
 from daskdl.checkpoints.series import Series
 from daskdl.data.stores.store import store_of
-from tests.support.clusters import cluster_of
-from tests.support.leftovers import still_left_behind
 
 _numbers = itertools.count()
 
@@ -35,14 +33,13 @@ settings.load_profile("any machine")
 APART = {"network", "learning", "examples", "chaos"}
 
 
-def pytest_collection_modifyitems(config, items):
-    """Mark each test that lies in a folder of its own kind; clusters come last.
+def pytest_collection_modifyitems(items):
+    """Mark each test that lies in a folder of its own kind; clusters come first.
 
-    A scheduler that stays in this process slows down whatever is tested after it. Where
-    the tests are divided between processes, one begins with all that have clusters.
+    Where the tests are divided between processes, one has all that need clusters, and
+    is the last to be done if it does not begin with them.
     """
-    divided = hasattr(config, "workerinput")
-    items.sort(key=lambda item: ("cluster" in item.path.parts) is not divided)
+    items.sort(key=lambda item: "cluster" not in item.path.parts)
     for item in items:
         if "cluster" in item.path.parts:
             item.add_marker(pytest.mark.xdist_group("clusters"))
@@ -63,19 +60,6 @@ def pytest_sessionfinish():
     They belong to clients and workers that were threads of this process.
     """
     logging.disable()
-
-
-@pytest.fixture(scope="session")
-def shared_client():
-    with cluster_of(2) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared_client):
-    """A client of two workers; afterwards nothing may be left on them."""
-    yield shared_client
-    assert still_left_behind(shared_client) == {}
 
 
 @pytest.fixture

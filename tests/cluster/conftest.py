@@ -1,4 +1,8 @@
-"""More clusters, one of each kind for all tests that need it."""
+"""Clusters, one of each kind for all tests here that need it.
+
+They are closed before any other folder's tests: a scheduler would go on in this
+process, and so would workers that are threads of it, whose clients Dask makes default.
+"""
 
 import os
 
@@ -21,7 +25,27 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.path.name.startswith("test_channel"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package", autouse=True)
+def no_default_scheduler():
+    """Several workers that are threads here leave Dask's configuration changed."""
+    yield
+    dask.config.set(scheduler=None)
+
+
+@pytest.fixture(scope="package")
+def shared_client():
+    with cluster_of(2) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared_client):
+    """A client of two workers; afterwards nothing may be left on them."""
+    yield shared_client
+    assert still_left_behind(shared_client) == {}
+
+
+@pytest.fixture(scope="package")
 def lone_client():
     """A client of a cluster with one worker."""
     with cluster_of(1) as client:
@@ -40,7 +64,7 @@ def lone(lone_client):
     return Place(lone_client, replicas=1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def mortal_client():
     with (
         dask.config.set({"distributed.deploy.lost-worker-timeout": "90s"}),
@@ -72,7 +96,7 @@ def growing():
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def threads_client():
     with cluster_of(2, processes=False) as client:
         yield client
@@ -85,14 +109,14 @@ def threads(threads_client):
     assert still_left_behind(threads_client) == {}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def no_workers():
     """A client of a cluster without workers."""
     with cluster_of(0, processes=False) as client:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def idle():
     """A client of a cluster that must never be asked for anything."""
     with cluster_of(1, processes=False) as client:

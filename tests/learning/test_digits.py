@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from daskdl import Trainer
+from tests.support.clusters import cluster_of
 from tests.support.digits import accuracy, images, network
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,12 @@ WAYS = {
     "momentum": (15, functools.partial(torch.optim.SGD, lr=0.04, momentum=0.9)),
     "Adam": (15, functools.partial(torch.optim.Adam, lr=4e-3)),
 }
+
+
+@pytest.fixture(scope="module")
+def client():
+    with cluster_of(2) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ BIN := .venv/bin
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
-	@echo "make test   run the suite that every change has to pass: ten minutes"
+	@echo "make test   run the suite that every change has to pass: under ten minutes"
 	@echo "make test-all   the same, and all that takes longer: an hour"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"

@@ -6,6 +6,7 @@ carrier, and in the few plain values that are named here.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -199,7 +200,7 @@ class Link:
             bound = self._endpoint.timeouts.request
             return await asyncio.wait_for(wanted.answer, bound)
         finally:
-            self.wanted.remove(wanted)
+            self._unwant(wanted)
 
     def close_soon(self) -> None:
         """The worker closes; the training thread leaves at its next step."""
@@ -265,8 +266,13 @@ class Link:
                 "of its own worker; is it busy, or closed?"
             ) from error
 
+    def _unwant(self, wanted: Wanted) -> None:
+        with contextlib.suppress(ValueError):  # it may have been served meanwhile
+            self.wanted.remove(wanted)
+
     def serve(self, wanted: Wanted, snapshot: dict[str, Any]) -> None:
-        """Give a newcomer what it waits for."""
+        """Give a newcomer what it waits for, once."""
+        self._unwant(wanted)
 
         def answer() -> None:
             if not wanted.answer.done():  # it may not have waited

@@ -149,17 +149,16 @@ class RemoteWaits(Waits):
         while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             came = self._inbox.wait_for(lambda: ready() or bool(self._servable()), left)
-            if not self._serve():
+            self._serve()
+            # A newcomer that has given up meanwhile is no reason to stop waiting.
+            if not came or self._inbox.stopped is not None or ready():
                 return came
 
-    def _serve(self) -> bool:
+    def _serve(self) -> None:
         """Give newcomers this replica's state if it has all they need."""
-        served = False
         for wanted in self._servable():
             assert self.make is not None
             self._link.serve(wanted, wrap_note(self.make()))
-            served = True
-        return served
 
     def _servable(self) -> list[Wanted]:
         if self.make is None or self._inbox.stopped is not None:
@@ -170,4 +169,4 @@ class RemoteWaits(Waits):
         # What a lost one had sent may have reached nobody, unless a relay has it.
         without = {self._replica} | (self._inbox.lost() if self._mesh else set())
         others = {o: s for o, s in wanted.cut.items() if o not in without}
-        return not wanted.answer.done() and self._inbox.reached(others)
+        return self._inbox.reached(others)

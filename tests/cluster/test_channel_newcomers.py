@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from daskdl.channel.messages import Barrier
 from daskdl.version import VERSION
 from tests.support.channels import (
     EITHER,
+    PATIENCE_S,
     RUN,
     SIZE,
     a_run,
@@ -51,6 +53,35 @@ async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
         known_N = entry.snapshot["total_N"] + np.array(totals(channel.receive()))
         assert entry.members == [replica] == [2]
         assert known_N.tolist() == [1, 1, 1, 1] + [0] * (SIZE - 4)
+
+
+@EITHER
+@two_workers()
+async def test_a_snapshot_is_made_once_and_who_makes_it_goes_on_waiting(
+    c, s, a, b, routing
+):
+    made, again = threading.Event(), threading.Event()
+    async with a_run(c, s, a, b, routing=routing) as run:
+        donor, make = run.channels[0], applied_by(run.channels[0])
+
+        def counted():
+            (again if made.is_set() else made).set()
+            return make()
+
+        donor.serve(counted)
+        waiting = begin(donor.gather, "end", 0)
+        _, channel = await newcomer(run, b)
+        joining = begin(channel.join)
+        await wait_until(lambda: run.link(0).wanted or made.is_set())
+
+        # What has been made cannot be sent meanwhile: this is the event loop.
+        assert made.wait(PATIENCE_S)
+        assert not again.wait(0.3)
+        await joining
+        assert not waiting.done()
+        await in_thread(run.channels[1].gather, "end", 1)
+
+        assert (await waiting).notes == {0: 0, 1: 1}
 
 
 @two_workers()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -33,14 +34,28 @@ def bounds(**changed):
     return dataclasses.replace(TIMEOUTS, **changed)
 
 
-def two_workers(**options):
-    return gen_cluster(client=True, timeout=60, **options)
+def on_workers(**options):
+    """Dask's decorator; of a TimeoutError that leaves a test it would never return."""
+    decorate = gen_cluster(client=True, timeout=60, **options)
+
+    def decorated(test):
+        @functools.wraps(test)
+        async def ending(*arguments, **keywords):
+            try:
+                await test(*arguments, **keywords)
+            except TimeoutError as error:
+                raise AssertionError(f"it took too long: {error}") from error
+
+        return decorate(ending)
+
+    return decorated
+
+
+two_workers = on_workers  # of Dask's default
 
 
 def three_workers(**options):
-    return gen_cluster(
-        client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=60, **options
-    )
+    return on_workers(nthreads=[("127.0.0.1", 1)] * 3, **options)
 
 
 def frame_of(stamp, *entries, count=1, size=SIZE):

@@ -7,7 +7,6 @@ import functools
 import inspect
 
 import pytest
-from distributed.utils_test import gen_cluster
 
 from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.local import LocalChannel
@@ -21,6 +20,7 @@ from tests.support.channels import (
     TIMEOUTS,
     a_run,
     in_thread,
+    on_workers,
 )
 from tests.support.records import extents
 
@@ -123,7 +123,7 @@ def every_channel(replicas=2, kinds=KINDS):
             await call(functools.partial(a_run, c, s, *workers, **options))
 
         workers = [("127.0.0.1", 1)] * replicas
-        over_dask = gen_cluster(client=True, nthreads=workers, timeout=60)(over_dask)
+        over_dask = on_workers(nthreads=workers)(over_dask)
 
         @functools.wraps(test)
         def one(self, kind, **parameters):

@@ -32,7 +32,7 @@ demo: .venv/installed
 
 # One process tests what needs clusters, the other all else.
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest -m ""

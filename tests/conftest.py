@@ -9,6 +9,7 @@ import dask
 import pytest
 from distributed.utils import get_mp_context
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from daskdl.checkpoints.series import Series
 from daskdl.data.stores.store import store_of
@@ -33,16 +34,31 @@ settings.load_profile("any machine")
 APART = {"network", "learning", "examples", "chaos"}
 
 
+class ClustersTogether(LoadScopeScheduling):
+    """One process has all tests that need clusters; all others are given out singly.
+
+    By a folder, and not by `xdist_group`, which pytest-xdist 3.8 does not see with
+    pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid):
+        return "clusters" if nodeid.startswith("tests/cluster/") else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """See `ClustersTogether`."""
+    return ClustersTogether(config, log)
+
+
 def pytest_collection_modifyitems(items):
     """Mark each test that lies in a folder of its own kind; clusters come first.
 
-    Where the tests are divided between processes, one has all that need clusters, and
-    is the last to be done if it does not begin with them.
+    Where the tests are divided between processes, the one that has these is the last
+    to be done if it does not begin with them.
     """
     items.sort(key=lambda item: "cluster" not in item.path.parts)
     for item in items:
-        if "cluster" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("clusters"))
         for folder in APART.intersection(item.path.parts):
             item.add_marker(folder)
 

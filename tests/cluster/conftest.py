@@ -7,6 +7,7 @@ process, and so would workers that are threads of it, whose clients Dask makes d
 import os
 
 import dask
+import distributed
 import pytest
 from distributed.utils_test import poll_for
 
@@ -26,10 +27,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="package", autouse=True)
-def no_default_scheduler():
-    """Several workers that are threads here leave Dask's configuration changed."""
+def no_default_client():
+    """Workers that are threads here leave theirs behind, and Dask's configuration."""
     yield
     dask.config.set(scheduler=None)
+    distributed.client._global_clients.clear()
 
 
 @pytest.fixture(scope="package")

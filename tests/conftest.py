@@ -6,6 +6,7 @@ import logging
 import signal
 
 import dask
+import distributed
 import pytest
 from distributed.utils import get_mp_context
 from hypothesis import HealthCheck, settings
@@ -76,6 +77,18 @@ def pytest_sessionfinish():
     They belong to clients and workers that were threads of this process.
     """
     logging.disable()
+
+
+@pytest.fixture(autouse=True)
+def no_default_client(request):
+    """Elsewhere than in tests/cluster there is no client unless a test makes one.
+
+    A worker that is a thread of this process makes one of its own the default, and
+    leaves Dask's configuration changed, even long after its cluster was closed.
+    """
+    if "cluster" not in request.path.parts:
+        dask.config.set(scheduler=None)
+        distributed.client._global_clients.clear()
 
 
 @pytest.fixture

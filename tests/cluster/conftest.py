@@ -4,10 +4,10 @@ They are closed before any other folder's tests: a scheduler would go on in this
 process, and so would workers that are threads of it, whose clients Dask makes default.
 """
 
+import gc
 import os
 
 import dask
-import distributed
 import pytest
 from distributed.utils_test import poll_for
 
@@ -27,11 +27,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="package", autouse=True)
-def no_default_client():
-    """Workers that are threads here leave theirs behind, and Dask's configuration."""
+def no_garbage():
+    """Clients of workers that were threads here end now, and not in another test."""
     yield
-    dask.config.set(scheduler=None)
-    distributed.client._global_clients.clear()
+    gc.collect()
 
 
 @pytest.fixture(scope="package")

@@ -1,9 +1,12 @@
+import ast
 import gc
 import weakref
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
+import daskdl
 from daskdl.guard import guarded, settle
 
 
@@ -63,3 +66,21 @@ def test_an_error_that_is_let_go_leaves_memory_at_once():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def caught_in(path):
+    """Lines that catch whatever is raised."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            said = node.type or ast.Name("BaseException")
+            names = {n.id for n in ast.walk(said) if isinstance(n, ast.Name)}
+            if names & {"BaseException", "Exception"}:
+                yield f"{path.name}:{node.lineno}"
+
+
+def test_nothing_else_catches_whatever_is_raised():
+    files = Path(daskdl.__file__).parent.rglob("*.py")
+
+    found = [line for path in files for line in caught_in(path)]
+
+    assert [line.split(":")[0] for line in found] == ["guard.py"] * 3

@@ -60,22 +60,23 @@ async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
 async def test_a_snapshot_is_made_once_and_who_makes_it_goes_on_waiting(
     c, s, a, b, routing
 ):
-    made, again = threading.Event(), threading.Event()
+    made, held, again = (threading.Event() for _ in range(3))
     async with a_run(c, s, a, b, routing=routing) as run:
         donor, make = run.channels[0], applied_by(run.channels[0])
 
         def counted():
             (again if made.is_set() else made).set()
+            assert held.wait(PATIENCE_S)
             return make()
 
         donor.serve(counted)
         waiting = begin(donor.gather, "end", 0)
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
-        await wait_until(lambda: run.link(0).wanted or made.is_set())
+        await wait_until(made.is_set)
 
+        held.set()
         # What has been made cannot be sent meanwhile: this is the event loop.
-        assert made.wait(PATIENCE_S)
         assert not again.wait(0.3)
         await joining
         assert not waiting.done()

@@ -51,6 +51,8 @@ def test_it_encodes_nothing_and_what_it_learns_is_scored(two, apply):
     assert history[0]["sent_bytes"] > 0
     assert history.column("sent_bytes")[2:] == [0] * 4
     losses = history.column("val_loss")[1:]
+    assert len(set(losses)) == len(losses)  # each epoch is scored anew
+    assert max(losses[1:]) < losses[0]  # strict steps may overshoot after that
     assert losses[-1] < 0.6 * losses[0]
     own.client = False
     assert own.evaluate(X, Y)["loss"] == pytest.approx(losses[-1], rel=1e-4)

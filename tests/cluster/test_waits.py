@@ -166,7 +166,7 @@ class TestNoSilentWaits:
             release.set()
         assert re.search(
             r"after 1 s \(daskdl\.timeouts\.stop\) these have not left: replica 1 on "
-            rf"{worker}, last heard at step \d+, update \d+, \d+\.\d s ago$",
+            rf"{worker}, last heard at step \d+, update \d+, \d\.\d s ago$",
             caplog.text,
             re.MULTILINE,
         )

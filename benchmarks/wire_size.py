@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.plots import bars
 from benchmarks.questions import Question
-from daskdl.codec import Stamp, bitmap, decode, encode, gaps
-from daskdl.codec.entries import positions_of
+from daskdl.codec import Stamp, decode, encode, golomb, sparse
+from daskdl.codec.sparse import positions_of
 
 STAMP = Stamp(run=1, origin=0, sequence=1, step=1)
 THRESHOLD = 2.0**-10
@@ -37,7 +37,7 @@ class Row:
     bound: float  # bytes
     raw32: int  # bytes, the baseline
     varint: int
-    bitmap: int
+    sparse: int
     bitmap_lz4: int
     one: int  # GAPS with one Rice parameter
     blocks: int  # GAPS with one for each block
@@ -88,10 +88,10 @@ def measure(case: str, size: int, positions, repeat: int) -> Row:
     entries = ((positions + 1) * signs).astype(np.int32)
     positions_K = positions_of(entries, size)
     one, blocks = (
-        gaps.plan_with(b, size, positions_K) for b in (gaps.WHOLE, gaps.BLOCK)
+        golomb.plan_with(b, size, positions_K) for b in (golomb.WHOLE, golomb.BLOCK)
     )
-    best = gaps.pack(gaps.plan(size, positions_K), entries)
-    bits = bitmap.pack(size, positions_K, entries)
+    best = golomb.pack(golomb.plan(size, positions_K), entries)
+    bits = sparse.pack_bitmap(size, positions_K, entries)
     frame = encode(STAMP, size, THRESHOLD, entries)
 
     def there_and_back():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from daskdl.codec.gaps import compiled
+from daskdl.codec.golomb import compiled
 from daskdl.errors import CodecError
 
 # A scale of 4 bytes for 256 of one byte each is 1.6 % of the body. A larger block is

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from daskdl.codec import decode
-from daskdl.codec.gaps import PER_BLOCK
+from daskdl.codec.golomb import PER_BLOCK
 from tests.golden.make_v1 import FOLDER, UPDATES, frame_of
 
 # A file that is made anew is a format that has changed.

@@ -13,8 +13,7 @@ from daskdl.codec import (
     decode,
     encode,
     encode_dense,
-    gaps,
-    gaps_reading,
+    golomb,
     read_kind,
     read_stamp,
 )
@@ -278,7 +277,7 @@ def test_a_short_frame_cannot_ask_for_memory():
 
 
 def test_a_body_beyond_what_lz4_takes_is_refused():
-    size = (gaps.WHOLE - 1) // 2
+    size = (golomb.WHOLE - 1) // 2
     payload = np.zeros(64 + size // 50, np.uint8)
     payload[:64] = np.frombuffer(DENSE32[:64], np.uint8)
     frame = patched(patched(payload.tobytes(), 36, "I", size), 48, "Q", 4 * size)
@@ -294,15 +293,15 @@ def test_a_gap_beyond_64_bits_does_not_wrap_into_the_vector():
     words[0] = 1 << 16
     positions = np.full(1, -1, np.int32)
 
-    end = gaps_reading.read_block(words, 200, 0, 60, positions, (0, 10))
+    end = golomb.read_block(words, 200, 0, 60, positions, (0, 10))
 
-    assert end == -gaps_reading.OUTSIDE
+    assert end == -golomb.OUTSIDE
     assert positions.tolist() == [-1]
 
 
 def test_a_block_header_is_not_read_from_beyond_the_codes():
     words = np.full(3, 0xFFFFFFFF, np.uint32)
 
-    end = gaps_reading.read_blocks(words, 16, np.zeros(1, np.int32), 10)
+    end = golomb.read_blocks(words, 16, np.zeros(1, np.int32), 10)
 
-    assert end == -gaps_reading.PAST_END
+    assert end == -golomb.PAST_END

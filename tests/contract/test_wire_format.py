@@ -7,7 +7,7 @@ import numpy as np
 
 from daskdl.codec import Kind, Stamp, decode, encode, encode_dense8, quantize
 from daskdl.codec.dense8 import MAX_SCALE
-from daskdl.codec.header import LAYOUT, MAGIC, VERSION
+from daskdl.codec.frame import LAYOUT, MAGIC, VERSION
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
 STAMP = Stamp(run=1, origin=2, sequence=3, step=4)

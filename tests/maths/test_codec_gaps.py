@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from daskdl.codec import gaps, gaps_reading
+from daskdl.codec import golomb
 from daskdl.errors import CodecError
 
 SIZE = 40_000
@@ -86,79 +86,79 @@ POSITIONS = {
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 class TestBits:
     def test_one_parameter_makes_the_documented_bits(self, positions):
-        plan = gaps.plan_with(gaps.WHOLE, SIZE, positions.astype(np.int32))
+        plan = golomb.plan_with(golomb.WHOLE, SIZE, positions.astype(np.int32))
         rice = int(plan.rices_B[0])
 
-        body = gaps.pack(plan, (positions + 1).astype(np.int32)).tobytes()
+        body = golomb.pack(plan, (positions + 1).astype(np.int32)).tobytes()
 
         signs = bytes((len(positions) + 7) // 8)
         assert body == bytes([rice]) + packed(codes(gaps_of(positions), rice)) + signs
 
     def test_one_per_block_makes_the_documented_bits(self, positions):
-        plan = gaps.plan_with(gaps.BLOCK, SIZE, positions.astype(np.int32))
+        plan = golomb.plan_with(golomb.BLOCK, SIZE, positions.astype(np.int32))
 
-        body = gaps.pack(plan, -(positions + 1).astype(np.int32)).tobytes()
+        body = golomb.pack(plan, -(positions + 1).astype(np.int32)).tobytes()
 
         signs = packed("1" * len(positions))
         assert body == b"\xff" + packed(plain_blocks(positions, plan.rices_B)) + signs
 
     def test_no_rice_parameters_make_fewer_bits(self, positions):
         one, blocks = (
-            gaps.plan_with(block, SIZE, positions.astype(np.int32)).stream_length
-            for block in (gaps.WHOLE, gaps.BLOCK)
+            golomb.plan_with(block, SIZE, positions.astype(np.int32)).stream_length
+            for block in (golomb.WHOLE, golomb.BLOCK)
         )
 
         assert one == math.ceil(fewest(gaps_of(positions))[0] / 8)
         assert blocks == math.ceil(fewest_by_blocks(positions) / 8)
 
-    @pytest.mark.parametrize("block", [gaps.WHOLE, gaps.BLOCK], ids=["one", "blocks"])
+    @pytest.mark.parametrize(
+        "block", [golomb.WHOLE, golomb.BLOCK], ids=["one", "blocks"]
+    )
     def test_both_ways_are_read_back(self, positions, block):
         entries = (positions + 1).astype(np.int32)
         entries[::3] *= -1
-        plan = gaps.plan_with(block, SIZE, positions.astype(np.int32))
+        plan = golomb.plan_with(block, SIZE, positions.astype(np.int32))
 
-        body = gaps.pack(plan, entries)
+        body = golomb.pack(plan, entries)
 
         assert len(body) == plan.length
-        np.testing.assert_array_equal(
-            gaps_reading.unpack(body, SIZE, len(entries)), entries
-        )
+        np.testing.assert_array_equal(golomb.unpack(body, SIZE, len(entries)), entries)
 
     def test_the_shorter_way_is_taken(self, positions):
         lengths = [
-            gaps.plan_with(block, SIZE, positions.astype(np.int32)).length
-            for block in (gaps.WHOLE, gaps.BLOCK)
+            golomb.plan_with(block, SIZE, positions.astype(np.int32)).length
+            for block in (golomb.WHOLE, golomb.BLOCK)
         ]
 
-        found = gaps.plan(SIZE, positions.astype(np.int32))
+        found = golomb.plan(SIZE, positions.astype(np.int32))
 
         assert found.length == min(lengths)
 
     def test_the_length_is_in_the_range_that_readers_allow(self, positions):
-        least, most = gaps_reading.length_range(SIZE, len(positions))
+        least, most = golomb.length_range(SIZE, len(positions))
 
-        found = gaps.plan(SIZE, positions.astype(np.int32))
+        found = golomb.plan(SIZE, positions.astype(np.int32))
 
         assert least <= found.length <= most
 
 
 def test_blocks_of_4097_parameters_literally():
     positions = np.array([0, 4096], np.int32)
-    plan = gaps.plan_with(gaps.BLOCK, 4097, positions)
+    plan = golomb.plan_with(golomb.BLOCK, 4097, positions)
 
-    body = gaps.pack(plan, np.array([1, -4097], np.int32))
+    body = golomb.pack(plan, np.array([1, -4097], np.int32))
 
     # Twice: 1, twelve 0 (count - 1), four 0 (Rice), 1; then the signs 0 1.
     assert body.tobytes().hex(" ") == "ff 01 00 06 00 08 02"
 
 
 @pytest.mark.parametrize("size", [2**30 + 7, 2**31 - 1], ids=str)
-@pytest.mark.parametrize("block", [gaps.WHOLE, gaps.BLOCK], ids=["one", "blocks"])
+@pytest.mark.parametrize("block", [golomb.WHOLE, golomb.BLOCK], ids=["one", "blocks"])
 def test_the_longest_gap_comes_back(size, block):
     entries = np.array([-size], np.int32)
-    plan = gaps.plan_with(block, size, -entries - 1)
+    plan = golomb.plan_with(block, size, -entries - 1)
 
-    read = gaps_reading.unpack(gaps.pack(plan, entries), size, 1)
+    read = golomb.unpack(golomb.pack(plan, entries), size, 1)
 
     assert read.tolist() == [-size]
 
@@ -170,7 +170,7 @@ def test_no_rice_parameter_makes_fewer_bits_at_any_density(seed):
     values[:3] = generator.integers(0, 2**20, 3)
     positions = (np.cumsum(values + 1) - 1).astype(np.int32)
 
-    found = gaps.plan_with(gaps.WHOLE, int(positions[-1]) + 1, positions)
+    found = golomb.plan_with(golomb.WHOLE, int(positions[-1]) + 1, positions)
 
     rice = int(found.rices_B[0])
     assert len(codes(values, rice)) == fewest(values)[0]
@@ -182,7 +182,7 @@ def test_a_rice_parameter_above_the_mean_gap_is_found(shift):
     values = np.array([3, 1, 1]) << shift
     positions = (np.cumsum(values + 1) - 1).astype(np.int32)
 
-    found = gaps.plan_with(gaps.WHOLE, int(positions[-1]) + 1, positions)
+    found = golomb.plan_with(golomb.WHOLE, int(positions[-1]) + 1, positions)
 
     assert found.rices_B.tolist() == [shift + 1]
 
@@ -195,7 +195,7 @@ def test_random_positions_cost_within_two_percent_of_their_entropy(density):
     positions = np.sort(generator.choice(size, count, replace=False, shuffle=False))
     entropy = -sum(p * math.log2(p) for p in (density, 1 - density))
 
-    found = gaps.plan(size, positions.astype(np.int32))
+    found = golomb.plan(size, positions.astype(np.int32))
 
     assert 8 * found.length <= 1.02 * (size * entropy + count)
 
@@ -207,20 +207,20 @@ def test_a_parameter_per_block_pays_on_clustered_positions():
     present[np.arange(400) % 10 != 0] = False
     positions = np.flatnonzero(present).astype(np.int32)
 
-    one = gaps.plan_with(gaps.WHOLE, present.size, positions)
-    blocks = gaps.plan_with(gaps.BLOCK, present.size, positions)
+    one = golomb.plan_with(golomb.WHOLE, present.size, positions)
+    blocks = golomb.plan_with(golomb.BLOCK, present.size, positions)
 
     assert blocks.length < one.length * 2 / 3
-    assert gaps.plan(present.size, positions).block == gaps.BLOCK
+    assert golomb.plan(present.size, positions).block == golomb.BLOCK
 
 
 def test_a_stream_too_short_for_its_plan_is_not_written_past():
     positions = random_positions(SIZE, 0.03).astype(np.int32)
-    plan = gaps.plan_with(gaps.WHOLE, SIZE, positions)
+    plan = golomb.plan_with(golomb.WHOLE, SIZE, positions)
     words = np.zeros(10, np.uint32)
 
     with pytest.raises(IndexError):
-        gaps.write_stream(words[:8], plan.gaps_K, plan.counts_B, plan.rices_B, False)
+        golomb.write_stream(words[:8], plan.gaps_K, plan.counts_B, plan.rices_B, False)
 
     assert words[8:].tolist() == [0, 0]
 
@@ -231,31 +231,31 @@ def test_a_stream_too_short_for_its_plan_is_not_written_past():
     ids=str,
 )
 def test_the_range_of_lengths_is_the_documented_one(size, count, expected):
-    assert gaps_reading.length_range(size, count) == expected
+    assert golomb.length_range(size, count) == expected
 
 
 def test_of_two_ways_as_long_one_parameter_for_all_is_taken():
     positions = np.array([0, *range(4096, 8192, 100)], np.int32)
     lengths = {
-        gaps.plan_with(block, 8192, positions).length
-        for block in (gaps.WHOLE, gaps.BLOCK)
+        golomb.plan_with(block, 8192, positions).length
+        for block in (golomb.WHOLE, golomb.BLOCK)
     }
 
-    found = gaps.plan(8192, positions)
+    found = golomb.plan(8192, positions)
 
-    assert (found.block, lengths) == (gaps.WHOLE, {found.length})
+    assert (found.block, lengths) == (golomb.WHOLE, {found.length})
 
 
 @pytest.fixture
 def checked(monkeypatch):
     """The readers as plain Python, in which every index is checked."""
     for name in ("read_bits", "read_block", "read_blocks"):
-        plain = getattr(gaps_reading, name).py_func
-        monkeypatch.setattr(gaps_reading, name, plain)
+        plain = getattr(golomb, name).py_func
+        monkeypatch.setattr(golomb, name, plain)
 
 
 @pytest.mark.parametrize("length", range(1, 10))
-@pytest.mark.parametrize("mode", [0, 7, gaps.MAX_RICE, gaps.PER_BLOCK])
+@pytest.mark.parametrize("mode", [0, 7, golomb.MAX_RICE, golomb.PER_BLOCK])
 @pytest.mark.parametrize("fill", [0x00, 0x80, 0xFF])
 @pytest.mark.usefixtures("checked")
 def test_codes_are_not_read_beyond_their_words(length, mode, fill):
@@ -263,4 +263,4 @@ def test_codes_are_not_read_beyond_their_words(length, mode, fill):
     body = np.frombuffer(bytes([mode]) + stream + bytes(2), np.uint8)
 
     with pytest.raises(CodecError):
-        gaps_reading.unpack(body, 2**20, 9)
+        golomb.unpack(body, 2**20, 9)

@@ -29,8 +29,8 @@ from benchmarks.convergence import score
 from benchmarks.simulation import Member, Offer, Rules, Simulation, offer_dense
 from benchmarks.tasks import TASKS
 from daskdl import KeepResidual, ResidualClipping, TargetSparsityThreshold
-from daskdl.proposals import Proposal
-from daskdl.quanta import MAX_COUNT
+from daskdl.compression.compressor import Proposal
+from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.thresholds import Residual, Sent, ThresholdAlgorithm
 
 DENSITY = 1e-3

@@ -20,8 +20,8 @@ import torch
 from benchmarks.plots import bars
 from benchmarks.questions import Question
 from daskdl import kernels
+from daskdl.compression.flat import empty
 from daskdl.kernels import generic
-from daskdl.vectors import empty
 
 GRID = 2.0**-24
 CPU = torch.device("cpu")

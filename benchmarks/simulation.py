@@ -17,14 +17,17 @@ from torch import Tensor, nn
 
 from benchmarks.tasks import Split, Task
 from daskdl import ResidualClipping, codec
-from daskdl.accumulator import Accumulator
-from daskdl.buffers import average_buffers, load_buffers_, pack_buffers
-from daskdl.model_progress import ModelProgress
-from daskdl.proposals import DenseProposal, Proposal
+from daskdl.compression.compressor import Accumulator, DenseProposal, Proposal
+from daskdl.compression.flat import (
+    FlatParameters,
+    average_buffers,
+    load_buffers_,
+    pack_buffers,
+)
+from daskdl.compression.replica_vector import ModelProgress
 from daskdl.residuals import ResidualPostProcessor
 from daskdl.thresholds import ThresholdAlgorithm
 from daskdl.training.stepping import scaled
-from daskdl.vectors import FlatParameters
 
 Offer = Proposal | DenseProposal
 

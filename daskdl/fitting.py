@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.data.checks import check_same_classes, of_validation
 from daskdl.data.labels import LabelCheck
 from daskdl.data.models import trainable
@@ -23,7 +24,6 @@ from daskdl.training.method import Method
 from daskdl.training.options import FitOptions, TrainerOptions
 from daskdl.training.resumption import Resumption, checkpoints_of
 from daskdl.training.task import Recipe, TaskOptions
-from daskdl.vectors import FlatParameters, grid_for
 
 logger = logging.getLogger(__name__)
 

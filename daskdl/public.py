@@ -23,7 +23,6 @@ from daskdl.errors import (
 from daskdl.failures import FailureInjection
 from daskdl.given import evaluate, predict
 from daskdl.history import History
-from daskdl.link_threshold import LinkThreshold
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.per_example.worst import WorstExample, WorstExamples
 from daskdl.planning.network import Network
@@ -37,6 +36,7 @@ from daskdl.stopping import Stopping
 from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
+    LinkThreshold,
     TargetSparsityThreshold,
     ThresholdAlgorithm,
 )

@@ -23,7 +23,7 @@ from daskdl.channel.pile import Arrived
 from daskdl.channel.positions import Received
 from daskdl.channel.traffic import Traffic
 from daskdl.codec import Stamp
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 
 
 class Stopped(BaseException):  # not an error: the way out of a wait

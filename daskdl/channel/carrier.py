@@ -7,7 +7,7 @@ from typing import NamedTuple
 from daskdl.channel.gauge import Gauge
 from daskdl.channel.messages import Item
 from daskdl.channel.routes import Routes
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 
 BEAT_S = 1.0  # most time between two signs of life
 

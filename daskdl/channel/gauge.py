@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from daskdl.channel.messages import Item
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 
 
 class Gauge:

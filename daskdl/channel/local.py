@@ -28,7 +28,7 @@ from daskdl.channel.reading import UNREADABLE, Reader, SharedFrame
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.traffic import Traffic
 from daskdl.errors import ChannelError
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 
 
 class LocalChannel(Receiver):

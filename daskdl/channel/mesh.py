@@ -20,7 +20,7 @@ from daskdl.channel.ring import Ring
 from daskdl.channel.routes import RouteBook, Routes
 from daskdl.channel.unconfirmed import Unconfirmed
 from daskdl.errors import DaskDLError
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 
 BEAT_PACE_S = 0.05  # least time between two signs of life
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from daskdl import kernels
 from daskdl.codec import DenseUpdate, SparseUpdate, Update
-from daskdl.quanta import count_of
+from daskdl.compression.replica_vector import count_of
 
 UPDATE_BYTES = 440  # of memory around its entries, measured by `benchmarks/queues.py`
 

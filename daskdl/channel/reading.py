@@ -9,8 +9,8 @@ from daskdl.channel.endpoint import Endpoint
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.messages import Item
 from daskdl.channel.payloads import unwrap
+from daskdl.compression.replica_vector import count_of
 from daskdl.errors import CodecError
-from daskdl.quanta import count_of
 
 logger = logging.getLogger(__name__)
 

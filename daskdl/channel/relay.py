@@ -15,7 +15,7 @@ from daskdl.channel.pump import Pump
 from daskdl.channel.ring import Ring
 from daskdl.channel.routes import Routes
 from daskdl.errors import DaskDLError
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 
 PACE_S = 0.005  # least time between two requests to the relay
 # Updates that are kept though they fill more than an outbox. Who misses one asks for it

@@ -27,7 +27,7 @@ from daskdl.channel.piece import Finished, Piece
 from daskdl.channel.receiver import Receiver
 from daskdl.channel.remote_waits import RemoteWaits
 from daskdl.channel.traffic import Traffic
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 
 logger = logging.getLogger(__name__)
 

@@ -23,14 +23,14 @@ from daskdl.callbacks.checkpoint import Checkpoint
 from daskdl.callbacks.early_stopping import EarlyStopping
 from daskdl.callbacks.evaluate import Evaluate
 from daskdl.failures import FailureInjection
-from daskdl.layers import LayerThresholds
-from daskdl.link_threshold import LinkThreshold
 from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
 from daskdl.saving.plain import Plain
 from daskdl.saving.trust import NOTHING, Trust
 from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
+    LayerThresholds,
+    LinkThreshold,
     TargetSparsityThreshold,
     ThresholdAlgorithm,
 )

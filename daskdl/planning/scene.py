@@ -17,14 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from daskdl import codec
-from daskdl.accumulator import Accumulator
+from daskdl.compression.compressor import Accumulator
+from daskdl.compression.flat import FlatParameters
 from daskdl.data.models import trainable
 from daskdl.errors import DivergedError
 from daskdl.objective import Objective
 from daskdl.thresholds import Sent
 from daskdl.training.sharing import GradientSharing
 from daskdl.training.stepping import Stepper, Stepping
-from daskdl.vectors import FlatParameters
 
 Frames = Sequence[NDArray[np.uint8]]
 

@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 
 from daskdl.channel.routes import FAN_OUT
+from daskdl.compression.flat import FlatParameters
 from daskdl.timeouts import Timeouts
 from daskdl.training.exchange import Exchange
 from daskdl.training.seat import Seat
-from daskdl.vectors import FlatParameters
 
 
 class TrainingMaster(ABC):

@@ -12,8 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from daskdl import codec
-from daskdl.proposals import Frame
-from daskdl.sections import Sample
+from daskdl.compression.compressor import Frame, Sample
 from daskdl.training.statistics import Exchanged, Statistics
 
 # Residuals looked at for one row. Ten of them are above the highest percentile.

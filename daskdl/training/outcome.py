@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from daskdl.compression.flat import add_counts_
 from daskdl.thresholds import Sent
 from daskdl.training.tensors import described, trained_in
-from daskdl.vectors import add_counts_
 
 
 class Outcome(NamedTuple):

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from daskdl.buffers import Buffers, load_buffers_, load_frozen_
-from daskdl.vectors import load_counts_
+from daskdl.compression.flat import Buffers, load_buffers_, load_counts_, load_frozen_
 
 
 @dataclass

@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.buffers import Frozen
 from daskdl.channel.parcel import Arrays
 from daskdl.codec import Stamp
+from daskdl.compression.flat import FlatParameters, Frozen
 from daskdl.training.feedback import Feedback
 from daskdl.training.outcome import KeptResidual
 from daskdl.training.outer import Outer
 from daskdl.training.shares import PARAMETERS, Shares, is_linear
 from daskdl.training.terms import Differences, Terms, Whole
-from daskdl.vectors import FlatParameters
 
 OUTER = "outer"  # the outer optimizer's state, among the arrays
 # Before the names of what is one replica's own.

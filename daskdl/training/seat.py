@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.buffers import Frozen
 from daskdl.channel.base import Channel
+from daskdl.compression.flat import Frozen
 from daskdl.training.outcome import KeptResidual, Outcome
 from daskdl.training.states import Resumed
 

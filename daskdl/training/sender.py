@@ -6,10 +6,9 @@ What becomes of what others send is :mod:`daskdl.training.sharer`'s.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskdl.accumulator import Accumulator
 from daskdl.channel.base import Channel
-from daskdl.link import Measured
-from daskdl.proposals import DenseProposal, Frame, Proposal
+from daskdl.compression.compressor import Accumulator, DenseProposal, Frame, Proposal
+from daskdl.thresholds import Measured
 from daskdl.training.observer import Observer
 from daskdl.training.pace import Pace
 from daskdl.training.step_clock import StepClock

@@ -8,18 +8,18 @@ from typing import Any
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.accumulator import Accumulator
-from daskdl.buffers import (
+from daskdl.channel.gathered import Gathered
+from daskdl.channel.messages import Barrier
+from daskdl.channel.pile import Arrived
+from daskdl.compression.compressor import Accumulator
+from daskdl.compression.flat import (
     Buffers,
     average_buffers,
     average_frozen,
     load_buffers_,
     pack_buffers,
 )
-from daskdl.channel.gathered import Gathered
-from daskdl.channel.messages import Barrier
-from daskdl.channel.pile import Arrived
-from daskdl.quanta import MAX_COUNT
+from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.training.exchange import Excess, Exchange
 from daskdl.training.observer import SAMPLE, Observer
 from daskdl.training.outcome import Outcome

@@ -13,10 +13,17 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.buffers import FROZEN, Buffers, Frozen, load_buffers_, pack_buffers
 from daskdl.channel.parcel import Arrays
+from daskdl.compression.flat import (
+    FROZEN,
+    Buffers,
+    Frozen,
+    Group,
+    load_buffers_,
+    pack_buffers,
+    working_dtype,
+)
 from daskdl.training.optimizer_state import OptimizerState, restore_, weigh
-from daskdl.vectors import Group, working_dtype
 
 # Of the names of arrays: what is added, and of what the maximum is taken.
 SUM, MOST = "sum ", "most "

@@ -16,13 +16,17 @@ from torch import nn
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.accumulator import Accumulator
 from daskdl.channel.routes import FAN_OUT
+from daskdl.compression.compressor import Accumulator, DenseProposal, Proposal
+from daskdl.compression.flat import FlatParameters
 from daskdl.errors import OptionError
-from daskdl.layers import LayerThresholds
-from daskdl.proposals import DenseProposal, Proposal
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
-from daskdl.thresholds import AdaptiveThreshold, LinkAlgorithm, ThresholdAlgorithm
+from daskdl.thresholds import (
+    AdaptiveThreshold,
+    LayerThresholds,
+    LinkAlgorithm,
+    ThresholdAlgorithm,
+)
 from daskdl.training.alone import Alone, may_be_alone
 from daskdl.training.base import TrainingMaster
 from daskdl.training.exchange import Exchange
@@ -31,7 +35,6 @@ from daskdl.training.pace import Pace
 from daskdl.training.seat import Seat
 from daskdl.training.sharer import Sharer
 from daskdl.training.states import ALONE, SHARER
-from daskdl.vectors import FlatParameters
 
 # Where "auto" changes over: relaying for 8 takes 41% of a scheduler's core, for 4 it
 # takes 23% (benchmarks/channel.py). With fewer, a relay needs no repair.

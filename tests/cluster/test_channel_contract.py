@@ -11,7 +11,7 @@ from daskdl.channel.local import LocalChannel
 from daskdl.channel.messages import Barrier
 from daskdl.channel.pile import UPDATE_BYTES
 from daskdl.errors import ChannelError
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 from tests.support.channels import (
     GRID,
     PATIENCE_S,

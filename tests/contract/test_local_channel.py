@@ -16,7 +16,7 @@ from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
 from daskdl.channel.plan import RunPlan
 from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 from daskdl.timeouts import Bound
 from tests.support.records import TIMEOUTS, extents, of_one
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.errors import OptionError, RunError
-from daskdl.quanta import MAX_COUNT
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import (
     AdaptiveThreshold,

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from daskdl import codec, kernels
-from daskdl.accumulator import Accumulator
+from daskdl.compression.compressor import Accumulator
+from daskdl.compression.flat import FlatParameters
 from daskdl.residuals import KeepResidual, ResidualClipping
 from daskdl.thresholds import AdaptiveThreshold, FixedThreshold
-from daskdl.vectors import FlatParameters
 
 SIZES = {"a": (5, 3), "b": (8,), "c": (2, 2, 2)}
 # Roundings of hundreds of events in the working type, at values below 8.

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from daskdl.errors import OptionError
-from daskdl.layers import LayerThresholds
-from daskdl.link_threshold import LinkThreshold
 from daskdl.residuals import ResidualPostProcessor
 from daskdl.thresholds import (
     DENSE_DENSITY,
     AdaptiveThreshold,
     FixedThreshold,
+    LayerThresholds,
+    LinkThreshold,
     Sent,
     ThresholdAlgorithm,
 )

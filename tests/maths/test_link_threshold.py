@@ -8,9 +8,7 @@ import torch
 
 from daskdl import LinkThreshold
 from daskdl.errors import OptionError
-from daskdl.link import Aim, Drained, Link, Measured, Request
-from daskdl.link_threshold import HOLD, MOST
-from daskdl.thresholds import Sent
+from daskdl.thresholds import HOLD, MOST, Aim, Drained, Link, Measured, Request, Sent
 from tests.support.links import FAST, SLOW, Training
 
 SETTLED = 30  # arrivals of frames: one for each step, where steps are not shorter

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from daskdl.codec import DenseUpdate
+from daskdl.compression.flat import FlatParameters
+from daskdl.compression.replica_vector import MAX_COUNT, ModelProgress, count_of
 from daskdl.errors import CodecError, RunError
-from daskdl.model_progress import ModelProgress
-from daskdl.quanta import MAX_COUNT, count_of
-from daskdl.vectors import FlatParameters
 from tests.support.accumulators import GRID, STAMP, Vector, sparse, whole
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.progress import PIECE, Progress
-from daskdl.vectors import FlatParameters
+from daskdl.compression.flat import FlatParameters
+from daskdl.compression.replica_vector import PIECE, Progress
 
 GRID = 2.0**-24
 

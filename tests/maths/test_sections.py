@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.accumulator import Accumulator
+from daskdl.compression.compressor import Accumulator
+from daskdl.compression.flat import FlatParameters
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import FixedThreshold
-from daskdl.vectors import FlatParameters
 
 RULE = FixedThreshold(2.0**-4)
 

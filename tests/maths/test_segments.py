@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
-from daskdl.progress import Progress
-from daskdl.segments import RUN, Residuals, Segment
-from daskdl.vectors import FlatParameters
+from daskdl.compression.flat import FlatParameters
+from daskdl.compression.replica_vector import RUN, Progress, Residuals, Segment
 
 GRID = 2.0**-24
 

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError
-from daskdl.link import Aim, Link
-from daskdl.link_threshold import LinkThreshold
 from daskdl.thresholds import (
     DENSE_DENSITY,
     AdaptiveThreshold,
+    Aim,
     FixedThreshold,
+    Link,
+    LinkThreshold,
     Sent,
     TargetSparsityThreshold,
     ThresholdAlgorithm,

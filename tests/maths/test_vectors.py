@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from daskdl.compression.flat import FlatParameters, empty, grid_for, load_counts_
 from daskdl.errors import ModelError
-from daskdl.vectors import FlatParameters, empty, grid_for, load_counts_
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

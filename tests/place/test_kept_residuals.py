@@ -19,7 +19,7 @@ from daskdl import (
     ParameterAveraging,
     Trainer,
 )
-from daskdl.vectors import FlatParameters, grid_for
+from daskdl.compression.flat import FlatParameters, grid_for
 from tests.support.problems import mlp, normalised, rows, start_of, trainer
 from tests.support.recording import vector
 

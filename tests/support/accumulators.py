@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from daskdl.accumulator import Accumulator
 from daskdl.codec import Kind, SparseUpdate, Stamp
-from daskdl.model_progress import ModelProgress
+from daskdl.compression.compressor import Accumulator
+from daskdl.compression.flat import FlatParameters
+from daskdl.compression.replica_vector import ModelProgress
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import FixedThreshold
-from daskdl.vectors import FlatParameters
 
 GRID = 2.0**-24
 STAMP = Stamp(run=1, origin=2, sequence=3, step=4)

@@ -13,8 +13,7 @@ import torch
 
 from daskdl import codec
 from daskdl.codec import dense8
-from daskdl.link import Drained, Measured
-from daskdl.thresholds import Sent
+from daskdl.thresholds import Drained, Measured, Sent
 
 HEADER_BYTES = 64
 PACE_S = 0.005  # of the pump

@@ -5,7 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.buffers import Buffers, average_buffers, load_buffers_, pack_buffers
+from daskdl.compression.flat import (
+    Buffers,
+    average_buffers,
+    load_buffers_,
+    pack_buffers,
+)
 from daskdl.errors import ModelError
 
 

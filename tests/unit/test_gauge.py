@@ -7,7 +7,7 @@ import pytest
 from daskdl.channel import gauge as gauge_module
 from daskdl.channel.gauge import Gauge
 from daskdl.channel.messages import Item, ItemKind
-from daskdl.link import Drained
+from daskdl.thresholds import Drained
 
 
 def update(nbytes=100):

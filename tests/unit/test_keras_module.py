@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.buffers import load_buffers_, pack_buffers
+from daskdl.compression.flat import FlatParameters, load_buffers_, pack_buffers
 from daskdl.errors import ModelError
 from daskdl.keras.library import library
 from daskdl.keras.module import KerasModule, as_module
 from daskdl.packed import PackedModel
-from daskdl.vectors import FlatParameters
 from tests.support.names import shown
 
 keras = library()

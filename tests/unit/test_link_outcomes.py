@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from daskdl import codec
-from daskdl.link import (
+from daskdl.thresholds import (
     HEADER_BYTES,
     WINDOW,
     Aim,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.buffers import Buffers
+from daskdl.compression.flat import Buffers
 from daskdl.packed import Packed
 from daskdl.thresholds import Sent
 from daskdl.training.merge import merge

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from daskdl import codec
-from daskdl.sections import Sample
+from daskdl.compression.compressor import Sample
 from daskdl.training.observer import Observer, spread_of
 from daskdl.training.statistics import Exchanged, Statistics
 

@@ -11,6 +11,7 @@ from daskdl.callbacks.early_stopping import EarlyStopping
 from daskdl.channel.base import Entry, Seating
 from daskdl.channel.local import LocalChannel
 from daskdl.channel.local_run import LocalRun
+from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.data.in_memory import InMemory
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.timeouts import Timeouts
@@ -19,7 +20,6 @@ from daskdl.training.replica import Replica
 from daskdl.training.stage import extent_for, plan_of
 from daskdl.training.stores import LocalStore
 from daskdl.training.task import Recipe, TaskOptions
-from daskdl.vectors import FlatParameters, grid_for
 from tests.support.problems import rows, sgd
 
 X, Y = rows(64)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from daskdl.buffers import Buffers
 from daskdl.callbacks.early_stopping import EarlyStopping
+from daskdl.compression.flat import Buffers
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.objective import objective_of
 from daskdl.saving.plain import Plain

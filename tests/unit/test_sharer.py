@@ -11,9 +11,8 @@ from torch import nn
 from daskdl import codec
 from daskdl.channel.base import Channel
 from daskdl.channel.pile import Arrived
-from daskdl.link import Aim, Drained, Link
 from daskdl.residuals import KeepResidual
-from daskdl.thresholds import FixedThreshold, LinkAlgorithm, Sent
+from daskdl.thresholds import Aim, Drained, FixedThreshold, Link, LinkAlgorithm, Sent
 from daskdl.training.outcome import Outcome
 from daskdl.training.seat import Seat
 from daskdl.training.sharing import GradientSharing

@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch import nn
 
+from daskdl.compression.flat import FlatParameters
 from daskdl.training.shares import Shares, add
-from daskdl.vectors import FlatParameters
 
 
 class Case:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from distributed import Client, LocalCluster
 
-from daskdl.channel import messages
-from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.plan import WHOLE_EPOCHS
+from daskdl.channel import protocol
+from daskdl.channel.leasing import WHOLE_EPOCHS
+from daskdl.channel.protocol import Endpoint
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.timeouts import Timeouts
@@ -59,7 +59,7 @@ def bare_run(
     try:
         yield endpoint
     finally:
-        client.sync(getattr(client.scheduler, messages.CLOSE), run=run)
+        client.sync(getattr(client.scheduler, protocol.CLOSE), run=run)
 
 
 def cluster(workers: int) -> LocalCluster:

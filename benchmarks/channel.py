@@ -29,7 +29,7 @@ from benchmarks.bare_runs import GRID, bare_run, cluster
 from benchmarks.plots import bars
 from benchmarks.questions import Question
 from daskdl import codec
-from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.protocol import Endpoint
 from daskdl.channel.worker import NAME
 
 MOST_WORKERS = 8

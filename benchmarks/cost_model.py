@@ -36,7 +36,7 @@ from scipy.optimize import nnls
 from benchmarks.plots import lines
 from benchmarks.questions import Question
 from benchmarks.results import load, newest
-from daskdl.channel.live import PACE_S
+from daskdl.channel.scheduler import PACE_S
 
 FITTED = 16  # replicas, at most
 FULL = 0.9  # share of this machine's cores

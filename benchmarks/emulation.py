@@ -33,7 +33,7 @@ from benchmarks.plots import lines
 from benchmarks.questions import Question
 from benchmarks.recorded import Recorded, recorded
 from daskdl import codec
-from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.protocol import Endpoint
 from daskdl.channel.worker import NAME
 from daskdl.training.pace import Pace
 

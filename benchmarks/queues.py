@@ -21,12 +21,9 @@ import numpy as np
 from distributed.protocol import dumps, loads
 
 from daskdl import codec
-from daskdl.channel.messages import Item
-from daskdl.channel.outbox import Outbox
-from daskdl.channel.payloads import compact, fields_of, owned
-from daskdl.channel.pile import Pile
-from daskdl.channel.ring import Ring
-from daskdl.channel.unconfirmed import Unconfirmed
+from daskdl.channel.inbox import Pile
+from daskdl.channel.protocol import Item, compact, fields_of, owned
+from daskdl.channel.sender import Outbox, Ring, Unconfirmed
 from daskdl.fitting import INBOX_BYTES, OUTBOX_BYTES
 from daskdl.sites import RELAY_BYTES
 

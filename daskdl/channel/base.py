@@ -1,29 +1,82 @@
-"""What a replica sees of the channel, whatever carries it.
+"""The channel as a replica sees it, and how its waits are bounded."""
 
-Guarantee: every update that `publish` accepted reaches every other member of
-the run exactly once, in the order of its origin, or the run fails and says
-why. Between origins there is no order; none is needed, because updates are
-whole steps of one grid.
-"""
-
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from daskdl.channel.entry import Entry, Seating
-from daskdl.channel.gathered import Gathered, Last
-from daskdl.channel.messages import Barrier
-from daskdl.channel.parcel import Arrays
-from daskdl.channel.pause import Pause
-from daskdl.channel.piece import Finished, Piece
-from daskdl.channel.pile import Arrived
-from daskdl.channel.positions import Received
-from daskdl.channel.traffic import Traffic
+from daskdl import codec
+from daskdl.channel.inbox import Arrived, Inbox, Received
+from daskdl.channel.leasing import Finished, Pause, Piece
+from daskdl.channel.protocol import Arrays, Barrier, Endpoint
 from daskdl.codec import Stamp
+from daskdl.errors import WaitTimeoutError
 from daskdl.thresholds import Drained
+from daskdl.timeouts import Bound
+
+
+class Entry(NamedTuple):
+    """How a replica comes into a run.
+
+    A founder finds all others there. A newcomer brings a snapshot with it: what
+    another replica's `serve` made, which it has to load before it is activated.
+    """
+
+    members: Sequence[int]  # ascending, itself included; of a newcomer only itself
+    snapshot: Mapping[str, Any] | None
+
+
+class Seating(NamedTuple):
+    """Where a newcomer begins."""
+
+    members: Sequence[int]  # that train, ascending, itself included
+    epoch: int  # counted from 0
+    report: Mapping[int, Any]  # what all said at the end of the epoch before, if any
+    lap: int = 0  # counted from 0 over all epochs
+
+
+Last = Mapping[int, int]  # sequence number of the last update of each replica
+
+
+class Gathered(NamedTuple):
+    """What all members said at a barrier."""
+
+    notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
+    gone: Last  # of those that left or were lost
+    # At a ``REPORT``, by the run in this epoch: "refused", "repeated" and "departed".
+    # At a ``PAUSE``: "departed", of all but those whose parts a checkpoint has.
+    # At an ``AGREE``: "present", how many replicas there are, newcomers included.
+    counted: Mapping[str, Any] = {}
+
+
+@dataclass
+class Traffic:
+    """What a channel has carried since the epoch began.
+
+    Attributes:
+        sent_bytes: Of frames published, and of arrays in notes; each is counted once.
+        received_bytes: Of those that came from others.
+        frames: Published.
+        withheld: Exchanges skipped because the outbox was full.
+        refused: Frames that could not be read.
+        folds: How often the inbox was folded.
+        repaired: Updates that came only when they were asked for.
+        waits_s: Seconds waited, by cause.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    frames: int = 0
+    withheld: int = 0
+    refused: int = 0
+    folds: int = 0
+    repaired: int = 0
+    waits_s: dict[str, float] = field(default_factory=dict)
 
 
 class Stopped(BaseException):  # not an error: the way out of a wait
@@ -293,3 +346,192 @@ class Channel(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise :class:`Stopped` if the run was stopped. Cheap."""
+
+
+class Waits:
+    """The waits of one replica's training thread.
+
+    Args:
+        inbox: Woken by whatever may end a wait.
+        endpoint: Which replica it is, and the bounds.
+
+    Attributes:
+        patience: For what others do.
+        waited_s: Seconds waited since the last `count_off`, by cause.
+    """
+
+    patience: Bound
+    waited_s: dict[str, float]
+
+    def __init__(self, inbox: Inbox, endpoint: Endpoint) -> None:
+        self.waited_s = {}
+        # The longest that a piece and a step of another may take.
+        self.patience = endpoint.timeouts.bound("data", "silence")
+        self._inbox = inbox
+        self._timeouts = endpoint.timeouts
+        self._replica = endpoint.replica
+
+    def check(self) -> None:
+        """Raise if the run was stopped."""
+        if self._inbox.stopped is not None:
+            raise Stopped(self._inbox.stopped)
+
+    def until(
+        self, cause: str, ready: Callable[[], bool], state: Callable[[], Any]
+    ) -> None:
+        """Wait for what others do.
+
+        Args:
+            cause: For messages and counters.
+            ready: Checked whenever something arrives.
+            state: By replica, for the message.
+
+        Raises:
+            WaitTimeoutError: If it takes too long. Where there is a scheduler it gives
+                up who is silent; the bound is for one that says nothing either.
+        """
+        if not self.until_true(cause, ready, self.patience.seconds):
+            raise WaitTimeoutError(
+                f"replica {self._replica} waited {self.patience} for {cause}; by "
+                f"replica: {state()}; last heard: {self.last_heard()}"
+            )
+
+    def until_done(self, cause: str, future: Any, timeout_s: float) -> bool:
+        """Wait for a future that wakes the inbox; returns whether it is done."""
+        self.until_true(cause, future.done, timeout_s)
+        return bool(future.done())
+
+    def until_true(
+        self, cause: str, ready: Callable[[], bool], timeout_s: float | None
+    ) -> bool:
+        """Wait, leave if the run is stopped, and say whether it was in time.
+
+        Args:
+            cause: For counters.
+            ready: Checked whenever something arrives.
+            timeout_s: Seconds. None: others have to do something first.
+        """
+        came = self._wait(cause, ready, timeout_s)
+        self.check()
+        return came
+
+    def last_heard(self) -> str:
+        """Of the other replicas, for messages."""
+        return "; ".join(self._inbox.last_words())
+
+    def count_off(self) -> dict[str, float]:
+        """Seconds waited since the last call, by cause."""
+        waited_s, self.waited_s = self.waited_s, {}
+        return waited_s
+
+    def _wait(
+        self, cause: str, ready: Callable[[], bool], timeout_s: float | None
+    ) -> bool:
+        started = time.perf_counter()
+        came = self._until(ready, timeout_s)
+        more = time.perf_counter() - started
+        self.waited_s[cause] = self.waited_s.get(cause, 0.0) + more
+        return came
+
+    def _until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        return self._inbox.wait_for(ready, timeout_s)
+
+
+class Receiver(Channel):
+    """The receiving half of a replica's channel; how it sends is a subclass's matter.
+
+    Args:
+        inbox: What has arrived.
+        waits: Where it waits.
+        endpoint: Which replica it is, and the bounds.
+    """
+
+    def __init__(self, inbox: Inbox, waits: Waits, endpoint: Endpoint) -> None:
+        self._inbox = inbox
+        self._waits = waits
+        self._endpoint = endpoint
+        self._timeouts = endpoint.timeouts
+        self._replica = endpoint.replica
+        self._traffic = Traffic()
+
+    @override
+    def others(self) -> Sequence[int]:
+        return self._inbox.others()
+
+    @override
+    def next_stamp(self, step: int) -> codec.Stamp:
+        return codec.Stamp(
+            self._endpoint.run, self._replica, self.published() + 1, step
+        )
+
+    @override
+    def receive(self, up_to_step: int | None = None) -> Arrived:
+        return self._inbox.take(up_to_step)
+
+    @override
+    def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
+        arrived, received = self._inbox.take_all()
+        return arrived, {**received, self._replica: (self.published(), ())}
+
+    @override
+    def lead(self, step: int, lap: int) -> int:
+        slowest = self._inbox.slowest(lap)
+        return 0 if slowest is None else max(0, step - slowest)
+
+    @override
+    def wait_for_others(self, step: int, lap: int, max_staleness: int) -> None:
+        def near_enough() -> bool:
+            slowest = self._inbox.slowest(lap)
+            return slowest is None or step - slowest <= max_staleness
+
+        if not near_enough():
+            self._waits.until("staleness", near_enough, self._inbox.steps)
+
+    @override
+    def wait_for_updates(self, target: Mapping[int, int]) -> None:
+        others = {o: s for o, s in target.items() if o != self._replica}
+        self._waits.until(
+            "updates",
+            lambda: not self._inbox.behind(others),
+            lambda: self._inbox.behind(others),
+        )
+
+    @override
+    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
+        future.add_done_callback(lambda _: self._inbox.wake())
+        return self._waits.until_done("data", future, timeout_s)
+
+    @override
+    def wait_for_checkpoint(self, future: Any, timeout_s: float) -> bool:
+        future.add_done_callback(lambda _: self._inbox.wake())
+        return self._waits.until_done("checkpoint", future, timeout_s)
+
+    @override
+    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
+        # Of one that left since it arrived here, what it handed over counts too.
+        self.wait_for_updates({**published, **gone})
+
+    def _count_notes(self, notes: Mapping[int, Any]) -> None:
+        """Count the arrays in the notes of a barrier, which travel as frames do."""
+        for replica, note in notes.items():
+            nbytes = _nbytes(note) if isinstance(note, Mapping) else 0
+            if replica == self._replica:
+                self._traffic.sent_bytes += nbytes
+            else:
+                self._traffic.received_bytes += nbytes
+
+    @override
+    def traffic(self) -> Traffic:
+        now, self._traffic = self._traffic, Traffic()
+        now.waits_s = self._waits.count_off()
+        received_bytes, now.refused, now.folds = self._inbox.count_off()
+        now.received_bytes += received_bytes
+        return now
+
+    @override
+    def check(self) -> None:
+        self._waits.check()
+
+
+def _nbytes(note: Mapping[str, Any]) -> int:
+    return sum(v.nbytes for v in note.values() if isinstance(v, np.ndarray))

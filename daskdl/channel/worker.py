@@ -10,15 +10,20 @@ from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
-from daskdl.channel import messages
-from daskdl.channel.answers import Fields, GoneError, Guard
-from daskdl.channel.endpoint import Endpoint
+from daskdl.channel import protocol
 from daskdl.channel.link import Link
-from daskdl.channel.messages import Answer, Item, ItemKind
-from daskdl.channel.payloads import fields_of
-from daskdl.channel.reading import SharedFrame
+from daskdl.channel.protocol import (
+    Answer,
+    Endpoint,
+    Identity,
+    Item,
+    ItemKind,
+    Whole,
+    fields_of,
+)
 from daskdl.channel.remote import RemoteChannel
-from daskdl.channel.shapes import Identity, Whole
+from daskdl.channel.scheduler import Fields, GoneError, Guard
+from daskdl.channel.sender import SharedFrame
 from daskdl.errors import ChannelError
 
 NAME = "daskdl-channel"
@@ -47,12 +52,12 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             self.links = former.links
         worker.extensions[NAME] = self
         for operation, handler in (
-            (messages.DELIVER, self.handle_deliver),
-            (messages.SHARE, self.handle_share),
-            (messages.SNAPSHOT, self.handle_snapshot),
-            (messages.REPAIR, self.handle_repair),
-            (messages.FETCH, self.handle_fetch),
-            (messages.AGREED, self.handle_agreed),
+            (protocol.DELIVER, self.handle_deliver),
+            (protocol.SHARE, self.handle_share),
+            (protocol.SNAPSHOT, self.handle_snapshot),
+            (protocol.REPAIR, self.handle_repair),
+            (protocol.FETCH, self.handle_fetch),
+            (protocol.AGREED, self.handle_agreed),
         ):
             worker.handlers[operation] = self._guard.of(handler)
         self._worker = worker

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daskdl.callbacks.checkpoint import Checkpoint
-from daskdl.channel.pause import Pause
+from daskdl.channel.leasing import Pause
 from daskdl.checkpoints.parts import Stamp
 from daskdl.checkpoints.retention import Retention
 from daskdl.checkpoints.series import Series, Whole

@@ -9,7 +9,7 @@ import numpy as np
 from distributed.core import Server, rpc
 from numpy.typing import NDArray
 
-from daskdl.channel.payloads import unwrap, wrap
+from daskdl.channel.protocol import unwrap, wrap
 from daskdl.training.background import begun
 
 WARM, TIMED = 10, 40  # requests

@@ -9,8 +9,8 @@ one for each message.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from daskdl.channel import live, neighbour, relay
-from daskdl.channel.messages import WIRE_BYTES
+from daskdl.channel import routing, scheduler
+from daskdl.channel.protocol import WIRE_BYTES
 from daskdl.fitting import OUTBOX_BYTES
 from daskdl.planning.costs import Costs
 from daskdl.planning.network import Network
@@ -53,7 +53,7 @@ class Crowd:
 
     def _relayed(self, step_s: float) -> Traffic:
         costs, n, every = self.costs, self.workers, self.master.exchange_every
-        up, down = self._cycle_s(relay.PACE_S), self._cycle_s(live.PACE_S)
+        up, down = self._cycle_s(routing.PACE_S), self._cycle_s(scheduler.PACE_S)
         requests = min(1.0, step_s / up) + min(n - 1.0, step_s / down)
         handling = costs.request_s * requests + costs.item_s * n / every
         busy_s = self.link.seconds(n * (n - 1) * self._nbytes / every)
@@ -72,7 +72,7 @@ class Crowd:
     def _direct(self, step_s: float) -> Traffic:
         # In trees too everybody sends, in all, as many copies as there are others.
         costs, n, every = self.costs, self.workers, self.master.exchange_every
-        cycle_s = self._cycle_s(neighbour.PACE_S)
+        cycle_s = self._cycle_s(routing.NEIGHBOUR_PACE_S)
         requests = 2 * (n - 1) * min(1.0, step_s / cycle_s)
         items = 2 * (n - 1) / every
         hops, latency_s = self._hops(), self.link.latency_s

@@ -14,8 +14,7 @@ from typing import Any
 from distributed import Client
 from typing_extensions import override
 
-from daskdl.channel.messages import Answer
-from daskdl.channel.payloads import unwrap, wrap
+from daskdl.channel.protocol import Answer, unwrap, wrap
 from daskdl.data import trees
 from daskdl.data.batches import Transform
 from daskdl.data.trees import Tree

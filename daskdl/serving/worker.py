@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 from distributed import Worker
 
-from daskdl.channel.answers import Fields, GoneError, Guard
-from daskdl.channel.messages import Answer
-from daskdl.channel.payloads import unwrap, wrap
-from daskdl.channel.shapes import Whole
+from daskdl.channel.protocol import Answer, Whole, unwrap, wrap
+from daskdl.channel.scheduler import Fields, GoneError, Guard
 from daskdl.data import trees
 from daskdl.data.batches import Transform
 from daskdl.packed import Packed, PackedModel

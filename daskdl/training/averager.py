@@ -9,9 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from daskdl.channel.base import Stopped
-from daskdl.channel.messages import Barrier
-from daskdl.channel.parcel import Arrays
-from daskdl.channel.routes import Routes
+from daskdl.channel.protocol import Arrays, Barrier, Routes
 from daskdl.training.averagings import Averagings
 from daskdl.training.exchange import Excess, Exchange
 from daskdl.training.outcome import Outcome

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from daskdl.channel.routes import FAN_OUT
+from daskdl.channel.protocol import FAN_OUT
 from daskdl.codec import Stamp
 from daskdl.errors import OptionError
 from daskdl.training.alone import Alone, may_be_alone

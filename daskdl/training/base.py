@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from daskdl.channel.routes import FAN_OUT
+from daskdl.channel.protocol import FAN_OUT
 from daskdl.compression.flat import FlatParameters
 from daskdl.timeouts import Timeouts
 from daskdl.training.exchange import Exchange

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from daskdl.channel.base import Channel
-from daskdl.channel.gathered import Gathered
+from daskdl.channel.base import Channel, Gathered
 from daskdl.checkpoints.parts import COMMON, Copy, Part, Stamp, of_replica
 from daskdl.checkpoints.plan import CheckpointPlan
 from daskdl.errors import SaveError

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from daskdl.channel.gathered import Gathered
+from daskdl.channel.base import Gathered
 from daskdl.training.checkpoint_writer import CheckpointWriter, Copyable
 from daskdl.training.row_log import RowLog
 from daskdl.training.task import TaskOptions

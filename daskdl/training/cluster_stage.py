@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from distributed import Client, Future, Worker
 from typing_extensions import override
 
-from daskdl.channel import messages
-from daskdl.channel.messages import Answer
+from daskdl.channel import protocol
+from daskdl.channel.protocol import Answer
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import NAME
 from daskdl.cluster import OWN, REMEDY, arrivals, lacking
@@ -96,9 +96,9 @@ class ClusterStage(Stage):
             for phase, own in self._supplies.items()
         }
         plan = plan_of(self._options, self.seats, extents, self._limits.relay_bytes)
-        answer = self._ask(messages.OPEN, plan=vars(plan), client=self._client.id)
+        answer = self._ask(protocol.OPEN, plan=vars(plan), client=self._client.id)
         if answer.get("version") != VERSION:
-            self._ask(messages.CLOSE)
+            self._ask(protocol.CLOSE)
             raise ChannelError(
                 f"the scheduler has daskdl {answer.get('version')}, this client "
                 f"{VERSION}; install the same version on all"
@@ -166,7 +166,7 @@ class ClusterStage(Stage):
         # Before the next news: those before say who is gone, and takes nothing.
         for event in (*self._due(), *self._lost_parts()):
             self.heed(event)
-        answer = self._ask(messages.WATCH, seen=seen, timeout_s=timeout_s)
+        answer = self._ask(protocol.WATCH, seen=seen, timeout_s=timeout_s)
         events: Sequence[Event] = answer["events"]
         return events
 
@@ -262,7 +262,7 @@ class ClusterStage(Stage):
         except OSError as error:
             self._try_later(worker, error)
             return
-        answer = self._ask(messages.SEAT, worker=worker, replicas=min(wanted, room))
+        answer = self._ask(protocol.SEAT, worker=worker, replicas=min(wanted, room))
         newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
         self.seats |= newcomers
         if newcomers:
@@ -291,7 +291,7 @@ class ClusterStage(Stage):
             except OSError as error:  # it has gone, or hangs
                 logger.info("part %s is not put on %s: %s", part, home, error)
                 continue
-            self._ask(messages.RESTORE, phase=phase, part=part, key=key)
+            self._ask(protocol.RESTORE, phase=phase, part=part, key=key)
             return
 
     @override
@@ -320,7 +320,7 @@ class ClusterStage(Stage):
     @override
     def stop(self, reason: str) -> None:
         if not self._scheduler_lost:
-            self._ask(messages.STOP, reason=reason)
+            self._ask(protocol.STOP, reason=reason)
 
     @override
     def collect(self) -> Final | None:
@@ -340,7 +340,7 @@ class ClusterStage(Stage):
         """These do not start: their seats are free for others."""
         for replica in replicas:
             self._cancel(replica)
-            self._ask(messages.UNSEAT, replica=replica)
+            self._ask(protocol.UNSEAT, replica=replica)
 
     def _cancel(self, replica: int) -> None:
         future = self._futures.pop(replica, None)
@@ -358,7 +358,7 @@ class ClusterStage(Stage):
         if self._scheduler_lost:
             self._client.loop.add_callback(self._say_farewell)
             return
-        still_here = self._ask(messages.CLOSE).get("still_here")
+        still_here = self._ask(protocol.CLOSE).get("still_here")
         if still_here:
             bound = self._options.timeouts.bound("stop")
             logger.warning("after %s these have not left: %s", bound, still_here)
@@ -369,7 +369,7 @@ class ClusterStage(Stage):
             await self._client.scheduler.daskdl_close(run=self._options.run)
 
     def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
-        if operation != messages.OPEN:
+        if operation != protocol.OPEN:
             fields["run"] = self._options.run
         answer = self._answer(operation, **fields)
         if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:

@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from daskdl.channel.base import Channel
-from daskdl.channel.pause import Pause
-from daskdl.channel.piece import Piece
+from daskdl.channel.leasing import Pause, Piece
 from daskdl.data.batches import Batch, Chunk, Transform, batches, rows_in
 from daskdl.training.reader import Reader, Reading
 from daskdl.training.stepping import Group, rows_of

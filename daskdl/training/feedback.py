@@ -1,6 +1,6 @@
 """What rounding has left at one replica, and is sent with the next mean."""
 
-from daskdl.channel.parcel import Arrays
+from daskdl.channel.protocol import Arrays
 
 
 class Feedback:

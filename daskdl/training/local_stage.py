@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from daskdl.channel.local import LocalChannel
-from daskdl.channel.local_run import LocalRun
+from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.data.source import Source
 from daskdl.guard import settle
 from daskdl.packed import Packed

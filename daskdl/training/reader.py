@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daskdl.channel.leases import Range
-from daskdl.channel.piece import Piece
+from daskdl.channel.leasing import Piece, Range
 from daskdl.data import trees
 from daskdl.data.batches import Chunk, whole
 from daskdl.data.faults import UNREADABLE, blames_data, is_left_out, joined_files

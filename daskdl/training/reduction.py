@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from daskdl.channel.base import Channel
-from daskdl.channel.parcel import Arrays
-from daskdl.channel.routes import Routes
+from daskdl.channel.protocol import Arrays, Routes
 
 BROKEN = "broken"  # the one name in what is passed on when somebody was lost
 

@@ -13,11 +13,9 @@ import time
 import torch
 
 from daskdl.callbacks.base import EpochBegin, Step
-from daskdl.channel.base import Channel, Stopped
-from daskdl.channel.gathered import Gathered
-from daskdl.channel.leases import done_of
-from daskdl.channel.messages import Barrier
-from daskdl.channel.pause import Pause
+from daskdl.channel.base import Channel, Gathered, Stopped
+from daskdl.channel.leasing import Pause, done_of
+from daskdl.channel.protocol import Barrier
 from daskdl.data import trees
 from daskdl.data.rehearsal import ShapeCheck
 from daskdl.data.trees import Rows

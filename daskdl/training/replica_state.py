@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.channel.parcel import Arrays
+from daskdl.channel.protocol import Arrays
 from daskdl.codec import Stamp
 from daskdl.compression.flat import FlatParameters, Frozen
 from daskdl.training.feedback import Feedback

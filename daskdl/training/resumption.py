@@ -9,7 +9,7 @@ from torch import nn
 
 from daskdl.callbacks.base import Callback
 from daskdl.callbacks.checkpoint import Checkpoint
-from daskdl.channel.pause import Pause
+from daskdl.channel.leasing import Pause
 from daskdl.checkpoints.parts import COMMON
 from daskdl.checkpoints.plan import CheckpointPlan, ResumePlan
 from daskdl.checkpoints.series import Series, Whole, whole_at

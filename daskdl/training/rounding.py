@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daskdl import codec
-from daskdl.channel.parcel import Arrays
+from daskdl.channel.protocol import Arrays
 from daskdl.codec import Stamp, counts_of, quantize
 
 FRAME = "dense8 "  # before dtype, shape and name of an array that is a frame

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from daskdl.channel.gathered import Gathered
+from daskdl.channel.base import Gathered
 from daskdl.training.rows import row_of
 
 

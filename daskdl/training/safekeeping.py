@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from distributed import Client
 
-from daskdl.channel.messages import Answer
-from daskdl.channel.parcel import Arrays, join
-from daskdl.channel.payloads import unwrap
+from daskdl.channel.protocol import Answer, Arrays, join, unwrap
 from daskdl.packed import Packed
 from daskdl.timeouts import Bound
 from daskdl.training.parameters import Parameters

@@ -8,9 +8,9 @@ from typing import Any
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.gathered import Gathered
-from daskdl.channel.messages import Barrier
-from daskdl.channel.pile import Arrived
+from daskdl.channel.base import Gathered
+from daskdl.channel.inbox import Arrived
+from daskdl.channel.protocol import Barrier
 from daskdl.compression.compressor import Accumulator
 from daskdl.compression.flat import (
     Buffers,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.channel.parcel import Arrays
+from daskdl.channel.protocol import Arrays
 from daskdl.compression.flat import (
     FROZEN,
     Buffers,

@@ -16,7 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.routes import FAN_OUT
+from daskdl.channel.protocol import FAN_OUT
 from daskdl.compression.compressor import Accumulator, DenseProposal, Proposal
 from daskdl.compression.flat import FlatParameters
 from daskdl.errors import OptionError

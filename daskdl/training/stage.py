@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from daskdl.channel.plan import Extent, Laps, RunPlan, extent_of
+from daskdl.channel.leasing import Extent, Laps, RunPlan, extent_of
 from daskdl.data.source import Source
 from daskdl.errors import OptionError
 from daskdl.packed import Packed

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from daskdl.callbacks.base import Callback
-from daskdl.channel.endpoint import Endpoint
+from daskdl.channel.protocol import Endpoint
 from daskdl.checkpoints.plan import CheckpointPlan, ResumePlan
 from daskdl.data.batches import Transform
 from daskdl.data.labels import LabelCheck

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from daskdl.channel.parcel import Arrays
+from daskdl.channel.protocol import Arrays
 from daskdl.codec import Kind, Stamp
 from daskdl.training.feedback import Feedback
 from daskdl.training.rounding import read, rounded

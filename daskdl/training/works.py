@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from daskdl.channel.base import Channel
-from daskdl.channel.entry import Entry
-from daskdl.channel.gathered import Gathered
-from daskdl.channel.pause import Pause
+from daskdl.channel.base import Channel, Entry, Gathered
+from daskdl.channel.leasing import Pause
 from daskdl.compression.flat import Frozen
 from daskdl.data.models import trainable
 from daskdl.errors import ChannelError

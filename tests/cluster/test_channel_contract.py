@@ -7,9 +7,9 @@ import pytest
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
+from daskdl.channel.inbox import UPDATE_BYTES
 from daskdl.channel.local import LocalChannel
-from daskdl.channel.messages import Barrier
-from daskdl.channel.pile import UPDATE_BYTES
+from daskdl.channel.protocol import Barrier
 from daskdl.errors import ChannelError
 from daskdl.thresholds import Drained
 from tests.support.channels import (

@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import pytest
 
-from daskdl.channel.messages import Barrier
-from daskdl.channel.pause import Pause
-from daskdl.channel.plan import Laps
+from daskdl.channel.leasing import Laps, Pause
+from daskdl.channel.protocol import Barrier
 from tests.support.channels import in_thread
 from tests.support.every_channel import every_channel
 

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from daskdl.channel import parcel
+from daskdl.channel import protocol
 from daskdl.channel.base import Stopped
-from daskdl.channel.messages import Barrier
+from daskdl.channel.protocol import Barrier
 from tests.support.channels import begin, in_thread
 from tests.support.every_channel import every_channel
 
@@ -22,7 +22,7 @@ NBYTES = sum(array.nbytes for array in ARRAYS.values())
 class TestOffers:
     @every_channel()
     async def test_what_is_offered_can_be_fetched_in_parts(self, a_run, monkeypatch):
-        monkeypatch.setattr(parcel, "PART_BYTES", 2**16)
+        monkeypatch.setattr(protocol, "PART_BYTES", 2**16)
         async with a_run() as run:
             run.channels[0].offer("mean", ARRAYS)
 

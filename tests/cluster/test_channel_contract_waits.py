@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from daskdl.channel.base import Stopped
-from daskdl.channel.messages import Barrier
+from daskdl.channel.protocol import Barrier
 from daskdl.training.failure import failure_of
 from tests.support.channels import GRID, begin, bounds, in_thread, meet, publish
 from tests.support.every_channel import every_channel

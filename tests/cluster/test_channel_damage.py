@@ -7,7 +7,7 @@ import pytest
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
-from daskdl.channel.messages import Item, ItemKind
+from daskdl.channel.protocol import Item, ItemKind
 from daskdl.errors import ChannelError
 from daskdl.training.failure import failure_of
 from daskdl.version import VERSION

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from daskdl.channel.messages import Barrier, Item
+from daskdl.channel.protocol import Barrier, Item
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,

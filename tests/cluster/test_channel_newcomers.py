@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from daskdl.channel.base import Stopped
-from daskdl.channel.messages import Barrier
+from daskdl.channel.protocol import Barrier
 from daskdl.version import VERSION
 from tests.support.channels import (
     EITHER,

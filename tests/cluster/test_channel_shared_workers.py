@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl import codec
-from daskdl.channel import messages, reading
-from daskdl.channel.messages import Answer
+from daskdl.channel import protocol, sender
+from daskdl.channel.protocol import Answer
 from tests.support.channels import (
     RUN,
     a_run,
@@ -42,8 +42,8 @@ async def test_an_update_goes_once_to_a_worker_and_to_all_its_replicas(
     c, s, a, b, monkeypatch
 ):
     async with a_run(c, s, a, b, b, b) as run:
-        alone = recorded(b.handlers, messages.DELIVER, monkeypatch)
-        together = recorded(b.handlers, messages.SHARE, monkeypatch)
+        alone = recorded(b.handlers, protocol.DELIVER, monkeypatch)
+        together = recorded(b.handlers, protocol.SHARE, monkeypatch)
 
         assert publish(run.channels[0], 1, -7)
         for replica in (1, 2, 3):
@@ -72,7 +72,7 @@ async def test_it_is_decoded_once(c, s, a, b, monkeypatch):
 
     async with a_run(c, s, a, b, b, b) as run:
         monkeypatch.setattr(
-            reading, "codec", SimpleNamespace(**{**vars(codec), "decode": decode})
+            sender, "codec", SimpleNamespace(**{**vars(codec), "decode": decode})
         )
 
         assert publish(run.channels[0])

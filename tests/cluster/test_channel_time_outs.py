@@ -5,7 +5,7 @@ import re
 import pytest
 
 from daskdl import codec
-from daskdl.channel.messages import ITEM_BYTES
+from daskdl.channel.protocol import ITEM_BYTES
 from daskdl.errors import WaitTimeoutError
 from tests.support.channels import (
     EITHER,

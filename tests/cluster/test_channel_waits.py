@@ -7,10 +7,10 @@ from distributed import Event
 from distributed.utils_test import async_poll_for
 
 from daskdl import codec
-from daskdl.channel import pump as pump_end
+from daskdl.channel import sender as pump_end
 from daskdl.channel.base import Stopped
-from daskdl.channel.carrier import BEAT_S
-from daskdl.channel.messages import Item
+from daskdl.channel.protocol import Item
+from daskdl.channel.routing import BEAT_S
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,

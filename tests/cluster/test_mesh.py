@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from daskdl import Callback, FailureInjection
-from daskdl.channel import mesh
-from daskdl.channel.ring import Ring
+from daskdl.channel import routing
+from daskdl.channel.sender import Ring
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, delivered, records
 
@@ -60,9 +60,9 @@ class Forgetful(Ring):
 @pytest.fixture
 def forgetful(three):
     """A client of three workers, which keep nothing of what others have sent."""
-    three.run(setattr, mesh, "Ring", Forgetful)
+    three.run(setattr, routing, "Ring", Forgetful)
     yield three
-    three.run(setattr, mesh, "Ring", Ring)
+    three.run(setattr, routing, "Ring", Ring)
 
 
 @pytest.mark.slow

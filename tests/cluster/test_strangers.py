@@ -15,7 +15,7 @@ from torch import nn
 
 from daskdl import ModelError, Predictor, SaveError
 from daskdl.channel import scheduler, worker
-from daskdl.channel.payloads import wrap
+from daskdl.channel.protocol import wrap
 from daskdl.serving.structures import structure_of
 from daskdl.training.failure import failure_of
 from daskdl.version import VERSION

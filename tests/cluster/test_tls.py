@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 from distributed.security import Security
 
-from daskdl.channel import messages
+from daskdl.channel import protocol
 from daskdl.channel.scheduler import NAME
 from tests.support.clusters import cluster_of
 from tests.support.leftovers import still_left_behind
@@ -119,7 +119,7 @@ def test_who_has_the_certificate_is_let_in_and_could_knock(secured):
         assert trainer(other).fit(X[:64], Y[:64]).column("replicas") == [2]
 
 
-@pytest.mark.parametrize("operation", [messages.PUBLISH, messages.STOP, messages.LEASE])
+@pytest.mark.parametrize("operation", [protocol.PUBLISH, protocol.STOP, protocol.LEASE])
 def test_a_foreign_run_is_unknown_to_the_scheduler(secured, operation):
     trainer(secured).fit(X[:64], Y[:64])
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import daskdl
 from daskdl import Callback, codec
-from daskdl.channel.payloads import wrap
+from daskdl.channel.protocol import wrap
 from daskdl.channel.scheduler import NAME
 from tests.support import promises
 from tests.support.problems import SIZE, kept, rows, trainer

@@ -12,7 +12,7 @@ from distributed import Event, secede
 
 import daskdl
 from daskdl import Callback, GradientSharing
-from daskdl.channel import messages
+from daskdl.channel import protocol
 from tests.support.endings import Interrupt
 from tests.support.leftovers import still_left_behind
 from tests.support.problems import rows, trainer
@@ -34,12 +34,12 @@ def deafen(dask_scheduler):
         await asyncio.Event().wait()
 
     handlers = dask_scheduler.handlers
-    dask_scheduler.daskdl_test_handler = handlers[messages.WATCH]
-    handlers[messages.WATCH] = never
+    dask_scheduler.daskdl_test_handler = handlers[protocol.WATCH]
+    handlers[protocol.WATCH] = never
 
 
 def hear_again(dask_scheduler):
-    dask_scheduler.handlers[messages.WATCH] = dask_scheduler.daskdl_test_handler
+    dask_scheduler.handlers[protocol.WATCH] = dask_scheduler.daskdl_test_handler
     del dask_scheduler.daskdl_test_handler
 
 

@@ -143,12 +143,10 @@ OUTSIDE = {
 
 # The edges: everything else runs, and is tested, without a cluster.
 DISTRIBUTED = {
-    "channel.connection",  # a replica's: its worker's RPC and event loop
     "channel.link",
-    "channel.live",  # the scheduler's
-    "channel.probe",
-    "channel.payloads",  # Dask's wrappers, so that it does not touch the bytes
+    "channel.protocol",  # Dask's wrappers, so that it does not touch the bytes
     "channel.scheduler",
+    "channel.sender",  # a replica's: its worker's RPC and event loop
     "channel.worker",
     "cluster",
     "data.futures",

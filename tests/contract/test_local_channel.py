@@ -11,10 +11,9 @@ import pytest
 
 from daskdl import FailureInjection, codec
 from daskdl.channel.base import Stopped
-from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.local import LocalChannel
-from daskdl.channel.local_run import LocalRun
-from daskdl.channel.plan import RunPlan
+from daskdl.channel.leasing import RunPlan
+from daskdl.channel.local import LocalChannel, LocalRun
+from daskdl.channel.protocol import Endpoint
 from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
 from daskdl.thresholds import Drained
 from daskdl.timeouts import Bound

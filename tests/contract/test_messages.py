@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from daskdl.channel.messages import ITEM_BYTES, Answer, Item, ItemKind
+from daskdl.channel.protocol import ITEM_BYTES, Answer, Item, ItemKind
 
 UPDATE = ("update", 1, 2, 3, 4, b"abcd")
 

@@ -15,7 +15,7 @@ import daskdl
 import daskdl.data
 import daskdl.keras
 import daskdl.metrics
-from daskdl.channel import messages
+from daskdl.channel import protocol
 from daskdl.history import COLUMNS
 from daskdl.steps import STEP_COLUMNS
 from daskdl.timeouts import FILE
@@ -209,9 +209,9 @@ def test_the_page_on_tuning_lists_every_cause_of_waiting():
         text = path.read_text()
         named |= set(re.findall(r"_waits\.until(?:_\w+)?\(\s*\"(\w+)\"", text))
         asked |= set(
-            re.findall(r"_waits\.ask(?:_worker)?\([^)]*?messages\.([A-Z]+)", text)
+            re.findall(r"_waits\.ask(?:_worker)?\([^)]*?\b([A-Z]{3,})\b", text)
         )
-    operations = {getattr(messages, name).removeprefix("daskdl_") for name in asked}
+    operations = {getattr(protocol, name).removeprefix("daskdl_") for name in asked}
 
     rows = table("tuning.md", "Replicas wait")
 

@@ -15,10 +15,9 @@ from torch import nn
 
 from daskdl import ParameterAveraging
 from daskdl.channel.base import Stopped
-from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.local import LocalChannel
-from daskdl.channel.local_run import LocalRun
-from daskdl.channel.plan import Extent, RunPlan
+from daskdl.channel.leasing import Extent, RunPlan
+from daskdl.channel.local import LocalChannel, LocalRun
+from daskdl.channel.protocol import Endpoint
 from daskdl.training.averager import MEETING
 from daskdl.training.rounds import Said, round_of
 from daskdl.training.seat import Seat

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.first_come import FirstCome
-from daskdl.channel.leases import Range, part_order
-from daskdl.channel.plan import Extent, extent_of
+from daskdl.channel.leasing import Extent, FirstCome, Range, extent_of, part_order
 
 
 def first_come(rows, step_rows=1, piece_rows=1, order=None):

@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.fixed_shares import FixedShares, share_edges
-from daskdl.channel.leases import Range
-from daskdl.channel.plan import Extent
+from daskdl.channel.leasing import Extent, FixedShares, Range, share_edges
 
 
 def shares(rows, replicas=(0, 1), step_rows=1, piece_rows=1, order=None):

@@ -5,10 +5,15 @@ from collections import Counter
 
 import pytest
 
-from daskdl.channel.first_come import FirstCome
-from daskdl.channel.fixed_shares import FixedShares
-from daskdl.channel.leases import NOBODY, Left, Range, part_order
-from daskdl.channel.plan import extent_of
+from daskdl.channel.leasing import (
+    NOBODY,
+    FirstCome,
+    FixedShares,
+    Left,
+    Range,
+    extent_of,
+    part_order,
+)
 
 STEP = 4
 

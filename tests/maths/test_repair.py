@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.positions import Positions
-from daskdl.channel.repair import Fence, donors, helpers, missing, settle
+from daskdl.channel.inbox import Fence, Positions, donors, helpers, missing, settle
 from daskdl.errors import ChannelError
 
 UPDATES = st.sets(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=20)

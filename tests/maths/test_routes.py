@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.routes import RouteBook, Routes
+from daskdl.channel.protocol import RouteBook, Routes
 from daskdl.errors import OptionError
 
 COUNTS = [*range(1, 34), 63, 64, 65, 72, 73, 74, 127, 128]

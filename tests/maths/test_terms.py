@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.channel.routes import Routes
+from daskdl.channel.protocol import Routes
 from daskdl.codec import Stamp
 from daskdl.training.reduction import Reduction
 from daskdl.training.replica_state import ReplicaState

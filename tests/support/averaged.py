@@ -6,7 +6,7 @@ import itertools
 import torch
 from torch import nn
 
-from daskdl.channel.fixed_shares import share_edges
+from daskdl.channel.leasing import share_edges
 
 
 def averaged_loop(made, x, y, *, replicas, batch_size, epochs, frequency, **more):

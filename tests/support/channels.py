@@ -12,10 +12,8 @@ from distributed.utils_test import async_poll_for, gen_cluster
 from daskdl import codec
 from daskdl.channel import scheduler as scheduler_end
 from daskdl.channel import worker as worker_end
-from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.messages import Barrier, Item, ItemKind
-from daskdl.channel.payloads import wrap
-from daskdl.channel.plan import WHOLE_EPOCHS
+from daskdl.channel.leasing import WHOLE_EPOCHS
+from daskdl.channel.protocol import Barrier, Endpoint, Item, ItemKind, wrap
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.timeouts import Timeouts

@@ -6,11 +6,9 @@ the middle of a flood and in the middle of a repair.
 
 from typing import NamedTuple
 
-from daskdl.channel.messages import Item, ItemKind
-from daskdl.channel.positions import Positions
-from daskdl.channel.repair import Fence, donors, helpers, missing, settle
-from daskdl.channel.ring import Ring
-from daskdl.channel.routes import RouteBook, Routes
+from daskdl.channel.inbox import Fence, Positions, donors, helpers, missing, settle
+from daskdl.channel.protocol import Item, ItemKind, RouteBook, Routes
+from daskdl.channel.sender import Ring
 
 MOST = 64
 OWN = 6  # updates a replica keeps of its own, and has unconfirmed at most

@@ -8,10 +8,9 @@ import inspect
 
 import pytest
 
-from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.local import LocalChannel
-from daskdl.channel.local_run import LocalRun
-from daskdl.channel.plan import WHOLE_EPOCHS, RunPlan
+from daskdl.channel.leasing import WHOLE_EPOCHS, RunPlan
+from daskdl.channel.local import LocalChannel, LocalRun
+from daskdl.channel.protocol import Endpoint
 from tests.support.channels import (
     GRID,
     PATIENCE_S,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from daskdl.channel.inbox import Inbox
-from daskdl.channel.messages import Item, ItemKind
+from daskdl.channel.protocol import Item, ItemKind
 from daskdl.codec import DenseUpdate, Kind, SparseUpdate, Stamp
 
 GRID = 2.0**-24

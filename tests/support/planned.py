@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from daskdl.channel.messages import WIRE_BYTES
+from daskdl.channel.protocol import WIRE_BYTES
 from daskdl.planning.costs import Costs, Measured
 from daskdl.planning.network import Network
 

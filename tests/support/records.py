@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from daskdl.channel.messages import ITEM_BYTES, Item, ItemKind
-from daskdl.channel.plan import Extent, RunPlan
-from daskdl.channel.run import RunRecord
+from daskdl.channel.leasing import Extent, RunPlan
+from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
+from daskdl.channel.run_state import RunRecord
 from daskdl.timeouts import Timeouts
 
 EACH = 100 + ITEM_BYTES

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.channel.agreement import Agreement
-from daskdl.channel.endpoint import Endpoint
-from daskdl.channel.gathered import Gathered
-from daskdl.channel.waits import Waits
+from daskdl.channel.base import Gathered, Waits
+from daskdl.channel.protocol import Endpoint
+from daskdl.channel.remote import Agreement
 from daskdl.errors import WaitTimeoutError
 from tests.support.inboxes import GRID, SIZE, filled, item_of, sparse
 from tests.support.records import TIMEOUTS

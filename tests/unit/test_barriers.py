@@ -1,6 +1,6 @@
 import pytest
 
-from daskdl.channel.barriers import Barriers
+from daskdl.channel.run_state import Barriers
 
 MEMBERS = [0, 1, 2]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from daskdl import Checkpoint
-from daskdl.channel.gathered import Gathered
+from daskdl.channel.base import Gathered
 from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
 from daskdl.checkpoints.plan import CheckpointPlan
 from daskdl.data.stores.store import Store

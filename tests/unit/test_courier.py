@@ -3,9 +3,9 @@ import contextlib
 
 import pytest
 
-from daskdl.channel.courier import Courier
-from daskdl.channel.messages import Answer, Item, ItemKind
-from daskdl.channel.pump import BATCH_BYTES
+from daskdl.channel.protocol import Answer, Item, ItemKind
+from daskdl.channel.scheduler import Courier
+from daskdl.channel.sender import BATCH_BYTES
 from daskdl.timeouts import Bound
 
 PATIENCE_S = 20

@@ -1,6 +1,6 @@
 import pytest
 
-from daskdl.channel.events import EventLog
+from daskdl.channel.run_state import EventLog
 
 
 def log_of(count):

@@ -4,8 +4,7 @@ import weakref
 
 import numpy as np
 
-from daskdl.channel.leases import Range
-from daskdl.channel.piece import Piece
+from daskdl.channel.leasing import Piece, Range
 from daskdl.training.feed import Feed
 from daskdl.training.reader import Reading
 

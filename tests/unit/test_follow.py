@@ -9,7 +9,7 @@ import pytest
 
 from daskdl.callbacks.base import Callback
 from daskdl.callbacks.early_stopping import EarlyStopping
-from daskdl.channel.traffic import Traffic
+from daskdl.channel.base import Traffic
 from daskdl.history import History
 from daskdl.steps import StepRow, pack_rows
 from daskdl.stopping import Stopping

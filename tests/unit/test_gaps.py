@@ -1,4 +1,4 @@
-from daskdl.channel.gaps import PATIENCE_S, Gaps
+from daskdl.channel.recovery import PATIENCE_S, Gaps
 
 
 def test_what_is_only_late_is_not_asked_for():

@@ -1,4 +1,4 @@
-from daskdl.channel.gathering import Gathering
+from daskdl.channel.run_state import Gathering
 
 
 def test_present_members_are_awaited_until_they_have_arrived():

@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 
-from daskdl.channel import gauge as gauge_module
-from daskdl.channel.gauge import Gauge
-from daskdl.channel.messages import Item, ItemKind
+from daskdl.channel import sender as gauge_module
+from daskdl.channel.protocol import Item, ItemKind
+from daskdl.channel.sender import Gauge
 from daskdl.thresholds import Drained
 
 

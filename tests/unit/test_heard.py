@@ -1,4 +1,4 @@
-from daskdl.channel.heard import Heard, Word
+from daskdl.channel.inbox import Heard, Word
 
 
 def test_a_word_counts_at_once_where_nothing_can_overtake_it():

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.inbox import Inbox
-from daskdl.channel.pile import UPDATE_BYTES
+from daskdl.channel.inbox import UPDATE_BYTES, Inbox
 from daskdl.codec import DenseUpdate
 from tests.support.inboxes import GRID, SIZE, dense, filled, item_of, sparse
 

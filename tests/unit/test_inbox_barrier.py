@@ -1,9 +1,7 @@
 """The inbox of a mesh: what it takes in around a barrier, and what it misses."""
 
-from daskdl.channel.heard import Word
-from daskdl.channel.inbox import Inbox
-from daskdl.channel.messages import ItemKind
-from daskdl.channel.pile import UPDATE_BYTES
+from daskdl.channel.inbox import UPDATE_BYTES, Inbox, Word
+from daskdl.channel.protocol import ItemKind
 from tests.support.inboxes import GRID, SIZE, control, filled, item_of, sparse
 
 

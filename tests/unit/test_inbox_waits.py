@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from daskdl.channel.inbox import Inbox
-from daskdl.channel.messages import ItemKind
+from daskdl.channel.protocol import ItemKind
 from tests.support.inboxes import GRID, control, filled, item_of, sparse
 
 PATIENCE_S = 20

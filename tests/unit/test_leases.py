@@ -6,10 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.first_come import FirstCome
-from daskdl.channel.fixed_shares import FixedShares
-from daskdl.channel.leases import Range, part_order, whole_parts
-from daskdl.channel.plan import Extent, extent_of
+from daskdl.channel.leasing import (
+    Extent,
+    FirstCome,
+    FixedShares,
+    Range,
+    extent_of,
+    part_order,
+    whole_parts,
+)
 
 MEMBERS = range(4)
 ACTIONS = st.lists(

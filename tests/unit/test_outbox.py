@@ -2,8 +2,8 @@ import threading
 
 import pytest
 
-from daskdl.channel.messages import ITEM_BYTES, Item, ItemKind
-from daskdl.channel.outbox import Outbox
+from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
+from daskdl.channel.sender import Outbox
 
 EACH = 100 + ITEM_BYTES  # what one item of the tests weighs
 

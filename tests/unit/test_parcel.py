@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from daskdl.channel import parcel as module
-from daskdl.channel.parcel import Parcel, join
+from daskdl.channel import protocol as module
+from daskdl.channel.protocol import Parcel, join
 
 ARRAYS = {
     "odd": np.arange(5, dtype=np.uint8),

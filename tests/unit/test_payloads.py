@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from distributed.protocol import Serialized, dumps, to_serialize
 
-from daskdl.channel.payloads import unwrap, unwrap_note, wrap, wrap_note
+from daskdl.channel.protocol import unwrap, unwrap_note, wrap, wrap_note
 
 ARRAYS = [
     np.arange(7, dtype=np.uint8),

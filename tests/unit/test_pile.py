@@ -2,7 +2,7 @@
 
 import pytest
 
-from daskdl.channel.pile import UPDATE_BYTES, Pile
+from daskdl.channel.inbox import UPDATE_BYTES, Pile
 from tests.support.inboxes import GRID, SIZE, dense, sparse
 
 EACH = UPDATE_BYTES + 4  # of an update with one entry

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from daskdl.channel.messages import WIRE_BYTES
+from daskdl.channel.protocol import WIRE_BYTES
 from daskdl.planning.costs import Measured
 from daskdl.planning.network import Network
 from daskdl.planning.prediction import predict

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.positions import Positions
+from daskdl.channel.inbox import Positions
 
 ARRIVALS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=60)
 TARGETS = st.dictionaries(st.integers(0, 3), st.integers(0, 14))

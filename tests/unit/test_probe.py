@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from daskdl.channel.probe import is_listening
+from daskdl.channel.scheduler import is_listening
 
 
 def asked(address):

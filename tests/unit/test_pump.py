@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from daskdl.channel.messages import ITEM_BYTES, Item, ItemKind
-from daskdl.channel.outbox import Outbox
-from daskdl.channel.pump import BATCH_BYTES, Pump
+from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
+from daskdl.channel.sender import BATCH_BYTES, Outbox, Pump
 from daskdl.errors import WaitTimeoutError
 from daskdl.timeouts import Bound
 

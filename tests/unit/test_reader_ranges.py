@@ -5,8 +5,7 @@ import weakref
 import numpy as np
 import pytest
 
-from daskdl.channel.leases import TO_ITS_END, Range
-from daskdl.channel.piece import Piece
+from daskdl.channel.leasing import TO_ITS_END, Piece, Range
 from daskdl.data.batches import batches
 from daskdl.errors import DataError, LostPieceError
 from daskdl.training.reader import Reader, Reading

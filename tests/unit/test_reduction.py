@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from daskdl.channel.routes import Routes
+from daskdl.channel.protocol import Routes
 from daskdl.training.reduction import Reduction
 from daskdl.training.shares import add
 from tests.support.boards import Board, Channel

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.remaining import Remaining
+from daskdl.channel.leasing import Remaining
 
 
 def of(count, *gone):

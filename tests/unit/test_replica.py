@@ -9,8 +9,7 @@ from torch import nn
 from daskdl import Callback, GradientSharing
 from daskdl.callbacks.early_stopping import EarlyStopping
 from daskdl.channel.base import Entry, Seating
-from daskdl.channel.local import LocalChannel
-from daskdl.channel.local_run import LocalRun
+from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.data.in_memory import InMemory
 from daskdl.data.rehearsal import random_state_left_alone

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.messages import ITEM_BYTES, Item, ItemKind
-from daskdl.channel.ring import Ring
+from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
+from daskdl.channel.sender import Ring
 from daskdl.errors import OptionError
 
 WEIGHT = 36 + ITEM_BYTES

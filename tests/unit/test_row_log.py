@@ -2,7 +2,7 @@
 
 import pytest
 
-from daskdl.channel.gathered import Gathered
+from daskdl.channel.base import Gathered
 from daskdl.history import COLUMNS
 from daskdl.training.row_log import RowLog
 

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from daskdl.channel.traffic import Traffic
+from daskdl.channel.base import Traffic
 from daskdl.errors import DataError
 from daskdl.history import COLUMNS
 from daskdl.training.rows import row_of

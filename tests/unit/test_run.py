@@ -1,5 +1,5 @@
-from daskdl.channel.messages import Item
-from daskdl.channel.run import RunRecord
+from daskdl.channel.protocol import Item
+from daskdl.channel.run_state import RunRecord
 from tests.support.records import EACH, joined, plan_of, said, update, waiting
 
 

@@ -2,11 +2,9 @@
 
 import dataclasses
 
-from daskdl.channel.leases import Done
-from daskdl.channel.messages import Barrier
-from daskdl.channel.pause import Pause
-from daskdl.channel.plan import Laps, RunPlan
-from daskdl.channel.run import RunRecord
+from daskdl.channel.leasing import Done, Laps, Pause, RunPlan
+from daskdl.channel.protocol import Barrier
+from daskdl.channel.run_state import RunRecord
 from tests.support.records import plan_of
 
 NOBODY_IS_NEAR = {"is_near": lambda key: False}

@@ -1,7 +1,7 @@
 import pytest
 
-from daskdl.channel.messages import Item
-from daskdl.channel.run import RunRecord
+from daskdl.channel.protocol import Item
+from daskdl.channel.run_state import RunRecord
 from tests.support.records import EACH, TIMEOUTS, joined, plan_of, said, update, waiting
 
 

@@ -1,7 +1,6 @@
 """The record of a run whose replicas send to each other."""
 
-from daskdl.channel.run import RunRecord
-from daskdl.channel.standings import Standing
+from daskdl.channel.run_state import RunRecord, Standing
 from tests.support.records import joined, queued, said
 
 

@@ -2,9 +2,17 @@
 
 import pytest
 
-from daskdl.channel.leases import NOBODY, Lease, Left, Range, part_order
-from daskdl.channel.plan import Extent, Laps, extent_of
-from daskdl.channel.schedule import Schedule
+from daskdl.channel.leasing import (
+    NOBODY,
+    Extent,
+    Laps,
+    Lease,
+    Left,
+    Range,
+    Schedule,
+    extent_of,
+    part_order,
+)
 
 
 def schedule(*keys, seed=None, epochs_before=0):

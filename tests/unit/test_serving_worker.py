@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 from torch import nn
 
-from daskdl.channel.payloads import unwrap, wrap
+from daskdl.channel.protocol import unwrap, wrap
 from daskdl.packed import PackedModel
 from daskdl.serving.structures import structure_of
 from daskdl.serving.worker import open_end

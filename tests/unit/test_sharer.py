@@ -10,7 +10,7 @@ from torch import nn
 
 from daskdl import codec
 from daskdl.channel.base import Channel
-from daskdl.channel.pile import Arrived
+from daskdl.channel.inbox import Arrived
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import Aim, Drained, FixedThreshold, Link, LinkAlgorithm, Sent
 from daskdl.training.outcome import Outcome

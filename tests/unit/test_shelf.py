@@ -3,10 +3,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from daskdl.channel import parcel
-from daskdl.channel.parcel import Parcel, join
-from daskdl.channel.payloads import unwrap
-from daskdl.channel.shelf import Shelf
+from daskdl.channel import protocol
+from daskdl.channel.link import Shelf
+from daskdl.channel.protocol import Parcel, join, unwrap
 
 WAIT_S = 30  # of a test that would fail otherwise
 ARRAYS = {"a": np.arange(40, dtype=np.int64)}
@@ -31,7 +30,7 @@ def on_a_loop(test):
 @on_a_loop
 async def test_what_is_there_is_answered_in_parts(shelf):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parcel, "PART_BYTES", 64)
+        patch.setattr(protocol, "PART_BYTES", 64)
         shelf.put("mean", Parcel(ARRAYS))
 
         arrays = await fetched(shelf, "mean")

@@ -1,6 +1,6 @@
 import pytest
 
-from daskdl.channel.standings import Standing, Standings
+from daskdl.channel.run_state import Standing, Standings
 
 
 def standings(*replicas, floor=None):

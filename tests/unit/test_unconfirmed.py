@@ -1,5 +1,5 @@
-from daskdl.channel.messages import Item
-from daskdl.channel.unconfirmed import Unconfirmed
+from daskdl.channel.protocol import Item
+from daskdl.channel.sender import Unconfirmed
 
 WEIGHT = Item("update", 0, 1, 0, 100).weight()
 

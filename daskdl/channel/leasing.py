@@ -1,0 +1,989 @@
+"""Who trains which examples: leases of partitions, handed out dynamically or fixed.
+
+Each example is leased exactly once per epoch; what a failed replica had not finished is
+leased again. Decides only: no I/O, no clock, no thread.
+"""
+
+import bisect
+import itertools
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from typing_extensions import override
+
+from daskdl.channel.protocol import (
+    FromMinusOne,
+    Identity,
+    Positive,
+    Whole,
+    check,
+    hints_of,
+)
+from daskdl.timeouts import Timeouts
+
+
+class Remaining:
+    """Positions 0 to n - 1, of which there are ever fewer.
+
+    Finding the next one takes amortised constant time, however many have gone: each
+    position that has gone points on towards the next that is left, and the way is
+    shortened when it is walked.
+
+    Args:
+        count: How many there are at first.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._next = list(range(count + 1))
+        self._end = count
+        self._left = count
+
+    def __len__(self) -> int:
+        return self._left
+
+    def first(self, start: int = 0) -> int | None:
+        """The first that is left from a position on, None if there is none."""
+        at, following = start, self._next
+        while following[at] != at:
+            following[at] = following[following[at]]
+            at = following[at]
+        return None if at == self._end else at
+
+    def remove(self, position: int) -> None:
+        """One that is left goes."""
+        self._next[position] = position + 1
+        self._left -= 1
+
+    def round(self, start: int, most: int) -> Iterator[int]:
+        """Those that are left, from a position on and round, but not too many.
+
+        Args:
+            start: Where to begin, below the count.
+            most: So many, or all if there are fewer.
+        """
+        at = start
+        for _ in range(min(most, self._left)):
+            position = self.first(at)
+            if position is None:
+                position = self.first()
+            assert position is not None  # some are left
+            yield position
+            at = position + 1
+
+
+TO_ITS_END = -1  # where a range stops whose part has no known length
+
+NOBODY = -1  # whose share something is that anybody may take
+
+IsNear = Callable[[int], bool]  # whether the worker of who asks holds a part
+
+
+class Range(NamedTuple):
+    """Consecutive rows of a part, by position in the order they are trained on."""
+
+    part: Whole
+    start: Whole
+    stop: FromMinusOne  # exclusive, or `TO_ITS_END`
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a part of unknown length, which nobody can share."""
+        return self.stop == TO_ITS_END
+
+    @property
+    def rows(self) -> int:
+        """How many; a part of unknown length counts as one."""
+        return 1 if self.is_whole else self.stop - self.start
+
+
+class Lease(NamedTuple):
+    """A piece, as it is handed out."""
+
+    number: int  # from 0, in the order in which pieces are cut
+    ranges: tuple[Range, ...]
+    ahead: int | None = None  # the part that its replica will probably load next
+
+    @property
+    def rows(self) -> int:
+        """In all its ranges."""
+        return sum(piece.rows for piece in self.ranges)
+
+
+class Left(NamedTuple):
+    """What a replica would have trained on next."""
+
+    replica: FromMinusOne  # or `NOBODY`
+    ranges: tuple[Range, ...]  # in the order to train on them
+
+
+class Done(NamedTuple):
+    """What a replica has trained on in an epoch, in pieces that it finished."""
+
+    loss_sum: float
+    examples: Whole
+
+
+def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
+    """The order in which an epoch goes through the parts, however many replicas.
+
+    Args:
+        parts: How many there are.
+        epoch: Counted from 0; each has its own order.
+        seed: None keeps the order of the data.
+    """
+    if seed is None:
+        return list(range(parts))
+    return [int(i) for i in np.random.default_rng([seed, epoch]).permutation(parts)]
+
+
+def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
+    """All rows of all parts that have any, in this order.
+
+    Args:
+        order: Of the parts.
+        rows: Of each part; -1 where that is not known.
+
+    Example:
+        >>> whole_parts([2, 1, 0], [4, 0, -1])
+        [Range(part=2, start=0, stop=-1), Range(part=0, start=0, stop=4)]
+    """
+    return [Range(part, 0, rows[part]) for part in order if rows[part] != 0]
+
+
+def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same rows in the same order, in as few ranges as can be.
+
+    Example:
+        >>> joined([Range(7, 0, 4), Range(7, 4, 6), Range(2, 6, 8)])
+        (Range(part=7, start=0, stop=6), Range(part=2, start=6, stop=8))
+    """
+    found: list[Range] = []
+    for one in ranges:
+        before = found[-1] if found else None
+        if before is not None and before[::2] == (one.part, one.start):
+            found[-1] = before._replace(stop=one.stop)
+        else:
+            found.append(one)
+    return tuple(found)
+
+
+def left_of(fields: Iterable[Any]) -> list[Left]:
+    """Read what is left as it came over the wire, where a tuple has no names."""
+    return [Left(r, tuple(Range(*one) for one in ranges)) for r, ranges in fields]
+
+
+def done_of(fields: Iterable[Any]) -> list[Done]:
+    """Read what was done as it came over the wire."""
+    return [Done(*one) for one in fields]
+
+
+def ranges_in(left: Iterable[Left]) -> list[Range]:
+    """All that is left, whoever would have got it."""
+    return [one for each in left for one in each.ranges]
+
+
+class Leases(ABC):
+    """Pieces of one epoch, handed out one at a time.
+
+    Args:
+        rows: To be handed out in all; a part of unknown length counts as one.
+        lap_rows: To be handed out in one lap, see `_over`; None: all of them.
+
+    Attributes:
+        repeated: Pieces handed out again because their replica was lost.
+    """
+
+    repeated: int
+
+    def __init__(self, rows: int, lap_rows: int | None = None) -> None:
+        self.repeated = 0
+        self._lap_rows = self._limit = lap_rows
+        self._handed: Counter[int] = Counter()  # rows in this lap, by replica
+        self._count = 0  # pieces cut so far
+        self._free = rows  # in no piece yet
+        self._unfinished = rows
+        self._held: dict[int, dict[int, Lease]] = {}  # by replica, and by number
+        self._again: deque[Lease] = deque()  # those of lost replicas
+
+    def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
+        """Lease a piece to a replica; None if there is none left for it.
+
+        Args:
+            replica: Who asks.
+            is_near: Tells parts that its worker holds from others; None: all are
+                equally far.
+        """
+        return None if self._is_over(replica) else self._take(replica, is_near)
+
+    def has_one_for(self, replica: int) -> bool:
+        """Whether `take` would lease this replica a piece now."""
+        return not self._is_over(replica) and self._has_one_for(replica)
+
+    def end_lap(self) -> None:
+        """Hand out no more of this lap than goes with what was handed out before."""
+        self._limit = self._limit_now()
+
+    def begin_lap(self) -> None:
+        """All have met: go on."""
+        self._handed.clear()
+        self._limit = self._lap_rows
+
+    def lap_is_over(self, members: Iterable[int]) -> bool:
+        """Whether there is more, but for nobody before the next lap."""
+        return (
+            self._limit is not None
+            and self._unfinished > 0
+            and not any(self._held.values())
+            and not any(self.has_one_for(replica) for replica in members)
+        )
+
+    def _is_over(self, replica: int) -> bool:
+        return self._limit is not None and self._room(replica) <= 0
+
+    @abstractmethod
+    def _room(self, replica: int) -> int:
+        """Rows that a replica may still get in this lap, if it has a limit."""
+
+    @abstractmethod
+    def _limit_now(self) -> int:
+        """The limit with which what was handed out before is a whole lap."""
+
+    @abstractmethod
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
+        """See `take`; within a lap."""
+
+    @abstractmethod
+    def _has_one_for(self, replica: int) -> bool:
+        """See `has_one_for`; within a lap."""
+
+    @abstractmethod
+    def left(self) -> list[Left]:
+        """What nobody has trained on; between two laps, when nobody holds anything."""
+
+    def finish(self, replica: int, number: int) -> bool:
+        """A replica has trained on its piece; False if the lease was not its own."""
+        lease = self._held.get(replica, {}).pop(number, None)
+        self._unfinished -= 0 if lease is None else lease.rows
+        return lease is not None
+
+    def lose(self, replica: int) -> None:
+        """Free what a lost replica held or would have got."""
+        held = self._held.pop(replica, {})
+        self._again.extend(held[number] for number in sorted(held))
+
+    def unfinished(self) -> int:
+        """Rows that nobody has finished yet."""
+        return self._unfinished
+
+    def _hand_out(
+        self, replica: int, ranges: Sequence[Range], ahead: int | None
+    ) -> Lease:
+        lease = Lease(self._count, tuple(ranges), ahead)
+        self._handed[replica] += lease.rows
+        self._count += 1
+        self._free -= lease.rows
+        self._held.setdefault(replica, {})[lease.number] = lease
+        return lease
+
+    def _repeat(self, replica: int) -> Lease | None:
+        """Hand out again, whole, what was lost first; nothing is known to follow."""
+        if not self._again:
+            return None
+        lease = self._again.popleft()._replace(ahead=None)
+        self.repeated += 1
+        self._handed[replica] += lease.rows
+        self._held.setdefault(replica, {})[lease.number] = lease
+        return lease
+
+
+class Pause(NamedTuple):
+    """What is left of the epoch."""
+
+    order: int  # checksum of what ranges depend on, see `RunPlan.order`
+    left: Sequence[Left]
+    departed: Sequence[Done] = ()  # of those that trained in it, and are not there
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> Self:
+        """Read one as it came over the wire, where a tuple has no names."""
+        order, left, *departed = fields  # earlier versions did not write the last
+        return cls(order, left_of(left), *map(done_of, departed))
+
+    def values(self) -> list[Any]:
+        """The same as plain lists."""
+        left = [[r, [list(one) for one in own]] for r, own in self.left]
+        return [self.order, left, [list(one) for one in self.departed]]
+
+
+Finished = Sequence[Mapping[str, Any]]  # of each piece: number, examples, loss
+
+
+class Piece(NamedTuple):
+    """Rows that are leased to a replica at a time.
+
+    Ranges are of positions in the order in which the rows of a part are trained on.
+    """
+
+    number: int  # in its phase and epoch
+    ranges: tuple[Range, ...]  # in the order to train on them
+    keys: Mapping[int, str]  # Dask's, of the parts named here; "": on no worker
+    ahead: int | None = None  # the part that this replica will probably load next
+
+
+# Fine enough that a replica twice as slow as the others delays them little at the end
+# of an epoch, coarse enough that a piece is worth a request.
+PIECES_PER_REPLICA = 8
+
+
+class Extent(NamedTuple):
+    """How much there is to train on in a phase, and in which portions."""
+
+    rows: tuple[FromMinusOne, ...]  # of each part; -1 if only going through it tells
+    keys: tuple[str, ...]  # of each part that a worker holds, else ""
+    step_rows: Positive  # per optimizer step of one replica
+    piece_rows: Positive  # aimed at; a multiple of `step_rows`
+
+
+class Laps(NamedTuple):
+    """How training epochs are divided: all replicas meet after each lap."""
+
+    replicas: Positive = 1  # that the run begins with
+    rows: Positive | None = None  # of each in one lap; None: as many as there are
+    seconds: float | None = None  # after which the lap is ended; None: it is not
+    left: Sequence[Left] | None = None  # of the first epoch; None: all of it
+    departed: Sequence[Done] = ()  # of those that trained in that, in another run
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> Self:
+        """Read laps as they came over the wire, where a tuple has no names."""
+        replicas, rows, seconds, left, departed = fields
+        left = None if left is None else left_of(left)
+        return cls(replicas, rows, seconds, left, done_of(departed))
+
+
+WHOLE_EPOCHS = Laps()
+
+
+def extent_of(
+    rows: Sequence[int],
+    step_rows: int,
+    replicas: int,
+    keys: Sequence[str] | None = None,
+) -> Extent:
+    """An extent with pieces of the usual size, about eight for each replica.
+
+    Args:
+        rows: Of each part; -1 if that is not known.
+        step_rows: Per optimizer step of one replica.
+        replicas: How many share it.
+        keys: Dask key of each part that a worker holds, "" of others; None: all are
+            loaded from elsewhere.
+
+    Example:
+        >>> extent_of([100, 60], step_rows=4, replicas=2).piece_rows
+        12
+    """
+    total = sum(count for count in rows if count > 0)
+    steps = -(-total // (PIECES_PER_REPLICA * replicas * step_rows))
+    held = ("",) * len(rows) if keys is None else tuple(keys)
+    counts = tuple(int(count) for count in rows)
+    return Extent(counts, held, step_rows, max(steps, 1) * step_rows)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Plain values, sent as a dict; see :meth:`of`.
+
+    Attributes:
+        run: Identity of the run, a random unsigned 64-bit integer.
+        replicas: Worker address of each replica.
+        extents: Of each phase ("train", "validation").
+        seed: Of the order of the training parts; None keeps their order.
+        epochs_before: Of earlier fits, so that each has an order of its own.
+        synchronous: Fixed shares instead of first come, first served.
+        relay_bytes: Bound of the relay's queue for each replica.
+        min_replicas: With fewer active ones nobody gets a piece.
+        timeouts: Bounds on waiting, seconds, by name.
+        routing: ``"plain"``, or ``"mesh"``: then no updates come here.
+        first_epoch: That is trained, counted from 0; those before were, elsewhere.
+        laps: How the epochs are divided.
+    """
+
+    run: Identity
+    replicas: Mapping[Whole, str]
+    extents: Mapping[str, Extent]
+    seed: Whole | None
+    epochs_before: Whole
+    synchronous: bool
+    relay_bytes: Whole
+    min_replicas: Whole
+    timeouts: Mapping[str, float]
+    routing: str = "plain"
+    first_epoch: Whole = 0
+    laps: Laps = WHOLE_EPOCHS
+
+    @property
+    def order(self) -> int:
+        """A checksum of what ranges of rows depend on: the data, and their order."""
+        rows = self.extents["train"].rows
+        return zlib.crc32(repr((rows, self.seed, self.epochs_before)).encode())
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Read a plan as it came over the wire, where a tuple has no names.
+
+        Raises:
+            ValueError: If it is none that anybody makes, or a TypeError.
+        """
+        check(fields, hints_of(cls))
+        extents = {
+            phase: Extent(*extent) for phase, extent in fields["extents"].items()
+        }
+        laps = Laps.of(fields.get("laps", WHOLE_EPOCHS))
+        plan = cls(**{**fields, "extents": extents, "laps": laps})
+        if not plan.replicas or "train" not in extents:
+            raise ValueError("a plan needs replicas, and what they train on")
+        if any(len(rows) != len(keys) for rows, keys, *_ in extents.values()):
+            raise ValueError("each part has one number of rows and one key")
+        if plan.routing not in ("plain", "mesh"):
+            raise ValueError(f"routing must be plain or mesh, got {plan.routing!r}")
+        Timeouts(**plan.timeouts)
+        return plan
+
+
+# Enough that of parts spread over the workers at random one is found nearly always
+# (1 - exp(-4) = 98 %), few enough that an answer takes no longer with more parts.
+LOOKS_PER_REPLICA, LEAST_LOOKS = 4, 64
+
+# To load a part takes up to so much of the time to train on it: it is not loaded once
+# more for fewer rows than that.
+LOADING = 0.005
+
+
+class FirstCome(Leases):
+    """A replica goes through its parts one after the other, so that each loads once.
+
+    A new part is one that its worker holds, else the next one in order; it is reserved
+    when the one before is begun, to be loaded meanwhile. Of a part that is more than
+    one replica's share, several replicas get stretches. At the end, when all parts are
+    reserved or begun, who has nothing left takes reserved ones, then shares begun ones,
+    and pieces become smaller, so that all come to the end at about the same time.
+
+    Args:
+        order: Of the parts.
+        extent: How much there is.
+        lap_rows: Of all replicas together in one lap; None: all there are.
+        left: Of an epoch that was broken off; None: all of it.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        extent: Extent,
+        lap_rows: int | None = None,
+        left: Sequence[Left] | None = None,
+    ) -> None:
+        parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
+        super().__init__(sum(part.rows for part in parts), lap_rows)
+        self._order = {part: i for i, part in enumerate(order)}
+        self._extent = extent
+        share = PIECES_PER_REPLICA * extent.piece_rows
+        self._parts = [
+            stretch
+            for part in parts
+            for stretch in stretches(part, share, extent.step_rows)
+        ]
+        self._untouched = Remaining(len(self._parts))  # positions in `_parts`
+        self._rests: list[Range] = []  # of parts that lost replicas had
+        self._own: dict[int, Range] = {}  # what is free of the part a replica is on
+        self._ample: set[int] = set()  # replicas that have enough of it to share
+        self._reserved: dict[int, Range] = {}  # and the part that it goes on with
+        self._far: set[int] = set()  # replicas whose reserved part is elsewhere
+        self._looked: dict[int, int] = {}  # where a replica looks on for a near part
+        self._takers: set[int] = set()
+
+    @override
+    def _room(self, replica: int) -> int:
+        return (self._limit or 0) - self._handed.total()
+
+    @override
+    def _limit_now(self) -> int:
+        return self._handed.total()
+
+    @override
+    def left(self) -> list[Left]:
+        positions = self._untouched.round(0, len(self._untouched))
+        untouched = (self._parts[position] for position in positions)
+        begun = (*self._rests, *self._own.values(), *self._reserved.values())
+        again = (one for lease in self._again for one in lease.ranges)
+        ranges = [*untouched, *begun, *again]
+        ranges.sort(key=lambda one: (self._order[one.part], one.start))
+        return [Left(NOBODY, joined(ranges))]
+
+    @override
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
+        self._takers.add(replica)
+        if not self._go_on(replica, is_near):
+            again = self._repeat(replica)
+            if again is not None or not self._join_in(replica):
+                return again
+        ranges = self._cut(replica, is_near)
+        ahead = self._ahead(replica, ranges[-1].part)
+        return self._hand_out(replica, ranges, ahead)
+
+    def _ahead(self, replica: int, here: int) -> int | None:
+        reserved = self._reserved.get(replica)
+        return None if reserved is None or reserved.part == here else reserved.part
+
+    @override
+    def _has_one_for(self, replica: int) -> bool:
+        own = replica in self._own or self._untouched or self._rests
+        return bool(own or self._again or self._reserved or self._ample)
+
+    @override
+    def lose(self, replica: int) -> None:
+        super().lose(replica)
+        self._takers.discard(replica)
+        rests = (self._go_to(replica, None), self._reserved.pop(replica, None))
+        self._rests += [rest for rest in rests if rest is not None]
+
+    # ---- one piece
+
+    def _cut(self, replica: int, is_near: IsNear | None) -> list[Range]:
+        """The next rows of a replica that has some: of its part, and of those after."""
+        ranges: list[Range] = []
+        room = self._piece_rows()
+        while room > 0 and self._go_on(replica, is_near):
+            own = self._own[replica]
+            if own.is_whole and ranges:
+                break
+            ranges.append(self._cut_one(replica, room))
+            room = 0 if own.is_whole else room - ranges[-1].rows
+        return ranges
+
+    def _cut_one(self, replica: int, most: int) -> Range:
+        own = self._own[replica]
+        if own.rows > most:
+            own, rest = split(own, most)
+            self._go_to(replica, rest)
+        else:
+            self._go_to(replica, None)
+        return own
+
+    def _go_to(self, replica: int, part: Range | None) -> Range | None:
+        """From now on a replica is on a part, or on none; returns what it was on."""
+        former = self._own.pop(replica, None)
+        self._ample.discard(replica)
+        if part is not None:
+            self._own[replica] = part
+            if part.rows > LOADING * self._extent.rows[part.part]:
+                self._ample.add(replica)
+        return former
+
+    def _piece_rows(self) -> int:
+        """The size aimed at, but half of a fair share of what is free at the end."""
+        step = self._extent.step_rows
+        free = self._free if self._limit is None else min(self._free, self._room(0))
+        share = -(-free // (2 * len(self._takers) * step)) * step
+        return min(self._extent.piece_rows, share)
+
+    # ---- parts of its own
+
+    def _go_on(self, replica: int, is_near: IsNear | None) -> bool:
+        """Whether a replica has a part to go on with; the next one is reserved."""
+        if replica not in self._own:
+            if not self._reserve(replica, is_near):
+                return False
+            self._go_to(replica, self._reserved.pop(replica))
+        self._reserve(replica, is_near)
+        return True
+
+    def _reserve(self, replica: int, is_near: IsNear | None) -> bool:
+        if replica in self._reserved:
+            return True
+        part = None if is_near is None else self._choose_near(replica, is_near)
+        self._far.discard(replica)
+        if part is None:
+            part = self._choose_next()
+            self._far.add(replica)
+        if part is not None:
+            self._reserved[replica] = part
+        return part is not None
+
+    def _choose_next(self) -> Range | None:
+        if self._rests:
+            return self._rests.pop(0)
+        position = self._untouched.first()
+        if position is None:
+            return None
+        self._untouched.remove(position)
+        return self._parts[position]
+
+    def _choose_near(self, replica: int, is_near: IsNear) -> Range | None:
+        for rest in self._rests:
+            if is_near(rest.part):
+                self._rests.remove(rest)
+                return rest
+        return self._find_near(replica, is_near) or self._claim_near(replica, is_near)
+
+    def _find_near(self, replica: int, is_near: IsNear) -> Range | None:
+        """Look at some untouched parts; the next time from there on."""
+        most = max(LOOKS_PER_REPLICA * len(self._takers), LEAST_LOOKS)
+        position = -1
+        for position in self._untouched.round(self._looked.get(replica, 0), most):
+            if is_near(self._parts[position].part):
+                self._untouched.remove(position)
+                self._looked[replica] = position
+                return self._parts[position]
+        self._looked[replica] = position + 1
+        return None
+
+    def _claim_near(self, replica: int, is_near: IsNear) -> Range | None:
+        """Take what is reserved for one that would have to fetch it from here."""
+        for other in self._far & self._reserved.keys():
+            if is_near(self._reserved[other].part):
+                return self._reserved.pop(other)
+        return None
+
+    # ---- what others have
+
+    def _join_in(self, replica: int) -> bool:
+        """Take over some of what others would do next; False if there is nothing."""
+        if self._reserved:
+            busiest = max(self._reserved, key=self._to_do)
+            self._go_to(replica, self._reserved.pop(busiest))
+        elif self._ample:
+            self._go_to(replica, self._share(max(self._ample, key=self._to_do)))
+        return replica in self._own
+
+    def _to_do(self, replica: int) -> int:
+        parts = (self._own.get(replica), self._reserved.get(replica))
+        return sum(part.rows for part in parts if part is not None)
+
+    def _share(self, other: int) -> Range:
+        """Halve what another has, in whole steps; take it if that is too little."""
+        own, step = self._own[other], self._extent.step_rows
+        rest = None
+        if own.rows >= 2 * step:
+            loading = int(LOADING * self._extent.rows[own.part])
+            kept = (own.rows + loading + step) // (2 * step)
+            most = own.rows // step - 1
+            rest, own = split(own, min(kept, most) * step)
+        self._go_to(other, rest)
+        return own
+
+
+def stretches(part: Range, most: int, step_rows: int) -> list[Range]:
+    """Cut a part into equal ones of about so many rows, in whole steps.
+
+    Example:
+        >>> stretches(Range(7, 0, 100), most=40, step_rows=8)
+        [Range(part=7, start=0, stop=56), Range(part=7, start=56, stop=100)]
+    """
+    count = max(round(part.rows / most), 1)
+    size = -(-part.rows // (count * step_rows)) * step_rows
+    found = []
+    while part.rows > size:
+        first, part = split(part, size)
+        found.append(first)
+    return [*found, part]
+
+
+def split(own: Range, rows: int) -> tuple[Range, Range]:
+    """The first rows of a range, and the others."""
+    middle = own.start + rows
+    return own._replace(stop=middle), own._replace(start=middle)
+
+
+class Planned(NamedTuple):
+    """A piece that was not asked for yet."""
+
+    ranges: tuple[Range, ...]
+    ahead: int | None  # the part of its share that comes next
+
+
+class FixedShares(Leases):
+    """For synchronous runs, which must be repeatable: as many steps for each replica.
+
+    The rows of the epoch are numbered through in the order of the parts and cut into
+    steps; each replica gets consecutive ones. So neither who makes a step nor what is
+    in it depends on how the data are cut into parts, or on where they are. Parts of
+    unknown length are dealt out in turn. What a lost replica had goes to whoever asks.
+
+    Args:
+        order: Of the parts.
+        extent: How much there is.
+        share_among: Replicas with a share each, >= 1.
+        lap_rows: Of each replica in one lap; None: all it gets.
+        left: Of an epoch that was broken off; None: all of it. As many replicas as
+            there were then go on with what each had left, others share it anew.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        extent: Extent,
+        share_among: Sequence[int],
+        lap_rows: int | None = None,
+        left: Sequence[Left] | None = None,
+    ) -> None:
+        parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
+        super().__init__(sum(part.rows for part in parts), lap_rows)
+        self._extent = extent
+        replicas = sorted(share_among)
+        own = [one for one in left or () if one.replica != NOBODY]
+        self._orphans: deque[Planned] = deque()
+        self._shares: dict[int, deque[Planned]]
+        if len(own) == len(replicas):
+            own.sort(key=lambda one: one.replica)
+            shares: list[Sequence[Range]] = [one.ranges for one in own]
+            self._orphans = self._cut(
+                ranges_in(one for one in left or () if one.replica == NOBODY)
+            )
+        else:
+            shares = [*shared_out(parts, extent.step_rows, len(replicas))]
+        cut = [self._cut(ranges) for ranges in shares]
+        self._shares = dict(zip(replicas, cut, strict=True))
+
+    def _cut(self, share: Sequence[Range]) -> deque[Planned]:
+        """The pieces of a share; none crosses the end of a lap."""
+        known = Sequel([part for part in share if not part.is_whole])
+        lap_rows = self._lap_rows or max(known.rows, 1)
+        pieces = [
+            piece
+            for start in range(0, known.rows, lap_rows)
+            for piece in known.cut(
+                start, min(start + lap_rows, known.rows), self._extent.piece_rows
+            )
+        ]
+        return _planned([*pieces, *((part,) for part in share if part.is_whole)])
+
+    @override
+    def _room(self, replica: int) -> int:
+        return (self._limit or 0) - self._handed[replica]
+
+    @override
+    def _limit_now(self) -> int:
+        return max(self._handed.values(), default=0)
+
+    @override
+    def left(self) -> list[Left]:
+        shares = [
+            Left(replica, _ranges_of(share)) for replica, share in self._shares.items()
+        ]
+        again = tuple(one for lease in self._again for one in lease.ranges)
+        free = (*again, *_ranges_of(self._orphans))
+        return [*shares, Left(NOBODY, free)] if free else shares
+
+    @override
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
+        # Where copies happen to be must not change a run that is to be repeatable.
+        share = self._shares.get(replica) or self._orphans
+        if not share:
+            return self._repeat(replica)
+        return self._hand_out(replica, *share.popleft())
+
+    @override
+    def _has_one_for(self, replica: int) -> bool:
+        return bool(self._shares.get(replica) or self._orphans or self._again)
+
+    @override
+    def lose(self, replica: int) -> None:
+        super().lose(replica)
+        self._orphans.extend(self._shares.pop(replica, ()))
+
+
+class Sequel:
+    """The rows of several parts, one part after the other, numbered through.
+
+    Args:
+        parts: Of known length.
+
+    Attributes:
+        rows: How many there are.
+    """
+
+    rows: int
+
+    def __init__(self, parts: Sequence[Range]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(part.rows for part in parts))
+        self.rows = self._ends[-1] if parts else 0
+
+    def cut(
+        self, start: int, stop: int, piece_rows: int
+    ) -> Iterator[tuple[Range, ...]]:
+        """Yield the pieces between two rows, each of so many rows but the last."""
+        for first in range(start, stop, piece_rows):
+            yield tuple(self.between(first, min(first + piece_rows, stop)))
+
+    def between(self, start: int, stop: int) -> Iterator[Range]:
+        """Yield the ranges between two rows."""
+        at = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            part, end = self._parts[at], self._ends[at]
+            before = end - part.rows
+            offset = part.start - before
+            yield Range(part.part, offset + start, offset + min(end, stop))
+            start, at = end, at + 1
+
+
+def shared_out(
+    parts: Sequence[Range], step_rows: int, replicas: int
+) -> list[list[Range]]:
+    """Cut the rows of some parts into a share for each replica.
+
+    Example:
+        >>> for share in shared_out([Range(7, 0, 6), Range(2, 0, 4)], 2, replicas=2):
+        ...     print(share)
+        [Range(part=7, start=0, stop=6)]
+        [Range(part=2, start=0, stop=4)]
+    """
+    known = Sequel([part for part in parts if not part.is_whole])
+    whole = [part for part in parts if part.is_whole]
+    edges = share_edges(known.rows, step_rows, replicas)
+    return [
+        [*known.between(start, stop), *whole[i::replicas]]
+        for i, (start, stop) in enumerate(itertools.pairwise(edges))
+    ]
+
+
+def share_edges(rows: int, step_rows: int, replicas: int) -> list[int]:
+    """Where shares begin and end, in whole steps; the first may have one step more.
+
+    Example:
+        >>> share_edges(rows=13, step_rows=2, replicas=3)
+        [0, 6, 10, 13]
+    """
+    steps, more = divmod(-(-rows // step_rows), replicas)
+    shares = [steps + (i < more) for i in range(replicas)]
+    return [min(end * step_rows, rows) for end in itertools.accumulate([0, *shares])]
+
+
+def _ranges_of(pieces: Iterable[Planned]) -> tuple[Range, ...]:
+    return joined(one for piece in pieces for one in piece.ranges)
+
+
+def _planned(pieces: Sequence[tuple[Range, ...]]) -> deque[Planned]:
+    """Add to each piece of a share which part comes after those of the piece."""
+    parts = dict.fromkeys(one.part for ranges in pieces for one in ranges)
+    following = dict(itertools.pairwise(parts))
+    return deque(Planned(own, following.get(own[-1].part)) for own in pieces)
+
+
+class Schedule:
+    """The leases of each phase, epoch after epoch.
+
+    Args:
+        extents: Of each phase ("train", "validation").
+        seed: Of the order of the training parts; None keeps their order.
+        epochs_before: Of earlier fits, so that each has an order of its own.
+        laps: How the training epochs are divided.
+    """
+
+    def __init__(
+        self,
+        extents: Mapping[str, Extent],
+        seed: int | None,
+        epochs_before: int,
+        laps: Laps = WHOLE_EPOCHS,
+    ) -> None:
+        self._extents = extents
+        self._keys = {phase: list(extent.keys) for phase, extent in extents.items()}
+        self._held = {phase for phase, keys in self._keys.items() if any(keys)}
+        self._seed = seed
+        self._epochs_before = epochs_before
+        self._laps = laps
+        self._left = laps.left  # of the first epoch
+        self._leases: dict[str, tuple[int, Leases]] = {}
+
+    def open(self, phase: str, epoch: int, share_among: Sequence[int] | None) -> Leases:
+        """The leases of an epoch; they are made when first asked for.
+
+        Args:
+            phase: Of the data.
+            epoch: Counted from 0; never one before the last one asked for.
+            share_among: Replicas with a fixed share each, if it is made now.
+
+        Raises:
+            ValueError: If the epoch is over.
+        """
+        current = self._leases[phase][0] if phase in self._leases else -1
+        if epoch < current:
+            raise ValueError(f"epoch {epoch} of {phase} is over, this is {current}")
+        if epoch > current:
+            self._leases[phase] = (epoch, self._make(phase, epoch, share_among))
+        return self._leases[phase][1]
+
+    def _make(
+        self, phase: str, epoch: int, share_among: Sequence[int] | None
+    ) -> Leases:
+        extent = self._extents[phase]
+        trains = phase == "train"
+        seed = self._seed if trains else None
+        order = part_order(len(extent.rows), self._epochs_before + epoch, seed)
+        left, lap_rows = None, None
+        if trains:
+            left, self._left = self._left, None
+            lap_rows = self._laps.rows
+        if share_among is not None:
+            return FixedShares(order, extent, share_among, lap_rows, left)
+        if lap_rows is not None:
+            lap_rows *= self._laps.replicas
+        return FirstCome(order, extent, lap_rows, left)
+
+    def end_lap(self) -> None:
+        """Let all that train come together, as soon as is possible."""
+        if "train" in self._leases:
+            self._leases["train"][1].end_lap()
+
+    def begin_lap(self) -> None:
+        """All have come together: go on."""
+        if "train" in self._leases:
+            self._leases["train"][1].begin_lap()
+
+    def key(self, phase: str, part: int) -> str:
+        """The Dask key of a part, as it is now; "" if no worker holds it."""
+        return self._keys[phase][part]
+
+    def check_held(self, phase: str, part: int) -> None:
+        """Refuse a part that no worker has ever held.
+
+        Raises:
+            ValueError: If none has, or a LookupError if there is no such part.
+        """
+        if not self.key(phase, part):
+            raise ValueError(f"no worker holds part {part} of {phase}")
+
+    def keys(self, phase: str, lease: Lease) -> dict[int, str]:
+        """The keys of all parts that a lease names, the one ahead too."""
+        parts = dict.fromkeys(one.part for one in lease.ranges)
+        if lease.ahead is not None:
+            parts.setdefault(lease.ahead)
+        return {part: self.key(phase, part) for part in parts}
+
+    def replace(self, phase: str, part: int, key: str) -> None:
+        """A part was lost with its worker, and has been started again."""
+        self._keys[phase][part] = key
+
+    def nearest(self, phase: str, is_near: Callable[[str], bool]) -> IsNear | None:
+        """The same question of a part instead of its key; None if none has one."""
+        keys = self._keys[phase]
+        if phase not in self._held:
+            return None
+        return lambda part: keys[part] != "" and is_near(keys[part])
+
+    def lose(self, replica: int) -> None:
+        """What a replica held, or would have got, is free for the others."""
+        for _, leases in self._leases.values():
+            leases.lose(replica)
+
+    @property
+    def repeated(self) -> int:
+        """Training pieces handed out again because their replica was lost."""
+        return self._leases["train"][1].repeated if "train" in self._leases else 0

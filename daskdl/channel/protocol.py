@@ -1,0 +1,602 @@
+"""What travels: the operations, their messages and every value inside of them.
+
+Messages are checked against their annotations on arrival: they come from other
+machines. Frames of updates are bytes here (:mod:`daskdl.codec` reads them).
+"""
+
+import enum
+import functools
+import inspect
+import math
+import reprlib
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+import numpy as np
+from distributed.protocol import Serialize, Serialized, deserialize, serialize
+from numpy.typing import NDArray
+
+from daskdl.codec import Stamp
+from daskdl.errors import OptionError
+from daskdl.failures import FailureInjection
+from daskdl.timeouts import Timeouts
+
+COUNTS = range(2**63)  # no run has as many of anything
+Whole = Annotated[int, COUNTS]
+Positive = Annotated[int, range(1, 2**63)]
+FromMinusOne = Annotated[int, range(-1, 2**63)]
+Identity = Annotated[int, range(2**64)]  # drawn at random
+
+
+def hints_of(kind: Any) -> Mapping[str, Any]:
+    """The annotations of what a function takes, or of the fields of a class."""
+    hints = get_type_hints(kind, include_extras=True)
+    hints.pop("return", None)
+    return hints
+
+
+_fields_of = functools.cache(hints_of)  # of classes, which stay
+
+
+def check(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Refuse fields that are not what they have to be.
+
+    Args:
+        fields: Of a message.
+        hints: What they have to be, by name; there may be more.
+
+    Raises:
+        TypeError: If a field is something else, or is not known.
+
+    Example:
+        >>> check({"step": 3, "done": -1}, {"step": Whole, "done": FromMinusOne})
+        >>> check({"step": -1}, {"step": Whole})
+        Traceback (most recent call last):
+        TypeError: step must be int >= 0, got -1
+        >>> check({"cut": [[0, "x"]]}, {"cut": Sequence[tuple[Whole, Whole]]})
+        Traceback (most recent call last):
+        TypeError: cut must be Sequence[tuple[int >= 0, int >= 0]], got [[0, 'x']]
+    """
+    for name, value in fields.items():
+        if name not in hints:
+            raise TypeError(f"there is no field {reprlib.repr(name)}")
+        if not fits(value, hints[name]):
+            wanted, got = _words(hints[name]), reprlib.repr(value)
+            raise TypeError(f"{name} must be {wanted}, got {got}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value that came over the wire is what an annotation says.
+
+    There a tuple may be a list, and a NamedTuple has no names.
+    """
+    kind = get_origin(hint) or hint
+    if kind is Any:
+        return True
+    if kind in SHAPES:
+        return SHAPES[kind](value, get_args(hint))
+    if is_typeddict(kind):
+        return _fits_fields(value, _fields_of(kind))
+    if inspect.isclass(kind) and issubclass(kind, tuple):
+        return _fits_tuple(value, tuple(_fields_of(kind).values()))
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _fits_bounds(value: Any, arguments: Sequence[Any]) -> bool:
+    kind, allowed = arguments
+    return fits(value, kind) and value in allowed
+
+
+def _fits_any(value: Any, arguments: Sequence[Any]) -> bool:
+    return any(fits(value, one) for one in arguments)
+
+
+def _fits_tuple(value: Any, arguments: Sequence[Any]) -> bool:
+    if arguments[-1] is Ellipsis:
+        return _fits_sequence(value, arguments)
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == len(arguments)
+        and all(map(fits, value, arguments))
+    )
+
+
+def _fits_sequence(value: Any, arguments: Sequence[Any]) -> bool:
+    # Of a text the letters would be taken.
+    each = arguments[0] if arguments else Any
+    return isinstance(value, list | tuple) and all(fits(one, each) for one in value)
+
+
+def _fits_mapping(value: Any, arguments: Sequence[Any]) -> bool:
+    key, each = arguments or (Any, Any)
+    return isinstance(value, dict) and all(
+        fits(k, key) and fits(v, each) for k, v in value.items()
+    )
+
+
+def _fits_fields(value: Any, hints: Mapping[str, Any]) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == hints.keys()
+        and all(fits(one, hints[name]) for name, one in value.items())
+    )
+
+
+SHAPES: Mapping[Any, Callable[[Any, Sequence[Any]], bool]] = {
+    Annotated: _fits_bounds,
+    Union: _fits_any,
+    UnionType: _fits_any,
+    tuple: _fits_tuple,
+    Sequence: _fits_sequence,
+    Mapping: _fits_mapping,
+    dict: _fits_mapping,
+    bool: lambda value, _: isinstance(value, bool),
+    float: lambda value, _: fits(value, int) or isinstance(value, float),
+    NoneType: lambda value, _: value is None,
+}
+WORDS = {
+    repr(Whole): "int >= 0",
+    repr(Positive): "int >= 1",
+    repr(FromMinusOne): "int >= -1",
+    repr(Identity): "int of 64 bits",
+}
+
+
+def _words(hint: Any) -> str:
+    """An annotation as messages have it."""
+    text = hint.__name__ if inspect.isclass(hint) else repr(hint)
+    for long, short in WORDS.items():
+        text = text.replace(long, short)
+    return text.replace("collections.abc.", "").replace("typing.", "")
+
+
+# requests to the scheduler, from a client
+OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
+SEAT, UNSEAT, RESTORE = "daskdl_seat", "daskdl_unseat", "daskdl_restore"
+# the same; the scheduler passes it on to a worker, and does not unpack the answer
+AGREED = "daskdl_agreed"
+# request to the scheduler, from a worker that has just come
+ARRIVE = "daskdl_arrive"
+# requests to the scheduler, from a replica
+JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
+LEASE, MISSING = "daskdl_lease", "daskdl_missing"
+GATHER, FAIL, LEAVE = "daskdl_gather", "daskdl_fail", "daskdl_leave"
+# request to a worker, from the scheduler or from a replica on another one
+DELIVER = "daskdl_deliver"
+# the same to a worker with several replicas, from the scheduler
+SHARE = "daskdl_share"
+# requests to a worker, from a replica on another one
+SNAPSHOT, REPAIR, FETCH = "daskdl_snapshot", "daskdl_repair", "daskdl_fetch"
+
+WIRE_BYTES = 32  # of msgpack around the frame of an item, measured: 24 to 32
+# Of memory around that frame: the item, its numbers and its place in a queue or a ring.
+# Measured by `benchmarks/queues.py`.
+ITEM_BYTES = 304
+
+
+# The generation, and each replica with its worker.
+Members = tuple[Whole, Sequence[tuple[Whole, str]]]
+
+
+class ItemKind(enum.StrEnum):
+    """What an item says; plain strings on the wire, as the scheduler demands."""
+
+    UPDATE = "update"  # payload: an encoded frame
+    PROGRESS = "progress"  # origin has completed `step`; payload: last lap done
+    JOINED = "joined"  # origin trains too from now on, at `step`
+    ROUTES = "routes"  # payload: `Members`
+    LOST = "lost"  # origin is gone; nothing more comes from it
+    STOP = "stop"  # payload: why
+
+
+class Item(NamedTuple):
+    """One entry of a queue between replicas, in order for each origin."""
+
+    kind: str  # an ItemKind
+    origin: int  # replica it speaks of
+    sequence: int  # of an update, from 1; with progress, of the last one; else 0
+    step: int  # steps the origin had completed
+    nbytes: int  # of the payload
+    payload: Any = None  # a frame, never unpacked by the scheduler; or plain values
+    generation: int = 0  # in which the origin sent it, replica to replica
+
+    @classmethod
+    def update(
+        cls, stamp: Stamp, completed: int, nbytes: int, payload: Any = None
+    ) -> "Item":
+        """Make the item of a frame.
+
+        Args:
+            stamp: Of the frame.
+            completed: Steps the origin has completed with it: without the one of the
+                stamp, if others of that step follow.
+            nbytes: Of the frame.
+            payload: The frame, as it is carried.
+        """
+        kind = ItemKind.UPDATE.value
+        return cls(kind, stamp.origin, stamp.sequence, completed, nbytes, payload)
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> "Item":
+        """Read an item as it came over the wire.
+
+        Raises:
+            ValueError: If its fields are not those of an item.
+        """
+        item = cls(*fields)
+        numbers = (*item[1:5], item.generation)
+        if not all(type(n) is int and n in COUNTS for n in numbers):  # no bool
+            raise ValueError(
+                f"an item needs whole numbers >= 0, got {reprlib.repr(numbers)}"
+            )
+        if item.kind == ItemKind.PROGRESS and not fits(item.payload, FromMinusOne):
+            raise ValueError(f"progress needs a lap, got {reprlib.repr(item.payload)}")
+        if item.kind == ItemKind.ROUTES and not fits(item.payload, Members):
+            raise ValueError(f"routes need members, got {reprlib.repr(item.payload)}")
+        return item._replace(kind=ItemKind(item.kind).value)
+
+    def weight(self) -> int:
+        """Bytes of memory that this item counts in a queue."""
+        return self.nbytes + ITEM_BYTES
+
+
+class Barrier(enum.StrEnum):
+    """What a barrier is for."""
+
+    AGREE = "agree"  # afterwards updates are held, until the next one
+    REPORT = "report"  # the client reads the notes too; an epoch is over
+    PAUSE = "pause"  # a lap is over, and not the epoch
+    MEET = "meet"
+    ROUND = "round"  # who waits for a lease is not waited for, see `stand_by`
+
+
+class Answer(enum.StrEnum):
+    """The `status` of every answer."""
+
+    OK = "ok"
+    STOPPED = "stopped"  # the run was stopped; `reason` says why
+    UNKNOWN = "unknown"  # no such run or replica here
+    REFUSED = "refused"  # the message was not understood; `reason` says why
+
+
+FAN_OUT = 8  # two hops reach 73 replicas, three 585
+# Scaling up by 32 workers is 32 generations within a second, in which frames of
+# the first are still on their way. One of 128 members takes 1 KB.
+GENERATIONS_KEPT = 32
+
+
+@dataclass(frozen=True)
+class Routes:
+    """One tree for each origin over the members of one generation.
+
+    In the tree of the origin with index `i` among the `n` members, the member
+    with index `j` has position ``(j - i) % n``, and position `p` passes on to the
+    positions ``fan_out * p + 1`` to ``fan_out * p + fan_out``. The origin is the
+    root. While there are at most ``fan_out + 1`` members it sends to all others
+    and nobody forwards. Beyond that the rotation puts every member at every
+    position once over all origins, so that all forward the same amount; in one
+    shared tree the inner nodes would carry up to `fan_out` times what the leaves do.
+
+    Args:
+        generation: Of the membership, >= 0.
+        members: Replica numbers, >= 0, ascending and each once.
+        fan_out: Most members one passes an update on to, >= 1.
+
+    Raises:
+        OptionError: If an argument is outside what is allowed.
+
+    Example:
+        >>> routes = Routes(generation=3, members=(0, 1, 2, 5), fan_out=2)
+        >>> routes.children(origin=5, node=5), routes.children(origin=5, node=0)
+        ((0, 1), (2,))
+        >>> routes.neighbours(0)
+        (1, 2)
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    fan_out: int = FAN_OUT
+
+    def __post_init__(self) -> None:
+        if self.generation < 0:
+            raise OptionError(f"generation must be >= 0, got {self.generation}")
+        if list(self.members) != sorted({m for m in self.members if m >= 0}):
+            raise OptionError(
+                f"members must be >= 0, ascending and unique, got {self.members}"
+            )
+        if self.fan_out < 1:
+            raise OptionError(f"fan_out must be >= 1, got {self.fan_out}")
+
+    def children(self, origin: int, node: int) -> tuple[int, ...]:
+        """To whom a member passes on an update; nobody if either is no member.
+
+        Args:
+            origin: Replica whose update it is.
+            node: Replica that has it; the origin itself at first.
+        """
+        root, index = self._index(origin), self._index(node)
+        if root is None or index is None:
+            return ()
+        count = len(self.members)
+        first = self.fan_out * ((index - root) % count) + 1
+        positions = range(first, min(first + self.fan_out, count))
+        return tuple(self.members[(root + p) % count] for p in positions)
+
+    def neighbours(self, node: int) -> tuple[int, ...]:
+        """Everyone a member has to send to for one origin or another, ascending.
+
+        Beyond ``fan_out + 1`` members these are nearly all: 14 of 15, 56 of 63.
+        """
+        reached = {
+            child for origin in self.members for child in self.children(origin, node)
+        }
+        return tuple(sorted(reached))
+
+    def _index(self, replica: int) -> int | None:
+        index = bisect_left(self.members, replica)
+        found = index < len(self.members) and self.members[index] == replica
+        return index if found else None
+
+
+class RouteBook:
+    """The routes of the latest generations, as one replica has heard of them.
+
+    An update carries the generation in which its origin sent it, and goes along
+    that generation's tree to the end: whoever was a member then gets it, once,
+    although those on its way may have heard of a later generation. Before the
+    first generation there is nobody to send to.
+
+    All methods belong to the event loop; `current` may be read from any thread.
+
+    Args:
+        kept: How many generations are kept, >= 1; older ones are forgotten.
+
+    Attributes:
+        current: Routes of the highest generation heard of.
+
+    Example:
+        >>> book = RouteBook()
+        >>> book.adopt(Routes(1, (0, 1)))
+        True
+        >>> book.adopt(Routes(2, (0, 1, 2)))
+        True
+        >>> book.for_generation(1).members, book.for_generation(9).members
+        ((0, 1), (0, 1, 2))
+    """
+
+    current: Routes
+
+    def __init__(self, kept: int = GENERATIONS_KEPT) -> None:
+        if kept < 1:
+            raise OptionError(f"kept must be >= 1, got {kept}")
+        self.current = Routes(0, ())
+        self._kept = kept
+        self._known: dict[int, Routes] = {}
+
+    def adopt(self, routes: Routes) -> bool:
+        """Note the routes of a generation; whether they are the current ones now.
+
+        Words about members may overtake each other: an older generation is kept
+        for the frames stamped with it, and changes nothing else. The first word
+        about a generation stays.
+        """
+        self._known.setdefault(routes.generation, routes)
+        while len(self._known) > self._kept:
+            del self._known[min(self._known)]
+        newer = routes.generation > self.current.generation
+        if newer:
+            self.current = routes
+        return newer
+
+    def for_generation(self, generation: int) -> Routes:
+        """The routes along which to forward what is stamped with a generation.
+
+        One that is too old, or not heard of yet, falls back to the current one.
+        The update may then reach somebody twice or not at all. Both are safe:
+        positions know duplicates, and a gap is repaired by asking. It also ends:
+        **only the first copy of an update may be forwarded**, so each replica
+        forwards it once; with every copy it could circle between two that go by
+        different trees.
+        """
+        return self._known.get(generation, self.current)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One replica's end of a run.
+
+    Attributes:
+        run: Identity of the run.
+        replica: Number of the replica.
+        size: Parameters of the model.
+        grid: Of the run at its start, parameter units.
+        outbox_bytes: Bound of what waits to be sent.
+        inbox_bytes: Bound of what waits to be applied.
+        timeouts: Bounds on waiting.
+        routing: ``"plain"`` or ``"mesh"``.
+        fan_out: Most replicas that one passes an update on to, in a mesh.
+        drops: On purpose: which updates that arrive here are dropped.
+        in_step: Replicas make each step together.
+    """
+
+    run: int
+    replica: int
+    size: int
+    grid: float
+    outbox_bytes: int
+    inbox_bytes: int
+    timeouts: Timeouts
+    routing: str = "plain"
+    fan_out: int = FAN_OUT
+    drops: Sequence[FailureInjection] = ()
+    in_step: bool = False
+
+
+PART_BYTES = 4 * 2**20  # of one answer: so much passes a slow link within a time-out
+
+Arrays = Mapping[str, NDArray[Any]]
+Form = Sequence[Any]  # name, dtype and shape of an array: plain values
+
+
+class Parcel:
+    """Arrays, and how to cut their bytes.
+
+    Args:
+        arrays: Not changed any more.
+
+    Example:
+        >>> parcel = Parcel({"a": np.arange(3), "b": np.float32([0.5])})
+        >>> joined = join(parcel.forms, [parcel.part(i) for i in range(parcel.parts)])
+        >>> joined["a"].tolist(), joined["b"].tolist()
+        ([0, 1, 2], [0.5])
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.forms: list[Form] = [
+            (name, array.dtype.str, list(array.shape)) for name, array in arrays.items()
+        ]
+        self._views_B = [_bytes_of(array) for array in arrays.values()]
+        ends = list(accumulate(view_B.size for view_B in self._views_B))
+        self._ends = ends
+        self.nbytes = ends[-1] if ends else 0
+
+    @property
+    def parts(self) -> int:
+        """How many there are, >= 1."""
+        return max(1, -(-self.nbytes // PART_BYTES))
+
+    def part(self, number: int) -> NDArray[np.uint8]:
+        """The bytes of one part, from 0; without a copy where it is of one array.
+
+        Raises:
+            ValueError: If there is no such part.
+        """
+        if not 0 <= number < self.parts:
+            raise ValueError(f"part must be in 0 .. {self.parts - 1}, got {number}")
+        start = number * PART_BYTES
+        stop = min(start + PART_BYTES, self.nbytes)
+        cut = []
+        for view_B, end in zip(self._views_B, self._ends, strict=True):
+            first = end - view_B.size
+            if first < stop and end > start:
+                cut.append(view_B[max(start - first, 0) : stop - first])
+        if len(cut) == 1:
+            return cut[0]
+        return np.concatenate(cut) if cut else np.empty(0, np.uint8)
+
+
+def join(
+    forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]
+) -> dict[str, NDArray[Any]]:
+    """Make arrays of the parts of a parcel; they may be read-only.
+
+    Args:
+        forms: Of the parcel.
+        parts: All of them, in order.
+
+    Raises:
+        ValueError: If they do not go together.
+    """
+    whole_B = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    shapes = {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in forms}
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values()]
+    if sum(sizes) != whole_B.size:
+        raise ValueError(
+            f"need {sum(sizes)} bytes for {len(sizes)} arrays, got {whole_B.size}"
+        )
+    arrays, start = {}, 0
+    for (name, (dtype, shape)), size in zip(shapes.items(), sizes, strict=True):
+        piece_B = whole_B[start : start + size]
+        if start % dtype.alignment:
+            piece_B = piece_B.copy()
+        arrays[name] = piece_B.view(dtype).reshape(shape)
+        start += size
+    return arrays
+
+
+def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+# Frames up to this are plain bytes, in messages and in queues: what Dask puts around an
+# array is 1.2 to 1.8 KB in memory. Larger ones travel beside the message, not copied.
+PLAIN_BYTES = 2**16
+
+
+def wrap(array: NDArray[Any]) -> Any:
+    """Serialise an array here, so that Dask does not compress it on its way.
+
+    The frames are the array's own memory: nobody may write to it any more.
+    """
+    return Serialized(*serialize(array))
+
+
+def unwrap(payload: Any) -> Any:
+    """A payload as its sender wrapped it, whatever the comm made of it."""
+    if isinstance(payload, Serialized):
+        return deserialize(payload.header, payload.frames)
+    if isinstance(payload, Serialize):
+        return payload.data
+    return payload
+
+
+def wrap_note(note: Any) -> Any:
+    """A note with its arrays wrapped; other values travel as they are."""
+    if not isinstance(note, dict):
+        return note
+    return {k: wrap(v) if isinstance(v, np.ndarray) else v for k, v in note.items()}
+
+
+def unwrap_note(note: Any) -> Any:
+    """The inverse of :func:`wrap_note`."""
+    if not isinstance(note, dict):
+        return note
+    return {key: unwrap(value) for key, value in note.items()}
+
+
+def compact(frame: NDArray[np.uint8]) -> Any:
+    """A frame as it is kept in queues: nobody may write to it any more."""
+    return frame.tobytes() if frame.nbytes <= PLAIN_BYTES else frame
+
+
+def owned(payload: Any) -> Any:
+    """A frame that came, compact: what it came in may be as large as a batch."""
+    frame = unwrap(payload)
+    if isinstance(frame, bytes):
+        return frame
+    return compact(np.frombuffer(frame, np.uint8).copy())
+
+
+def fields_of(item: Item) -> tuple[Any, ...]:
+    """An item as it goes over the wire."""
+    is_array = isinstance(item.payload, np.ndarray)
+    return tuple(item._replace(payload=wrap(item.payload)) if is_array else item)
+
+
+def check_size(item: Item) -> None:
+    """Look at how large a frame says that it is, without unpacking it.
+
+    Raises:
+        ValueError: If it is not that large, so that a queue would count it wrongly.
+    """
+    payload = item.payload
+    frames = payload.frames if isinstance(payload, Serialized) else [unwrap(payload)]
+    try:
+        nbytes = sum(memoryview(frame).nbytes for frame in frames)
+    except TypeError:
+        raise ValueError(f"a frame must be bytes, got {type(payload)}") from None
+    if nbytes != item.nbytes:
+        raise ValueError(f"a frame of {item.nbytes} bytes came with {nbytes}")

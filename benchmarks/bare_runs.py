@@ -12,7 +12,7 @@ from daskdl.channel.leasing import WHOLE_EPOCHS
 from daskdl.channel.protocol import Endpoint
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
-from daskdl.timeouts import Timeouts
+from daskdl.config import Timeouts
 
 GRID = 2.0**-24
 LIMIT_BYTES = 8 * 2**20

@@ -32,7 +32,7 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from daskdl.training.checkpoints import Checkpoints
+from daskdl.training.checkpointing import Checkpoints
 
 FEATURES, CLASSES, BATCH = 256, 10, 16
 WIDTHS = {1: 880, 25: 4880}  # by millions of parameters

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.contestants import Contestant
 from benchmarks.places import Place, end_tree
-from daskdl.memory import SETTINGS
+from daskdl.util import SETTINGS
 
 ROOT = Path(__file__).parents[1]
 KEEP = {one.variable: str(one.kept_bytes) for one in SETTINGS}  # read by glibc

@@ -35,7 +35,7 @@ from benchmarks.recorded import Recorded, recorded
 from daskdl import codec
 from daskdl.channel.protocol import Endpoint
 from daskdl.channel.worker import NAME
-from daskdl.training.pace import Pace
+from daskdl.training.gradient_sharing import Pace
 
 MOST_WORKERS = 8
 MAX_STALENESS = 8  # the default of `GradientSharing`

@@ -34,8 +34,8 @@ from torch import nn
 
 import daskdl
 from benchmarks.models import cnn, mlp
-from daskdl.memory import freed_memory_kept
-from daskdl.packed import PackedModel
+from daskdl.serialization import PackedModel
+from daskdl.util import freed_memory_kept
 
 BATCH = 64
 BLOCK = 64 * BATCH  # rows: 12.8 MB, a tenth of what Dask recommends

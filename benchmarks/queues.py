@@ -24,8 +24,7 @@ from daskdl import codec
 from daskdl.channel.inbox import Pile
 from daskdl.channel.protocol import Item, compact, fields_of, owned
 from daskdl.channel.sender import Outbox, Ring, Unconfirmed
-from daskdl.fitting import INBOX_BYTES, OUTBOX_BYTES
-from daskdl.sites import RELAY_BYTES
+from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES, RELAY_BYTES
 
 SIZE = 2**24  # parameters
 THRESHOLD = 2.0**-10

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from daskdl.training.observer import Observer, Stopwatch
-from daskdl.training.sharer import Sharer
-from daskdl.training.step_log import StepLog
+from daskdl.training.gradient_sharing import Sharer
+from daskdl.training.telemetry import Observer, StepLog, Stopwatch
 
 MAKERS = {
     StepLog: ("due", "add", "take"),

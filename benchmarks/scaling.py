@@ -32,7 +32,7 @@ from benchmarks.plots import bars
 from benchmarks.questions import Question
 from benchmarks.tasks import Task
 from benchmarks.work import WORKS, batches
-from daskdl.memory import freed_memory_kept
+from daskdl.util import freed_memory_kept
 
 COLUMNS = {
     "case": "",

@@ -27,7 +27,7 @@ from daskdl.compression.flat import (
 from daskdl.compression.replica_vector import ModelProgress
 from daskdl.residuals import ResidualPostProcessor
 from daskdl.thresholds import ThresholdAlgorithm
-from daskdl.training.stepping import scaled
+from daskdl.training.optimizer_step import scaled
 
 Offer = Proposal | DenseProposal
 

@@ -27,7 +27,7 @@ from torch import nn
 
 import daskdl
 from benchmarks.models import mlp
-from daskdl.memory import freed_memory_kept
+from daskdl.util import freed_memory_kept
 
 BATCH = 64
 

@@ -13,9 +13,8 @@ from distributed import Client, LocalCluster, Worker, default_client
 from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 
+from daskdl.config import VERSION, Bound, Timeouts
 from daskdl.errors import OptionError, RunError, WaitTimeoutError
-from daskdl.timeouts import Bound, Timeouts
-from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
 

@@ -33,13 +33,13 @@ from daskdl.data.rehearsal import ShapeCheck
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.trees import Kinds, Rows
 from daskdl.errors import OptionError
-from daskdl.memory import freed_memory_kept
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.metrics.sections import Section
 from daskdl.metrics.wanted import Wanted
 from daskdl.objective import Objective, OwnStep, on_device
-from daskdl.packed import Packed, PackedModel
 from daskdl.scores import Score, score_batches
+from daskdl.serialization import Packed, PackedModel
+from daskdl.util import freed_memory_kept
 
 if TYPE_CHECKING:  # they need torchmetrics, and most evaluations do not
     from daskdl.metrics.meter import Measure

@@ -1,14 +1,262 @@
-"""What a fit did, one row for each epoch."""
+"""What a fit has recorded: a row per epoch, a table of steps, and why it stopped."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
+import numpy as np
 from typing_extensions import override
 
-from daskdl.steps import StepTable
-from daskdl.stopping import Stopping
+Reason = Literal["not_finite", "target", "patience", "max_seconds"]
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """What :class:`~daskdl.EarlyStopping` saw in a fit, and did; `history.stopping`.
+
+    Attributes:
+        monitor: The name of the score.
+        reason: Why the fit ended before its last epoch: the score was
+            ``"not_finite"``, it reached the ``"target"``, ``"patience"`` was used up,
+            or ``"max_seconds"`` were over. None: it did not, or for another reason.
+        details: The reason in words; empty without one.
+        scores: The score of each epoch that was looked at, by epoch, from 0.
+        best_epoch: That had the best score; None: none was finite.
+        best_score: The score it had; NaN without one.
+        restored: Whether the model that came of the fit is that of the best epoch.
+    """
+
+    monitor: str
+    reason: Reason | None = None
+    details: str = ""
+    scores: Mapping[int, float] = field(default_factory=dict)
+    best_epoch: int | None = None
+    best_score: float = math.nan
+    restored: bool = False
+
+
+T = TypeVar("T")
+
+
+class Thinned(Generic[T]):
+    """At most so many of numbered things, in the order in which they came.
+
+    When there are more, those with odd numbers go; then only every fourth number is
+    kept, then every eighth, and so on. What is numbered alike is thinned alike.
+
+    Args:
+        most: Things, >= 1.
+
+    Example:
+        >>> thinned = Thinned(most=3)
+        >>> for number in range(1, 10):
+        ...     thinned.add(number, f"row {number}")
+        >>> list(thinned)
+        ['row 4', 'row 8']
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._stride = 1
+        self._numbered: list[tuple[int, T]] = []
+
+    def __len__(self) -> int:
+        return len(self._numbered)
+
+    def __getitem__(self, index: int) -> T:
+        return self._numbered[index][1]
+
+    def __iter__(self) -> Iterator[T]:
+        return (thing for _, thing in self._numbered)
+
+    def wants(self, number: int) -> bool:
+        """Whether a thing of this number would be kept now."""
+        return number % self._stride == 0
+
+    def add(self, number: int, thing: T) -> None:
+        """Keep it, if its number is one of those that are kept."""
+        if not self.wants(number):
+            return
+        self._numbered.append((number, thing))
+        while len(self._numbered) > self._most:
+            self._stride *= 2
+            self._numbered = [kept for kept in self._numbered if self.wants(kept[0])]
+
+    def numbered(self) -> list[tuple[int, T]]:
+        """What is there, with its numbers."""
+        return list(self._numbered)
+
+    def take(self) -> list[tuple[int, T]]:
+        """Empty it; return what was there with its numbers. It goes on as sparsely."""
+        taken, self._numbered = self._numbered, []
+        return taken
+
 
 Row = Mapping[str, Any]
+
+# In memory about 600 bytes each, 12 MB in all.
+MOST_ROWS = 20_000
+
+STEP_COLUMNS: Mapping[str, str] = {
+    "epoch": "counted from 0",
+    "step": "of this replica, counted from 1",
+    "replica": "its number",
+    "loss": "over the rows of this step",
+    "learning_rate": "of the first parameter group, in this step",
+    "threshold": "of the last exchange, mean over patterns, parameter units",
+    "density": "sent in this step / parameters; 1: sent whole; NaN: no exchange",
+    "sent_bytes": "of the frames that were published in this step",
+    "kind": "of the largest of these frames; None: nothing was sent",
+    "residual_norm": "Euclidean length of what is not sent yet, parameter units; "
+    "estimated from a sample",
+    "residual_p50": "half of the residuals are below so many of their thresholds",
+    "residual_p90": "9 of 10 are",
+    "residual_p99": "99 of 100 are",
+    "staleness": "steps ahead of the slowest replica at least, when the step began",
+    "wait_s": "seconds waited for others: because of max_staleness, or for room",
+    "encode_s": "seconds for finding, packing and publishing what is sent",
+    "apply_s": "seconds for applying what others had sent",
+    "step_s": "seconds for all of the step, these included",
+}
+
+
+class StepRow(NamedTuple):
+    """One step of one replica; see :data:`STEP_COLUMNS`."""
+
+    epoch: int
+    step: int
+    replica: int
+    loss: float
+    learning_rate: float = math.nan
+    threshold: float = math.nan
+    density: float = math.nan
+    sent_bytes: int = 0
+    kind: str | None = None
+    residual_norm: float = math.nan
+    residual_p50: float = math.nan
+    residual_p90: float = math.nan
+    residual_p99: float = math.nan
+    staleness: int = 0
+    wait_s: float = 0.0
+    encode_s: float = 0.0
+    apply_s: float = 0.0
+    step_s: float = 0.0
+
+
+# As rows travel: little-endian, without gaps. The scheduler does not look into them.
+_FIELD = {int: "<i8", float: "<f8", str | None: "S8"}
+LAYOUT = np.dtype(
+    [("number", "<i8")] + [(n, _FIELD[t]) for n, t in StepRow.__annotations__.items()]
+)
+
+
+def pack_rows(numbered: Sequence[tuple[int, StepRow]]) -> bytes:
+    """Write rows and their numbers as bytes, 152 for each; nothing for none.
+
+    Example:
+        >>> row = StepRow(epoch=0, step=10, replica=1, loss=0.5, kind="GAPS")
+        >>> len(pack_rows([(1, row)])), unpack_rows(pack_rows([(1, row)]))[0][0]
+        (152, 1)
+    """
+    packed = [
+        (number, *row._replace(kind=(row.kind or "").encode()))  # type: ignore[arg-type]
+        for number, row in numbered
+    ]
+    return np.array(packed, LAYOUT).tobytes()
+
+
+def unpack_rows(
+    packed: bytes, layout: np.dtype[Any] = LAYOUT
+) -> list[tuple[int, StepRow]]:
+    """Read what :func:`pack_rows` wrote.
+
+    Args:
+        packed: Whole rows.
+        layout: With which they were written, perhaps by another release: columns that
+            it lacks are as in a row without them, and others are passed over.
+
+    Raises:
+        ValueError: If the bytes are no rows of it, or it lacks what a row must have.
+    """
+    names = layout.names or ()
+    if "number" not in names:
+        raise ValueError(f"rows of steps need their numbers, got {names}")
+    columns = {name: i for i, name in enumerate(names) if name in StepRow._fields}
+    rows = []
+    try:
+        at = names.index("number")
+        for values in np.frombuffer(packed, layout).tolist():
+            row = StepRow(**{name: values[i] for name, i in columns.items()})
+            kind: Any = row.kind
+            rows.append((values[at], row._replace(kind=kind.decode() or None)))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"rows of {names} are none of steps: {error}") from error
+    return rows
+
+
+class StepTable(Sequence[Row]):
+    """Steps of all replicas, a sample of them; a sequence of mappings.
+
+    Every row has the keys of :data:`STEP_COLUMNS`. The rows of an epoch come when it
+    ends, first those of the replica with the lowest number. There are at most 20,000:
+    beyond that every second one of each replica goes, and of what comes later every
+    second one is not taken in.
+
+    Example:
+        >>> table = StepTable()
+        >>> table.extend([(1, StepRow(0, 10, 0, 0.5)), (2, StepRow(0, 20, 0, 0.25))])
+        >>> table[-1]["step"], table.column("loss")
+        (20, [0.5, 0.25])
+    """
+
+    def __init__(self) -> None:
+        self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
+
+    def extend(self, numbered: Iterable[tuple[int, StepRow]]) -> None:
+        """Add rows, each with its number among those of its replica."""
+        for number, row in numbered:
+            self._rows.add(number, row)
+
+    def packed(self) -> bytes:
+        """The rows and their numbers as :func:`pack_rows` writes them."""
+        numbered = self._rows.numbered()
+        return pack_rows(numbered) if numbered else b""
+
+    def column(self, name: str) -> list[Any]:
+        """One column over all rows."""
+        if name not in STEP_COLUMNS:
+            raise KeyError(name)
+        return [getattr(row, name) for row in self._rows]
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`; needs pandas."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self._rows), columns=list(STEP_COLUMNS))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._rows[index]._asdict()
+
+    @override
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @override
+    def __iter__(self) -> Iterator[Row]:
+        return (row._asdict() for row in self._rows)
+
+    @override
+    def __repr__(self) -> str:
+        return f"StepTable({len(self)} rows)"
+
 
 COLUMNS: Mapping[str, str] = {
     "epoch": "counted from 0",

@@ -21,7 +21,7 @@ from daskdl.outputs.examples import Ask, Examples, Reading
 from daskdl.outputs.held import held
 from daskdl.outputs.notes import Noted
 from daskdl.outputs.tables import Table, lazy_table, tables_of
-from daskdl.packed import Packed
+from daskdl.serialization import Packed
 
 
 class LazyParts(NamedTuple):

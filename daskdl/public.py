@@ -1,11 +1,19 @@
 """The public names, which `daskdl` has as its own once one of them is asked for."""
 
-from daskdl.callbacks.base import Callback, EpochBegin, FitBegin, FitEnd, Step
-from daskdl.callbacks.checkpoint import Checkpoint
-from daskdl.callbacks.early_stopping import EarlyStopping
-from daskdl.callbacks.evaluate import Evaluate
-from daskdl.callbacks.learning_rate_monitor import LearningRateMonitor
-from daskdl.callbacks.print_progress import PrintProgress
+from daskdl.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    EpochBegin,
+    Evaluate,
+    FailureInjection,
+    FitBegin,
+    FitEnd,
+    LearningRateMonitor,
+    PrintProgress,
+    Step,
+)
+from daskdl.config import VERSION as __version__
 from daskdl.errors import (
     BusyError,
     ChannelError,
@@ -20,9 +28,7 @@ from daskdl.errors import (
     SaveError,
     WaitTimeoutError,
 )
-from daskdl.failures import FailureInjection
-from daskdl.given import evaluate, predict
-from daskdl.history import History
+from daskdl.history import History, StepTable, Stopping
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.per_example.worst import WorstExample, WorstExamples
 from daskdl.planning.network import Network
@@ -31,8 +37,6 @@ from daskdl.planning.planner import plan
 from daskdl.predictions.predictions import Predictions
 from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
 from daskdl.serving.predictor import Predictor
-from daskdl.steps import StepTable
-from daskdl.stopping import Stopping
 from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
@@ -40,11 +44,10 @@ from daskdl.thresholds import (
     TargetSparsityThreshold,
     ThresholdAlgorithm,
 )
-from daskdl.trainer import Trainer
-from daskdl.training.averaging import ParameterAveraging
+from daskdl.trainer import Trainer, evaluate, predict
 from daskdl.training.base import TrainingMaster
-from daskdl.training.sharing import GradientSharing
-from daskdl.version import VERSION as __version__
+from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.parameter_averaging import ParameterAveraging
 
 __all__ = [
     "AdaptiveThreshold",

@@ -12,7 +12,7 @@ from distributed.utils import get_mp_context
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from daskdl.checkpoints.series import Series
+from daskdl.checkpoints import Series
 from daskdl.data.stores.store import store_of
 
 _numbers = itertools.count()

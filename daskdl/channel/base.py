@@ -15,9 +15,9 @@ from daskdl.channel.inbox import Arrived, Inbox, Received
 from daskdl.channel.leasing import Finished, Pause, Piece
 from daskdl.channel.protocol import Arrays, Barrier, Endpoint
 from daskdl.codec import Stamp
+from daskdl.config import Bound
 from daskdl.errors import WaitTimeoutError
 from daskdl.thresholds import Drained
-from daskdl.timeouts import Bound
 
 
 class Entry(NamedTuple):

@@ -24,7 +24,7 @@ from daskdl.channel.protocol import (
     check,
     hints_of,
 )
-from daskdl.timeouts import Timeouts
+from daskdl.config import Timeouts
 
 
 class Remaining:

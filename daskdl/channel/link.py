@@ -4,11 +4,18 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 from distributed import Worker
 
+from daskdl.channel.connection import UNREADABLE, Connection, Reader, SharedFrame
 from daskdl.channel.inbox import Early, Inbox, Received, Word
 from daskdl.channel.protocol import (
     Arrays,
@@ -22,14 +29,10 @@ from daskdl.channel.protocol import (
 )
 from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import Carrier, Mesh, Relay
-from daskdl.channel.sender import (
-    BATCH_BYTES,
-    UNREADABLE,
-    Connection,
-    Reader,
-    SharedFrame,
+from daskdl.channel.sender import BATCH_BYTES
+from daskdl.errors import (
+    WaitTimeoutError,
 )
-from daskdl.errors import WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 

@@ -22,14 +22,15 @@ from daskdl.channel.base import (
     Traffic,
     Waits,
 )
+from daskdl.channel.connection import UNREADABLE, Reader, SharedFrame
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.leasing import Finished, Pause, Piece, RunPlan
 from daskdl.channel.protocol import Arrays, Barrier, Endpoint, Item, ItemKind
 from daskdl.channel.run_state import RunRecord
-from daskdl.channel.sender import UNREADABLE, Outbox, Reader, SharedFrame
+from daskdl.channel.sender import Outbox
+from daskdl.config import Bound
 from daskdl.errors import ChannelError, DaskDLError, OptionError, WaitTimeoutError
 from daskdl.thresholds import Drained
-from daskdl.timeouts import Bound
 
 
 class LocalRun:

@@ -29,10 +29,10 @@ import numpy as np
 from distributed.protocol import Serialize, Serialized, deserialize, serialize
 from numpy.typing import NDArray
 
+from daskdl.callbacks import FailureInjection
 from daskdl.codec import Stamp
+from daskdl.config import Timeouts
 from daskdl.errors import OptionError
-from daskdl.failures import FailureInjection
-from daskdl.timeouts import Timeouts
 
 COUNTS = range(2**63)  # no run has as many of anything
 Whole = Annotated[int, COUNTS]

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from daskdl.channel import protocol
+from daskdl.channel.connection import Connection
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.protocol import Answer, Item, ItemKind
-from daskdl.channel.sender import Connection
 
 logger = logging.getLogger(__name__)
 

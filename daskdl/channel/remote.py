@@ -42,10 +42,9 @@ from daskdl.channel.protocol import (
     unwrap_note,
     wrap_note,
 )
+from daskdl.config import VERSION, Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.thresholds import Drained
-from daskdl.timeouts import Bound
-from daskdl.version import VERSION
 
 logger = logging.getLogger(__name__)
 

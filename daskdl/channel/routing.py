@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from daskdl.channel import protocol
+from daskdl.channel.connection import Connection, Gauge
 from daskdl.channel.inbox import Inbox, Word
 from daskdl.channel.protocol import Answer, Item, ItemKind, RouteBook, Routes, fields_of
-from daskdl.channel.sender import Connection, Gauge, Outbox, Pump, Ring, Unconfirmed
+from daskdl.channel.sender import Outbox, Pump, Ring, Unconfirmed
 from daskdl.errors import DaskDLError
 from daskdl.thresholds import Drained
 

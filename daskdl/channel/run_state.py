@@ -11,8 +11,8 @@ from typing import Any
 from daskdl.channel.leasing import Done, Lease, Leases, Pause, RunPlan, Schedule
 from daskdl.channel.protocol import Barrier, Item, ItemKind
 from daskdl.channel.sender import Outbox
+from daskdl.config import Bound, Timeouts
 from daskdl.errors import DaskDLError, RunError, WaitTimeoutError
-from daskdl.timeouts import Bound, Timeouts
 
 
 class EventLog:

@@ -36,10 +36,9 @@ from daskdl.channel.protocol import (
 )
 from daskdl.channel.run_state import RunRecord, Standing
 from daskdl.channel.sender import BATCH_BYTES, Pump
+from daskdl.config import VERSION, Bound
 from daskdl.errors import DaskDLError, shown
-from daskdl.guard import answered
-from daskdl.timeouts import Bound
-from daskdl.version import VERSION
+from daskdl.util import answered
 
 logger = logging.getLogger(__name__)
 

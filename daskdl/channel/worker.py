@@ -11,6 +11,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
 from daskdl.channel import protocol
+from daskdl.channel.connection import SharedFrame
 from daskdl.channel.link import Link
 from daskdl.channel.protocol import (
     Answer,
@@ -23,7 +24,6 @@ from daskdl.channel.protocol import (
 )
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.scheduler import Fields, GoneError, Guard
-from daskdl.channel.sender import SharedFrame
 from daskdl.errors import ChannelError
 
 NAME = "daskdl-channel"

@@ -119,7 +119,7 @@ def pack_bitmap(
     Example:
         >>> import numpy as np
         >>> entries = np.array([1, -4], np.int32)
-        >>> pack(10, np.abs(entries) - 1, entries).tobytes().hex(" ")
+        >>> pack_bitmap(10, np.abs(entries) - 1, entries).tobytes().hex(" ")
         '09 00 02'
     """
     if not len(entries_K):
@@ -133,10 +133,10 @@ def pack_bitmap(
 def unpack_bitmap(
     body: npt.NDArray[np.uint8], size: int, count: int
 ) -> npt.NDArray[np.int32]:
-    """Read what :func:`pack` wrote.
+    """Read what :func:`pack_bitmap` wrote.
 
     Args:
-        body: ``length(size, count)`` bytes.
+        body: ``bitmap_length(size, count)`` bytes.
         size: N.
         count: K.
 

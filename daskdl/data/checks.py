@@ -28,7 +28,7 @@ from daskdl.data.source import Source
 from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Objective
-from daskdl.packed import copied
+from daskdl.serialization import copied
 
 
 def check_arrays(X: Tree, y: Tree) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from distributed import Client
 
+from daskdl.config import Bound
 from daskdl.errors import OptionError, WaitTimeoutError
-from daskdl.timeouts import Bound
 
 
 def new_key(what: str) -> str:

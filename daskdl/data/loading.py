@@ -15,7 +15,7 @@ from daskdl.data.futures import new_key
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
-from daskdl.packed import Packed
+from daskdl.serialization import Packed
 
 ASK_S = 5.0  # for a better message, after a bound was passed anyway
 LOOK_S = 0.25  # between two looks whether nobody wants it any more
@@ -149,7 +149,7 @@ class Fetcher:
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"{key} did not come to {self._worker.address} within "
-                    f"{timeout_s:g} s (daskdl.timeouts.data); {self._where(key)}"
+                    f"{timeout_s:g} s (daskdl.config.data); {self._where(key)}"
                 )
             if unwanted():
                 raise LostPieceError(f"{key} is not wanted any more")

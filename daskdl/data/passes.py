@@ -14,6 +14,7 @@ from distributed.client import FutureCancelledError
 from typing_extensions import override
 
 from daskdl.cluster import check_installed
+from daskdl.config import Timeouts
 from daskdl.data.futures import new_key, release, workers_of
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.scattering import scatter
@@ -21,8 +22,7 @@ from daskdl.data.source import Source
 from daskdl.data.supplies import content_of
 from daskdl.data.trees import Rows
 from daskdl.errors import DataError, WaitTimeoutError
-from daskdl.packed import Packed
-from daskdl.timeouts import Timeouts
+from daskdl.serialization import Packed
 
 T = TypeVar("T")
 

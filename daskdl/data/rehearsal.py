@@ -23,7 +23,7 @@ from daskdl.data.labels import ClassRange, check_labels
 from daskdl.data.trees import Kinds, Rows, Tree
 from daskdl.errors import DataError, ModelError
 from daskdl.objective import Objective, OwnStep
-from daskdl.packed import Packed
+from daskdl.serialization import Packed
 
 # What user code raises when it does not fit the data. Not Exception: what is none of
 # these is no misfit, and should be seen under its own name with its own traceback.

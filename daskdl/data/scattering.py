@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daskdl.config import Bound
 from daskdl.errors import WaitTimeoutError
-from daskdl.timeouts import Bound
 
 
 def scatter(

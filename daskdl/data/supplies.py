@@ -13,14 +13,14 @@ from typing import Any, Self
 from distributed import Client
 from typing_extensions import override
 
+from daskdl.config import Bound
 from daskdl.data import trees
 from daskdl.data.futures import new_key, release
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.scattering import scatter
 from daskdl.data.source import Source
 from daskdl.errors import OptionError
-from daskdl.packed import Packed
-from daskdl.timeouts import Bound
+from daskdl.serialization import Packed
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from daskdl.callbacks.base import Callback
-from daskdl.callbacks.checkpoint import Checkpoint
-from daskdl.callbacks.early_stopping import EarlyStopping
-from daskdl.callbacks.evaluate import Evaluate
-from daskdl.failures import FailureInjection
+from daskdl.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    Evaluate,
+    FailureInjection,
+)
 from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
 from daskdl.saving.plain import Plain
 from daskdl.saving.trust import NOTHING, Trust
@@ -34,9 +36,9 @@ from daskdl.thresholds import (
     TargetSparsityThreshold,
     ThresholdAlgorithm,
 )
-from daskdl.training.averaging import ParameterAveraging
 from daskdl.training.base import TrainingMaster
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.parameter_averaging import ParameterAveraging
 
 # In the order in which they are read; those of a trainer besides its client.
 NAMES = (

@@ -11,7 +11,7 @@ from daskdl.data.models import trainable
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError
 from daskdl.history import History
-from daskdl.training.adoption import Standing
+from daskdl.training.fit import Standing
 
 
 @dataclass(frozen=True, eq=False)

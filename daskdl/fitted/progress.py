@@ -13,15 +13,12 @@ from daskdl.data.models import trainable
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError, SaveError
 from daskdl.fitted.fitted import Fitted, new_optimizer
-from daskdl.history import History
+from daskdl.history import LAYOUT, History, Stopping, unpack_rows
 from daskdl.saving.plain import Json, Plain
-from daskdl.steps import LAYOUT, unpack_rows
-from daskdl.stopping import Stopping
 from daskdl.thresholds import Sent
-from daskdl.training.adoption import Moved, hyperparameters, parameters_of
-from daskdl.training.learning_rate import LearningRate, Scheduling
-from daskdl.training.outcome import KeptResidual, Outcome
-from daskdl.training.tensors import described
+from daskdl.training.base import KeptResidual, Outcome, described
+from daskdl.training.epoch_control import LearningRate, Scheduling
+from daskdl.training.fit import Moved, hyperparameters, parameters_of
 
 COLUMNS = {column[1] for column in LAYOUT.descr}  # kinds of columns of steps
 PARTS = {"rows", "stopping", "layout"}  # of a history

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from daskdl.config import VERSION
 from daskdl.errors import DaskDLError, OptionError, SaveError
 from daskdl.fitted.fitted import Fitted
 from daskdl.fitted.progress import (
@@ -23,8 +24,7 @@ from daskdl.saving.module_state import ModuleState
 from daskdl.saving.plain import Json
 from daskdl.saving.references import FAILURES
 from daskdl.saving.trust import Trust
-from daskdl.training.adoption import Standing, starting_model
-from daskdl.version import VERSION
+from daskdl.training.fit import Standing, starting_model
 
 TRAINER = Kind("daskdl trainer", 1, "trainer.json", ("model", "optimizer", "extra"))
 _HIDDEN = "hidden."  # before the names of buffers that are not in the state dict

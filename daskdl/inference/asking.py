@@ -21,9 +21,9 @@ from daskdl.data.source import Source, rows_of_part
 from daskdl.data.trees import Rows, Tree
 from daskdl.inference.form import as_formed, empty
 from daskdl.inference.options import Postprocess
-from daskdl.memory import freed_memory_kept
 from daskdl.outputs.notes import Noted
-from daskdl.packed import PackedModel
+from daskdl.serialization import PackedModel
+from daskdl.util import freed_memory_kept
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from daskdl.inference.options import OutputOptions
 from daskdl.lazy_outputs import lazy_outputs
 from daskdl.outputs.examples import Examples
 from daskdl.outputs.first_rows import with_first_rows
-from daskdl.packed import PackedModel
 from daskdl.predictions.origin import origin_of_predictions
 from daskdl.predictions.predictions import Predictions
 from daskdl.predictions.target import Target
 from daskdl.predictions.writing import LazyBlocks, write_lazy, write_parts
+from daskdl.serialization import PackedModel
 
 SAME = OutputOptions()
 # What is sent, asked about and fetched costs 20 ms a part, whatever its size. Enough

@@ -13,7 +13,7 @@ from dask.delayed import delayed
 from distributed import Client
 
 from daskdl.data.futures import new_key, workers_of
-from daskdl.packed import Packed
+from daskdl.serialization import Packed
 
 # Dask warns of graphs above 10 MB; and a scheduler that reads a gigabyte in one message
 # does nothing else meanwhile.

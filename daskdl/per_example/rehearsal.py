@@ -21,11 +21,11 @@ from daskdl.errors import ModelError, OptionError
 from daskdl.objective import Objective, OwnStep
 from daskdl.outputs.examples import Examples
 from daskdl.outputs.first_rows import with_first_rows
-from daskdl.packed import Packed, PackedModel
 from daskdl.per_example.guesses import guesses_of
 from daskdl.per_example.losses import example_losses, has_rows
 from daskdl.per_example.parts import Reading
 from daskdl.per_example.scorer import ExampleScorer, check_rows_kept
+from daskdl.serialization import Packed, PackedModel
 
 REHEARSED = 2  # rows of `rehearsed_batch`
 

@@ -26,9 +26,9 @@ from daskdl.data.batches import (
 from daskdl.data.trees import Rows
 from daskdl.errors import ModelError
 from daskdl.objective import Objective, OwnStep, on_device
-from daskdl.packed import Packed, PackedModel
 from daskdl.per_example.guesses import Guesses, guesses_of, ignored
 from daskdl.per_example.losses import example_losses
+from daskdl.serialization import Packed, PackedModel
 
 
 class Guessed(NamedTuple):

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from daskdl.errors import OptionError
 from daskdl.objective import Penalised
-from daskdl.packed import copied
+from daskdl.serialization import copied
 
 # Those that add ``weight_decay * parameter`` to the gradient, which is what a term
 # ``0.5 * weight_decay * parameter ** 2`` of the loss does.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from daskdl.planning.costs import Costs, Measured
 from daskdl.planning.network import Network
 from daskdl.planning.prediction import Prediction, predict
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing
 
 PAYS = 0.5  # an efficiency from which on workers pay: half of each is used
 CARRIED = 0.5  # with fewer of the exchanges, replicas hardly learn from each other

@@ -13,10 +13,10 @@ import threading
 
 import numpy as np
 
-from daskdl.packed import Packed
 from daskdl.planning.company import GO, READY
 from daskdl.planning.rehearsal import measure, prepared
 from daskdl.planning.scene import Script
+from daskdl.serialization import Packed
 
 
 def main() -> None:

@@ -15,11 +15,11 @@ from typing import IO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from daskdl.config import Bound, Timeouts
 from daskdl.errors import RunError, WaitTimeoutError
-from daskdl.packed import Packed
 from daskdl.planning.costs import Costs
 from daskdl.planning.scene import Script
-from daskdl.timeouts import Bound, Timeouts
+from daskdl.serialization import Packed
 
 T = TypeVar("T")
 

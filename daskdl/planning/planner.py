@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from daskdl.config import check_type, check_whole
 from daskdl.data.arrays import first_rows, is_dask_array
 from daskdl.data.checks import check_arrays, check_step
 from daskdl.data.labels import LabelCheck
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
-from daskdl.packed import Packed
 from daskdl.planning.advice import Question, advise
 from daskdl.planning.company import rehearse_together
 from daskdl.planning.costs import Measured, mean
@@ -23,10 +23,10 @@ from daskdl.planning.network import Network
 from daskdl.planning.plan import Plan
 from daskdl.planning.rehearsal import rehearse
 from daskdl.planning.scene import Script
+from daskdl.serialization import Packed
 from daskdl.thresholds import LinkAlgorithm
-from daskdl.training.adoption import starting_model
-from daskdl.training.options import check_type, check_whole
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.fit import starting_model
+from daskdl.training.gradient_sharing import GradientSharing
 
 MOST_PROCESSES = 8  # that measure at once; each imports torch
 SLOWER = 4  # times as long as in turn, at most, if they measure at once

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from daskdl.planning.costs import Measured
 from daskdl.planning.network import HERE, Network
 from daskdl.planning.traffic import Crowd, Traffic
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing
 
 ROUNDS = 100  # of lengthening a step by the requests that fit into it, at most
 SETTLED = 1.00001  # growth in one of these rounds that is none

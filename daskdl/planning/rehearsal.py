@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import numpy as np
 
 from daskdl.data.rehearsal import random_state_left_alone
-from daskdl.packed import Packed
 from daskdl.planning.costs import Costs
 from daskdl.planning.idle_worker import idle_worker
 from daskdl.planning.requests import request_costs
 from daskdl.planning.scene import Scene, Script, Times
-from daskdl.training.surroundings import surroundings
+from daskdl.serialization import Packed
+from daskdl.training.replica import surroundings
 
 WARM_STEPS = 2  # the first compile, and allocate
 LEAST_STEPS, MOST_STEPS = 3, 200

@@ -10,7 +10,7 @@ from distributed.core import Server, rpc
 from numpy.typing import NDArray
 
 from daskdl.channel.protocol import unwrap, wrap
-from daskdl.training.background import begun
+from daskdl.training.checkpointing import begun
 
 WARM, TIMED = 10, 40  # requests
 MANY = 9  # items in a larger one

@@ -23,8 +23,8 @@ from daskdl.data.models import trainable
 from daskdl.errors import DivergedError
 from daskdl.objective import Objective
 from daskdl.thresholds import Sent
-from daskdl.training.sharing import GradientSharing
-from daskdl.training.stepping import Stepper, Stepping
+from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.optimizer_step import Stepper, Stepping
 
 Frames = Sequence[NDArray[np.uint8]]
 

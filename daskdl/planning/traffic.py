@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from daskdl.channel import routing, scheduler
 from daskdl.channel.protocol import WIRE_BYTES
-from daskdl.fitting import OUTBOX_BYTES
 from daskdl.planning.costs import Costs
 from daskdl.planning.network import Network
-from daskdl.sites import RELAY_BYTES
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.fit import OUTBOX_BYTES, RELAY_BYTES
+from daskdl.training.gradient_sharing import GradientSharing
 
 
 class Traffic(NamedTuple):

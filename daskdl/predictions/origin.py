@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from daskdl.data.exports.origin import origin_of, token_of
 from daskdl.data.source import Source
-from daskdl.packed import MAKER
+from daskdl.serialization import MAKER
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Its mode, what is looked at otherwise, and who made it.

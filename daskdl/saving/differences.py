@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from daskdl.packed import MAKER
+from daskdl.serialization import MAKER
 
 # In every module, and compared by themselves; lists of a recurrent one's parameters.
 _NOT_COMPARED = frozenset(

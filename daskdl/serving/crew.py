@@ -13,11 +13,11 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+from daskdl.config import Timeouts
 from daskdl.errors import OptionError
-from daskdl.packed import PackedModel
+from daskdl.serialization import PackedModel
 from daskdl.serving.current_model import CurrentModel
 from daskdl.serving.replica import Ground, Replica, within
-from daskdl.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from daskdl.config import Timeouts
 from daskdl.errors import ModelError
-from daskdl.packed import PackedModel
+from daskdl.serialization import PackedModel
 from daskdl.serving.replica import Replica, within
-from daskdl.timeouts import Timeouts
 
 Lose = Callable[[Replica, object], None]
 

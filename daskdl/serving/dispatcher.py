@@ -5,6 +5,7 @@ import copy
 import itertools
 from collections.abc import Iterable
 
+from daskdl.config import Timeouts
 from daskdl.data.trees import Tree
 from daskdl.errors import ReplicaError, RunError, WaitTimeoutError
 from daskdl.serving.answers import Failure, answers_of, inputs_of
@@ -14,7 +15,6 @@ from daskdl.serving.crowd import Crowd
 from daskdl.serving.joining import Joining
 from daskdl.serving.replica import Replica, within
 from daskdl.serving.room import Room
-from daskdl.timeouts import Timeouts
 
 AHEAD = 2  # batches of one replica: the next is there when it is done with one
 MOST_LOSSES = 3  # of a call, as Dask's `allowed-failures`: it may be what ends workers

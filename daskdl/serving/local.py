@@ -5,7 +5,7 @@ from typing_extensions import override
 
 from daskdl.data.batches import Transform
 from daskdl.data.trees import Tree
-from daskdl.packed import Packed, PackedModel
+from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.answers import Failure, Outputs
 from daskdl.serving.replica import Ground, Replica
 from daskdl.serving.resident import Resident

@@ -12,10 +12,11 @@ from distributed import Client
 from torch import nn
 
 from daskdl.cluster import check_installed, client_of
+from daskdl.config import Timeouts
 from daskdl.data.batches import Transform
 from daskdl.data.models import check_module
 from daskdl.errors import BusyError, RunError
-from daskdl.packed import Packed, PackedModel
+from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.calls import Call, call_of
 from daskdl.serving.crew import Crew
 from daskdl.serving.dispatcher import Dispatcher
@@ -27,7 +28,6 @@ from daskdl.serving.remote import RemoteGround
 from daskdl.serving.replica import Ground
 from daskdl.serving.room import Room
 from daskdl.serving.waits import awaited_by, done_by, late, settled
-from daskdl.timeouts import Timeouts
 
 T = TypeVar("T")
 
@@ -237,7 +237,7 @@ class Predictor:
 
         Args:
             wait: For calls to be answered that were made before, for
-                ``daskdl.timeouts.stop`` at most; without, and after it, they get a
+                ``daskdl.config.stop`` at most; without, and after it, they get a
                 RunError.
         """
         check_elsewhere(self._loop)

@@ -19,7 +19,7 @@ from daskdl.data import trees
 from daskdl.data.batches import Transform
 from daskdl.data.trees import Tree
 from daskdl.errors import ChannelError
-from daskdl.packed import Packed, PackedModel
+from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.answers import Failure, Outputs
 from daskdl.serving.replica import Ground, Replica
 from daskdl.serving.structures import structure_of, tree_of

@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from daskdl.config import Bound
 from daskdl.data.trees import Tree
 from daskdl.errors import WaitTimeoutError
-from daskdl.packed import PackedModel
+from daskdl.serialization import PackedModel
 from daskdl.serving.answers import Failure, Outputs
-from daskdl.timeouts import Bound
 
 T = TypeVar("T")
 

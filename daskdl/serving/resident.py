@@ -17,10 +17,10 @@ from daskdl.data.batches import (
     tensors,
 )
 from daskdl.data.trees import Tree
-from daskdl.packed import Packed, PackedModel
+from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.answers import Failure, Outputs
 from daskdl.serving.waits import awaited
-from daskdl.training.threads import torch_threads
+from daskdl.training.replica import torch_threads
 
 T = TypeVar("T")
 

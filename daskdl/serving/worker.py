@@ -18,7 +18,7 @@ from daskdl.channel.protocol import Answer, Whole, unwrap, wrap
 from daskdl.channel.scheduler import Fields, GoneError, Guard
 from daskdl.data import trees
 from daskdl.data.batches import Transform
-from daskdl.packed import Packed, PackedModel
+from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.answers import Failure
 from daskdl.serving.resident import Resident
 from daskdl.serving.structures import structure_of, tree_of

@@ -1,22 +1,587 @@
-"""What a way of training must provide: a frozen plan.
+"""What a training algorithm provides: the frozen plan and the exchange of one replica.
 
-A :class:`TrainingMaster` is chosen by the user and travels; the
-:class:`daskdl.training.exchange.Exchange` it makes lives in one replica and moves its
-parameters.
+A :class:`TrainingMaster` is chosen by the user and travels. The :class:`Exchange` it
+makes lives in one replica and moves its parameters.
 """
 
+import contextlib
+import copy
 import dataclasses
+import math
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from typing import ClassVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from daskdl.channel.base import Channel
 from daskdl.channel.protocol import FAN_OUT
-from daskdl.compression.flat import FlatParameters
-from daskdl.timeouts import Timeouts
-from daskdl.training.exchange import Exchange
-from daskdl.training.seat import Seat
+from daskdl.compression.flat import (
+    Buffers,
+    FlatParameters,
+    Frozen,
+    add_counts_,
+    load_buffers_,
+    load_counts_,
+    load_frozen_,
+)
+from daskdl.config import Timeouts, check_bound, check_whole
+from daskdl.errors import CodecError, DaskDLError, SaveError
+from daskdl.thresholds import Sent
+
+
+class Statistics(NamedTuple):
+    """What an exchange did in one epoch."""
+
+    exchanges: int
+    density_sum: float  # entries sent / parameters, summed over exchanges
+    threshold: float  # the last one, parameter units; of several the mean; or NaN
+    clipped: float  # mass removed by clipping
+    lead_sum: int  # steps ahead of the slowest, summed over steps
+    steps: int
+    frozen_bytes: int = 0  # sent to all at the last meeting, see `Frozen`
+
+
+class Exchanged(NamedTuple):
+    """What an exchange did in one step, and what it left; see `steps.STEP_COLUMNS`."""
+
+    threshold: float = math.nan
+    density: float = math.nan
+    sent_bytes: int = 0
+    kind: str | None = None
+    residual_norm: float = math.nan
+    residual_p50: float = math.nan
+    residual_p90: float = math.nan
+    residual_p99: float = math.nan
+    staleness: int = 0
+    wait_s: float = 0.0
+    encode_s: float = 0.0
+    apply_s: float = 0.0
+
+
+def trained_in(module: nn.Module) -> dict[str, Tensor]:
+    """The trainable parameters; they go on changing.
+
+    Example:
+        >>> list(trained_in(nn.BatchNorm1d(2)))
+        ['weight', 'bias']
+    """
+    return {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+
+
+def largest_in(module: nn.Module) -> float:
+    """The largest absolute value of a trainable parameter; NaN if one is.
+
+    Example:
+        >>> largest_in(nn.LayerNorm(2))
+        1.0
+    """
+    parameters = [p for p in trained_in(module).values() if p.numel()]
+    largest = [float(end.abs()) for p in parameters for end in p.aminmax()]
+    return math.nan if any(map(math.isnan, largest)) else max(largest, default=0.0)
+
+
+def others_in(module: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters and buffers; they may go on changing.
+
+    Example:
+        >>> list(others_in(nn.BatchNorm1d(2)))
+        ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+    return {n: t.detach() for n, t in (*frozen.items(), *module.named_buffers())}
+
+
+def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors into those of a module; parameters that are not given stay.
+
+    Args:
+        module: Changed in place; its tensors stay the same objects.
+        tensors: By name, on any device; all that `others_in` names are there.
+
+    Raises:
+        SaveError: If the module has none of that name and shape, or more of them.
+    """
+    others = others_in(module)
+    own = {**trained_in(module), **others}
+    for name in {**tensors, **others}:
+        theirs, ours = _shape(tensors.get(name)), _shape(own.get(name))
+        if theirs != ours:
+            raise SaveError(
+                f"{name} is {theirs} in the checkpoint, and {ours} in the model"
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def described(tensor: Tensor) -> str:
+    """A tensor's dtype and shape.
+
+    Example:
+        >>> described(torch.zeros(2, 3))
+        'float32 (2, 3)'
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(tensor.shape)}"
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
+
+
+@dataclass
+class Parameters:
+    """A replica's parameters and buffers as they leave it; one of the two forms.
+
+    Attributes:
+        exact: State dict of one replica's own module, on the CPU; else None.
+        shared_N: Steps of `grid` that all replicas agree on, int32, else None.
+        residual_N: Steps of `grid` that have not been sent, of this replica, or of all
+            together, int32, else None. They are no part of the model.
+        grid: Parameter units per step.
+        buffers: Averaged buffers, where the parameters are not `exact`.
+        frozen: Frozen parameters that the model has changed, likewise.
+        hidden: With `exact`, buffers that are not in the state dict, by name.
+    """
+
+    exact: Mapping[str, Any] | None = None
+    shared_N: NDArray[np.int32] | None = None
+    residual_N: NDArray[np.int32] | None = None
+    grid: float = 0.0
+    buffers: Buffers | None = None
+    frozen: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    hidden: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return self.exact is not None or self.shared_N is not None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Parameters":
+        """A module's own, copied to the CPU; tied ones stay tied on loading."""
+        state, buffers = module.state_dict(), module.named_buffers()
+        hidden = {name: value for name, value in buffers if name not in state}
+        kept = [{n: v.cpu() for n, v in part.items()} for part in (state, hidden)]
+        exact, hidden = copy.deepcopy(kept)
+        return cls(exact=exact, hidden=hidden)
+
+    def values(self) -> dict[str, Any]:
+        """The same as plain values and tensors."""
+        if self.shared_N is None or self.buffers is None:
+            exact = None if self.exact is None else dict(self.exact)
+            return {"exact": exact, "hidden": dict(self.hidden)}
+        arrays = (self.shared_N, *self.buffers)
+        shared, floating, integer = (torch.from_numpy(array) for array in arrays)
+        frozen = {name: torch.from_numpy(a) for name, a in self.frozen.items()}
+        buffers = [floating, integer]
+        return {
+            "shared": shared,
+            "grid": self.grid,
+            "buffers": buffers,
+            "frozen": frozen,
+        }
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "Parameters":
+        """Read what `values` made."""
+        if "shared" not in values:
+            return cls(exact=values["exact"], hidden=values.get("hidden", {}))
+        buffers = Buffers(*(tensor.numpy() for tensor in values["buffers"]))
+        frozen = {n: tensor.numpy() for n, tensor in values.get("frozen", {}).items()}
+        shared_N, grid = values["shared"].numpy(), values["grid"]
+        return cls(None, shared_N, None, grid, buffers, frozen)
+
+    def load_into(self, module: nn.Module) -> None:
+        """Give a module these parameters and buffers; without any it stays as it is."""
+        if self.exact is not None:
+            _make_room_(module, self.exact, self.hidden)
+            module.load_state_dict(self.exact)
+            own = dict(module.named_buffers())
+            for name in own.keys() & self.hidden.keys():
+                own[name].copy_(self.hidden[name])
+        elif self.shared_N is not None and self.buffers is not None:
+            load_counts_(module, self.shared_N, self.grid)
+            load_buffers_(module, self.buffers)
+            load_frozen_(module, self.frozen)
+
+
+def _make_room_(
+    module: nn.Module, exact: Mapping[str, Any], hidden: Mapping[str, Tensor]
+) -> None:
+    """Let buffers be there, in the shapes and dtypes that they came to have."""
+    tensors = {**exact, **hidden}
+    for prefix, part in module.named_modules():
+        for leaf, buffer in part.named_buffers(recurse=False):
+            new = tensors.get(f"{prefix}.{leaf}" if prefix else leaf)
+            if new is not None and _form(new) != _form(buffer):
+                setattr(part, leaf, torch.empty_like(new))
+    own = dict(module.named_buffers())
+    for name in own.keys() - tensors.keys():
+        path, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(path), leaf, None)
+    # A state dict may have other names than the parameters and buffers.
+    there = {*own, *module.state_dict()}
+    for name in [name for name in tensors if name not in there]:
+        path, _, leaf = name.rpartition(".")
+        # Where there is no place for it, it is left out, or refused on loading.
+        with contextlib.suppress(AttributeError, KeyError):
+            new = torch.empty_like(tensors[name])
+            module.get_submodule(path).register_buffer(leaf, new, name in exact)
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
+
+
+class Outcome(NamedTuple):
+    """What one run leaves to the next: how far it came with compression."""
+
+    sent: Mapping[str, Sent]  # what the last exchange of each pattern did
+    steps: int  # made in all, by whoever made most of them
+
+
+@dataclass(frozen=True, eq=False)
+class KeptResidual:
+    """The residuals of all replicas at the end of a fit, for the next one.
+
+    Attributes:
+        counts_N: Their sum, int32, steps of `grid`, in the order of FlatParameters.
+        grid: Parameter units per step, a power of two.
+        layout: Of the trainable parameters that it is beside, as `layout_of` says it.
+        checksum: Of their values, as `checksum_of` says it.
+
+    Example:
+        >>> layer = nn.Linear(2, 1, bias=False)
+        >>> counts_N = np.array([5, -5], np.int32)
+        >>> kept = KeptResidual.beside(layer, counts_N, 0.5)
+        >>> [kept.share_N(place, founders=2).tolist() for place in (0, 1)]
+        [[3, -2], [2, -3]]
+    """
+
+    counts_N: NDArray[np.int32]
+    grid: float
+    layout: Mapping[str, str]
+    checksum: int
+
+    @classmethod
+    def beside(
+        cls, module: nn.Module, counts_N: NDArray[np.int32], grid: float
+    ) -> "KeptResidual":
+        """What is not sent of a fit that ended with a module's parameters."""
+        return cls(counts_N, grid, layout_of(module), checksum_of(module))
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether a module has the same trainable parameters, with the same values."""
+        same = list(self.layout.items()) == list(layout_of(module).items())
+        return same and self.checksum == checksum_of(module)
+
+    def share_N(self, place: int, founders: int) -> NDArray[np.int32]:
+        """Return what a founder of a run begins with; the shares add up exactly.
+
+        Args:
+            place: Of the founder among all, from 0. What cannot be divided goes to
+                the first ones.
+            founders: How many there are.
+        """
+        whole_N, left_N = np.divmod(self.counts_N, np.int32(founders))
+        return whole_N + (left_N > place)
+
+    def deliver_(self, module: nn.Module) -> None:
+        """Add all of it to a module's parameters."""
+        add_counts_(module, self.counts_N, self.grid)
+
+
+def layout_of(module: nn.Module) -> dict[str, str]:
+    """Name, dtype and shape of the trainable parameters, in their order.
+
+    Example:
+        >>> layout_of(nn.Linear(2, 1))
+        {'weight': 'float32 (1, 2)', 'bias': 'float32 (1,)'}
+    """
+    return {name: described(tensor) for name, tensor in trained_in(module).items()}
+
+
+def checksum_of(module: nn.Module) -> int:
+    """A CRC-32 of the values of the trainable parameters, on whatever device."""
+    checksum = 0
+    for tensor in trained_in(module).values():
+        octets = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+        checksum = zlib.crc32(octets.numpy().data, checksum)
+    return checksum
+
+
+# Kinds of the states of exchanges.
+ALONE, SHARER, AVERAGER = "alone", "sharer", "averager"
+PARAMETERS = "parameters"  # in what is common, where a module has them as they are
+
+
+class State(NamedTuple):
+    """What an exchange goes on from, between two epochs: plain values and tensors.
+
+    The tensors may be those that go on changing.
+    """
+
+    kind: str  # of the exchange
+    common: Mapping[str, Any]  # the same for all replicas
+    own: Mapping[str, Any]
+
+
+class Resumed(NamedTuple):
+    """What one replica goes on from, of the states of another run."""
+
+    kind: str  # of the exchanges
+    common: Mapping[str, Any]
+    own: Sequence[Mapping[str, Any]]  # of replicas whose part it takes, maybe of none
+    common_at: str = "what is common"  # where it was read, for messages
+    own_at: Sequence[str] = ()
+
+    def check(self, state: State) -> None:
+        """Refuse what is not like the state of an exchange that is to go on from it.
+
+        Raises:
+            SaveError: Naming the file and the field.
+        """
+        check_like(state.common, self.common, f"{self.common_at}: exchange")
+        for own, at in zip(self.own, self.own_at, strict=False):
+            check_like(state.own, own, f"{at}: exchange")
+
+    @property
+    def last(self) -> Outcome | None:
+        """What one that was alone leaves to any other exchange; None of others."""
+        if self.kind != ALONE:
+            return None
+        with restoring(f"{self.common_at}: exchange"):
+            two = self.common["sent"].items()
+            sent = {p: Sent(float(t), float(d)) for p, (t, d) in two}
+            check_like(0, self.common["made"], "made")  # steps
+        return Outcome(sent, self.common["made"])
+
+
+@contextlib.contextmanager
+def restoring(what: str) -> Iterator[None]:
+    """What is read in here is damaged if it cannot be gone on from.
+
+    Args:
+        what: The file and the field.
+
+    Raises:
+        SaveError: In place of what a wrong value makes Python and torch raise.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        if isinstance(error, SaveError):
+            raise SaveError(f"{what}: {error}") from error
+        if isinstance(error, DaskDLError) and not isinstance(error, CodecError):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise SaveError(f"{what} is damaged: {reason}") from error
+
+
+def check_like(own: Any, found: Any, what: str, *, loose: bool = False) -> None:
+    """Refuse what was read if it is not like what would be written.
+
+    Types, fields, lengths and shapes are compared, and no values. None is like all.
+
+    Args:
+        own: That would be written.
+        found: That was read; it may have more fields.
+        what: It is.
+        loose: It is of another library, of any version, or of the user's own class:
+            lists and tensors may be of any length, None stands for anything, private
+            fields may be missing, and private lists are not looked into.
+
+    Raises:
+        SaveError: Naming the field.
+    """
+    if isinstance(own, Tensor):
+        fits = isinstance(found, Tensor) and (loose or found.shape == own.shape)
+        _check(fits, own, found, what)
+    elif isinstance(own, Mapping):
+        _check(isinstance(found, Mapping), own, found, what)
+        for name in filter(lambda name: isinstance(name, str), own):
+            private = loose and name.startswith("_")
+            if name not in found and not private:
+                raise SaveError(f"{what}.{name} is missing")
+            if name in found and not (private and isinstance(own[name], list)):
+                check_like(own[name], found[name], f"{what}.{name}", loose=loose)
+    elif isinstance(own, list | tuple):
+        fits = isinstance(found, list | tuple)
+        _check(fits and (loose or len(found) == len(own)), own, found, what)
+        for i, (ours, theirs) in enumerate(zip(own, found, strict=not loose)):
+            check_like(ours, theirs, f"{what}[{i}]", loose=loose)
+    elif own is not None and not (loose and found is None):
+        kinds = (int, float) if isinstance(own, int | float) else (type(own),)
+        fits = isinstance(found, kinds) and isinstance(found, bool) <= isinstance(
+            own, bool | float
+        )
+        _check(fits, own, found, what)
+
+
+def _check(fits: bool, own: Any, found: Any, what: str) -> None:
+    if not fits:
+        raise SaveError(f"{what} is damaged: it is {_kind(found)}, not {_kind(own)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+class Excess(NamedTuple):
+    """Progress that no update can say, parameter units."""
+
+    far: float  # from what all know; or NaN or infinity
+    quantum: float  # the largest; NaN: nothing is sent in quanta
+
+
+class Exchange(ABC):
+    """One replica's part in training together. One thread uses it."""
+
+    learning_rate_scale: float  # factor on the optimizer's learning rate, this step
+    scale: float  # how much an update of this replica counts for the group
+    exchange_tried: bool = True  # in the last step; or there never is one
+    averages_optimizer: bool = False  # so that all have the same after `end_lap`
+
+    @abstractmethod
+    def before_step(self, lap: int) -> None:
+        """Wait if too far ahead, and take in what others have sent."""
+
+    @abstractmethod
+    def after_step(self, lap: int, examples: int) -> None:
+        """The optimizer has moved the parameters; share what is due.
+
+        Args:
+            lap: Counted from 0 over all epochs.
+            examples: Of this step.
+        """
+
+    @abstractmethod
+    def rest(self, lap: int) -> None:
+        """There is nothing to train on at present; share what has not been shared."""
+
+    @abstractmethod
+    def end_lap(self, lap: int, examples: int) -> None:
+        """Agree with all others; returns when every replica has the same state.
+
+        Args:
+            lap: Counted from 0 over all epochs.
+            examples: This replica trained on so far in this epoch.
+        """
+
+    @abstractmethod
+    def excess(self, *, whole: bool) -> Excess | None:
+        """What has moved farther than can be sent, or is not finite; None: nothing.
+
+        Args:
+            whole: Look at all parameters, which is a pass; else at what the last
+                exchange has seen anyway.
+        """
+
+    @abstractmethod
+    def showing_agreed(self) -> AbstractContextManager[None]:
+        """Context manager: the module shows the agreed parameters meanwhile."""
+
+    @abstractmethod
+    def digest(self) -> int:
+        """Checksum of what must be equal on all replicas after `end_lap`."""
+
+    @abstractmethod
+    def statistics(self) -> Statistics:
+        """What was done since the last call."""
+
+    def exchanged(self) -> Exchanged:
+        """What was done in the last step; looks at the residual, or a part of it."""
+        return Exchanged()
+
+    @abstractmethod
+    def opened(self) -> "Exchange":
+        """This one, or another in its place, from which a newcomer can begin."""
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """All that a newcomer needs; plain values and arrays.
+
+        Contains ``"received"``, what is in it of each replica's updates, and
+        ``"grid"`` and ``"step"``.
+        """
+
+    @abstractmethod
+    def state(self) -> State:
+        """All that another run needs to go on from here, between two laps.
+
+        What the module shows, trainable parameters excepted, and the optimizer are
+        not in it.
+        """
+
+    @abstractmethod
+    def hand_over(self) -> None:
+        """This replica leaves before the end: deliver what only it has."""
+
+    @abstractmethod
+    def final(self) -> Parameters:
+        """The parameters at the last `end_lap`, and what has not been sent by then."""
+
+    @abstractmethod
+    def agreed(self) -> Parameters:
+        """The parameters at the last `end_lap`, or at the start."""
+
+    @abstractmethod
+    def outcome(self) -> Outcome:
+        """What this replica leaves to the next fit."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where an exchange is to work.
+
+    Attributes:
+        module: The replica's model, on its device; its parameters are the start.
+        channel: The replica's end of the run.
+        replica: Its number.
+        members: All replicas of the run, ascending.
+        last: What an earlier fit left, or None.
+        snapshot: Of another replica, which a newcomer begins with; else None.
+        optimizer: Of the module; the exchange may change its state.
+        resumed: What a checkpoint says of it, or None.
+        frozen: What the model changes itself, since the start of the run.
+        residual: That an earlier fit has kept for all founders together, or None.
+    """
+
+    module: nn.Module
+    channel: Channel
+    replica: int
+    members: Sequence[int] = field(default_factory=list)
+    last: Outcome | None = None
+    snapshot: Mapping[str, Any] | None = None
+    optimizer: Optimizer | None = None
+    resumed: Resumed | None = None
+    residual: KeptResidual | None = None
+    frozen: Frozen = None  # type: ignore[assignment]  # as the module is now
+
+    def __post_init__(self) -> None:
+        if self.frozen is None:
+            object.__setattr__(self, "frozen", Frozen(self.module))
 
 
 class TrainingMaster(ABC):
@@ -70,3 +635,16 @@ class TrainingMaster(ABC):
     @abstractmethod
     def attach(self, seat: Seat) -> Exchange:
         """Make the exchange of one replica."""
+
+
+def check_places(master: TrainingMaster) -> None:
+    """Refuse how many replicas a way of training is to have, and how they are joined.
+
+    Raises:
+        OptionError: Naming the option, what was given and what is allowed.
+    """
+    if master.replicas_per_worker != "auto":
+        check_whole("replicas_per_worker", master.replicas_per_worker, 1, "or 'auto'")
+    check_whole("min_replicas", master.min_replicas, 1)
+    check_whole("fan_out", master.fan_out, 1)
+    check_bound("rejoin_timeout", master.rejoin_timeout)

@@ -11,7 +11,7 @@ import dask.config
 import pytest
 
 from daskdl import Callback, GradientSharing, KeepResidual
-from daskdl.fitting import INBOX_BYTES, OUTBOX_BYTES
+from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 from tests.support.barriers import ATOL, check_barrier
 from tests.support.clusters import cluster_of
 from tests.support.digits import accuracy, images, trainer
@@ -66,7 +66,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
     )
     with (
         dask.config.set(
-            {"daskdl.timeouts.silence": SILENCE_S, "daskdl.timeouts.request": "10s"}
+            {"daskdl.config.silence": SILENCE_S, "daskdl.config.request": "10s"}
         ),
         Disturbance(four, seed, WORKERS) as disturbance,
     ):

@@ -18,7 +18,7 @@ X, Y = rows(count=960)
 
 pytestmark = pytest.mark.slow
 
-OLD_DASKDL = "import daskdl.version; daskdl.version.VERSION = '0.0.9'"
+OLD_DASKDL = "import daskdl.config; daskdl.config.VERSION = '0.0.9'"
 OLD_TORCH = "import torch; torch.__version__ = '1.13.1+cu117'"
 NO_DASKDL = "import sys; sys.modules['daskdl'] = None"
 # In which threads modules are looked for: what is imported before is not.
@@ -128,7 +128,7 @@ def test_it_imports_in_a_thread_before_it_takes_part(grown):
     answers = grown.client.run(imported).values()
     ((modules, of_the_loop),) = (one for one in answers if one[0] is not None)
     threads = dict(reversed(modules))  # where each was looked for first
-    assert {"daskdl", "torch", "daskdl.training.launch"} <= threads.keys()
+    assert {"daskdl", "torch", "daskdl.training.dask_backend"} <= threads.keys()
     packages = ("daskdl", "torch", "numba")
     on_the_loop = [
         name

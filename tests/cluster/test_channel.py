@@ -10,7 +10,7 @@ from daskdl.channel import scheduler as scheduler_end
 from daskdl.channel.base import Stopped
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
-from daskdl.version import VERSION
+from daskdl.config import VERSION
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,

@@ -6,7 +6,7 @@ import pytest
 
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import Barrier
-from daskdl.training.failure import failure_of
+from daskdl.training.replica import failure_of
 from tests.support.channels import GRID, begin, bounds, in_thread, meet, publish
 from tests.support.every_channel import every_channel
 from tests.support.records import of_one
@@ -123,7 +123,7 @@ class TestStopping:
             failed, _ = await run.events()
             assert (failed["kind"], failed["type"]) == ("failed", "WaitTimeoutError")
             assert failed["summary"] == (
-                "not all replicas started within 0.3 s (daskdl.timeouts.join): replica "
+                "not all replicas started within 0.3 s (daskdl.config.join): replica "
                 f"1 on {run.where(1)}, which has not joined; is the worker busy with "
                 "other tasks?"
             )

@@ -8,9 +8,9 @@ import pytest
 from daskdl import codec
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import Item, ItemKind
+from daskdl.config import VERSION
 from daskdl.errors import ChannelError
-from daskdl.training.failure import failure_of
-from daskdl.version import VERSION
+from daskdl.training.replica import failure_of
 from tests.support.channels import (
     GRID,
     RUN,

@@ -9,7 +9,7 @@ import pytest
 
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import Barrier
-from daskdl.version import VERSION
+from daskdl.config import VERSION
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,

@@ -86,7 +86,7 @@ if __name__ == "__main__":
     own = distributed.LocalCluster
     def two(**options):
         return own(n_workers=2, threads_per_worker=1, **options)
-    daskdl.cluster.LocalCluster = two
+    daskdl.util.LocalCluster = two
     X, Y = rows()
     trainer = daskdl.Trainer(mlp, nn.CrossEntropyLoss(), sgd)
     history = trainer.fit(X, Y)

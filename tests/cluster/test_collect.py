@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from distributed import Event
 
+from daskdl.config import Timeouts
 from daskdl.errors import WaitTimeoutError
-from daskdl.timeouts import Timeouts
-from daskdl.training.collect import collect
+from daskdl.training.dask_backend import collect
 from tests.unit.test_merge import result, shared
 
 PATIENCE_S = 20
@@ -71,7 +71,7 @@ def test_a_result_lost_with_its_worker_is_left_out(three):
 
 
 def test_a_result_that_comes_slowly_is_waited_for(client, monkeypatch):
-    monkeypatch.setattr("daskdl.training.collect.LOOK_S", 1e-4)
+    monkeypatch.setattr("daskdl.training.dask_backend.COLLECT_LOOK_S", 1e-4)
     tasks = [left(client, w, r, [r, 3]) for r, w in enumerate(client.nthreads())]
 
     assert total(collect(client, by_name(*tasks), options(data=20.0))) == [2, 7]

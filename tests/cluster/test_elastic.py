@@ -13,7 +13,7 @@ from distributed import Event
 from distributed.utils_test import poll_for
 
 from daskdl import Callback
-from daskdl.training import cluster_stage
+from daskdl.training import dask_backend
 from tests.support.problems import kept, normalised, rows, trainer
 from tests.support.recording import Recorded, records
 from tests.support.script import Script, TookPart, enough
@@ -61,7 +61,7 @@ class TestThree:
             (3, enough),
         )
         try:
-            with dask.config.set({"daskdl.timeouts.silence": "4s"}):
+            with dask.config.set({"daskdl.config.silence": "4s"}):
                 script.run(trainer(three, master=Recorded(str(tmp_path), kept())), X, Y)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -96,7 +96,7 @@ class TestThree:
     def test_a_worker_that_dies_while_the_fit_begins_is_left_out(
         self, three, worker, monkeypatch
     ):
-        (address, pid), scatter, killed = worker, cluster_stage.scatter, []
+        (address, pid), scatter, killed = worker, dask_backend.scatter, []
 
         def kill_first(client, *args):
             if not killed:
@@ -105,7 +105,7 @@ class TestThree:
                 poll_for(lambda: address not in client.nthreads(), timeout=60)
             return scatter(client, *args)
 
-        monkeypatch.setattr(cluster_stage, "scatter", kill_first)
+        monkeypatch.setattr(dask_backend, "scatter", kill_first)
 
         history = trainer(three).fit(X, Y, batch_size=16)
 
@@ -160,7 +160,7 @@ def test_one_replica_becomes_several(growing, add, tmp_path):
 def test_a_newcomer_that_could_not_be_started_is_tried_again(
     growing, monkeypatch, what
 ):
-    function, refused = getattr(cluster_stage, what), []
+    function, refused = getattr(dask_backend, what), []
 
     def refuse_once(first, second, workers, *args):
         if workers != founder and not refused:
@@ -169,10 +169,10 @@ def test_a_newcomer_that_could_not_be_started_is_tried_again(
         return function(first, second, workers, *args)
 
     founder = list(growing.nthreads())
-    monkeypatch.setattr(cluster_stage, what, refuse_once)
+    monkeypatch.setattr(dask_backend, what, refuse_once)
     script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))
 
-    with dask.config.set({"daskdl.timeouts.request": "5s"}):
+    with dask.config.set({"daskdl.config.request": "5s"}):
         script.run(trainer(growing, model=normalised), X, Y)
 
     assert len(refused) == 1

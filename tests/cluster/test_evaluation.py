@@ -10,7 +10,7 @@ from daskdl.data.sources import source_of
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation import Scoring
 from daskdl.evaluation import evaluate as evaluate_source
-from daskdl.packed import Packed, PackedModel
+from daskdl.serialization import Packed, PackedModel
 from tests.support.leftovers import still_left_behind
 from tests.support.recording import executed
 

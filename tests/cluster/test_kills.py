@@ -14,8 +14,7 @@ import pytest
 import torch
 from distributed.utils_test import poll_for
 
-from daskdl.checkpoints.parts import COMMON, Part, of_replica
-from daskdl.checkpoints.series import Series
+from daskdl.checkpoints import COMMON, Part, Series, of_replica
 from tests.support.killable import (
     ALL,
     CHECKPOINTS,

@@ -6,13 +6,13 @@ import pytest
 from distributed import Event, get_worker, secede, wait
 from distributed.utils_test import poll_for
 
+from daskdl.config import Bound
 from daskdl.data.futures import workers_of
 from daskdl.data.loading import Fetcher
 from daskdl.data.options import SourceOptions
 from daskdl.data.sources import source_of
 from daskdl.data.supplies import supply_of
 from daskdl.errors import LostPieceError, WaitTimeoutError
-from daskdl.timeouts import Bound
 
 X = np.arange(200.0, dtype=np.float32).reshape(100, 2)
 Y = np.arange(100)
@@ -100,7 +100,7 @@ def test_what_is_computed_meanwhile_is_awaited(client, workers, fetch):
 
             assert str(caught.value) == (
                 f"{future.key} did not come to {workers[1]} within 0.2 s "
-                f"(daskdl.timeouts.data); it is being computed on {workers[0]}"
+                f"(daskdl.config.data); it is being computed on {workers[0]}"
             )
             np.testing.assert_array_equal(fetched.result(30)[0][1], Y)
     finally:

@@ -10,12 +10,12 @@ import torch
 from distributed import Future, wait
 from distributed.utils_test import poll_for
 
+from daskdl.config import Bound
 from daskdl.data.futures import workers_of
 from daskdl.data.options import SourceOptions
 from daskdl.data.sources import source_of
 from daskdl.data.supplies import supply_of
 from daskdl.errors import OptionError
-from daskdl.timeouts import Bound
 from tests.support.part_sources import Parts
 
 X = np.arange(200.0, dtype=np.float32).reshape(100, 2)

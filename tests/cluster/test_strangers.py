@@ -16,9 +16,9 @@ from torch import nn
 from daskdl import ModelError, Predictor, SaveError
 from daskdl.channel import scheduler, worker
 from daskdl.channel.protocol import wrap
+from daskdl.config import VERSION
 from daskdl.serving.structures import structure_of
-from daskdl.training.failure import failure_of
-from daskdl.version import VERSION
+from daskdl.training.replica import failure_of
 from tests.support.clusters import cluster_of
 from tests.support.problems import kept, parameters_of, rows, trainer
 

@@ -82,7 +82,7 @@ class TestBoundedMemory:
     def test_a_full_outbox_leaves_the_update_in_the_residual(
         self, client, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr("daskdl.fitting.OUTBOX_BYTES", 1)
+        monkeypatch.setattr("daskdl.training.fit.OUTBOX_BYTES", 1)
         own = trainer(client, master=Recorded(str(tmp_path), kept(max_staleness=None)))
 
         history = own.fit(X, Y, epochs=3, batch_size=4)

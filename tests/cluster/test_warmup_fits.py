@@ -103,7 +103,7 @@ def test_a_dense_update_that_is_dropped_is_asked_for(client, tmp_path, routing):
 
 @pytest.mark.slow
 def test_a_small_inbox_repeats_runs_in_step(client, monkeypatch):
-    monkeypatch.setattr("daskdl.fitting.INBOX_BYTES", 1)
+    monkeypatch.setattr("daskdl.training.fit.INBOX_BYTES", 1)
     models = []
     for _ in range(2):
         own = trainer(client, master=kept(max_staleness=0, warmup_steps=6), seed=7)

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from daskdl.callbacks.base import Callback, EpochBegin, FitBegin, FitEnd, Step
+from daskdl.callbacks import Callback, EpochBegin, FitBegin, FitEnd, Step
 from daskdl.history import History
 
 

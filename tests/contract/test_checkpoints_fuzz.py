@@ -22,9 +22,9 @@ from daskdl import (
     SaveError,
     Trainer,
 )
-from daskdl.checkpoints.series import Series
-from daskdl.training.resuming import inherit
-from daskdl.training.resumption import resumption_of
+from daskdl.checkpoints import Series
+from daskdl.training.checkpointing import inherit
+from daskdl.training.fit import resumption_of
 from tests.support.fitted_trainers import signed
 from tests.support.tampering import WRONG, Bomb, Watch, flipped, places, replaced
 

@@ -1,6 +1,6 @@
 import pytest
 
-from daskdl.callbacks.evaluate import Evaluate
+from daskdl.callbacks import Evaluate
 from daskdl.errors import OptionError
 
 

@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from daskdl.callbacks.base import Step
+from daskdl.callbacks import FailureInjection, Step
 from daskdl.errors import OptionError
-from daskdl.failures import FailureInjection
 
 
 def step(replica=0, number=1):
@@ -131,7 +130,7 @@ class TestWhat:
 # The rules are those of another process, so that they strike.
 STRUCK = f"""
 import atexit, pickle
-from daskdl.callbacks.base import Step
+from daskdl.callbacks import Step
 atexit.register(print, "end")
 for kind in ({pickle.dumps(FailureInjection("freeze"))!r},
              {pickle.dumps(FailureInjection("freeze", seconds=0.2))!r},

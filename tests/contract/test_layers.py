@@ -15,24 +15,19 @@ PATHS = sorted(ROOT.rglob("*.py"))
 # Imports point to an earlier line only. A folder is one name here; inside of one,
 # the files must not import in a circle.
 LAYERS = [
-    {"errors", "guard", "memory", "stopping", "version"},
-    {"kernels", "codec", "packed", "objective", "timeouts"},
-    {"thresholds", "residuals", "thinned"},
-    {"steps"},
-    {"history"},
+    {"errors"},
+    {"config", "util", "kernels", "codec", "serialization", "objective"},
+    {"cluster"},
+    {"thresholds", "residuals", "history"},
     {"callbacks"},
-    {"cluster", "compression", "failures"},
+    {"compression"},
     {"channel", "data"},
     {"keras", "outputs", "metrics", "saving", "scores"},
     {"checkpoints", "lazy_outputs"},
     {"predictions"},
     {"evaluation", "inference", "per_example"},
     {"training"},
-    {"serving", "sites"},
-    {"trained"},
-    {"given"},
-    {"fitting", "fitted"},
-    {"run"},
+    {"serving", "fitted"},
     {"trainer"},
     {"planning"},
     {"public"},
@@ -41,24 +36,18 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 OUTSIDE = {
+    "config": {"dask"},
+    "util": set(),
+    "serialization": {"cloudpickle", "numpy", "torch", "typing_extensions"},
     "errors": set(),
-    "guard": set(),
-    "memory": set(),
-    "version": set(),
     "kernels": {"llvmlite", "numba", "numpy", "torch"},
     "compression": {"numpy", "torch", "typing_extensions"},
     "codec": {"lz4", "numba", "numpy", "typing_extensions"},
-    "packed": {"cloudpickle", "numpy", "torch", "typing_extensions"},
     "objective": {"torch"},
-    "timeouts": {"dask"},
     "thresholds": {"torch", "typing_extensions"},
     "residuals": {"typing_extensions"},
-    "thinned": set(),
-    "steps": {"numpy", "pandas", "typing_extensions"},
-    "stopping": set(),
     "callbacks": {"dask", "pandas", "typing_extensions"},
-    "failures": {"typing_extensions"},
-    "history": {"pandas", "typing_extensions"},
+    "history": {"numpy", "pandas", "typing_extensions"},
     "channel": {"distributed", "numpy", "torch", "typing_extensions"},
     "data": {
         "PIL",
@@ -123,12 +112,7 @@ OUTSIDE = {
         "typing_extensions",
     },
     "serving": {"cloudpickle", "distributed", "numpy", "torch", "typing_extensions"},
-    "sites": {"distributed", "torch", "typing_extensions"},
-    "trained": {"distributed", "torch"},
-    "given": {"distributed", "torch", "typing_extensions"},
-    "fitting": {"torch"},
-    "run": {"torch"},
-    "trainer": {"distributed", "torch"},
+    "trainer": {"distributed", "torch", "typing_extensions"},
     "planning": {
         "dask",
         "distributed",
@@ -143,10 +127,10 @@ OUTSIDE = {
 
 # The edges: everything else runs, and is tested, without a cluster.
 DISTRIBUTED = {
+    "channel.connection",  # a replica's: its worker's RPC and event loop
     "channel.link",
     "channel.protocol",  # Dask's wrappers, so that it does not touch the bytes
     "channel.scheduler",
-    "channel.sender",  # a replica's: its worker's RPC and event loop
     "channel.worker",
     "cluster",
     "data.futures",
@@ -155,7 +139,6 @@ DISTRIBUTED = {
     "data.passes",
     "data.supplies",
     "evaluation",
-    "given",
     "inference.prediction",
     "lazy_outputs",
     "outputs.first_rows",
@@ -169,14 +152,10 @@ DISTRIBUTED = {
     "serving.predictor",
     "serving.remote",
     "serving.worker",
-    "sites",
-    "trained.base",
     "trainer",
-    "training.cluster_stage",
-    "training.collect",
-    "training.launch",
-    "training.safekeeping",
-    "training.seats",
+    "training.backend",
+    "training.dask_backend",
+    "training.fit",
 }
 
 

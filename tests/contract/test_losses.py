@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
+from daskdl.config import Timeouts
 from daskdl.data import passes
 from daskdl.data.loading import Fetcher
 from daskdl.data.passes import MOST_LOSSES, _Pass
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
-from daskdl.timeouts import Timeouts
 
 
 class Forgetful(Fetcher):

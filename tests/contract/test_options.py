@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
-from daskdl.callbacks.base import Callback
+from daskdl.callbacks import Callback
 from daskdl.data.options import ReadOptions
 from daskdl.errors import OptionError
-from daskdl.training.options import FitOptions, TrainerOptions
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.fit import FitOptions, TrainerOptions
+from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.names import shown
 
 TRAINER = {

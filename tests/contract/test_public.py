@@ -16,9 +16,8 @@ import daskdl.data
 import daskdl.keras
 import daskdl.metrics
 from daskdl.channel import protocol
-from daskdl.history import COLUMNS
-from daskdl.steps import STEP_COLUMNS
-from daskdl.timeouts import FILE
+from daskdl.config import FILE
+from daskdl.history import COLUMNS, STEP_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -182,7 +181,7 @@ def test_evaluating_any_model_takes_what_a_trainer_takes():
 def test_the_page_of_options_lists_the_time_outs_with_their_defaults():
     (file,) = dask.config.collect_yaml([str(FILE)])
     defaults = {
-        f"daskdl.timeouts.{name}": re.sub(r"(?<=\d)s$", " s", value)
+        f"daskdl.config.{name}": re.sub(r"(?<=\d)s$", " s", value)
         for name, value in file["daskdl"]["timeouts"].items()
     }
 
@@ -282,7 +281,7 @@ FEW = {"torchmetrics", "matplotlib", "pandas", "pyarrow", "keras", "PIL", "dask.
 # What there is to wait for, and to hold in memory, before the first step.
 NOT_FOR = {
     "daskdl.Trainer": FEW,  # a client
-    "daskdl.training.launch": FEW,  # a worker
+    "daskdl.training.dask_backend": FEW,  # a worker
     "daskdl.channel.scheduler": {"torch", *FEW},
     "daskdl": {"torch", "numba", "distributed", *FEW},
 }

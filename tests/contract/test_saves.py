@@ -30,7 +30,7 @@ from daskdl.data import MinMax, Standardize
 from daskdl.data.options import Both
 from daskdl.fitted.arguments import BASES, KNOWN, NAMES
 from daskdl.fitted.saves import load, save
-from daskdl.stopping import Stopping
+from daskdl.history import Stopping
 from tests.support.fitted_trainers import fitted, layers, signed
 
 

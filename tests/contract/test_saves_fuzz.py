@@ -182,7 +182,7 @@ KEYWORDS = {"dict": [["shell", True]]}
     [
         {"import": "os:abort"},
         {"import": "pty:spawn"},
-        {"import": "daskdl.training.devices:os.abort"},
+        {"import": "daskdl.training.replica:os.abort"},
         {"partial": "subprocess:call", "arguments": [["touch"]], "keywords": KEYWORDS},
         {
             "partial": "torch.serialization:load",

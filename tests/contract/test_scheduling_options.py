@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl.errors import ModelError, OptionError
-from daskdl.training.learning_rate import Scheduling
+from daskdl.training.epoch_control import Scheduling
 
 
 def sgd():

@@ -8,7 +8,7 @@ import pytest
 from daskdl.errors import OptionError
 from daskdl.residuals import KeepResidual, ResidualClipping
 from daskdl.thresholds import AdaptiveThreshold, FixedThreshold
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing
 
 WRONG = [
     *[

@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from daskdl import steps
-from daskdl.steps import (
+from daskdl import history
+from daskdl.history import (
     LAYOUT,
     STEP_COLUMNS,
     StepRow,
@@ -12,7 +12,7 @@ from daskdl.steps import (
     pack_rows,
     unpack_rows,
 )
-from daskdl.training.statistics import Exchanged
+from daskdl.training.base import Exchanged
 
 FULL = StepRow(
     epoch=3,
@@ -109,7 +109,7 @@ class TestStepTable:
             table(rows(1)).column("val_loss")
 
     def test_of_too_many_rows_every_second_one_of_each_replica_goes(self, monkeypatch):
-        monkeypatch.setattr(steps, "MOST_ROWS", 6)
+        monkeypatch.setattr(history, "MOST_ROWS", 6)
 
         own = table(rows(4), rows(4, replica=1))
 
@@ -117,7 +117,7 @@ class TestStepTable:
         assert own.column("step") == [20, 40, 20, 40]
 
     def test_a_year_of_rows_does_not_grow_beyond_its_bound(self, monkeypatch):
-        monkeypatch.setattr(steps, "MOST_ROWS", 100)
+        monkeypatch.setattr(history, "MOST_ROWS", 100)
         own = StepTable()
 
         for epoch in range(200):

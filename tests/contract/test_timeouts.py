@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 import dask.config
 import pytest
 
-from daskdl import timeouts
+from daskdl import config
+from daskdl.config import Timeouts
 from daskdl.errors import OptionError
-from daskdl.timeouts import Timeouts
 
 NAMES = [field.name for field in fields(Timeouts)]
 
@@ -18,7 +18,7 @@ DEFAULT = Timeouts(60.0, 30.0, 60.0, 10.0, 300.0, 600.0)
 
 
 def configured(**values):
-    return dask.config.set({f"daskdl.timeouts.{k}": v for k, v in values.items()})
+    return dask.config.set({f"daskdl.config.{k}": v for k, v in values.items()})
 
 
 def test_without_configuration_the_defaults_hold():
@@ -52,7 +52,7 @@ def test_the_configuration_is_read_when_it_is_asked_for():
 
 
 def test_the_environment_variable_of_the_module_docstring_works():
-    (line,) = re.findall(r"DASK_DASKDL\S+", timeouts.__doc__)
+    (line,) = re.findall(r"DASK_DASKDL\S+", config.__doc__)
     name, value = line.split("=")
 
     with dask.config.set(dask.config.collect_env({name: value})):
@@ -62,7 +62,7 @@ def test_the_environment_variable_of_the_module_docstring_works():
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bound_that_is_not_positive_is_refused(name, value):
-    message = f"daskdl.timeouts.{name} must be > 0 s, got {value!r}"
+    message = f"daskdl.config.{name} must be > 0 s, got {value!r}"
 
     with pytest.raises(OptionError, match=re.escape(message)):
         replace(DEFAULT, **{name: value})
@@ -75,7 +75,7 @@ def test_setting_the_whole_namespace_leaves_the_others_as_they_are():
 
 def test_a_name_that_does_not_exist_is_refused_with_those_that_do():
     message = (
-        "daskdl.timeouts.sillence does not exist; there are join, request, silence, "
+        "daskdl.config.sillence does not exist; there are join, request, silence, "
         "stop, rejoin, data"
     )
 
@@ -88,7 +88,7 @@ def test_a_name_that_does_not_exist_is_refused_with_those_that_do():
 
 @pytest.mark.parametrize("value", ["soon", "3 bananas", "-5s", [1], None])
 def test_a_value_that_is_no_time_is_refused_by_name(value):
-    message = f"daskdl.timeouts.stop must be seconds or text as '30s', got {value!r}"
+    message = f"daskdl.config.stop must be seconds or text as '30s', got {value!r}"
 
     with (
         configured(stop=value),
@@ -99,14 +99,14 @@ def test_a_value_that_is_no_time_is_refused_by_name(value):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_bound_is_in_the_file_of_defaults_and_nowhere_else(name):
-    (defaults,) = dask.config.collect_yaml([str(timeouts.FILE)])
+    (defaults,) = dask.config.collect_yaml([str(config.FILE)])
 
     assert defaults["daskdl"]["timeouts"].keys() == set(NAMES)
     with pytest.raises(TypeError, match=f"missing .* argument.*{name}"):
         Timeouts(**{other: 1.0 for other in NAMES if other != name})
 
 
-SHOW = "from daskdl.timeouts import Timeouts; print(Timeouts.from_config())"
+SHOW = "from daskdl.config import Timeouts; print(Timeouts.from_config())"
 MINE = "daskdl:\n  timeouts:\n    silence: 2 minutes\n    data: 7\n"
 
 
@@ -133,7 +133,7 @@ def test_another_process_takes_them_from_its_files_and_its_environment(tmp_path)
 
 
 def test_the_user_finds_a_copy_of_the_defaults_in_which_nothing_is_set(tmp_path):
-    dask.config.ensure_file(source=str(timeouts.FILE), destination=str(tmp_path))
+    dask.config.ensure_file(source=str(config.FILE), destination=str(tmp_path))
 
     copy = tmp_path / "daskdl.yaml"
     assert list(dask.config.collect_yaml([str(copy)])) == []

@@ -18,9 +18,8 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.leasing import Extent, RunPlan
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import Endpoint
-from daskdl.training.averager import MEETING
-from daskdl.training.rounds import Said, round_of
-from daskdl.training.seat import Seat
+from daskdl.training.base import Seat
+from daskdl.training.parameter_averaging import MEETING, Said, round_of
 from tests.support.records import TIMEOUTS
 
 EPOCHS = 3

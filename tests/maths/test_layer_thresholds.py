@@ -20,7 +20,7 @@ from daskdl.thresholds import (
     Sent,
     ThresholdAlgorithm,
 )
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.accumulators import GRID, make
 
 SMALL, LARGE = FixedThreshold(2.0**-6), FixedThreshold(2.0**-3)

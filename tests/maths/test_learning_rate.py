@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from daskdl.training.learning_rate import LearningRate, Scheduling
+from daskdl.training.epoch_control import LearningRate, Scheduling
 
 
 def sgd(module=None, lr=1.0):

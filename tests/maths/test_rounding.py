@@ -4,7 +4,7 @@ import pytest
 from daskdl.codec import Stamp
 from daskdl.codec.dense8 import BLOCK, MOST
 from daskdl.errors import CodecError
-from daskdl.training.rounding import FRAME, read, rounded
+from daskdl.training.tree_reduce import FRAME, read, rounded
 
 STAMP = Stamp(run=7, origin=2, sequence=5, step=40)
 

@@ -9,9 +9,8 @@ from torch import nn
 
 from daskdl.channel.protocol import Routes
 from daskdl.codec import Stamp
-from daskdl.training.reduction import Reduction
-from daskdl.training.replica_state import ReplicaState
-from daskdl.training.shares import is_linear
+from daskdl.training.parameter_averaging import ReplicaState
+from daskdl.training.tree_reduce import Reduction, is_linear
 from tests.support.boards import Board, Channel
 
 REPLICAS = 5

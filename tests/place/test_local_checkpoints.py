@@ -27,8 +27,7 @@ from daskdl import (
     SaveError,
     Trainer,
 )
-from daskdl.checkpoints.parts import COMMON, Part, of_replica
-from daskdl.checkpoints.series import Series
+from daskdl.checkpoints import COMMON, Part, Series, of_replica
 from tests.support.problems import adam, rows, sgd
 
 X, Y = rows(120, features=6)

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import daskdl
 from daskdl import Checkpoint, GradientSharing, ParameterAveraging, Trainer
-from daskdl.packed import PackedModel
+from daskdl.serialization import PackedModel
 from tests.support.problems import kept, parameters_of, plain_loop, rows, sgd, trainer
 
 X, Y = rows(160)

@@ -155,7 +155,9 @@ class TestEarlyStopping:
     def test_a_best_model_that_was_lost_is_missed_with_a_warning(
         self, monkeypatch, caplog
     ):
-        monkeypatch.setattr("daskdl.training.stopper.Stopper.best", lambda own: None)
+        monkeypatch.setattr(
+            "daskdl.training.epoch_control.Stopper.best", lambda own: None
+        )
         own = trainer(False, callbacks=[EarlyStopping("loss", patience=99)])
 
         stopping = own.fit(X, Y, epochs=2).stopping

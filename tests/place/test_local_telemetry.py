@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from daskdl import Callback, DivergedError, FixedThreshold, OptionError
-from daskdl.steps import STEP_COLUMNS
+from daskdl.history import STEP_COLUMNS
 from tests.support.problems import kept, parameters_of, rows, trainer
 from tests.support.recording import Notes
 

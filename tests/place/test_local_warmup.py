@@ -58,7 +58,9 @@ def test_runs_in_step_repeat_bit_for_bit(options):
 
 def test_a_small_inbox_changes_no_run_in_step_that_it_is_large_enough_for(monkeypatch):
     """What is folded depends on what a step sends, not on when it comes."""
-    monkeypatch.setattr("daskdl.fitting.INBOX_BYTES", 4 * 804)  # one of two that come
+    monkeypatch.setattr(
+        "daskdl.training.fit.INBOX_BYTES", 4 * 804
+    )  # one of two that come
     runs = []
     for _ in range(2):
         master = shared_out(max_staleness=0, warmup_steps=1000)

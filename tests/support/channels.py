@@ -16,7 +16,7 @@ from daskdl.channel.leasing import WHOLE_EPOCHS
 from daskdl.channel.protocol import Barrier, Endpoint, Item, ItemKind, wrap
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
-from daskdl.timeouts import Timeouts
+from daskdl.config import Timeouts
 from tests.support.records import extents
 
 RUN = 7

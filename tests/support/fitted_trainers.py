@@ -9,12 +9,12 @@ from daskdl import History, Trainer
 from daskdl.fitted.arguments import NAMES
 from daskdl.fitted.fitted import Fitted, new_optimizer
 from daskdl.fitted.progress import scheduling_of
+from daskdl.history import StepRow
 from daskdl.saving.index import _digest
-from daskdl.steps import StepRow
 from daskdl.thresholds import Sent
-from daskdl.training.adoption import Moved, Standing, starting_model
-from daskdl.training.learning_rate import LearningRate
-from daskdl.training.outcome import Outcome
+from daskdl.training.base import Outcome
+from daskdl.training.epoch_control import LearningRate
+from daskdl.training.fit import Moved, Standing, starting_model
 
 
 def layers():

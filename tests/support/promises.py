@@ -110,7 +110,7 @@ class Agreement:
             assert sorted(got) == sorted(itertools.chain(*others))
 
     def test_a_full_inbox_is_folded(self, place, tmp_path, monkeypatch):
-        monkeypatch.setattr("daskdl.fitting.INBOX_BYTES", 1)
+        monkeypatch.setattr("daskdl.training.fit.INBOX_BYTES", 1)
         master = Recorded(str(tmp_path), place.sharing())
 
         history = place.trainer(master=master).fit(X, Y, epochs=2, batch_size=16)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
-from daskdl.training.exchange import Exchange
+from daskdl.training.base import Exchange
 from tests.support.memory import peak_bytes
 
 GRID = 2.0**-24  # of the runs here

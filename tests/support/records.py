@@ -5,7 +5,7 @@ import dataclasses
 from daskdl.channel.leasing import Extent, RunPlan
 from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
 from daskdl.channel.run_state import RunRecord
-from daskdl.timeouts import Timeouts
+from daskdl.config import Timeouts
 
 EACH = 100 + ITEM_BYTES
 TIMEOUTS = Timeouts(join=60, request=30, silence=10, stop=10, rejoin=300, data=600)

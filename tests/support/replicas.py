@@ -9,7 +9,8 @@ import numpy as np
 from torch import nn
 from typing_extensions import override
 
-from daskdl.packed import PackedModel
+from daskdl.config import Timeouts
+from daskdl.serialization import PackedModel
 from daskdl.serving.answers import Failure, Outputs
 from daskdl.serving.calls import call_of
 from daskdl.serving.crew import Crew
@@ -17,7 +18,6 @@ from daskdl.serving.dispatcher import Dispatcher
 from daskdl.serving.joining import Joining
 from daskdl.serving.replica import Ground, Replica
 from daskdl.serving.room import Room
-from daskdl.timeouts import Timeouts
 
 LONG_S = 1000.0  # nobody waits so long in a test
 WITHIN_S = 30.0  # for what a test awaits

@@ -2,7 +2,7 @@
 
 import torch
 
-from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
+from daskdl.checkpoints import COMMON, Part, Stamp, of_replica
 
 
 def write_part(part, stamp, said, state):

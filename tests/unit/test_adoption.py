@@ -8,11 +8,11 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from daskdl.errors import ModelError
-from daskdl.training.adoption import Moved, adopt, starting_model
-from daskdl.training.learning_rate import LearningRate, Scheduling
-from daskdl.training.merge import Final
-from daskdl.training.optimizer_state import weigh
-from daskdl.training.parameters import Parameters
+from daskdl.training.backend import Final
+from daskdl.training.base import Parameters
+from daskdl.training.epoch_control import LearningRate, Scheduling
+from daskdl.training.fit import Moved, adopt, starting_model
+from daskdl.training.optimizer_step import weigh
 
 
 def halved(optimizer):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from daskdl.callbacks.base import Callback, FitBegin
+from daskdl.callbacks import Callback, FitBegin
 from daskdl.history import History
-from daskdl.training.attendance import attended
+from daskdl.training.fit import attended
 
 FIT = FitBegin(2, 3, 0, 32, 1000, 650)
 HISTORY = History()

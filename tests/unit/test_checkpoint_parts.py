@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
+from daskdl.checkpoints import COMMON, Part, Stamp, of_replica
 from daskdl.errors import OptionError, SaveError
 from tests.support.fitted_trainers import signed
 from tests.support.written import damaged, write_part

@@ -5,11 +5,9 @@ import pickle
 import pytest
 
 from daskdl import Checkpoint
-from daskdl.checkpoints.parts import Stamp
-from daskdl.checkpoints.plan import CheckpointPlan
-from daskdl.checkpoints.retention import Retention
+from daskdl.checkpoints import CheckpointPlan, Retention, Stamp
 from daskdl.errors import OptionError, SaveError
-from daskdl.training.resumption import LOOKED_AT, Resumption, checkpoints_of
+from daskdl.training.fit import LOOKED_AT, Resumption, checkpoints_of
 from tests.support.written import put
 
 VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]

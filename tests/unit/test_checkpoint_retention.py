@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from daskdl.checkpoints.retention import Entry, Retention
+from daskdl.checkpoints import Entry, Retention
 
 
 def entries(*scores):

@@ -5,9 +5,7 @@ import math
 
 import pytest
 
-from daskdl.checkpoints.parts import COMMON, Part, Stamp
-from daskdl.checkpoints.retention import Retention
-from daskdl.checkpoints.series import Series, whole_at
+from daskdl.checkpoints import COMMON, Part, Retention, Series, Stamp, whole_at
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError, SaveError
 from tests.support.written import damaged, put, put_part, write_part

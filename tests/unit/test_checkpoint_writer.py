@@ -10,12 +10,10 @@ import torch
 
 from daskdl import Checkpoint
 from daskdl.channel.base import Gathered
-from daskdl.checkpoints.parts import COMMON, Part, Stamp, of_replica
-from daskdl.checkpoints.plan import CheckpointPlan
+from daskdl.checkpoints import COMMON, CheckpointPlan, Part, Stamp, of_replica
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, SaveError, WaitTimeoutError
-from daskdl.training.checkpoint_writer import CheckpointWriter, Copyable, plain
-from daskdl.training.checkpoints import Checkpoints
+from daskdl.training.checkpointing import Checkpoints, CheckpointWriter, Copyable, plain
 from tests.support.records import TIMEOUTS
 from tests.support.written import put_part
 

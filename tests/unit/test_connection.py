@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from daskdl.channel.connection import Connection
 from daskdl.channel.protocol import Endpoint
-from daskdl.channel.sender import Connection
 from daskdl.errors import ChannelError, WaitTimeoutError
 from tests.support.inboxes import GRID, SIZE, filled
 from tests.support.records import TIMEOUTS

@@ -6,7 +6,7 @@ import pytest
 from daskdl.channel.protocol import Answer, Item, ItemKind
 from daskdl.channel.scheduler import Courier
 from daskdl.channel.sender import BATCH_BYTES
-from daskdl.timeouts import Bound
+from daskdl.config import Bound
 
 PATIENCE_S = 20
 

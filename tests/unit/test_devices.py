@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from daskdl.training.devices import device_for
+from daskdl.training.replica import device_for
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from daskdl.training.diagnosis import Symptoms, diagnosis
-from daskdl.training.exchange import Excess
+from daskdl.training.base import Excess
+from daskdl.training.optimizer_step import Symptoms, diagnosis
 
 NAN = math.nan
 FIRST = Symptoms(replica=0, epoch=0, step=1, loss=NAN)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from daskdl.callbacks.early_stopping import EarlyStopping
+from daskdl.callbacks import EarlyStopping
 from daskdl.errors import OptionError
 
 NAN = float("nan")

@@ -5,8 +5,7 @@ import weakref
 import numpy as np
 
 from daskdl.channel.leasing import Piece, Range
-from daskdl.training.feed import Feed
-from daskdl.training.reader import Reading
+from daskdl.training.data_feed import Feed, Reading
 
 
 class Leasing:

@@ -1,6 +1,6 @@
 import numpy as np
 
-from daskdl.training.feedback import Feedback
+from daskdl.training.tree_reduce import Feedback
 
 ONE, TWO = {"a": np.ones(2)}, {"a": np.full(2, 2.0)}
 

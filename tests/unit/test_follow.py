@@ -7,15 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.callbacks.base import Callback
-from daskdl.callbacks.early_stopping import EarlyStopping
+from daskdl.callbacks import Callback, EarlyStopping
 from daskdl.channel.base import Traffic
-from daskdl.history import History
-from daskdl.steps import StepRow, pack_rows
-from daskdl.stopping import Stopping
-from daskdl.training.follow import Before, Follower
-from daskdl.training.judging import Judging, Record
-from daskdl.training.statistics import Statistics
+from daskdl.history import History, StepRow, Stopping, pack_rows
+from daskdl.training.base import Statistics
+from daskdl.training.epoch_control import Judging, Record
+from daskdl.training.fit import Before, Follower
 
 NOTE = {
     "tally": [6.0, 4, 1.0],
@@ -91,7 +88,7 @@ def test_epochs_are_counted_on_from_those_of_the_run_before():
 def test_the_seconds_are_those_since_the_epoch_before(monkeypatch):
     clock = iter([10.0, 13.0, 14.0])
     monkeypatch.setattr(
-        "daskdl.training.follow.time", SimpleNamespace(perf_counter=clock.__next__)
+        "daskdl.training.fit.time", SimpleNamespace(perf_counter=clock.__next__)
     )
     history = History()
 

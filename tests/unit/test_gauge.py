@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from daskdl.channel import sender as gauge_module
+from daskdl.channel.connection import Gauge
 from daskdl.channel.protocol import Item, ItemKind
-from daskdl.channel.sender import Gauge
 from daskdl.thresholds import Drained
 
 

@@ -7,10 +7,9 @@ import re
 import pytest
 
 from daskdl import Callback
-from daskdl.callbacks.early_stopping import EarlyStopping
-from daskdl.callbacks.evaluate import Evaluate
+from daskdl.callbacks import EarlyStopping, Evaluate
 from daskdl.errors import OptionError
-from daskdl.training.judging import Judging, Record, Verdict
+from daskdl.training.epoch_control import Judging, Record, Verdict
 
 NAN, INF = float("nan"), float("inf")
 

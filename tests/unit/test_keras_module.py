@@ -12,7 +12,7 @@ from daskdl.compression.flat import FlatParameters, load_buffers_, pack_buffers
 from daskdl.errors import ModelError
 from daskdl.keras.library import library
 from daskdl.keras.module import KerasModule, as_module
-from daskdl.packed import PackedModel
+from daskdl.serialization import PackedModel
 from tests.support.names import shown
 
 keras = library()

@@ -1,10 +1,8 @@
 import pytest
 
-from daskdl.callbacks.base import FitBegin, FitEnd
-from daskdl.callbacks.learning_rate_monitor import LearningRateMonitor, Rate
+from daskdl.callbacks import FitBegin, FitEnd, LearningRateMonitor, Rate
 from daskdl.errors import OptionError
-from daskdl.history import History
-from daskdl.steps import StepRow
+from daskdl.history import History, StepRow
 
 
 def watch(monitor, *fits):

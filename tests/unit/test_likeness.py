@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl.errors import OptionError
-from daskdl.training.likeness import Likeness
+from daskdl.training.checkpointing import Likeness
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from daskdl.training.loader import Loader
+from daskdl.training.data_feed import Loader
 
 WHO = ContextVar("who", default="nobody")
 PATIENCE_S = 30  # of a test that would fail otherwise
@@ -136,7 +136,7 @@ def test_a_part_that_was_fetched_is_not_kept(loader):
 
 def test_a_job_that_hangs_does_not_keep_a_process_from_ending():
     code = (
-        "import threading; from daskdl.training.loader import Loader; "
+        "import threading; from daskdl.training.data_feed import Loader; "
         "begun = threading.Event(); "
         "Loader(1, 'x').submit(lambda: (begun.set(), threading.Event().wait())); "
         "begun.wait(); print('over')"

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from daskdl.training.loss_watch import LossWatch
+from daskdl.training.optimizer_step import LossWatch
 
 
 def stops_at(losses, max_rise=10.0):

@@ -7,8 +7,8 @@ import threading
 import psutil
 import pytest
 
-from daskdl import memory
-from daskdl.memory import DEFAULT_BYTES, freed_memory_kept
+from daskdl import util
+from daskdl.util import DEFAULT_BYTES, freed_memory_kept
 
 BLOCK_BYTES = 16 * 2**20
 
@@ -64,7 +64,7 @@ def test_the_last_one_to_leave_puts_it_back():
 
 FAULTS = """
 import ctypes, resource, threading
-from daskdl.memory import freed_memory_kept
+from daskdl.util import (freed_memory_kept)
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -110,8 +110,8 @@ def test_the_allocator_is_put_back_to_what_the_environment_asks_for(
 ):
     settings = []
     monkeypatch.setenv(variable, asked)
-    monkeypatch.setattr(memory, "_set", settings.append)
-    (number,) = [one.number for one in memory.SETTINGS if one.variable == variable]
+    monkeypatch.setattr(util, "_set", settings.append)
+    (number,) = [one.number for one in util.SETTINGS if one.variable == variable]
 
     with freed_memory_kept():
         pass
@@ -121,7 +121,7 @@ def test_the_allocator_is_put_back_to_what_the_environment_asks_for(
 
 def test_only_the_last_one_to_leave_gives_the_memory_back(monkeypatch):
     given = []
-    monkeypatch.setattr(memory, "_give_back", lambda: given.append("back"))
+    monkeypatch.setattr(util, "_give_back", lambda: given.append("back"))
 
     with freed_memory_kept():
         with freed_memory_kept():

@@ -6,13 +6,12 @@ import torch
 from torch import nn
 
 from daskdl.compression.flat import Buffers
-from daskdl.packed import Packed
+from daskdl.serialization import Packed
 from daskdl.thresholds import Sent
-from daskdl.training.merge import merge
-from daskdl.training.optimizer_state import OptimizerState, weigh
-from daskdl.training.outcome import Outcome
-from daskdl.training.parameters import Parameters
-from daskdl.training.task import Result
+from daskdl.training.backend import merge
+from daskdl.training.base import Outcome, Parameters
+from daskdl.training.optimizer_step import OptimizerState, weigh
+from daskdl.training.spec import Result
 
 GRID = 2.0**-24
 MOST = 2**31 - 1

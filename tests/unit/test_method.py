@@ -13,10 +13,9 @@ from daskdl import Callback
 from daskdl.data.in_memory import InMemory
 from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.training.adoption import Moved, Standing
-from daskdl.training.learning_rate import LearningRate, Scheduling
-from daskdl.training.method import Method
-from daskdl.training.stepping import Stepping
+from daskdl.training.epoch_control import LearningRate, Scheduling
+from daskdl.training.fit import Method, Moved, Standing
+from daskdl.training.optimizer_step import Stepping
 
 X = np.arange(12.0, dtype=np.float32).reshape(6, 2)
 CLASSES = np.array([0, 1, 2, 0, 1, 2])

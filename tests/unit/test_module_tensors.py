@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from daskdl.errors import SaveError
-from daskdl.training.tensors import load_tensors_, others_in, trained_in
+from daskdl.training.base import load_tensors_, others_in, trained_in
 
 
 class Net(nn.Module):

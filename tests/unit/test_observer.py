@@ -8,8 +8,8 @@ import torch
 
 from daskdl import codec
 from daskdl.compression.compressor import Sample
-from daskdl.training.observer import Observer, spread_of
-from daskdl.training.statistics import Exchanged, Statistics
+from daskdl.training.base import Exchanged, Statistics
+from daskdl.training.telemetry import Observer, spread_of
 
 ENTRIES = np.arange(1, 33, dtype=np.int32)
 STAMP = codec.Stamp(1, 0, 1, 1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.training.optimizer_state import OptimizerState, add, restore_, weigh
+from daskdl.training.optimizer_step import OptimizerState, add, restore_, weigh
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from daskdl.errors import OptionError
-from daskdl.training.oversight import Oversight
+from daskdl.training.spec import Oversight
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from daskdl.errors import ModelError
-from daskdl.packed import Packed, PackedModel
+from daskdl.serialization import Packed, PackedModel
 
 
 class Holder:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import daskdl
-from daskdl.packed import Packed
 from daskdl.planning import planner, rehearsal
 from daskdl.planning.requests import request_costs
+from daskdl.serialization import Packed
 
 pytestmark = pytest.mark.slow
 
@@ -207,7 +207,7 @@ class TestRefused:
             (
                 (2, None),
                 {"master": "mesh"},
-                "master must be a daskdl.training.sharing.",
+                "master must be a daskdl.training.gradient_sharing.",
             ),
             (
                 (2, None),

@@ -6,7 +6,7 @@ import pytest
 
 from daskdl.planning.advice import Question, advise
 from daskdl.planning.network import Network
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.planned import FAST, measured
 
 UP_TO_64 = tuple(range(1, 65))

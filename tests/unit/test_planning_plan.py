@@ -6,7 +6,7 @@ import pytest
 
 from daskdl.planning.plan import Plan
 from daskdl.planning.prediction import predictions
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.planned import FAST, measured
 
 

@@ -9,7 +9,7 @@ from daskdl.channel.protocol import WIRE_BYTES
 from daskdl.planning.costs import Measured
 from daskdl.planning.network import Network
 from daskdl.planning.prediction import predict
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.planned import COSTS, FAST, measured
 
 SHARING = GradientSharing()

@@ -2,10 +2,8 @@ import io
 
 import pytest
 
-from daskdl.callbacks.base import FitBegin, FitEnd
-from daskdl.callbacks.print_progress import PrintProgress
-from daskdl.history import History
-from daskdl.stopping import Stopping
+from daskdl.callbacks import FitBegin, FitEnd, PrintProgress
+from daskdl.history import History, Stopping
 
 BEGIN = FitBegin(2, 9, 0, 32, 1000, 650)
 ROW = {"epoch": 1, "loss": 0.25, "seconds": 61.04, "replicas": 1}

@@ -1,6 +1,6 @@
 import torch
 
-from daskdl.training.random_state import random_state_kept
+from daskdl.training.replica import random_state_kept
 
 CPU = torch.device("cpu")
 

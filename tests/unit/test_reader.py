@@ -16,7 +16,7 @@ from daskdl.errors import (
     OptionError,
     WaitTimeoutError,
 )
-from daskdl.training.reader import Reader, Reading
+from daskdl.training.data_feed import Reader, Reading
 
 READING = Reading(
     phase="train", seed=None, batch_size=2, prefetch=2, labels=None, skips=False

@@ -8,7 +8,7 @@ import pytest
 from daskdl.channel.leasing import TO_ITS_END, Piece, Range
 from daskdl.data.batches import batches
 from daskdl.errors import DataError, LostPieceError
-from daskdl.training.reader import Reader, Reading
+from daskdl.training.data_feed import Reader, Reading
 
 
 class Store:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from daskdl.channel.protocol import Routes
-from daskdl.training.reduction import Reduction
-from daskdl.training.shares import add
+from daskdl.training.tree_reduce import Reduction, add
 from tests.support.boards import Board, Channel
 
 

@@ -7,18 +7,18 @@ import pytest
 from torch import nn
 
 from daskdl import Callback, GradientSharing
-from daskdl.callbacks.early_stopping import EarlyStopping
+from daskdl.callbacks import EarlyStopping
 from daskdl.channel.base import Entry, Seating
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.compression.flat import FlatParameters, grid_for
+from daskdl.config import Timeouts
 from daskdl.data.in_memory import InMemory
 from daskdl.data.rehearsal import random_state_left_alone
-from daskdl.timeouts import Timeouts
-from daskdl.training.judging import Judging, Record
+from daskdl.training.backend import extent_for, plan_of
+from daskdl.training.data_feed import LocalStore
+from daskdl.training.epoch_control import Judging, Record
 from daskdl.training.replica import Replica
-from daskdl.training.stage import extent_for, plan_of
-from daskdl.training.stores import LocalStore
-from daskdl.training.task import Recipe, TaskOptions
+from daskdl.training.spec import Recipe, TaskOptions
 from tests.support.problems import rows, sgd
 
 X, Y = rows(64)

@@ -8,19 +8,16 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from daskdl.callbacks.early_stopping import EarlyStopping
+from daskdl.callbacks import EarlyStopping
 from daskdl.compression.flat import Buffers
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.objective import objective_of
 from daskdl.saving.plain import Plain
-from daskdl.training.checkpoint_writer import plain
-from daskdl.training.judging import Judging
-from daskdl.training.learning_rate import LearningRate, Scheduling
-from daskdl.training.loss_watch import LossWatch
-from daskdl.training.parameters import Parameters
-from daskdl.training.random_state import generators, restore_generators
-from daskdl.training.stepping import Stepper, Stepping
-from daskdl.training.stopper import Stopper
+from daskdl.training.base import Parameters
+from daskdl.training.checkpointing import plain
+from daskdl.training.epoch_control import Judging, LearningRate, Scheduling, Stopper
+from daskdl.training.optimizer_step import LossWatch, Stepper, Stepping
+from daskdl.training.replica import generators, restore_generators
 from tests.maths.test_learning_rate import KINDS, end_epoch, groups_of, sgd
 from tests.unit.test_stopper import Clock, epoch_of, note
 

@@ -6,16 +6,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl import Checkpoint, GradientSharing, ParameterAveraging
-from daskdl.checkpoints.parts import Stamp
-from daskdl.checkpoints.plan import ResumePlan
+from daskdl.checkpoints import ResumePlan, Stamp
 from daskdl.errors import OptionError, SaveError
-from daskdl.training.judging import Verdict
-from daskdl.training.learning_rate import Scheduling
-from daskdl.training.likeness import Likeness
-from daskdl.training.method import Method
-from daskdl.training.resuming import inherit
-from daskdl.training.resumption import Resumption, resumption_of
-from daskdl.training.states import ALONE, AVERAGER, SHARER
+from daskdl.training.base import ALONE, AVERAGER, SHARER
+from daskdl.training.checkpointing import Likeness, inherit
+from daskdl.training.epoch_control import Scheduling, Verdict
+from daskdl.training.fit import Method, Resumption, resumption_of
 from tests.support.written import put, put_part
 
 TENSORS = {"weight": "float32 (2, 3)", "bias": "float32 (2,)"}

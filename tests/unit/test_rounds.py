@@ -1,6 +1,6 @@
 import pytest
 
-from daskdl.training.rounds import Said, round_of
+from daskdl.training.parameter_averaging import Said, round_of
 
 
 def said(mean=4, examples=10, seen=4, **more):

@@ -4,7 +4,7 @@ import pytest
 
 from daskdl.channel.base import Gathered
 from daskdl.history import COLUMNS
-from daskdl.training.row_log import RowLog
+from daskdl.training.telemetry import RowLog
 
 TRAFFIC = {
     "waits_s": {"end": 0.25},

@@ -6,8 +6,8 @@ import pytest
 from daskdl.channel.base import Traffic
 from daskdl.errors import DataError
 from daskdl.history import COLUMNS
-from daskdl.training.rows import row_of
-from daskdl.training.statistics import Statistics
+from daskdl.training.base import Statistics
+from daskdl.training.telemetry import row_of
 
 FIRST = Statistics(
     exchanges=4, density_sum=0.5, threshold=0.25, clipped=1.5, lead_sum=6, steps=5

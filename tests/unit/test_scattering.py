@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from daskdl.config import Bound
 from daskdl.data.scattering import scatter
 from daskdl.errors import WaitTimeoutError
-from daskdl.timeouts import Bound
 
 SOON = Bound(0.01, ("join",))
 
@@ -60,7 +60,7 @@ def test_workers_that_do_not_take_it_are_named_and_not_waited_for():
 
     assert str(caught.value) == (
         "the model (8 bytes) could not be sent to tcp://a, tcp://b within 0.01 s "
-        "(daskdl.timeouts.join); is the way there slow, or a worker busy?"
+        "(daskdl.config.join); is the way there slow, or a worker busy?"
     )
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError, WaitTimeoutError
-from daskdl.training.seats import most_replicas, replicas_here, seats_of
-from daskdl.training.sharing import GradientSharing
+from daskdl.training.backend import most_replicas, replicas_here, seats_of
+from daskdl.training.gradient_sharing import GradientSharing
 
 
 class Cluster:
@@ -53,13 +53,13 @@ def test_a_worker_that_does_not_say_how_many_devices_it_has_is_not_waited_for():
             await asyncio.Event().wait()
 
     with (
-        dask.config.set({"daskdl.timeouts.request": "10ms"}),
+        dask.config.set({"daskdl.config.request": "10ms"}),
         pytest.raises(WaitTimeoutError) as caught,
     ):
         seats(Hanging(b=1, a=1), each="auto")
 
     assert str(caught.value) == (
-        "not all of a, b said within 0.01 s (daskdl.timeouts.request) how many CUDA "
+        "not all of a, b said within 0.01 s (daskdl.config.request) how many CUDA "
         "devices they have"
     )
 
@@ -84,14 +84,14 @@ def test_those_left_out_leave_the_workers_evenly_used():
 
 
 def test_leaving_replicas_out_is_logged(caplog):
-    with caplog.at_level("INFO", logger="daskdl.training.seats"):
+    with caplog.at_level("INFO", logger="daskdl.training.backend"):
         seats(Cluster(a=0, b=0, c=0), examples=20)
 
     assert caplog.messages == ["2 batches only: 2 of 3 replicas"]
 
 
 def test_a_replica_for_each_batch_is_not_worth_a_word(caplog):
-    with caplog.at_level("INFO", logger="daskdl.training.seats"):
+    with caplog.at_level("INFO", logger="daskdl.training.backend"):
         assert len(seats(Cluster(a=0, b=0), examples=20)) == 2
 
     assert caplog.messages == []

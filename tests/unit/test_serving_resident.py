@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.packed import Packed, PackedModel
+from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.answers import Failure
 from daskdl.serving.resident import Resident
 from tests.contract.test_serving_dispatcher import on_a_loop

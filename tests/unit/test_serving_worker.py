@@ -6,7 +6,7 @@ import numpy as np
 from torch import nn
 
 from daskdl.channel.protocol import unwrap, wrap
-from daskdl.packed import PackedModel
+from daskdl.serialization import PackedModel
 from daskdl.serving.structures import structure_of
 from daskdl.serving.worker import open_end
 from tests.contract.test_serving_dispatcher import on_a_loop

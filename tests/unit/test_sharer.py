@@ -13,10 +13,9 @@ from daskdl.channel.base import Channel
 from daskdl.channel.inbox import Arrived
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import Aim, Drained, FixedThreshold, Link, LinkAlgorithm, Sent
-from daskdl.training.outcome import Outcome
-from daskdl.training.seat import Seat
-from daskdl.training.sharing import GradientSharing
-from daskdl.training.step_clock import StepClock
+from daskdl.training.base import Outcome, Seat
+from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.telemetry import StepClock
 
 DENSE = codec.DenseUpdate
 SPARSE = codec.SparseUpdate

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from daskdl.compression.flat import FlatParameters
-from daskdl.training.shares import Shares, add
+from daskdl.training.tree_reduce import Shares, add
 
 
 class Case:

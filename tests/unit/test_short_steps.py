@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 from daskdl import GradientSharing
-from daskdl.training.short_steps import divides_by_noise, warn_of_short_steps
+from daskdl.training.fit import divides_by_noise, warn_of_short_steps
 from tests.support.problems import rows, trainer
 
 DIVIDING = [

@@ -5,8 +5,7 @@ import pytest
 
 from daskdl.data.options import ReadOptions
 from daskdl.errors import DataError
-from daskdl.sites import Process
-from daskdl.training.options import FitOptions
+from daskdl.training.fit import FitOptions, Process
 from tests.support.part_sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from daskdl.training.small_threshold import hint_at_small_threshold
+from daskdl.training.fit import hint_at_small_threshold
 
 LAST = {"density": 0.9, "threshold": 3e-4, "clipped": 12.0}
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.training.stage import extent_for
+from daskdl.training.backend import extent_for
 from tests.support.part_sources import Parts
 
-LOGGER = "daskdl.training.stage"
+LOGGER = "daskdl.training.backend"
 
 
 def options(step=4, batch=2):

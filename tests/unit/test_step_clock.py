@@ -1,4 +1,4 @@
-from daskdl.training.step_clock import StepClock
+from daskdl.training.telemetry import StepClock
 
 
 def clock_of(*times):

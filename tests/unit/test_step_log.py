@@ -2,9 +2,9 @@
 
 import pytest
 
-from daskdl.steps import StepRow, unpack_rows
-from daskdl.training import step_log
-from daskdl.training.step_log import SHARE, StepLog
+from daskdl.history import StepRow, unpack_rows
+from daskdl.training import telemetry
+from daskdl.training.telemetry import SHARE, StepLog
 
 
 class Clock:
@@ -102,7 +102,7 @@ class TestRows:
 
     @pytest.mark.parametrize("every", [1, "auto"])
     def test_too_many_for_one_report_are_thinned_out(self, monkeypatch, every):
-        monkeypatch.setattr(step_log, "MOST_ROWS", 8)
+        monkeypatch.setattr(telemetry, "MOST_ROWS", 8)
         clock = Clock()
         log = StepLog(every, clock)
 
@@ -117,7 +117,7 @@ class TestRows:
         ]
 
     def test_a_row_that_would_not_be_kept_is_not_made(self, monkeypatch):
-        monkeypatch.setattr(step_log, "MOST_ROWS", 2)
+        monkeypatch.setattr(telemetry, "MOST_ROWS", 2)
         clock = Clock()
 
         had = run(StepLog(1, clock), clock, range(1, 13), 1.0)

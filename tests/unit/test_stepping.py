@@ -10,7 +10,7 @@ from torch import nn
 
 from daskdl.errors import ModelError, OptionError
 from daskdl.objective import OwnStep, Penalised
-from daskdl.training.stepping import Stepper, Stepping, rows_of, scaled
+from daskdl.training.optimizer_step import Stepper, Stepping, rows_of, scaled
 
 CPU = torch.device("cpu")
 

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from daskdl.callbacks.early_stopping import EarlyStopping
-from daskdl.training.judging import Judging
-from daskdl.training.parameters import Parameters
-from daskdl.training.stopper import Stopper
+from daskdl.callbacks import EarlyStopping
+from daskdl.training.base import Parameters
+from daskdl.training.epoch_control import Judging, Stopper
 
 RULE = EarlyStopping("loss", patience=2)
 

@@ -14,10 +14,9 @@ from daskdl.data.in_memory import InMemory
 from daskdl.data.options import SourceOptions
 from daskdl.data.sources import source_of
 from daskdl.errors import LostPieceError, WaitTimeoutError
-from daskdl.packed import Packed
-from daskdl.training import stores as module
-from daskdl.training.stores import LocalStore
-from daskdl.training.worker_store import WorkerStore
+from daskdl.serialization import Packed
+from daskdl.training import data_feed as module
+from daskdl.training.data_feed import LocalStore, WorkerStore
 from tests.support.part_sources import Parts, Streamed
 from tests.support.records import TIMEOUTS
 
@@ -80,7 +79,7 @@ def worker_store(monkeypatch):
 
     def make(rows, channel, *, held=(), sources=None, timeouts=TIMEOUTS):
         monkeypatch.setattr(
-            "daskdl.training.worker_store.Fetcher", lambda: Fetching(rows, held)
+            "daskdl.training.data_feed.Fetcher", lambda: Fetching(rows, held)
         )
         made.append(WorkerStore(sources or {}, channel, timeouts, 1))
         return made[-1]
@@ -423,7 +422,7 @@ class TestAhead:
         source.may_end.set()
 
         assert str(caught.value) == (
-            "no part came within 0.02 s (daskdl.timeouts.data); it is waiting for part "
+            "no part came within 0.02 s (daskdl.config.data); it is waiting for part "
             "1 of the train data (box 1) to be loaded"
         )
 

@@ -7,12 +7,12 @@ import dask
 import numpy as np
 import pytest
 
+from daskdl.config import Bound
 from daskdl.data import supplies as module
 from daskdl.data.in_memory import InMemory
 from daskdl.data.pairs import pairs
 from daskdl.data.supplies import Carried, Scattered, supply_of
 from daskdl.errors import OptionError, WaitTimeoutError
-from daskdl.timeouts import Bound
 from tests.support.futures import future_of
 from tests.support.part_sources import Parts
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from daskdl import GradientSharing
-from daskdl.training.judging import Judging
-from daskdl.training.reader import Reading
-from daskdl.training.task import TaskOptions
+from daskdl.training.data_feed import Reading
+from daskdl.training.epoch_control import Judging
+from daskdl.training.spec import TaskOptions
 from tests.support.records import TIMEOUTS
 
 OPTIONS = TaskOptions(

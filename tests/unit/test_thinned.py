@@ -1,6 +1,6 @@
 import pytest
 
-from daskdl.thinned import Thinned
+from daskdl.history import Thinned
 
 
 def filled(most, count):

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from daskdl.training.threads import torch_threads
+from daskdl.training.replica import torch_threads
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from daskdl import (
     codec,
 )
 from daskdl.objective import OwnStep
-from daskdl.training.stepping import Stepping
-from daskdl.training.task import Recipe
-from daskdl.training.warmup import warm_up
+from daskdl.training.optimizer_step import Stepping
+from daskdl.training.replica import warm_up
+from daskdl.training.spec import Recipe
 
 CPU = torch.device("cpu")
 

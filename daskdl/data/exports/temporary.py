@@ -10,6 +10,7 @@ from typing import Any
 
 import dask.config
 
+from daskdl.config import Timeouts
 from daskdl.data.exports.options import ExportOptions
 from daskdl.data.exports.progress import Progress
 from daskdl.data.exports.source import BatchFiles
@@ -18,7 +19,6 @@ from daskdl.data.futures import answers_of, workers_of
 from daskdl.data.source import Source
 from daskdl.data.stores.store import Store, store_of
 from daskdl.errors import OptionError
-from daskdl.timeouts import Timeouts
 
 _PREFIX = "daskdl-export-"
 

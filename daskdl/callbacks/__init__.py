@@ -1,1 +1,0 @@
-"""What users may hang into a run, and what of that comes with daskdl."""

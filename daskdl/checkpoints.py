@@ -1,0 +1,447 @@
+"""Checkpoints on disk: a series of folders, their parts, and how many are kept."""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from daskdl.callbacks import Checkpoint
+from daskdl.channel.leasing import Pause
+from daskdl.config import VERSION
+from daskdl.data.stores.listing import is_path
+from daskdl.data.stores.store import Store, store_of
+from daskdl.errors import DataError, OptionError, SaveError
+from daskdl.saving.folder import Folder
+from daskdl.saving.index import Kind
+from daskdl.saving.plain import Plain
+from daskdl.saving.tensors import laid_out
+
+logger = logging.getLogger(__name__)
+
+COMMON = "common"
+FORM, FORMAT = "daskdl checkpoint", 1
+
+
+class Stamp(NamedTuple):
+    """What belongs together has the same."""
+
+    origin: str  # the fit that began it all, however often it was resumed
+    run: str  # the one that wrote it
+    number: int  # in its folder
+
+
+def of_replica(replica: int) -> str:
+    """The name of a replica's part.
+
+    Example:
+        >>> of_replica(3)
+        'replica-3'
+    """
+    return f"replica-{replica}"
+
+
+class Copy(NamedTuple):
+    """What is to be written, with memory of its own."""
+
+    content: dict[str, Any]  # JSON
+    tensors: Tensor | None  # laid out as in their file; None: there are none
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Attributes:
+        store: The folder of the checkpoint.
+        name: `COMMON`, or what `of_replica` says.
+    """
+
+    store: Store
+    name: str
+
+    @property
+    def index(self) -> str:
+        """The name of the file that is written last."""
+        return f"{self.name}.json"
+
+    def copied(
+        self,
+        stamp: Stamp,
+        said: Mapping[str, Any],
+        state: Mapping[str, Any],
+        used: Copy | None = None,
+    ) -> Copy:
+        """Copy what is to be written.
+
+        Args:
+            stamp: Of the checkpoint.
+            said: Plain values that `said` reads without the rest.
+            state: Plain values and tensors, by other names.
+            used: Another one, which is written: its memory may be used again.
+
+        Raises:
+            OptionError: Naming what cannot be written without code.
+        """
+        plain = Plain()
+        content = {
+            "stamp": list(stamp),
+            "said": plain.encode(dict(said), "said"),
+            "state": plain.encode(dict(state), "state"),
+        }
+        if not plain.tensors:
+            return Copy(content, None)
+        memory = None if used is None else used.tensors
+        return Copy(content, laid_out(plain.tensors, memory))
+
+    def write(self, copy: Copy) -> None:
+        """Write it; it is there at once.
+
+        Raises:
+            SaveError: If nothing can be written there.
+        """
+        made_by = {"daskdl": VERSION, "torch": torch.__version__}
+        files = {} if copy.tensors is None else {self.name: copy.tensors}
+        self._folder.write_files(copy.content, files, made_by)
+
+    def said(self) -> tuple[Stamp, dict[str, Any]]:
+        """Read what is known without its tensors.
+
+        Raises:
+            SaveError: If it is not there, damaged, or too new.
+        """
+        with self._named():
+            content = self._folder.content()
+        return self._stamp(content), self._mapping(content, "said", {})
+
+    def read(self) -> tuple[Stamp, dict[str, Any]]:
+        """Read all that it was written with, what it says and its state together.
+
+        Raises:
+            SaveError: If it is not there, damaged, or too new.
+        """
+        with self._named():
+            content, tensors = self._folder.read()
+        stamp, own = self._stamp(content), dict(tensors.get(self.name, {}))
+        said = self._mapping(content, "said", {})
+        return stamp, {**said, **self._mapping(content, "state", own)}
+
+    @property
+    def _folder(self) -> Folder:
+        return Folder(self.store, Kind(FORM, FORMAT, self.index, (self.name,)))
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors say which of the parts in the folder it is."""
+        try:
+            yield
+        except SaveError as error:
+            raise SaveError(f"{self.index}: {error}") from error
+
+    def _stamp(self, content: Any) -> Stamp:
+        stamp = content.get("stamp") if isinstance(content, dict) else None
+        match stamp:
+            case [str(), str(), int()]:
+                return Stamp(*stamp)
+        raise SaveError(f"{self.store.url_of(self.index)} is damaged: {stamp!r:.80}")
+
+    def _mapping(
+        self, content: Any, name: str, tensors: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        try:
+            found = Plain(tensors=tensors).decode(content.get(name))
+        except SaveError as error:
+            where = self.store.url_of(self.index)
+            raise SaveError(f"{where} is damaged: {error}") from error
+        if not isinstance(found, dict):
+            where = self.store.url_of(self.index)
+            raise SaveError(f"{where} is damaged: its {name} is {found!r:.80}")
+        return found
+
+
+class Entry(NamedTuple):
+    """A checkpoint that is whole, as far as it matters here."""
+
+    number: int  # in its folder
+    ordinal: int  # in its fit, from 1, however often that was resumed
+    score: float  # of what counts for the best; NaN: there is none
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept of the checkpoints of a fit.
+
+    Attributes:
+        last: So many of the newest; None: all.
+        every: Each so many-th; None: none because of that.
+        best: Whether the one with the best score is, the first of equals.
+        largest_is_best: Else the least is.
+
+    Example:
+        >>> entries = [Entry(n, n, score=abs(n - 2.0)) for n in range(1, 8)]
+        >>> Retention(last=1, every=3, best=True).kept(entries)
+        {2, 3, 6, 7}
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: bool = False
+    largest_is_best: bool = False
+
+    def kept(self, entries: Sequence[Entry]) -> set[int]:
+        """The numbers of those that are kept.
+
+        Args:
+            entries: All that are whole, of one fit, in ascending order.
+        """
+        newest = entries if self.last is None else entries[-self.last :]
+        kept = {entry.number for entry in newest}
+        if self.every is not None:
+            kept |= {e.number for e in entries if e.ordinal % self.every == 0}
+        scored = [entry for entry in entries if math.isfinite(entry.score)]
+        if self.best and scored:
+            sign = -1.0 if self.largest_is_best else 1.0
+            kept.add(min(scored, key=lambda entry: sign * entry.score).number)
+        return kept
+
+
+_NAME = re.compile(r"checkpoint-(\d{6,})")
+
+
+class Whole(NamedTuple):
+    """A checkpoint all of which is there."""
+
+    store: Store
+    stamp: Stamp
+    said: dict[str, Any]  # what its common part says without the tensors
+
+    @property
+    def members(self) -> list[int]:
+        """The replicas whose parts it has, ascending."""
+        members: list[int] = self.said["members"]
+        return members
+
+
+@dataclass(frozen=True)
+class Series:
+    """Checkpoints in one folder.
+
+    Attributes:
+        store: The folder.
+    """
+
+    store: Store
+
+    @classmethod
+    def at(cls, url: Any) -> "Series":
+        """The series at a URL or a path.
+
+        Raises:
+            OptionError: If it is neither.
+        """
+        if not is_path(url):
+            raise OptionError(f"url must be a URL or a path of a folder, got {url!r}")
+        return cls(store_of(url))
+
+    def folder(self, number: int) -> Store:
+        """The folder of one.
+
+        Example:
+            >>> Series.at("memory://x").folder(12).url
+            'memory://x/checkpoint-000012'
+        """
+        url = self.store.url_of(f"checkpoint-{number:06d}")
+        return replace(self.store, url=url)
+
+    def numbers(self) -> list[int]:
+        """Of all that are there, whole or not, ascending.
+
+        Raises:
+            SaveError: If the folder cannot be listed.
+        """
+        try:
+            found = map(_NAME.fullmatch, self.store.folders())
+            return sorted(int(match[1]) for match in found if match)
+        except DataError as error:
+            raise SaveError(f"cannot list {self.store.url}: {error}") from error
+
+    def whole(self, number: int) -> Whole | None:
+        """One of them; None if not all of it is there.
+
+        Raises:
+            SaveError: If it is there, and damaged or too new.
+        """
+        return whole_at(self.folder(number))
+
+    def newest(self) -> Whole | None:
+        """The newest whole one, or None.
+
+        Raises:
+            SaveError: If it is damaged or too new. An older one is not taken in its
+                place; its own URL can be given.
+        """
+        for number in reversed(self.numbers()):
+            found = self.whole(number)
+            if found is not None:
+                return found
+        return None
+
+    def prune(
+        self, origin: str, retention: Retention, score: Callable[[Whole], float]
+    ) -> None:
+        """Delete what is not to be kept: of one fit, and what was broken off before.
+
+        Args:
+            origin: Of the fit; whole ones of others stay.
+            retention: What is to be kept.
+            score: Of one.
+        """
+        own: dict[int, Whole] = {}
+        broken_off: list[int] = []
+        for number in self.numbers():
+            try:
+                found = self.whole(number)
+            except SaveError as error:  # somebody may want to look at it
+                logger.warning("%s is left where it is", error)
+                continue
+            if found is None:
+                broken_off.append(number)
+            elif found.stamp.origin == origin:
+                own[number] = found
+        entries = [Entry(n, one.said["count"], score(one)) for n, one in own.items()]
+        kept = retention.kept(entries)
+        stale = [number for number in broken_off if number < max(own, default=0)]
+        for number in (*stale, *(own.keys() - kept)):
+            self._delete(number)
+
+    def _delete(self, number: int) -> None:
+        store = self.folder(number)
+        try:
+            store.delete([f"{COMMON}.json"])  # first: from now on it is not whole
+            store.delete_all()
+        except DataError as error:
+            raise SaveError(f"cannot delete {store.url}: {error}") from error
+
+
+def whole_at(store: Store) -> Whole | None:
+    """The checkpoint in a folder; None if not all of it is there.
+
+    Raises:
+        SaveError: If it is there, and damaged or too new.
+    """
+    common = Part(store, COMMON)
+    try:
+        if not store.exists(common.index):
+            return None
+        stamp, said = common.said()
+        _check_said(store, said)
+        for replica in said["members"]:
+            part = Part(store, of_replica(replica))
+            if not store.exists(part.index) or part.said()[0] != stamp:
+                return None
+    except DataError as error:
+        raise SaveError(f"cannot read {store.url}: {error}") from error
+    return Whole(store, stamp, said)
+
+
+def _check_said(store: Store, said: Mapping[str, Any]) -> None:
+    members, count, rows = said.get("members"), said.get("count"), said.get("rows")
+    whole = isinstance(members, list) and all(type(m) is int for m in members)
+    # Their names are those of files.
+    if not (whole and members and sorted(set(members)) == members and members[0] >= 0):
+        raise SaveError(f"{store.url} is damaged: its replicas are {members!r:.80}")
+    if type(count) is not int or count < 1:
+        raise SaveError(f"{store.url} is damaged: it is number {count!r:.80}")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise SaveError(f"{store.url} is damaged: its history is {rows!r:.80}")
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Of one run; plain values, the same for all its replicas.
+
+    Attributes:
+        url: Of the series, absolute.
+        rule: The user's.
+        origin: Of the fit.
+        run: Of the run.
+        first: Number of its first checkpoint.
+        before: Checkpoints of the fit before this run.
+    """
+
+    url: str
+    rule: Checkpoint
+    origin: str
+    run: str
+    first: int
+    before: int = 0
+
+    def stamp(self, taken: int) -> Stamp:
+        """Of a checkpoint before which this run has taken so many."""
+        return Stamp(self.origin, self.run, self.first + taken)
+
+    @property
+    def retention(self) -> Retention:
+        """What is kept."""
+        rule = self.rule
+        best = rule.keep_best is not None
+        accuracy = rule.keep_best == "val_accuracy"
+        return Retention(rule.keep_last, rule.keep_every, best, accuracy)
+
+    @property
+    def series(self) -> Series:
+        """Where they are."""
+        return Series.at(self.url)
+
+    def prune(self) -> None:
+        """Delete those of the fit that are not to be kept.
+
+        Raises:
+            SaveError: If that cannot be done.
+        """
+        self.series.prune(self.origin, self.retention, self._score)
+
+    def conclude(self) -> None:
+        """The run has come to its end, and has written checkpoints.
+
+        Raises:
+            SaveError: If none of them is whole here; or if what is not to be kept
+                cannot be deleted.
+        """
+        self.prune()
+        newest = self.series.newest()
+        if newest is None or newest.stamp.run != self.run:
+            raise SaveError(
+                f"no checkpoint of this fit is whole in {self.url}; is it the same "
+                "place for all workers and for the client? If so, a worker was lost "
+                "while it wrote"
+            )
+
+    def _score(self, one: Whole) -> float:
+        rows: Sequence[Mapping[str, Any]] = one.said["rows"]
+        score = rows[-1].get(self.rule.keep_best or "") if rows else None
+        return math.nan if score is None else float(score)
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """Where a run goes on from.
+
+    Attributes:
+        url: Of the checkpoint, absolute.
+        stamp: It has.
+        members: Replicas whose parts it has, ascending.
+        epoch: The first that is trained, counted from 0.
+        pause: What is left of that, if it has begun; None: all.
+    """
+
+    url: str
+    stamp: Stamp
+    members: tuple[int, ...]
+    epoch: int
+    pause: Pause | None = None

@@ -1,0 +1,130 @@
+"""The version, the time-outs in Dask's configuration, and checks of plain options."""
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dask.config
+from dask.utils import parse_timedelta
+
+from daskdl.errors import OptionError
+
+VERSION = "0.1.0"
+
+
+FILE = Path(__file__).with_name("daskdl.yaml")
+(DEFAULTS,) = dask.config.collect_yaml([str(FILE)])
+
+
+class Bound(NamedTuple):
+    """How long one wait may take, and what to set if that is too short."""
+
+    seconds: float
+    names: tuple[str, ...]  # of time-outs; their sum
+
+    def __str__(self) -> str:
+        """As messages have it."""
+        first, *others = self.names
+        return f"{self.seconds:g} s ({' + '.join([f'daskdl.config.{first}', *others])})"
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Bounds on waiting, seconds; the defaults are in ``daskdl.yaml``.
+
+    Attributes:
+        join: For every replica of a run to start on its worker.
+        request: For one request to be answered.
+        silence: How long a replica or its worker may say nothing at all.
+        stop: For replicas to leave once they were told to stop.
+        rejoin: For more replicas to come, once there are fewer than `min_replicas`.
+        data: For a piece of data to be computed and moved to where it is used.
+    """
+
+    join: float
+    request: float
+    silence: float
+    stop: float
+    rejoin: float
+    data: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise OptionError(
+                    f"daskdl.config.{field.name} must be > 0 s, got {value!r}"
+                )
+
+    def bound(self, *names: str) -> Bound:
+        """The sum of some time-outs, for a wait and its message.
+
+        Example:
+            >>> timeouts = Timeouts(1, 2, 3, 4, 5, 6)
+            >>> print(timeouts.bound("join", "request"))
+            3 s (daskdl.config.join + request)
+        """
+        return Bound(sum(getattr(self, name) for name in names), names)
+
+    @classmethod
+    def from_config(cls) -> "Timeouts":
+        """The configured time-outs; a number is seconds, text as ``"30s"``.
+
+        Raises:
+            OptionError: If one is not understood, not > 0, or does not exist.
+        """
+        known = [field.name for field in fields(cls)]
+        configured: Any = dask.config.get("daskdl.config", None)
+        for name in configured if isinstance(configured, dict) else ():
+            if name not in known:
+                raise OptionError(
+                    f"daskdl.config.{name} does not exist; there are {', '.join(known)}"
+                )
+        return cls(**{name: _seconds(name) for name in known})
+
+
+def _seconds(name: str) -> float:
+    # Who sets the namespace as a whole may have left some of it out.
+    value = dask.config.get(
+        f"daskdl.config.{name}", DEFAULTS["daskdl"]["timeouts"][name]
+    )
+    try:
+        return float(parse_timedelta(value, default="s"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise OptionError(
+            f"daskdl.config.{name} must be seconds or text as '30s', got {value!r}"
+        ) from error
+
+
+# As Dask's own libraries do: the user finds them in ~/.config/dask, commented out.
+dask.config.ensure_file(source=str(FILE))
+dask.config.update_defaults(DEFAULTS)
+
+
+def check_type(name: str, value: object, wanted: type) -> None:
+    """Refuse what is not of a type."""
+    if not isinstance(value, wanted):
+        hint = f"{wanted.__module__}.{wanted.__qualname__}"
+        raise OptionError(f"{name} must be a {hint}, got {value!r}")
+
+
+def check_whole(name: str, value: Any, least: int, other: str = "") -> None:
+    """Refuse what is not a whole number of at least so much, or `other`."""
+    if not is_whole(value) or value < least:
+        allowed = f"a whole number >= {least} {other}".rstrip()
+        raise OptionError(f"{name} must be {allowed}, got {value!r}")
+
+
+def check_bound(name: str, value: Any) -> None:
+    """Refuse what is neither None nor a time > 0, seconds."""
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise OptionError(f"{name} must be seconds > 0 or None, got {value!r}")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,1 +1,0 @@
-"""What is done with a model that is there: measured, and asked."""

@@ -1,0 +1,475 @@
+"""Checkpoints of a running fit, written part by part by replicas, and resuming."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from daskdl.channel.base import Channel, Gathered
+from daskdl.checkpoints import (
+    COMMON,
+    CheckpointPlan,
+    Copy,
+    Part,
+    ResumePlan,
+    Stamp,
+    of_replica,
+)
+from daskdl.config import Bound, Timeouts
+from daskdl.data.stores.store import store_of
+from daskdl.errors import OptionError, SaveError, WaitTimeoutError
+from daskdl.training.base import (
+    PARAMETERS,
+    SHARER,
+    Resumed,
+    check_like,
+    described,
+    others_in,
+    trained_in,
+)
+from daskdl.training.spec import TaskOptions
+from daskdl.training.telemetry import RowLog
+from daskdl.util import settle
+
+T = TypeVar("T")
+
+
+def begun(action: Callable[[], T], name: str) -> "Future[T]":
+    """Run something in a thread of its own.
+
+    Args:
+        action: What; it may outlive whoever began it.
+        name: Of the thread.
+    """
+    future: Future[T] = Future()
+    # A store that does not answer must not keep a process from ending.
+    threading.Thread(
+        target=settle, args=(future, action), name=name, daemon=True
+    ).start()
+    return future
+
+
+def awaited(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> T:
+    """Wait for what was begun, but leave when the run is stopped.
+
+    Args:
+        channel: Of the replica, which is not silent meanwhile.
+        future: From `begun`.
+        bound: On waiting.
+        what: It is, for the message.
+
+    Raises:
+        WaitTimeoutError: If it takes too long. What it raises comes out as it is.
+    """
+    if not channel.wait_for_checkpoint(future, bound.seconds):
+        raise WaitTimeoutError(f"{what} took longer than {bound}")
+    return future.result()
+
+
+class Copyable(NamedTuple):
+    """What one replica has for a checkpoint; tensors may be those that go on changing.
+
+    All of it is plain values, and tensors but for what is `said`.
+    """
+
+    said: Mapping[str, Any]  # of the common part, read without the rest
+    common: Mapping[str, Any]  # the same for all replicas
+    own: Mapping[str, Any]
+
+
+class CheckpointWriter:
+    """Writes the parts of one replica. At most one copy waits to be written.
+
+    Args:
+        plan: Of the run.
+        replica: The number of this one.
+        channel: Its end of the run.
+        timeouts: Bounds on waiting.
+    """
+
+    def __init__(
+        self,
+        plan: CheckpointPlan,
+        replica: int,
+        channel: Channel,
+        timeouts: Timeouts,
+    ) -> None:
+        self._plan = plan
+        self._replica = replica
+        self._channel = channel
+        self._bound = timeouts.bound("data")
+        self._series = plan.series
+        self._written = -1  # number of the last one
+        self._members: tuple[int, ...] = ()  # that had a part in the last one
+        self._writing: tuple[int, Future[None]] | None = None
+        self._copies: dict[str, Copy] = {}  # of the last one, by part
+
+    def written(self) -> int:
+        """Number of the last checkpoint of which this replica's part is there, or -1.
+
+        Raises:
+            SaveError: If one could not be written.
+        """
+        if self._writing is not None and self._writing[1].done():
+            self._written, done = self._writing
+            self._writing = None
+            done.result()
+        return self._written
+
+    def finish(self) -> None:
+        """Wait until all is written that was begun.
+
+        Raises:
+            SaveError: If it could not be written.
+            WaitTimeoutError: If it takes too long.
+        """
+        if self._writing is not None:
+            number, writing = self._writing
+            what = f"writing to {self._series.folder(number).url}"
+            awaited(self._channel, writing, self._bound, what)
+            self.written()
+
+    def begin(self, taken: int, gathered: Gathered, what: Copyable) -> None:
+        """Copy what there is, and begin to write it; nothing is being written.
+
+        Args:
+            taken: Checkpoints of this run before.
+            gathered: What all replicas said when they met: they take part.
+            what: Of this replica.
+        """
+        notes, stamp = gathered.notes, self._plan.stamp(taken)
+        members = tuple(sorted(notes.keys() - gathered.gone.keys()))
+        complete = {note["written"] for note in notes.values()} == {stamp.number - 1}
+        expected = complete and set(self._members) <= set(members)
+        self._members = members
+        # One that came later may not know all rows of the history.
+        first = max(members, key=lambda replica: notes[replica]["rows"])
+        self._copy(stamp, taken, what, of_all=self._replica == first)
+
+        def write() -> None:
+            self._write(stamp.number, expected)
+
+        name = f"daskdl-checkpoint-{self._replica}"
+        self._writing = stamp.number, begun(write, name)
+
+    def _copy(self, stamp: Stamp, taken: int, what: Copyable, *, of_all: bool) -> None:
+        """Into the memory of the last copy, if there is as much of it as is needed."""
+        used, store = self._copies, self._series.folder(stamp.number)
+        own = of_replica(self._replica)
+        part = Part(store, own)
+        self._copies = {own: part.copied(stamp, {}, plain(what.own), used.get(own))}
+        if of_all:
+            count = self._plan.before + taken + 1
+            said = {**what.said, "members": list(self._members), "count": count}
+            said, common = plain(said), plain(what.common)
+            copy = Part(store, COMMON).copied(stamp, said, common, used.get(COMMON))
+            self._copies[COMMON] = copy
+
+    # thread of its own
+
+    def _write(self, number: int, expected: bool) -> None:
+        """Write the copies, the common part last; the training thread leaves them."""
+        store = self._series.folder(number)
+        for name, copy in self._copies.items():
+            if name == COMMON and expected:
+                self._check(number - 1)
+            Part(store, name).write(copy)
+        if COMMON in self._copies:
+            self._plan.prune()
+
+    def _check(self, number: int) -> None:
+        """All have said that they have written it."""
+        if self._series.whole(number) is None:
+            raise SaveError(
+                "all replicas have written their parts of "
+                f"{self._series.folder(number).url}, and they are not all there; it "
+                "has to be the same place for all workers"
+            )
+
+
+def plain(value: Any) -> Any:
+    """Plain values with tensors in the place of arrays.
+
+    Example:
+        >>> plain({"a": [np.zeros(2), 1.5]})
+        {'a': [tensor([0., 0.], dtype=torch.float64), 1.5]}
+    """
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.array(value))
+    if isinstance(value, dict):
+        return type(value)({key: plain(one) for key, one in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(plain(one) for one in value)
+    return value
+
+
+class Checkpoints:
+    """Of one replica. All replicas come to the same decisions.
+
+    Args:
+        options: Of the run, which has checkpoints.
+        writer: Of this replica's parts.
+        rows: Of the history, also of the epochs before this run.
+        taken: In this run, before this replica came into it.
+    """
+
+    def __init__(
+        self, options: TaskOptions, writer: CheckpointWriter, rows: RowLog, taken: int
+    ) -> None:
+        self._options = options
+        self._writer = writer
+        self._rows = rows
+        self._taken = taken
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a newcomer begins with."""
+        return {"checkpoints": self._taken, "rows": self._rows.rows}
+
+    def note(self) -> dict[str, Any]:
+        """What the others are told at the end of an epoch.
+
+        Raises:
+            SaveError: If one could not be written.
+        """
+        return {
+            "checkpoints": self._taken,
+            "written": self._writer.written(),
+            "rows": len(self._rows.rows),
+        }
+
+    def end_epoch(
+        self,
+        epoch: int,
+        gathered: Gathered,
+        over: bool,
+        make: Callable[[], Copyable],
+    ) -> None:
+        """All have met: take a checkpoint if it is time.
+
+        Args:
+            epoch: Counted from 0.
+            gathered: What all have said.
+            over: Whether it was the last one.
+            make: What is to be written.
+
+        Raises:
+            SaveError: If the one before could not be written.
+        """
+        self._rows.end_epoch(epoch, gathered)
+        plan = self._options.checkpoints
+        assert plan is not None, "else there is nothing to write to"
+        if plan.rule.due(epoch) or over:
+            self.take(gathered, make)
+
+    def take(self, gathered: Gathered, make: Callable[[], Copyable]) -> None:
+        """All have met, and it is time.
+
+        Args:
+            gathered: What all have said.
+            make: What is to be written.
+
+        Raises:
+            SaveError: If the one before could not be written.
+        """
+        self._writer.finish()
+        self._taken = max(note["checkpoints"] for note in gathered.notes.values())
+        what = make()
+        said = {**what.said, "rows": self._rows.rows}
+        self._writer.begin(self._taken, gathered, what._replace(said=said))
+        self._taken += 1
+
+    def finish(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+            SaveError: If it could not be.
+            WaitTimeoutError: If it takes too long.
+        """
+        self._writer.finish()
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Said in words, to be compared.
+
+    Attributes:
+        tensors: Of the model, by name.
+        optimizer: Of its trainable parameters.
+        scheduler: Of that; None: there is none.
+
+    Example:
+        >>> import torch
+        >>> layer = nn.Linear(3, 2, bias=False)
+        >>> Likeness.of(layer, torch.optim.SGD(layer.parameters()), None).values()
+        [{'weight': 'float32 (2, 3)'}, 'SGD of [1] parameters', None]
+    """
+
+    tensors: Mapping[str, str]
+    optimizer: str
+    scheduler: str | None
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
+    ) -> Self:
+        """What a fit with these is made of."""
+        tensors = {name: described(t) for name, t in trained_in(module).items()}
+        for name, tensor in others_in(module).items():
+            tensors[name] = f"{described(tensor)}, not trained"
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        made = f"{type(optimizer).__name__} of {sizes} parameters"
+        schedules = None if scheduler is None else type(scheduler).__name__
+        return cls(tensors, made, schedules)
+
+    def values(self) -> list[Any]:
+        """The same as plain values."""
+        return [dict(self.tensors), self.optimizer, self.scheduler]
+
+    @classmethod
+    def from_values(cls, values: Any) -> Self:
+        """Read what `values` made.
+
+        Raises:
+            ValueError: If it did not make them.
+        """
+        match values:
+            case [dict(tensors), str(optimizer), str() | None as scheduler]:
+                return cls(tensors, optimizer, scheduler)
+        raise ValueError(f"it is made of {values!r:.80}")
+
+    def check(self, other: "Likeness", url: str) -> None:
+        """Refuse to go on from another one.
+
+        Args:
+            other: Of a checkpoint.
+            url: Of that.
+
+        Raises:
+            OptionError: If its model, optimizer or scheduler are other ones.
+        """
+        for name in {**other.tensors, **self.tensors}:
+            ours, theirs = self.tensors.get(name), other.tensors.get(name)
+            if ours != theirs:
+                raise OptionError(
+                    f"{url} is of another model: {name} is {theirs} there, and {ours} "
+                    "in the model of this trainer"
+                )
+        for kind in ("optimizer", "scheduler"):
+            ours, theirs = getattr(self, kind), getattr(other, kind)
+            if theirs not in (None, ours):
+                raise OptionError(
+                    f"{url} is of another {kind}: {theirs} there, and {ours} in this "
+                    f"trainer; resume with the same {kind}, or make a new trainer with "
+                    "the model"
+                )
+
+
+# What the state of each part has at least; None: it may be anything.
+_COMMON = {
+    "kind": "",
+    "exchange": {},
+    "tensors": {},
+    "stopper": {
+        "verdict": None,
+        "monitor": None,
+        "elapsed_s": 0.0,
+        "best": None,
+        "best_epoch": None,
+    },
+    "rows": None,
+}
+_OWN = {
+    "exchange": {},
+    "schedule": None,
+    "scaler": {},
+    "tally": {"loss_sum": 0.0, "examples": 0, "seconds": 0.0},
+    "watch": {"first": None, "last": None, "block": None, "levels": None},
+    "random": {"cpu": torch.get_rng_state()},
+    "steps": 0,
+    "seen": 0,
+    "weight": 0.0,
+}
+
+
+class Inheritance(NamedTuple):
+    """What one replica goes on from."""
+
+    common: Mapping[str, Any]
+    own: Sequence[Mapping[str, Any]]  # of the parts it takes, maybe of none
+    donor: Mapping[str, Any]  # that has the optimizer; the first of `own`, if any
+    common_at: str  # the file, for messages
+    own_at: Sequence[str]
+    donor_at: str
+
+    @property
+    def exchange(self) -> Resumed:
+        """Of it, what the exchange needs."""
+        own = [part["exchange"] for part in self.own]
+        kind, common = self.common["kind"], self.common["exchange"]
+        return Resumed(kind, common, own, self.common_at, self.own_at)
+
+    def check(self, module: nn.Module) -> None:
+        """Refuse parts without their fields, and tensors that no module has.
+
+        Raises:
+            SaveError: Naming the file and the field.
+        """
+        check_like(_COMMON, self.common, f"{self.common_at}: its state")
+        parts = [*zip(self.own_at, self.own, strict=True), (self.donor_at, self.donor)]
+        for at, part in parts:
+            check_like(_OWN, part, f"{at}: its state")
+        if "optimizer" not in {**self.donor, **self.common}:
+            raise SaveError(f"{self.common_at}, {self.donor_at}: optimizer is missing")
+        own: dict[str, Any] = {"tensors": others_in(module)}
+        if self.common["kind"] != SHARER:
+            own["exchange"] = {PARAMETERS: trained_in(module)}
+        check_like(own, self.common, f"{self.common_at}: it")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Of the module, by name, before anything is made of them."""
+        common = self.common
+        return {**common["tensors"], **common["exchange"].get(PARAMETERS, {})}
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """The optimizer's state dict."""
+        found: dict[str, Any] = {**self.donor, **self.common}["optimizer"]
+        return found
+
+
+def inherit(plan: ResumePlan, place: int, founders: int) -> Inheritance:
+    """Read what a founder of a run goes on from.
+
+    Args:
+        plan: Where it is.
+        place: Of the founder among all, from 0.
+        founders: How many there are.
+
+    Raises:
+        SaveError: If it cannot be read.
+    """
+    members = plan.members
+    taken = members[place::founders]
+    donor = members[place % len(members)]
+    common, common_at = _state(plan, COMMON)
+    read = [_state(plan, of_replica(replica)) for replica in taken]
+    first, first_at = read[0] if read else _state(plan, of_replica(donor))
+    own, own_at = [state for state, _ in read], [at for _, at in read]
+    return Inheritance(common, own, first, common_at, own_at, first_at)
+
+
+def _state(plan: ResumePlan, name: str) -> tuple[Mapping[str, Any], str]:
+    part = Part(store_of(plan.url), name)
+    at = part.store.url_of(part.index)
+    stamp, state = part.read()
+    if stamp != plan.stamp:
+        raise SaveError(f"{at} is of another checkpoint")
+    return state, at

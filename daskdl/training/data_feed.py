@@ -1,0 +1,697 @@
+"""The batches of one replica: leases taken, parts loaded ahead, batches cut."""
+
+import contextlib
+import itertools
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from typing_extensions import override
+
+from daskdl.channel.base import Channel
+from daskdl.channel.leasing import Pause, Piece, Range
+from daskdl.channel.remote import RemoteChannel
+from daskdl.config import Timeouts
+from daskdl.data import trees
+from daskdl.data.batches import Batch, Chunk, Transform, batches, rows_in, whole
+from daskdl.data.faults import (
+    UNREADABLE,
+    blames_data,
+    is_left_out,
+    joined_files,
+    separated,
+)
+from daskdl.data.labels import LabelCheck
+from daskdl.data.loading import ASK_S, Fetcher
+from daskdl.data.source import Source
+from daskdl.data.trees import Rows
+from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
+from daskdl.serialization import Packed
+from daskdl.training.optimizer_step import Group, rows_of
+from daskdl.util import settle
+
+T = TypeVar("T")
+Job = tuple["Future[Any]", Callable[[], Any]]
+
+
+class Loader:
+    """Runs jobs in their order, in daemon threads that are started when needed.
+
+    Daemons, because one that hangs in the user's code must not keep a process from
+    ending; that is what sets it apart from Python's own pool.
+
+    Args:
+        threads: How many jobs may run at the same time, >= 1.
+        name: Of the threads.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._most = threads
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, job: Callable[[], T]) -> "Future[T]":
+        """Run a job as soon as a thread is free, in the context of who asks for it.
+
+        So user's code finds in it what it would find in the calling thread: for one,
+        the worker of Dask's that it runs on.
+
+        Args:
+            job: What it raises is the future's.
+        """
+        future: Future[T] = Future()
+        if len(self._threads) < self._most:
+            self._threads.append(
+                threading.Thread(target=self._work, name=self._name, daemon=True)
+            )
+            self._threads[-1].start()
+        self._jobs.put((future, partial(copy_context().run, job)))
+        return future
+
+    def close(self) -> None:
+        """Begin no more jobs; those that run come to their end by themselves."""
+        with contextlib.suppress(queue.Empty):
+            while waiting := self._jobs.get_nowait():
+                waiting[0].cancel()
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (taken := self._jobs.get()) is not None:
+            future, job = taken
+            if future.set_running_or_notify_cancel():
+                settle(future, job)
+            del future, job, taken  # a part that is here would stay until the next job
+
+
+Which = tuple[str, int]  # phase and part
+
+
+class _Loading(NamedTuple):
+    """A part on its way."""
+
+    rows: Future[Rows]
+    unwanted: threading.Event  # set when nobody waits for it any more
+
+
+class Store(ABC):
+    """The data of a run, as one replica sees them; its training thread uses it.
+
+    Args:
+        channel: Of the replica.
+        timeouts: Bounds on waiting.
+        threads: How many parts are loaded at the same time, >= 1.
+    """
+
+    def __init__(self, channel: Channel, timeouts: Timeouts, threads: int) -> None:
+        self._channel = channel
+        self._timeouts = timeouts
+        self._loader = Loader(threads, "daskdl-loader")
+        self._begun: dict[Which, _Loading] = {}
+
+    def begin(self, phase: str, part: int, key: str) -> None:
+        """Begin to load a part, if that has not been done; nothing is waited for.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            part: Its number.
+            key: Dask's, of a part that workers hold; else "".
+        """
+        if (phase, part) not in self._begun:
+            unwanted = threading.Event()
+            job = self._job(phase, part, key, unwanted)
+            self._begun[phase, part] = _Loading(self._loader.submit(job), unwanted)
+
+    def forget(self, phase: str, but: Collection[int]) -> None:
+        """Load none of those that were begun and are not needed after all.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            but: These are.
+        """
+        for which in [w for w in self._begun if w[0] == phase and w[1] not in but]:
+            self._drop(which)
+
+    def _drop(self, which: Which) -> None:
+        loading = self._begun.pop(which, None)
+        if loading is not None:
+            loading.unwanted.set()
+            loading.rows.cancel()
+
+    def rows(self, phase: str, part: int, key: str) -> Rows:
+        """Get a part, which is loaded beside this thread; see `begin`.
+
+        Returns:
+            Trees (x, y) of arrays, to be read only.
+
+        Raises:
+            WaitTimeoutError: If it does not come in time.
+            DataError: If it cannot be used. What the user's code raises comes out.
+        """
+        while True:
+            self.begin(phase, part, key)
+            try:
+                return self._wait(phase, part, key, self._begun[phase, part].rows)
+            except LostPieceError:
+                self.forget(phase, ())  # they may be where this one was
+                key = self._found_again(phase, part, key)
+            finally:
+                self._drop((phase, part))
+                self._channel.check()  # Dask fails as it likes while a worker closes
+
+    def stream(self, phase: str, part: int, size: int, ahead: int) -> Iterator[Rows]:
+        """Go through a part that is sequential, bit by bit.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            part: Its number.
+            size: About so many rows at a time.
+            ahead: So many such bits are loaded while one is trained on.
+        """
+        own = Loader(1, "daskdl-stream")  # the order counts
+        source = self.source(phase)
+        assert source is not None, "what is sequential is sent as a whole"
+        bits = source.stream(part, size)
+        coming = [own.submit(lambda: next(bits, None)) for _ in range(ahead + 1)]
+        try:
+            while True:
+                bit = self._wait(phase, part, "", coming.pop(0))
+                if bit is None:
+                    return
+                coming.append(own.submit(lambda: next(bits, None)))
+                yield bit
+                del bit  # or it would stay while the next is waited for
+        finally:
+            own.close()
+
+    def separate(
+        self, phase: str, part: int, key: str, skips: bool
+    ) -> list[tuple[str, Rows]]:
+        """Get a part that is made of several files or parts one by one.
+
+        Args:
+            phase: ``"train"`` or ``"validation"``.
+            part: Its number.
+            key: Dask's, of a part that workers hold; else "".
+            skips: Whether those that cannot be read are left out; else the error is
+                that of the first.
+
+        Returns:
+            Names and rows; nothing if it can only be had as a whole.
+        """
+        job = self._loader.submit(
+            lambda: list(separated(self._separate(phase, part, key), skips))
+        )
+        return self._wait(phase, part, "", job)
+
+    def _separate(
+        self, phase: str, part: int, key: str
+    ) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        """See `Source.separate`; it runs in another thread."""
+        source = self.source(phase)
+        return () if source is None else source.separate(part)
+
+    def name(self, phase: str, part: int) -> str:
+        """What a part is called in messages, with its file where that is known."""
+        own = self._name(phase, part)
+        if own.startswith(("part ", "parts ")):  # as the user counts them
+            return f"{own} of the {phase} data"
+        return f"part {part} of the {phase} data ({own})"
+
+    def _name(self, phase: str, part: int) -> str:
+        """See `Source.name`; its number where nobody has said more."""
+        source = self.source(phase)
+        return f"part {part}" if source is None else source.name(part)
+
+    def close(self) -> None:
+        """Load nothing any more."""
+        for which in list(self._begun):
+            self._drop(which)
+        self._loader.close()
+
+    @abstractmethod
+    def source(self, phase: str) -> Source | None:
+        """What the parts of a phase are of, if it is here as a whole."""
+
+    @abstractmethod
+    def _job(
+        self, phase: str, part: int, key: str, unwanted: threading.Event
+    ) -> Callable[[], Rows]:
+        """What loads a part; it runs in another thread."""
+
+    def _still(self, phase: str, part: int, key: str) -> bool:
+        """Whether it may still come under this key."""
+        return True
+
+    def _found_again(self, phase: str, part: int, key: str) -> str:
+        """Under which key a part is that was lost."""
+        raise AssertionError("nothing is lost in this process")
+
+    def _wait(self, phase: str, part: int, key: str, coming: "Future[T]") -> T:
+        bound = self._timeouts.bound("data")
+        look_s = min(self._timeouts.silence / 4, bound.seconds)
+        # Who fetches a result has the same bound, and says then where it is.
+        most_s = bound.seconds + (ASK_S if key else 0.0)
+        for waited in itertools.count(1):
+            if self._channel.wait_for_data(coming, look_s):
+                return coming.result()
+            if waited * look_s >= most_s:
+                raise WaitTimeoutError(
+                    f"no part came within {bound}; it is waiting for "
+                    f"{self.name(phase, part)} to be loaded"
+                )
+            if key and not coming.running():  # those before it may hang
+                self.forget(phase, (part,))
+            if not self._still(phase, part, key):
+                raise LostPieceError(f"part {part} is on a worker that hangs")
+        raise AssertionError
+
+
+class LocalStore(Store):
+    """Parts are cut, loaded or computed in this process.
+
+    Nothing is kept: what has to be computed is computed again in each epoch.
+
+    Args:
+        sources: Of each phase; all replicas may share them.
+        channel: See `Store`, as `timeouts` and `threads`.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        channel: Channel,
+        timeouts: Timeouts,
+        threads: int,
+    ) -> None:
+        super().__init__(channel, timeouts, threads)
+        self._sources = sources
+
+    @override
+    def source(self, phase: str) -> Source:
+        return self._sources[phase]
+
+    @override
+    def begin(self, phase: str, part: int, key: str) -> None:
+        if not self._sources[phase].here:  # else it is only to be cut
+            super().begin(phase, part, key)
+
+    @override
+    def rows(self, phase: str, part: int, key: str) -> Rows:
+        if self._sources[phase].here:
+            return self._sources[phase].load(part)
+        return super().rows(phase, part, key)
+
+    @override
+    def _job(
+        self, phase: str, part: int, key: str, unwanted: threading.Event
+    ) -> Callable[[], Rows]:
+        return lambda: self._sources[phase].load(part)
+
+
+class WorkerStore(Store):
+    """Parts are loaded by this worker, or are results of Dask's, here or elsewhere.
+
+    Made in the task of the replica.
+
+    Args:
+        sources: Of the phases whose source every worker has as a whole.
+        channel: Of the replica; what is lost is had again through it.
+        timeouts: See `Store`, as `threads`.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Packed[Source]],
+        channel: RemoteChannel,
+        timeouts: Timeouts,
+        threads: int,
+    ) -> None:
+        super().__init__(channel, timeouts, threads)
+        self._remote = channel
+        self._sources = sources
+        self._fetcher = Fetcher()
+        self._keys: dict[Which, str] = {}  # of parts, as they were asked for last
+
+    @override
+    def source(self, phase: str) -> Source | None:
+        packed = self._sources.get(phase)
+        return None if packed is None else packed.shared()
+
+    @override
+    def rows(self, phase: str, part: int, key: str) -> Rows:
+        held = self._fetcher.here(key) if key else None
+        if held is not None and not isinstance(held, Packed):
+            self._drop((phase, part))  # it may have been begun
+            x, y = held  # without going through another thread
+            return x, y
+        return super().rows(phase, part, key)
+
+    @override
+    def _job(
+        self, phase: str, part: int, key: str, unwanted: threading.Event
+    ) -> Callable[[], Rows]:
+        if not key:
+            return lambda: self._sources[phase].shared().load(part)
+        self._keys[phase, part] = key
+        timeout_s = self._timeouts.data
+        return lambda: self._fetcher.rows(key, timeout_s, unwanted.is_set)
+
+    @override
+    def _name(self, phase: str, part: int) -> str:
+        key = self._keys.get((phase, part), "")
+        return self._fetcher.names.get(key) or super()._name(phase, part)
+
+    @override
+    def _separate(
+        self, phase: str, part: int, key: str
+    ) -> Sequence[tuple[str, Callable[[], Rows]]]:
+        if not key:
+            return super()._separate(phase, part, key)
+        timeout_s = self._timeouts.data
+        return self._fetcher.separate(key, timeout_s, lambda: self._channel.closing)
+
+    @override
+    def _still(self, phase: str, part: int, key: str) -> bool:
+        return not key or self._remote.missing(phase, part, key) == key
+
+    @override
+    def _found_again(self, phase: str, part: int, key: str) -> str:
+        return self._remote.missing(phase, part, key)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the parts of one phase are read in one epoch.
+
+    Attributes:
+        phase: ``"train"`` or ``"validation"``.
+        seed: Of the order of the rows of each part; None keeps it.
+        batch_size: Rows per batch.
+        prefetch: Parts with rows of so many batches more are loaded meanwhile, and
+            the next part in any case; 0: none.
+        labels: What labels are held to; None: they are not looked at.
+        skips: Whether a part that cannot be read is left out; of several files, those
+            that cannot.
+        fits: Raises `DataError` if the model cannot be run on the rows of a part, which
+            gets a name for the message; None: that is not looked at.
+        drop_last: Whether batches of fewer rows are left out.
+    """
+
+    phase: str
+    seed: tuple[int, ...] | None
+    batch_size: int
+    prefetch: int
+    labels: LabelCheck | None
+    skips: bool
+    fits: Callable[[Rows, str], None] | None = None
+    drop_last: bool = False
+
+
+class Reader:
+    """Reads what is leased, in one epoch; holds the part that was read last.
+
+    Args:
+        store: Has the parts.
+        reading: How they are read.
+
+    Attributes:
+        skipped: Rows that could not be read, or not be used.
+        reason: Why the first of them, if any.
+    """
+
+    skipped: int
+    reason: str
+
+    def __init__(self, store: Store, reading: Reading) -> None:
+        self.skipped = 0
+        self.reason = ""
+        self._store = store
+        self._reading = reading
+        self._held: tuple[int, Rows, np.ndarray | None] | None = None
+        self._bad: set[int] = set()
+        self._partial: set[int] = set()  # parts of which some files are left out
+
+    def chunks(self, piece: Piece) -> Iterator[Chunk]:
+        """Yield the rows of a piece in the order in which they are trained on."""
+        for i, one in enumerate(piece.ranges):
+            if one.is_whole:
+                yield from self._stream(one.part)
+                continue
+            if self._held is not None and self._held[0] != one.part:
+                self._held = None  # not two in memory that are done with
+            self._look_ahead(piece, i)
+            chunk = self._read(one, piece.keys)
+            if chunk is not None:
+                yield chunk
+            del chunk  # or the part would stay while the next is waited for
+
+    def _look_ahead(self, piece: Piece, now: int) -> None:
+        """Begin to load what comes next, and nothing that does not."""
+        wanted = self._wanted(piece, now)
+        phase = self._reading.phase
+        self._store.forget(phase, wanted)
+        for part in wanted:
+            new = self._held is None or part != self._held[0]
+            if new and part not in self._bad:
+                self._store.begin(phase, part, piece.keys[part])
+
+    def _wanted(self, piece: Piece, now: int) -> Mapping[int, None]:
+        """The part that is read now and those after it, in order."""
+        wanted = {piece.ranges[now].part: None}
+        if self._reading.prefetch == 0:
+            return wanted
+        rows, enough = 0, self._reading.prefetch * self._reading.batch_size
+        at = now + 1  # no slice: a piece may have thousands of parts
+        while at < len(piece.ranges) and (rows < enough or len(wanted) == 1):
+            rows += piece.ranges[at].rows
+            wanted[piece.ranges[at].part] = None
+            at += 1
+        if len(wanted) == 1 and piece.ahead is not None:
+            wanted[piece.ahead] = None
+        return wanted
+
+    def _read(self, one: Range, keys: Mapping[int, str]) -> Chunk | None:
+        if self._held is None and one.part not in self._bad:
+            self._hold(one.part, keys[one.part])
+        if self._held is None:
+            self.skipped += one.stop - one.start
+            return None
+        _, rows, order = self._held
+        count, stop = trees.length(rows[0]), one.stop
+        if one.part in self._partial:
+            stop = max(min(stop, count), one.start)
+            self.skipped += one.stop - stop
+        else:
+            self._check_length(count, one)
+        within = slice(one.start, stop)
+        return Chunk(rows, within if order is None else order[within])
+
+    def _hold(self, part: int, key: str) -> None:
+        phase = self._reading.phase
+        with self._left_out_if_bad(part):
+            try:
+                rows = self._store.rows(phase, part, key)
+                self._check(rows, part)
+            except UNREADABLE as error:
+                left = self._left_of(part, key, error)
+                if left is None:
+                    raise
+                rows = left
+            self._held = part, rows, self._order(part, trees.length(rows[0]))
+
+    def _left_of(self, part: int, key: str, error: BaseException) -> Rows | None:
+        """What is left of a part without the files that are bad, if that may be.
+
+        If it may not, the error of the first one comes out.
+        """
+        if not blames_data(error):
+            return None
+        skips = self._reading.skips
+        files = self._store.separate(self._reading.phase, part, key, skips)
+        if not skips:
+            for name, one in files:
+                self._check_rows(one, name)
+            return None
+        rows, _ = joined_files(iter(files), self._check_rows)
+        if rows is not None:
+            self.reason = self.reason or str(error)
+            self._partial.add(part)
+        return rows
+
+    def _order(self, part: int, rows: int) -> np.ndarray | None:
+        """The same for the same rows, whoever trains on the part."""
+        if self._reading.seed is None:
+            return None
+        rng = np.random.default_rng([*self._reading.seed, part])
+        return rng.permutation(rows)
+
+    @contextlib.contextmanager
+    def _left_out_if_bad(self, part: int) -> Iterator[None]:
+        """Say of which part an error is; it ends here if such a part is left out."""
+        try:
+            yield
+        except UNREADABLE as error:
+            name = self._store.name(self._reading.phase, part)
+            if not is_left_out(error, name, self._reading.skips):
+                raise
+            self.reason = self.reason or str(error)
+            self._bad.add(part)
+
+    def _check_length(self, rows: int, one: Range) -> None:
+        if rows < one.stop:
+            raise DataError(
+                f"{self._store.name(self._reading.phase, one.part)} has {rows} rows "
+                f"now, and had {one.stop} or more before; it must be the same each "
+                "time it is loaded or computed: persist() it, or export it"
+            )
+
+    def _check(self, rows: Rows, part: int) -> None:
+        self._check_rows(rows, self._store.name(self._reading.phase, part))
+
+    def _check_rows(self, rows: Rows, of: str) -> None:
+        if self._reading.labels is not None:
+            self._reading.labels.check(rows[1], of)
+        if self._reading.fits is not None:
+            self._reading.fits(rows, of)
+
+    def _stream(self, part: int) -> Iterator[Chunk]:
+        reading = self._reading
+        size, ahead = reading.batch_size, reading.prefetch
+        with self._left_out_if_bad(part):
+            for rows in self._store.stream(reading.phase, part, size, ahead):
+                self._check(rows, part)
+                yield whole(rows)
+                del rows
+
+
+class Feed:
+    """Batches of one phase of one epoch, until nobody has anything left to do.
+
+    They come in groups, one for each step of the optimizer. A piece is given back when
+    the steps with all its rows have been made, so that nothing of it is left out if
+    this replica is lost before. Whoever comes to the end first waits for the others:
+    what a lost one held is then trained on here.
+
+    Args:
+        channel: Leases the pieces.
+        epoch: Counted from 0.
+        store: Has the parts.
+        reading: How they are read.
+        transform: What is made of each batch before it is trained on, or None.
+
+    Attributes:
+        loss: Mean loss of this epoch so far, for the client's bar.
+        dropped: Rows that filled no batch, and were left out for that.
+        pause: What is left of the epoch, if the last groups ended with a lap; else
+            None. When all have met, `groups` goes on.
+    """
+
+    loss: float
+    dropped: int
+    pause: Pause | None
+
+    def __init__(
+        self,
+        channel: Channel,
+        epoch: int,
+        store: Store,
+        reading: Reading,
+        transform: Transform | None = None,
+    ) -> None:
+        self._channel = channel
+        self._epoch = epoch
+        self._reading = reading
+        self._reader = Reader(store, reading)
+        self._transform = transform
+        self._given = self._done = 0  # rows: passed to the batches, and done with
+        self._held: deque[tuple[Piece, int, int]] = deque()  # rows, and `_given` after
+        self.loss = 0.0
+        self.dropped = 0
+        self.pause = None
+
+    @property
+    def skipped(self) -> int:
+        """Rows that could not be read, or not be used."""
+        return self._reader.skipped
+
+    @property
+    def reason(self) -> str:
+        """Why the first of them was left out; "" if none was."""
+        return self._reader.reason
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield batches; the one before is done with when the next is asked for."""
+        for group in self.groups(lambda: None, size=1):
+            yield from group
+
+    def groups(self, rest: Callable[[], None], size: int) -> Iterator[Group]:
+        """Yield groups; the one before has been trained on when the next is asked for.
+
+        Args:
+            rest: Called before waiting for others; nothing is begun and not done then.
+            size: Batches of a group. The last before a wait may have fewer.
+
+        Yields:
+            Pairs (x, y), see :func:`daskdl.data.batches.batches`.
+        """
+        self.pause = None
+        piece = self._lease(wait=False)
+        while True:
+            made = self._batches(piece)
+            while group := list(itertools.islice(made, size)):
+                rows = rows_of(group)
+                yield self._transformed(group)
+                self._done += rows
+            rest()
+            piece = self._lease(wait=True)
+            if piece is None:
+                return
+
+    def _batches(self, piece: Piece | None) -> Iterator[Batch]:
+        size = self._reading.batch_size
+        for batch in batches(self._chunks(piece), size):
+            rows = rows_in(batch)
+            if self._reading.drop_last and rows < size:
+                self._done += rows
+                self.dropped += rows
+            else:
+                yield batch
+
+    def _transformed(self, group: Group) -> Group:
+        if self._transform is None:
+            return group
+        return [self._transform(batch) for batch in group]
+
+    def _lease(self, *, wait: bool) -> Piece | None:
+        finished = []
+        while self._held and self._held[0][2] <= self._done:
+            piece, examples, _ = self._held.popleft()
+            finished.append(
+                {"piece": piece.number, "examples": examples, "loss": self.loss}
+            )
+        phase = self._reading.phase
+        leased = self._channel.lease(phase, self._epoch, finished, wait=wait)
+        if isinstance(leased, Pause):
+            self.pause = leased
+            return None
+        return leased
+
+    def _chunks(self, piece: Piece | None) -> Iterator[Chunk]:
+        while piece is not None:
+            before = self._given
+            for chunk in self._reader.chunks(piece):
+                self._given += chunk.length
+                yield chunk
+                del chunk  # as in the reader
+            self._held.append((piece, self._given - before, self._given))
+            piece = self._lease(wait=False)

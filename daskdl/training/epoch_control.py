@@ -1,0 +1,650 @@
+"""What happens between epochs: learning rates, evaluation, early stopping."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from daskdl.callbacks import Callback, Checkpoint, EarlyStopping, Evaluate
+from daskdl.data.models import trainable
+from daskdl.data.rehearsal import MISFITS
+from daskdl.errors import OptionError
+from daskdl.history import Reason
+from daskdl.serialization import Packed, copied
+from daskdl.training.base import Parameters, check_like
+from daskdl.training.telemetry import training_loss, validation
+
+Every = Literal["epoch", "step"]
+Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
+# With the optimizer's groups, and the steps before this run.
+State = tuple[int, dict[str, Any], list[dict[str, Any]], int]
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """The options `scheduler` and `scheduler_every` of a trainer.
+
+    Args:
+        make: Makes a scheduler from an optimizer; None: the rate stays.
+        every: When it is stepped.
+
+    Raises:
+        OptionError: Naming the option, what was given and what is allowed.
+
+    Example:
+        >>> Scheduling(None, "batch")
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: scheduler_every must be 'epoch' or 'step', got \
+'batch'
+    """
+
+    make: Callable[[Optimizer], LRScheduler] | None = None
+    every: Every = "epoch"
+
+    def __post_init__(self) -> None:
+        if self.make is not None and not callable(self.make):
+            raise OptionError(
+                "scheduler must be a function that makes one from an optimizer, such "
+                "as lambda optimizer: StepLR(optimizer, step_size=10), or None; got "
+                f"{self.make!r}"
+            )
+        if self.every not in ("epoch", "step"):
+            raise OptionError(
+                f"scheduler_every must be 'epoch' or 'step', got {self.every!r}"
+            )
+        if self.make is None and self.every == "step":
+            raise OptionError("scheduler_every='step' needs a scheduler, got None")
+
+    def of(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Make the scheduler of an optimizer.
+
+        Raises:
+            OptionError: If what comes is none, or one that cannot be used here.
+        """
+        if self.make is None:
+            return None
+        try:
+            made = self.make(optimizer)
+        except MISFITS as error:
+            kind = type(optimizer).__name__
+            raise OptionError(f"scheduler failed on a {kind}: {error}") from error
+        if not isinstance(made, LRScheduler):
+            raise OptionError(
+                "scheduler must return a torch.optim.lr_scheduler.LRScheduler, got "
+                f"{made!r}"
+            )
+        if getattr(made, "optimizer", optimizer) is not optimizer:
+            raise OptionError(
+                "scheduler works on an optimizer it was not given, so the learning "
+                "rate would stay; make it from its argument"
+            )
+        if self.every == "step" and isinstance(made, ReduceLROnPlateau):
+            raise OptionError(
+                "scheduler_every must be 'epoch' for ReduceLROnPlateau, which needs "
+                "the loss of an epoch, got 'step'"
+            )
+        # torch warns, once per process, of steps before the optimizer's; a replica that
+        # found no data in an epoch has made none.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return made
+
+    def check(self, optimizer: Callable[[Any], Optimizer], model: nn.Module) -> None:
+        """Rehearse it on a copy of a model, so that what does not fit is found here.
+
+        Args:
+            optimizer: Makes one; `check_step` has accepted it.
+            model: Not changed.
+
+        Raises:
+            OptionError: As `of`; a ModelError if its state cannot travel.
+        """
+        if self.make is not None:
+            copy = copied(model)
+            LearningRate(optimizer(trainable(copy)), self).state()
+
+
+class LearningRate:
+    """The learning rate of one optimizer, with or without a scheduler.
+
+    Args:
+        optimizer: Its parameter groups are changed in place.
+        scheduling: Makes the scheduler.
+        before: The state of an earlier fit; empty: at its start.
+        epochs: Of the run.
+
+    Attributes:
+        scheduler: That was made, or None.
+    """
+
+    scheduler: LRScheduler | None
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scheduling: Scheduling,
+        before: bytes = b"",
+        epochs: int = 1,
+    ) -> None:
+        self._optimizer = optimizer
+        self._every = scheduling.every
+        self.scheduler = scheduling.of(optimizer)
+        self._count = self._count_before = 0  # how often it was stepped, over all fits
+        self.load_(before)
+        self._count_before = self._count  # this run
+        self._epochs = epochs
+
+    def state(self) -> bytes:
+        """Where it stands, for other replicas and fits; empty without a scheduler."""
+        if self.scheduler is None:
+            return b""
+        # Some compute the next rate from the last one, and some change momentum too.
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        state = (*self._position(self.scheduler), groups, self._count_before)
+        return Packed(state, "scheduler").payload.tobytes()
+
+    def load_(self, state: bytes) -> None:
+        """Go on from where another one stands; stay if its state is empty."""
+        if self.scheduler is None or not state:
+            return
+        packed: Packed[State] = Packed.of(np.frombuffer(state, np.uint8), "scheduler")
+        count, own, groups, self._count_before = packed.unpack()
+        self.go_on_(count, own)
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update(saved)
+
+    def values(self) -> dict[str, Any] | None:
+        """Where it stands in its fit, as plain values; None without a scheduler."""
+        if self.scheduler is None:
+            return None
+        count, own = self._position(self.scheduler)
+        return {"count": count, "before": self._count_before, "state": own}
+
+    def restore_(self, values: Mapping[str, Any] | None) -> None:
+        """Go on from what `values` made; the optimizer has its groups already."""
+        if self.scheduler is not None and values is not None:
+            check_like(self.values(), values, "it", loose=True)
+            self.go_on_(values["count"], values["state"])
+            self._count_before = values["before"]
+
+    def position(self) -> Position | None:
+        """Where it stands, without the optimizer; None without a scheduler."""
+        return None if self.scheduler is None else self._position(self.scheduler)
+
+    def _position(self, scheduler: LRScheduler) -> Position:
+        return self._count, scheduler.state_dict()
+
+    def go_on_(self, count: int, own: dict[str, Any]) -> None:
+        """Go on from a position; the optimizer has its groups already.
+
+        Args:
+            count: How often it was stepped.
+            own: The scheduler's state dict.
+        """
+        assert self.scheduler is not None, "a position is of a scheduler"
+        self._count = count
+        self.scheduler.load_state_dict(own)
+
+    @property
+    def value(self) -> float:
+        """That of the first group of parameters; NaN if it has none."""
+        return float(self._optimizer.param_groups[0].get("lr", math.nan))
+
+    def note(self) -> dict[str, Any]:
+        """What the others are told at the end of an epoch; plain values."""
+        return {
+            "scheduled": self._count,
+            "learning_rate": self.value,
+            "schedule": self.state(),
+        }
+
+    def after_step(self) -> None:
+        """The optimizer has made a step."""
+        if self._every == "step":
+            self._step()
+
+    def end_epoch(
+        self, notes: Sequence[Mapping[str, Any]], *, judged: bool = True
+    ) -> None:
+        """All have met: go on from whoever is farthest, and step if it is time.
+
+        Args:
+            notes: What all replicas reported, this one included, in an order that is
+                the same for all.
+            judged: Whether the loss that counts is among it; ReduceLROnPlateau waits
+                for one.
+        """
+        if self.scheduler is None:
+            return
+        farthest = max(notes, key=lambda note: int(note["scheduled"]))
+        if farthest["scheduled"] > self._count:
+            self.load_(farthest["schedule"])
+        if self._every == "epoch" and (judged or not self._judges):
+            self._step(validation(notes).get("val_loss", training_loss(notes)))
+
+    def catch_up_(self, epoch: int) -> None:
+        """A newcomer begins with an epoch; the state it took over may be older.
+
+        That of ReduceLROnPlateau stays: the losses in between are not known here. At
+        the end of the epoch it goes on from the others.
+        """
+        if self.scheduler is None or self._every == "step":
+            return
+        while not self._judges and self._count < self._count_before + epoch:
+            self._step()
+
+    @property
+    def _judges(self) -> bool:
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def _step(self, loss: float = math.nan) -> None:
+        self._count += 1
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        elif isinstance(self.scheduler, OneCycleLR):
+            self._step_of_cycle(self.scheduler)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
+    def _step_of_cycle(self, scheduler: OneCycleLR) -> None:
+        try:
+            scheduler.step()
+        except ValueError as error:
+            total = self._count - 1
+            if self._every == "epoch":
+                needed = (
+                    f"{self._count_before + self._epochs} or more, one for each epoch"
+                )
+            else:
+                needed = (
+                    "at least as many as one replica makes steps in all epochs, which "
+                    "is about epochs * rows / (batch_size * accumulate * replicas), "
+                    f"and more for a fast one ({total - self._count_before} were not "
+                    f"enough for these {self._epochs} epochs); or step it by epoch, "
+                    "with scheduler_every='epoch' and total_steps=epochs"
+                )
+            raise OptionError(
+                f"OneCycleLR has come to its end, total_steps={total}, before the fit; "
+                f"give it total_steps={needed}"
+            ) from error
+
+
+Note = Mapping[str, Any]
+
+
+class Record(NamedTuple):
+    """How far early stopping has come; plain numbers, which travel in every note."""
+
+    best_epoch: int = -1  # none yet
+    best_score: float = math.nan
+    counted_epoch: int = -1  # the last that improved by what counts
+    counted_score: float = math.nan
+
+
+class Verdict(NamedTuple):
+    """What early stopping makes of an epoch."""
+
+    record: Record = Record()
+    score: float | None = None  # None: it was not looked at
+    reason: Reason | None = None  # why the fit ends here; None: it goes on
+    details: str = ""
+
+    def values(self) -> list[Any]:
+        """The same as plain values."""
+        return [list(self.record), self.score, self.reason, self.details]
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> Self:
+        """Read what `values` made.
+
+        Raises:
+            ValueError: If it did not make them.
+        """
+        match fields:
+            case [[*record], float() | int() | None as score, reason, str(details)]:
+                numbers = all(type(number) in (int, float) for number in record)
+                named = reason is None or reason in get_args(Reason)
+                if numbers and named and len(record) == len(Record()):
+                    return cls(Record(*record), score, reason, details)
+        raise ValueError(f"{fields!r:.80} is no verdict")
+
+
+@dataclass(frozen=True)
+class Judging:
+    """In which epochs the agreed model is scored, and when a fit ends early.
+
+    Attributes:
+        epochs: Of the fit, at most.
+        validates: Whether there are validation data.
+        accuracy: Whether they are scored by accuracy too.
+        evaluate: In which epochs; None: in all of them.
+        stopping: When the fit ends early; None: never.
+    """
+
+    epochs: int
+    validates: bool = False
+    accuracy: bool = False
+    evaluate: Evaluate | None = None
+    stopping: EarlyStopping | None = None
+
+    @classmethod
+    def of(
+        cls,
+        callbacks: Sequence[Callback],
+        epochs: int,
+        *,
+        validates: bool,
+        accuracy: bool | None = None,
+    ) -> Self:
+        """What the callbacks of a trainer say of it.
+
+        Args:
+            callbacks: All of them.
+            epochs: Of the fit, at most.
+            validates: Whether there are validation data.
+            accuracy: Whether they are scored by accuracy too; None: not known yet.
+
+        Raises:
+            OptionError: If two of a kind are there, or scores are asked for that there
+                will not be.
+        """
+        evaluate = only(Evaluate, callbacks)
+        stopping = only(EarlyStopping, callbacks)
+        if evaluate is not None and not validates:
+            raise OptionError(
+                f"{evaluate} needs validation data, got none; give fit(validation=...)"
+            )
+        if stopping is not None and stopping.needs_validation:
+            _check_monitor("monitor", stopping.monitor, validates, accuracy)
+        checkpoint = only(Checkpoint, callbacks)
+        if checkpoint is not None and checkpoint.keep_best not in (None, "loss"):
+            _check_monitor("keep_best", checkpoint.keep_best, validates, accuracy)
+        return cls(epochs, validates, bool(accuracy), evaluate, stopping)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Of the scores, in a row of the history."""
+        if not self.validates:
+            return ()
+        return ("val_loss", "val_accuracy") if self.accuracy else ("val_loss",)
+
+    def scored(self, epoch: int) -> bool:
+        """Whether the agreed model is scored at the end of an epoch."""
+        if not self.validates or self._is_last(epoch):
+            return self.validates
+        rules: list[Evaluate | EarlyStopping] = []
+        if self.evaluate is not None:
+            rules.append(self.evaluate)
+        if self.stopping is not None and self.stopping.needs_validation:
+            rules.append(self.stopping)
+        return not rules or any(rule.due(epoch) for rule in rules)
+
+    def scores(self, rows: Iterable[Note]) -> dict[int, float]:
+        """The scores that early stopping has looked at, by epoch.
+
+        Args:
+            rows: Of the history.
+        """
+        rule = self.stopping
+        if rule is None:
+            return {}
+        looked = (r for r in rows if rule.due(r["epoch"]) or self._is_last(r["epoch"]))
+        # An earlier run of the fit may have had no validation data.
+        scored = (row for row in looked if rule.monitor in row)
+        return {row["epoch"]: row[rule.monitor] for row in scored}
+
+    def _is_last(self, epoch: int) -> bool:
+        return epoch + 1 == self.epochs
+
+    def judge(self, epoch: int, notes: Sequence[Note]) -> Verdict:
+        """What follows from an epoch.
+
+        Args:
+            epoch: Counted from 0.
+            notes: What all replicas reported at its end, in an order that is the same
+                for all.
+        """
+        rule = self.stopping
+        if rule is None:
+            return Verdict()
+        record = Record(*notes[0]["record"])  # they have all seen the same
+        score = None
+        if rule.due(epoch) or self._is_last(epoch):
+            score = {"loss": training_loss(notes), **validation(notes)}[rule.monitor]
+            record = _updated(rule, record, epoch, score)
+        verdict = Verdict(record, score)
+        return self._concluded(epoch, verdict, max(n["elapsed_s"] for n in notes))
+
+    def reconsidered(self, epoch: int, verdict: Verdict, elapsed_s: float) -> Verdict:
+        """What the rule makes of an epoch of which another one may have judged.
+
+        Args:
+            epoch: Counted from 0.
+            verdict: At its end; of one with the same monitor.
+            elapsed_s: Seconds since the fit began.
+        """
+        former = verdict._replace(reason=None, details="")
+        return self._concluded(epoch, former, elapsed_s)
+
+    def _concluded(self, epoch: int, verdict: Verdict, elapsed_s: float) -> Verdict:
+        rule = self.stopping
+        if rule is None or self._is_last(epoch):
+            return verdict
+        for reason, details in _reasons(rule, epoch, verdict, elapsed_s).items():
+            if details:
+                return verdict._replace(reason=reason, details=details)
+        return verdict
+
+
+def _updated(rule: EarlyStopping, record: Record, epoch: int, score: float) -> Record:
+    if not math.isfinite(score):
+        return record
+    if rule.is_better(score, record.best_score):
+        record = record._replace(best_epoch=epoch, best_score=score)
+    if rule.improves(score, record.counted_score):
+        record = record._replace(counted_epoch=epoch, counted_score=score)
+    return record
+
+
+def _reasons(
+    rule: EarlyStopping, epoch: int, verdict: Verdict, elapsed_s: float
+) -> dict[Reason, str]:
+    """All that could end a fit, the most telling first; empty where it does not."""
+    reasons: dict[Reason, str] = {}
+    name, score, record = rule.monitor, verdict.score, verdict.record
+    if score is not None:
+        finite = math.isfinite(score)
+        if rule.check_finite and not finite:
+            reasons["not_finite"] = f"{name} became {score}"
+        if finite and rule.is_enough(score):
+            reasons["target"] = f"{name} is {score:.6g}, the target {rule.target:.6g}"
+        since = epoch - record.counted_epoch
+        if rule.patience is not None and since >= rule.patience:
+            reasons["patience"] = _no_better(name, since, score, record)
+    if rule.max_seconds is not None and elapsed_s >= rule.max_seconds:
+        reasons["max_seconds"] = (
+            f"{elapsed_s:.1f} s have passed, max_seconds is {rule.max_seconds:g}"
+        )
+    return reasons
+
+
+def _no_better(name: str, epochs: int, score: float, record: Record) -> str:
+    if record.best_epoch < 0:
+        return f"{name} has not been finite for {_epochs(epochs)}: it is {score}"
+    return (
+        f"{name} has not improved for {_epochs(epochs)}: it is {score:.6g}, the best "
+        f"was {record.best_score:.6g} in epoch {record.best_epoch}"
+    )
+
+
+def _epochs(count: int) -> str:
+    return "1 epoch" if count == 1 else f"{count} epochs"
+
+
+def only(kind: type[Any], callbacks: Sequence[Callback]) -> Any:
+    """The callback of a kind, or None.
+
+    Raises:
+        OptionError: If there are several.
+    """
+    found = [callback for callback in callbacks if isinstance(callback, kind)]
+    if len(found) > 1:
+        raise OptionError(
+            f"callbacks must have at most one {kind.__name__}, got {found}"
+        )
+    return found[0] if found else None
+
+
+def _check_monitor(
+    option: str, monitor: str, validates: bool, accuracy: bool | None
+) -> None:
+    if not validates:
+        raise OptionError(
+            f"{option}={monitor!r} needs validation data, got none; give "
+            f"fit(validation=...), or {option}='loss'"
+        )
+    if monitor == "val_accuracy" and accuracy is False:
+        raise OptionError(
+            f"{option}='val_accuracy' needs labels that are class indices and one "
+            "output for each class, which model, loss and validation data do not "
+            f"have; take {option}='val_loss'"
+        )
+
+
+class Stopper:
+    """Of one replica, from when all were there. One thread uses it.
+
+    Args:
+        judging: Decides; the same for all replicas.
+        snapshot: Of another replica, where this one comes later; else None.
+        now: Seconds, of a clock that never goes back.
+
+    Attributes:
+        over: Whether the fit has ended, before its last epoch.
+    """
+
+    over: bool
+
+    def __init__(
+        self,
+        judging: Judging,
+        snapshot: Mapping[str, Any] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.over = False
+        self._judging = judging
+        self._verdict = Verdict()
+        self._best: Parameters | None = None
+        self._best_epoch = -1
+        self._now = now
+        self._began_at = now()
+        if snapshot is not None:
+            self._began_at -= snapshot["elapsed_s"]
+            self._take(snapshot["best_epoch"], snapshot["best"])
+
+    def _take(self, epoch: int, packed: Any) -> None:
+        if packed is not None:
+            own: Packed[Parameters] = Packed.of(np.asarray(packed), "best")
+            self._best_epoch, self._best = epoch, own.unpack()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began."""
+        return self._now() - self._began_at
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a newcomer begins with, beside the notes of the last epoch."""
+        best = None if self._best is None else Packed(self._best, "best").payload
+        return {
+            "elapsed_s": self.elapsed_s,
+            "best_epoch": self._best_epoch,
+            "best": best,
+        }
+
+    def values(self) -> dict[str, Any]:
+        """How far it has come, as plain values and tensors, for another run."""
+        return {
+            "verdict": self._verdict.values(),
+            "monitor": self._monitor,
+            "elapsed_s": self.elapsed_s,
+            "best_epoch": self._best_epoch,
+            "best": None if self._best is None else self._best.values(),
+        }
+
+    @property
+    def _monitor(self) -> str | None:
+        rule = self._judging.stopping
+        return None if rule is None else rule.monitor
+
+    def restore_(self, values: Mapping[str, Any], epoch: int) -> None:
+        """Go on from what `values` made, unless it was about another score.
+
+        Args:
+            values: Of the fit.
+            epoch: The next one, counted from 0.
+        """
+        self._began_at = self._now() - values["elapsed_s"]
+        if values["monitor"] != self._monitor:
+            return
+        verdict = Verdict.of(values["verdict"])
+        if verdict.reason is not None:  # a rule with more patience may go on
+            elapsed_s = values["elapsed_s"]
+            verdict = self._judging.reconsidered(epoch - 1, verdict, elapsed_s)
+        self._conclude(verdict)
+        if values["best"] is not None:
+            self._best_epoch = values["best_epoch"]
+            self._best = Parameters.from_values(values["best"])
+
+    def note(self) -> dict[str, Any]:
+        """What the others are told at the end of an epoch; plain values."""
+        return {"record": list(self._record), "elapsed_s": self.elapsed_s}
+
+    def end_epoch(
+        self,
+        epoch: int,
+        notes: Sequence[Mapping[str, Any]],
+        agreed: Callable[[], Parameters],
+    ) -> None:
+        """All have met: decide whether to go on, and keep the model if it is the best.
+
+        Args:
+            epoch: Counted from 0.
+            notes: What all replicas reported, in an order that is the same for all.
+            agreed: The parameters on which they agree.
+        """
+        self.catch_up(epoch, notes)
+        rule = self._judging.stopping
+        if rule is not None and rule.restore_best and self._record.best_epoch == epoch:
+            self._best_epoch, self._best = epoch, agreed()
+
+    def catch_up(self, epoch: int, notes: Sequence[Mapping[str, Any]]) -> None:
+        """Decide as the others have, who met without this replica; as `end_epoch`."""
+        self._conclude(self._judging.judge(epoch, notes))
+
+    def _conclude(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self.over = verdict.reason is not None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the last epoch."""
+        return self._verdict
+
+    @property
+    def _record(self) -> Record:
+        return self._verdict.record
+
+    def best(self) -> Parameters | None:
+        """The agreed model of the best epoch; None if it is not to come back.
+
+        Nor does it if this replica came after that epoch and was not given it.
+        """
+        return self._best if self._best_epoch == self._record.best_epoch else None

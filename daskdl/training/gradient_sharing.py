@@ -1,0 +1,771 @@
+"""Asynchronous SGD: replicas send threshold-compressed updates and never meet."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from daskdl import codec
+from daskdl.channel.base import Channel, Gathered
+from daskdl.channel.inbox import Arrived
+from daskdl.channel.protocol import FAN_OUT, Barrier
+from daskdl.compression.compressor import Accumulator, DenseProposal, Frame, Proposal
+from daskdl.compression.flat import (
+    Buffers,
+    FlatParameters,
+    average_buffers,
+    average_frozen,
+    load_buffers_,
+    pack_buffers,
+)
+from daskdl.compression.replica_vector import MAX_COUNT
+from daskdl.config import check_type, check_whole
+from daskdl.errors import OptionError
+from daskdl.residuals import ResidualClipping, ResidualPostProcessor
+from daskdl.thresholds import (
+    AdaptiveThreshold,
+    LayerThresholds,
+    LinkAlgorithm,
+    Measured,
+    ThresholdAlgorithm,
+)
+from daskdl.training.base import (
+    ALONE,
+    PARAMETERS,
+    SHARER,
+    Excess,
+    Exchange,
+    Exchanged,
+    Outcome,
+    Parameters,
+    Resumed,
+    Seat,
+    State,
+    Statistics,
+    TrainingMaster,
+    check_places,
+    largest_in,
+    restoring,
+    trained_in,
+)
+from daskdl.training.telemetry import SAMPLE, Observer, StepClock
+
+
+class Pace(NamedTuple):
+    """When a replica waits, when it shares, and until when it does so densely."""
+
+    max_staleness: int | None  # steps it may be ahead of the slowest; None: any
+    exchange_every: int  # steps between exchanges
+    warmup_steps: int  # what was made in these is sent whole
+
+    def says(self, step: int) -> bool:
+        """Tell whether others are told when a step is made: they may wait for it.
+
+        They do so only when they begin an interval, for what was made
+        ``max_staleness`` steps before.
+
+        Example:
+            >>> [step for step in range(1, 33) if Pace(4, 16, 0).says(step)]
+            [12, 16, 28, 32]
+        """
+        return any((step + ahead) % self.exchange_every == 0 for ahead in self._ahead)
+
+    def lead(self, step: int, known: int) -> int:
+        """Steps ahead of another at least: what it may not have said counts as made.
+
+        Args:
+            step: Steps made here.
+            known: How many more these are than the other has said it made.
+
+        Example:
+            >>> Pace(4, 16, 0).lead(16, 4), Pace(4, 16, 0).lead(16, 16)
+            (1, 5)
+            >>> Pace(8, 1, 0).lead(7, 3)
+            3
+        """
+        said, every = step - known, self.exchange_every
+        unsaid = min(every - 1 - (said + ahead) % every for ahead in self._ahead)
+        return max(0, known - unsaid)
+
+    @property
+    def _ahead(self) -> tuple[int, ...]:
+        """How far others are from beginning an interval when a step matters to them."""
+        return (0,) if self.max_staleness is None else (0, self.max_staleness)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether everybody makes each step together."""
+        return self.max_staleness == 0
+
+
+class Alone(Exchange):
+    """One replica; there is nobody to share with.
+
+    Args:
+        seat: Where to work.
+        scale: Factor on the learning rate.
+        share: Makes the exchange that takes over when others come; told how many
+            steps were made by then.
+    """
+
+    learning_rate_scale: float
+    scale: float
+
+    def __init__(
+        self, seat: Seat, scale: float, share: Callable[[int], Exchange]
+    ) -> None:
+        self.learning_rate_scale = self.scale = scale
+        self._share = share
+        self._module = seat.module
+        self._sent = {} if seat.last is None else seat.last.sent
+        self._made = 0 if seat.last is None else seat.last.steps
+        self._agreed = Parameters.of(seat.module)
+        if seat.residual is not None:  # there is nobody to share it with
+            seat.residual.deliver_(seat.module)
+        self._steps = 0
+
+    @override
+    def before_step(self, lap: int) -> None:
+        pass
+
+    @override
+    def after_step(self, lap: int, examples: int) -> None:
+        self._steps += 1
+        self._made += 1
+
+    @override
+    def rest(self, lap: int) -> None:
+        pass
+
+    @override
+    def end_lap(self, lap: int, examples: int) -> None:
+        self._agreed = Parameters.of(self._module)
+
+    @override
+    def excess(self, *, whole: bool) -> Excess | None:
+        far = largest_in(self._module) if whole else 0.0
+        return None if math.isfinite(far) else Excess(far, math.nan)
+
+    @override
+    def showing_agreed(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @override
+    def digest(self) -> int:
+        return 0
+
+    @override
+    def statistics(self) -> Statistics:
+        steps, self._steps = self._steps, 0
+        return Statistics(0, 0.0, math.nan, 0.0, 0, steps)
+
+    @override
+    def opened(self) -> Exchange:
+        return self._share(self._made)
+
+    @override
+    def snapshot(self) -> dict[str, Any]:
+        raise AssertionError("it is opened before")
+
+    @override
+    def state(self) -> State:
+        sent = {p: (s.threshold, s.density) for p, s in self._sent.items()}
+        common = {PARAMETERS: trained_in(self._module), "made": self._made}
+        return State(ALONE, {**common, "sent": sent}, {})
+
+    @override
+    def hand_over(self) -> None:
+        pass
+
+    @override
+    def final(self) -> Parameters:
+        return Parameters.of(self._module)
+
+    @override
+    def agreed(self) -> Parameters:
+        return self._agreed
+
+    @override
+    def outcome(self) -> Outcome:
+        return Outcome(self._sent, self._made)
+
+
+def may_be_alone(seat: Seat) -> bool:
+    """Whether a replica is the only one, and has nobody's residual to deliver."""
+    resumed = seat.resumed
+    begins = seat.snapshot is None and (resumed is None or resumed.kind == ALONE)
+    return len(seat.members) == 1 and begins
+
+
+class Sender:
+    """Gives a channel what an accumulator proposes, and takes out what it accepted.
+
+    Args:
+        accumulator: Of the replica's module.
+        channel: The replica's end of the run.
+        pace: When to wait, and when to share.
+        observer: Is told of each exchange.
+    """
+
+    due: bool  # steps were made since the last exchange was tried
+    unshared: int  # steps since the last one that was accepted
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        channel: Channel,
+        pace: Pace,
+        observer: Observer,
+    ) -> None:
+        self._accumulator = accumulator
+        self._channel = channel
+        self._pace = pace
+        self._observer = observer
+        self._clock = StepClock()
+        self.due = False
+        self.unshared = 0
+
+    def begin_step(self) -> None:
+        """The replica waits for nobody now, and trains."""
+        self._clock.begin()
+
+    def end_step(self) -> None:
+        """The replica has made a step."""
+        self._clock.end()
+        self.unshared += 1
+        with self._observer.encoding:
+            self._accumulator.progress.absorb_()
+        self.due = True
+
+    def share(self, step: int, made: int) -> None:
+        """Send what is to be sent now; without room for it, all stays as it is.
+
+        Args:
+            step: Number of the last step, of all replicas alike.
+            made: Steps in all, with those of earlier fits.
+        """
+        self.due = False
+        self._clock.chance()
+        if self._pace.in_step:
+            self._wait_for_room()
+        elif not self._channel.has_room():
+            return
+        with self._observer.encoding:
+            proposals = self._proposals(made)
+        self._exchange(proposals, step)
+
+    def pass_over(self) -> None:
+        """Nobody is there to send to; what was to be shared is dealt with."""
+        self.due = False
+        self.unshared = 0
+        self._clock.chance()
+        self._clock.take()
+
+    def _wait_for_room(self) -> None:
+        with self._observer.waiting:
+            self._channel.wait_for_room()
+
+    def _proposals(self, made: int) -> Sequence[Proposal] | Sequence[DenseProposal]:
+        # All that was made in the warm-up goes densely, however late it can.
+        if made - self.unshared < self._pace.warmup_steps:
+            return [self._accumulator.propose_dense()]
+        return self._accumulator.propose()
+
+    def _exchange(
+        self, proposals: Sequence[Proposal | DenseProposal], step: int
+    ) -> None:
+        """Send what there is to send, a frame each, as far as there is room."""
+        waiting = [proposal for proposal in proposals if proposal.entries]
+        frames = self._send_all(waiting, step)
+        if waiting and not frames:
+            return
+        for proposal in proposals:
+            if not proposal.entries:
+                self._accumulator.take_(proposal)
+        self.unshared = 0
+        entries = sum(proposal.entries for proposal in waiting[: len(frames)])
+        density = entries / self._accumulator.progress.size
+        self._observer.exchanged(density, frames)
+        self._learn(density, frames, isinstance(proposals[0], DenseProposal))
+
+    def _learn(self, density: float, frames: Sequence[Frame], dense: bool) -> None:
+        """Tell the rules what the exchange took."""
+        measured = Measured(
+            self._accumulator.progress.size,
+            density,
+            sum(frame.nbytes for frame in frames),
+            dense,
+            self._clock.take(),
+            self._channel.drained(),
+        )
+        self._accumulator.sections.learn(measured)
+
+    def _send_all(
+        self, waiting: Sequence[Proposal | DenseProposal], step: int
+    ) -> list[Frame]:
+        """Return the frames that were accepted, of the first of these."""
+        frames: list[Frame] = []
+        for proposal in waiting:
+            if frames and self._pace.in_step:  # all, or it could not be repeated
+                self._wait_for_room()
+            with self._observer.encoding:
+                frame = self._send(proposal, step, last=proposal is waiting[-1])
+            if frame is None:
+                break
+            frames.append(frame)
+        return frames
+
+    def _send(
+        self, proposal: Proposal | DenseProposal, step: int, *, last: bool
+    ) -> Frame | None:
+        stamp = self._channel.next_stamp(step)
+        frame = proposal.encode(stamp)
+        publish = self._channel.publish if last else self._channel.publish_part
+        if not publish(stamp, frame):
+            return None
+        # Only what is on its way leaves the residual.
+        self._accumulator.take_(proposal)
+        return frame
+
+    def state(self) -> dict[str, Any]:
+        """What it goes on from, as plain values; its clock begins anew."""
+        return {"unshared": self.unshared, "due": self.due}
+
+    def restore_(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` made; other keys are another's."""
+        self.unshared, self.due = state["unshared"], state["due"]
+
+
+class Sharer(Exchange):
+    """One replica's part in sharing updates.
+
+    If a barrier finds it the only one that is there, shared is its own from then on: it
+    takes in the residual as a whole, and nothing is encoded. With the first snapshot
+    that it gives to a newcomer that ends.
+
+    Args:
+        seat: Where to work.
+        accumulator: Of the module there.
+        pace: When to wait, and when to share.
+        scale: How much an update of each of so many replicas counts.
+        made: Steps that were made before those that are counted here: in earlier
+            fits, or alone. A newcomer learns it from its snapshot.
+    """
+
+    learning_rate_scale: float
+    scale: float
+
+    def __init__(
+        self,
+        seat: Seat,
+        accumulator: Accumulator,
+        pace: Pace,
+        scale: Callable[[int], float],
+        made: int,
+    ) -> None:
+        self._pace = pace
+        self._scale = scale
+        self._module = seat.module
+        self._frozen = seat.frozen
+        self._channel = seat.channel
+        self._replica = seat.replica
+        self._accumulator = accumulator
+        self._progress = accumulator.progress
+        self._weigh(len(seat.members))
+        self._made = made
+        self._step = 0
+        self._observer = Observer()
+        self._sender = Sender(accumulator, seat.channel, pace, self._observer)
+        self._frozen_bytes = 0  # in the last note
+        self._clipped_before = 0.0  # at the last `statistics`
+        self._own = False  # nobody else has shared, or will have what it was before
+        self._served = False  # a snapshot was given since the last barrier began
+        if seat.snapshot is not None:
+            self._begin(seat.snapshot)
+        if seat.resumed is not None and seat.resumed.kind == SHARER:
+            self._resume(seat.resumed)
+        if seat.residual is not None:
+            place, founders = seat.members.index(seat.replica), len(seat.members)
+            share_N = seat.residual.share_N(place, founders)
+            self._progress.add_residual_(share_N, seat.residual.grid)
+        self._agreed: Parameters
+        self._keep_agreed()
+
+    def _weigh(self, replicas: int) -> None:
+        self.scale = self._scale(replicas)
+        self.learning_rate_scale = self._progress.scale_(self.scale)
+
+    def _begin(self, snapshot: Mapping[str, Any]) -> None:
+        self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        load_buffers_(
+            self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
+        )
+        self._frozen.load_(snapshot)
+        self._made, self._step = snapshot["made"], snapshot["step"]
+
+    def _resume(self, resumed: Resumed) -> None:
+        common, state = resumed.common, self.state()
+        # Patterns may be other ones.
+        own = {**state.own, "sections": {}}
+        resumed.check(state._replace(own=own))
+        with restoring(f"{' or '.join(resumed.own_at)}: exchange"):
+            self._accumulator.restore_(common["accumulator"], resumed.own)
+            for part in resumed.own[:1]:
+                self._sender.restore_(part)
+        self._made, self._step = common["made"], common["step"]
+        self._clipped_before = self._accumulator.clipped
+        self._channel.align(self._step, self._progress.grid)
+
+    @override
+    def before_step(self, lap: int) -> None:
+        pace = self._pace
+        self._observer.begin_step()
+        self._weigh(1 + len(self._channel.others()))
+        if pace.max_staleness is not None and self._step % pace.exchange_every == 0:
+            with self._observer.waiting:
+                self._channel.wait_for_others(self._step, lap, pace.max_staleness)
+        self._observer.leads(pace.lead(self._step, self._channel.lead(self._step, lap)))
+        self._take_in(self._step if pace.in_step else None)
+        self._sender.begin_step()
+
+    @override
+    def after_step(self, lap: int, examples: int) -> None:
+        pace = self._pace
+        self._step += 1
+        self._frozen.after_step()
+        self._sender.end_step()
+        self.exchange_tried = self._step % pace.exchange_every == 0
+        if self.exchange_tried:
+            self._share()
+        if pace.says(self._step):
+            self._channel.complete(self._step)
+
+    def _share(self) -> None:
+        if self._own:
+            if self._progress.strict:  # else it would not see its own progress
+                self._progress.hand_over_()
+            self._sender.pass_over()
+            return
+        self._sender.share(self._step, self._made + self._step)
+
+    def _take_in(self, up_to_step: int | None = None) -> None:
+        self._apply(self._channel.receive(up_to_step))
+
+    def _apply(self, arrived: Arrived) -> None:
+        updates, folded_N = arrived
+        with self._observer.applying:
+            if folded_N is not None:
+                self._progress.apply_counts_(folded_N)
+            for update in updates:
+                self._progress.apply_(update)
+
+    @override
+    def rest(self, lap: int) -> None:
+        if self._sender.due:
+            self._share()
+        self._channel.complete(self._step, done=lap)
+
+    @override
+    def end_lap(self, lap: int, examples: int) -> None:
+        self.rest(lap)
+        self._frozen.look()
+        buffers, frozen = pack_buffers(self._module), self._frozen.take()
+        self._frozen_bytes = sum(array.nbytes for array in frozen.values())
+        key = f"end of lap {lap}"
+        self._served = False
+        gathered = self._channel.gather(
+            key,
+            {
+                "sequence": self._channel.published(),
+                "step": self._step,
+                "examples": examples,
+                "floating": buffers.floating_F,
+                "integer": buffers.integer_I,
+                **frozen,
+            },
+            Barrier.AGREE,
+        )
+        self._agree(key, gathered)
+
+    def _agree(self, key: str, gathered: Gathered) -> None:
+        notes = gathered.notes
+        published = {r: note["sequence"] for r, note in notes.items()}
+        self._channel.agree(key, published, gathered.gone, self._load)
+        self._take_in()
+        # Whoever joins later begins with a snapshot that is made later, unless one was
+        # made while this replica was on its way here.
+        self._own = gathered.counted.get("present") == 1 and not self._served
+        if self._own:
+            self._progress.hand_over_()
+        self._step = max(note["step"] for note in notes.values())
+        self._channel.align(self._step, self._progress.regrid_())
+        parts = [
+            (Buffers(note["floating"], note["integer"]), note["examples"])
+            for _, note in sorted(notes.items())
+        ]
+        load_buffers_(self._module, average_buffers(parts))
+        changed = [(note, note["examples"]) for _, note in sorted(notes.items())]
+        self._frozen.load_(average_frozen(changed))
+        self._keep_agreed()
+
+    def _load(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of another replica; what only this one has stays."""
+        self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+
+    def _keep_agreed(self) -> None:
+        progress, buffers = self._progress, pack_buffers(self._module)
+        counts_N, frozen = progress.shared_counts(), self._frozen.take()
+        self._agreed = Parameters(None, counts_N, None, progress.grid, buffers, frozen)
+
+    @override
+    def excess(self, *, whole: bool) -> Excess | None:
+        far = self._progress.farthest() if whole else self._accumulator.cut
+        if far <= self._progress.reach:
+            return None
+        return Excess(far, MAX_COUNT * self._progress.grid)
+
+    @override
+    def showing_agreed(self) -> AbstractContextManager[None]:
+        return self._progress.showing_shared()
+
+    @override
+    def digest(self) -> int:
+        return self._progress.digest()
+
+    @override
+    def statistics(self) -> Statistics:
+        accumulator = self._accumulator
+        thresholds = [sent.threshold for sent in accumulator.sections.sent.values()]
+        before, self._clipped_before = self._clipped_before, accumulator.clipped
+        done = self._observer.statistics(thresholds, accumulator.clipped - before)
+        return done._replace(frozen_bytes=self._frozen_bytes)
+
+    @override
+    def exchanged(self) -> Exchanged:
+        return self._observer.step(self._accumulator.sections.samples(SAMPLE))
+
+    @override
+    def opened(self) -> Exchange:
+        return self
+
+    @override
+    def snapshot(self) -> dict[str, Any]:
+        arrived, received = self._channel.take_all()
+        self._apply(arrived)
+        if self._own:
+            self._progress.hand_over_()
+        self._own, self._served = False, True
+        self._frozen.look()
+        buffers = pack_buffers(self._module)
+        return {
+            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
+            "counts_N": self._progress.shared_counts(),
+            "grid": self._progress.grid,
+            "made": self._made,
+            "step": self._step,
+            "floating_F": buffers.floating_F,
+            "integer_I": buffers.integer_I,
+            **self._frozen.take(),
+        }
+
+    @override
+    def state(self) -> State:
+        shared, own = self._accumulator.state()
+        common = {"accumulator": shared, "made": self._made, "step": self._step}
+        return State(SHARER, common, {**own, **self._sender.state()})
+
+    @override
+    def hand_over(self) -> None:
+        self._take_in()
+        grid = self._progress.grid
+        stamp = self._channel.next_stamp(self._step)
+        frame = codec.encode_dense(stamp, grid, self._progress.hand_over_())
+        self._channel.publish_last(stamp, frame)
+
+    @override
+    def final(self) -> Parameters:
+        residual_N = self._progress.residual_counts()
+        return dataclasses.replace(self._agreed, residual_N=residual_N)
+
+    @override
+    def agreed(self) -> Parameters:
+        return self._agreed
+
+    @override
+    def outcome(self) -> Outcome:
+        return Outcome(self._accumulator.sections.sent, self._made + self._step)
+
+
+# Where "auto" changes over: relaying for 8 takes 41% of a scheduler's core, for 4 it
+# takes 23% (benchmarks/channel.py). With fewer, a relay needs no repair.
+MESH_FROM = 9
+
+
+@dataclass(frozen=True)
+class GradientSharing(TrainingMaster):
+    """Share updates as they happen, compressed by a threshold.
+
+    Args:
+        threshold: Chooses the size of a quantum before each exchange. Or a mapping
+            from patterns of parameter names, as of `fnmatch`, to such: each parameter
+            has the first one that matches its name in ``named_parameters``.
+        residual: Limits what is carried over.
+        apply: ``"eager"``: a replica uses its own progress at once.
+            ``"strict"``: only once it has been sent, as Strom and
+            Deeplearning4j have it.
+        update_scale: How much of each replica's updates the group gets: ``"mean"`` is
+            1 / replicas, so that it moves like data-parallel training at the same
+            learning rate; ``"sum"`` is 1; or a number > 0. With ``apply="strict"``
+            this is a factor on each replica's learning rate.
+        max_staleness: Steps a replica may be ahead of the slowest when it starts
+            an exchange interval. 0 goes in step and makes a run repeatable bit
+            for bit; None is unbounded.
+        exchange_every: Steps between exchanges.
+        warmup_steps: What the first so many steps make is sent whole, in eight bits
+            per parameter, and without a threshold. They are counted over all fits of
+            a trainer, so that a later one does not begin again, nor does a newcomer.
+        routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
+            worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
+            run starts.
+        fan_out: In a mesh, most replicas that one passes an update on to. While
+            there are at most one more than these, each sends to all others.
+        replicas_per_worker: Replicas in each worker process, or in this one with
+            ``client=False``; ``"auto"`` is one for each of its CUDA devices, else one.
+        min_replicas: With fewer than these, training waits for more; with
+            ``client=False`` nobody would come, so it is refused.
+        rejoin_timeout: How long, seconds; None: ``daskdl.config.rejoin``, 300 s.
+            No effect with ``client=False``.
+
+    Example:
+        >>> GradientSharing(max_staleness=0).synchronous
+        True
+
+    Source:
+        Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
+        Computing", Interspeech 2015; Deeplearning4j, SharedTrainingMaster.java.
+        There updates are summed and the residual is dropped at each epoch's end.
+    """
+
+    threshold: ThresholdAlgorithm | Mapping[str, ThresholdAlgorithm] = field(
+        default_factory=lambda: AdaptiveThreshold(initial=None)
+    )
+    residual: ResidualPostProcessor = field(default_factory=ResidualClipping)
+    apply: Literal["eager", "strict"] = "eager"
+    update_scale: Literal["mean", "sum"] | float = "mean"
+    max_staleness: int | None = 8
+    exchange_every: int = 1
+    warmup_steps: int = 0
+    routing: Literal["auto", "plain", "mesh"] = "auto"
+    replicas_per_worker: int | Literal["auto"] = 1
+    min_replicas: int = 1
+    rejoin_timeout: float | None = None
+    fan_out: int = FAN_OUT
+    resumes: ClassVar = (ALONE, SHARER)
+
+    def __post_init__(self) -> None:
+        thresholds = self.thresholds  # refuses what is none
+        if isinstance(self.threshold, Mapping):
+            # Frozen like the rest, whatever becomes of the user's mapping.
+            object.__setattr__(self, "threshold", thresholds)
+        check_type("residual", self.residual, ResidualPostProcessor)
+        if self.apply not in ("eager", "strict"):
+            raise OptionError(f"apply must be 'eager' or 'strict', got {self.apply!r}")
+        self._check_scale()
+        if self.max_staleness is not None:
+            check_whole("max_staleness", self.max_staleness, 0, "or None")
+        check_whole("exchange_every", self.exchange_every, 1)
+        check_whole("warmup_steps", self.warmup_steps, 0)
+        if self.routing not in ("auto", "plain", "mesh"):
+            raise OptionError(
+                f"routing must be 'auto', 'plain' or 'mesh', got {self.routing!r}"
+            )
+        check_places(self)
+
+    def _check_scale(self) -> None:
+        scale = self.update_scale
+        if scale in ("mean", "sum"):
+            return
+        number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if not number or not 0 < float(scale) < math.inf:
+            raise OptionError(
+                f"update_scale must be 'mean', 'sum' or a number > 0, got {scale!r}"
+            )
+
+    @property
+    def thresholds(self) -> LayerThresholds:
+        """The algorithm, or all of them, by pattern of parameter names."""
+        return LayerThresholds.of(self.threshold)
+
+    @property
+    @override
+    def synchronous(self) -> bool:
+        return self.max_staleness == 0
+
+    @property
+    @override
+    def averages(self) -> bool:
+        return self.update_scale == "mean"
+
+    @override
+    def routing_for(self, workers: int) -> str:
+        if self.routing != "auto":
+            return self.routing
+        return "mesh" if workers >= MESH_FROM else "plain"
+
+    @override
+    def check(self, parameters: FlatParameters) -> None:
+        self.thresholds.assign(parameters.slices)
+
+    @override
+    def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
+        small = nn.Linear(8, 8, device=device, dtype=dtype)
+        rule = next(iter(self.thresholds.values()))  # the names are not its own
+        accumulator = Accumulator(
+            FlatParameters(small), rule, self.residual, self.apply
+        )
+        with torch.no_grad():
+            small.weight.add_(1.0)
+        accumulator.progress.absorb_()
+        proposals: list[Proposal | DenseProposal] = [*accumulator.propose()]
+        if self.warmup_steps or isinstance(rule, LinkAlgorithm):
+            proposals.append(accumulator.propose_dense())
+        for proposal in proposals:
+            frame = proposal.encode(codec.Stamp(0, 0, 1, 1))
+            accumulator.take_(proposal)
+            accumulator.progress.apply_(codec.decode(frame.tobytes()))
+
+    @override
+    def attach(self, seat: Seat) -> Exchange:
+        if may_be_alone(seat):
+            later = dataclasses.replace(seat, residual=None)  # it is delivered by then
+            return Alone(seat, self.scale(1), lambda made: self._share(later, made))
+        return self._share(seat, 0 if seat.last is None else seat.last.steps)
+
+    def _share(self, seat: Seat, made: int) -> Exchange:
+        accumulator = Accumulator(
+            FlatParameters(seat.module),
+            self.threshold,
+            self.residual,
+            self.apply,
+            None if seat.last is None else seat.last.sent,
+        )
+        pace = Pace(self.max_staleness, self.exchange_every, self.warmup_steps)
+        return Sharer(seat, accumulator, pace, self.scale, made)
+
+    def scale(self, replicas: int) -> float:
+        """How much of its updates the group gets from each of so many replicas.
+
+        Example:
+            >>> GradientSharing().scale(4), GradientSharing(update_scale=2).scale(4)
+            (0.25, 2.0)
+        """
+        if self.update_scale == "mean":
+            return 1.0 / replicas
+        return 1.0 if self.update_scale == "sum" else float(self.update_scale)

@@ -1,0 +1,667 @@
+"""One step of the optimizer on one batch, and which losses and gradients it refuses."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from daskdl.config import check_whole
+from daskdl.data.batches import floating_dtype, rows_in, to_device
+from daskdl.data.models import trainable
+from daskdl.errors import ModelError, OptionError, SaveError
+from daskdl.objective import Batch, Objective, batch_loss, is_sum, on_device, penalty_of
+from daskdl.serialization import Packed
+from daskdl.training.base import Excess, check_like
+
+Key = tuple[int, str]  # parameter number in the optimizer, name of the state
+
+
+@dataclass
+class OptimizerState:
+    """One replica's share of the averaged state.
+
+    Attributes:
+        parts: Arrays already multiplied by the replica's weight, float64 where
+            the state is float64, else float32.
+        dtypes: Of the tensors, as torch names them.
+        scalars: Step counters and the like.
+        groups: Parameter groups, with the user's own learning rates.
+    """
+
+    parts: dict[Key, NDArray[np.floating[Any]]]
+    dtypes: dict[Key, torch.dtype]
+    scalars: dict[Key, Any]
+    groups: list[dict[str, Any]]
+
+
+def state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict, its tensors dense.
+
+    Example:
+        >>> layer = torch.nn.Embedding(3, 2, sparse=True)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        >>> layer(torch.tensor([1])).sum().backward()
+        >>> optimizer.step()
+        >>> state_of(optimizer)["state"][0]["momentum_buffer"]
+        tensor([[0., 0.],
+                [1., 1.],
+                [0., 0.]])
+    """
+    state = optimizer.state_dict()
+    dense = {
+        number: {name: _dense(value) for name, value in entries.items()}
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": dense}
+
+
+def _dense(value: Any) -> Any:
+    is_sparse = isinstance(value, torch.Tensor) and value.layout != torch.strided
+    return value.to_dense() if is_sparse else value
+
+
+def weigh(optimizer: Optimizer, weight: float) -> OptimizerState:
+    """Take an optimizer's state, its arrays multiplied by a replica's weight."""
+    state = state_of(optimizer)
+    result = OptimizerState({}, {}, {}, state["param_groups"])
+    for number, entries in state["state"].items():
+        for name, value in entries.items():
+            key = (number, name)
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                wide = value.dtype if value.dtype == torch.float64 else torch.float32
+                result.parts[key] = value.detach().cpu().to(wide).numpy() * weight
+                result.dtypes[key] = value.dtype
+            elif isinstance(value, torch.Tensor):
+                result.scalars[key] = value.detach().cpu().item()
+                result.dtypes[key] = value.dtype
+            else:
+                result.scalars[key] = value
+    return result
+
+
+def add(states: Sequence[OptimizerState]) -> OptimizerState:
+    """The averaged state, from all replicas' weighted shares in order."""
+    total = OptimizerState({}, {}, {}, states[0].groups)
+    for state in states:
+        total.dtypes.update(state.dtypes)
+        for key, part in state.parts.items():
+            total.parts[key] = total.parts[key] + part if key in total.parts else part
+        for key, value in state.scalars.items():
+            former = total.scalars.get(key)
+            if former is None or (value is not None and value > former):
+                total.scalars[key] = value
+    return total
+
+
+def restore_(optimizer: Optimizer, state: OptimizerState) -> None:
+    """Put an averaged state into an optimizer over the same parameters."""
+    entries: dict[int, dict[str, Any]] = {}
+    for key, part in state.parts.items():
+        tensor = torch.from_numpy(np.array(part)).to(state.dtypes[key])
+        entries.setdefault(key[0], {})[key[1]] = tensor
+    for key, value in state.scalars.items():
+        dtype = state.dtypes.get(key)
+        plain = value if dtype is None else torch.tensor(value, dtype=dtype)
+        entries.setdefault(key[0], {})[key[1]] = plain
+    optimizer.load_state_dict({"state": entries, "param_groups": state.groups})
+
+
+def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Go on from a state dict of a checkpoint.
+
+    torch itself looks at nothing before a step.
+
+    Raises:
+        SaveError: If a group lacks an option, or has one of another kind; or if a
+            tensor of one of torch's own optimizers has another shape than its
+            parameter, or lacks one that others have.
+    """
+    groups = optimizer.param_groups
+    made = [{name: group[name] for name in optimizer.defaults} for group in groups]
+    optimizer.load_state_dict(dict(state))
+    for number, group in enumerate(optimizer.param_groups):
+        for name, own in made[number].items():
+            _check_option(own, group.get(name), f"param_groups[{number}].{name}")
+        if _has_tensors_like_parameters(optimizer):
+            _check_tensors(optimizer, group, f"state of group {number}")
+
+
+def _check_option(own: Any, found: Any, what: str) -> None:
+    """Torch takes numbers and tensors for each other, and None for what it chooses."""
+    if own is not None and not isinstance(own, bool | torch.Tensor):
+        if not isinstance(found, torch.Tensor):
+            check_like(own, found, what)
+    elif isinstance(found, str | Mapping | Sequence):
+        raise SaveError(f"{what} is damaged: it is a {type(found).__name__}")
+
+
+def _has_tensors_like_parameters(optimizer: Optimizer) -> bool:
+    own = type(optimizer).__module__.startswith("torch.optim")
+    return own and type(optimizer).__name__ not in ("LBFGS", "Adafactor")
+
+
+def _check_tensors(optimizer: Optimizer, group: Mapping[str, Any], what: str) -> None:
+    states = [(p, optimizer.state[p]) for p in group["params"] if p in optimizer.state]
+    named = {name for _, state in states for name in state}
+    for number, (parameter, state) in enumerate(states):
+        for name in named:
+            where, value = f"{what}[{number}].{name}", state.get(name)
+            if name not in state:
+                raise SaveError(f"{where} is missing")
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                check_like(parameter, value, where)
+            elif not isinstance(value, torch.Tensor | int | float | None):
+                raise SaveError(f"{where} is damaged: it is a {type(value).__name__}")
+
+
+def load_optimizer_(optimizer: Optimizer, payload: NDArray[np.uint8]) -> None:
+    """Go on from another replica's state, as the bytes of a pack."""
+    state: Packed[dict[str, Any]] = Packed.of(payload, "optimizer")
+    optimizer.load_state_dict(state.unpack())
+
+
+# A decision after each so many steps. In fewer there would be too few low losses where
+# they are noisy, as with a batch of one row.
+BLOCK = 50
+BLOCKS = 4  # that all have to be too high
+LOW = 5  # of a block, the lowest: a tenth
+# They have to be at least this share of the median. Else the losses are spread over
+# everything from low to high, and the first one was by chance among the low.
+SPREAD = 0.25
+
+
+class Level(NamedTuple):
+    """The losses of one block, above the first loss of all."""
+
+    low: float  # nine of ten are higher
+    median: float
+
+    @classmethod
+    def of(cls, rises: list[float]) -> "Level":
+        """Of how far each is above it."""
+        return cls(sorted(rises)[LOW], median(rises))
+
+    def too_high(self, least: float) -> bool:
+        """Whether they are all high, but for a few."""
+        return self.low > least and self.low >= SPREAD * self.median
+
+
+class LossWatch:
+    """Decides whether training is lost, from the losses of one replica.
+
+    It is when for four blocks of 50 steps in a row
+
+    - nine of ten losses were more than ``max_rise * max(1, |first|)`` above the first,
+    - they were near each other: the lowest of these nine was at least a quarter of the
+      median above the first, and
+    - they do not go down: the median of the last block is no lower than that of the
+      first of the four.
+
+    So a noisy loss, one that is small or negative, a spike, and a bad start that is
+    made good never count. Nor does a loss that only comes back to where it began.
+
+    Args:
+        max_rise: See above; None: nothing counts.
+
+    Attributes:
+        first: The first loss, or None.
+        last: The last one, or None.
+
+    Example:
+        >>> watch = LossWatch(max_rise=10)
+        >>> [step for step in range(1, 501) if watch.note(2.0 if step < 101 else 50.0)]
+        [300, 350, 400, 450, 500]
+    """
+
+    first: float | None
+    last: float | None
+
+    def __init__(self, max_rise: float | None) -> None:
+        self.first = self.last = None
+        self._max_rise = max_rise
+        self._block: list[float] = []
+        self._levels: list[Level] = []
+
+    def note(self, loss: float) -> bool:
+        """Take note of the finite loss of a step; whether it has run away."""
+        if self.first is None:
+            self.first = loss
+        self.last = loss
+        if self._max_rise is None:
+            return False
+        self._block.append(loss - self.first)
+        if len(self._block) < BLOCK:
+            return False
+        self._levels = [*self._levels, Level.of(self._block)][-BLOCKS:]
+        self._block = []
+        least = self._max_rise * max(1.0, abs(self.first))
+        return (
+            len(self._levels) == BLOCKS
+            and all(level.too_high(least) for level in self._levels)
+            and self._levels[-1].median >= self._levels[0].median
+        )
+
+    def values(self) -> dict[str, Any]:
+        """What it has seen, as plain values."""
+        levels = [tuple(level) for level in self._levels]
+        seen = {"first": self.first, "last": self.last}
+        return {**seen, "block": list(self._block), "levels": levels}
+
+    def restore_(self, values: Mapping[str, Any]) -> None:
+        """Go on from what `values` made."""
+        first, last = values["first"], values["last"]
+        self.first = None if first is None else float(first)
+        self.last = None if last is None else float(last)
+        self._block = [float(rise) for rise in values["block"]]
+        self._levels = [Level(*map(float, level)) for level in values["levels"]]
+
+    @property
+    def recent(self) -> int:
+        """Steps on which a decision was made."""
+        return BLOCK * len(self._levels)
+
+
+# Below these the numbers are as they are in training that goes well.
+APART = 2.0  # steps between replicas
+BEHIND = 10.0  # thresholds; ResidualClipping's default lets 5 be carried over
+# No density would follow: it is the steps that are too long, and that is said already.
+TOO_FAR = 1e6  # thresholds
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """What is known of a replica when its loss is not what it should be.
+
+    Attributes:
+        replica: Its number.
+        epoch: Counted from 0.
+        step: Of this replica, from 1, the one that was not made any more.
+        loss: Of that step.
+        first: Loss of the first step; None: it is this one.
+        before: Loss of the step before; None: it was the first.
+        high_steps: For so many it was too high; 0 if it is not a number.
+        learning_rate: Of the optimizer's first group; NaN if it has none.
+        scale: How much an update of each replica counts.
+        replicas: That train.
+        staleness: Steps ahead of the slowest replica, mean of this epoch.
+        residual: In multiples of the threshold, that 1 % of the parameters reach; NaN
+            if not known.
+        gradient_norm: Of this step, before clipping; NaN if not known.
+        clip_grad_norm: What it is clipped to; None: it is not.
+        excess: What was too much for the exchange after the step, which was made;
+            None: it is the loss.
+    """
+
+    replica: int
+    epoch: int
+    step: int
+    loss: float
+    first: float | None = None
+    before: float | None = None
+    high_steps: int = 0
+    learning_rate: float = math.nan
+    scale: float = 1.0
+    replicas: int = 1
+    staleness: float = 0.0
+    residual: float = math.nan
+    gradient_norm: float = math.nan
+    clip_grad_norm: float | None = None
+    excess: Excess | None = None
+
+    @property
+    def rising(self) -> bool:
+        """Whether the loss had risen before, and did not jump in one step."""
+        if self.first is None or self.before is None:
+            return False
+        return self.before - self.first > max(1.0, abs(self.first))
+
+
+def diagnosis(symptoms: Symptoms) -> str:
+    """Say what happened, where the last good state is, and what the numbers hint at.
+
+    Example:
+        >>> print(diagnosis(Symptoms(replica=1, epoch=0, step=1, loss=math.nan)))
+        the loss became nan at step 1 of replica 1, in epoch 0; the last agreed state \
+is that of the start, and in model_; nothing had been trained yet: look for NaN and \
+infinity in X and y, and at the loss
+    """
+    epoch = symptoms.epoch
+    good = f"epoch {epoch - 1}" if epoch else "the start"
+    agreed = f"the last agreed state is that of {good}, and in model_"
+    return "; ".join([_course(symptoms), agreed, *_hints(symptoms)])
+
+
+def _course(s: Symptoms) -> str:
+    where = f"at step {s.step} of replica {s.replica}, in epoch {s.epoch}"
+    before = "" if s.first is None else f"; it was {s.first:.4g} at its first step"
+    if s.excess is not None:
+        return _excess(s.excess, where)
+    if s.high_steps:
+        return (
+            f"the loss ran away: it is {s.loss:.4g} {where}, and has been too high for "
+            f"{s.high_steps} steps{before}"
+        )
+    if s.before is not None:
+        before += f" and {s.before:.4g} just before"
+    return f"the loss became {s.loss} {where}{before}"
+
+
+def _excess(excess: Excess, where: str) -> str:
+    far, quantum = excess
+    if math.isnan(quantum) or not math.isfinite(far):
+        return f"parameters became {far} {where}"
+    return (
+        f"parameters moved farther than updates can say {where}: by {far:.4g}, which "
+        f"is more than 2**31 - 1 of the largest quanta, {quantum:g}"
+    )
+
+
+def _hints(s: Symptoms) -> Iterator[str]:
+    if s.first is None:
+        yield (
+            "nothing had been trained yet: look for NaN and infinity in X and y, and "
+            "at the loss"
+        )
+    elif s.high_steps or s.rising or s.excess is not None:
+        yield from _of_rate(s)
+        yield from _of_gradient(s)
+        yield from _of_sharing(s)
+    else:
+        yield (
+            "it came from one step to the next: look for NaN in X, and for a division "
+            "by 0 or the logarithm of 0 in the loss; if there is none, lower the "
+            f"learning rate{_rate(s)}"
+        )
+    if s.high_steps:
+        yield "if such a loss is as it should be, set max_loss_rise=None"
+
+
+def _rate(s: Symptoms) -> str:
+    return "" if math.isnan(s.learning_rate) else f", {s.learning_rate:g}"
+
+
+def _of_rate(s: Symptoms) -> Iterator[str]:
+    yield f"lower the learning rate{_rate(s)}"
+    group = s.scale * s.replicas
+    if s.replicas > 1 and group > 1.01:  # not by rounding alone
+        yield (
+            f"with this update_scale {s.replicas} replicas move {group:g} times as far "
+            "as one alone at this rate: lower it, or use 'mean'"
+        )
+
+
+def _of_gradient(s: Symptoms) -> Iterator[str]:
+    norm = s.gradient_norm
+    if s.clip_grad_norm is None:
+        yield "set clip_grad_norm" + (
+            f", the norm is {norm:.4g}" if math.isfinite(norm) else ""
+        )
+    elif norm > s.clip_grad_norm:
+        yield (
+            f"gradients are clipped already, this one from {norm:.4g} to "
+            f"clip_grad_norm={s.clip_grad_norm:g}"
+        )
+
+
+def _of_sharing(s: Symptoms) -> Iterator[str]:
+    if s.staleness >= APART:
+        yield (
+            f"this replica is {s.staleness:.1f} steps ahead of the slowest in the "
+            "mean: lower max_staleness, or the optimizer's momentum"
+        )
+    if BEHIND <= s.residual < TOO_FAR:
+        far = s.residual
+        shown = f"{far:.0f}" if far < 1000 else f"10^{math.floor(math.log10(far))}"
+        yield (
+            f"1 % of the parameters are {shown} thresholds or more from what "
+            "the others know: the compression does not follow, allow a higher density"
+        )
+
+
+Group = Sequence[Batch]
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """How an optimizer step is made; the options of the same names of a trainer.
+
+    Args:
+        autocast: Computes forward passes in this dtype; None: in the model's own.
+        accumulate: Batches of a group, at most.
+        clip_grad_norm: Largest norm of all gradients together; None: any.
+
+    Raises:
+        OptionError: Naming the option, what was given and what is allowed.
+
+    Example:
+        >>> Stepping(torch.float64)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: autocast must be torch.bfloat16, torch.float16 or \
+None, got torch.float64
+    """
+
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        # By identity: a numpy dtype, for one, is not comparable with torch's.
+        if not any(self.autocast is d for d in (None, torch.bfloat16, torch.float16)):
+            raise OptionError(
+                "autocast must be torch.bfloat16, torch.float16 or None, got "
+                f"{self.autocast!r}"
+            )
+        check_whole("accumulate", self.accumulate, 1)
+        norm: Any = self.clip_grad_norm
+        number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (number and 0 < norm < math.inf):
+            raise OptionError(
+                f"clip_grad_norm must be a number > 0 or None, got {norm!r}"
+            )
+
+    def check_model(self, module: nn.Module) -> None:
+        """Refuse a model with which these options do not go.
+
+        Raises:
+            OptionError: If gradients were to be scaled that are in half precision.
+        """
+        half = [n for n, p in module.named_parameters() if p.dtype == torch.float16]
+        if self.autocast is torch.float16 and half:
+            raise OptionError(
+                "autocast=torch.float16 needs a model with float32 parameters, got "
+                f"{half[0]!r} in torch.float16; use model.float(), or no autocast"
+            )
+
+
+class Stepper:
+    """Makes the optimizer steps of a model.
+
+    Args:
+        module: The model, on its device.
+        objective: What to make small; moved to the device.
+        optimizer: Of the model's trainable parameters.
+        stepping: How.
+        device: Where to compute.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective,
+        optimizer: Optimizer,
+        stepping: Stepping,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._objective = on_device(objective, device)
+        self._optimizer = optimizer
+        self._stepping = stepping
+        self._device = device
+        self._dtype = floating_dtype(module)
+        self._parameters = trainable(module)
+        # Gradients in float16 are too small without; this finds the factor by itself.
+        scaling = stepping.autocast is torch.float16
+        self._scaler = torch.amp.GradScaler(device.type) if scaling else None
+
+    def backward(self, group: Group) -> float:
+        """Compute the gradients of a group of batches; the parameters stay.
+
+        Every batch weighs as many as it has rows, so that a mean loss has the
+        gradients of one large batch.
+
+        Args:
+            group: On any device; one batch after the other is moved.
+
+        Returns:
+            The loss over all rows of the group.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        rows = rows_of(group)
+        parts = [self._backward(batch, rows) for batch in group]
+        # Only now: reading one waits for an accelerator.
+        return sum(float(part) for part in parts)
+
+    def _backward(self, batch: Batch, rows: int) -> Tensor:
+        batch = to_device(*batch, self._device, self._dtype)
+        with self._autocast(), _one_row_named(batch):
+            loss = batch_loss(self._objective, self._module, batch)
+            if rows_in(batch) != rows and not is_sum(self._objective):
+                # Not times a share: of equal batches this is the plain loss / k.
+                loss = loss / (rows / rows_in(batch))
+            penalty = penalty_of(self._objective, self._module)
+            if penalty is not None:
+                loss = loss + penalty * (rows_in(batch) / rows)
+        scaled_loss = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled_loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stepping.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._stepping.autocast)
+
+    def values(self) -> dict[str, Any]:
+        """The state of the factor on float16 gradients; empty where there is none."""
+        return {} if self._scaler is None else dict(self._scaler.state_dict())
+
+    def restore_(self, values: Mapping[str, Any]) -> None:
+        """Go on from what `values` made."""
+        if self._scaler is not None and values:
+            check_like(self.values(), values, "it")
+            self._scaler.load_state_dict(dict(values))
+
+    def gradient_norm(self) -> float:
+        """Return the norm of all gradients together, before they are clipped."""
+        squares = sum(
+            float(grad.double().square().sum()) for grad in _gradients(self._parameters)
+        )
+        factor = 1.0 if self._scaler is None else self._scaler.get_scale()
+        return math.sqrt(squares) / factor
+
+    def _clip(self, norm: float) -> None:
+        holders = []
+        for gradient in _gradients(self._parameters):
+            # torch clips what is the gradient of something, and nothing that is sparse:
+            # here of one number, as large as the gradient says it is.
+            holders.append(gradient.new_empty(()).expand(gradient.shape))
+            holders[-1].grad = gradient
+        nn.utils.clip_grad_norm_(holders, norm)
+
+    def update(self, scale: float) -> None:
+        """Move the parameters by the gradients that are there.
+
+        In float16, gradients that overflowed move nothing: the factor on them is
+        lowered for the next step.
+
+        Args:
+            scale: Factor on the learning rate.
+
+        Raises:
+            ModelError: If there is no learning rate to scale.
+        """
+        if self._stepping.clip_grad_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
+            self._clip(self._stepping.clip_grad_norm)
+        with scaled(self._optimizer, scale):
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
+
+
+@contextlib.contextmanager
+def _one_row_named(batch: Batch) -> Iterator[None]:
+    """Say what to do where batch norm refuses a batch of one row."""
+    try:
+        yield
+    except ValueError as error:
+        is_batch_norm = str(error).startswith("Expected more than 1 value per channel")
+        if rows_in(batch) != 1 or not is_batch_norm:
+            raise
+        raise ModelError(
+            f"batch norm cannot train on a batch of one row: {error}; the last batch of"
+            " a replica's epoch has the rows that are left over: leave those out with "
+            "fit(drop_last=True), or take a batch_size > 1 that leaves none"
+        ) from error
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """All gradients, of sparse ones the values, which may be changed in place."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
+            # An index may occur several times: its values are one gradient.
+            parameter.grad = parameter.grad.coalesce()
+            gradients.append(parameter.grad.values())
+        else:
+            gradients.append(parameter.grad)
+    return gradients
+
+
+def rows_of(group: Group) -> int:
+    """How many rows a group of batches has.
+
+    Example:
+        >>> rows_of([(torch.zeros(4, 2), torch.zeros(4)), (torch.zeros(3, 2),) * 2])
+        7
+    """
+    return sum(rows_in(batch) for batch in group)
+
+
+@contextlib.contextmanager
+def scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply the learning rate of every parameter group meanwhile.
+
+    Raises:
+        ModelError: If a group has no learning rate to scale.
+    """
+    if factor == 1.0:
+        yield
+        return
+    groups = optimizer.param_groups
+    missing = [i for i, group in enumerate(groups) if "lr" not in group]
+    if missing:
+        raise ModelError(
+            f"parameter groups {missing} of the optimizer have no 'lr' to scale by "
+            f"{factor:g}; use GradientSharing(update_scale='sum')"
+        )
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate

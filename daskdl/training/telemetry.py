@@ -1,0 +1,554 @@
+"""What a replica measures while it trains, and the rows of the history made from it."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from daskdl import codec
+from daskdl.channel.base import Gathered
+from daskdl.compression.compressor import Frame, Sample
+from daskdl.errors import DataError
+from daskdl.history import StepRow, Thinned, pack_rows
+from daskdl.scores import Score
+from daskdl.training.base import Exchanged, Statistics
+
+# Residuals looked at for one row. Ten of them are above the highest percentile.
+SAMPLE = 1024
+PERCENTILES = (50, 90, 99)
+
+
+class Stopwatch:
+    """Adds up the times spent inside of it; a context manager, not nested in itself.
+
+    Example:
+        >>> stopwatch = Stopwatch(now=iter([1.0, 1.5, 3.0, 3.25]).__next__)
+        >>> for _ in range(2):
+        ...     with stopwatch:
+        ...         pass
+        >>> stopwatch.seconds
+        0.75
+    """
+
+    seconds: float
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._since = self._now()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.seconds += self._now() - self._since
+
+
+class Observer:
+    """Counts and times of one exchange.
+
+    Args:
+        now: Seconds, of a clock that never goes back.
+
+    Attributes:
+        waiting: Times the waits of this step.
+        encoding: Times what is done in this step to send something.
+        applying: Times what is done in this step with what others sent.
+    """
+
+    waiting: Stopwatch
+    encoding: Stopwatch
+    applying: Stopwatch
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.waiting, self.encoding, self.applying = (Stopwatch(now) for _ in range(3))
+        self._clear()
+        self.begin_step()
+
+    def _clear(self) -> None:
+        self._exchanges = self._steps = self._lead_sum = 0
+        self._density_sum = 0.0
+
+    def begin_step(self) -> None:
+        """A step begins; also that which follows what is sent between two steps."""
+        for stopwatch in (self.waiting, self.encoding, self.applying):
+            stopwatch.seconds = 0.0
+        self._lead = 0
+        self._density = math.nan
+        self._frames: Sequence[Frame] = ()
+
+    def leads(self, lead: int) -> None:
+        """The replica is so many steps ahead of the slowest, and makes one more."""
+        self._lead = lead
+        self._lead_sum += lead
+        self._steps += 1
+
+    def exchanged(self, density: float, frames: Sequence[Frame]) -> None:
+        """An exchange was made.
+
+        Args:
+            density: Of all of it.
+            frames: That were published; they are not copied.
+        """
+        self._exchanges += 1
+        self._density_sum += density
+        self._density, self._frames = density, frames
+
+    def statistics(self, thresholds: Sequence[float], clipped: float) -> Statistics:
+        """What was done since the last call.
+
+        Args:
+            thresholds: The last ones.
+            clipped: Mass removed by clipping meanwhile.
+        """
+        now = Statistics(
+            self._exchanges,
+            self._density_sum,
+            mean(thresholds),
+            clipped,
+            self._lead_sum,
+            self._steps,
+        )
+        self._clear()
+        return now
+
+    def step(self, samples: Sequence[Sample]) -> Exchanged:
+        """What was done in this step.
+
+        Args:
+            samples: Of what it left.
+        """
+        thresholds = [s.threshold for s in samples if not math.isnan(s.threshold)]
+        largest = max(self._frames, key=len, default=None)
+        norm, p50, p90, p99 = spread_of(samples)
+        return Exchanged(
+            threshold=mean(thresholds),
+            density=self._density,
+            sent_bytes=sum(frame.nbytes for frame in self._frames),
+            kind=None if largest is None else codec.read_kind(largest.data).name,
+            residual_norm=norm,
+            residual_p50=p50,
+            residual_p90=p90,
+            residual_p99=p99,
+            staleness=self._lead,
+            wait_s=self.waiting.seconds,
+            encode_s=self.encoding.seconds,
+            apply_s=self.applying.seconds,
+        )
+
+
+def mean(thresholds: Sequence[float]) -> float:
+    """Of what there is; NaN of nothing."""
+    return math.fsum(thresholds) / len(thresholds) if thresholds else math.nan
+
+
+def spread_of(samples: Iterable[Sample]) -> list[float]:
+    """How long a residual is, and how it compares with its thresholds.
+
+    Args:
+        samples: Of all of it. Where a threshold is NaN, the residuals count for the
+            length only.
+
+    Returns:
+        The Euclidean length, as the samples have it, and the :data:`PERCENTILES` of
+        |residual| / threshold, all parameters weighing the same. NaN if there is
+        nothing to say.
+
+    Example:
+        >>> import torch
+        >>> spread_of([Sample(400, torch.tensor([3.0, -4.0, 0.0, 0.0]), threshold=2.0)])
+        [50.0, 0.0, 2.0, 2.0]
+    """
+    squares = 0.0
+    ratios, weights = [np.zeros(0)], [np.zeros(0)]
+    for size, residuals, threshold in samples:
+        values = np.abs(residuals.numpy().astype(np.float64))
+        if not len(values):
+            continue
+        squares += size * float(np.mean(values**2))
+        if not math.isnan(threshold):
+            ratios.append(values / threshold)
+            weights.append(np.full(len(values), size / len(values)))
+    ratio, weight = np.concatenate(ratios), np.concatenate(weights)
+    if not len(ratio):
+        return [math.sqrt(squares), *[math.nan] * len(PERCENTILES)]
+    order = np.argsort(ratio)
+    below = np.cumsum(weight[order])
+    ranks = np.searchsorted(below, [p / 100 * below[-1] for p in PERCENTILES])
+    return [math.sqrt(squares), *ratio[order][ranks].tolist()]
+
+
+class Averagings:
+    """Counts and times of one replica.
+
+    Args:
+        now: Seconds, of a clock that never goes back.
+
+    Attributes:
+        waiting: Times the waits of this step.
+
+    Example:
+        >>> done = Averagings()
+        >>> done.begin_step()
+        >>> done.stepped()
+        >>> done.averaged("MEAN", 800, anew=True)
+        >>> done.statistics().exchanges, done.exchanged(math.nan).sent_bytes
+        (1, 800)
+    """
+
+    waiting: Stopwatch
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.waiting = Stopwatch(now)
+        self._steps = self._means = self._sent_bytes = 0
+        self._kind: str | None = None
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self.waiting.seconds = 0.0
+        self._sent_bytes = 0
+
+    def stepped(self) -> None:
+        """A step of the optimizer was made."""
+        self._steps += 1
+
+    def averaged(self, kind: str, sent_bytes: int, *, anew: bool) -> None:
+        """A mean has come.
+
+        Args:
+            kind: Of what has travelled.
+            sent_bytes: From here.
+            anew: Whether it is one of its own; else it completes the one before.
+        """
+        self._means += anew
+        self._kind = kind
+        self._sent_bytes += sent_bytes
+
+    def statistics(self) -> Statistics:
+        """What was done since the last call."""
+        means, steps = self._means, self._steps
+        self._means = self._steps = 0
+        return Statistics(means, float(means), math.nan, 0.0, 0, steps)
+
+    def exchanged(self, residual_norm: float) -> Exchanged:
+        """What was done in this step, in which there was a mean."""
+        return Exchanged(
+            density=1.0,
+            sent_bytes=self._sent_bytes,
+            kind=self._kind,
+            residual_norm=residual_norm,
+            wait_s=self.waiting.seconds,
+        )
+
+
+class StepClock:
+    """Adds up steps, without what lies between them: waits, exchanges, data.
+
+    Args:
+        now: Seconds, of a clock that never goes back.
+
+    Example:
+        >>> clock = StepClock(now=iter([10.0, 10.5, 12.0, 12.25]).__next__)
+        >>> for _ in range(2):
+        ...     clock.begin()
+        ...     clock.end()
+        >>> clock.chance()
+        >>> clock.take()
+        0.75
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._began = 0.0
+        self._computed_s = 0.0
+        self._chances = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._now()
+
+    def end(self) -> None:
+        """It has ended."""
+        self._computed_s += self._now() - self._began
+
+    def chance(self) -> None:
+        """An exchange is due, whether there is room for it or not."""
+        self._chances += 1
+
+    def take(self) -> float:
+        """Seconds of computing for each chance since the last call."""
+        step_s = self._computed_s / max(self._chances, 1)
+        self._computed_s, self._chances = 0.0, 0
+        return step_s
+
+
+# Between two reports, so that one has 39 KB of them at most.
+MOST_ROWS = 256
+# With "auto": steps from one row to the next, at least; and the share of the time that
+# making them may take, half of what is promised, since the clock sees not all of it.
+SPACING = 10
+SHARE = 0.005
+
+
+class StepLog:
+    """Rows of one replica.
+
+    Args:
+        every: Steps from one row to the next: those whose number it divides have one.
+            With ``"auto"`` the first step, and then one in ten, fewer where making
+            them would take more than a share of the time. None: no step.
+        now: Seconds, of a clock that never goes back.
+
+    Example:
+        >>> log = StepLog(every=5)
+        >>> [step for step in range(1, 16) if log.due(step)]
+        [5, 10, 15]
+    """
+
+    def __init__(
+        self,
+        every: int | Literal["auto"] | None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._every = every
+        self._now = now
+        self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
+        self._number = 0  # of the last row, in the life of this replica
+        self._step = 1 - SPACING  # that had it
+        self._began = 0.0
+        self._next_at = -math.inf
+
+    def due(self, step: int, exchange_tried: bool = True) -> bool:
+        """Whether a step is to have a row; `add` has to follow if so.
+
+        Args:
+            step: Steps this replica has made with this one.
+            exchange_tried: In this step; then there is more to say of it.
+        """
+        if self._every is None:
+            return False
+        if self._every == "auto":
+            return self._due_by_cost(step, exchange_tried)
+        self._number, rest = divmod(step, self._every)
+        return rest == 0 and self._rows.wants(self._number)
+
+    def _due_by_cost(self, step: int, exchange_tried: bool) -> bool:
+        if step - self._step < SPACING or not exchange_tried:
+            return False
+        self._began = self._now()
+        if self._began < self._next_at:
+            return False
+        self._number += 1
+        self._step = step
+        return self._rows.wants(self._number)
+
+    def add(self, row: StepRow) -> None:
+        """Keep the row of a step that was due."""
+        self._rows.add(self._number, row)
+        if self._every == "auto":
+            now = self._now()
+            self._next_at = now + (now - self._began) * (1 / SHARE - 1)
+
+    def take(self) -> bytes:
+        """Return the rows since the last call, packed."""
+        return pack_rows(self._rows.take())
+
+
+Note = Mapping[str, Any]
+
+
+def row_of(
+    epoch: int,
+    event: Mapping[str, Any],
+    size: int,
+    seconds: float,
+    scores: Sequence[str] = (),
+    left_out: int = 0,
+) -> dict[str, Any]:
+    """Sum up an epoch.
+
+    Args:
+        epoch: Counted from 0.
+        event: As the scheduler announced it: notes by replica, and its counters.
+        size: Parameters of the model.
+        seconds: Since the end of the epoch before.
+        scores: Columns of the validation data; NaN where the model was not scored.
+        left_out: Examples that were in no part from the beginning.
+
+    Raises:
+        DataError: If all examples were left out.
+    """
+    notes: Sequence[Note] = [note for _, note in event["notes"]]
+    departed = event["departed"]
+    check_trained(epoch, notes, departed)
+    statistics = [Statistics(*note["statistics"]) for note in notes]
+    traffic = [note["traffic"] for note in notes]
+    loss_sum, examples = _trained(notes, departed)
+    steps = sum(s.steps for s in statistics)
+    exchanges = sum(s.exchanges for s in statistics)
+    thresholds = [s.threshold for s in statistics if not math.isnan(s.threshold)]
+    row = {
+        "epoch": epoch,
+        "loss": loss_sum / examples if examples else math.nan,
+        "examples": examples,
+        "seconds": seconds,
+        "examples_per_s": examples / seconds,
+        "density": sum(s.density_sum for s in statistics) / max(exchanges, 1),
+        "threshold": sum(thresholds) / len(thresholds) if thresholds else math.nan,
+        "learning_rate": _learning_rate(notes),
+        "sent_bytes": sum(t["sent_bytes"] for t in traffic),
+        "received_bytes": sum(t["received_bytes"] for t in traffic),
+        "dense_bytes": 4 * size * exchanges,
+        "staleness": sum(s.lead_sum for s in statistics) / max(steps, 1),
+        "waits": _waits(traffic),
+        "clipped": sum(s.clipped for s in statistics),
+        "replicas": len(notes),
+        "repeated_pieces": event["repeated"],
+        "skipped_examples": left_out + sum(note["skipped"] for note in notes),
+        "refused_messages": event["refused"] + sum(t["refused"] for t in traffic),
+        "repaired_updates": sum(t["repaired"] for t in traffic),
+        "withheld": sum(t["withheld"] for t in traffic),
+        "folds": sum(t["folds"] for t in traffic),
+    }
+    return {**row, **dict.fromkeys(scores, math.nan), **validation(notes)}
+
+
+def check_trained(
+    epoch: int, notes: Sequence[Note], departed: Sequence[tuple[float, int]] = ()
+) -> None:
+    """Refuse an epoch in which all examples were left out.
+
+    Args:
+        epoch: Counted from 0.
+        notes: Of all replicas.
+        departed: See `_trained`.
+
+    Raises:
+        DataError: Why the first was.
+    """
+    skipped = sum(note["skipped"] for note in notes)
+    dropped = sum(note["dropped"] for note in notes)
+    if (skipped or dropped) and not _trained(notes, departed)[1]:
+        why = []
+        if dropped:
+            why.append(
+                f"drop_last=True left out {dropped} examples, as none of "
+                f"{len(notes)} replicas had enough for a batch; take a smaller "
+                "batch_size, fewer replicas, or drop_last=False"
+            )
+        if skipped:
+            why.append(
+                f"all {'other ' if dropped else ''}{skipped} examples were left out "
+                f'(on_bad_batch="skip"), the first because {_reason(notes, 0)}'
+            )
+        raise DataError(f"nothing was trained on in epoch {epoch}: {'; '.join(why)}")
+    scores = [note["score"] for note in notes if note["score"] is not None]
+    unscored = _reason(notes, 1)
+    if scores and unscored and not any(Score(*score).examples for score in scores):
+        raise DataError(
+            "validation: nothing was scored, as all examples were left out "
+            f'(on_bad_batch="skip"), the first because {unscored}'
+        )
+
+
+def _reason(notes: Sequence[Note], phase: int) -> str:
+    return next(
+        (note["reasons"][phase] for note in notes if note["reasons"][phase]), ""
+    )
+
+
+def training_loss(notes: Sequence[Note]) -> float:
+    """Mean over the examples of all replicas that are there.
+
+    NaN of nothing: all who trained in the epoch may be gone.
+    """
+    total, examples = _trained(notes)
+    return total / examples if examples else math.nan
+
+
+def _trained(
+    notes: Sequence[Note], departed: Sequence[tuple[float, int]] = ()
+) -> tuple[float, int]:
+    """Sum of the losses, and examples.
+
+    Args:
+        notes: Of those that are there.
+        departed: The same of those that are not, as far as they finished pieces.
+    """
+    sums = [*(note["tally"][:2] for note in notes), *departed]
+    return sum(loss_sum for loss_sum, _ in sums), sum(count for _, count in sums)
+
+
+def _learning_rate(notes: Sequence[Note]) -> float:
+    """Of the replica whose schedule is farthest: the others go on from there."""
+    first = {"scheduled": 0, "learning_rate": math.nan}
+    farthest = max(notes, key=lambda note: int(note["scheduled"]), default=first)
+    return float(farthest["learning_rate"])
+
+
+def _waits(traffic: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for counters in traffic:
+        for cause, seconds in counters["waits_s"].items():
+            total[cause] = total.get(cause, 0.0) + seconds
+    return total
+
+
+def validation(notes: Sequence[Note]) -> dict[str, float]:
+    """What the agreed model was scored with, by column; empty if it was not."""
+    scores = [Score(*note["score"]) for note in notes if note["score"] is not None]
+    if not scores:
+        return {}
+    total = scores[0]
+    for score in scores[1:]:
+        total = total + score
+    return {f"val_{name}": value for name, value in total.metrics().items()}
+
+
+class RowLog:
+    """Rows of all epochs of a fit.
+
+    Args:
+        size: Parameters of the model.
+        columns: Of the scores.
+        rows: Of the epochs before.
+        now: Seconds, of a clock that never goes back.
+        left_out: See `row_of`.
+
+    Attributes:
+        rows: Oldest first.
+    """
+
+    rows: list[dict[str, Any]]
+
+    def __init__(
+        self,
+        size: int,
+        columns: Sequence[str],
+        rows: Sequence[dict[str, Any]] = (),
+        now: Callable[[], float] = time.perf_counter,
+        left_out: int = 0,
+    ) -> None:
+        self.rows = list(rows)
+        self._size = size
+        self._columns = columns
+        self._now = now
+        self._left_out = left_out
+        self._before = now()
+
+    def end_epoch(self, epoch: int, gathered: Gathered) -> None:
+        """All have met."""
+        now = self._now()
+        seconds, self._before = now - self._before, now
+        notes = sorted(gathered.notes.items())
+        event = {"notes": notes, **gathered.counted}
+        columns, left_out = self._columns, self._left_out
+        row = row_of(epoch, event, self._size, seconds, columns, left_out)
+        self.rows.append(row)

@@ -41,6 +41,7 @@ SCRIPTS = {
     "evaluate": "what do loss and metrics add to a forward pass over 1 M rows?",
     "predictor": "how many callers does a predictor answer, and how fast?",
     "telemetry": "what do the rows of `history.steps` cost?",
+    "path": "how many modules and calls does an update pass through?",
     "report": "docs/benchmarks.md from the newest results",
     "compare": "ratios of this run beside benchmarks/baseline.json",
 }

@@ -1,0 +1,365 @@
+from collections.abc import Mapping, Sequence
+
+class DaskDLError(Exception): ...
+class BusyError(DaskDLError, RuntimeError): ...
+class RunError(DaskDLError, RuntimeError): ...
+class ChannelError(RunError): ...
+class CodecError(DaskDLError, ValueError): ...
+class OptionError(DaskDLError, ValueError): ...
+class DataError(OptionError): ...
+class DivergedError(RunError): ...
+class ModelError(OptionError): ...
+class ReplicaError(RunError): ...
+class SaveError(DaskDLError, ValueError): ...
+class WaitTimeoutError(DaskDLError, TimeoutError): ...
+
+class ThresholdAlgorithm:
+    def next_threshold(self, residual, last): ...
+
+class AdaptiveThreshold(ThresholdAlgorithm):
+    def __init__(
+        self,
+        initial=0.0001,
+        min_density=0.0001,
+        max_density=0.01,
+        decay=0.9659363289248456,
+    ): ...
+
+class Callback:
+    def on_fit_begin(self, fit): ...
+    def on_epoch_begin(self, epoch): ...
+    def on_step_end(self, step): ...
+    def on_epoch_end(self, row): ...
+    def on_fit_end(self, end): ...
+
+class Checkpoint(Callback):
+    def __init__(
+        self, url, every="epoch", *, keep_last=3, keep_every=None, keep_best=None
+    ): ...
+
+class EarlyStopping(Callback):
+    def __init__(
+        self,
+        monitor="val_loss",
+        *,
+        patience=None,
+        min_delta=0.0,
+        mode="auto",
+        target=None,
+        max_seconds=None,
+        every=1,
+        check_finite=True,
+        restore_best=True,
+    ): ...
+
+class EpochBegin(tuple):
+    def __init__(self, replica, epoch, replicas, learning_rate): ...
+
+class Evaluate(Callback):
+    def __init__(self, every=1): ...
+
+class Evaluation(Mapping):
+    def plot(self, kind=None): ...
+    def to_dict(self): ...
+    def to_json(self): ...
+    def to_pandas(self, rows=None): ...
+
+class FailureInjection(Callback):
+    def __init__(
+        self,
+        kind,
+        *,
+        replicas=None,
+        steps=None,
+        probability=1.0,
+        times=None,
+        seconds=None,
+        seed=0,
+    ): ...
+
+class FitBegin(tuple):
+    def __init__(
+        self, replicas, epochs, epochs_before, batch_size, examples, parameters
+    ): ...
+
+class FitEnd(tuple):
+    def __init__(self, history, error): ...
+
+class FixedThreshold(ThresholdAlgorithm):
+    def __init__(self, value=0.001): ...
+
+class TrainingMaster: ...
+
+class GradientSharing(TrainingMaster):
+    def __init__(
+        self,
+        threshold=...,
+        residual=...,
+        apply="eager",
+        update_scale="mean",
+        max_staleness=8,
+        exchange_every=1,
+        warmup_steps=0,
+        routing="auto",
+        replicas_per_worker=1,
+        min_replicas=1,
+        rejoin_timeout=None,
+        fan_out=8,
+    ): ...
+    def scale(self, replicas): ...
+
+class History(Sequence):
+    def __init__(self, rows=()): ...
+    def append(self, row): ...
+    def column(self, name): ...
+    def to_pandas(self): ...
+
+class ResidualPostProcessor:
+    def bound(self, exchange, threshold): ...
+
+class KeepResidual(ResidualPostProcessor): ...
+
+class LearningRateMonitor(Callback):
+    def __init__(self, every="epoch"): ...
+    def to_pandas(self): ...
+
+class LinkThreshold(ThresholdAlgorithm):
+    def __init__(self, initial=0.001, share=0.25, min_density=0.0001): ...
+
+class Network:
+    def __init__(self, bandwidth_bits_per_s, latency_s): ...
+    def seconds(self, nbytes): ...
+
+class ParameterAveraging(TrainingMaster):
+    def __init__(
+        self,
+        frequency=5,
+        average_optimizer=True,
+        outer=None,
+        compression=None,
+        replicas_per_worker=1,
+        min_replicas=1,
+        rejoin_timeout=None,
+        fan_out=8,
+    ): ...
+
+class Plan:
+    def __init__(self, rows, advice, measured, link): ...
+    def to_pandas(self): ...
+
+class Predictions:
+    def __init__(self, url, storage_options=None): ...
+    def load(self): ...
+    def to_dask(self): ...
+
+class Predictor:
+    def __init__(
+        self,
+        model,
+        *,
+        replicas=2,
+        batch_limit=32,
+        wait_ms=2.0,
+        queue_limit=1024,
+        transform=None,
+        client=None,
+    ): ...
+    def __call__(self, x, timeout_s=None): ...
+    async def acall(self, x, timeout_s=None): ...
+    def submit(self, x): ...
+    def swap(self, model): ...
+    def close(self, *, wait=True): ...
+    def __enter__(self): ...
+
+class PrintProgress(Callback):
+    def __init__(self, stream=None): ...
+
+class ResidualClipping(ResidualPostProcessor):
+    def __init__(self, multiple=5.0, frequency=5): ...
+
+class Step(tuple):
+    def __init__(self, replica, epoch, number, loss, examples, learning_rate): ...
+
+class StepTable(Sequence):
+    def column(self, name): ...
+    def to_pandas(self): ...
+
+class Stopping:
+    def __init__(
+        self,
+        monitor,
+        reason=None,
+        details="",
+        scores=...,
+        best_epoch=None,
+        best_score=...,
+        restored=False,
+    ): ...
+
+class TargetSparsityThreshold(ThresholdAlgorithm):
+    def __init__(self, initial=0.0001, target=0.001, decay=0.9659363289248456): ...
+
+class Trainer:
+    def __init__(
+        self,
+        model,
+        loss=None,
+        optimizer=None,
+        *,
+        master=...,
+        client=None,
+        device="auto",
+        seed=0,
+        callbacks=(),
+        progress=None,
+        autocast=None,
+        accumulate=1,
+        clip_grad_norm=None,
+        step=None,
+        scheduler=None,
+        scheduler_every="epoch",
+        telemetry_every="auto",
+        max_loss_rise=10.0,
+        transform=None,
+    ): ...
+    def fit(
+        self,
+        X,
+        y=None,
+        *,
+        epochs=1,
+        batch_size=32,
+        validation=None,
+        shuffle=True,
+        drop_last=False,
+        transform=None,
+        loader=None,
+        collate_fn=None,
+        on_bad_batch="raise",
+        prefetch=2,
+        approach="direct",
+        resume=None,
+    ): ...
+    def evaluate(
+        self,
+        data,
+        labels=None,
+        *,
+        metrics=None,
+        batch_size=64,
+        transform=None,
+        loader=None,
+        collate_fn=None,
+        on_bad_batch="raise",
+    ): ...
+    def predict(
+        self,
+        X,
+        *,
+        batch_size=64,
+        output="same",
+        postprocess=None,
+        keyed=None,
+        transform=None,
+        loader=None,
+        collate_fn=None,
+        storage_options=None,
+    ): ...
+    def predictor(
+        self,
+        *,
+        replicas=2,
+        batch_limit=32,
+        wait_ms=2.0,
+        queue_limit=1024,
+        transform=None,
+    ): ...
+    def errors(
+        self,
+        data,
+        labels=None,
+        *,
+        top=50,
+        wrong_only=False,
+        key=None,
+        batch_size=64,
+        transform=None,
+        loader=None,
+        collate_fn=None,
+        on_bad_batch="raise",
+    ): ...
+    def score_examples(
+        self,
+        data,
+        labels=None,
+        *,
+        key=None,
+        regularization=False,
+        batch_size=64,
+        transform=None,
+        loader=None,
+        collate_fn=None,
+        on_bad_batch="raise",
+    ): ...
+    def save(self, url, optimizer=True): ...
+    @classmethod
+    def load(cls, url, *, client=None, trusted=(), **passed): ...
+
+class WorstExample:
+    def __init__(
+        self,
+        loss,
+        part,
+        row,
+        number=None,
+        key=None,
+        label=None,
+        predicted=None,
+        probability=None,
+        x=None,
+        y=None,
+    ): ...
+
+class WorstExamples(Sequence):
+    def __init__(self, examples, rows, classes=None): ...
+    def to_pandas(self): ...
+
+def evaluate(
+    model,
+    data,
+    labels=None,
+    *,
+    loss=None,
+    metrics=None,
+    client=None,
+    batch_size=64,
+    transform=None,
+    loader=None,
+    collate_fn=None,
+    on_bad_batch="raise",
+): ...
+def plan(
+    model,
+    batch,
+    workers=64,
+    link=None,
+    *,
+    loss=None,
+    optimizer=None,
+    master=None,
+    threads=None,
+): ...
+def predict(
+    model,
+    data,
+    client=None,
+    *,
+    batch_size=64,
+    output="same",
+    postprocess=None,
+    keyed=None,
+    transform=None,
+    loader=None,
+    collate_fn=None,
+    storage_options=None,
+): ...

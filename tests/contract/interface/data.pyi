@@ -1,0 +1,132 @@
+class Source:
+    def load(self, part): ...
+
+class BatchFiles(Source):
+    def __init__(self, url, storage_options=None): ...
+
+class Csv:
+    def __init__(
+        self,
+        label=None,
+        features=None,
+        header=True,
+        delimiter=",",
+        dtype="float32",
+        label_dtype="int64",
+        classes=None,
+    ): ...
+
+class Facts(tuple):
+    def __init__(self, rows, first): ...
+
+class Files(Source):
+    def __init__(
+        self,
+        paths,
+        loader=None,
+        *,
+        pattern=None,
+        storage_options=None,
+        files_per_part=None,
+    ): ...
+
+class FromBytes:
+    def __init__(self, function): ...
+
+class Manifest: ...
+
+class MinMax:
+    def __init__(self, low=0.0, high=1.0, *, per="feature", only=None): ...
+    def fit(self, X, y=None, *, client=None, loader=None): ...
+
+class Normalisation:
+    def __call__(self, batch): ...
+    def transform(self, batch): ...
+    def inverse(self, x): ...
+    def to_dict(self): ...
+    @classmethod
+    def from_dict(cls, plain): ...
+
+class Npy:
+    def __init__(self, label_column=None): ...
+
+class Npz:
+    def __init__(self, x="x", y="y"): ...
+
+class OneExample:
+    def __init__(self, function, classes=None): ...
+
+class Parquet:
+    def __init__(self, features=None, label=None, dtype="float32", classes=None): ...
+
+class Report:
+    def __init__(self, parts, files, rows, counts, offenders=(), moved=()): ...
+    def summary(self): ...
+    def to_pandas(self): ...
+
+class Safetensors:
+    def __init__(self, x="x", y="y"): ...
+
+class Sharded:
+    def __init__(self, function, shards=None): ...
+
+class Shards(Source):
+    def __init__(self, url, loader=None, storage_options=None): ...
+
+class Standardize:
+    def __init__(self, epsilon=0.0, *, per="feature", only=None): ...
+    def fit(self, X, y=None, *, client=None, loader=None): ...
+
+def export(
+    X,
+    url,
+    batch_size,
+    *,
+    y=None,
+    shuffle=True,
+    seed=0,
+    transform=None,
+    batches_per_file=1,
+    classes=None,
+    client=None,
+    storage_options=None,
+    overwrite=False,
+): ...
+def file_batches(
+    paths,
+    url,
+    files_per_batch,
+    *,
+    root=None,
+    format="zip",
+    seed=0,
+    client=None,
+    storage_options=None,
+): ...
+def image_folder(
+    url,
+    *,
+    size=None,
+    channels=3,
+    scale=0.00392156862745098,
+    split=None,
+    labels=None,
+    classes=None,
+    extensions=...,
+    files_per_part=64,
+    seed=0,
+    storage_options=None,
+): ...
+def normaliser_from_dict(plain): ...
+def validate(
+    source,
+    *,
+    y=None,
+    shapes=None,
+    dtypes=None,
+    labels=None,
+    loader=None,
+    quarantine=None,
+    client=None,
+    storage_options=None,
+): ...

@@ -155,10 +155,10 @@ def _finder() -> Callable[[], Awaitable[Found]]:
     def find() -> Found:
         found = {"daskdl": "", "torch": "", "error": ""}
         try:
-            found["daskdl"] = importlib.import_module("daskdl.version").VERSION
+            found["daskdl"] = importlib.import_module("daskdl.config").VERSION
             found["torch"] = str(importlib.import_module("torch").__version__)
-            for module in ("launch", "merge", "sharing", "averaging"):
-                importlib.import_module(f"daskdl.training.{module}")
+            for name in ("dask_backend", "gradient_sharing", "parameter_averaging"):
+                importlib.import_module(f"daskdl.training.{name}")
         except ImportError as error:
             found["error"] = f"{type(error).__name__}: {error}"
         return found

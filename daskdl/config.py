@@ -1,4 +1,12 @@
-"""The version, the time-outs in Dask's configuration, and checks of plain options."""
+"""The version, the time-outs in Dask's configuration, and checks of plain options.
+
+The defaults are in ``daskdl.yaml``, beside this file; importing daskdl adds them to
+Dask's configuration, where the user's own settings win. The client reads them when a
+run starts and sends them along, since batch jobs do not see its configuration::
+
+    dask.config.set({"daskdl.timeouts.silence": "30s"})
+    DASK_DASKDL__TIMEOUTS__SILENCE=30s
+"""
 
 import math
 from dataclasses import dataclass, fields
@@ -25,8 +33,7 @@ class Bound(NamedTuple):
 
     def __str__(self) -> str:
         """As messages have it."""
-        first, *others = self.names
-        return f"{self.seconds:g} s ({' + '.join([f'daskdl.config.{first}', *others])})"
+        return f"{self.seconds:g} s (daskdl.timeouts.{' + '.join(self.names)})"
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Timeouts:
             value = getattr(self, field.name)
             if not value > 0:
                 raise OptionError(
-                    f"daskdl.config.{field.name} must be > 0 s, got {value!r}"
+                    f"daskdl.timeouts.{field.name} must be > 0 s, got {value!r}"
                 )
 
     def bound(self, *names: str) -> Bound:
@@ -63,7 +70,7 @@ class Timeouts:
         Example:
             >>> timeouts = Timeouts(1, 2, 3, 4, 5, 6)
             >>> print(timeouts.bound("join", "request"))
-            3 s (daskdl.config.join + request)
+            3 s (daskdl.timeouts.join + request)
         """
         return Bound(sum(getattr(self, name) for name in names), names)
 
@@ -75,11 +82,12 @@ class Timeouts:
             OptionError: If one is not understood, not > 0, or does not exist.
         """
         known = [field.name for field in fields(cls)]
-        configured: Any = dask.config.get("daskdl.config", None)
+        configured: Any = dask.config.get("daskdl.timeouts", None)
         for name in configured if isinstance(configured, dict) else ():
             if name not in known:
                 raise OptionError(
-                    f"daskdl.config.{name} does not exist; there are {', '.join(known)}"
+                    f"daskdl.timeouts.{name} does not exist; there are "
+                    f"{', '.join(known)}"
                 )
         return cls(**{name: _seconds(name) for name in known})
 
@@ -87,13 +95,13 @@ class Timeouts:
 def _seconds(name: str) -> float:
     # Who sets the namespace as a whole may have left some of it out.
     value = dask.config.get(
-        f"daskdl.config.{name}", DEFAULTS["daskdl"]["timeouts"][name]
+        f"daskdl.timeouts.{name}", DEFAULTS["daskdl"]["timeouts"][name]
     )
     try:
         return float(parse_timedelta(value, default="s"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise OptionError(
-            f"daskdl.config.{name} must be seconds or text as '30s', got {value!r}"
+            f"daskdl.timeouts.{name} must be seconds or text as '30s', got {value!r}"
         ) from error
 
 

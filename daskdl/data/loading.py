@@ -149,7 +149,7 @@ class Fetcher:
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"{key} did not come to {self._worker.address} within "
-                    f"{timeout_s:g} s (daskdl.config.data); {self._where(key)}"
+                    f"{timeout_s:g} s (daskdl.timeouts.data); {self._where(key)}"
                 )
             if unwanted():
                 raise LostPieceError(f"{key} is not wanted any more")

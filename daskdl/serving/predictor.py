@@ -237,7 +237,7 @@ class Predictor:
 
         Args:
             wait: For calls to be answered that were made before, for
-                ``daskdl.config.stop`` at most; without, and after it, they get a
+                ``daskdl.timeouts.stop`` at most; without, and after it, they get a
                 RunError.
         """
         check_elsewhere(self._loop)

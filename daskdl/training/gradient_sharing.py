@@ -640,7 +640,7 @@ class GradientSharing(TrainingMaster):
             ``client=False``; ``"auto"`` is one for each of its CUDA devices, else one.
         min_replicas: With fewer than these, training waits for more; with
             ``client=False`` nobody would come, so it is refused.
-        rejoin_timeout: How long, seconds; None: ``daskdl.config.rejoin``, 300 s.
+        rejoin_timeout: How long, seconds; None: ``daskdl.timeouts.rejoin``, 300 s.
             No effect with ``client=False``.
 
     Example:

@@ -66,7 +66,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
     )
     with (
         dask.config.set(
-            {"daskdl.config.silence": SILENCE_S, "daskdl.config.request": "10s"}
+            {"daskdl.timeouts.silence": SILENCE_S, "daskdl.timeouts.request": "10s"}
         ),
         Disturbance(four, seed, WORKERS) as disturbance,
     ):

@@ -139,7 +139,7 @@ class TestLosses:
         )
         own = trainer(three, master=averaging(), model=normalised)
         try:
-            with dask.config.set({"daskdl.config.silence": "4s"}):
+            with dask.config.set({"daskdl.timeouts.silence": "4s"}):
                 script.run(own, X, Y)
         finally:
             os.kill(worker, signal.SIGCONT)

@@ -100,7 +100,7 @@ def test_what_does_not_go_with_the_model_or_the_optimizer(untouched, options, me
 
 def test_a_time_out_that_is_no_time(untouched):
     with (
-        dask.config.set({"daskdl.config.silence": "soon"}),
+        dask.config.set({"daskdl.timeouts.silence": "soon"}),
         pytest.raises(OptionError, match=r"daskdl\.timeouts\.silence must .* 'soon'"),
     ):
         trainer(untouched).fit(X, Y)

@@ -123,7 +123,7 @@ class TestStopping:
             failed, _ = await run.events()
             assert (failed["kind"], failed["type"]) == ("failed", "WaitTimeoutError")
             assert failed["summary"] == (
-                "not all replicas started within 0.3 s (daskdl.config.join): replica "
+                "not all replicas started within 0.3 s (daskdl.timeouts.join): replica "
                 f"1 on {run.where(1)}, which has not joined; is the worker busy with "
                 "other tasks?"
             )

@@ -61,7 +61,7 @@ class TestThree:
             (3, enough),
         )
         try:
-            with dask.config.set({"daskdl.config.silence": "4s"}):
+            with dask.config.set({"daskdl.timeouts.silence": "4s"}):
                 script.run(trainer(three, master=Recorded(str(tmp_path), kept())), X, Y)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -172,7 +172,7 @@ def test_a_newcomer_that_could_not_be_started_is_tried_again(
     monkeypatch.setattr(dask_backend, what, refuse_once)
     script = Script((1, lambda: growing.cluster.scale(2)), (2, enough))
 
-    with dask.config.set({"daskdl.config.request": "5s"}):
+    with dask.config.set({"daskdl.timeouts.request": "5s"}):
         script.run(trainer(growing, model=normalised), X, Y)
 
     assert len(refused) == 1

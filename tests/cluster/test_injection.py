@@ -58,7 +58,7 @@ def test_one_that_freezes_too_long_is_given_up_and_begins_again(three, tmp_path)
     rule = FailureInjection("freeze", replicas=[1], steps=[12], seconds=10)
     own = trainer(three, master=Recorded(str(tmp_path), kept()), callbacks=[rule])
 
-    with dask.config.set({"daskdl.config.silence": "4s"}):
+    with dask.config.set({"daskdl.timeouts.silence": "4s"}):
         Script((2, nothing), (3, enough)).run(own, X, Y)
 
     last = max(int(path.stem.split("-")[1]) for path in tmp_path.glob("3-[0-9]*.npz"))

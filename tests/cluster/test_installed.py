@@ -133,7 +133,7 @@ def test_a_worker_that_hangs_is_named(client, do):
     pids = client.run(os.getpid)
     worker = sorted(pids)[1]
     os.kill(pids[worker], signal.SIGSTOP)
-    bounds = {"daskdl.config.join": "1s", "daskdl.config.request": "1s"}
+    bounds = {"daskdl.timeouts.join": "1s", "daskdl.timeouts.request": "1s"}
 
     try:
         with dask.config.set(bounds), pytest.raises(daskdl.WaitTimeoutError) as caught:
@@ -142,7 +142,7 @@ def test_a_worker_that_hangs_is_named(client, do):
         os.kill(pids[worker], signal.SIGCONT)
 
     assert str(caught.value) == (
-        "no answer within 2 s (daskdl.config.join + request) to which daskdl and "
+        "no answer within 2 s (daskdl.timeouts.join + request) to which daskdl and "
         f"torch it has, from worker {worker}: it hangs, or takes longer to import them"
     )
 

@@ -158,7 +158,7 @@ class TestBlocksThatDoNotCome:
         x, y = watched_blocks(Watched(tmp_path, Hanging(5)))
 
         with (
-            dask.config.set({"daskdl.config.data": "2s"}),
+            dask.config.set({"daskdl.timeouts.data": "2s"}),
             pytest.raises(WaitTimeoutError) as caught,
         ):
             trainer(client).fit(x, y % 4, batch_size=8)
@@ -183,7 +183,7 @@ class TestBlocksThatDoNotCome:
             ending.callback(thread.join)
             # Who waits looks by itself only each quarter of that: too late for a test.
             with (
-                dask.config.set({"daskdl.config.silence": "2000s"}),
+                dask.config.set({"daskdl.timeouts.silence": "2000s"}),
                 pytest.raises(KeyboardInterrupt),
             ):
                 # Not loaded before, so that the replica cannot but wait for it.

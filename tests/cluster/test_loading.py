@@ -100,7 +100,7 @@ def test_what_is_computed_meanwhile_is_awaited(client, workers, fetch):
 
             assert str(caught.value) == (
                 f"{future.key} did not come to {workers[1]} within 0.2 s "
-                f"(daskdl.config.data); it is being computed on {workers[0]}"
+                f"(daskdl.timeouts.data); it is being computed on {workers[0]}"
             )
             np.testing.assert_array_equal(fetched.result(30)[0][1], Y)
     finally:

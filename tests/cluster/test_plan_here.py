@@ -134,7 +134,7 @@ def test_one_that_says_no_more_but_lives_is_ended(started):
         threading.Event().wait()
 
     with (
-        dask.config.set({"daskdl.config.stop": "1s"}),
+        dask.config.set({"daskdl.timeouts.stop": "1s"}),
         pytest.raises(daskdl.RunError, match=r"did not end within 1 s \(daskdl.timeo"),
     ):
         rehearse_together(script(loss=loss), 1, PATIENCE_S)
@@ -147,7 +147,7 @@ def test_one_that_hangs_is_not_waited_for_without_an_end(started):
         threading.Event().wait()
 
     with (
-        dask.config.set({"daskdl.config.join": "5s"}),
+        dask.config.set({"daskdl.timeouts.join": "5s"}),
         pytest.raises(daskdl.WaitTimeoutError, match=r"within 5\.5 s \(daskdl.timeo"),
     ):
         rehearse_together(script(loss=loss), 1, 0.5)

@@ -24,7 +24,7 @@ X, Y = rows()
 def soon(**bounds):
     """Configure time-outs; replicas that cannot leave are not waited for either."""
     bounds = {"stop": "1s", **bounds}
-    return {f"daskdl.config.{name}": bound for name, bound in bounds.items()}
+    return {f"daskdl.timeouts.{name}": bound for name, bound in bounds.items()}
 
 
 def deafen(dask_scheduler):
@@ -64,7 +64,7 @@ class TestNoSilentWaits:
             release.set()
             busy.result()
             busy.release()
-        assert "not all replicas started within 1 s (daskdl.config.join)" in str(
+        assert "not all replicas started within 1 s (daskdl.timeouts.join)" in str(
             caught.value
         )
         assert worker in str(caught.value)
@@ -113,7 +113,7 @@ class TestNoSilentWaits:
         finally:
             os.kill(pids[worker], signal.SIGCONT)
         message = str(caught.value)
-        expected = "fewer than min_replicas=2 replicas for 1 s (daskdl.config.rejoin)"
+        expected = "fewer than min_replicas=2 replicas for 1 s (daskdl.timeouts.rejoin)"
         assert expected in message
         assert f"1 left; gone: replica 1 on {worker}, last heard at step" in message
 
@@ -253,7 +253,7 @@ class TestNoSilentWaits:
             client.gather(futures)
             del futures[:]
         assert str(caught.value) == (
-            "the replicas' results were not joined within 1 s (daskdl.config.data); "
+            "the replicas' results were not joined within 1 s (daskdl.timeouts.data); "
             f"Dask says of replica 0 on {workers[0]}: finished; of replica 1 on "
             f"{workers[1]}: finished; was a worker lost at the very end, or are all "
             "busy with other tasks?"

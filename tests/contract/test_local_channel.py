@@ -121,7 +121,7 @@ def test_one_that_does_not_start_is_named_and_leaves_when_it_comes():
         early.join()
 
     text = str(caught.value)
-    assert text.startswith("not all replicas started within 0.1 s (daskdl.config.jo")
+    assert text.startswith("not all replicas started within 0.1 s (daskdl.timeouts.jo")
     assert "replica 1 on here, which has not joined" in text
     failed, stopped = run.watch(0, timeout_s=0)
     assert (failed["kind"], failed["type"]) == ("failed", "WaitTimeoutError")
@@ -240,7 +240,7 @@ class TestPatience:
         run.look_for_silent(self.BOUND)
 
         assert run.record.stopped == (
-            "nothing was heard for 10 s (daskdl.config.data) of replica 1 on here, "
+            "nothing was heard for 10 s (daskdl.timeouts.data) of replica 1 on here, "
             "last heard at step 0, update 0, 10.5 s ago"
         )
 

@@ -181,7 +181,7 @@ def test_evaluating_any_model_takes_what_a_trainer_takes():
 def test_the_page_of_options_lists_the_time_outs_with_their_defaults():
     (file,) = dask.config.collect_yaml([str(FILE)])
     defaults = {
-        f"daskdl.config.{name}": re.sub(r"(?<=\d)s$", " s", value)
+        f"daskdl.timeouts.{name}": re.sub(r"(?<=\d)s$", " s", value)
         for name, value in file["daskdl"]["timeouts"].items()
     }
 

@@ -416,7 +416,7 @@ def test_closing_waits_for_answers(gate):
 
 @pytest.mark.timeout(30)
 def test_an_exception_closes_without_waiting(gate):
-    with dask.config.set({"daskdl.config.stop": 1000}):
+    with dask.config.set({"daskdl.timeouts.stop": 1000}):
         predictor = here(Gated(), replicas=1)
     answer = predictor.submit(X[:1])
 
@@ -429,7 +429,7 @@ def test_an_exception_closes_without_waiting(gate):
 
 def test_closing_waits_for_so_long_only(gate):
     with (
-        dask.config.set({"daskdl.config.stop": 0.05}),
+        dask.config.set({"daskdl.timeouts.stop": 0.05}),
         here(Gated(), replicas=1) as predictor,
     ):
         answer = predictor.submit(X[:1])

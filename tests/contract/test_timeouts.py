@@ -18,7 +18,7 @@ DEFAULT = Timeouts(60.0, 30.0, 60.0, 10.0, 300.0, 600.0)
 
 
 def configured(**values):
-    return dask.config.set({f"daskdl.config.{k}": v for k, v in values.items()})
+    return dask.config.set({f"daskdl.timeouts.{k}": v for k, v in values.items()})
 
 
 def test_without_configuration_the_defaults_hold():
@@ -62,7 +62,7 @@ def test_the_environment_variable_of_the_module_docstring_works():
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bound_that_is_not_positive_is_refused(name, value):
-    message = f"daskdl.config.{name} must be > 0 s, got {value!r}"
+    message = f"daskdl.timeouts.{name} must be > 0 s, got {value!r}"
 
     with pytest.raises(OptionError, match=re.escape(message)):
         replace(DEFAULT, **{name: value})
@@ -75,7 +75,7 @@ def test_setting_the_whole_namespace_leaves_the_others_as_they_are():
 
 def test_a_name_that_does_not_exist_is_refused_with_those_that_do():
     message = (
-        "daskdl.config.sillence does not exist; there are join, request, silence, "
+        "daskdl.timeouts.sillence does not exist; there are join, request, silence, "
         "stop, rejoin, data"
     )
 
@@ -88,7 +88,7 @@ def test_a_name_that_does_not_exist_is_refused_with_those_that_do():
 
 @pytest.mark.parametrize("value", ["soon", "3 bananas", "-5s", [1], None])
 def test_a_value_that_is_no_time_is_refused_by_name(value):
-    message = f"daskdl.config.stop must be seconds or text as '30s', got {value!r}"
+    message = f"daskdl.timeouts.stop must be seconds or text as '30s', got {value!r}"
 
     with (
         configured(stop=value),

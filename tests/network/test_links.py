@@ -99,7 +99,7 @@ def test_one_that_is_down_for_longer_than_silence_is_borne_costs_a_replica(
         (4, lambda: network.unplug(0)), (3, lambda: network.plug(0)), (4, enough)
     )
 
-    with dask.config.set({"daskdl.config.silence": "4s"}):
+    with dask.config.set({"daskdl.timeouts.silence": "4s"}):
         script.run(own, X, Y)
 
     ends = [records(tmp_path, row["epoch"]) for row in script.rows]

@@ -196,7 +196,7 @@ def test_one_that_hangs_is_left_behind_with_a_warning(hang, caplog):
     own = trainer(False, master=TWO, callbacks=[hang, FailAt(RuntimeError, 1)])
 
     with (
-        dask.config.set({"daskdl.config.stop": "1s"}),
+        dask.config.set({"daskdl.timeouts.stop": "1s"}),
         pytest.raises((ReplicaError, RunError)),
     ):
         own.fit(X, Y, batch_size=16)
@@ -214,7 +214,7 @@ def test_one_that_others_wait_for_in_vain_is_named(hang):
     named = r"heard for 0\.6 s \(.*data \+ silence\) of replica 0 on this machine"
 
     with (
-        dask.config.set({"daskdl.config": bounds}),
+        dask.config.set({"daskdl.timeouts": bounds}),
         pytest.raises(WaitTimeoutError, match=named),
     ):
         own.fit(X, Y, batch_size=160)

@@ -167,7 +167,7 @@ class TestData:
             return block
 
         x = BLOCKS[0].map_blocks(slow, dtype=X.dtype)
-        bounds = {"daskdl.config.silence": "0.5s", "daskdl.config.request": "0.5s"}
+        bounds = {"daskdl.timeouts.silence": "0.5s", "daskdl.timeouts.request": "0.5s"}
 
         with dask.config.set(bounds):
             master = kept(replicas_per_worker=2, max_staleness=1)

@@ -75,7 +75,7 @@ def fit(address, folder, resume, keep_last):
     """Train, and leave the result or the failure in a folder."""
     folder = Path(folder)
     with (
-        dask.config.set({"daskdl.config.rejoin": "2s"}),
+        dask.config.set({"daskdl.timeouts.rejoin": "2s"}),
         Client(address, set_as_default=False) as client,
     ):
         client.wait_for_workers(WORKERS, timeout=WITHIN_S)

@@ -118,7 +118,7 @@ def test_a_worker_that_does_not_say_whether_it_sees_the_folder_is_not_waited_for
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     with (
-        dask.config.set({"daskdl.config.request": "10ms"}),
+        dask.config.set({"daskdl.timeouts.request": "10ms"}),
         pytest.raises(WaitTimeoutError, match="not all of tcp://here:1, tcp"),
         temporary_batches(Numbered([9]), OPTIONS, client=Hanging()),
     ):

@@ -33,7 +33,7 @@ def test_an_event_loop_that_does_nothing_is_not_waited_for_without_end(loop):
     with pytest.raises(
         WaitTimeoutError,
         match=re.escape(
-            "replica 3 waited 0.05 s (daskdl.config.request) for the event loop of "
+            "replica 3 waited 0.05 s (daskdl.timeouts.request) for the event loop of "
             "its own worker"
         ),
     ):

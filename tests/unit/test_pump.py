@@ -178,7 +178,7 @@ def test_two_lost_answers_are_an_error_that_says_who_and_what_waits():
                 await asyncio.wait_for(task, PATIENCE_S)
         waiting = 2 * (100 + ITEM_BYTES)
         assert str(caught.value) == (
-            "replica 7 did not answer within 0.02 s (daskdl.config.request), 2 "
+            "replica 7 did not answer within 0.02 s (daskdl.timeouts.request), 2 "
             f"times, to 2 items ({waiting} bytes waiting); it never answered before"
         )
 

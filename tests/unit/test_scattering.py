@@ -60,7 +60,7 @@ def test_workers_that_do_not_take_it_are_named_and_not_waited_for():
 
     assert str(caught.value) == (
         "the model (8 bytes) could not be sent to tcp://a, tcp://b within 0.01 s "
-        "(daskdl.config.join); is the way there slow, or a worker busy?"
+        "(daskdl.timeouts.join); is the way there slow, or a worker busy?"
     )
 
 

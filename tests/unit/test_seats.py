@@ -53,13 +53,13 @@ def test_a_worker_that_does_not_say_how_many_devices_it_has_is_not_waited_for():
             await asyncio.Event().wait()
 
     with (
-        dask.config.set({"daskdl.config.request": "10ms"}),
+        dask.config.set({"daskdl.timeouts.request": "10ms"}),
         pytest.raises(WaitTimeoutError) as caught,
     ):
         seats(Hanging(b=1, a=1), each="auto")
 
     assert str(caught.value) == (
-        "not all of a, b said within 0.01 s (daskdl.config.request) how many CUDA "
+        "not all of a, b said within 0.01 s (daskdl.timeouts.request) how many CUDA "
         "devices they have"
     )
 

@@ -422,7 +422,7 @@ class TestAhead:
         source.may_end.set()
 
         assert str(caught.value) == (
-            "no part came within 0.02 s (daskdl.config.data); it is waiting for part "
+            "no part came within 0.02 s (daskdl.timeouts.data); it is waiting for part "
             "1 of the train data (box 1) to be loaded"
         )
 

@@ -29,8 +29,7 @@ from benchmarks.bare_runs import GRID, bare_run, cluster
 from benchmarks.plots import bars
 from benchmarks.questions import Question
 from daskdl import codec
-from daskdl.channel.protocol import Endpoint
-from daskdl.channel.worker import NAME
+from daskdl.channel.protocol import NAME, Endpoint
 
 MOST_WORKERS = 8
 DENSITY = 100  # parameters for each entry

@@ -33,8 +33,7 @@ from benchmarks.plots import lines
 from benchmarks.questions import Question
 from benchmarks.recorded import Recorded, recorded
 from daskdl import codec
-from daskdl.channel.protocol import Endpoint
-from daskdl.channel.worker import NAME
+from daskdl.channel.protocol import NAME, Endpoint
 from daskdl.training.gradient_sharing import Pace
 
 MOST_WORKERS = 8

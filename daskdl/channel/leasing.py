@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -102,10 +103,14 @@ class Range(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """A piece, as it is handed out."""
+    """Rows that are leased to a replica at a time.
 
-    number: int  # from 0, in the order in which pieces are cut
-    ranges: tuple[Range, ...]
+    Ranges are of positions in the order in which the rows of a part are trained on.
+    """
+
+    number: int  # from 0 in its phase and epoch, in the order in which leases are cut
+    ranges: tuple[Range, ...]  # in the order to train on them
+    keys: Mapping[int, str] = MappingProxyType({})  # Dask's, of its parts; "": none
     ahead: int | None = None  # the part that its replica will probably load next
 
     @property
@@ -283,7 +288,7 @@ class Leases(ABC):
     def _hand_out(
         self, replica: int, ranges: Sequence[Range], ahead: int | None
     ) -> Lease:
-        lease = Lease(self._count, tuple(ranges), ahead)
+        lease = Lease(self._count, tuple(ranges), ahead=ahead)
         self._handed[replica] += lease.rows
         self._count += 1
         self._free -= lease.rows
@@ -321,18 +326,6 @@ class Pause(NamedTuple):
 
 
 Finished = Sequence[Mapping[str, Any]]  # of each piece: number, examples, loss
-
-
-class Piece(NamedTuple):
-    """Rows that are leased to a replica at a time.
-
-    Ranges are of positions in the order in which the rows of a part are trained on.
-    """
-
-    number: int  # in its phase and epoch
-    ranges: tuple[Range, ...]  # in the order to train on them
-    keys: Mapping[int, str]  # Dask's, of the parts named here; "": on no worker
-    ahead: int | None = None  # the part that this replica will probably load next
 
 
 # Fine enough that a replica twice as slow as the others delays them little at the end

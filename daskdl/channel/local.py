@@ -24,9 +24,9 @@ from daskdl.channel.base import (
 )
 from daskdl.channel.connection import UNREADABLE, Reader, SharedFrame
 from daskdl.channel.inbox import Inbox
-from daskdl.channel.leasing import Finished, Pause, Piece, RunPlan
+from daskdl.channel.leasing import Finished, Lease, Pause, RunPlan
 from daskdl.channel.protocol import Arrays, Barrier, Endpoint, Item, ItemKind
-from daskdl.channel.run_state import RunRecord
+from daskdl.channel.run_state import RunState
 from daskdl.channel.sender import Outbox
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, DaskDLError, OptionError, WaitTimeoutError
@@ -48,7 +48,7 @@ class LocalRun:
         now: The clock.
     """
 
-    record: RunRecord
+    record: RunState
     changed: threading.Condition
     offers: dict[tuple[int, str], Arrays]
     fetched_bytes: Counter[int]
@@ -57,7 +57,7 @@ class LocalRun:
     def __init__(
         self, plan: RunPlan, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.record = RunRecord(plan)
+        self.record = RunState(plan)
         self.changed = threading.Condition()
         self.now = now
         self.offers = {}
@@ -116,22 +116,22 @@ class LocalRun:
 
     def hear(self, replica: int) -> None:
         """A replica shows that it lives. Call under `changed`."""
-        self.record.members.progress[replica].heard_at = self.now()
+        self.record.members.replicas[replica].heard_at = self.now()
 
     @contextlib.contextmanager
     def waiting(self, replica: int) -> Iterator[None]:
         """Meanwhile a replica that has joined waits for others: it is not silent."""
-        progress = self.record.members.progress[replica]
-        progress.heard_at = math.inf
+        member = self.record.members.replicas[replica]
+        member.heard_at = math.inf
         try:
             yield
         finally:
-            progress.heard_at = self.now()
+            member.heard_at = self.now()
 
     def patience_s(self, bound: Bound) -> float:
         """How long until one may have been silent for longer than a bound, seconds."""
         members = self.record.members
-        heard = min(members.progress[r].heard_at for r in members.present)
+        heard = min(members.replicas[r].heard_at for r in members.present)
         return max(min(heard + bound.seconds - self.now(), bound.seconds), 0.0)
 
     def look_for_silent(self, bound: Bound) -> None:
@@ -142,13 +142,13 @@ class LocalRun:
         members, now = self.record.members, self.now()
         silent = members.silent_since(now - bound.seconds)
         if silent:
-            who = members.describe_all(silent, now)
+            who = members.describe(silent, now)
             self.give_up(WaitTimeoutError(f"nothing was heard for {bound} of {who}"))
 
     def describe(self, replica: int) -> str:
         """A replica in words: who, and what was last heard, and when."""
         with self.changed:
-            return self.record.members.describe(replica, self.now())
+            return self.record.members.describe([replica], self.now())
 
     def watch(
         self, seen: int, timeout_s: float, over: Callable[[], bool] = lambda: False
@@ -264,7 +264,8 @@ class LocalChannel(Receiver):
             self._changed.notify_all()
             bound = self._timeouts.bound("join")
             if not self._waits.until_true("join", lambda: self._met, bound.seconds):
-                self._run.give_up(record.members.late(bound, self._run.now()))
+                record.give_up_late(bound, self._run.now())
+                self._run.stop(str(record.stopped))
                 self.check()
             members = record.members.present
             self._inbox.meet({r: 0 for r in members if r != self._replica})
@@ -375,29 +376,22 @@ class LocalChannel(Receiver):
     @override
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
-    ) -> Piece | Pause | None:
+    ) -> Lease | Pause | None:
         record, replica = self._record, self._replica
-
-        def settled() -> bool:
-            return record.work.settled(replica, phase, epoch)
 
         with self._changed:
             self.check()
             self._run.hear(replica)
-            record.work.give_back(replica, phase, epoch, finished)
-            record.work.look(self._run.now())
+            record.give_back(replica, phase, epoch, finished, self._run.now())
             if wait and self._note is not None:
-                record.barriers.stand_by(replica, self._note)
+                record.set_idle(replica, self._note)
             self._changed.notify_all()
             if wait:
-                self._waits.until_true("lease", settled, None)
-                record.barriers.resume(replica)
+                self._waits.until_true(
+                    "lease", lambda: record.can_lease(replica, phase, epoch), None
+                )
                 self._note = None
-            lease = record.work.lease(replica, phase, epoch, lambda key: False)
-            if lease is None:
-                return record.work.pause(replica, phase, epoch)
-            keys = record.schedule.keys(phase, lease)
-            return Piece(lease.number, lease.ranges, keys, lease.ahead)
+            return record.lease(replica, phase, epoch, lambda key: False)
 
     @override
     def gather(
@@ -406,14 +400,14 @@ class LocalChannel(Receiver):
         record = self._record
         with self._changed:
             self.check()
-            gathering = record.barriers.arrive(key, self._replica, note, told, kind)
+            barrier = record.arrive(key, self._replica, note, told, kind)
             self._changed.notify_all()
-            self._waits.until_true("gather", lambda: record.over(gathering), None)
-            if record.complete(key, gathering):
+            self._waits.until_true("gather", lambda: record.all_arrived(barrier), None)
+            if record.complete(key, barrier):
                 self._changed.notify_all()
-            notes = {r: gathering.notes[r] for r in sorted(gathering.notes)}
+            notes = dict(sorted(barrier.payloads.items()))
             self._count_notes(notes)
-            return Gathered(notes, dict(gathering.gone or {}), gathering.counted)
+            return Gathered(notes, dict(barrier.gone or {}), barrier.counted)
 
     @override
     def stand_by(self, note: Any) -> None:
@@ -432,7 +426,7 @@ class LocalChannel(Receiver):
         run, key = self._run, (replica, name)
 
         def there_or_gone() -> bool:
-            return key in run.offers or not self._record.members.here(replica)
+            return key in run.offers or not self._record.members.is_here(replica)
 
         with self._changed:
             self._waits.until_true("fetch", there_or_gone, None)

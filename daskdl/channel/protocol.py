@@ -1,16 +1,18 @@
 """What travels: the operations, their messages and every value inside of them.
 
-Messages are checked against their annotations on arrival: they come from other
+Messages are validated against their annotations on arrival: they come from other
 machines. Frames of updates are bytes here (:mod:`daskdl.codec` reads them).
 """
 
+import asyncio
 import enum
 import functools
 import inspect
+import logging
 import math
 import reprlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import NoneType, UnionType
@@ -18,6 +20,7 @@ from typing import (
     Annotated,
     Any,
     NamedTuple,
+    TypedDict,
     Union,
     get_args,
     get_origin,
@@ -29,10 +32,14 @@ import numpy as np
 from distributed.protocol import Serialize, Serialized, deserialize, serialize
 from numpy.typing import NDArray
 
+from daskdl import errors
 from daskdl.callbacks import FailureInjection
 from daskdl.codec import Stamp
 from daskdl.config import Timeouts
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, shown
+from daskdl.util import answered
+
+logger = logging.getLogger(__name__)
 
 COUNTS = range(2**63)  # no run has as many of anything
 Whole = Annotated[int, COUNTS]
@@ -41,25 +48,25 @@ FromMinusOne = Annotated[int, range(-1, 2**63)]
 Identity = Annotated[int, range(2**64)]  # drawn at random
 
 
+# ---- validation
+
+
 def hints_of(kind: Any) -> Mapping[str, Any]:
-    """The annotations of what a function takes, or of the fields of a class."""
+    """The annotations of a function's arguments, or of the fields of a class."""
     hints = get_type_hints(kind, include_extras=True)
     hints.pop("return", None)
     return hints
 
 
-_fields_of = functools.cache(hints_of)  # of classes, which stay
-
-
 def check(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Refuse fields that are not what they have to be.
+    """Refuse fields that are not as annotated.
 
     Args:
         fields: Of a message.
-        hints: What they have to be, by name; there may be more.
+        hints: Annotations by name; there may be more than fields.
 
     Raises:
-        TypeError: If a field is something else, or is not known.
+        TypeError: If a field has another type or value, or is unknown.
 
     Example:
         >>> check({"step": 3, "done": -1}, {"step": Whole, "done": FromMinusOne})
@@ -73,80 +80,96 @@ def check(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if name not in hints:
             raise TypeError(f"there is no field {reprlib.repr(name)}")
-        if not fits(value, hints[name]):
+        if not validator(hints[name])(value):
             wanted, got = _words(hints[name]), reprlib.repr(value)
             raise TypeError(f"{name} must be {wanted}, got {got}")
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value that came over the wire is what an annotation says.
+@functools.cache
+def validator(hint: Any) -> Callable[[Any], bool]:
+    """Compile an annotation to a function that says whether a value is as annotated.
 
-    There a tuple may be a list, and a NamedTuple has no names.
+    On the wire a tuple may be a list, and a NamedTuple has no names.
+
+    Example:
+        >>> valid = validator(Sequence[tuple[Whole, str]])
+        >>> valid([[0, "a"]]), valid([(0, "a", 1)]), valid("a")
+        (True, False, False)
     """
-    kind = get_origin(hint) or hint
+    names = {"__name__": __name__, "SEQUENCES": (list, tuple)}
+    function: Callable[[Any], bool] = eval(
+        f"lambda value: {_condition(hint, 'value', names)}", names
+    )
+    return function
+
+
+def message_validator(hints: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
+    """The same for all fields of a message, of which some may be missing."""
+    names = {"__name__": __name__, "SEQUENCES": (list, tuple), "known": hints.keys()}
+    fields = [
+        f"({name!r} not in value or {_condition(hint, f'value[{name!r}]', names)})"
+        for name, hint in hints.items()
+    ]
+    function: Callable[[Mapping[str, Any]], bool] = eval(
+        f"lambda value: {' and '.join(['value.keys() <= known', *fields])}", names
+    )
+    return function
+
+
+def _condition(hint: Any, value: str, names: dict[str, Any]) -> str:
+    """A Python expression, true for a value that is as annotated.
+
+    Args:
+        hint: The annotation.
+        value: An expression for the value.
+        names: Globals of the expression; what it needs is added.
+    """
+
+    def named(constant: Any) -> str:
+        name = f"_{len(names)}"
+        names[name] = constant
+        return name
+
+    def each(values: str, condition: Callable[[str], str]) -> str:
+        one = named(None)  # a name that no other expression has
+        return f"all({condition(one)} for {one} in {values})"
+
+    def of(inner: Any) -> Callable[[str], str]:
+        return lambda expression: _condition(inner, expression, names)
+
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
-        return True
-    if kind in SHAPES:
-        return SHAPES[kind](value, get_args(hint))
+        return "True"
+    if kind is Annotated:
+        base, allowed = arguments
+        return f"({of(base)(value)} and {value} in {named(allowed)})"
+    if kind in (Union, UnionType):
+        return f"({' or '.join(of(one)(value) for one in arguments)})"
+    if kind is NoneType:
+        return f"{value} is None"
+    if kind is Sequence or (kind is tuple and arguments[-1] is Ellipsis):
+        inner = of(arguments[0] if arguments else Any)  # of a text the letters: no
+        return f"(isinstance({value}, SEQUENCES) and {each(value, inner)})"
+    if kind in (Mapping, dict):
+        key, inner_hint = arguments or (Any, Any)
+        keys = each(value, of(key))
+        values = each(f"{value}.values()", of(inner_hint))
+        return f"(isinstance({value}, dict) and {keys} and {values})"
     if is_typeddict(kind):
-        return _fits_fields(value, _fields_of(kind))
+        fields = hints_of(kind)
+        parts = [of(one)(f"{value}[{name!r}]") for name, one in fields.items()]
+        same = f"{value}.keys() == {named(fields.keys())}"
+        return f"({' and '.join([f'isinstance({value}, dict)', same, *parts])})"
     if inspect.isclass(kind) and issubclass(kind, tuple):
-        return _fits_tuple(value, tuple(_fields_of(kind).values()))
-    return isinstance(value, kind) and not isinstance(value, bool)
+        inner_hints = arguments or tuple(hints_of(kind).values())
+        parts = [of(one)(f"{value}[{i}]") for i, one in enumerate(inner_hints)]
+        long = f"isinstance({value}, SEQUENCES) and len({value}) == {len(inner_hints)}"
+        return f"({' and '.join([long, *parts])})"
+    kinds = named((int, float) if kind is float else kind)
+    bool_too = "" if kind is bool else f" and not isinstance({value}, bool)"
+    return f"(isinstance({value}, {kinds}){bool_too})"
 
 
-def _fits_bounds(value: Any, arguments: Sequence[Any]) -> bool:
-    kind, allowed = arguments
-    return fits(value, kind) and value in allowed
-
-
-def _fits_any(value: Any, arguments: Sequence[Any]) -> bool:
-    return any(fits(value, one) for one in arguments)
-
-
-def _fits_tuple(value: Any, arguments: Sequence[Any]) -> bool:
-    if arguments[-1] is Ellipsis:
-        return _fits_sequence(value, arguments)
-    return (
-        isinstance(value, list | tuple)
-        and len(value) == len(arguments)
-        and all(map(fits, value, arguments))
-    )
-
-
-def _fits_sequence(value: Any, arguments: Sequence[Any]) -> bool:
-    # Of a text the letters would be taken.
-    each = arguments[0] if arguments else Any
-    return isinstance(value, list | tuple) and all(fits(one, each) for one in value)
-
-
-def _fits_mapping(value: Any, arguments: Sequence[Any]) -> bool:
-    key, each = arguments or (Any, Any)
-    return isinstance(value, dict) and all(
-        fits(k, key) and fits(v, each) for k, v in value.items()
-    )
-
-
-def _fits_fields(value: Any, hints: Mapping[str, Any]) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == hints.keys()
-        and all(fits(one, hints[name]) for name, one in value.items())
-    )
-
-
-SHAPES: Mapping[Any, Callable[[Any, Sequence[Any]], bool]] = {
-    Annotated: _fits_bounds,
-    Union: _fits_any,
-    UnionType: _fits_any,
-    tuple: _fits_tuple,
-    Sequence: _fits_sequence,
-    Mapping: _fits_mapping,
-    dict: _fits_mapping,
-    bool: lambda value, _: isinstance(value, bool),
-    float: lambda value, _: fits(value, int) or isinstance(value, float),
-    NoneType: lambda value, _: value is None,
-}
 WORDS = {
     repr(Whole): "int >= 0",
     repr(Positive): "int >= 1",
@@ -156,12 +179,88 @@ WORDS = {
 
 
 def _words(hint: Any) -> str:
-    """An annotation as messages have it."""
+    """An annotation as error messages show it."""
     text = hint.__name__ if inspect.isclass(hint) else repr(hint)
     for long, short in WORDS.items():
         text = text.replace(long, short)
     return text.replace("collections.abc.", "").replace("typing.", "")
 
+
+# ---- requests and answers
+
+
+NAME = "daskdl-channel"  # of the plugins, and where servers keep them
+
+
+class Answer(enum.StrEnum):
+    """The `status` of every answer."""
+
+    OK = "ok"
+    STOPPED = "stopped"  # the run was stopped; `reason` says why
+    UNKNOWN = "unknown"  # no such run or replica here
+    REFUSED = "refused"  # the message was not understood; `reason` says why
+
+
+Fields = dict[str, Any]
+Handler = Callable[..., Awaitable[Fields]]
+
+LOG_S = 1.0  # least time between two lines about what was refused
+
+
+class GoneError(Exception):
+    """The run or replica is not here any more: the request may have been in time."""
+
+
+class Guard:
+    """Makes handlers of requests that validate, and always answer.
+
+    Dask logs a traceback for each request whose handler raises; here it is refused and
+    counted. Fields have to be as the handler annotates its arguments.
+
+    Args:
+        refused: Counts a message; called with its fields, which may be anything.
+    """
+
+    def __init__(self, refused: Callable[[Fields], object]) -> None:
+        self._refused = refused
+        self._logged_at = -LOG_S
+
+    def of(self, handler: Handler) -> Handler:
+        """A handler that always answers."""
+        hints = {"run": Identity, **hints_of(handler)}
+        valid = message_validator(hints)
+
+        @functools.wraps(handler)
+        async def guarded(**fields: Any) -> Fields:
+            async def handle() -> Fields:
+                if not valid(fields):
+                    check(fields, hints)
+                return await handler(**fields)
+
+            def refuse(error: Exception) -> Fields:
+                if isinstance(error, GoneError):
+                    return {"status": Answer.UNKNOWN.value, "reason": str(error)}
+                what = f"{type(error).__name__}: {error}"
+                reason = shown(f"{handler.__name__}: {what}", 500)
+                self._refused(fields)
+                now = asyncio.get_running_loop().time()
+                if now - self._logged_at >= LOG_S:
+                    self._logged_at = now
+                    logger.warning("refused a message: %s", reason)
+                return {"status": Answer.REFUSED.value, "reason": reason}
+
+            return await answered(handle, refuse)
+
+        return guarded
+
+
+def handlers_of(owner: Any) -> dict[str, Handler]:
+    """The methods ``handle_x`` of a class or an object, as operations ``daskdl_x``."""
+    names = [name for name in dir(owner) if name.startswith("handle_")]
+    return {f"daskdl_{name[len('handle_') :]}": getattr(owner, name) for name in names}
+
+
+# ---- operations
 
 # requests to the scheduler, from a client
 OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
@@ -187,8 +286,60 @@ WIRE_BYTES = 32  # of msgpack around the frame of an item, measured: 24 to 32
 ITEM_BYTES = 304
 
 
+class PeerProgress(NamedTuple):
+    """How far a replica is."""
+
+    step: Whole = 0  # steps completed
+    sequence: Whole = 0  # of its last update
+    interval: FromMinusOne = -1  # the last sync interval that it has completed
+
+
+class Acknowledgement(TypedDict):
+    """What a replica has sent and received, where replicas send to each other."""
+
+    generation: Whole  # of the membership by which it sends
+    adopted_at: Whole  # its last update when it adopted that, or later
+    sequence: Whole  # of its last update
+    received: Sequence[tuple[Whole, Whole]]  # by origin: all up to this one
+
+
+class FinishedLease(TypedDict):
+    """A lease that a replica gives back."""
+
+    piece: Whole
+    examples: Whole
+    loss: float  # mean of the epoch so far
+
+
+# Errors that a client can raise: nobody else's are known to it.
+ERRORS = frozenset(
+    name
+    for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and issubclass(kind, errors.DaskDLError)
+)
+
+
+class Failure(TypedDict):
+    """An exception that ends a replica."""
+
+    type: Annotated[str, ERRORS]
+    summary: str
+    traceback: str
+    step: Whole
+    pickled: bytes
+
+
+class WorkerVersions(TypedDict):
+    """Versions found on a worker, and why there are no more; empty where nothing."""
+
+    daskdl: str
+    torch: str
+    error: str
+
+
 # The generation, and each replica with its worker.
 Members = tuple[Whole, Sequence[tuple[Whole, str]]]
+_are_members, _is_interval = validator(Members), validator(FromMinusOne)
 
 
 class ItemKind(enum.StrEnum):
@@ -242,9 +393,9 @@ class Item(NamedTuple):
             raise ValueError(
                 f"an item needs whole numbers >= 0, got {reprlib.repr(numbers)}"
             )
-        if item.kind == ItemKind.PROGRESS and not fits(item.payload, FromMinusOne):
+        if item.kind == ItemKind.PROGRESS and not _is_interval(item.payload):
             raise ValueError(f"progress needs a lap, got {reprlib.repr(item.payload)}")
-        if item.kind == ItemKind.ROUTES and not fits(item.payload, Members):
+        if item.kind == ItemKind.ROUTES and not _are_members(item.payload):
             raise ValueError(f"routes need members, got {reprlib.repr(item.payload)}")
         return item._replace(kind=ItemKind(item.kind).value)
 
@@ -263,13 +414,9 @@ class Barrier(enum.StrEnum):
     ROUND = "round"  # who waits for a lease is not waited for, see `stand_by`
 
 
-class Answer(enum.StrEnum):
-    """The `status` of every answer."""
-
-    OK = "ok"
-    STOPPED = "stopped"  # the run was stopped; `reason` says why
-    UNKNOWN = "unknown"  # no such run or replica here
-    REFUSED = "refused"  # the message was not understood; `reason` says why
+# Whether the scheduler relays the updates of a routing; else replicas send them to each
+# other, and acknowledge them to it. See `daskdl.channel.routing`.
+RELAYED: Mapping[str, bool] = {"plain": True, "mesh": False}
 
 
 FAN_OUT = 8  # two hops reach 73 replicas, three 585

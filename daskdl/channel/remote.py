@@ -27,7 +27,7 @@ from daskdl.channel.base import (
     Waits,
 )
 from daskdl.channel.inbox import Have, Received, donors, helpers, missing, settle
-from daskdl.channel.leasing import Finished, Pause, Piece, Range
+from daskdl.channel.leasing import Finished, Lease, Pause, Range
 from daskdl.channel.link import Link, Wanted
 from daskdl.channel.protocol import (
     Answer,
@@ -582,7 +582,7 @@ class RemoteChannel(Receiver):
     @override
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
-    ) -> Piece | Pause | None:
+    ) -> Lease | Pause | None:
         answer = self._waits.ask(
             protocol.LEASE,
             None if wait else self._timeouts.bound("request"),
@@ -597,7 +597,7 @@ class RemoteChannel(Receiver):
         if answer["piece"] is None:
             return None if answer["pause"] is None else Pause.of(answer["pause"])
         ranges = tuple(Range(*one) for one in answer["ranges"])
-        return Piece(answer["piece"], ranges, dict(answer["keys"]), answer["ahead"])
+        return Lease(answer["piece"], ranges, dict(answer["keys"]), answer["ahead"])
 
     def missing(self, phase: str, part: int, key: str) -> str:
         """A part does not come: is it lost with the worker that held it?

@@ -1,7 +1,8 @@
-"""What the scheduler knows of a run: members, barriers, queues, acknowledgements, work.
+"""What the scheduler knows of one run, and what it decides.
 
-A request goes in, and what is to be sent comes out. No I/O, no clock, no thread, so
-that every case can be tested by calling it.
+Membership, the relay's queues, acknowledgements of replicas that send to each other,
+barriers, leases, and how the run ends. A request is a call; what is to be sent lies in
+`RunState.outboxes` and `RunState.events` afterwards. No I/O, no clock, no thread.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -9,21 +10,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from daskdl.channel.leasing import Done, Lease, Leases, Pause, RunPlan, Schedule
-from daskdl.channel.protocol import Barrier, Item, ItemKind
+from daskdl.channel.protocol import (
+    RELAYED,
+    Barrier,
+    Item,
+    ItemKind,
+    PeerProgress,
+)
 from daskdl.channel.sender import Outbox
 from daskdl.config import Bound, Timeouts
 from daskdl.errors import DaskDLError, RunError, WaitTimeoutError
 
 
 class EventLog:
-    """Numbered events; those a reader has confirmed are dropped."""
+    """Numbered events for the client; those that it has confirmed are dropped."""
 
     def __init__(self) -> None:
         self._first = 0
         self._events: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
-        """How many were posted in all."""
+        """Number of events posted so far, confirmed ones included."""
         return self._first + len(self._events)
 
     def post(self, kind: str, **fields: Any) -> None:
@@ -31,463 +38,190 @@ class EventLog:
         self._events.append({"kind": kind, **fields})
 
     def since(self, seen: int) -> list[dict[str, Any]]:
-        """Events after the `seen` first ones, which are confirmed by asking."""
+        """Events after the first `seen` ones; asking confirms those."""
         confirmed = min(max(seen - self._first, 0), len(self._events))
         del self._events[:confirmed]
         self._first += confirmed
         return list(self._events)
 
 
-class Gathering:
-    """Complete once every present member has arrived.
-
-    A member lost after it arrived keeps its note: what it had sent, all
-    survivors have. A member lost before is not waited for.
-    """
-
-    notes: dict[int, Any]
-    told: dict[int, bytes]  # for the client alone
-    gone: dict[int, int] | None  # set once: everybody has to read the same
-    counted: Mapping[str, Any]  # likewise, see `Gathered`
-
-    def __init__(self) -> None:
-        self.notes, self.told = {}, {}
-        self.gone = None
-        self.counted = {}
-        self._kinds: set[str] = set()
-
-    @property
-    def kind(self) -> str:
-        """What all have come for; if not all for the same, it is a round."""
-        return next(iter(self._kinds)) if len(self._kinds) == 1 else Barrier.ROUND
-
-    def arrive(
-        self, replica: int, note: Any, told: bytes = b"", kind: str = Barrier.MEET
-    ) -> None:
-        """A member is here; arriving again (a retried request) changes nothing."""
-        self._kinds.add(kind)
-        self.notes.setdefault(replica, note)
-        self.told.setdefault(replica, told)
-
-    def awaited(self, members: Collection[int]) -> list[int]:
-        """Present members that have not arrived yet, ascending."""
-        return sorted(set(members) - set(self.notes))
-
-    def over(self, members: Collection[int]) -> bool:
-        """Whether it is complete; for good, as whoever becomes a member comes later."""
-        return self.gone is not None or not self.awaited(members)
-
-
-class Barriers:
-    """Open gatherings, and what those have said that wait for a lease meanwhile.
-
-    A key may be used again and again: whoever comes after a gathering is settled is
-    the first of the next one.
-
-    Attributes:
-        open: Gatherings that are not settled, by key.
-    """
-
-    open: dict[str, Gathering]
-
-    def __init__(self) -> None:
-        self.open = {}
-        self._standing_by: dict[int, Any] = {}
-
-    def arrive(
-        self,
-        key: str,
-        replica: int,
-        note: Any,
-        told: bytes = b"",
-        kind: str = Barrier.MEET,
-    ) -> Gathering:
-        """A replica is at a barrier."""
-        gathering = self.open.setdefault(key, Gathering())
-        gathering.arrive(replica, note, told, kind)
-        return gathering
-
-    def stand_by(self, replica: int, note: Any) -> None:
-        """A replica waits for a lease: rounds take this for its note meanwhile."""
-        self._standing_by[replica] = note
-
-    def resume(self, replica: int) -> None:
-        """It waits no longer, or is gone."""
-        self._standing_by.pop(replica, None)
-
-    def over(self, gathering: Gathering, members: Collection[int]) -> bool:
-        """Whether nobody has to be waited for any more.
-
-        Args:
-            gathering: To look at.
-            members: All that train.
-        """
-        if gathering.kind == Barrier.ROUND:
-            members = set(members) - self._standing_by.keys()
-        return gathering.over(members)
-
-    def settle(self, key: str, gathering: Gathering, gone: Mapping[int, int]) -> None:
-        """All are there that are waited for: what they read is written down.
-
-        Args:
-            key: Of the gathering.
-            gathering: That is over.
-            gone: Last update of those that left or were lost.
-        """
-        gathering.gone = dict(gone)
-        if gathering.kind == Barrier.ROUND:
-            for replica, note in self._standing_by.items():
-                gathering.notes.setdefault(replica, note)
-        self.open.pop(key, None)
+AT_FIRST = PeerProgress()
 
 
 @dataclass
-class Progress:
-    """The last that was heard of a replica."""
-
-    heard_at: float = 0.0  # the plugin's clock, seconds
-    sequence: int = 0  # of its last update that was relayed
-    step: int = 0  # completed
-    done: int = -1  # the last lap it is done with
-
-
-class Members:
-    """The replicas of one run.
-
-    Args:
-        seats: Worker address of each founder.
+class Member:
+    """One replica, from its assignment to a worker until the run closes.
 
     Attributes:
-        generation: Bumped by every join and loss.
-        seats: Worker address of each replica there ever was.
-        progress: The last that was heard of each replica that joined.
-        gone: Last update of each replica that left or was lost.
+        worker: Address of its worker.
+        active: Whether it trains, so that barriers wait for it: initial replicas do
+            from the beginning, joining ones once they have the common state.
+        joined: Whether its task has reached the scheduler.
+        gone: Whether it has left or failed, for good.
+        heard_at: Last sign of life, seconds on the clock of the scheduler.
+        progress: How far it is, as far as the scheduler knows.
+        generation: Of the membership by which it sends to others; -1: none yet.
+        adopted_at: Its last own update when it adopted that membership, or later.
+        received: Last update by origin up to which it needs nothing any more.
     """
 
-    generation: int
-    seats: dict[int, str]
-    progress: dict[int, Progress]
-    gone: dict[int, int]
-
-    def __init__(self, seats: Mapping[int, str]) -> None:
-        self.generation = 0
-        self.seats = dict(seats)
-        self.progress = {}
-        self.gone = {}
-        self._active = set(seats)
-        self._started = False
-
-    @property
-    def present(self) -> list[int]:
-        """Replicas that joined and have not gone, ascending."""
-        return sorted(self.progress.keys() - self.gone.keys())
-
-    @property
-    def expected(self) -> list[int]:
-        """Whom barriers wait for: founders, and whoever is active; ascending."""
-        return sorted(self._active - self.gone.keys())
-
-    @property
-    def absent(self) -> list[int]:
-        """Founders that have not joined yet, ascending; nobody trains before."""
-        return sorted(set(self.expected) - self.progress.keys())
-
-    @property
-    def started(self) -> bool:
-        """Whether all founders have joined, so that whoever comes is a newcomer."""
-        self._started = self._started or not self.absent
-        return self._started
-
-    @property
-    def waiting(self) -> list[int]:
-        """Newcomers that are not active yet, ascending."""
-        return sorted(self.seats.keys() - self._active - self.gone.keys())
-
-    def seat(self, worker: str) -> int:
-        """Make room for one more replica, on this worker; return its number."""
-        replica = max(self.seats) + 1
-        self.seats[replica] = worker
-        return replica
-
-    def seated_on(self, worker: str) -> list[int]:
-        """Replicas of a worker that have not gone, ascending."""
-        return sorted(r for r, w in self.seats.items() if w == worker and self.here(r))
-
-    def here(self, replica: int) -> bool:
-        """Whether a replica has not gone."""
-        return replica not in self.gone
-
-    def join(self, replica: int, now: float) -> None:
-        """A replica's task runs on its worker."""
-        self.generation += 1
-        if not self.started:
-            # Those who wait for it at the start say nothing meanwhile.
-            for progress in self.progress.values():
-                progress.heard_at = now
-        self.progress[replica] = Progress(heard_at=now)
-
-    def activate(self, replica: int, step: int) -> None:
-        """A newcomer has the common state, as of a step."""
-        self._active.add(replica)
-        self.progress[replica].step = step
-
-    def remove(self, replica: int) -> None:
-        """A replica has left, or was lost."""
-        self.generation += 1
-        self.gone[replica] = self.progress.get(replica, Progress()).sequence
-
-    def step_of(self, replica: int) -> int:
-        """Steps that a replica is known to have made."""
-        progress = self.progress.get(replica)
-        return 0 if progress is None else progress.step
-
-    def silent_since(self, bound: float) -> list[int]:
-        """Replicas of which nothing was heard since; nobody before the start."""
-        if not self.started:
-            return []
-        return [r for r in self.present if self.progress[r].heard_at < bound]
-
-    def donor(self) -> int | None:
-        """Whose state a newcomer takes over: of the active, who is farthest."""
-        there = [r for r in self.expected if r in self.progress]
-        return max(there, key=lambda r: self.progress[r].step, default=None)
-
-    def describe(self, replica: int, now: float) -> str:
-        """A replica in words: who, where, and what was last heard, and when."""
-        where = f"replica {replica} on {self.seats[replica]}"
-        progress = self.progress.get(replica)
-        if progress is None:
-            return f"{where}, which has not joined"
-        ago_s = max(now - progress.heard_at, 0.0)
-        return (
-            f"{where}, last heard at step {progress.step}, update "
-            f"{progress.sequence}, {ago_s:.1f} s ago"
-        )
-
-    def describe_all(self, replicas: Iterable[int], now: float) -> str:
-        """Some replicas in words; empty if there are none."""
-        return "; ".join(self.describe(replica, now) for replica in replicas)
-
-    def late(self, bound: Bound, now: float) -> WaitTimeoutError:
-        """Say which founders did not join within a bound."""
-        return WaitTimeoutError(
-            f"not all replicas started within {bound}: "
-            f"{self.describe_all(self.absent, now)}; is the worker busy with other "
-            "tasks?"
-        )
-
-    def too_few(self, least: int, bound: Bound, now: float) -> WaitTimeoutError:
-        """Say that there were fewer active ones for longer than a bound."""
-        return WaitTimeoutError(
-            f"fewer than min_replicas={least} replicas for {bound}: "
-            f"{len(self.expected)} left; "
-            f"gone: {self.describe_all(sorted(self.gone), now)}"
-        )
-
-
-@dataclass
-class Standing:
-    """What one replica told of itself.
-
-    Attributes:
-        generation: Of the routes it goes by; -1 until it told.
-        adopted_at: Its last own update when it took these up, or later.
-        received: All updates of an origin up to this one are there, by origin.
-    """
-
+    worker: str
+    active: bool
+    joined: bool = False
+    gone: bool = False
+    heard_at: float = 0.0
+    progress: PeerProgress = AT_FIRST
     generation: int = -1
     adopted_at: int = 0
     received: dict[int, int] = field(default_factory=dict)
 
+    def advance(self, step: int, sequence: int, interval: int) -> None:
+        """Raise what it has reached; late messages change nothing."""
+        own = self.progress
+        self.progress = PeerProgress(
+            max(own.step, step),
+            max(own.sequence, sequence),
+            max(own.interval, interval),
+        )
 
-class Standings:
-    """Of all replicas that are present.
-
-    Example:
-        >>> standings = Standings()
-        >>> standings.join(0, {})
-        >>> standings.join(1, {})
-        >>> standings.tell(0, Standing(generation=2, adopted_at=5))
-        True
-        >>> standings.tell(1, Standing(generation=2, received={0: 3}))
-        True
-        >>> standings.cut([0, 1]), standings.stable(0, [0, 1], default=5)
-        ({0: 5, 1: 0}, 3)
-    """
-
-    def __init__(self) -> None:
-        self._standings: dict[int, Standing] = {}
-
-    def join(self, replica: int, floor: Mapping[int, int]) -> None:
-        """A replica is present.
-
-        Args:
-            replica: Its number.
-            floor: It will need nothing up to here, by origin.
-        """
-        self._standings[replica] = Standing(received=dict(floor))
-
-    def leave(self, replica: int) -> None:
-        """A replica is gone."""
-        self._standings.pop(replica, None)
-
-    def tell(self, replica: int, told: Standing) -> bool:
-        """A replica says how it stands; whether it goes by other routes now."""
-        standing = self._standings[replica]
-        changed = told.generation > standing.generation
-        if changed:
-            standing.generation = told.generation
-            standing.adopted_at = told.adopted_at
-        self.raise_floor(replica, told.received)
-        return changed
-
-    def raise_floor(self, replica: int, received: Mapping[int, int]) -> None:
-        """A replica has more, or needs less."""
-        known = self._standings[replica].received
+    def acknowledge(self, received: Mapping[int, int]) -> None:
+        """Note up to which update of each origin it needs nothing any more."""
         for origin, sequence in received.items():
-            known[origin] = max(known.get(origin, 0), sequence)
-
-    def adopted(self, replicas: Collection[int], generation: int) -> bool:
-        """Whether all of these go by the routes of a generation, or by later ones."""
-        return all(self._standings[r].generation >= generation for r in replicas)
-
-    def cut(self, replicas: Collection[int]) -> dict[int, int]:
-        """Last own update of each before it sent by the routes that it goes by."""
-        return {r: self._standings[r].adopted_at for r in replicas}
-
-    def stable(self, origin: int, replicas: Collection[int], default: int) -> int:
-        """Up to where all others of these have an origin's updates.
-
-        Args:
-            origin: Whose updates.
-            replicas: That have to have them.
-            default: If there are no others.
-        """
-        others = [self._standings[r].received for r in replicas if r != origin]
-        return min((received.get(origin, 0) for received in others), default=default)
+            self.received[origin] = max(self.received.get(origin, 0), sequence)
 
 
-class Work:
-    """What replicas ask for, get, and give back.
+class Membership:
+    """The replicas of one run.
 
     Args:
-        plan: Of the run.
-        members: Who takes part.
-        schedule: What there is to train on.
-        events: What the client is told.
+        workers: Address of the worker of each initial replica.
+
+    Attributes:
+        generation: Grows with every join, departure and failure.
+        replicas: All that have ever been assigned to a worker, by number.
     """
 
-    def __init__(
-        self, plan: RunPlan, members: Members, schedule: Schedule, events: EventLog
-    ) -> None:
-        self._plan = plan
-        self._members = members
-        self._schedule = schedule
-        self._events = events
-        self._lap_began_at: float | None = None
-        # Of the epoch that runs, by replica: examples of finished pieces, mean loss.
-        self._finished: dict[int, tuple[int, float]] = {}
-        self._departed_before = plan.laps.departed
+    generation: int
+    replicas: dict[int, Member]
+
+    def __init__(self, workers: Mapping[int, str]) -> None:
+        self.generation = 0
+        self.replicas = {r: Member(w, active=True) for r, w in workers.items()}
+        self._started = False
+
+    def _those(self, chosen: Callable[[Member], bool]) -> list[int]:
+        return sorted(r for r, one in self.replicas.items() if chosen(one))
 
     @property
-    def enough(self) -> bool:
-        """Whether there are as many active replicas as were asked for."""
-        return len(self._members.expected) >= self._plan.min_replicas
+    def present(self) -> list[int]:
+        """Replicas that joined and have not gone, ascending."""
+        return self._those(lambda one: one.joined and not one.gone)
 
-    def lease(
-        self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
-    ) -> Lease | None:
-        """Lease a piece to a replica; None if it cannot have one now."""
-        if not self.enough:
-            return None
-        near = self._schedule.nearest(phase, is_near)
-        return self.leases(phase, epoch).take(replica, near)
+    @property
+    def expected(self) -> list[int]:
+        """Replicas for which barriers wait, whether joined yet or not; ascending."""
+        return self._those(lambda one: one.active and not one.gone)
 
-    def look(self, now: float) -> None:
-        """The clock says so much: a lap ends when it has taken long enough."""
-        if self._lap_began_at is None:
-            self._lap_began_at = now
-        bound_s = self._plan.laps.seconds
-        if bound_s is not None and now - self._lap_began_at >= bound_s:
-            self._schedule.end_lap()
+    @property
+    def training(self) -> list[int]:
+        """Replicas that are both expected and present, ascending."""
+        return self._those(lambda one: one.active and one.joined and not one.gone)
 
-    def pause(self, replica: int, phase: str, epoch: int) -> Pause | None:
-        """What one that gets no piece learns, if the lap is over and not the epoch."""
-        leases = self.leases(phase, epoch)
-        if not self.enough or not self._members.here(replica):
-            return None
-        over = leases.lap_is_over(self._members.expected)
-        return Pause(self._plan.order, leases.left()) if over else None
+    @property
+    def absent(self) -> list[int]:
+        """Initial replicas that have not joined yet, ascending; all wait for them."""
+        return self._those(lambda one: one.active and not one.joined and not one.gone)
 
-    def give_back(
-        self,
-        replica: int,
-        phase: str,
-        epoch: int,
-        finished: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """A replica is through with pieces it had leased; the client learns of it."""
-        for piece in finished:
-            own = self.leases(phase, epoch).finish(replica, piece["piece"])
-            if phase == "train":
-                self._events.post("progress", epoch=epoch, **piece)
-                before, _ = self._finished.get(replica, (0, 0.0))
-                examples = before + (piece["examples"] if own else 0)
-                self._finished[replica] = examples, piece.get("loss", 0.0)
+    @property
+    def joining(self) -> list[int]:
+        """Replicas that were added later and are not active yet, ascending."""
+        return self._those(lambda one: not one.active and not one.gone)
 
-    def departed(self, told: Collection[int]) -> list[Done]:
-        """What those did in this epoch who have left or were lost in it.
+    @property
+    def gone(self) -> dict[int, int]:
+        """Last update of each replica that left or failed."""
+        members = self.replicas.items()
+        return {r: one.progress.sequence for r, one in members if one.gone}
 
-        Args:
-            told: Replicas that say themselves what they did.
+    @property
+    def started(self) -> bool:
+        """Whether all initial replicas have joined; stays true."""
+        self._started = self._started or not self.absent
+        return self._started
 
-        Returns:
-            Of each of the others, as far as it finished pieces.
-        """
-        counted = [own for r, own in sorted(self._finished.items()) if r not in told]
-        here = [Done(loss * examples, examples) for examples, loss in counted]
-        return [*self._departed_before, *here]
+    def assign(self, worker: str) -> int:
+        """Add a replica on a worker; return its number."""
+        replica = max(self.replicas) + 1
+        self.replicas[replica] = Member(worker, active=False)
+        return replica
 
-    def end_epoch(self, told: Collection[int]) -> list[Done]:
-        """Begin to count the next epoch; see `departed`, of this one."""
-        departed = self.departed(told)
-        self._finished.clear()
-        self._departed_before = ()
-        return departed
+    def assigned_to(self, worker: str) -> list[int]:
+        """Replicas of a worker that have not gone, ascending."""
+        return self._those(lambda one: one.worker == worker and not one.gone)
 
-    def settled(self, replica: int, phase: str, epoch: int) -> bool:
-        """Whether one that waits for a piece gets an answer: one, or none any more."""
-        to_do = self.to_do(replica, phase, epoch)
-        gone = not self._members.here(replica)
-        return gone or (self.enough and to_do is not None)
+    def is_here(self, replica: int) -> bool:
+        """Whether a number is that of a replica that has not gone."""
+        return replica in self.replicas and not self.replicas[replica].gone
 
-    def to_do(self, replica: int, phase: str, epoch: int) -> bool | None:
-        """Whether there is a piece for a replica; None if there may be one yet.
+    def silent_since(self, bound: float) -> list[int]:
+        """Replicas without a sign of life since; nobody before the start."""
+        if not self.started:
+            return []
+        return [r for r in self.present if self.replicas[r].heard_at < bound]
 
-        There may, as long as somebody else holds one and can be lost.
-        """
-        leases = self.leases(phase, epoch)
-        if leases.has_one_for(replica):
-            return True
-        if leases.lap_is_over(self._members.expected):
-            return False
-        return None if leases.unfinished() else False
+    def donor(self) -> int | None:
+        """The replica whose state a joining one takes: the farthest that trains."""
+        return max(
+            self.training, key=lambda r: self.replicas[r].progress.step, default=None
+        )
 
-    def leases(self, phase: str, epoch: int) -> Leases:
-        """Of an epoch that is not over; see `Schedule.open`."""
-        shares = self._members.expected if self._plan.synchronous else None
-        return self._schedule.open(phase, epoch, shares)
+    def describe(self, replicas: Iterable[int], now: float) -> str:
+        """Who, where, and what was last heard of them, and when; may be empty."""
+        return "; ".join(self._describe(replica, now) for replica in replicas)
 
-    def begin_lap(self) -> None:
-        """All have come together: go on."""
-        self._lap_began_at = None
-        self._schedule.begin_lap()
+    def _describe(self, replica: int, now: float) -> str:
+        member = self.replicas[replica]
+        where = f"replica {replica} on {member.worker}"
+        if not member.joined:
+            return f"{where}, which has not joined"
+        return (
+            f"{where}, last heard at step {member.progress.step}, update "
+            f"{member.progress.sequence}, {max(now - member.heard_at, 0.0):.1f} s ago"
+        )
+
+
+@dataclass
+class OpenBarrier:
+    """A barrier at which some replicas have arrived.
+
+    A replica that fails after it arrived keeps its payload: what it had sent, all
+    survivors have. Nobody waits for one that failed before.
+
+    Attributes:
+        payloads: What each has to say to the others, by replica.
+        client_payloads: What each has to say to the client alone.
+        kinds: What they have come for.
+        gone: Last update of each replica that left or failed. Set once, when all have
+            arrived: everybody has to read the same.
+        counted: Set once too; see `RunState.complete`.
+    """
+
+    payloads: dict[int, Any] = field(default_factory=dict)
+    client_payloads: dict[int, bytes] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    gone: Mapping[int, int] | None = None
+    counted: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """What all have come for; if they have not come for the same, it is a round."""
+        return next(iter(self.kinds)) if len(self.kinds) == 1 else Barrier.ROUND
 
 
 MOST_NAMED = 8  # of those that are gone: a message fits a screen
 
 
-class RunRecord:
+class RunState:
     """State of one run; changed only by the methods here.
 
     Args:
@@ -495,55 +229,55 @@ class RunRecord:
 
     Attributes:
         members: Who takes part.
-        schedule: What there is to train on.
-        work: Who trains on what.
         outboxes: What waits for each present replica.
-        events: What the client is told, in order.
+        events: For the client, in order.
+        schedule: What there is to train on, and who holds which part of it.
+        barriers: Open ones, by key. A key may be used again once all have arrived.
         stopped: Why the run was stopped; None while it runs.
         refused: Messages that were not understood.
         epoch: That runs now, counted from 0.
         lap: That runs now, counted from 0 over all epochs.
-        report: The notes of the epoch before, ``[replica, note]`` each.
+        report: Payloads of the last epoch's end, ``[replica, payload]`` each.
         holding: Whether updates have to wait, see `complete`.
-        standings: How replicas stand that send to each other.
-        barriers: Where replicas meet.
-        ended: Whether a replica has left that was not told to: at the run's end.
+        ended: Whether a replica has come to the end of the run.
     """
 
     plan: RunPlan
-    members: Members
-    schedule: Schedule
-    work: Work
+    members: Membership
     outboxes: dict[int, Outbox]
     events: EventLog
+    schedule: Schedule
+    barriers: dict[str, OpenBarrier]
     stopped: str | None
     refused: int
     epoch: int
+    lap: int
     report: Sequence[Any]
     holding: bool
-    standings: Standings
-    barriers: Barriers
     ended: bool
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
-        self.members = Members(plan.replicas)
-        self.schedule = Schedule(plan.extents, plan.seed, plan.epochs_before, plan.laps)
+        self.members = Membership(plan.replicas)
         self.outboxes = {}
         self.events = EventLog()
-        self.work = Work(plan, self.members, self.schedule, self.events)
+        self.schedule = Schedule(plan.extents, plan.seed, plan.epochs_before, plan.laps)
+        self.barriers = {}
         self.stopped = None
         self.refused = 0
         self.epoch = plan.first_epoch
         self.lap = 0
         self.report = ()
         self.holding = False
-        self._held: list[Item] = []  # updates that wait, one of each that leaves
-        self.standings = Standings()
-        self.barriers = Barriers()
         self.ended = False
-        self._refused_before = 0  # the epoch that runs
-        self._departed: dict[int, str] = {}  # what became of those that trained
+        self._held: list[Item] = []  # updates that wait, one of each that leaves
+        self._idle: dict[int, Any] = {}  # payloads of those that wait for a lease
+        self._lap_began_at: float | None = None
+        # Of this epoch, by replica: examples of finished leases, mean loss.
+        self._trained: dict[int, tuple[int, float]] = {}
+        self._departed_before = plan.laps.departed
+        self._refused_before = 0  # this epoch
+        self._departed: dict[int, str] = {}  # those that trained, in words
         self._all_retired = True
 
     @property
@@ -551,182 +285,60 @@ class RunRecord:
         """The bounds on waiting that the client chose."""
         return Timeouts(**self.plan.timeouts)
 
+    @property
+    def has_enough(self) -> bool:
+        """Whether as many replicas take part as were asked for at least."""
+        return len(self.members.expected) >= self.plan.min_replicas
+
+    # ---- membership
+
     def join(self, replica: int, now: float) -> Outbox:
         """A replica takes part from now on; returns the queue of what it is sent."""
-        # Whoever joins needs no update that was there before, but in a snapshot.
-        self.standings.join(replica, self.cut() if self.members.started else {})
-        self.members.join(replica, now)
+        members = self.members
+        member = members.replicas[replica]
+        if members.started:
+            # It needs no update from before, but within a snapshot.
+            member.acknowledge(self._passed_on())
+        members.generation += 1
+        if not members.started:
+            # Those who wait for it at the start send nothing meanwhile.
+            for one in members.replicas.values():
+                one.heard_at = now
+        member.joined, member.heard_at = True, now
         self.outboxes[replica] = Outbox(self.plan.relay_bytes)
-        if self.members.started:
-            self._tell_routes()
+        if members.started:
+            self._send_members()
         return self.outboxes[replica]
 
-    def routes(self) -> tuple[int, list[tuple[int, str]]]:
-        """Who sends to whom follows from this: the generation, and who is where."""
-        members = self.members
-        return members.generation, [(r, members.seats[r]) for r in members.present]
-
-    def _tell_routes(self) -> None:
-        self._tell(Item(ItemKind.ROUTES.value, 0, 0, 0, 0, self.routes()))
+    def topology(self) -> tuple[int, list[tuple[int, str]]]:
+        """The generation, and all present replicas with their workers."""
+        replicas = self.members.replicas
+        present = [(r, replicas[r].worker) for r in self.members.present]
+        return self.members.generation, present
 
     def activate(self, replica: int, step: int) -> None:
-        """A newcomer has the common state: it trains, and barriers wait for it."""
-        self.members.activate(replica, step)
-        self._tell(Item(ItemKind.JOINED.value, replica, 0, step, 0), but=replica)
-
-    def cut(self) -> dict[int, int]:
-        """Last update of each replica that was passed on.
-
-        Whatever is later, one that joins now is sent; what is not, its donor has
-        to have applied.
-        """
-        here = {r: p.sequence for r, p in self.members.progress.items()}
-        return {**here, **self.members.gone}
-
-    def adopted(self, generation: int) -> bool:
-        """Whether all who train send by these routes, or by later ones."""
-        training = set(self.members.expected) & set(self.members.present)
-        return self.standings.adopted(training, generation)
-
-    def exact_cut(self, newcomer: int) -> dict[int, int]:
-        """Last update of each that trains that this newcomer is not sent.
-
-        Only for routes that all have adopted; from then on nobody keeps for the
-        newcomer what its snapshot will contain.
-        """
-        training = set(self.members.expected) & set(self.members.present)
-        cut = self.standings.cut(sorted(training))
-        self.standings.raise_floor(newcomer, cut)
-        return cut
-
-    def hear(
-        self, origin: int, step: int, done: int, sequence: int, standing: Standing
-    ) -> bool:
-        """A replica of a mesh says how it stands; whether it took up other routes."""
-        progress = self.members.progress[origin]
-        progress.step = max(progress.step, step)
-        progress.done = max(progress.done, done)
-        progress.sequence = max(progress.sequence, sequence)
-        return self.standings.tell(origin, standing)
-
-    def stable(self, origin: int) -> int:
-        """Up to where all others have an origin's updates."""
-        sequence = self.members.progress[origin].sequence
-        return self.standings.stable(origin, self.members.present, sequence)
-
-    def words(self) -> list[tuple[int, int, int, int]]:
-        """How far those that train are: number, last update, step, lap done."""
-        said = ((r, self.members.progress.get(r)) for r in self.members.expected)
-        return [(r, p.sequence, p.step, p.done) for r, p in said if p is not None]
-
-    def publish(self, origin: int, items: Iterable[Item], step: int, done: int) -> int:
-        """Queue a replica's items for all others, in order, while they have room.
-
-        Args:
-            origin: Who sends.
-            items: Updates, oldest first.
-            step: Steps it has completed, if all items are accepted.
-            done: The last lap it is done with, -1 at first.
-
-        Returns:
-            How many items were accepted; the rest has to be sent again.
-        """
-        others = [box for replica, box in self.outboxes.items() if replica != origin]
-        progress = self.members.progress[origin]
-        accepted = 0
-        for item in items:
-            if self.holding:
-                self._held.append(item)
-            elif all(box.has_room(item.weight()) for box in others):
-                self._tell(item, but=origin)
-            else:
-                return accepted
-            progress.sequence = max(progress.sequence, item.sequence)
-            progress.step = max(progress.step, item.step)
-            accepted += 1
-        self._advance(origin, step, done)
-        return accepted
-
-    def _advance(self, origin: int, step: int, done: int) -> None:
-        progress = self.members.progress[origin]
-        if step > progress.step or done > progress.done:
-            progress.step = max(progress.step, step)
-            progress.done = max(progress.done, done)
-            kind, sequence = ItemKind.PROGRESS.value, progress.sequence
-            item = Item(kind, origin, sequence, step, 0, progress.done)
-            self._tell(item, but=origin)
-
-    def _tell(self, item: Item, but: int | None = None) -> None:
-        for replica, box in self.outboxes.items():
-            if replica != but:
-                box.offer(item, force=True)
-
-    def over(self, gathering: Gathering) -> bool:
-        """Whether nobody has to be waited for at a barrier."""
-        return self.barriers.over(gathering, self.members.expected)
-
-    def complete(self, key: str, gathering: Gathering) -> bool:
-        """All are at a barrier; the first to notice settles what they read there.
-
-        From an ``AGREE`` on updates are kept here until the next barrier is complete.
-        Only replicas that leave have any then, one each, and what some survivors took
-        in before they compare, all of them must.
-
-        Args:
-            key: Of the barrier.
-            gathering: That is over.
-
-        Returns:
-            Whether this call was the first.
-        """
-        if gathering.gone is not None:
-            return False
-        self.barriers.settle(key, gathering, self.members.gone)
-        self.holding = gathering.kind == Barrier.AGREE
-        if not self.holding:
-            for item in self._held:
-                self._tell(item, but=item.origin)
-            self._held.clear()
-        if gathering.kind == Barrier.AGREE:
-            gathering.counted = {"present": len(self.members.present)}
-        if gathering.kind == Barrier.PAUSE:
-            here = gathering.notes.keys() - self.members.gone.keys()
-            gathering.counted = {"departed": self.work.departed(here)}
-        if gathering.kind == Barrier.REPORT:
-            notes = [[r, gathering.notes[r]] for r in sorted(gathering.notes)]
-            told = [gathering.told[r] for r in sorted(gathering.told)]
-            counted = {
-                "refused": self.refused - self._refused_before,
-                "repeated": self.schedule.repeated,
-                "departed": self.work.end_epoch(gathering.notes),
-            }
-            self._refused_before = self.refused
-            gathering.counted = counted
-            about = {"key": key, "epoch": self.epoch}
-            self.events.post("gathered", **about, notes=notes, told=told, **counted)
-            self.report = notes
-            self.epoch += 1
-        if gathering.kind in (Barrier.REPORT, Barrier.PAUSE):
-            self.lap += 1
-            self.work.begin_lap()
-        return True
+        """A joining replica has the common state: it trains from now on."""
+        member = self.members.replicas[replica]
+        member.active = True
+        member.progress = member.progress._replace(step=step)
+        self._send(Item(ItemKind.JOINED.value, replica, 0, step, 0), but=replica)
 
     def remove(self, replica: int) -> None:
-        """A replica has left, or was lost; what it held is free again."""
-        if not self.members.here(replica):
+        """A replica has left or failed; what it held is free again."""
+        if not self.members.is_here(replica):
             return
-        self.members.remove(replica)
-        self.standings.leave(replica)
+        member = self.members.replicas[replica]
+        member.gone = True
+        self.members.generation += 1
         self.outboxes.pop(replica, None)
         self.schedule.lose(replica)
-        self.barriers.resume(replica)
-        step = self.members.step_of(replica)
-        self._tell(Item(ItemKind.LOST.value, replica, 0, step, 0))
-        self._tell_routes()
+        self._idle.pop(replica, None)
+        self._send(Item(ItemKind.LOST.value, replica, 0, member.progress.step, 0))
+        self._send_members()
 
     def lose(self, replica: int, why: str, now: float) -> None:
-        """A replica is gone without a word; the client learns why."""
-        what = f"{self.members.describe(replica, now)}: {why}"
+        """A replica has failed; the client learns why."""
+        what = f"{self.members.describe([replica], now)}: {why}"
         if replica in self.members.expected:
             self._departed[replica] = what
             self._all_retired = False
@@ -735,11 +347,287 @@ class RunRecord:
 
     def retire(self, replica: int, now: float) -> None:
         """A replica has handed over and leaves before the end, with its worker."""
-        what = f"{self.members.describe(replica, now)}: it retired with its worker"
+        what = f"{self.members.describe([replica], now)}: it retired with its worker"
         if replica in self.members.expected:
             self._departed[replica] = what
         self.remove(replica)
         self.events.post("retired", replica=replica, summary=what)
+
+    def _send(self, item: Item, but: int | None = None) -> None:
+        for replica, box in self.outboxes.items():
+            if replica != but:
+                box.offer(item, force=True)
+
+    def _send_members(self) -> None:
+        self._send(Item(ItemKind.ROUTES.value, 0, 0, 0, 0, self.topology()))
+
+    # ---- updates and progress
+
+    def publish(self, origin: int, items: Iterable[Item], step: int, done: int) -> int:
+        """Queue a replica's updates for all others, in order, while they have room.
+
+        Args:
+            origin: Who sends.
+            items: Updates, oldest first.
+            step: Steps it has completed, if all updates are accepted.
+            done: The last lap it is done with, -1 at first.
+
+        Returns:
+            How many updates were accepted; the rest has to be sent again.
+        """
+        others = [box for replica, box in self.outboxes.items() if replica != origin]
+        member = self.members.replicas[origin]
+        accepted = 0
+        for item in items:
+            if self.holding:
+                self._held.append(item)
+            elif all(box.has_room(item.weight()) for box in others):
+                self._send(item, but=origin)
+            else:
+                return accepted
+            member.advance(item.step, item.sequence, -1)
+            accepted += 1
+        before = member.progress
+        member.advance(step, 0, done)
+        if member.progress != before:  # no update says it
+            _, sequence, interval = member.progress
+            kind = ItemKind.PROGRESS.value
+            self._send(Item(kind, origin, sequence, step, 0, interval), but=origin)
+        return accepted
+
+    def acknowledge(
+        self,
+        origin: int,
+        progress: PeerProgress,
+        generation: int,
+        adopted_at: int,
+        received: Mapping[int, int],
+    ) -> bool:
+        """A replica that sends to the others itself says what it has sent and received.
+
+        Args:
+            origin: Who says it.
+            progress: How far it is.
+            generation: Of the membership by which it sends.
+            adopted_at: Its last update when it adopted that, or later.
+            received: Last update by origin up to which it has all.
+
+        Returns:
+            Whether it has adopted a newer membership.
+        """
+        member = self.members.replicas[origin]
+        member.advance(*progress)
+        member.acknowledge(received)
+        if generation <= member.generation:
+            return False
+        member.generation, member.adopted_at = generation, adopted_at
+        return True
+
+    def received_by_all(self, origin: int) -> int:
+        """The update of an origin up to which all others need nothing any more."""
+        replicas = self.members.replicas
+        others = (r for r in self.members.present if r != origin)
+        return min(
+            (replicas[r].received.get(origin, 0) for r in others),
+            default=replicas[origin].progress.sequence,
+        )
+
+    def progress(self) -> list[tuple[int, PeerProgress]]:
+        """How far each replica that trains is."""
+        return [(r, self.members.replicas[r].progress) for r in self.members.training]
+
+    # ---- the snapshot of a joining replica
+
+    def can_cut(self, generation: int) -> bool:
+        """Whether `cut` is known for one that joined in this generation.
+
+        A relay knows what it has passed on. Replicas that send to each other have to
+        adopt the membership first: from then on they send to the joining one.
+        """
+        replicas = self.members.replicas
+        return RELAYED[self.plan.routing] or all(
+            replicas[r].generation >= generation for r in self.members.training
+        )
+
+    def cut(self, replica: int) -> dict[int, int]:
+        """Last update of each origin that the snapshot of a joining one has to contain.
+
+        All later ones it is sent.
+        """
+        if RELAYED[self.plan.routing]:
+            return self._passed_on()
+        replicas = self.members.replicas
+        cut = {r: replicas[r].adopted_at for r in self.members.training}
+        replicas[replica].acknowledge(cut)
+        return cut
+
+    def _passed_on(self) -> dict[int, int]:
+        members = self.members.replicas.items()
+        return {
+            r: one.progress.sequence for r, one in members if one.joined or one.gone
+        }
+
+    # ---- barriers
+
+    def arrive(
+        self, key: str, replica: int, payload: Any, client_payload: bytes, kind: str
+    ) -> OpenBarrier:
+        """A replica is at a barrier; arriving again, on a retry, changes nothing.
+
+        Whoever comes once a barrier is complete is the first at the next one.
+        """
+        barrier = self.barriers.setdefault(key, OpenBarrier())
+        barrier.kinds.add(kind)
+        barrier.payloads.setdefault(replica, payload)
+        barrier.client_payloads.setdefault(replica, client_payload)
+        return barrier
+
+    def all_arrived(self, barrier: OpenBarrier) -> bool:
+        """Whether a barrier has to wait for nobody; stays true once `complete`."""
+        awaited = self.members.expected - barrier.payloads.keys()
+        if barrier.kind == Barrier.ROUND:
+            awaited -= self._idle.keys()
+        return barrier.gone is not None or not awaited
+
+    def complete(self, key: str, barrier: OpenBarrier) -> bool:
+        """All have arrived at a barrier: fix what everybody reads there.
+
+        After an ``AGREE`` updates are held here until the next barrier is complete.
+        Only replicas that leave have any then, one each, and what some survivors took
+        in before they compare, all of them must.
+
+        Args:
+            key: Of the barrier.
+            barrier: Where all have arrived.
+
+        Returns:
+            Whether this call was the first.
+        """
+        if barrier.gone is not None:
+            return False
+        kind, payloads = barrier.kind, barrier.payloads
+        barrier.gone = self.members.gone
+        if kind == Barrier.ROUND:
+            payloads.update({**self._idle, **payloads})
+        self.barriers.pop(key, None)
+        self.holding = kind == Barrier.AGREE
+        if not self.holding:
+            for item in self._held:
+                self._send(item, but=item.origin)
+            self._held.clear()
+        if kind == Barrier.AGREE:
+            barrier.counted = {"present": len(self.members.present)}
+        if kind == Barrier.PAUSE:
+            here = payloads.keys() - barrier.gone.keys()
+            barrier.counted = {"departed": self._trained_by_departed(here)}
+        if kind == Barrier.REPORT:
+            self._end_epoch(key, barrier)
+        if kind in (Barrier.REPORT, Barrier.PAUSE):
+            self.lap += 1
+            self._lap_began_at = None
+            self.schedule.begin_lap()
+        return True
+
+    def _end_epoch(self, key: str, barrier: OpenBarrier) -> None:
+        barrier.counted = {
+            "refused": self.refused - self._refused_before,
+            "repeated": self.schedule.repeated,
+            "departed": self._trained_by_departed(barrier.payloads),
+        }
+        self.report = [[r, payload] for r, payload in sorted(barrier.payloads.items())]
+        told = [payload for _, payload in sorted(barrier.client_payloads.items())]
+        about = {"key": key, "epoch": self.epoch, "notes": self.report, "told": told}
+        self.events.post("gathered", **about, **barrier.counted)
+        self.epoch += 1
+        self._trained.clear()
+        self._departed_before = ()
+        self._refused_before = self.refused
+
+    def _trained_by_departed(self, reported: Collection[int]) -> list[Done]:
+        """What those did in this epoch that do not report it themselves."""
+        counted = [own for r, own in sorted(self._trained.items()) if r not in reported]
+        here = [Done(loss * examples, examples) for examples, loss in counted]
+        return [*self._departed_before, *here]
+
+    # ---- leases
+
+    def give_back(
+        self,
+        replica: int,
+        phase: str,
+        epoch: int,
+        finished: Sequence[Mapping[str, Any]],
+        now: float,
+    ) -> None:
+        """A replica has finished leases; a lap that has taken long enough ends.
+
+        Raises:
+            ValueError: If the epoch is over, or has not begun.
+        """
+        if epoch > self.epoch:
+            raise ValueError(f"epoch {epoch} has not begun, this is {self.epoch}")
+        leases = self._leases(phase, epoch)
+        for lease in finished:
+            own = leases.finish(replica, lease["piece"])
+            if phase == "train":
+                self.events.post("progress", epoch=epoch, **lease)
+                before, _ = self._trained.get(replica, (0, 0.0))
+                examples = before + (lease["examples"] if own else 0)
+                self._trained[replica] = examples, lease.get("loss", 0.0)
+        if self._lap_began_at is None:
+            self._lap_began_at = now
+        bound_s = self.plan.laps.seconds
+        if bound_s is not None and now - self._lap_began_at >= bound_s:
+            self.schedule.end_lap()
+
+    def set_idle(self, replica: int, payload: Any) -> None:
+        """A replica waits for a lease: rounds take this as its payload meanwhile."""
+        self._idle[replica] = payload
+
+    def can_lease(self, replica: int, phase: str, epoch: int) -> bool:
+        """Whether `lease` has an answer that stays: a lease, or none any more.
+
+        There may be one yet as long as another replica holds one and can fail.
+        """
+        if not self.members.is_here(replica):
+            return True
+        leases = self._leases(phase, epoch)
+        return self.has_enough and (
+            leases.has_one_for(replica)
+            or leases.lap_is_over(self.members.expected)
+            or not leases.unfinished()
+        )
+
+    def lease(
+        self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
+    ) -> Lease | Pause | None:
+        """Lease the next piece to a replica, which is idle no more.
+
+        Args:
+            replica: Who asks.
+            phase: Of the data.
+            epoch: Counted from 0.
+            is_near: Whether its worker holds the part with a key.
+
+        Returns:
+            None if there is none for it now; a pause if the lap is over and the epoch
+            is not.
+        """
+        self._idle.pop(replica, None)
+        leases = self._leases(phase, epoch)
+        if not self.has_enough or not self.members.is_here(replica):
+            return None
+        lease = leases.take(replica, self.schedule.nearest(phase, is_near))
+        if lease is not None:
+            return lease._replace(keys=self.schedule.keys(phase, lease))
+        over = leases.lap_is_over(self.members.expected)
+        return Pause(self.plan.order, leases.left()) if over else None
+
+    def _leases(self, phase: str, epoch: int) -> Leases:
+        shares = self.members.expected if self.plan.synchronous else None
+        return self.schedule.open(phase, epoch, shares)
+
+    # ---- the end
 
     def give_up_if_deserted(self) -> None:
         """Nobody is left to go on, and nobody came to the end: the client learns who.
@@ -751,7 +639,8 @@ class RunRecord:
         gone = sorted(self._departed)
         more = f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
         if self._all_retired:
-            seats = dict.fromkeys(self.members.seats[r] for r in gone)
+            replicas = self.members.replicas
+            seats = dict.fromkeys(replicas[r].worker for r in gone)
             workers = f"{', '.join([*seats][:MOST_NAMED])}{more}"
             error: DaskDLError = RunError(
                 f"all workers have retired: {workers}; nobody is left to train; fit "
@@ -762,22 +651,44 @@ class RunRecord:
             error = WaitTimeoutError(f"no replica is left: lost {who}{more}")
         self.give_up(error)
 
-    def stop(self, reason: str) -> None:
-        """Tell every replica to leave; the first reason stays."""
-        if self.stopped is None:
-            self.stopped = reason
-            self._tell(Item(ItemKind.STOP.value, 0, 0, 0, len(reason), reason))
-            self.events.post("stopped", summary=reason)
+    def give_up_late(self, bound: Bound, now: float) -> None:
+        """Not all initial replicas have joined within a bound."""
+        members = self.members
+        self.give_up(
+            WaitTimeoutError(
+                f"not all replicas started within {bound}: "
+                f"{members.describe(members.absent, now)}; is the worker busy with "
+                "other tasks?"
+            )
+        )
 
-    def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
-        """A replica cannot go on: the run ends, and the client learns why."""
-        worker = self.members.seats[replica]
-        self.events.post("failed", replica=replica, worker=worker, **failure)
-        self.stop(f"replica {replica} failed: {failure['summary']}")
+    def give_up_too_few(self, bound: Bound, now: float) -> None:
+        """For longer than a bound there were fewer replicas than asked for."""
+        members = self.members
+        self.give_up(
+            WaitTimeoutError(
+                f"fewer than min_replicas={self.plan.min_replicas} replicas for "
+                f"{bound}: {len(members.expected)} left; "
+                f"gone: {members.describe(sorted(members.gone), now)}"
+            )
+        )
 
     def give_up(self, error: DaskDLError) -> None:
-        """The run cannot go on, for a reason that is nobody's failure."""
+        """The run cannot go on, and no replica's code is the reason."""
         if self.stopped is None:
             kind, summary = type(error).__name__, str(error)
             self.events.post("failed", type=kind, summary=summary)
             self.stop(summary)
+
+    def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
+        """A replica cannot go on: the run ends, and the client learns why."""
+        worker = self.members.replicas[replica].worker
+        self.events.post("failed", replica=replica, worker=worker, **failure)
+        self.stop(f"replica {replica} failed: {failure['summary']}")
+
+    def stop(self, reason: str) -> None:
+        """Tell every replica to leave; the first reason stays."""
+        if self.stopped is None:
+            self.stopped = reason
+            self._send(Item(ItemKind.STOP.value, 0, 0, 0, len(reason), reason))
+            self.events.post("stopped", summary=reason)

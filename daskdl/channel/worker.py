@@ -10,23 +10,25 @@ from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
-from daskdl.channel import protocol
 from daskdl.channel.connection import SharedFrame
 from daskdl.channel.link import Link
 from daskdl.channel.protocol import (
+    NAME,
     Answer,
     Endpoint,
+    Fields,
+    GoneError,
+    Guard,
     Identity,
     Item,
     ItemKind,
     Whole,
     fields_of,
+    handlers_of,
 )
 from daskdl.channel.remote import RemoteChannel
-from daskdl.channel.scheduler import Fields, GoneError, Guard
 from daskdl.errors import ChannelError
 
-NAME = "daskdl-channel"
 WAIT_S = 1.0  # for what is not there yet; then who wants it asks again
 LEAVE_S = 2.0  # batch systems kill soon after they ask a worker to close
 
@@ -51,14 +53,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         if former is not None:
             self.links = former.links
         worker.extensions[NAME] = self
-        for operation, handler in (
-            (protocol.DELIVER, self.handle_deliver),
-            (protocol.SHARE, self.handle_share),
-            (protocol.SNAPSHOT, self.handle_snapshot),
-            (protocol.REPAIR, self.handle_repair),
-            (protocol.FETCH, self.handle_fetch),
-            (protocol.AGREED, self.handle_agreed),
-        ):
+        for operation, handler in handlers_of(self).items():
             worker.handlers[operation] = self._guard.of(handler)
         self._worker = worker
         if worker.nanny:

@@ -14,8 +14,15 @@ from typing import Any
 import numpy as np
 from distributed import Worker
 
-from daskdl.channel.protocol import Answer, Whole, unwrap, wrap
-from daskdl.channel.scheduler import Fields, GoneError, Guard
+from daskdl.channel.protocol import (
+    Answer,
+    Fields,
+    GoneError,
+    Guard,
+    Whole,
+    unwrap,
+    wrap,
+)
 from daskdl.data import trees
 from daskdl.data.batches import Transform
 from daskdl.serialization import Packed, PackedModel

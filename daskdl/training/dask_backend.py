@@ -14,10 +14,10 @@ from distributed import Client, Future, Worker, get_worker, secede, wait
 from typing_extensions import override
 
 from daskdl.channel import protocol
-from daskdl.channel.protocol import Answer
+from daskdl.channel.protocol import NAME, Answer
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
-from daskdl.channel.worker import NAME, ChannelWorkerPlugin
+from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.cluster import OWN, REMEDY, arrivals, lacking
 from daskdl.config import VERSION
 from daskdl.data.futures import new_key

@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.channel.base import Channel
-from daskdl.channel.leasing import Pause, Piece, Range
+from daskdl.channel.leasing import Lease, Pause, Range
 from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
 from daskdl.data import trees
@@ -441,7 +441,7 @@ class Reader:
         self._bad: set[int] = set()
         self._partial: set[int] = set()  # parts of which some files are left out
 
-    def chunks(self, piece: Piece) -> Iterator[Chunk]:
+    def chunks(self, piece: Lease) -> Iterator[Chunk]:
         """Yield the rows of a piece in the order in which they are trained on."""
         for i, one in enumerate(piece.ranges):
             if one.is_whole:
@@ -455,7 +455,7 @@ class Reader:
                 yield chunk
             del chunk  # or the part would stay while the next is waited for
 
-    def _look_ahead(self, piece: Piece, now: int) -> None:
+    def _look_ahead(self, piece: Lease, now: int) -> None:
         """Begin to load what comes next, and nothing that does not."""
         wanted = self._wanted(piece, now)
         phase = self._reading.phase
@@ -465,7 +465,7 @@ class Reader:
             if new and part not in self._bad:
                 self._store.begin(phase, part, piece.keys[part])
 
-    def _wanted(self, piece: Piece, now: int) -> Mapping[int, None]:
+    def _wanted(self, piece: Lease, now: int) -> Mapping[int, None]:
         """The part that is read now and those after it, in order."""
         wanted = {piece.ranges[now].part: None}
         if self._reading.prefetch == 0:
@@ -614,7 +614,7 @@ class Feed:
         self._reader = Reader(store, reading)
         self._transform = transform
         self._given = self._done = 0  # rows: passed to the batches, and done with
-        self._held: deque[tuple[Piece, int, int]] = deque()  # rows, and `_given` after
+        self._held: deque[tuple[Lease, int, int]] = deque()  # rows, and `_given` after
         self.loss = 0.0
         self.dropped = 0
         self.pause = None
@@ -657,7 +657,7 @@ class Feed:
             if piece is None:
                 return
 
-    def _batches(self, piece: Piece | None) -> Iterator[Batch]:
+    def _batches(self, piece: Lease | None) -> Iterator[Batch]:
         size = self._reading.batch_size
         for batch in batches(self._chunks(piece), size):
             rows = rows_in(batch)
@@ -672,7 +672,7 @@ class Feed:
             return group
         return [self._transform(batch) for batch in group]
 
-    def _lease(self, *, wait: bool) -> Piece | None:
+    def _lease(self, *, wait: bool) -> Lease | None:
         finished = []
         while self._held and self._held[0][2] <= self._done:
             piece, examples, _ = self._held.popleft()
@@ -686,7 +686,7 @@ class Feed:
             return None
         return leased
 
-    def _chunks(self, piece: Piece | None) -> Iterator[Chunk]:
+    def _chunks(self, piece: Lease | None) -> Iterator[Chunk]:
         while piece is not None:
             before = self._given
             for chunk in self._reader.chunks(piece):

@@ -11,7 +11,7 @@ import dask
 import pytest
 from distributed.utils_test import poll_for
 
-from daskdl.channel.scheduler import NAME
+from daskdl.channel.protocol import NAME
 from tests.support.clusters import cluster_of
 from tests.support.leftovers import still_left_behind
 from tests.support.promises import Place

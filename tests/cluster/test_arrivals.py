@@ -10,7 +10,7 @@ import pytest
 from distributed import Client
 
 import daskdl
-from daskdl.channel.scheduler import NAME
+from daskdl.channel.protocol import NAME
 from tests.support.problems import rows, trainer
 from tests.support.script import Script, enough
 

@@ -6,8 +6,8 @@ import pytest
 from distributed import Client
 
 from daskdl import codec
-from daskdl.channel import scheduler as scheduler_end
 from daskdl.channel.base import Stopped
+from daskdl.channel.protocol import NAME
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import VERSION
@@ -35,7 +35,7 @@ async def test_registering_again_changes_nothing(c, s, a, b):
 
         assert run.plugin is before
         assert list(run.plugin.runs) == [RUN]
-        names = [name for name in s.plugins if name == scheduler_end.NAME]
+        names = [name for name in s.plugins if name == NAME]
         assert len(names) == 1
         assert publish(run.channels[0])
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
@@ -52,7 +52,7 @@ async def test_a_second_instance_on_either_end_takes_over_what_is_there(
         ChannelWorkerPlugin().setup(b)
 
         assert second.runs is run.plugin.runs
-        assert s.extensions[scheduler_end.NAME] is run.plugin
+        assert s.extensions[NAME] is run.plugin
         assert publish(run.channels[0])
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 

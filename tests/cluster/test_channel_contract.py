@@ -270,7 +270,7 @@ class TestBarriers:
                 [0, 0],
                 [1, 1],
             ]
-            assert run.record.barriers.open == {}
+            assert run.record.barriers == {}
 
     @every_channel(kinds=("plain", "local"))
     async def test_what_was_published_before_replicas_agree_is_not_held(self, a_run):

@@ -81,7 +81,7 @@ class TestStopping:
     async def test_closing_a_run_stops_who_is_still_in_it(self, a_run):
         async with a_run() as run:
             waiting = begin(run.channels[0].gather, "end", None)
-            await run.until(lambda: bool(run.record.barriers.open))
+            await run.until(lambda: bool(run.record.barriers))
 
             await run.shut()
 

@@ -279,7 +279,7 @@ async def test_what_is_sent_after_all_have_agreed_is_taken_in_after_the_barrier(
 @three_workers()
 async def test_how_far_a_replica_is_is_passed_on(c, s, *workers):
     async with a_run(c, s, *workers, **CHAIN) as run:
-        run.record.words = list  # the scheduler says nothing of it
+        run.record.progress = list  # the scheduler says nothing of it
 
         run.channels[0].complete(9)
 

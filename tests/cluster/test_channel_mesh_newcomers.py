@@ -58,7 +58,7 @@ async def test_a_newcomer_waits_until_all_know_that_it_is_there(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh") as run:
         donor, other = run.channels[0], run.channels[1]
         donor.serve(applied_by(donor))
-        run.live._tasks[1].cancel()  # the relay to the other one
+        run.live.relays[1].cancel()  # the relay to the other one
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
         waiting = begin(donor.wait_for_updates, {1: 2})

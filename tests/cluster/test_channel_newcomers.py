@@ -112,7 +112,7 @@ async def test_a_donor_that_is_behind_applies_first_what_a_newcomer_is_not_sent(
         donor, other = run.channels[0], run.channels[1]
         made = applied_by(donor)
         donor.serve(made)
-        run.live._tasks[0].cancel()  # the relay to the donor
+        run.live.relays[0].cancel()  # the relay to the donor
         assert publish(other, 1)
         await in_thread(other.wait_for_room)
 
@@ -155,7 +155,7 @@ async def test_another_donor_is_asked_if_the_first_has_gone(c, s, *workers, rout
         first.complete(9)  # the farthest, but it serves nobody
         await wait_until(lambda: run.record.members.donor() == 2)
         second.complete(5)
-        await wait_until(lambda: run.record.members.step_of(0) == 5)
+        await wait_until(lambda: run.record.members.replicas[0].progress.step == 5)
         second.serve(applied_by(second))
         waiting = begin(second.wait_for_updates, {1: 1})
 
@@ -236,7 +236,7 @@ async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
         await wait_until(lambda: run.live._changed._waiters)  # it is there first
 
         first = begin(donor.gather, "report 0", 0, Barrier.REPORT)
-        await wait_until(lambda: run.record.barriers.open)
+        await wait_until(lambda: run.record.barriers)
         await in_thread(run.channels[1].gather, "report 0", 1, Barrier.REPORT)
 
         assert (await first).notes == {0: 0, 1: 1}

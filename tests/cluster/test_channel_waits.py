@@ -42,10 +42,10 @@ async def test_progress_waits_while_the_relay_is_full(c, s, a, b, monkeypatch):
         run.channels[0].complete(9)
         waiting = begin(run.channels[1].wait_for_others, 9, 0, 0)
         await async_poll_for(
-            lambda: run.record.members.progress[0].sequence, PATIENCE_S
+            lambda: run.record.members.replicas[0].progress.sequence, PATIENCE_S
         )
 
-        assert run.record.members.progress[0].step < 9
+        assert run.record.members.replicas[0].progress.step < 9
         released.set()
         await waiting
 
@@ -106,9 +106,9 @@ async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, r
     async with a_run(
         c, s, a, b, timeouts=bounds(silence=silence), routing=routing
     ) as run:
-        before = run.record.members.progress[0].heard_at
+        before = run.record.members.replicas[0].heard_at
         arrived = asyncio.Event()
-        heard = "hear" if routing == "mesh" else "publish"
+        heard = "acknowledge" if routing == "mesh" else "publish"
         hear = getattr(run.record, heard)
 
         def noting(origin, *others):
@@ -121,7 +121,7 @@ async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, r
         arrived.clear()
         await asyncio.wait_for(arrived.wait(), PATIENCE_S)
 
-        assert run.record.members.progress[0].heard_at - before < 2 * BEAT_S
+        assert run.record.members.replicas[0].heard_at - before < 2 * BEAT_S
 
 
 @two_workers(clean_kwargs=CALLBACKS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from distributed import Client
 
-from daskdl.channel.scheduler import NAME
+from daskdl.channel.protocol import NAME
 from tests.support.leftovers import at_rest, changed_since, still_left_behind
 from tests.support.problems import kept, normalised, rows, trainer
 from tests.support.recording import vector

@@ -10,7 +10,7 @@ from distributed import get_worker
 from torch import nn
 
 from daskdl import AdaptiveThreshold, Callback, GradientSharing
-from daskdl.channel.worker import NAME
+from daskdl.channel.protocol import NAME
 from tests.support.problems import SIZE, kept, mlp, plain, rows, start_of, trainer
 from tests.support.recording import Notes, delivered, vector
 

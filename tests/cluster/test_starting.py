@@ -13,7 +13,8 @@ import pytest
 from distributed.utils_test import poll_for
 
 from daskdl import RunError
-from daskdl.channel.scheduler import NAME, ChannelSchedulerPlugin
+from daskdl.channel.protocol import NAME
+from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from tests.support.clusters import cluster_of
 from tests.support.problems import rows, trainer
 from tests.support.script import Script, enough

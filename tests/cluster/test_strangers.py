@@ -14,8 +14,7 @@ from distributed.protocol import to_serialize
 from torch import nn
 
 from daskdl import ModelError, Predictor, SaveError
-from daskdl.channel import scheduler, worker
-from daskdl.channel.protocol import wrap
+from daskdl.channel.protocol import NAME, wrap
 from daskdl.config import VERSION
 from daskdl.serving.structures import structure_of
 from daskdl.training.replica import failure_of
@@ -135,7 +134,7 @@ def requests(required, optional):
 def fields_of(handler, values):
     """What a request has to have, and what it may have."""
     taken = dict(inspect.signature(handler).parameters)
-    if taken.pop("live", None):
+    if taken.pop("self", None):  # of a run, which is looked up before
         taken["run"] = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)
     optional = {n for n, p in taken.items() if p.default is not p.empty}
     own = {name: values[name] for name in taken}
@@ -165,9 +164,9 @@ class Attack:
 
     async def on_runs(self):
         """Send it to all that the plugins have registered, in the run that is open."""
-        plugin = self.cluster.scheduler.extensions[scheduler.NAME]
+        plugin = self.cluster.scheduler.extensions[NAME]
         ((run, live),) = plugin.runs.items()
-        home = live.record.members.seats[0]
+        home = live.record.members.replicas[0].worker
         worker_of = {w.address: w for w in self.cluster.workers.values()}
         values = {
             "run": run,
@@ -277,7 +276,7 @@ def test_a_run_goes_on_as_if_nobody_had_sent_junk_to_any_of_its_handlers(
 
     def refused_by_workers():
         servers = open_client.cluster.workers.values()
-        return sum(each.extensions[worker.NAME].refused for each in servers)
+        return sum(each.extensions[NAME].refused for each in servers)
 
     def attacked():
         try:

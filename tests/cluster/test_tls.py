@@ -13,7 +13,7 @@ from distributed import Client
 from distributed.security import Security
 
 from daskdl.channel import protocol
-from daskdl.channel.scheduler import NAME
+from daskdl.channel.protocol import NAME
 from tests.support.clusters import cluster_of
 from tests.support.leftovers import still_left_behind
 from tests.support.problems import kept, rows, trainer

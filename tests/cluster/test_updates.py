@@ -8,8 +8,7 @@ from torch import nn
 
 import daskdl
 from daskdl import Callback, codec
-from daskdl.channel.protocol import wrap
-from daskdl.channel.scheduler import NAME
+from daskdl.channel.protocol import NAME, wrap
 from tests.support import promises
 from tests.support.problems import SIZE, kept, rows, trainer
 from tests.support.recording import (

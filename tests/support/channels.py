@@ -10,10 +10,8 @@ import pytest
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from daskdl import codec
-from daskdl.channel import scheduler as scheduler_end
-from daskdl.channel import worker as worker_end
 from daskdl.channel.leasing import WHOLE_EPOCHS
-from daskdl.channel.protocol import Barrier, Endpoint, Item, ItemKind, wrap
+from daskdl.channel.protocol import NAME, Barrier, Endpoint, Item, ItemKind, wrap
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
@@ -111,7 +109,7 @@ class Run:
 
     @property
     def plugin(self):
-        return self.scheduler.extensions[scheduler_end.NAME]
+        return self.scheduler.extensions[NAME]
 
     @property
     def live(self):
@@ -122,7 +120,7 @@ class Run:
         return self.live.record
 
     def worker_plugin(self, replica):
-        return self.workers[replica].extensions[worker_end.NAME]
+        return self.workers[replica].extensions[NAME]
 
     def link(self, replica):
         return self.worker_plugin(replica).links[self.endpoint.run, replica]
@@ -198,14 +196,14 @@ class Run:
     async def close(self):
         for channel in self.channels.values():
             await in_thread(channel.leave)
-        tasks = list(self.live._tasks.values()) if self.is_open else []
+        tasks = list(self.live.tasks) if self.is_open else []
         await self.ask("daskdl_close", run=self.endpoint.run)
         if tasks:
             await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert all(task.done() for task in tasks)
         assert not self.is_open
         for worker in self.workers:
-            links = worker.extensions[worker_end.NAME].links
+            links = worker.extensions[NAME].links
             assert not [key for key in links if key[0] == self.endpoint.run]
 
     @property

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 
-from daskdl.channel.scheduler import NAME
+from daskdl.channel.protocol import NAME
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,11 @@ def training(dask_scheduler):
     One that says nothing, because its machine is busy, may be given up too.
     """
     return [
-        live.record.members.seats[replica]
+        live.record.members.replicas[replica].worker
         for live in dask_scheduler.extensions[NAME].runs.values()
         for replica in live.record.members.expected
-        if replica in live.record.members.progress
-        and live.now() - live.record.members.progress[replica].heard_at < HEARD_S
+        if replica in live.record.members.present
+        and live.now() - live.record.members.replicas[replica].heard_at < HEARD_S
     ]
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 from distributed import get_client
 from torch import nn
 
-from daskdl.channel.scheduler import NAME
+from daskdl.channel.protocol import NAME
 
 
 class Tracked(nn.Module):

@@ -4,7 +4,7 @@ import dataclasses
 
 from daskdl.channel.leasing import Extent, RunPlan
 from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
-from daskdl.channel.run_state import RunRecord
+from daskdl.channel.run_state import RunState
 from daskdl.config import Timeouts
 
 EACH = 100 + ITEM_BYTES
@@ -28,7 +28,9 @@ def of_one(piece):
     return piece.number, piece.keys[one.part]
 
 
-def plan_of(replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None):
+def plan_of(
+    replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None, routing="plain"
+):
     return RunPlan(
         run=7,
         replicas={r: f"tcp://worker-{r}" for r in range(replicas)},
@@ -39,11 +41,12 @@ def plan_of(replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None):
         relay_bytes=relay_bytes,
         min_replicas=1,
         timeouts=dataclasses.asdict(TIMEOUTS),
+        routing=routing,
     )
 
 
 def joined(replicas=3, now=100.0, **options):
-    record = RunRecord(plan_of(replicas, **options))
+    record = RunState(plan_of(replicas, **options))
     for replica in range(replicas):
         record.join(replica, now)
     for box in record.outboxes.values():

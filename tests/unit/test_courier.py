@@ -4,7 +4,7 @@ import contextlib
 import pytest
 
 from daskdl.channel.protocol import Answer, Item, ItemKind
-from daskdl.channel.scheduler import Courier
+from daskdl.channel.scheduler import WorkerBatcher
 from daskdl.channel.sender import BATCH_BYTES
 from daskdl.config import Bound
 
@@ -42,7 +42,7 @@ class Worker:
 
 def courier_of(worker, *replicas, seconds=PATIENCE_S):
     bound = Bound(seconds, ("request",))
-    courier = Courier("tcp://there", worker.ask, bound)
+    courier = WorkerBatcher("tcp://there", worker.ask, bound)
     courier.replicas.update(replicas)
     return courier
 

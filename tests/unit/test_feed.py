@@ -4,7 +4,7 @@ import weakref
 
 import numpy as np
 
-from daskdl.channel.leasing import Piece, Range
+from daskdl.channel.leasing import Lease, Range
 from daskdl.training.data_feed import Feed, Reading
 
 
@@ -31,7 +31,7 @@ class Leasing:
             return None
         ranges = tuple(Range(*one) for one in self._free.pop(0))
         self._count += 1
-        return Piece(self._count - 1, ranges, {r.part: "key" for r in ranges})
+        return Lease(self._count - 1, ranges, {r.part: "key" for r in ranges})
 
 
 class Rows:

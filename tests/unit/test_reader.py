@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from daskdl.channel.leasing import TO_ITS_END, Piece, Range
+from daskdl.channel.leasing import TO_ITS_END, Lease, Range
 from daskdl.data.labels import ClassRange, LabelCheck
 from daskdl.errors import (
     ChannelError,
@@ -64,7 +64,7 @@ class Noting:
 def piece(*ranges, ahead=None):
     parts = {one[0] for one in ranges} | {ahead} - {None}
     keys = {part: f"key-{part}" for part in parts}
-    return Piece(0, tuple(Range(*one) for one in ranges), keys, ahead)
+    return Lease(0, tuple(Range(*one) for one in ranges), keys, ahead)
 
 
 def reader(store, **changes):

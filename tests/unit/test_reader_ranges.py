@@ -5,7 +5,7 @@ import weakref
 import numpy as np
 import pytest
 
-from daskdl.channel.leasing import TO_ITS_END, Piece, Range
+from daskdl.channel.leasing import TO_ITS_END, Lease, Range
 from daskdl.data.batches import batches
 from daskdl.errors import DataError, LostPieceError
 from daskdl.training.data_feed import Reader, Reading
@@ -63,7 +63,7 @@ def reading(skips=False, prefetch=2, seed=None):
 
 def piece_of(*ranges, ahead=None):
     parts = {one[0]: "" for one in ranges} | ({} if ahead is None else {ahead: ""})
-    return Piece(0, Counted(Range(*one) for one in ranges), parts, ahead)
+    return Lease(0, Counted(Range(*one) for one in ranges), parts, ahead)
 
 
 def test_many_small_parts_do_not_take_longer_each():

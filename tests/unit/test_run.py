@@ -1,10 +1,10 @@
 from daskdl.channel.protocol import Item
-from daskdl.channel.run_state import RunRecord
+from daskdl.channel.run_state import RunState
 from tests.support.records import EACH, joined, plan_of, said, update, waiting
 
 
 def test_replicas_are_absent_until_they_join():
-    record = RunRecord(plan_of())
+    record = RunState(plan_of())
 
     record.join(1, now=0.0)
 
@@ -44,8 +44,8 @@ def test_an_item_for_which_one_receiver_has_no_room_goes_to_nobody():
     assert accepted == 0
     assert [item.sequence for item in said(record, 1, "update")] == [1]
     assert said(record, 2, "update") == []
-    assert record.members.progress[0].sequence == 1
-    assert record.members.progress[0].step == 1
+    assert record.members.replicas[0].progress.sequence == 1
+    assert record.members.replicas[0].progress.step == 1
 
 
 def test_the_items_before_the_one_that_finds_no_room_are_taken():

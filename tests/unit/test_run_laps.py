@@ -4,7 +4,7 @@ import dataclasses
 
 from daskdl.channel.leasing import Done, Laps, Pause, RunPlan
 from daskdl.channel.protocol import Barrier
-from daskdl.channel.run_state import RunRecord
+from daskdl.channel.run_state import RunState
 from tests.support.records import plan_of
 
 NOBODY_IS_NEAR = {"is_near": lambda key: False}
@@ -12,7 +12,7 @@ NOBODY_IS_NEAR = {"is_near": lambda key: False}
 
 def running(seed=None, **laps):
     """A run of two replicas, of four parts of a row each."""
-    record = RunRecord(
+    record = RunState(
         dataclasses.replace(plan_of(2, seed=seed), laps=Laps(replicas=2, **laps))
     )
     for replica in range(2):
@@ -21,51 +21,57 @@ def running(seed=None, **laps):
 
 
 def take(record, replica, phase="train", epoch=0):
-    return record.work.lease(replica, phase, epoch, **NOBODY_IS_NEAR)
+    lease = record.lease(replica, phase, epoch, **NOBODY_IS_NEAR)
+    return None if isinstance(lease, Pause) else lease
 
 
-def finish(record, replica, lease, epoch=0):
-    record.work.give_back(
-        replica, "train", epoch, [{"piece": lease.number, "examples": 1, "loss": 0.0}]
-    )
+def pause_of(record, replica):
+    lease = record.lease(replica, "train", record.epoch, **NOBODY_IS_NEAR)
+    assert lease is None or isinstance(lease, Pause)
+    return lease
+
+
+def finish(record, replica, lease, epoch=0, now=0.0):
+    finished = [{"piece": lease.number, "examples": 1, "loss": 0.0}]
+    record.give_back(replica, "train", epoch, finished, now)
 
 
 def meet(record, kind):
     for replica in range(2):
-        gathering = record.barriers.arrive(str(kind), replica, None, kind=kind)
-    record.complete(str(kind), gathering)
+        barrier = record.arrive(str(kind), replica, None, b"", kind)
+    record.complete(str(kind), barrier)
 
 
 def test_a_lap_ends_when_it_has_taken_long_enough():
     record = running(seconds=10.0)
-    record.work.look(50.0)
+    record.give_back(0, "train", 0, [], 50.0)
     first = take(record, 0)
 
-    record.work.look(59.9)
+    record.give_back(0, "train", 0, [], 59.9)
     second = take(record, 1)
-    record.work.look(60.0)
+    record.give_back(0, "train", 0, [], 60.0)
 
     assert second is not None
     assert take(record, 0) is None
-    assert record.work.pause(0, "train", 0) is None  # somebody holds a piece
-    assert not record.work.settled(0, "train", 0)
+    assert pause_of(record, 0) is None  # somebody holds a piece
+    assert not record.can_lease(0, "train", 0)
     finish(record, 0, first)
     finish(record, 1, second)
-    assert record.work.settled(0, "train", 0)
-    pause = record.work.pause(0, "train", 0)
+    assert record.can_lease(0, "train", 0)
+    pause = pause_of(record, 0)
     assert sum(one.rows for left in pause.left for one in left.ranges) == 2
 
 
 def test_after_a_pause_all_go_on_in_the_same_epoch_and_time_begins_anew():
     record = running(seconds=10.0)
-    record.work.look(0.0)
+    record.give_back(0, "train", 0, [], 0.0)
     finish(record, 0, take(record, 0))
-    record.work.look(10.0)
-    assert record.work.pause(1, "train", 0) is not None
+    record.give_back(0, "train", 0, [], 10.0)
+    assert pause_of(record, 1) is not None
 
     meet(record, Barrier.PAUSE)
-    record.work.look(15.0)  # the first look of the lap
-    record.work.look(24.0)
+    record.give_back(0, "train", 0, [], 15.0)  # the first look of the lap
+    record.give_back(0, "train", 0, [], 24.0)
 
     assert (record.epoch, record.lap) == (0, 1)
     assert take(record, 1) is not None
@@ -75,7 +81,7 @@ def test_the_end_of_an_epoch_is_that_of_a_lap_too():
     record = running(rows=1)
     for replica in range(2):
         finish(record, replica, take(record, replica))
-    assert record.work.pause(0, "train", 0) is not None
+    assert pause_of(record, 0) is not None
 
     meet(record, Barrier.REPORT)
 
@@ -89,20 +95,20 @@ def test_at_the_end_of_an_epoch_there_is_no_pause():
     for replica in (0, 0, 1, 1):
         finish(record, replica, take(record, replica))
 
-    assert record.work.settled(0, "train", 0)
-    assert record.work.pause(0, "train", 0) is None
+    assert record.can_lease(0, "train", 0)
+    assert pause_of(record, 0) is None
 
 
 def test_what_is_held_when_a_replica_is_lost_is_left():
     record = running(seconds=10.0)
-    record.work.look(0.0)
+    record.give_back(0, "train", 0, [], 0.0)
     take(record, 1)
-    record.work.look(10.0)
+    record.give_back(0, "train", 0, [], 10.0)
 
     record.remove(1)
 
-    assert record.work.settled(0, "train", 0)
-    pause = record.work.pause(0, "train", 0)
+    assert record.can_lease(0, "train", 0)
+    pause = pause_of(record, 0)
     assert sum(one.rows for left in pause.left for one in left.ranges) == 4
 
 
@@ -119,7 +125,7 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
     record = running(rows=1)
     finish(record, 0, take(record, 0))
     finish(record, 1, take(record, 1))
-    pause = record.work.pause(0, "train", 0)
+    pause = pause_of(record, 0)
     pause = pause._replace(departed=[Done(0.5, 3)])
     laps = Laps(2, 1, 0.5, pause.left, pause.departed)
     plan = dataclasses.replace(record.plan, laps=laps)

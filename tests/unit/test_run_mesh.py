@@ -1,13 +1,19 @@
 """The record of a run whose replicas send to each other."""
 
-from daskdl.channel.run_state import RunRecord, Standing
+from daskdl.channel.protocol import PeerProgress
+from daskdl.channel.run_state import RunState
 from tests.support.records import joined, queued, said
 
 
 def newcomer(record):
-    replica = record.members.seat("tcp://worker-new")
+    replica = record.members.assign("tcp://worker-new")
     record.join(replica, 100.0)
     return replica
+
+
+def acknowledge(record, replica, progress, generation, adopted_at=0, received=()):
+    own = PeerProgress(*progress)
+    return record.acknowledge(replica, own, generation, adopted_at, dict(received))
 
 
 def told_routes(record, replica):
@@ -15,7 +21,7 @@ def told_routes(record, replica):
 
 
 def test_nobody_is_told_of_routes_before_all_founders_are_there():
-    record = RunRecord(joined().plan)
+    record = RunState(joined().plan)
     record.join(0, 0.0)
     record.join(1, 0.0)
     assert queued(record, 0) == []
@@ -27,7 +33,7 @@ def test_nobody_is_told_of_routes_before_all_founders_are_there():
 
 
 def test_every_join_and_loss_changes_the_routes_for_all():
-    record = joined(2)
+    record = joined(2, routing="mesh")
 
     replica = newcomer(record)
     record.remove(0)
@@ -41,7 +47,7 @@ def test_every_join_and_loss_changes_the_routes_for_all():
 
 
 def test_the_routes_come_after_the_word_of_the_loss():
-    record = joined(2)
+    record = joined(2, routing="mesh")
 
     record.remove(0)
 
@@ -49,47 +55,47 @@ def test_the_routes_come_after_the_word_of_the_loss():
 
 
 def test_a_newcomer_is_cut_off_where_all_have_heard_of_it():
-    record = joined(2)
+    record = joined(2, routing="mesh")
     replica = newcomer(record)
     generation = record.members.generation
-    record.hear(0, 1, -1, 9, Standing(generation, adopted_at=7))
-    assert not record.adopted(generation)
+    acknowledge(record, 0, (1, 9, -1), generation, adopted_at=7)
+    assert not record.can_cut(generation)
 
-    record.hear(1, 1, -1, 4, Standing(generation, adopted_at=4))
+    acknowledge(record, 1, (1, 4, -1), generation, adopted_at=4)
 
-    assert record.adopted(generation)
-    assert record.exact_cut(replica) == {0: 7, 1: 4}
+    assert record.can_cut(generation)
+    assert record.cut(replica) == {0: 7, 1: 4}
 
 
 def test_nothing_is_forgotten_that_a_newcomer_may_still_need():
-    record = joined(2)
-    record.hear(0, 1, -1, 5, Standing(2))
+    record = joined(2, routing="mesh")
+    acknowledge(record, 0, (1, 5, -1), 2)
     replica = newcomer(record)  # at that time it needs nothing up to 5
-    record.hear(0, 1, -1, 9, Standing(3, adopted_at=7))
-    record.hear(1, 1, -1, 0, Standing(3, received={0: 9}))
-    assert record.stable(0) == 5
+    acknowledge(record, 0, (1, 9, -1), 3, adopted_at=7)
+    acknowledge(record, 1, (1, 0, -1), 3, received={0: 9})
+    assert record.received_by_all(0) == 5
 
-    record.exact_cut(replica)
-    assert record.stable(0) == 7
-    record.hear(replica, 0, -1, 0, Standing(3, received={0: 8}))
+    record.cut(replica)
+    assert record.received_by_all(0) == 7
+    acknowledge(record, replica, (0, 0, -1), 3, received={0: 8})
 
-    assert record.stable(0) == 8
+    assert record.received_by_all(0) == 8
 
 
 def test_one_that_is_lost_keeps_nothing_from_being_forgotten():
-    record = joined(3)
-    record.hear(0, 1, -1, 5, Standing(3))
-    record.hear(1, 1, -1, 0, Standing(3, received={0: 5}))
-    assert record.stable(0) == 0
+    record = joined(3, routing="mesh")
+    acknowledge(record, 0, (1, 5, -1), 3)
+    acknowledge(record, 1, (1, 0, -1), 3, received={0: 5})
+    assert record.received_by_all(0) == 0
 
     record.remove(2)
 
-    assert record.stable(0) == 5
+    assert record.received_by_all(0) == 5
 
 
 def test_the_words_are_of_those_that_train():
-    record = joined(2)
+    record = joined(2, routing="mesh")
     newcomer(record)
-    record.hear(0, 6, 1, 5, Standing(2))
+    acknowledge(record, 0, (6, 5, 1), 2)
 
-    assert record.words() == [(0, 5, 6, 1), (1, 0, 0, -1)]
+    assert record.progress() == [(0, (6, 5, 1)), (1, (0, 0, -1))]

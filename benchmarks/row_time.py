@@ -13,7 +13,7 @@ from daskdl.training.telemetry import Observer, StepLog, Stopwatch
 
 MAKERS = {
     StepLog: ("due", "add", "take"),
-    Sharer: ("exchanged",),
+    Sharer: ("step_stats",),
     Observer: ("begin_step", "leads", "exchanged"),
     Stopwatch: ("__enter__", "__exit__"),
 }

@@ -45,7 +45,7 @@ from daskdl.thresholds import (
     ThresholdAlgorithm,
 )
 from daskdl.trainer import Trainer, evaluate, predict
-from daskdl.training.base import TrainingMaster
+from daskdl.training.base import Exchange, ReplicaContext, TrainingMaster
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.parameter_averaging import ParameterAveraging
 
@@ -63,6 +63,7 @@ __all__ = [
     "EpochBegin",
     "Evaluate",
     "Evaluation",
+    "Exchange",
     "FailureInjection",
     "FitBegin",
     "FitEnd",
@@ -80,6 +81,7 @@ __all__ = [
     "Predictions",
     "Predictor",
     "PrintProgress",
+    "ReplicaContext",
     "ReplicaError",
     "ResidualClipping",
     "ResidualPostProcessor",

@@ -16,7 +16,7 @@ from daskdl.fitted.fitted import Fitted, new_optimizer
 from daskdl.history import LAYOUT, History, Stopping, unpack_rows
 from daskdl.saving.plain import Json, Plain
 from daskdl.thresholds import Sent
-from daskdl.training.base import KeptResidual, Outcome, described
+from daskdl.training.base import CompressionState, KeptResidual, described
 from daskdl.training.epoch_control import LearningRate, Scheduling
 from daskdl.training.fit import Moved, hyperparameters, parameters_of
 
@@ -57,7 +57,7 @@ def encode_moved(fitted: Fitted, tensors: dict[str, Tensor]) -> Json:
 
 def decode_moved(
     content: Json, arguments: Mapping[str, Any], model: nn.Module, given: Any
-) -> tuple[Moved, Outcome | None, KeptResidual | None]:
+) -> tuple[Moved, CompressionState | None, KeptResidual | None]:
     """Make the optimizer and its scheduler, give them their state, and read the rest.
 
     Args:
@@ -182,7 +182,7 @@ def _go_on_(rate: LearningRate, position: Any) -> None:
         raise SaveError(f"the scheduler refuses its state: {error}") from error
 
 
-def _encoded_sent(outcome: Outcome) -> Json:
+def _encoded_sent(outcome: CompressionState) -> Json:
     sent = [[p, float(s.threshold), float(s.density)] for p, s in outcome.sent.items()]
     return {"sent": sent, "steps": int(outcome.steps)}
 
@@ -216,7 +216,7 @@ def _residual_of(values: Any, model: nn.Module) -> KeptResidual | None:
     return KeptResidual.beside(model, counts.numpy(), grid)
 
 
-def _decoded_sent(content: Mapping[str, Json]) -> Outcome:
+def _decoded_sent(content: Mapping[str, Json]) -> CompressionState:
     sent = {}
     rows: Sequence[Any] = content["sent"]
     for pattern, threshold, density in rows:
@@ -227,4 +227,4 @@ def _decoded_sent(content: Mapping[str, Json]) -> Outcome:
     steps = content["steps"]
     if type(steps) is not int or steps < 0:
         raise SaveError(f"the threshold is of {steps!r:.80} steps")
-    return Outcome(sent, steps)
+    return CompressionState(sent, steps)

@@ -22,7 +22,7 @@ from daskdl.data.source import Source
 from daskdl.errors import OptionError
 from daskdl.serialization import Packed
 from daskdl.thresholds import average_sent
-from daskdl.training.base import Outcome, Parameters, TrainingMaster
+from daskdl.training.base import CompressionState, Parameters, TrainingMaster
 from daskdl.training.optimizer_step import OptimizerState, add
 from daskdl.training.spec import Recipe, Result, TaskOptions
 
@@ -47,7 +47,7 @@ class Final:
 
     parameters: Parameters
     optimizer: OptimizerState | None
-    outcome: Outcome | None
+    outcome: CompressionState | None
     schedule: bytes = b""
     steps: bytes = b""
     restored: bool = False
@@ -84,7 +84,9 @@ def merge(results: Sequence[Result]) -> Packed[Final]:
     return Packed(final, "result")
 
 
-def average_outcome(outcomes: Iterable[Outcome | None]) -> Outcome | None:
+def average_outcome(
+    outcomes: Iterable[CompressionState | None],
+) -> CompressionState | None:
     """Merge what several replicas leave to the next fit.
 
     Args:
@@ -100,7 +102,7 @@ def average_outcome(outcomes: Iterable[Outcome | None]) -> Outcome | None:
     patterns = dict.fromkeys(p for outcome in used for p in outcome.sent)
     means = {p: average_sent([o.sent.get(p) for o in used]) for p in patterns}
     sent = {p: mean for p, mean in means.items() if mean is not None}
-    return Outcome(sent, max(outcome.steps for outcome in used))
+    return CompressionState(sent, max(outcome.steps for outcome in used))
 
 
 def _agreed(results: Sequence[Result]) -> Sequence[Result]:

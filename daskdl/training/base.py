@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from daskdl.channel.base import Channel
 from daskdl.channel.protocol import FAN_OUT
@@ -34,23 +35,24 @@ from daskdl.compression.flat import (
 )
 from daskdl.config import Timeouts, check_bound, check_whole
 from daskdl.errors import CodecError, DaskDLError, SaveError
+from daskdl.serialization import Packed
 from daskdl.thresholds import Sent
 
 
-class Statistics(NamedTuple):
+class ExchangeStats(NamedTuple):
     """What an exchange did in one epoch."""
 
-    exchanges: int
-    density_sum: float  # entries sent / parameters, summed over exchanges
-    threshold: float  # the last one, parameter units; of several the mean; or NaN
-    clipped: float  # mass removed by clipping
-    lead_sum: int  # steps ahead of the slowest, summed over steps
-    steps: int
-    frozen_bytes: int = 0  # sent to all at the last meeting, see `Frozen`
+    exchanges: int = 0
+    density_sum: float = 0.0  # entries sent / parameters, summed over exchanges
+    threshold: float = math.nan  # the last one, parameter units; of several the mean
+    clipped: float = 0.0  # mass removed by clipping, parameter units
+    lead_sum: int = 0  # steps ahead of the slowest replica, summed over steps
+    steps: int = 0
+    frozen_bytes: int = 0  # sent to all at the last barrier, see `Frozen`
 
 
-class Exchanged(NamedTuple):
-    """What an exchange did in one step, and what it left; see `steps.STEP_COLUMNS`."""
+class StepStats(NamedTuple):
+    """What one step exchanged and left; columns of `history.STEP_COLUMNS`."""
 
     threshold: float = math.nan
     density: float = math.nan
@@ -241,11 +243,18 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
 
 
-class Outcome(NamedTuple):
-    """What one run leaves to the next: how far it came with compression."""
+class CompressionState(NamedTuple):
+    """State of compression that one fit leaves to the next."""
 
     sent: Mapping[str, Sent]  # what the last exchange of each pattern did
-    steps: int  # made in all, by whoever made most of them
+    steps: int  # of all fits, of the replica that made most of them
+
+
+class ExchangeResult(NamedTuple):
+    """What one replica leaves at the end of a fit."""
+
+    parameters: Parameters  # agreed at the last sync, with what has not been sent
+    compression: CompressionState
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,6 +330,7 @@ def checksum_of(module: nn.Module) -> int:
 # Kinds of the states of exchanges.
 ALONE, SHARER, AVERAGER = "alone", "sharer", "averager"
 PARAMETERS = "parameters"  # in what is common, where a module has them as they are
+MODEL = "model"  # kind of an exchange whose only state is the model, and its snapshot
 
 
 class State(NamedTuple):
@@ -354,7 +364,7 @@ class Resumed(NamedTuple):
             check_like(state.own, own, f"{at}: exchange")
 
     @property
-    def last(self) -> Outcome | None:
+    def last(self) -> CompressionState | None:
         """What one that was alone leaves to any other exchange; None of others."""
         if self.kind != ALONE:
             return None
@@ -362,7 +372,7 @@ class Resumed(NamedTuple):
             two = self.common["sent"].items()
             sent = {p: Sent(float(t), float(d)) for p, (t, d) in two}
             check_like(0, self.common["made"], "made")  # steps
-        return Outcome(sent, self.common["made"])
+        return CompressionState(sent, self.common["made"])
 
 
 @contextlib.contextmanager
@@ -455,124 +465,32 @@ class Excess(NamedTuple):
     quantum: float  # the largest; NaN: nothing is sent in quanta
 
 
-class Exchange(ABC):
-    """One replica's part in training together. One thread uses it."""
-
-    learning_rate_scale: float  # factor on the optimizer's learning rate, this step
-    scale: float  # how much an update of this replica counts for the group
-    exchange_tried: bool = True  # in the last step; or there never is one
-    averages_optimizer: bool = False  # so that all have the same after `end_lap`
-
-    @abstractmethod
-    def before_step(self, lap: int) -> None:
-        """Wait if too far ahead, and take in what others have sent."""
-
-    @abstractmethod
-    def after_step(self, lap: int, examples: int) -> None:
-        """The optimizer has moved the parameters; share what is due.
-
-        Args:
-            lap: Counted from 0 over all epochs.
-            examples: Of this step.
-        """
-
-    @abstractmethod
-    def rest(self, lap: int) -> None:
-        """There is nothing to train on at present; share what has not been shared."""
-
-    @abstractmethod
-    def end_lap(self, lap: int, examples: int) -> None:
-        """Agree with all others; returns when every replica has the same state.
-
-        Args:
-            lap: Counted from 0 over all epochs.
-            examples: This replica trained on so far in this epoch.
-        """
-
-    @abstractmethod
-    def excess(self, *, whole: bool) -> Excess | None:
-        """What has moved farther than can be sent, or is not finite; None: nothing.
-
-        Args:
-            whole: Look at all parameters, which is a pass; else at what the last
-                exchange has seen anyway.
-        """
-
-    @abstractmethod
-    def showing_agreed(self) -> AbstractContextManager[None]:
-        """Context manager: the module shows the agreed parameters meanwhile."""
-
-    @abstractmethod
-    def digest(self) -> int:
-        """Checksum of what must be equal on all replicas after `end_lap`."""
-
-    @abstractmethod
-    def statistics(self) -> Statistics:
-        """What was done since the last call."""
-
-    def exchanged(self) -> Exchanged:
-        """What was done in the last step; looks at the residual, or a part of it."""
-        return Exchanged()
-
-    @abstractmethod
-    def opened(self) -> "Exchange":
-        """This one, or another in its place, from which a newcomer can begin."""
-
-    @abstractmethod
-    def snapshot(self) -> dict[str, Any]:
-        """All that a newcomer needs; plain values and arrays.
-
-        Contains ``"received"``, what is in it of each replica's updates, and
-        ``"grid"`` and ``"step"``.
-        """
-
-    @abstractmethod
-    def state(self) -> State:
-        """All that another run needs to go on from here, between two laps.
-
-        What the module shows, trainable parameters excepted, and the optimizer are
-        not in it.
-        """
-
-    @abstractmethod
-    def hand_over(self) -> None:
-        """This replica leaves before the end: deliver what only it has."""
-
-    @abstractmethod
-    def final(self) -> Parameters:
-        """The parameters at the last `end_lap`, and what has not been sent by then."""
-
-    @abstractmethod
-    def agreed(self) -> Parameters:
-        """The parameters at the last `end_lap`, or at the start."""
-
-    @abstractmethod
-    def outcome(self) -> Outcome:
-        """What this replica leaves to the next fit."""
-
-
 @dataclass(frozen=True)
-class Seat:
-    """Where an exchange is to work.
+class ReplicaContext:
+    """What a training master gets to make the exchange of one replica from.
 
     Attributes:
         module: The replica's model, on its device; its parameters are the start.
-        channel: The replica's end of the run.
-        replica: Its number.
-        members: All replicas of the run, ascending.
-        last: What an earlier fit left, or None.
-        snapshot: Of another replica, which a newcomer begins with; else None.
+        channel: The replica's end of the run: messages, barriers and blobs.
+            `docs/extending.md` lists the methods for a master of your own.
+        replica: Number of the replica in the run.
+        members: Numbers of all initial replicas of the run, ascending; of a replica
+            that joins later only its own.
+        compression: State of compression that an earlier fit left, or None.
+        snapshot: What `Exchange.snapshot` of another replica returned, where this one
+            joins later; else None.
         optimizer: Of the module; the exchange may change its state.
-        resumed: What a checkpoint says of it, or None.
-        frozen: What the model changes itself, since the start of the run.
-        residual: That an earlier fit has kept for all founders together, or None.
+        resumed: What a checkpoint has for the exchange, or None.
+        residual: Undelivered progress of an earlier fit, of all replicas together, for
+            the initial ones to deliver; or None.
+        frozen: Finds frozen parameters that the model changes itself.
     """
 
     module: nn.Module
     channel: Channel
     replica: int
     members: Sequence[int] = field(default_factory=list)
-    last: Outcome | None = None
+    compression: CompressionState | None = None
     snapshot: Mapping[str, Any] | None = None
     optimizer: Optimizer | None = None
     resumed: Resumed | None = None
@@ -583,20 +501,230 @@ class Seat:
         if self.frozen is None:
             object.__setattr__(self, "frozen", Frozen(self.module))
 
+    @property
+    def alone(self) -> bool:
+        """Whether this replica starts the run alone, and goes on from nobody else."""
+        resumed = self.resumed
+        begins = self.snapshot is None and (resumed is None or resumed.kind == ALONE)
+        return begins and len(self.members) == 1
+
+
+class Exchange(ABC):
+    """One replica's part in training together. Only its training thread uses it.
+
+    Each step calls `before_step`, computes the gradients, lets the optimizer step at
+    `learning_rate_scale` times its rate, and calls `after_step`. At the end of each
+    sync interval (an epoch, or the time between two checkpoints in the middle of one)
+    `sync` has all replicas agree. A subclass defines `after_step` and `sync`. The
+    other methods have defaults, for an exchange whose only state is the model.
+
+    Any method may raise what its calls of the channel raise:
+    :class:`~daskdl.ChannelError` and :class:`~daskdl.WaitTimeoutError`.
+
+    Args:
+        context: Of the replica. The model and buffers of a `snapshot` are loaded.
+
+    Attributes:
+        context: The same.
+        agreed: Parameters on which all replicas agreed last, or those of the start.
+        learning_rate_scale: Factor on the optimizer's learning rate in the next step.
+        update_scale: How much an update of this replica counts for the group; only
+            messages about a fit that diverges use it.
+        exchanged: Whether the last step ended with an exchange.
+        averages_optimizer: Whether `sync` leaves all replicas with the same state of
+            the optimizer, so that a checkpoint has it once.
+    """
+
+    kind: ClassVar[str] = MODEL  # of its states in checkpoints
+    agreed: Parameters
+    learning_rate_scale: float = 1.0
+    update_scale: float = 1.0
+    exchanged: bool = True
+    averages_optimizer: bool = False
+
+    def __init__(self, context: ReplicaContext) -> None:
+        self.context = context
+        if context.snapshot is not None and MODEL in context.snapshot:
+            packed: Packed[Parameters]
+            packed = Packed.of(np.asarray(context.snapshot[MODEL]), MODEL)
+            packed.unpack().load_into(context.module)
+        self.keep_agreed()
+
+    def before_step(self, interval: int) -> None:  # noqa: B027
+        """Wait if too far ahead, and apply what other replicas have sent.
+
+        Args:
+            interval: Number of the sync interval, from 0 over all epochs of the fit.
+        """
+
+    @abstractmethod
+    def after_step(self, interval: int, examples: int) -> None:
+        """Share what is due; the optimizer has just moved the parameters.
+
+        Args:
+            interval: See `before_step`.
+            examples: Rows of this step.
+        """
+
+    @abstractmethod
+    def sync(self, interval: int, examples: int, *, ended: bool) -> None:
+        """Share what is left; where the interval has ended, agree with all replicas.
+
+        Args:
+            interval: See `before_step`.
+            examples: Rows this replica trained on so far in this epoch.
+            ended: False: there is no data for this replica at present. More may come,
+                when another replica is lost; nobody is to be waited for. True: return
+                when all replicas have the same parameters and buffers, and `agreed`
+                has them; see `keep_agreed`.
+        """
+
+    def keep_agreed(self) -> None:
+        """Keep the module, as it is, as what all replicas agree on."""
+        self.agreed = Parameters.of(self.context.module)
+
+    def showing_agreed(self) -> AbstractContextManager[None]:
+        """Context manager: the module shows the agreed parameters meanwhile.
+
+        They are validated in it. The default leaves the module as it is: `sync` has
+        just ended.
+        """
+        return contextlib.nullcontext()
+
+    def digest(self) -> int:
+        """Checksum of what is equal on all replicas after `sync`; compared then."""
+        return checksum_of(self.context.module)
+
+    def excess(self, *, whole: bool) -> Excess | None:
+        """Progress that cannot be shared, or is not finite; None: there is none.
+
+        Args:
+            whole: Look at all parameters, which is a pass over memory; else only at
+                what the last exchange has looked at anyway. The default does nothing
+                then.
+        """
+        far = largest_in(self.context.module) if whole else 0.0
+        return None if math.isfinite(far) else Excess(far, math.nan)
+
+    def stats(self) -> ExchangeStats:
+        """Counters since the last call, for the epoch's row of the history."""
+        return ExchangeStats()
+
+    def step_stats(self) -> StepStats:
+        """What the last step exchanged, for a row of `history.steps`."""
+        return StepStats()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that a joining replica needs: plain values and arrays.
+
+        Its exchange finds them in `ReplicaContext.snapshot`. ``"received"``, ``"grid"``
+        and ``"step"`` are for its channel: updates of each replica that are in the
+        snapshot, parameter units per count, and steps completed.
+        """
+        model = Packed(Parameters.of(self.context.module), MODEL).payload
+        return {"received": [], "grid": 1.0, "step": 0, MODEL: model}
+
+    def state(self) -> State:
+        """Everything that another fit needs to go on from here, between two intervals.
+
+        Buffers, frozen parameters and the optimizer are in the checkpoint anyway. The
+        default has the trainable parameters, which are loaded before an exchange is
+        made; a master names this exchange's `kind` in `TrainingMaster.resumes`.
+        """
+        return State(self.kind, {PARAMETERS: trained_in(self.context.module)}, {})
+
+    def result(self) -> ExchangeResult:
+        """What this replica leaves at the end of a fit."""
+        return ExchangeResult(self.agreed, CompressionState({}, 0))
+
+    def leave(self) -> None:  # noqa: B027
+        """Deliver what only this replica has; it leaves before the end of the fit."""
+
+
+class SoloExchange(Exchange):
+    """The only replica of a run, which trains exactly as a plain PyTorch loop does.
+
+    Args:
+        context: Of the replica.
+        scale: Factor on the learning rate.
+    """
+
+    kind = ALONE
+
+    def __init__(self, context: ReplicaContext, scale: float) -> None:
+        super().__init__(context)
+        self.learning_rate_scale = self.update_scale = scale
+        self._compression = context.compression or CompressionState({}, 0)
+        if context.residual is not None:  # there is nobody to share it with
+            context.residual.deliver_(context.module)
+        self._steps = 0
+
+    @override
+    def after_step(self, interval: int, examples: int) -> None:
+        self._steps += 1
+        sent, steps = self._compression
+        self._compression = CompressionState(sent, steps + 1)
+
+    @override
+    def sync(self, interval: int, examples: int, *, ended: bool) -> None:
+        if ended:
+            self.keep_agreed()
+
+    @override
+    def digest(self) -> int:
+        return 0
+
+    @override
+    def stats(self) -> ExchangeStats:
+        steps, self._steps = self._steps, 0
+        return ExchangeStats(steps=steps)
+
+    def shared_context(self) -> ReplicaContext:
+        """For the exchange that takes over when a second replica joins."""
+        return dataclasses.replace(
+            self.context,
+            compression=self._compression,
+            residual=None,  # it is delivered by now
+        )
+
+    @override
+    def state(self) -> State:
+        sent, made = self._compression
+        rules = {p: (s.threshold, s.density) for p, s in sent.items()}
+        common = {PARAMETERS: trained_in(self.context.module), "made": made}
+        return State(ALONE, {**common, "sent": rules}, {})
+
+    @override
+    def result(self) -> ExchangeResult:
+        return ExchangeResult(Parameters.of(self.context.module), self._compression)
+
 
 class TrainingMaster(ABC):
-    """A way of training: frozen, picklable, without state."""
+    """A way of training: frozen, picklable, without state.
 
-    replicas_per_worker: int | str
+    A subclass defines `attach`. `docs/extending.md` has one of a user's own.
+    """
+
+    replicas_per_worker: int | str = 1
     min_replicas: int = 1  # with fewer, training waits for more
     rejoin_timeout: float | None = None  # how long, seconds; None: as configured
     fan_out: int = FAN_OUT  # most replicas that one passes an update on to, in a mesh
-    resumes: ClassVar[Collection[str]] = ()  # kinds of states to go on from
+    # Kinds of the states of exchanges that a fit can resume from, see `Exchange.kind`.
+    resumes: ClassVar[Collection[str]] = (ALONE, MODEL)
 
     @property
-    @abstractmethod
     def synchronous(self) -> bool:
         """Whether replicas go in step, so that a run is repeatable from its seed."""
+        return False
+
+    @property
+    def solo_scale(self) -> float | None:
+        """Factor on the learning rate of the only replica of a run.
+
+        It trains as a plain PyTorch loop does until a second one joins; `attach` is
+        called then. None: `attach` is called for the only replica too.
+        """
+        return 1.0
 
     @property
     def averages(self) -> bool:
@@ -633,8 +761,8 @@ class TrainingMaster(ABC):
         """Do once what happens between steps, on something small."""
 
     @abstractmethod
-    def attach(self, seat: Seat) -> Exchange:
-        """Make the exchange of one replica."""
+    def attach(self, context: ReplicaContext) -> Exchange:
+        """Make the exchange of one replica, which has joined the run."""
 
 
 def check_places(master: TrainingMaster) -> None:

@@ -37,7 +37,7 @@ from daskdl.training.backend import (
     plan_of,
     replicas_on,
 )
-from daskdl.training.base import Statistics
+from daskdl.training.base import ExchangeStats
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.replica import Replica, surroundings, warm_up
 from daskdl.training.spec import Recipe, Result, TaskOptions
@@ -350,7 +350,7 @@ class ClusterStage(Stage):
     def _end_epoch(self, event: Event) -> None:
         self._safekeeping.note(event["epoch"])
         notes = [note for _, note in event["notes"]]
-        each = [Statistics(*note["statistics"]).frozen_bytes for note in notes]
+        each = [ExchangeStats(*note["statistics"]).frozen_bytes for note in notes]
         if sum(each) <= MUCH_FROZEN or self._warned:
             return
         self._warned = True

@@ -611,7 +611,7 @@ class Stopper:
         self,
         epoch: int,
         notes: Sequence[Mapping[str, Any]],
-        agreed: Callable[[], Parameters],
+        agreed: Parameters,
     ) -> None:
         """All have met: decide whether to go on, and keep the model if it is the best.
 
@@ -623,7 +623,7 @@ class Stopper:
         self.catch_up(epoch, notes)
         rule = self._judging.stopping
         if rule is not None and rule.restore_best and self._record.best_epoch == epoch:
-            self._best_epoch, self._best = epoch, agreed()
+            self._best_epoch, self._best = epoch, agreed
 
     def catch_up(self, epoch: int, notes: Sequence[Mapping[str, Any]]) -> None:
         """Decide as the others have, who met without this replica; as `end_epoch`."""

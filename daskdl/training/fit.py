@@ -90,8 +90,8 @@ from daskdl.training.backend import (
     seats_of,
 )
 from daskdl.training.base import (
+    CompressionState,
     KeptResidual,
-    Outcome,
     Parameters,
     TrainingMaster,
     described,
@@ -224,7 +224,7 @@ class Standing:
     """
 
     moved: Moved | None = None
-    sent: Outcome | None = None
+    sent: CompressionState | None = None
     epochs: int = 0
     class_count: int | None = None
     residual: KeptResidual | None = None

@@ -1,6 +1,5 @@
 """Asynchronous SGD: replicas send threshold-compressed updates and never meet."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,22 +37,20 @@ from daskdl.thresholds import (
 )
 from daskdl.training.base import (
     ALONE,
-    PARAMETERS,
     SHARER,
+    CompressionState,
     Excess,
     Exchange,
-    Exchanged,
-    Outcome,
+    ExchangeResult,
+    ExchangeStats,
     Parameters,
+    ReplicaContext,
     Resumed,
-    Seat,
     State,
-    Statistics,
+    StepStats,
     TrainingMaster,
     check_places,
-    largest_in,
     restoring,
-    trained_in,
 )
 from daskdl.training.telemetry import SAMPLE, Observer, StepClock
 
@@ -103,105 +100,6 @@ class Pace(NamedTuple):
     def in_step(self) -> bool:
         """Whether everybody makes each step together."""
         return self.max_staleness == 0
-
-
-class Alone(Exchange):
-    """One replica; there is nobody to share with.
-
-    Args:
-        seat: Where to work.
-        scale: Factor on the learning rate.
-        share: Makes the exchange that takes over when others come; told how many
-            steps were made by then.
-    """
-
-    learning_rate_scale: float
-    scale: float
-
-    def __init__(
-        self, seat: Seat, scale: float, share: Callable[[int], Exchange]
-    ) -> None:
-        self.learning_rate_scale = self.scale = scale
-        self._share = share
-        self._module = seat.module
-        self._sent = {} if seat.last is None else seat.last.sent
-        self._made = 0 if seat.last is None else seat.last.steps
-        self._agreed = Parameters.of(seat.module)
-        if seat.residual is not None:  # there is nobody to share it with
-            seat.residual.deliver_(seat.module)
-        self._steps = 0
-
-    @override
-    def before_step(self, lap: int) -> None:
-        pass
-
-    @override
-    def after_step(self, lap: int, examples: int) -> None:
-        self._steps += 1
-        self._made += 1
-
-    @override
-    def rest(self, lap: int) -> None:
-        pass
-
-    @override
-    def end_lap(self, lap: int, examples: int) -> None:
-        self._agreed = Parameters.of(self._module)
-
-    @override
-    def excess(self, *, whole: bool) -> Excess | None:
-        far = largest_in(self._module) if whole else 0.0
-        return None if math.isfinite(far) else Excess(far, math.nan)
-
-    @override
-    def showing_agreed(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    @override
-    def digest(self) -> int:
-        return 0
-
-    @override
-    def statistics(self) -> Statistics:
-        steps, self._steps = self._steps, 0
-        return Statistics(0, 0.0, math.nan, 0.0, 0, steps)
-
-    @override
-    def opened(self) -> Exchange:
-        return self._share(self._made)
-
-    @override
-    def snapshot(self) -> dict[str, Any]:
-        raise AssertionError("it is opened before")
-
-    @override
-    def state(self) -> State:
-        sent = {p: (s.threshold, s.density) for p, s in self._sent.items()}
-        common = {PARAMETERS: trained_in(self._module), "made": self._made}
-        return State(ALONE, {**common, "sent": sent}, {})
-
-    @override
-    def hand_over(self) -> None:
-        pass
-
-    @override
-    def final(self) -> Parameters:
-        return Parameters.of(self._module)
-
-    @override
-    def agreed(self) -> Parameters:
-        return self._agreed
-
-    @override
-    def outcome(self) -> Outcome:
-        return Outcome(self._sent, self._made)
-
-
-def may_be_alone(seat: Seat) -> bool:
-    """Whether a replica is the only one, and has nobody's residual to deliver."""
-    resumed = seat.resumed
-    begins = seat.snapshot is None and (resumed is None or resumed.kind == ALONE)
-    return len(seat.members) == 1 and begins
 
 
 class Sender:
@@ -351,7 +249,7 @@ class Sharer(Exchange):
     that it gives to a newcomer that ends.
 
     Args:
-        seat: Where to work.
+        context: Of the replica.
         accumulator: Of the module there.
         pace: When to wait, and when to share.
         scale: How much an update of each of so many replicas counts.
@@ -359,48 +257,47 @@ class Sharer(Exchange):
             fits, or alone. A newcomer learns it from its snapshot.
     """
 
-    learning_rate_scale: float
-    scale: float
+    kind = SHARER
 
     def __init__(
         self,
-        seat: Seat,
+        context: ReplicaContext,
         accumulator: Accumulator,
         pace: Pace,
         scale: Callable[[int], float],
         made: int,
     ) -> None:
+        self.context = context
         self._pace = pace
         self._scale = scale
-        self._module = seat.module
-        self._frozen = seat.frozen
-        self._channel = seat.channel
-        self._replica = seat.replica
+        self._module = context.module
+        self._frozen = context.frozen
+        self._channel = context.channel
         self._accumulator = accumulator
         self._progress = accumulator.progress
-        self._weigh(len(seat.members))
+        self._weigh(len(context.members))
         self._made = made
         self._step = 0
         self._observer = Observer()
-        self._sender = Sender(accumulator, seat.channel, pace, self._observer)
+        self._sender = Sender(accumulator, context.channel, pace, self._observer)
         self._frozen_bytes = 0  # in the last note
         self._clipped_before = 0.0  # at the last `statistics`
         self._own = False  # nobody else has shared, or will have what it was before
         self._served = False  # a snapshot was given since the last barrier began
-        if seat.snapshot is not None:
-            self._begin(seat.snapshot)
-        if seat.resumed is not None and seat.resumed.kind == SHARER:
-            self._resume(seat.resumed)
-        if seat.residual is not None:
-            place, founders = seat.members.index(seat.replica), len(seat.members)
-            share_N = seat.residual.share_N(place, founders)
-            self._progress.add_residual_(share_N, seat.residual.grid)
-        self._agreed: Parameters
-        self._keep_agreed()
+        if context.snapshot is not None:
+            self._begin(context.snapshot)
+        if context.resumed is not None and context.resumed.kind == SHARER:
+            self._resume(context.resumed)
+        if context.residual is not None:
+            members = context.members
+            place, founders = members.index(context.replica), len(members)
+            share_N = context.residual.share_N(place, founders)
+            self._progress.add_residual_(share_N, context.residual.grid)
+        self.keep_agreed()
 
     def _weigh(self, replicas: int) -> None:
-        self.scale = self._scale(replicas)
-        self.learning_rate_scale = self._progress.scale_(self.scale)
+        self.update_scale = self._scale(replicas)
+        self.learning_rate_scale = self._progress.scale_(self.update_scale)
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
         self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
@@ -424,25 +321,27 @@ class Sharer(Exchange):
         self._channel.align(self._step, self._progress.grid)
 
     @override
-    def before_step(self, lap: int) -> None:
+    def before_step(self, interval: int) -> None:
         pace = self._pace
         self._observer.begin_step()
         self._weigh(1 + len(self._channel.others()))
         if pace.max_staleness is not None and self._step % pace.exchange_every == 0:
             with self._observer.waiting:
-                self._channel.wait_for_others(self._step, lap, pace.max_staleness)
-        self._observer.leads(pace.lead(self._step, self._channel.lead(self._step, lap)))
+                self._channel.wait_for_others(self._step, interval, pace.max_staleness)
+        self._observer.leads(
+            pace.lead(self._step, self._channel.lead(self._step, interval))
+        )
         self._take_in(self._step if pace.in_step else None)
         self._sender.begin_step()
 
     @override
-    def after_step(self, lap: int, examples: int) -> None:
+    def after_step(self, interval: int, examples: int) -> None:
         pace = self._pace
         self._step += 1
         self._frozen.after_step()
         self._sender.end_step()
-        self.exchange_tried = self._step % pace.exchange_every == 0
-        if self.exchange_tried:
+        self.exchanged = self._step % pace.exchange_every == 0
+        if self.exchanged:
             self._share()
         if pace.says(self._step):
             self._channel.complete(self._step)
@@ -467,18 +366,18 @@ class Sharer(Exchange):
                 self._progress.apply_(update)
 
     @override
-    def rest(self, lap: int) -> None:
+    def sync(self, interval: int, examples: int, *, ended: bool) -> None:
         if self._sender.due:
             self._share()
-        self._channel.complete(self._step, done=lap)
+        self._channel.complete(self._step, done=interval)
+        if ended:
+            self._meet(interval, examples)
 
-    @override
-    def end_lap(self, lap: int, examples: int) -> None:
-        self.rest(lap)
+    def _meet(self, interval: int, examples: int) -> None:
         self._frozen.look()
         buffers, frozen = pack_buffers(self._module), self._frozen.take()
         self._frozen_bytes = sum(array.nbytes for array in frozen.values())
-        key = f"end of lap {lap}"
+        key = f"sync {interval}"
         self._served = False
         gathered = self._channel.gather(
             key,
@@ -513,16 +412,17 @@ class Sharer(Exchange):
         load_buffers_(self._module, average_buffers(parts))
         changed = [(note, note["examples"]) for _, note in sorted(notes.items())]
         self._frozen.load_(average_frozen(changed))
-        self._keep_agreed()
+        self.keep_agreed()
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of another replica; what only this one has stays."""
         self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
 
-    def _keep_agreed(self) -> None:
+    @override
+    def keep_agreed(self) -> None:
         progress, buffers = self._progress, pack_buffers(self._module)
         counts_N, frozen = progress.shared_counts(), self._frozen.take()
-        self._agreed = Parameters(None, counts_N, None, progress.grid, buffers, frozen)
+        self.agreed = Parameters(None, counts_N, None, progress.grid, buffers, frozen)
 
     @override
     def excess(self, *, whole: bool) -> Excess | None:
@@ -540,7 +440,7 @@ class Sharer(Exchange):
         return self._progress.digest()
 
     @override
-    def statistics(self) -> Statistics:
+    def stats(self) -> ExchangeStats:
         accumulator = self._accumulator
         thresholds = [sent.threshold for sent in accumulator.sections.sent.values()]
         before, self._clipped_before = self._clipped_before, accumulator.clipped
@@ -548,12 +448,8 @@ class Sharer(Exchange):
         return done._replace(frozen_bytes=self._frozen_bytes)
 
     @override
-    def exchanged(self) -> Exchanged:
+    def step_stats(self) -> StepStats:
         return self._observer.step(self._accumulator.sections.samples(SAMPLE))
-
-    @override
-    def opened(self) -> Exchange:
-        return self
 
     @override
     def snapshot(self) -> dict[str, Any]:
@@ -582,7 +478,7 @@ class Sharer(Exchange):
         return State(SHARER, common, {**own, **self._sender.state()})
 
     @override
-    def hand_over(self) -> None:
+    def leave(self) -> None:
         self._take_in()
         grid = self._progress.grid
         stamp = self._channel.next_stamp(self._step)
@@ -590,17 +486,12 @@ class Sharer(Exchange):
         self._channel.publish_last(stamp, frame)
 
     @override
-    def final(self) -> Parameters:
+    def result(self) -> ExchangeResult:
         residual_N = self._progress.residual_counts()
-        return dataclasses.replace(self._agreed, residual_N=residual_N)
-
-    @override
-    def agreed(self) -> Parameters:
-        return self._agreed
-
-    @override
-    def outcome(self) -> Outcome:
-        return Outcome(self._accumulator.sections.sent, self._made + self._step)
+        parameters = dataclasses.replace(self.agreed, residual_N=residual_N)
+        steps = self._made + self._step
+        sent = self._accumulator.sections.sent
+        return ExchangeResult(parameters, CompressionState(sent, steps))
 
 
 # Where "auto" changes over: relaying for 8 takes 41% of a scheduler's core, for 4 it
@@ -741,23 +632,23 @@ class GradientSharing(TrainingMaster):
             accumulator.take_(proposal)
             accumulator.progress.apply_(codec.decode(frame.tobytes()))
 
+    @property
     @override
-    def attach(self, seat: Seat) -> Exchange:
-        if may_be_alone(seat):
-            later = dataclasses.replace(seat, residual=None)  # it is delivered by then
-            return Alone(seat, self.scale(1), lambda made: self._share(later, made))
-        return self._share(seat, 0 if seat.last is None else seat.last.steps)
+    def solo_scale(self) -> float:
+        return self.scale(1)
 
-    def _share(self, seat: Seat, made: int) -> Exchange:
+    @override
+    def attach(self, context: ReplicaContext) -> Exchange:
+        sent, made = context.compression or CompressionState({}, 0)
         accumulator = Accumulator(
-            FlatParameters(seat.module),
+            FlatParameters(context.module),
             self.threshold,
             self.residual,
             self.apply,
-            None if seat.last is None else seat.last.sent,
+            sent,
         )
         pace = Pace(self.max_staleness, self.exchange_every, self.warmup_steps)
-        return Sharer(seat, accumulator, pace, self.scale, made)
+        return Sharer(context, accumulator, pace, self.scale, made)
 
     def scale(self, replicas: int) -> float:
         """How much of its updates the group gets from each of so many replicas.

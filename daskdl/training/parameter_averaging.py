@@ -1,11 +1,8 @@
 """Synchronous training: replicas average their parameters every few steps."""
 
-import contextlib
-import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -26,23 +23,20 @@ from daskdl.training.base import (
     ALONE,
     AVERAGER,
     PARAMETERS,
-    Excess,
+    CompressionState,
     Exchange,
-    Exchanged,
+    ExchangeResult,
+    ExchangeStats,
     KeptResidual,
-    Outcome,
-    Parameters,
+    ReplicaContext,
     Resumed,
-    Seat,
     State,
-    Statistics,
+    StepStats,
     TrainingMaster,
     check_places,
-    largest_in,
     restoring,
     trained_in,
 )
-from daskdl.training.gradient_sharing import Alone, may_be_alone
 from daskdl.training.telemetry import Averagings
 from daskdl.training.tree_reduce import (
     PARAMETER_ARRAYS,
@@ -323,44 +317,45 @@ class Averager(Exchange):
     """One replica's part in averaging.
 
     Args:
-        seat: Where to work.
+        context: Of the replica.
         state: Of the replica there.
         frequency: Steps between two averagings.
         fan_out: Of the tree along which means are made.
         made: Steps made before.
     """
 
-    learning_rate_scale = scale = 1.0
+    kind = AVERAGER
 
     def __init__(
         self,
-        seat: Seat,
+        context: ReplicaContext,
         state: ReplicaState,
         frequency: int,
         fan_out: int,
         made: int,
     ) -> None:
-        self._module = seat.module
-        self._channel = seat.channel
-        self._replica = seat.replica
+        self.context = context
+        self._module = context.module
+        self._channel = context.channel
+        self._replica = context.replica
         self._frequency = frequency
         self._fan_out = fan_out
         self._state = state
         self._said = Said(seen=0, mean=0, examples=0)
         self._since = 0  # steps since the last mean
-        self._frozen = seat.frozen
+        self._frozen = context.frozen
         self._behind = False  # others may have a later mean
         self._made = made
         self._done = Averagings()
-        self.exchange_tried = False
-        if seat.snapshot is not None:
-            self._begin(seat.snapshot)
-        if seat.resumed is not None and seat.resumed.kind == AVERAGER:
-            self._resume(seat.resumed)
+        self.exchanged = False
+        if context.snapshot is not None:
+            self._begin(context.snapshot)
+        if context.resumed is not None and context.resumed.kind == AVERAGER:
+            self._resume(context.resumed)
         self.averages_optimizer = state.averages_optimizer
-        self._agreed = Parameters.of(seat.module)
-        if seat.residual is not None:
-            state.deliver_(seat.residual, seat.module)
+        self.keep_agreed()
+        if context.residual is not None:
+            state.deliver_(context.residual, context.module)
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
         # What a replica was doing when it was asked. The common state is fetched
@@ -382,7 +377,7 @@ class Averager(Exchange):
         self._said = Said(seen=common["met"], mean=common["met"], examples=0)
 
     @override
-    def before_step(self, lap: int) -> None:
+    def before_step(self, interval: int) -> None:
         self._done.begin_step()
         while self._behind:
             latest = self._meet().latest
@@ -390,15 +385,15 @@ class Averager(Exchange):
         self._state.depart_()
 
     @override
-    def after_step(self, lap: int, examples: int) -> None:
+    def after_step(self, interval: int, examples: int) -> None:
         self._made += 1
         self._frozen.after_step()
         self._done.stepped()
         self._since += 1
         examples += self._said.examples
         self._said = self._said._replace(examples=examples, rests=False)
-        self.exchange_tried = self._since == self._frequency
-        if self.exchange_tried:
+        self.exchanged = self._since == self._frequency
+        if self.exchanged:
             self._average_all()
 
     def _average_all(self) -> None:
@@ -408,21 +403,23 @@ class Averager(Exchange):
         self._channel.complete(self._made)
 
     @override
-    def rest(self, lap: int) -> None:
+    def sync(self, interval: int, examples: int, *, ended: bool) -> None:
+        if not ended:
+            self._rest()
+            return
+        while not self._meet(ended=True).over:
+            pass
+        self._behind = False
+        self.keep_agreed()
+        self._channel.complete(self._made, done=interval)
+
+    def _rest(self) -> None:
         self._frozen.look()  # after the last step of a lap too: its mean is made now
         self._said = self._said._replace(rests=True)
         self._average_all()
         self._offer_state()
         self._channel.stand_by(_note(self._said._replace(parked=True)))
         self._behind = True
-
-    @override
-    def end_lap(self, lap: int, examples: int) -> None:
-        while not self._meet(ended=True).over:
-            pass
-        self._behind = False
-        self._agreed = Parameters.of(self._module)
-        self._channel.complete(self._made, done=lap)
 
     def _meet(self, *, ended: bool = False) -> Round:
         """Come together once, and do what is to be done there."""
@@ -488,31 +485,18 @@ class Averager(Exchange):
                 return
 
     @override
-    def excess(self, *, whole: bool) -> Excess | None:
-        far = largest_in(self._module) if whole else 0.0
-        return None if math.isfinite(far) else Excess(far, math.nan)
-
-    @override
-    def showing_agreed(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    @override
     def digest(self) -> int:
         return self._state.digest()
 
     @override
-    def statistics(self) -> Statistics:
+    def stats(self) -> ExchangeStats:
         return self._done.statistics()
 
     @override
-    def exchanged(self) -> Exchanged:
-        if not self.exchange_tried:
-            return Exchanged(wait_s=self._done.waiting.seconds)
+    def step_stats(self) -> StepStats:
+        if not self.exchanged:
+            return StepStats(wait_s=self._done.waiting.seconds)
         return self._done.exchanged(self._state.residual_norm())
-
-    @override
-    def opened(self) -> Exchange:
-        return self
 
     @override
     def snapshot(self) -> dict[str, Any]:
@@ -531,20 +515,8 @@ class Averager(Exchange):
         return State(AVERAGER, common, {})
 
     @override
-    def hand_over(self) -> None:
-        pass  # the others average without it: at most one round of it is lost
-
-    @override
-    def final(self) -> Parameters:
-        return self._agreed
-
-    @override
-    def agreed(self) -> Parameters:
-        return self._agreed
-
-    @override
-    def outcome(self) -> Outcome:
-        return Outcome({}, self._made)
+    def result(self) -> ExchangeResult:
+        return ExchangeResult(self.agreed, CompressionState({}, self._made))
 
 
 def _note(said: Said) -> dict[str, list[int]]:
@@ -628,21 +600,19 @@ class ParameterAveraging(TrainingMaster):
         if self.compression is not None:
             read(rounded({"": np.ones(512, np.float32)}, Stamp(0, 0, 1, 1)).sent)
 
+    @property
     @override
-    def attach(self, seat: Seat) -> Exchange:
-        if may_be_alone(seat) and self.outer is None:
-            later = dataclasses.replace(seat, residual=None)  # it is delivered by then
-            return Alone(seat, 1.0, lambda made: self._average(later, made))
-        return self._average(seat, 0 if seat.last is None else seat.last.steps)
+    def solo_scale(self) -> float | None:
+        return 1.0 if self.outer is None else None
 
-    def _average(self, seat: Seat, made: int) -> Exchange:
-        optimizer = seat.optimizer if self.average_optimizer else None
-        compressed = self.compression is not None
+    @override
+    def attach(self, context: ReplicaContext) -> Exchange:
+        made = 0 if context.compression is None else context.compression.steps
         state = ReplicaState(
-            seat.module,
-            optimizer,
+            context.module,
+            context.optimizer if self.average_optimizer else None,
             self.outer,
-            compressed=compressed,
-            frozen=seat.frozen,
+            compressed=self.compression is not None,
+            frozen=context.frozen,
         )
-        return Averager(seat, state, self.frequency, self.fan_out, made)
+        return Averager(context, state, self.frequency, self.fan_out, made)

@@ -39,7 +39,8 @@ from daskdl.training.base import (
     Exchange,
     KeptResidual,
     Parameters,
-    Seat,
+    ReplicaContext,
+    SoloExchange,
     TrainingMaster,
     check_like,
     load_tensors_,
@@ -329,8 +330,7 @@ class Works:
         self.optimizer: Optimizer = recipe.optimizer(trainable(self.module))
         if recipe.optimizer_state is not None:
             self.optimizer.load_state_dict(recipe.optimizer_state)
-        seat = self._seat(entry, inherited, recipe.residual)
-        self._exchange = options.master.attach(seat)
+        self._exchange = self._attach(entry, inherited, recipe.residual)
         self.rate = LearningRate(
             self.optimizer, recipe.scheduling, recipe.schedule, options.epochs
         )
@@ -367,14 +367,15 @@ class Works:
             load_tensors_(self.module, inherited.tensors)
         return inherited
 
-    def _seat(
+    def _attach(
         self,
         entry: Entry,
         inherited: Inheritance | None,
         residual: KeptResidual | None,
-    ) -> Seat:
+    ) -> Exchange:
         resumed = None if inherited is None else inherited.exchange
-        return Seat(
+        master = self._options.master
+        context = ReplicaContext(
             self.module,
             self._channel,
             self._number,
@@ -386,6 +387,9 @@ class Works:
             residual if entry.snapshot is None else None,  # founders have all of it
             self._frozen,
         )
+        if context.alone and master.solo_scale is not None:
+            return SoloExchange(context, master.solo_scale)
+        return master.attach(context)
 
     def _checkpoints(
         self, entry: Entry, inherited: Inheritance | None
@@ -446,7 +450,10 @@ class Works:
 
     def snapshot(self) -> dict[str, Any]:
         """What a newcomer begins with."""
-        self._exchange = self._exchange.opened()
+        if isinstance(self._exchange, SoloExchange):
+            # Ends here: whoever joins shares with this replica.
+            context = self._exchange.shared_context()
+            self._exchange = self._options.master.attach(context)
         checkpoints = self.checkpoints
         return {
             **self._exchange.snapshot(),
@@ -563,7 +570,7 @@ class Replica:
             return guarded(self._train_all, self._fail)
         except Stopped:
             if self._channel.closing and self._works is not None:
-                self._works.exchange.hand_over()
+                self._works.exchange.leave()
             return self._result(finished=False)
 
     def _fail(self, error: Exception) -> Result:
@@ -608,7 +615,10 @@ class Replica:
         works, size = self._live, self._options.stepping.accumulate
         started, skipped = time.perf_counter(), feed.skipped
         dropped = feed.dropped
-        for group in feed.groups(lambda: works.exchange.rest(works.lap), size):
+        for group in feed.groups(
+            lambda: works.exchange.sync(works.lap, works.tally.examples, ended=False),
+            size,
+        ):
             self._step(epoch, group)
             feed.loss = works.tally.loss_sum / works.tally.examples
         works.tally.seconds += time.perf_counter() - started
@@ -631,7 +641,7 @@ class Replica:
     def _meet(self, epoch: int) -> None:
         works, started = self._live, time.perf_counter()
         self._check_reach(epoch, whole=True)
-        works.exchange.end_lap(works.lap, works.tally.examples)
+        works.exchange.sync(works.lap, works.tally.examples, ended=True)
         works.met = True
         works.tally.seconds += time.perf_counter() - started
 
@@ -662,8 +672,8 @@ class Replica:
         works.tally.loss_sum += value * rows
         works.tally.examples += rows
         step_s = time.perf_counter() - started
-        if self._log.due(works.steps, exchange.exchange_tried):
-            done = exchange.exchanged()
+        if self._log.due(works.steps, exchange.exchanged):
+            done = exchange.step_stats()
             number, made = self._number, works.steps
             self._log.add(StepRow(epoch, made, number, value, rate, *done, step_s))
         step = Step(self._number, epoch, works.steps, value, rows, rate)
@@ -686,8 +696,8 @@ class Replica:
         check_trained(epoch, notes, gathered.counted["departed"])
         judged = judging.scored(epoch) or not judging.validates
         works.rate.end_epoch(notes, judged=judged)
-        works.stopper.end_epoch(epoch, notes, works.exchange.agreed)
-        agreed = works.exchange.agreed()
+        agreed = works.exchange.agreed
+        works.stopper.end_epoch(epoch, notes, agreed)
         self._channel.keep(epoch, functools.partial(arrays_of, agreed))
         if works.checkpoints is not None:
             over = works.stopper.over or epoch + 1 == self._options.epochs
@@ -705,7 +715,7 @@ class Replica:
             "tally": [tally.loss_sum, tally.examples, tally.seconds],
             "skipped": tally.skipped,
             "dropped": tally.dropped,
-            "statistics": list(exchange.statistics()),
+            "statistics": list(exchange.stats()),
             "traffic": vars(self._channel.traffic()),
             "score": score,
             "reasons": [tally.reason, unscored],
@@ -736,13 +746,13 @@ class Replica:
         if works is None:
             nothing: Packed[Parameters] = Packed(Parameters(), "result")
             return Result(self._number, finished, nothing, met=False)
-        exchange = works.exchange
+        result = works.exchange.result()
         if not finished:
             return Result(
                 self._number,
                 finished,
-                Packed(exchange.agreed(), "result"),
-                outcome=exchange.outcome(),
+                Packed(works.exchange.agreed, "result"),
+                outcome=result.compression,
                 steps=self._log.take(),
                 met=works.met,
             )
@@ -750,9 +760,9 @@ class Replica:
         return Result(
             self._number,
             finished,
-            Packed(exchange.final() if best is None else best, "result"),
+            Packed(result.parameters if best is None else best, "result"),
             Packed(weigh(works.optimizer, works.weight), "optimizer state"),
-            exchange.outcome(),
+            result.compression,
             works.rate.state(),
             restored=best is not None,
         )
@@ -768,7 +778,7 @@ class Replica:
         self, epoch: int, loss: float, excess: Excess | None = None
     ) -> DivergedError:
         works, exchange = self._live, self._live.exchange
-        statistics = exchange.statistics()
+        statistics = exchange.stats()
         symptoms = Symptoms(
             replica=self._number,
             epoch=epoch,
@@ -778,10 +788,10 @@ class Replica:
             before=works.watch.last,
             high_steps=works.watch.recent if math.isfinite(loss) else 0,
             learning_rate=works.rate.value,
-            scale=exchange.scale,
+            scale=exchange.update_scale,
             replicas=1 + len(self._channel.others()),
             staleness=statistics.lead_sum / max(statistics.steps, 1),
-            residual=exchange.exchanged().residual_p99,
+            residual=exchange.step_stats().residual_p99,
             gradient_norm=works.stepper.gradient_norm(),
             clip_grad_norm=self._options.stepping.clip_grad_norm,
             excess=excess,

@@ -18,7 +18,12 @@ from daskdl.data.trees import Rows
 from daskdl.errors import OptionError
 from daskdl.objective import Objective
 from daskdl.serialization import Packed
-from daskdl.training.base import KeptResidual, Outcome, Parameters, TrainingMaster
+from daskdl.training.base import (
+    CompressionState,
+    KeptResidual,
+    Parameters,
+    TrainingMaster,
+)
 from daskdl.training.data_feed import Reading
 from daskdl.training.epoch_control import Judging, Scheduling
 from daskdl.training.optimizer_step import OptimizerState, Stepping
@@ -134,7 +139,7 @@ class TaskOptions:
     labels: LabelCheck | None
     size: int
     grid: float
-    last: Outcome | None
+    last: CompressionState | None
     outbox_bytes: int
     inbox_bytes: int
     timeouts: Timeouts
@@ -236,7 +241,7 @@ class Result:
     finished: bool
     parameters: Packed[Parameters]
     optimizer: Packed[OptimizerState] | None = None
-    outcome: Outcome | None = None
+    outcome: CompressionState | None = None
     schedule: bytes = b""
     steps: bytes = b""
     restored: bool = False

@@ -14,7 +14,7 @@ from daskdl.compression.compressor import Frame, Sample
 from daskdl.errors import DataError
 from daskdl.history import StepRow, Thinned, pack_rows
 from daskdl.scores import Score
-from daskdl.training.base import Exchanged, Statistics
+from daskdl.training.base import ExchangeStats, StepStats
 
 # Residuals looked at for one row. Ten of them are above the highest percentile.
 SAMPLE = 1024
@@ -101,14 +101,14 @@ class Observer:
         self._density_sum += density
         self._density, self._frames = density, frames
 
-    def statistics(self, thresholds: Sequence[float], clipped: float) -> Statistics:
+    def statistics(self, thresholds: Sequence[float], clipped: float) -> ExchangeStats:
         """What was done since the last call.
 
         Args:
             thresholds: The last ones.
             clipped: Mass removed by clipping meanwhile.
         """
-        now = Statistics(
+        now = ExchangeStats(
             self._exchanges,
             self._density_sum,
             mean(thresholds),
@@ -119,7 +119,7 @@ class Observer:
         self._clear()
         return now
 
-    def step(self, samples: Sequence[Sample]) -> Exchanged:
+    def step(self, samples: Sequence[Sample]) -> StepStats:
         """What was done in this step.
 
         Args:
@@ -128,7 +128,7 @@ class Observer:
         thresholds = [s.threshold for s in samples if not math.isnan(s.threshold)]
         largest = max(self._frames, key=len, default=None)
         norm, p50, p90, p99 = spread_of(samples)
-        return Exchanged(
+        return StepStats(
             threshold=mean(thresholds),
             density=self._density,
             sent_bytes=sum(frame.nbytes for frame in self._frames),
@@ -231,15 +231,15 @@ class Averagings:
         self._kind = kind
         self._sent_bytes += sent_bytes
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> ExchangeStats:
         """What was done since the last call."""
         means, steps = self._means, self._steps
         self._means = self._steps = 0
-        return Statistics(means, float(means), math.nan, 0.0, 0, steps)
+        return ExchangeStats(means, float(means), math.nan, 0.0, 0, steps)
 
-    def exchanged(self, residual_norm: float) -> Exchanged:
+    def exchanged(self, residual_norm: float) -> StepStats:
         """What was done in this step, in which there was a mean."""
-        return Exchanged(
+        return StepStats(
             density=1.0,
             sent_bytes=self._sent_bytes,
             kind=self._kind,
@@ -388,7 +388,7 @@ def row_of(
     notes: Sequence[Note] = [note for _, note in event["notes"]]
     departed = event["departed"]
     check_trained(epoch, notes, departed)
-    statistics = [Statistics(*note["statistics"]) for note in notes]
+    statistics = [ExchangeStats(*note["statistics"]) for note in notes]
     traffic = [note["traffic"] for note in notes]
     loss_sum, examples = _trained(notes, departed)
     steps = sum(s.steps for s in statistics)

@@ -12,7 +12,7 @@ from daskdl.history import (
     pack_rows,
     unpack_rows,
 )
-from daskdl.training.base import Exchanged
+from daskdl.training.base import StepStats
 
 FULL = StepRow(
     epoch=3,
@@ -50,8 +50,8 @@ def table(*batches):
 
 def test_what_an_exchange_says_is_the_middle_of_a_row():
     # A row is made of it by position.
-    assert StepRow._fields[5:-1] == Exchanged._fields
-    assert ALONE[5:-1] == pytest.approx(tuple(Exchanged()), nan_ok=True)
+    assert StepRow._fields[5:-1] == StepStats._fields
+    assert ALONE[5:-1] == pytest.approx(tuple(StepStats()), nan_ok=True)
 
 
 def test_a_row_has_the_documented_columns():

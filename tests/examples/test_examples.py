@@ -165,6 +165,14 @@ def test_strategies_of_ones_own_are_used():
     assert number(accuracy) >= 0.8
 
 
+def test_a_training_master_of_ones_own_trains():
+    summary, accuracy = run(EXAMPLES / "own_master.py")
+
+    assert summary.startswith("4 replicas, ")
+    assert number(summary) < 0.5
+    assert number(accuracy) >= 0.8
+
+
 class TestOwnStrategies:
     """The contract of each seam, for the example that shows how to fill it."""
 

@@ -18,7 +18,7 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.leasing import Extent, RunPlan
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import Endpoint
-from daskdl.training.base import Seat
+from daskdl.training.base import ReplicaContext
 from daskdl.training.parameter_averaging import MEETING, Said, round_of
 from tests.support.records import TIMEOUTS
 
@@ -90,7 +90,7 @@ class Life:
         self.model = nn.ParameterList(
             [torch.zeros(replicas, rows, dtype=torch.float64)]
         )
-        seat = Seat(self.model, self.channel, replica, list(range(replicas)))
+        seat = ReplicaContext(self.model, self.channel, replica, list(range(replicas)))
         self.exchange = master.attach(seat)
         self.left = {}  # of each mean, what rounding would have left here
         self._watch(self.exchange._state.feedback)
@@ -130,7 +130,7 @@ class Life:
         while True:
             piece = self.channel.lease("train", epoch, finished)
             if piece is None:
-                self.exchange.rest(epoch)
+                self.exchange.sync(epoch, len(trained), ended=False)
                 piece = self.channel.lease("train", epoch, [], wait=True)
             if piece is None:
                 break
@@ -144,7 +144,7 @@ class Life:
                 self.exchange.after_step(epoch, 1)
             finished = [{"piece": piece.number, "examples": 1, "loss": 0.0}]
         self.rows.append(trained)
-        self.exchange.end_lap(epoch, len(trained))
+        self.exchange.sync(epoch, len(trained), ended=True)
         self.ends.append(self.model[0].detach().clone())
         self.channel.gather(f"report {epoch}", self.exchange.digest())
 

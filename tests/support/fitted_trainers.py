@@ -12,7 +12,7 @@ from daskdl.fitted.progress import scheduling_of
 from daskdl.history import StepRow
 from daskdl.saving.index import _digest
 from daskdl.thresholds import Sent
-from daskdl.training.base import Outcome
+from daskdl.training.base import CompressionState
 from daskdl.training.epoch_control import LearningRate
 from daskdl.training.fit import Moved, Standing, starting_model
 
@@ -49,7 +49,7 @@ def fitted(model=lambda: layers(), steps=3, **options):
         note = {"scheduled": i, "schedule": b"", "tally": (3.0 - i, 1), "score": None}
         rate.end_epoch([note])
     optimizer.zero_grad(set_to_none=True)
-    sent = Outcome({"*": Sent(1e-3, 0.25)}, 7)
+    sent = CompressionState({"*": Sent(1e-3, 0.25)}, 7)
     standing = Standing(Moved(optimizer, rate, scheduling), sent, 2, 2)
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
     history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])

@@ -163,7 +163,6 @@ class Recording(Exchange):
         self._atol = atol
         self._start = vector(seat.module)
         self._progress = torch.zeros_like(self._start)
-        self._alone = torch.zeros_like(self._start)
         if seat.resumed is not None:
             self._carry()
         self._carried = self._progress.clone()
@@ -184,11 +183,12 @@ class Recording(Exchange):
         return self._inner.learning_rate_scale
 
     @property
-    def exchange_tried(self):
-        return self._inner.exchange_tried
-
     def exchanged(self):
-        return self._inner.exchanged()
+        return self._inner.exchanged
+
+    @property
+    def averages_optimizer(self):
+        return self._inner.averages_optimizer
 
     def before_step(self, epoch):
         self._inner.before_step(epoch)
@@ -205,8 +205,8 @@ class Recording(Exchange):
         """Eager: local = start + what all have sent + the weighted residual."""
         channel = self._channel
         sent, others = channel.sent_N * GRID, channel.received_N * GRID
-        residual = self._progress - self._alone - torch.as_tensor(sent)
-        shared = self._start + self._alone + torch.as_tensor(sent + others)
+        residual = self._progress - torch.as_tensor(sent)
+        shared = self._start + torch.as_tensor(sent + others)
         expected = shared + self._weight() * residual
         local = vector(self._seat.module)
         # After every step: assert_close takes sixteen times as long, to say where.
@@ -214,11 +214,14 @@ class Recording(Exchange):
             torch.testing.assert_close(local, expected, rtol=0, atol=self._atol)
 
     def _weight(self):
-        accumulator = getattr(self._inner, "_accumulator", None)  # alone: none
-        return 1.0 if accumulator is None else accumulator.progress.weight
+        return self._inner._accumulator.progress.weight
 
-    def end_lap(self, epoch, examples):
-        self._inner.end_lap(epoch, examples)
+    def sync(self, epoch, examples, *, ended):
+        self._inner.sync(epoch, examples, ended=ended)
+        if ended:
+            self._record(epoch)
+
+    def _record(self, epoch):
         self._check()
         channel = self._channel
         with self._inner.showing_agreed():
@@ -240,7 +243,7 @@ class Recording(Exchange):
             peak_bytes=peak_bytes(),
         )
 
-    # Abstract methods are looked up on the class, not by __getattr__.
+    # What the base class has is looked up there, not by __getattr__.
     def showing_agreed(self):
         return self._inner.showing_agreed()
 
@@ -250,17 +253,11 @@ class Recording(Exchange):
     def digest(self):
         return self._inner.digest()
 
-    def statistics(self):
-        return self._inner.statistics()
+    def stats(self):
+        return self._inner.stats()
 
-    def rest(self, epoch):
-        self._inner.rest(epoch)
-
-    def opened(self):
-        inner = self._inner.opened()  # rounds the module to the grid
-        if inner is not self._inner:  # what one made alone is in shared from now on
-            self._inner, self._alone = inner, self._progress.clone()
-        return self
+    def step_stats(self):
+        return self._inner.step_stats()
 
     def snapshot(self):
         return self._inner.snapshot()
@@ -268,8 +265,8 @@ class Recording(Exchange):
     def state(self):
         return self._inner.state()
 
-    def hand_over(self):
-        self._inner.hand_over()
+    def leave(self):
+        self._inner.leave()
         # A step the stop fell into has moved the module, and is handed over too.
         np.savez(
             self._folder / f"{self._seat.replica}-left.npz",
@@ -278,14 +275,8 @@ class Recording(Exchange):
             local=vector(self._seat.module).numpy(),
         )
 
-    def final(self):
-        return self._inner.final()
-
-    def agreed(self):
-        return self._inner.agreed()
-
-    def outcome(self):
-        return self._inner.outcome()
+    def result(self):
+        return self._inner.result()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from daskdl.compression.flat import Buffers
 from daskdl.serialization import Packed
 from daskdl.thresholds import Sent
 from daskdl.training.backend import merge
-from daskdl.training.base import Outcome, Parameters
+from daskdl.training.base import CompressionState as Left
+from daskdl.training.base import Parameters
 from daskdl.training.optimizer_step import OptimizerState, weigh
 from daskdl.training.spec import Result
 
@@ -194,14 +195,17 @@ def test_the_optimizer_state_is_the_sum_of_the_weighted_shares():
 def test_the_threshold_goes_on_from_the_mean_of_all_that_have_sent():
     final = merged(
         result(
-            0, shared([1]), finished=False, outcome=Outcome({"*": Sent(1.0, 0.25)}, 7)
+            0,
+            shared([1]),
+            finished=False,
+            outcome=Left({"*": Sent(1.0, 0.25)}, 7),
         ),
-        result(1, shared([1], [0]), outcome=Outcome({"*": Sent(2.0, 0.75)}, 5)),
-        result(2, shared([1], [0]), outcome=Outcome({}, 6)),
+        result(1, shared([1], [0]), outcome=Left({"*": Sent(2.0, 0.75)}, 5)),
+        result(2, shared([1], [0]), outcome=Left({}, 6)),
         result(3, NOTHING, finished=False),
     )
 
-    assert final.outcome == Outcome({"*": Sent(1.5, 0.5)}, steps=7)
+    assert final.outcome == Left({"*": Sent(1.5, 0.5)}, steps=7)
 
 
 def test_each_pattern_goes_on_from_those_that_have_sent_it():
@@ -209,9 +213,9 @@ def test_each_pattern_goes_on_from_those_that_have_sent_it():
         result(
             0,
             shared([1], [0]),
-            outcome=Outcome({"a": Sent(1.0, 0.25), "b": Sent(4.0, 0.5)}, 1),
+            outcome=Left({"a": Sent(1.0, 0.25), "b": Sent(4.0, 0.5)}, 1),
         ),
-        result(1, shared([1], [0]), outcome=Outcome({"a": Sent(2.0, 0.75)}, 1)),
+        result(1, shared([1], [0]), outcome=Left({"a": Sent(2.0, 0.75)}, 1)),
     )
 
     assert final.outcome.sent == {"a": Sent(1.5, 0.5), "b": Sent(4.0, 0.5)}

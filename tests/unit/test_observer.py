@@ -8,7 +8,7 @@ import torch
 
 from daskdl import codec
 from daskdl.compression.compressor import Sample
-from daskdl.training.base import Exchanged, Statistics
+from daskdl.training.base import ExchangeStats, StepStats
 from daskdl.training.telemetry import Observer, spread_of
 
 ENTRIES = np.arange(1, 33, dtype=np.int32)
@@ -49,7 +49,7 @@ class TestStep:
 
         step = observer.step([sample([3.0, -4.0], threshold=2.0)])
 
-        assert step == Exchanged(
+        assert step == StepStats(
             threshold=2.0,
             density=0.032,
             sent_bytes=SPARSE.nbytes,
@@ -113,7 +113,7 @@ class TestStatistics:
             if density:
                 observer.exchanged(density, [])
 
-        assert observer.statistics([0.25, 0.75], 1.5) == Statistics(
+        assert observer.statistics([0.25, 0.75], 1.5) == ExchangeStats(
             exchanges=2,
             density_sum=0.75,
             threshold=0.5,

@@ -13,7 +13,7 @@ from daskdl.channel.base import Channel
 from daskdl.channel.inbox import Arrived
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import Aim, Drained, FixedThreshold, Link, LinkAlgorithm, Sent
-from daskdl.training.base import Outcome, Seat
+from daskdl.training.base import CompressionState, ReplicaContext, SoloExchange
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.telemetry import StepClock
 
@@ -120,7 +120,7 @@ class Case:
             **options,
         }
         master = GradientSharing(threshold or QUANTUM, **options)
-        seat = Seat(self.module, self.channel, 0, [0, 1], last, snapshot)
+        seat = ReplicaContext(self.module, self.channel, 0, [0, 1], last, snapshot)
         self.exchange = master.attach(seat)
 
     def step(self, amount=0.25, names=("a", "b", "c")):
@@ -195,18 +195,20 @@ class TestWarmUp:
         case = Case(warmup_steps=2, exchange_every=4)
         case.step()
 
-        case.exchange.rest(0)
+        case.exchange.sync(0, 1, ended=False)
 
         assert [type(p.update) for p in case.channel.published_] == [DENSE]
 
     def test_it_goes_on_where_an_earlier_fit_ended(self):
-        case = Case(warmup_steps=5, last=Outcome({"*": Sent(0.25, 0.5)}, steps=3))
+        case = Case(
+            warmup_steps=5, last=CompressionState({"*": Sent(0.25, 0.5)}, steps=3)
+        )
 
         assert kinds(case, 3) == [[DENSE]] * 2 + [[SPARSE]]
-        assert case.exchange.outcome().steps == 6
+        assert case.exchange.result().compression.steps == 6
 
     def test_a_newcomer_learns_how_far_it_is(self):
-        donor = Case(warmup_steps=6, last=Outcome({}, steps=2))
+        donor = Case(warmup_steps=6, last=CompressionState({}, steps=2))
         for _ in range(3):
             donor.step()
 
@@ -218,22 +220,23 @@ class TestWarmUp:
     def test_one_that_was_alone_has_not_warmed_up_for_nothing(self):
         channel, module = Room(), Three()
         master = GradientSharing(QUANTUM, warmup_steps=4)
-        alone = master.attach(Seat(module, channel, 0, [0], Outcome({}, 1)))
+        context = ReplicaContext(module, channel, 0, [0], CompressionState({}, 1))
+        alone = SoloExchange(context, master.solo_scale)
         alone.after_step(0, 1)
         alone.after_step(0, 1)
 
-        opened = alone.opened()
+        shared = master.attach(alone.shared_context())
 
         assert channel.published_ == []
-        assert alone.outcome() == Outcome({}, 3)
-        assert opened.snapshot()["made"] == opened.outcome().steps == 3
+        assert alone.result().compression == CompressionState({}, 3)
+        assert shared.snapshot()["made"] == shared.result().compression.steps == 3
 
     def test_all_of_it_counts_as_sent(self):
         case = Case(warmup_steps=1)
         case.step(amount=0.01)
         case.step(amount=0.01)
 
-        statistics = case.exchange.statistics()
+        statistics = case.exchange.stats()
 
         assert (statistics.exchanges, statistics.density_sum) == (2, 1.0)
         assert statistics.threshold == QUANTUM.value
@@ -242,7 +245,7 @@ class TestWarmUp:
         case = Case(warmup_steps=2)
 
         assert case.step(amount=0.0) == []
-        assert case.exchange.statistics().exchanges == 1
+        assert case.exchange.stats().exchanges == 1
 
 
 class TestLayers:
@@ -265,7 +268,7 @@ class TestLayers:
         published = case.step(names=("a", "b"))
 
         assert [p.part for p in published] == [True, False]
-        assert case.exchange.statistics()[:2] == (1, 8 / 12)
+        assert case.exchange.stats()[:2] == (1, 8 / 12)
 
     def test_what_there_was_no_room_for_is_not_taken_and_comes_first_next_time(self):
         case = Case(MAPPING)
@@ -287,7 +290,7 @@ class TestLayers:
         case.channel.room = 0
         case.step()
 
-        statistics = case.exchange.statistics()
+        statistics = case.exchange.stats()
 
         assert (statistics.exchanges, statistics.density_sum) == (1, 8 / 12)
 
@@ -296,8 +299,8 @@ class TestLayers:
         case.channel.room, case.channel.filling = 0, True
 
         assert case.step(names=("a", "b")) == []
-        assert case.exchange.statistics().exchanges == 0
-        assert case.exchange.outcome().sent == {}
+        assert case.exchange.stats().exchanges == 0
+        assert case.exchange.result().compression.sent == {}
 
     def test_in_step_there_is_room_for_each_before_it_is_sent(self):
         case = Case(MAPPING, max_staleness=0)
@@ -311,14 +314,14 @@ class TestLayers:
         case = Case(mapping)
         case.step()
 
-        assert case.exchange.statistics().threshold == (0.25 + 2 * QUANTUM.value) / 3
+        assert case.exchange.stats().threshold == (0.25 + 2 * QUANTUM.value) / 3
 
     def test_what_is_left_to_the_next_fit_is_by_pattern(self):
-        case = Case(MAPPING, last=Outcome({"b": Sent(0.125, 0.5)}, 0))
+        case = Case(MAPPING, last=CompressionState({"b": Sent(0.125, 0.5)}, 0))
 
-        assert case.exchange.outcome().sent == {"b": Sent(0.125, 0.5)}
+        assert case.exchange.result().compression.sent == {"b": Sent(0.125, 0.5)}
         case.step(names=("a",))
-        assert case.exchange.outcome().sent == {
+        assert case.exchange.result().compression.sent == {
             "a": Sent(QUANTUM.value, 1.0),
             "b": Sent(QUANTUM.value, 0.0),
             "c": Sent(QUANTUM.value, 0.0),
@@ -377,7 +380,7 @@ class TestMeasuring:
 
         assert [link and link.arrivals for link in rule.links] == [None, 1, 2]
         assert [last and last.link.arrivals for last in rule.asked] == [None, 1, 2]
-        assert case.exchange.outcome().sent["*"].link.arrivals == 3
+        assert case.exchange.result().compression.sent["*"].link.arrivals == 3
 
     def test_nothing_is_learned_from_a_refused_exchange(self):
         rule, case = self.wired()
@@ -442,7 +445,7 @@ class TestMeasuring:
 
         case.step()
 
-        assert case.exchange.outcome().sent["*"].link is None
+        assert case.exchange.result().compression.sent["*"].link is None
 
 
 class Clock:
@@ -472,7 +475,7 @@ class TestStep:
         case = Case()
         published = case.step(amount=0.25)
 
-        told = case.exchange.exchanged()
+        told = case.exchange.step_stats()
 
         frame_bytes = told.sent_bytes
         assert told[:2] == (QUANTUM.value, 1.0)
@@ -485,24 +488,24 @@ class TestStep:
         case = Case(exchange_every=2)
         case.step(), case.step(), case.step()
 
-        told = case.exchange.exchanged()
+        told = case.exchange.step_stats()
 
-        assert not case.exchange.exchange_tried
+        assert not case.exchange.exchanged
         assert told[2:4] == (0, None)
         assert math.isnan(told.density)
         assert told.threshold == QUANTUM.value
         case.step()
-        assert case.exchange.exchange_tried
-        assert case.exchange.exchanged().kind is not None
+        assert case.exchange.exchanged
+        assert case.exchange.step_stats().kind is not None
 
     def test_one_that_found_no_room_has_sent_nothing(self):
         case = Case()
         case.channel.room = 0
         case.step()
 
-        told = case.exchange.exchanged()
+        told = case.exchange.step_stats()
 
-        assert case.exchange.exchange_tried
+        assert case.exchange.exchanged
         assert told[2:4] == (0, None)
         assert math.isnan(told.density)
         assert math.isnan(told.residual_p99)
@@ -514,8 +517,8 @@ class TestStep:
             case.channel.lead = lambda step, epoch, lead=lead: lead
             case.step()
 
-        assert case.exchange.exchanged().staleness == 5
-        assert case.exchange.statistics().lead_sum == 7
+        assert case.exchange.step_stats().staleness == 5
+        assert case.exchange.stats().lead_sum == 7
 
     def test_times_are_those_of_what_they_are_called(self):
         case = Case(MAPPING, max_staleness=0)
@@ -575,4 +578,4 @@ class TestWhatOthersAreTold:
             case.step()
 
         # Steps begin with 0 to 5 made; the other may have made 3 by then.
-        assert case.exchange.statistics().lead_sum == 1 + 2
+        assert case.exchange.stats().lead_sum == 1 + 2

@@ -34,7 +34,7 @@ def train(loss_by_epoch, *stoppers):
     for epoch, loss in loss_by_epoch.items():
         notes = [note(own, loss) for own in stoppers]
         for own in stoppers:
-            own.end_epoch(epoch, notes, lambda epoch=epoch: model(epoch))
+            own.end_epoch(epoch, notes, model(epoch))
 
 
 def epoch_of(best):
@@ -88,7 +88,7 @@ class TestNewcomer:
         later = stopper(snapshot=first.snapshot())
 
         report = [note(first, 2.0)]  # the end of an epoch that it did not see
-        first.end_epoch(2, report, lambda: model(2))
+        first.end_epoch(2, report, model(2))
         later.catch_up(2, report)
 
         assert first.over
@@ -100,7 +100,7 @@ class TestNewcomer:
         train({0: 1.0}, first)
         later = stopper(EarlyStopping("loss", patience=3), snapshot=first.snapshot())
         report = [note(first, 2.0)]
-        first.end_epoch(1, report, lambda: model(1))
+        first.end_epoch(1, report, model(1))
         later.catch_up(1, report)
 
         train({2: 0.5, 3: 0.75}, later, first)

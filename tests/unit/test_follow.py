@@ -10,7 +10,7 @@ import pytest
 from daskdl.callbacks import Callback, EarlyStopping
 from daskdl.channel.base import Traffic
 from daskdl.history import History, StepRow, Stopping, pack_rows
-from daskdl.training.base import Statistics
+from daskdl.training.base import ExchangeStats
 from daskdl.training.epoch_control import Judging, Record
 from daskdl.training.fit import Before, Follower
 
@@ -19,7 +19,7 @@ NOTE = {
     "skipped": 0,
     "dropped": 0,
     "reasons": ["", ""],
-    "statistics": list(Statistics(1, 0.5, 0.25, 0.0, 0, 2)),
+    "statistics": list(ExchangeStats(1, 0.5, 0.25, 0.0, 0, 2)),
     "traffic": dataclasses.asdict(Traffic()),
     "score": None,
     "scheduled": 0,

@@ -6,13 +6,13 @@ import pytest
 from daskdl.channel.base import Traffic
 from daskdl.errors import DataError
 from daskdl.history import COLUMNS
-from daskdl.training.base import Statistics
+from daskdl.training.base import ExchangeStats
 from daskdl.training.telemetry import row_of
 
-FIRST = Statistics(
+FIRST = ExchangeStats(
     exchanges=4, density_sum=0.5, threshold=0.25, clipped=1.5, lead_sum=6, steps=5
 )
-SECOND = Statistics(
+SECOND = ExchangeStats(
     exchanges=1, density_sum=0.75, threshold=0.75, clipped=2.0, lead_sum=4, steps=3
 )
 CARRIED = Traffic(
@@ -125,7 +125,7 @@ def test_an_epoch_whose_replicas_are_gone_has_no_loss():
 
 
 def test_an_epoch_without_steps_and_exchanges_has_zero_rates():
-    nothing = Statistics(0, 0.0, math.nan, 0.0, 0, 0)
+    nothing = ExchangeStats(0, 0.0, math.nan, 0.0, 0, 0)
 
     idle = row(note(1.0, 1, nothing))
 

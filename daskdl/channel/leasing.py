@@ -28,7 +28,7 @@ from daskdl.channel.protocol import (
 from daskdl.config import Timeouts
 
 
-class Remaining:
+class FreeList:
     """Positions 0 to n - 1, of which there are ever fewer.
 
     Finding the next one takes amortised constant time, however many have gone: each
@@ -192,12 +192,12 @@ def ranges_in(left: Iterable[Left]) -> list[Range]:
     return [one for each in left for one in each.ranges]
 
 
-class Leases(ABC):
+class Leasing(ABC):
     """Pieces of one epoch, handed out one at a time.
 
     Args:
         rows: To be handed out in all; a part of unknown length counts as one.
-        lap_rows: To be handed out in one lap, see `_over`; None: all of them.
+        interval_rows: To be handed out in one lap, see `_over`; None: all of them.
 
     Attributes:
         repeated: Pieces handed out again because their replica was lost.
@@ -205,9 +205,9 @@ class Leases(ABC):
 
     repeated: int
 
-    def __init__(self, rows: int, lap_rows: int | None = None) -> None:
+    def __init__(self, rows: int, interval_rows: int | None = None) -> None:
         self.repeated = 0
-        self._lap_rows = self._limit = lap_rows
+        self._interval_rows = self._limit = interval_rows
         self._handed: Counter[int] = Counter()  # rows in this lap, by replica
         self._count = 0  # pieces cut so far
         self._free = rows  # in no piece yet
@@ -223,22 +223,22 @@ class Leases(ABC):
             is_near: Tells parts that its worker holds from others; None: all are
                 equally far.
         """
-        return None if self._is_over(replica) else self._take(replica, is_near)
+        return self._take(replica, is_near) if self._has_room(replica) else None
 
     def has_one_for(self, replica: int) -> bool:
-        """Whether `take` would lease this replica a piece now."""
-        return not self._is_over(replica) and self._has_one_for(replica)
+        """Whether `take` would lease this replica rows now."""
+        return self._has_room(replica) and self._has_one_for(replica)
 
-    def end_lap(self) -> None:
-        """Hand out no more of this lap than goes with what was handed out before."""
-        self._limit = self._limit_now()
+    def end_interval(self) -> None:
+        """End the sync interval once nobody is behind in it any more."""
+        self._limit = max(map(self._counted, self._handed), default=0)
 
-    def begin_lap(self) -> None:
+    def begin_interval(self) -> None:
         """All have met: go on."""
         self._handed.clear()
-        self._limit = self._lap_rows
+        self._limit = self._interval_rows
 
-    def lap_is_over(self, members: Iterable[int]) -> bool:
+    def interval_is_over(self, members: Iterable[int]) -> bool:
         """Whether there is more, but for nobody before the next lap."""
         return (
             self._limit is not None
@@ -247,28 +247,24 @@ class Leases(ABC):
             and not any(self.has_one_for(replica) for replica in members)
         )
 
-    def _is_over(self, replica: int) -> bool:
-        return self._limit is not None and self._room(replica) <= 0
+    def _has_room(self, replica: int) -> bool:
+        return self._limit is None or self._counted(replica) < self._limit
 
     @abstractmethod
-    def _room(self, replica: int) -> int:
-        """Rows that a replica may still get in this lap, if it has a limit."""
-
-    @abstractmethod
-    def _limit_now(self) -> int:
-        """The limit with which what was handed out before is a whole lap."""
+    def _counted(self, replica: int) -> int:
+        """Rows leased in this interval that count towards a replica's limit."""
 
     @abstractmethod
     def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
-        """See `take`; within a lap."""
+        """See `take`; within an interval."""
 
     @abstractmethod
     def _has_one_for(self, replica: int) -> bool:
-        """See `has_one_for`; within a lap."""
+        """See `has_one_for`; within an interval."""
 
     @abstractmethod
     def left(self) -> list[Left]:
-        """What nobody has trained on; between two laps, when nobody holds anything."""
+        """Rows that nobody has trained on, while nobody holds a lease."""
 
     def finish(self, replica: int, number: int) -> bool:
         """A replica has trained on its piece; False if the lease was not its own."""
@@ -289,18 +285,18 @@ class Leases(ABC):
         self, replica: int, ranges: Sequence[Range], ahead: int | None
     ) -> Lease:
         lease = Lease(self._count, tuple(ranges), ahead=ahead)
-        self._handed[replica] += lease.rows
         self._count += 1
         self._free -= lease.rows
-        self._held.setdefault(replica, {})[lease.number] = lease
-        return lease
+        return self._grant(replica, lease)
 
     def _repeat(self, replica: int) -> Lease | None:
-        """Hand out again, whole, what was lost first; nothing is known to follow."""
+        """Lease again, as it was, what was lost first; nothing is known to follow."""
         if not self._again:
             return None
-        lease = self._again.popleft()._replace(ahead=None)
         self.repeated += 1
+        return self._grant(replica, self._again.popleft()._replace(ahead=None))
+
+    def _grant(self, replica: int, lease: Lease) -> Lease:
         self._handed[replica] += lease.rows
         self._held.setdefault(replica, {})[lease.number] = lease
         return lease
@@ -458,7 +454,7 @@ LOOKS_PER_REPLICA, LEAST_LOOKS = 4, 64
 LOADING = 0.005
 
 
-class FirstCome(Leases):
+class DynamicLeasing(Leasing):
     """A replica goes through its parts one after the other, so that each loads once.
 
     A new part is one that its worker holds, else the next one in order; it is reserved
@@ -470,7 +466,7 @@ class FirstCome(Leases):
     Args:
         order: Of the parts.
         extent: How much there is.
-        lap_rows: Of all replicas together in one lap; None: all there are.
+        interval_rows: Of all replicas together in one lap; None: all there are.
         left: Of an epoch that was broken off; None: all of it.
     """
 
@@ -478,11 +474,11 @@ class FirstCome(Leases):
         self,
         order: Sequence[int],
         extent: Extent,
-        lap_rows: int | None = None,
+        interval_rows: int | None = None,
         left: Sequence[Left] | None = None,
     ) -> None:
         parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
-        super().__init__(sum(part.rows for part in parts), lap_rows)
+        super().__init__(sum(part.rows for part in parts), interval_rows)
         self._order = {part: i for i, part in enumerate(order)}
         self._extent = extent
         share = PIECES_PER_REPLICA * extent.piece_rows
@@ -491,7 +487,7 @@ class FirstCome(Leases):
             for part in parts
             for stretch in stretches(part, share, extent.step_rows)
         ]
-        self._untouched = Remaining(len(self._parts))  # positions in `_parts`
+        self._untouched = FreeList(len(self._parts))  # positions in `_parts`
         self._rests: list[Range] = []  # of parts that lost replicas had
         self._own: dict[int, Range] = {}  # what is free of the part a replica is on
         self._ample: set[int] = set()  # replicas that have enough of it to share
@@ -501,11 +497,7 @@ class FirstCome(Leases):
         self._takers: set[int] = set()
 
     @override
-    def _room(self, replica: int) -> int:
-        return (self._limit or 0) - self._handed.total()
-
-    @override
-    def _limit_now(self) -> int:
+    def _counted(self, replica: int) -> int:
         return self._handed.total()
 
     @override
@@ -526,17 +518,22 @@ class FirstCome(Leases):
             if again is not None or not self._join_in(replica):
                 return again
         ranges = self._cut(replica, is_near)
-        ahead = self._ahead(replica, ranges[-1].part)
-        return self._hand_out(replica, ranges, ahead)
-
-    def _ahead(self, replica: int, here: int) -> int | None:
         reserved = self._reserved.get(replica)
-        return None if reserved is None or reserved.part == here else reserved.part
+        ahead = None if reserved is None else reserved.part
+        if ahead == ranges[-1].part:  # it is on it already
+            ahead = None
+        return self._hand_out(replica, ranges, ahead)
 
     @override
     def _has_one_for(self, replica: int) -> bool:
-        own = replica in self._own or self._untouched or self._rests
-        return bool(own or self._again or self._reserved or self._ample)
+        return bool(
+            replica in self._own
+            or self._untouched
+            or self._rests
+            or self._again
+            or self._reserved
+            or self._ample
+        )
 
     @override
     def lose(self, replica: int) -> None:
@@ -555,18 +552,13 @@ class FirstCome(Leases):
             own = self._own[replica]
             if own.is_whole and ranges:
                 break
-            ranges.append(self._cut_one(replica, room))
-            room = 0 if own.is_whole else room - ranges[-1].rows
-        return ranges
-
-    def _cut_one(self, replica: int, most: int) -> Range:
-        own = self._own[replica]
-        if own.rows > most:
-            own, rest = split(own, most)
+            rest = None
+            if own.rows > room:
+                own, rest = split(own, room)
             self._go_to(replica, rest)
-        else:
-            self._go_to(replica, None)
-        return own
+            ranges.append(own)
+            room = 0 if own.is_whole else room - own.rows
+        return ranges
 
     def _go_to(self, replica: int, part: Range | None) -> Range | None:
         """From now on a replica is on a part, or on none; returns what it was on."""
@@ -581,7 +573,9 @@ class FirstCome(Leases):
     def _piece_rows(self) -> int:
         """The size aimed at, but half of a fair share of what is free at the end."""
         step = self._extent.step_rows
-        free = self._free if self._limit is None else min(self._free, self._room(0))
+        free = self._free
+        if self._limit is not None:
+            free = min(free, self._limit - self._handed.total())
         share = -(-free // (2 * len(self._takers) * step)) * step
         return min(self._extent.piece_rows, share)
 
@@ -700,7 +694,7 @@ class Planned(NamedTuple):
     ahead: int | None  # the part of its share that comes next
 
 
-class FixedShares(Leases):
+class StaticPartition(Leasing):
     """For synchronous runs, which must be repeatable: as many steps for each replica.
 
     The rows of the epoch are numbered through in the order of the parts and cut into
@@ -712,7 +706,7 @@ class FixedShares(Leases):
         order: Of the parts.
         extent: How much there is.
         share_among: Replicas with a share each, >= 1.
-        lap_rows: Of each replica in one lap; None: all it gets.
+        interval_rows: Of each replica in one lap; None: all it gets.
         left: Of an epoch that was broken off; None: all of it. As many replicas as
             there were then go on with what each had left, others share it anew.
     """
@@ -722,11 +716,11 @@ class FixedShares(Leases):
         order: Sequence[int],
         extent: Extent,
         share_among: Sequence[int],
-        lap_rows: int | None = None,
+        interval_rows: int | None = None,
         left: Sequence[Left] | None = None,
     ) -> None:
         parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
-        super().__init__(sum(part.rows for part in parts), lap_rows)
+        super().__init__(sum(part.rows for part in parts), interval_rows)
         self._extent = extent
         replicas = sorted(share_among)
         own = [one for one in left or () if one.replica != NOBODY]
@@ -745,24 +739,22 @@ class FixedShares(Leases):
 
     def _cut(self, share: Sequence[Range]) -> deque[Planned]:
         """The pieces of a share; none crosses the end of a lap."""
-        known = Sequel([part for part in share if not part.is_whole])
-        lap_rows = self._lap_rows or max(known.rows, 1)
-        pieces = [
-            piece
-            for start in range(0, known.rows, lap_rows)
-            for piece in known.cut(
-                start, min(start + lap_rows, known.rows), self._extent.piece_rows
-            )
-        ]
-        return _planned([*pieces, *((part,) for part in share if part.is_whole)])
+        known = RowSequence([part for part in share if not part.is_whole])
+        interval_rows = self._interval_rows or max(known.rows, 1)
+        leases: list[tuple[Range, ...]] = []
+        for start in range(0, known.rows, interval_rows):
+            end = min(start + interval_rows, known.rows)
+            for first in range(start, end, self._extent.piece_rows):
+                stop = min(first + self._extent.piece_rows, end)
+                leases.append(tuple(known.between(first, stop)))
+        leases += [(part,) for part in share if part.is_whole]
+        parts = dict.fromkeys(one.part for ranges in leases for one in ranges)
+        following = dict(itertools.pairwise(parts))
+        return deque(Planned(own, following.get(own[-1].part)) for own in leases)
 
     @override
-    def _room(self, replica: int) -> int:
-        return (self._limit or 0) - self._handed[replica]
-
-    @override
-    def _limit_now(self) -> int:
-        return max(self._handed.values(), default=0)
+    def _counted(self, replica: int) -> int:
+        return self._handed[replica]
 
     @override
     def left(self) -> list[Left]:
@@ -791,7 +783,7 @@ class FixedShares(Leases):
         self._orphans.extend(self._shares.pop(replica, ()))
 
 
-class Sequel:
+class RowSequence:
     """The rows of several parts, one part after the other, numbered through.
 
     Args:
@@ -807,13 +799,6 @@ class Sequel:
         self._parts = parts
         self._ends = list(itertools.accumulate(part.rows for part in parts))
         self.rows = self._ends[-1] if parts else 0
-
-    def cut(
-        self, start: int, stop: int, piece_rows: int
-    ) -> Iterator[tuple[Range, ...]]:
-        """Yield the pieces between two rows, each of so many rows but the last."""
-        for first in range(start, stop, piece_rows):
-            yield tuple(self.between(first, min(first + piece_rows, stop)))
 
     def between(self, start: int, stop: int) -> Iterator[Range]:
         """Yield the ranges between two rows."""
@@ -837,7 +822,7 @@ def shared_out(
         [Range(part=7, start=0, stop=6)]
         [Range(part=2, start=0, stop=4)]
     """
-    known = Sequel([part for part in parts if not part.is_whole])
+    known = RowSequence([part for part in parts if not part.is_whole])
     whole = [part for part in parts if part.is_whole]
     edges = share_edges(known.rows, step_rows, replicas)
     return [
@@ -860,13 +845,6 @@ def share_edges(rows: int, step_rows: int, replicas: int) -> list[int]:
 
 def _ranges_of(pieces: Iterable[Planned]) -> tuple[Range, ...]:
     return joined(one for piece in pieces for one in piece.ranges)
-
-
-def _planned(pieces: Sequence[tuple[Range, ...]]) -> deque[Planned]:
-    """Add to each piece of a share which part comes after those of the piece."""
-    parts = dict.fromkeys(one.part for ranges in pieces for one in ranges)
-    following = dict(itertools.pairwise(parts))
-    return deque(Planned(own, following.get(own[-1].part)) for own in pieces)
 
 
 class Schedule:
@@ -893,9 +871,11 @@ class Schedule:
         self._epochs_before = epochs_before
         self._laps = laps
         self._left = laps.left  # of the first epoch
-        self._leases: dict[str, tuple[int, Leases]] = {}
+        self._leases: dict[str, tuple[int, Leasing]] = {}
 
-    def open(self, phase: str, epoch: int, share_among: Sequence[int] | None) -> Leases:
+    def open(
+        self, phase: str, epoch: int, share_among: Sequence[int] | None
+    ) -> Leasing:
         """The leases of an epoch; they are made when first asked for.
 
         Args:
@@ -915,30 +895,30 @@ class Schedule:
 
     def _make(
         self, phase: str, epoch: int, share_among: Sequence[int] | None
-    ) -> Leases:
+    ) -> Leasing:
         extent = self._extents[phase]
         trains = phase == "train"
         seed = self._seed if trains else None
         order = part_order(len(extent.rows), self._epochs_before + epoch, seed)
-        left, lap_rows = None, None
+        left, interval_rows = None, None
         if trains:
             left, self._left = self._left, None
-            lap_rows = self._laps.rows
+            interval_rows = self._laps.rows
         if share_among is not None:
-            return FixedShares(order, extent, share_among, lap_rows, left)
-        if lap_rows is not None:
-            lap_rows *= self._laps.replicas
-        return FirstCome(order, extent, lap_rows, left)
+            return StaticPartition(order, extent, share_among, interval_rows, left)
+        if interval_rows is not None:
+            interval_rows *= self._laps.replicas
+        return DynamicLeasing(order, extent, interval_rows, left)
 
-    def end_lap(self) -> None:
+    def end_interval(self) -> None:
         """Let all that train come together, as soon as is possible."""
         if "train" in self._leases:
-            self._leases["train"][1].end_lap()
+            self._leases["train"][1].end_interval()
 
-    def begin_lap(self) -> None:
+    def begin_interval(self) -> None:
         """All have come together: go on."""
         if "train" in self._leases:
-            self._leases["train"][1].begin_lap()
+            self._leases["train"][1].begin_interval()
 
     def key(self, phase: str, part: int) -> str:
         """The Dask key of a part, as it is now; "" if no worker holds it."""

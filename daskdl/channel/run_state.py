@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskdl.channel.leasing import Done, Lease, Leases, Pause, RunPlan, Schedule
+from daskdl.channel.leasing import Done, Lease, Leasing, Pause, RunPlan, Schedule
 from daskdl.channel.protocol import (
     RELAYED,
     Barrier,
@@ -525,7 +525,7 @@ class RunState:
         if kind in (Barrier.REPORT, Barrier.PAUSE):
             self.lap += 1
             self._lap_began_at = None
-            self.schedule.begin_lap()
+            self.schedule.begin_interval()
         return True
 
     def _end_epoch(self, key: str, barrier: OpenBarrier) -> None:
@@ -578,7 +578,7 @@ class RunState:
             self._lap_began_at = now
         bound_s = self.plan.laps.seconds
         if bound_s is not None and now - self._lap_began_at >= bound_s:
-            self.schedule.end_lap()
+            self.schedule.end_interval()
 
     def set_idle(self, replica: int, payload: Any) -> None:
         """A replica waits for a lease: rounds take this as its payload meanwhile."""
@@ -594,7 +594,7 @@ class RunState:
         leases = self._leases(phase, epoch)
         return self.has_enough and (
             leases.has_one_for(replica)
-            or leases.lap_is_over(self.members.expected)
+            or leases.interval_is_over(self.members.expected)
             or not leases.unfinished()
         )
 
@@ -620,10 +620,10 @@ class RunState:
         lease = leases.take(replica, self.schedule.nearest(phase, is_near))
         if lease is not None:
             return lease._replace(keys=self.schedule.keys(phase, lease))
-        over = leases.lap_is_over(self.members.expected)
+        over = leases.interval_is_over(self.members.expected)
         return Pause(self.plan.order, leases.left()) if over else None
 
-    def _leases(self, phase: str, epoch: int) -> Leases:
+    def _leases(self, phase: str, epoch: int) -> Leasing:
         shares = self.members.expected if self.plan.synchronous else None
         return self.schedule.open(phase, epoch, shares)
 

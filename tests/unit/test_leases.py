@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl.channel.leasing import (
+    DynamicLeasing,
     Extent,
-    FirstCome,
-    FixedShares,
     Range,
+    StaticPartition,
     extent_of,
     part_order,
     whole_parts,
@@ -29,11 +29,11 @@ def extent(rows, step_rows=1, piece_rows=1):
 
 
 def first_come(order, own):
-    return FirstCome(order, own)
+    return DynamicLeasing(order, own)
 
 
 def fixed_shares(order, own):
-    return FixedShares(order, own, MEMBERS)
+    return StaticPartition(order, own, MEMBERS)
 
 
 BOTH = pytest.mark.parametrize("kind", [first_come, fixed_shares])

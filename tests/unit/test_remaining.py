@@ -1,11 +1,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.leasing import Remaining
+from daskdl.channel.leasing import FreeList
 
 
 def of(count, *gone):
-    remaining = Remaining(count)
+    remaining = FreeList(count)
     for position in gone:
         remaining.remove(position)
     return remaining

@@ -81,5 +81,5 @@ def test_laps_are_of_the_training_data():
 
     assert taken("train") == 8
     assert taken("validation") == 40
-    schedule.begin_lap()
+    schedule.begin_interval()
     assert taken("train") == 8

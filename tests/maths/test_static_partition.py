@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.leasing import Extent, FixedShares, Range, share_edges
+from daskdl.channel.leasing import Extent, Range, StaticPartition, share_edges
 
 
 def shares(rows, replicas=(0, 1), step_rows=1, piece_rows=1, order=None):
     extent = Extent(tuple(rows), ("",) * len(rows), step_rows, piece_rows)
-    return FixedShares(order or range(len(rows)), extent, replicas)
+    return StaticPartition(order or range(len(rows)), extent, replicas)
 
 
 def drained(leases, replica):

@@ -7,10 +7,10 @@ import pytest
 
 from daskdl.channel.leasing import (
     NOBODY,
-    FirstCome,
-    FixedShares,
+    DynamicLeasing,
     Left,
     Range,
+    StaticPartition,
     extent_of,
     part_order,
 )
@@ -18,18 +18,18 @@ from daskdl.channel.leasing import (
 STEP = 4
 
 
-def shared(rows, replicas, seed=0, lap_rows=None, left=None):
-    """Leases of fixed shares, of which `lap_rows` is for each replica."""
+def shared(rows, replicas, seed=0, interval_rows=None, left=None):
+    """Leasing of fixed shares, of which `interval_rows` is for each replica."""
     extent = extent_of(rows, STEP, len(replicas))
     order = part_order(len(rows), 0, seed)
-    return FixedShares(order, extent, replicas, lap_rows, left)
+    return StaticPartition(order, extent, replicas, interval_rows, left)
 
 
-def first_come(rows, replicas, seed=0, lap_rows=None, left=None):
+def first_come(rows, replicas, seed=0, interval_rows=None, left=None):
     extent = extent_of(rows, STEP, len(replicas))
     order = part_order(len(rows), 0, seed)
-    total = None if lap_rows is None else lap_rows * len(replicas)
-    return FirstCome(order, extent, total, left)
+    total = None if interval_rows is None else interval_rows * len(replicas)
+    return DynamicLeasing(order, extent, total, left)
 
 
 BOTH = pytest.mark.parametrize("make", [shared, first_come])
@@ -55,7 +55,7 @@ class Crowd:
             self._held += [(r, one) for r, one in leased if one is not None]
             taken += sum(one is not None for _, one in leased)
             if end_after is not None and taken >= end_after:
-                self.leases.end_lap()
+                self.leases.end_interval()
                 end_after = None
             if not self._held:
                 break
@@ -63,7 +63,7 @@ class Crowd:
                 self._lose()
                 losses -= 1
             self._finish()
-        return self.leases.lap_is_over(self.here)
+        return self.leases.interval_is_over(self.here)
 
     def _lose(self):
         lost = self.here.pop(self._random.randrange(len(self.here)))
@@ -99,8 +99,8 @@ def test_each_row_is_trained_on_once_and_the_others_are_left(make, seed):
     chance = random.Random(seed)
     rows = [chance.choice([0, 1, 3, 8, 17, 60]) for _ in range(chance.randint(1, 12))]
     replicas = range(chance.randint(1, 4))
-    lap_rows = chance.choice([None, STEP, 3 * STEP])
-    leases = make(rows, replicas, seed, lap_rows)
+    interval_rows = chance.choice([None, STEP, 3 * STEP])
+    leases = make(rows, replicas, seed, interval_rows)
     crowd = Crowd(leases, replicas, seed)
 
     while crowd.run_lap(
@@ -108,7 +108,7 @@ def test_each_row_is_trained_on_once_and_the_others_are_left(make, seed):
     ):
         assert leases.unfinished() == left_in(leases).total() > 0
         assert crowd.trained + left_in(leases) == everything(rows)
-        leases.begin_lap()
+        leases.begin_interval()
 
     assert crowd.trained == everything(rows)
     assert leases.unfinished() == 0
@@ -119,14 +119,14 @@ def test_each_row_is_trained_on_once_and_the_others_are_left(make, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_others_go_on_with_what_is_left(make, replicas, seed):
     rows = [30, 7, -1, 50, 0, 13, -1] if make is first_come else [30, 7, 50, 0, 13]
-    before = make(rows, range(3), seed, lap_rows=2 * STEP)
+    before = make(rows, range(3), seed, interval_rows=2 * STEP)
     crowd = Crowd(before, range(3), seed)
     assert crowd.run_lap()
 
     after = make(rows, range(replicas), seed, 2 * STEP, before.left())
     others = Crowd(after, range(replicas), seed)
     while others.run_lap():
-        after.begin_lap()
+        after.begin_interval()
 
     assert crowd.trained + others.trained == everything(rows)
 
@@ -143,16 +143,16 @@ def test_fixed_shares_go_on_as_if_nothing_had_been(ended):
                 if one is not None:
                     found[replica].append(one.ranges)
                     leases.finish(replica, one.number)
-            if leases.lap_is_over(members):
-                leases.begin_lap()
+            if leases.interval_is_over(members):
+                leases.begin_interval()
         return list(found.values())
 
-    whole = shared(rows, replicas, lap_rows=2 * STEP)
+    whole = shared(rows, replicas, interval_rows=2 * STEP)
     Crowd(whole, replicas, 0).run_lap(end_after=ended)
     left = whole.left()
-    whole.begin_lap()
+    whole.begin_interval()
     # Numbered anew, as those of another run are.
-    again = shared(rows, range(3), lap_rows=2 * STEP, left=left)
+    again = shared(rows, range(3), interval_rows=2 * STEP, left=left)
 
     assert pieces(again, range(3)) == pieces(whole, replicas)
 
@@ -169,7 +169,7 @@ def test_each_goes_on_with_its_own_share_however_much_that_is():
 
 
 def test_each_replica_makes_as_many_steps_in_a_lap():
-    leases = shared([100, 100], range(3), lap_rows=3 * STEP)
+    leases = shared([100, 100], range(3), interval_rows=3 * STEP)
     crowd = Crowd(leases, range(3), 0)
 
     assert crowd.run_lap()
@@ -181,7 +181,7 @@ def test_a_lap_that_is_ended_ends_for_all_after_as_many_rows():
     leases = shared([400], range(2))
     ahead = [leases.take(0), leases.take(0)]
     behind = [leases.take(1)]
-    leases.end_lap()
+    leases.end_interval()
 
     assert leases.take(0) is None
     behind.append(leases.take(1))
@@ -191,13 +191,13 @@ def test_a_lap_that_is_ended_ends_for_all_after_as_many_rows():
 
 @BOTH
 def test_a_lap_is_not_over_while_somebody_holds_a_piece(make):
-    leases = make([80], range(2), lap_rows=STEP)
+    leases = make([80], range(2), interval_rows=STEP)
     held = [leases.take(0), leases.take(1)]
 
     leases.finish(0, held[0].number)
-    assert not leases.lap_is_over(range(2))
+    assert not leases.interval_is_over(range(2))
     leases.finish(1, held[1].number)
-    assert leases.lap_is_over(range(2))
+    assert leases.interval_is_over(range(2))
 
 
 @BOTH
@@ -210,7 +210,7 @@ def test_an_epoch_without_laps_has_no_end_but_its_own(make):
 
 
 def test_what_lost_ones_had_belongs_to_nobody():
-    leases = shared([40], range(2), lap_rows=STEP)
+    leases = shared([40], range(2), interval_rows=STEP)
     crowd = Crowd(leases, range(2), 0)
     assert crowd.run_lap()
     leases.lose(1)

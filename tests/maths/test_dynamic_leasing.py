@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.leasing import Extent, FirstCome, Range, extent_of, part_order
+from daskdl.channel.leasing import DynamicLeasing, Extent, Range, extent_of, part_order
 
 
 def first_come(rows, step_rows=1, piece_rows=1, order=None):
     extent = Extent(tuple(rows), ("",) * len(rows), step_rows, piece_rows)
-    return FirstCome(order or range(len(rows)), extent)
+    return DynamicLeasing(order or range(len(rows)), extent)
 
 
 def near(*parts):
@@ -257,7 +257,9 @@ def work(rows, workers, loading, seed=0):
         seed: Of the speeds, and of the order of the parts.
     """
     speeds = np.random.default_rng(seed).uniform(0.5, 1.5, workers)
-    leases = FirstCome(part_order(len(rows), 0, seed), extent_of(rows, 32, workers))
+    leases = DynamicLeasing(
+        part_order(len(rows), 0, seed), extent_of(rows, 32, workers)
+    )
     queue = [(0.0, worker) for worker in range(workers)]
     here, ready, held = {}, {}, {}
     trained = busy = end = 0.0

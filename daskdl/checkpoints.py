@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from daskdl.callbacks import Checkpoint
-from daskdl.channel.leasing import Pause
+from daskdl.channel.leasing import SyncPoint
 from daskdl.config import VERSION
 from daskdl.data.stores.listing import is_path
 from daskdl.data.stores.store import Store, store_of
@@ -444,4 +444,4 @@ class ResumePlan:
     stamp: Stamp
     members: tuple[int, ...]
     epoch: int
-    pause: Pause | None = None
+    pause: SyncPoint | None = None

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from daskdl import codec
 from daskdl.channel.inbox import Arrived, Inbox, Received
-from daskdl.channel.leasing import Finished, Lease, Pause
+from daskdl.channel.leasing import Finished, Lease, SyncPoint
 from daskdl.channel.protocol import Arrays, Barrier, Endpoint
 from daskdl.codec import Stamp
 from daskdl.config import Bound
@@ -211,7 +211,7 @@ class Channel(ABC):
     @abstractmethod
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
-    ) -> Lease | Pause | None:
+    ) -> Lease | SyncPoint | None:
         """Give finished pieces back and take the next; None: none free.
 
         Between two laps of an epoch there is a pause instead, for all, until they have

@@ -1,7 +1,10 @@
-"""Who trains which examples: leases of partitions, handed out dynamically or fixed.
+"""Which replica trains on which rows: leases, handed out dynamically or partitioned.
 
-Each example is leased exactly once per epoch; what a failed replica had not finished is
-leased again. Decides only: no I/O, no clock, no thread.
+Each row is leased once per epoch; what a failed replica had not finished is leased
+again. Decides only: no I/O, no clock, no thread.
+
+An epoch may be divided into sync intervals: all replicas meet after each, and then
+nobody holds a lease, so that the rows that remain describe where the epoch is.
 """
 
 import bisect
@@ -18,6 +21,7 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.channel.protocol import (
+    RELAYED,
     FromMinusOne,
     Identity,
     Positive,
@@ -26,6 +30,370 @@ from daskdl.channel.protocol import (
     hints_of,
 )
 from daskdl.config import Timeouts
+
+TO_ITS_END = -1  # where a range stops whose part has no known length
+
+NOBODY = -1  # the replica of rows that anybody may take
+
+IsNear = Callable[[int], bool]  # whether the worker of who asks holds a part
+
+
+class Range(NamedTuple):
+    """Consecutive rows of a part, by position in the order they are trained on."""
+
+    part: Whole
+    start: Whole
+    stop: FromMinusOne  # exclusive, or `TO_ITS_END`
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a part of unknown length, which nobody can share."""
+        return self.stop == TO_ITS_END
+
+    @property
+    def rows(self) -> int:
+        """How many; a part of unknown length counts as one."""
+        return 1 if self.is_whole else self.stop - self.start
+
+
+class Lease(NamedTuple):
+    """Rows that are leased to a replica at a time."""
+
+    number: int  # from 0 in its phase and epoch
+    ranges: tuple[Range, ...]  # in the order to train on them
+    keys: Mapping[int, str] = MappingProxyType({})  # Dask's, of its parts; "": none
+    ahead: int | None = None  # the part that its replica will probably load next
+
+    @property
+    def rows(self) -> int:
+        """In all its ranges."""
+        return sum(one.rows for one in self.ranges)
+
+
+class RemainingWork(NamedTuple):
+    """Rows that a replica would have trained on next."""
+
+    replica: FromMinusOne  # or `NOBODY`
+    ranges: tuple[Range, ...]  # in the order to train on them
+
+
+class Done(NamedTuple):
+    """What a replica has trained on in an epoch, in leases that it finished."""
+
+    loss_sum: float
+    examples: Whole
+
+
+Finished = Sequence[Mapping[str, Any]]  # of each what a `FinishedLease` has
+
+
+class SyncPoint(NamedTuple):
+    """Where an epoch is when all replicas meet between two sync intervals."""
+
+    order: int  # checksum of what ranges depend on, see `RunSpec.order`
+    left: Sequence[RemainingWork]
+    departed: Sequence[Done] = ()  # of those that trained in it, and are not there
+
+    @classmethod
+    def from_wire(cls, fields: Sequence[Any]) -> Self:
+        """Read one as it came over the wire, where a tuple has no names."""
+        order, left, *departed = fields  # earlier versions did not write the last
+        return cls(order, _remaining_of(left), *map(done_of, departed))
+
+    def to_wire(self) -> list[Any]:
+        """The same as plain lists."""
+        left = [[r, [list(one) for one in own]] for r, own in self.left]
+        return [self.order, left, [list(one) for one in self.departed]]
+
+
+class PartitionSizes(NamedTuple):
+    """How much there is to train on in a phase, and in which portions."""
+
+    rows: tuple[FromMinusOne, ...]  # of each part; -1 if only reading it tells
+    keys: tuple[str, ...]  # of each part that a worker holds, else ""
+    step_rows: Positive  # per optimizer step of one replica
+    lease_rows: Positive  # aimed at; a multiple of `step_rows`
+
+
+class SyncIntervals(NamedTuple):
+    """How training epochs are divided: all replicas meet after each interval."""
+
+    replicas: Positive = 1  # that the run begins with
+    rows: Positive | None = None  # of each in one interval; None: as many as there are
+    seconds: float | None = None  # after which an interval is ended; None: it is not
+    left: Sequence[RemainingWork] | None = None  # of the first epoch; None: all of it
+    departed: Sequence[Done] = ()  # of those that trained in that, in another run
+
+    @classmethod
+    def from_wire(cls, fields: Sequence[Any]) -> Self:
+        """Read them as they came over the wire, where a tuple has no names."""
+        replicas, rows, seconds, left, departed = fields
+        left = None if left is None else _remaining_of(left)
+        return cls(replicas, rows, seconds, left, done_of(departed))
+
+
+def _remaining_of(fields: Iterable[Any]) -> list[RemainingWork]:
+    return [
+        RemainingWork(replica, tuple(Range(*one) for one in ranges))
+        for replica, ranges in fields
+    ]
+
+
+def done_of(fields: Iterable[Any]) -> list[Done]:
+    """Read what was done as it came over the wire, where a tuple has no names."""
+    return [Done(*one) for one in fields]
+
+
+WHOLE_EPOCHS = SyncIntervals()
+
+# Fine enough that a replica twice as slow as the others delays them little at the end
+# of an epoch, coarse enough that a lease is worth a request.
+LEASES_PER_REPLICA = 8
+
+
+def partition_sizes(
+    rows: Sequence[int],
+    step_rows: int,
+    replicas: int,
+    keys: Sequence[str] | None = None,
+) -> PartitionSizes:
+    """Choose the usual size of a lease, about eight for each replica.
+
+    Args:
+        rows: Of each part; -1 if that is not known.
+        step_rows: Per optimizer step of one replica.
+        replicas: How many share it.
+        keys: Dask key of each part that a worker holds, "" of others; None: all are
+            loaded from elsewhere.
+
+    Example:
+        >>> partition_sizes([100, 60], step_rows=4, replicas=2).lease_rows
+        12
+    """
+    total = sum(count for count in rows if count > 0)
+    steps = -(-total // (LEASES_PER_REPLICA * replicas * step_rows))
+    held = ("",) * len(rows) if keys is None else tuple(keys)
+    counts = tuple(int(count) for count in rows)
+    return PartitionSizes(counts, held, step_rows, max(steps, 1) * step_rows)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a client asks for; plain values, sent as a dict.
+
+    Attributes:
+        run: Identity of the run, a random unsigned 64-bit integer.
+        replicas: Worker address of each initial replica.
+        extents: What there is of each phase ("train", "validation").
+        seed: Of the order of the training parts; None keeps their order.
+        epochs_before: Of earlier fits, so that each has an order of its own.
+        synchronous: Static partition instead of dynamic leases.
+        relay_bytes: Bound of the relay's queue for each replica.
+        min_replicas: With fewer active ones nobody gets a lease.
+        timeouts: Bounds on waiting, seconds, by name.
+        routing: ``"plain"``, or ``"mesh"``: then no updates come here.
+        first_epoch: That is trained, counted from 0; those before were, elsewhere.
+        laps: How the epochs are divided.
+    """
+
+    run: Identity
+    replicas: Mapping[Whole, str]
+    extents: Mapping[str, PartitionSizes]
+    seed: Whole | None
+    epochs_before: Whole
+    synchronous: bool
+    relay_bytes: Whole
+    min_replicas: Whole
+    timeouts: Mapping[str, float]
+    routing: str = "plain"
+    first_epoch: Whole = 0
+    laps: SyncIntervals = WHOLE_EPOCHS
+
+    @property
+    def order(self) -> int:
+        """A checksum of what ranges of rows depend on: the data, and their order."""
+        rows = self.extents["train"].rows
+        return zlib.crc32(repr((rows, self.seed, self.epochs_before)).encode())
+
+    @classmethod
+    def from_wire(cls, fields: Mapping[str, Any]) -> Self:
+        """Read a specification as it came over the wire, where a tuple has no names.
+
+        Raises:
+            ValueError: If it is none that anybody makes, or a TypeError.
+        """
+        check(fields, hints_of(cls))
+        extents = {p: PartitionSizes(*own) for p, own in fields["extents"].items()}
+        laps = SyncIntervals.from_wire(fields.get("laps", WHOLE_EPOCHS))
+        spec = cls(**{**fields, "extents": extents, "laps": laps})
+        if not spec.replicas or "train" not in extents:
+            raise ValueError("a plan needs replicas, and what they train on")
+        if any(len(rows) != len(keys) for rows, keys, *_ in extents.values()):
+            raise ValueError("each part has one number of rows and one key")
+        if spec.routing not in RELAYED:
+            known = " or ".join(RELAYED)
+            raise ValueError(f"routing must be {known}, got {spec.routing!r}")
+        Timeouts(**spec.timeouts)
+        return spec
+
+
+def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
+    """The order in which an epoch goes through the parts, however many replicas.
+
+    Args:
+        parts: How many there are.
+        epoch: Counted from 0; each has its own order.
+        seed: None keeps the order of the data.
+    """
+    if seed is None:
+        return list(range(parts))
+    return [int(i) for i in np.random.default_rng([seed, epoch]).permutation(parts)]
+
+
+def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
+    """All rows of all parts that have any, in this order.
+
+    Args:
+        order: Of the parts.
+        rows: Of each part; -1 where that is not known.
+
+    Example:
+        >>> whole_parts([2, 1, 0], [4, 0, -1])
+        [Range(part=2, start=0, stop=-1), Range(part=0, start=0, stop=4)]
+    """
+    return [Range(part, 0, rows[part]) for part in order if rows[part] != 0]
+
+
+def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same rows in the same order, in as few ranges as possible.
+
+    Example:
+        >>> joined([Range(7, 0, 4), Range(7, 4, 6), Range(2, 6, 8)])
+        (Range(part=7, start=0, stop=6), Range(part=2, start=6, stop=8))
+    """
+    found: list[Range] = []
+    for one in ranges:
+        before = found[-1] if found else None
+        if before is not None and before[::2] == (one.part, one.start):
+            found[-1] = before._replace(stop=one.stop)
+        else:
+            found.append(one)
+    return tuple(found)
+
+
+def ranges_in(left: Iterable[RemainingWork]) -> list[Range]:
+    """All that remains, whoever would have got it."""
+    return [one for each in left for one in each.ranges]
+
+
+class Leasing(ABC):
+    """Leases of one epoch, handed out one at a time.
+
+    Args:
+        rows: To be leased in all; a part of unknown length counts as one.
+        interval_rows: Limit of one sync interval, see `_counted`; None: no limit.
+
+    Attributes:
+        repeated: Leases granted again because their replica failed.
+    """
+
+    repeated: int
+
+    def __init__(self, rows: int, interval_rows: int | None = None) -> None:
+        self.repeated = 0
+        self._interval_rows = self._limit = interval_rows
+        self._granted: Counter[int] = Counter()  # rows in this interval, by replica
+        self._count = 0  # leases cut so far
+        self._free = rows  # in no lease yet
+        self._unfinished = rows
+        self._held: dict[int, dict[int, Lease]] = {}  # by replica, and by number
+        self._again: deque[Lease] = deque()  # those of failed replicas
+
+    def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
+        """Lease rows to a replica; None if there are none left for it.
+
+        Args:
+            replica: Who asks.
+            is_near: Tells parts that its worker holds from others; None: all are
+                equally far.
+        """
+        return self._take(replica, is_near) if self._has_room(replica) else None
+
+    def has_one_for(self, replica: int) -> bool:
+        """Whether `take` would lease this replica rows now."""
+        return self._has_room(replica) and self._has_one_for(replica)
+
+    def end_interval(self) -> None:
+        """End the sync interval as soon as nobody is behind in it."""
+        self._limit = max(map(self._counted, self._granted), default=0)
+
+    def begin_interval(self) -> None:
+        """All have met: go on."""
+        self._granted.clear()
+        self._limit = self._interval_rows
+
+    def interval_is_over(self, members: Iterable[int]) -> bool:
+        """Whether there is more, but for nobody before the next interval."""
+        return (
+            self._limit is not None
+            and self._unfinished > 0
+            and not any(self._held.values())
+            and not any(self.has_one_for(replica) for replica in members)
+        )
+
+    def finish(self, replica: int, number: int) -> bool:
+        """A replica has finished its lease; False if it was not its own."""
+        lease = self._held.get(replica, {}).pop(number, None)
+        self._unfinished -= 0 if lease is None else lease.rows
+        return lease is not None
+
+    def lose(self, replica: int) -> None:
+        """Free what a failed replica held or would have got."""
+        held = self._held.pop(replica, {})
+        self._again.extend(held[number] for number in sorted(held))
+
+    def unfinished(self) -> int:
+        """Rows that nobody has finished yet."""
+        return self._unfinished
+
+    @abstractmethod
+    def left(self) -> list[RemainingWork]:
+        """Rows that nobody has trained on, while nobody holds a lease."""
+
+    @abstractmethod
+    def _counted(self, replica: int) -> int:
+        """Rows leased in this interval that count towards a replica's limit."""
+
+    @abstractmethod
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
+        """See `take`; within an interval."""
+
+    @abstractmethod
+    def _has_one_for(self, replica: int) -> bool:
+        """See `has_one_for`; within an interval."""
+
+    def _has_room(self, replica: int) -> bool:
+        return self._limit is None or self._counted(replica) < self._limit
+
+    def _cut_lease(
+        self, replica: int, ranges: Sequence[Range], ahead: int | None
+    ) -> Lease:
+        lease = Lease(self._count, tuple(ranges), ahead=ahead)
+        self._count += 1
+        self._free -= lease.rows
+        return self._grant(replica, lease)
+
+    def _repeat(self, replica: int) -> Lease | None:
+        """Lease again, as it was, what was lost first; nothing is known to follow."""
+        if not self._again:
+            return None
+        self.repeated += 1
+        return self._grant(replica, self._again.popleft()._replace(ahead=None))
+
+    def _grant(self, replica: int, lease: Lease) -> Lease:
+        self._granted[replica] += lease.rows
+        self._held.setdefault(replica, {})[lease.number] = lease
+        return lease
 
 
 class FreeList:
@@ -77,374 +445,6 @@ class FreeList:
             at = position + 1
 
 
-TO_ITS_END = -1  # where a range stops whose part has no known length
-
-NOBODY = -1  # whose share something is that anybody may take
-
-IsNear = Callable[[int], bool]  # whether the worker of who asks holds a part
-
-
-class Range(NamedTuple):
-    """Consecutive rows of a part, by position in the order they are trained on."""
-
-    part: Whole
-    start: Whole
-    stop: FromMinusOne  # exclusive, or `TO_ITS_END`
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is a part of unknown length, which nobody can share."""
-        return self.stop == TO_ITS_END
-
-    @property
-    def rows(self) -> int:
-        """How many; a part of unknown length counts as one."""
-        return 1 if self.is_whole else self.stop - self.start
-
-
-class Lease(NamedTuple):
-    """Rows that are leased to a replica at a time.
-
-    Ranges are of positions in the order in which the rows of a part are trained on.
-    """
-
-    number: int  # from 0 in its phase and epoch, in the order in which leases are cut
-    ranges: tuple[Range, ...]  # in the order to train on them
-    keys: Mapping[int, str] = MappingProxyType({})  # Dask's, of its parts; "": none
-    ahead: int | None = None  # the part that its replica will probably load next
-
-    @property
-    def rows(self) -> int:
-        """In all its ranges."""
-        return sum(piece.rows for piece in self.ranges)
-
-
-class Left(NamedTuple):
-    """What a replica would have trained on next."""
-
-    replica: FromMinusOne  # or `NOBODY`
-    ranges: tuple[Range, ...]  # in the order to train on them
-
-
-class Done(NamedTuple):
-    """What a replica has trained on in an epoch, in pieces that it finished."""
-
-    loss_sum: float
-    examples: Whole
-
-
-def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
-    """The order in which an epoch goes through the parts, however many replicas.
-
-    Args:
-        parts: How many there are.
-        epoch: Counted from 0; each has its own order.
-        seed: None keeps the order of the data.
-    """
-    if seed is None:
-        return list(range(parts))
-    return [int(i) for i in np.random.default_rng([seed, epoch]).permutation(parts)]
-
-
-def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
-    """All rows of all parts that have any, in this order.
-
-    Args:
-        order: Of the parts.
-        rows: Of each part; -1 where that is not known.
-
-    Example:
-        >>> whole_parts([2, 1, 0], [4, 0, -1])
-        [Range(part=2, start=0, stop=-1), Range(part=0, start=0, stop=4)]
-    """
-    return [Range(part, 0, rows[part]) for part in order if rows[part] != 0]
-
-
-def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same rows in the same order, in as few ranges as can be.
-
-    Example:
-        >>> joined([Range(7, 0, 4), Range(7, 4, 6), Range(2, 6, 8)])
-        (Range(part=7, start=0, stop=6), Range(part=2, start=6, stop=8))
-    """
-    found: list[Range] = []
-    for one in ranges:
-        before = found[-1] if found else None
-        if before is not None and before[::2] == (one.part, one.start):
-            found[-1] = before._replace(stop=one.stop)
-        else:
-            found.append(one)
-    return tuple(found)
-
-
-def left_of(fields: Iterable[Any]) -> list[Left]:
-    """Read what is left as it came over the wire, where a tuple has no names."""
-    return [Left(r, tuple(Range(*one) for one in ranges)) for r, ranges in fields]
-
-
-def done_of(fields: Iterable[Any]) -> list[Done]:
-    """Read what was done as it came over the wire."""
-    return [Done(*one) for one in fields]
-
-
-def ranges_in(left: Iterable[Left]) -> list[Range]:
-    """All that is left, whoever would have got it."""
-    return [one for each in left for one in each.ranges]
-
-
-class Leasing(ABC):
-    """Pieces of one epoch, handed out one at a time.
-
-    Args:
-        rows: To be handed out in all; a part of unknown length counts as one.
-        interval_rows: To be handed out in one lap, see `_over`; None: all of them.
-
-    Attributes:
-        repeated: Pieces handed out again because their replica was lost.
-    """
-
-    repeated: int
-
-    def __init__(self, rows: int, interval_rows: int | None = None) -> None:
-        self.repeated = 0
-        self._interval_rows = self._limit = interval_rows
-        self._handed: Counter[int] = Counter()  # rows in this lap, by replica
-        self._count = 0  # pieces cut so far
-        self._free = rows  # in no piece yet
-        self._unfinished = rows
-        self._held: dict[int, dict[int, Lease]] = {}  # by replica, and by number
-        self._again: deque[Lease] = deque()  # those of lost replicas
-
-    def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
-        """Lease a piece to a replica; None if there is none left for it.
-
-        Args:
-            replica: Who asks.
-            is_near: Tells parts that its worker holds from others; None: all are
-                equally far.
-        """
-        return self._take(replica, is_near) if self._has_room(replica) else None
-
-    def has_one_for(self, replica: int) -> bool:
-        """Whether `take` would lease this replica rows now."""
-        return self._has_room(replica) and self._has_one_for(replica)
-
-    def end_interval(self) -> None:
-        """End the sync interval once nobody is behind in it any more."""
-        self._limit = max(map(self._counted, self._handed), default=0)
-
-    def begin_interval(self) -> None:
-        """All have met: go on."""
-        self._handed.clear()
-        self._limit = self._interval_rows
-
-    def interval_is_over(self, members: Iterable[int]) -> bool:
-        """Whether there is more, but for nobody before the next lap."""
-        return (
-            self._limit is not None
-            and self._unfinished > 0
-            and not any(self._held.values())
-            and not any(self.has_one_for(replica) for replica in members)
-        )
-
-    def _has_room(self, replica: int) -> bool:
-        return self._limit is None or self._counted(replica) < self._limit
-
-    @abstractmethod
-    def _counted(self, replica: int) -> int:
-        """Rows leased in this interval that count towards a replica's limit."""
-
-    @abstractmethod
-    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
-        """See `take`; within an interval."""
-
-    @abstractmethod
-    def _has_one_for(self, replica: int) -> bool:
-        """See `has_one_for`; within an interval."""
-
-    @abstractmethod
-    def left(self) -> list[Left]:
-        """Rows that nobody has trained on, while nobody holds a lease."""
-
-    def finish(self, replica: int, number: int) -> bool:
-        """A replica has trained on its piece; False if the lease was not its own."""
-        lease = self._held.get(replica, {}).pop(number, None)
-        self._unfinished -= 0 if lease is None else lease.rows
-        return lease is not None
-
-    def lose(self, replica: int) -> None:
-        """Free what a lost replica held or would have got."""
-        held = self._held.pop(replica, {})
-        self._again.extend(held[number] for number in sorted(held))
-
-    def unfinished(self) -> int:
-        """Rows that nobody has finished yet."""
-        return self._unfinished
-
-    def _hand_out(
-        self, replica: int, ranges: Sequence[Range], ahead: int | None
-    ) -> Lease:
-        lease = Lease(self._count, tuple(ranges), ahead=ahead)
-        self._count += 1
-        self._free -= lease.rows
-        return self._grant(replica, lease)
-
-    def _repeat(self, replica: int) -> Lease | None:
-        """Lease again, as it was, what was lost first; nothing is known to follow."""
-        if not self._again:
-            return None
-        self.repeated += 1
-        return self._grant(replica, self._again.popleft()._replace(ahead=None))
-
-    def _grant(self, replica: int, lease: Lease) -> Lease:
-        self._handed[replica] += lease.rows
-        self._held.setdefault(replica, {})[lease.number] = lease
-        return lease
-
-
-class Pause(NamedTuple):
-    """What is left of the epoch."""
-
-    order: int  # checksum of what ranges depend on, see `RunPlan.order`
-    left: Sequence[Left]
-    departed: Sequence[Done] = ()  # of those that trained in it, and are not there
-
-    @classmethod
-    def of(cls, fields: Sequence[Any]) -> Self:
-        """Read one as it came over the wire, where a tuple has no names."""
-        order, left, *departed = fields  # earlier versions did not write the last
-        return cls(order, left_of(left), *map(done_of, departed))
-
-    def values(self) -> list[Any]:
-        """The same as plain lists."""
-        left = [[r, [list(one) for one in own]] for r, own in self.left]
-        return [self.order, left, [list(one) for one in self.departed]]
-
-
-Finished = Sequence[Mapping[str, Any]]  # of each piece: number, examples, loss
-
-
-# Fine enough that a replica twice as slow as the others delays them little at the end
-# of an epoch, coarse enough that a piece is worth a request.
-PIECES_PER_REPLICA = 8
-
-
-class Extent(NamedTuple):
-    """How much there is to train on in a phase, and in which portions."""
-
-    rows: tuple[FromMinusOne, ...]  # of each part; -1 if only going through it tells
-    keys: tuple[str, ...]  # of each part that a worker holds, else ""
-    step_rows: Positive  # per optimizer step of one replica
-    piece_rows: Positive  # aimed at; a multiple of `step_rows`
-
-
-class Laps(NamedTuple):
-    """How training epochs are divided: all replicas meet after each lap."""
-
-    replicas: Positive = 1  # that the run begins with
-    rows: Positive | None = None  # of each in one lap; None: as many as there are
-    seconds: float | None = None  # after which the lap is ended; None: it is not
-    left: Sequence[Left] | None = None  # of the first epoch; None: all of it
-    departed: Sequence[Done] = ()  # of those that trained in that, in another run
-
-    @classmethod
-    def of(cls, fields: Sequence[Any]) -> Self:
-        """Read laps as they came over the wire, where a tuple has no names."""
-        replicas, rows, seconds, left, departed = fields
-        left = None if left is None else left_of(left)
-        return cls(replicas, rows, seconds, left, done_of(departed))
-
-
-WHOLE_EPOCHS = Laps()
-
-
-def extent_of(
-    rows: Sequence[int],
-    step_rows: int,
-    replicas: int,
-    keys: Sequence[str] | None = None,
-) -> Extent:
-    """An extent with pieces of the usual size, about eight for each replica.
-
-    Args:
-        rows: Of each part; -1 if that is not known.
-        step_rows: Per optimizer step of one replica.
-        replicas: How many share it.
-        keys: Dask key of each part that a worker holds, "" of others; None: all are
-            loaded from elsewhere.
-
-    Example:
-        >>> extent_of([100, 60], step_rows=4, replicas=2).piece_rows
-        12
-    """
-    total = sum(count for count in rows if count > 0)
-    steps = -(-total // (PIECES_PER_REPLICA * replicas * step_rows))
-    held = ("",) * len(rows) if keys is None else tuple(keys)
-    counts = tuple(int(count) for count in rows)
-    return Extent(counts, held, step_rows, max(steps, 1) * step_rows)
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """Plain values, sent as a dict; see :meth:`of`.
-
-    Attributes:
-        run: Identity of the run, a random unsigned 64-bit integer.
-        replicas: Worker address of each replica.
-        extents: Of each phase ("train", "validation").
-        seed: Of the order of the training parts; None keeps their order.
-        epochs_before: Of earlier fits, so that each has an order of its own.
-        synchronous: Fixed shares instead of first come, first served.
-        relay_bytes: Bound of the relay's queue for each replica.
-        min_replicas: With fewer active ones nobody gets a piece.
-        timeouts: Bounds on waiting, seconds, by name.
-        routing: ``"plain"``, or ``"mesh"``: then no updates come here.
-        first_epoch: That is trained, counted from 0; those before were, elsewhere.
-        laps: How the epochs are divided.
-    """
-
-    run: Identity
-    replicas: Mapping[Whole, str]
-    extents: Mapping[str, Extent]
-    seed: Whole | None
-    epochs_before: Whole
-    synchronous: bool
-    relay_bytes: Whole
-    min_replicas: Whole
-    timeouts: Mapping[str, float]
-    routing: str = "plain"
-    first_epoch: Whole = 0
-    laps: Laps = WHOLE_EPOCHS
-
-    @property
-    def order(self) -> int:
-        """A checksum of what ranges of rows depend on: the data, and their order."""
-        rows = self.extents["train"].rows
-        return zlib.crc32(repr((rows, self.seed, self.epochs_before)).encode())
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
-        """Read a plan as it came over the wire, where a tuple has no names.
-
-        Raises:
-            ValueError: If it is none that anybody makes, or a TypeError.
-        """
-        check(fields, hints_of(cls))
-        extents = {
-            phase: Extent(*extent) for phase, extent in fields["extents"].items()
-        }
-        laps = Laps.of(fields.get("laps", WHOLE_EPOCHS))
-        plan = cls(**{**fields, "extents": extents, "laps": laps})
-        if not plan.replicas or "train" not in extents:
-            raise ValueError("a plan needs replicas, and what they train on")
-        if any(len(rows) != len(keys) for rows, keys, *_ in extents.values()):
-            raise ValueError("each part has one number of rows and one key")
-        if plan.routing not in ("plain", "mesh"):
-            raise ValueError(f"routing must be plain or mesh, got {plan.routing!r}")
-        Timeouts(**plan.timeouts)
-        return plan
-
-
 # Enough that of parts spread over the workers at random one is found nearly always
 # (1 - exp(-4) = 98 %), few enough that an answer takes no longer with more parts.
 LOOKS_PER_REPLICA, LEAST_LOOKS = 4, 64
@@ -473,15 +473,15 @@ class DynamicLeasing(Leasing):
     def __init__(
         self,
         order: Sequence[int],
-        extent: Extent,
+        extent: PartitionSizes,
         interval_rows: int | None = None,
-        left: Sequence[Left] | None = None,
+        left: Sequence[RemainingWork] | None = None,
     ) -> None:
         parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
         super().__init__(sum(part.rows for part in parts), interval_rows)
         self._order = {part: i for i, part in enumerate(order)}
         self._extent = extent
-        share = PIECES_PER_REPLICA * extent.piece_rows
+        share = LEASES_PER_REPLICA * extent.lease_rows
         self._parts = [
             stretch
             for part in parts
@@ -498,17 +498,17 @@ class DynamicLeasing(Leasing):
 
     @override
     def _counted(self, replica: int) -> int:
-        return self._handed.total()
+        return self._granted.total()
 
     @override
-    def left(self) -> list[Left]:
+    def left(self) -> list[RemainingWork]:
         positions = self._untouched.round(0, len(self._untouched))
         untouched = (self._parts[position] for position in positions)
         begun = (*self._rests, *self._own.values(), *self._reserved.values())
         again = (one for lease in self._again for one in lease.ranges)
         ranges = [*untouched, *begun, *again]
         ranges.sort(key=lambda one: (self._order[one.part], one.start))
-        return [Left(NOBODY, joined(ranges))]
+        return [RemainingWork(NOBODY, joined(ranges))]
 
     @override
     def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
@@ -522,7 +522,7 @@ class DynamicLeasing(Leasing):
         ahead = None if reserved is None else reserved.part
         if ahead == ranges[-1].part:  # it is on it already
             ahead = None
-        return self._hand_out(replica, ranges, ahead)
+        return self._cut_lease(replica, ranges, ahead)
 
     @override
     def _has_one_for(self, replica: int) -> bool:
@@ -547,7 +547,7 @@ class DynamicLeasing(Leasing):
     def _cut(self, replica: int, is_near: IsNear | None) -> list[Range]:
         """The next rows of a replica that has some: of its part, and of those after."""
         ranges: list[Range] = []
-        room = self._piece_rows()
+        room = self._lease_rows()
         while room > 0 and self._go_on(replica, is_near):
             own = self._own[replica]
             if own.is_whole and ranges:
@@ -570,14 +570,14 @@ class DynamicLeasing(Leasing):
                 self._ample.add(replica)
         return former
 
-    def _piece_rows(self) -> int:
+    def _lease_rows(self) -> int:
         """The size aimed at, but half of a fair share of what is free at the end."""
         step = self._extent.step_rows
         free = self._free
         if self._limit is not None:
-            free = min(free, self._limit - self._handed.total())
+            free = min(free, self._limit - self._granted.total())
         share = -(-free // (2 * len(self._takers) * step)) * step
-        return min(self._extent.piece_rows, share)
+        return min(self._extent.lease_rows, share)
 
     # ---- parts of its own
 
@@ -714,10 +714,10 @@ class StaticPartition(Leasing):
     def __init__(
         self,
         order: Sequence[int],
-        extent: Extent,
+        extent: PartitionSizes,
         share_among: Sequence[int],
         interval_rows: int | None = None,
-        left: Sequence[Left] | None = None,
+        left: Sequence[RemainingWork] | None = None,
     ) -> None:
         parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
         super().__init__(sum(part.rows for part in parts), interval_rows)
@@ -744,8 +744,8 @@ class StaticPartition(Leasing):
         leases: list[tuple[Range, ...]] = []
         for start in range(0, known.rows, interval_rows):
             end = min(start + interval_rows, known.rows)
-            for first in range(start, end, self._extent.piece_rows):
-                stop = min(first + self._extent.piece_rows, end)
+            for first in range(start, end, self._extent.lease_rows):
+                stop = min(first + self._extent.lease_rows, end)
                 leases.append(tuple(known.between(first, stop)))
         leases += [(part,) for part in share if part.is_whole]
         parts = dict.fromkeys(one.part for ranges in leases for one in ranges)
@@ -754,16 +754,17 @@ class StaticPartition(Leasing):
 
     @override
     def _counted(self, replica: int) -> int:
-        return self._handed[replica]
+        return self._granted[replica]
 
     @override
-    def left(self) -> list[Left]:
+    def left(self) -> list[RemainingWork]:
         shares = [
-            Left(replica, _ranges_of(share)) for replica, share in self._shares.items()
+            RemainingWork(replica, _ranges_of(share))
+            for replica, share in self._shares.items()
         ]
         again = tuple(one for lease in self._again for one in lease.ranges)
         free = (*again, *_ranges_of(self._orphans))
-        return [*shares, Left(NOBODY, free)] if free else shares
+        return [*shares, RemainingWork(NOBODY, free)] if free else shares
 
     @override
     def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
@@ -771,7 +772,7 @@ class StaticPartition(Leasing):
         share = self._shares.get(replica) or self._orphans
         if not share:
             return self._repeat(replica)
-        return self._hand_out(replica, *share.popleft())
+        return self._cut_lease(replica, *share.popleft())
 
     @override
     def _has_one_for(self, replica: int) -> bool:
@@ -859,10 +860,10 @@ class Schedule:
 
     def __init__(
         self,
-        extents: Mapping[str, Extent],
+        extents: Mapping[str, PartitionSizes],
         seed: int | None,
         epochs_before: int,
-        laps: Laps = WHOLE_EPOCHS,
+        laps: SyncIntervals = WHOLE_EPOCHS,
     ) -> None:
         self._extents = extents
         self._keys = {phase: list(extent.keys) for phase, extent in extents.items()}

@@ -24,7 +24,7 @@ from daskdl.channel.base import (
 )
 from daskdl.channel.connection import UNREADABLE, Reader, SharedFrame
 from daskdl.channel.inbox import Inbox
-from daskdl.channel.leasing import Finished, Lease, Pause, RunPlan
+from daskdl.channel.leasing import Finished, Lease, RunSpec, SyncPoint
 from daskdl.channel.protocol import Arrays, Barrier, Endpoint, Item, ItemKind
 from daskdl.channel.run_state import RunState
 from daskdl.channel.sender import Outbox
@@ -55,7 +55,7 @@ class LocalRun:
     now: Callable[[], float]
 
     def __init__(
-        self, plan: RunPlan, now: Callable[[], float] = time.monotonic
+        self, plan: RunSpec, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.record = RunState(plan)
         self.changed = threading.Condition()
@@ -376,7 +376,7 @@ class LocalChannel(Receiver):
     @override
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
-    ) -> Lease | Pause | None:
+    ) -> Lease | SyncPoint | None:
         record, replica = self._record, self._replica
 
         with self._changed:

@@ -409,7 +409,7 @@ class Barrier(enum.StrEnum):
 
     AGREE = "agree"  # afterwards updates are held, until the next one
     REPORT = "report"  # the client reads the notes too; an epoch is over
-    PAUSE = "pause"  # a lap is over, and not the epoch
+    SYNC = "sync"  # a sync interval is over, and not the epoch
     MEET = "meet"
     ROUND = "round"  # who waits for a lease is not waited for, see `stand_by`
 

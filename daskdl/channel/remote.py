@@ -27,7 +27,7 @@ from daskdl.channel.base import (
     Waits,
 )
 from daskdl.channel.inbox import Have, Received, donors, helpers, missing, settle
-from daskdl.channel.leasing import Finished, Lease, Pause, Range
+from daskdl.channel.leasing import Finished, Lease, Range, SyncPoint
 from daskdl.channel.link import Link, Wanted
 from daskdl.channel.protocol import (
     Answer,
@@ -582,7 +582,7 @@ class RemoteChannel(Receiver):
     @override
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
-    ) -> Lease | Pause | None:
+    ) -> Lease | SyncPoint | None:
         answer = self._waits.ask(
             protocol.LEASE,
             None if wait else self._timeouts.bound("request"),
@@ -595,7 +595,11 @@ class RemoteChannel(Receiver):
         if wait:
             self._note = None
         if answer["piece"] is None:
-            return None if answer["pause"] is None else Pause.of(answer["pause"])
+            return (
+                None
+                if answer["pause"] is None
+                else SyncPoint.from_wire(answer["pause"])
+            )
         ranges = tuple(Range(*one) for one in answer["ranges"])
         return Lease(answer["piece"], ranges, dict(answer["keys"]), answer["ahead"])
 

@@ -9,7 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskdl.channel.leasing import Done, Lease, Leasing, Pause, RunPlan, Schedule
+from daskdl.channel.leasing import (
+    Done,
+    Finished,
+    Lease,
+    Leasing,
+    RunSpec,
+    Schedule,
+    SyncPoint,
+)
 from daskdl.channel.protocol import (
     RELAYED,
     Barrier,
@@ -242,7 +250,7 @@ class RunState:
         ended: Whether a replica has come to the end of the run.
     """
 
-    plan: RunPlan
+    plan: RunSpec
     members: Membership
     outboxes: dict[int, Outbox]
     events: EventLog
@@ -256,7 +264,7 @@ class RunState:
     holding: bool
     ended: bool
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, plan: RunSpec) -> None:
         self.plan = plan
         self.members = Membership(plan.replicas)
         self.outboxes = {}
@@ -517,12 +525,12 @@ class RunState:
             self._held.clear()
         if kind == Barrier.AGREE:
             barrier.counted = {"present": len(self.members.present)}
-        if kind == Barrier.PAUSE:
+        if kind == Barrier.SYNC:
             here = payloads.keys() - barrier.gone.keys()
             barrier.counted = {"departed": self._trained_by_departed(here)}
         if kind == Barrier.REPORT:
             self._end_epoch(key, barrier)
-        if kind in (Barrier.REPORT, Barrier.PAUSE):
+        if kind in (Barrier.REPORT, Barrier.SYNC):
             self.lap += 1
             self._lap_began_at = None
             self.schedule.begin_interval()
@@ -556,7 +564,7 @@ class RunState:
         replica: int,
         phase: str,
         epoch: int,
-        finished: Sequence[Mapping[str, Any]],
+        finished: Finished,
         now: float,
     ) -> None:
         """A replica has finished leases; a lap that has taken long enough ends.
@@ -600,7 +608,7 @@ class RunState:
 
     def lease(
         self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
-    ) -> Lease | Pause | None:
+    ) -> Lease | SyncPoint | None:
         """Lease the next piece to a replica, which is idle no more.
 
         Args:
@@ -621,7 +629,7 @@ class RunState:
         if lease is not None:
             return lease._replace(keys=self.schedule.keys(phase, lease))
         over = leases.interval_is_over(self.members.expected)
-        return Pause(self.plan.order, leases.left()) if over else None
+        return SyncPoint(self.plan.order, leases.left()) if over else None
 
     def _leases(self, phase: str, epoch: int) -> Leasing:
         shares = self.members.expected if self.plan.synchronous else None

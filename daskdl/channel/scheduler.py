@@ -18,7 +18,7 @@ from distributed.comm import get_address_host_port, parse_address
 from distributed.diagnostics.plugin import SchedulerPlugin
 from typing_extensions import override
 
-from daskdl.channel.leasing import Pause, RunPlan
+from daskdl.channel.leasing import RunSpec, SyncPoint
 from daskdl.channel.protocol import (
     NAME,
     Acknowledgement,
@@ -535,8 +535,8 @@ class LiveRun:
         lease = record.lease(
             replica, phase, epoch, lambda key: worker in self._holders(key)
         )
-        if lease is None or isinstance(lease, Pause):
-            pause = None if lease is None else lease.values()
+        if lease is None or isinstance(lease, SyncPoint):
+            pause = None if lease is None else lease.to_wire()
             return self.answer(piece=None, pause=pause)
         return self.answer(
             piece=lease.number,
@@ -785,7 +785,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         """A client starts a run."""
         if client not in self._scheduler.clients:
             raise ValueError(f"{client!r} is no client of this cluster")
-        record = RunState(RunPlan.of(plan))
+        record = RunState(RunSpec.from_wire(plan))
         if record.plan.run in self.runs:
             raise ValueError(f"run {record.plan.run} is open already")
         self.runs[record.plan.run] = LiveRun(record, self._scheduler, client)

@@ -14,7 +14,12 @@ import torch
 from distributed import Client
 from numpy.typing import NDArray
 
-from daskdl.channel.leasing import Extent, Laps, RunPlan, extent_of
+from daskdl.channel.leasing import (
+    PartitionSizes,
+    RunSpec,
+    SyncIntervals,
+    partition_sizes,
+)
 from daskdl.channel.protocol import Answer, Arrays, join, unwrap
 from daskdl.config import Bound
 from daskdl.data.futures import answers_of, workers_of
@@ -416,7 +421,7 @@ def extent_for(
     source: Source,
     replicas: int,
     keys: Sequence[str] | None = None,
-) -> Extent:
+) -> PartitionSizes:
     """How much there is to train on in a phase, in portions; the log says how large.
 
     Args:
@@ -428,9 +433,9 @@ def extent_for(
     """
     step = options.piece_rows(phase)
     if source.lengths is None:
-        return extent_of([-1] * source.parts, step, replicas, keys)
-    extent = extent_of(source.lengths, step, replicas, keys)
-    piece = extent.piece_rows
+        return partition_sizes([-1] * source.parts, step, replicas, keys)
+    extent = partition_sizes(source.lengths, step, replicas, keys)
+    piece = extent.lease_rows
     small = sum(0 < rows < piece for rows in source.lengths)
     large = sum(rows > piece for rows in source.lengths)
     logger.info(
@@ -450,9 +455,9 @@ def extent_for(
 def plan_of(
     options: TaskOptions,
     seats: Mapping[int, str],
-    extents: Mapping[str, Extent],
+    extents: Mapping[str, PartitionSizes],
     relay_bytes: int,
-) -> RunPlan:
+) -> RunSpec:
     """What is asked for when a run is opened.
 
     Args:
@@ -475,14 +480,14 @@ def plan_of(
         )
     pause = None if resume is None else resume.pause
     where = "" if resume is None else resume.url
-    laps = Laps(
+    laps = SyncIntervals(
         replicas=len(seats),
         rows=None if steps is None else steps * options.step_rows,
         seconds=None if rule is None else rule.seconds,
         left=None if pause is None else pause.left,
         departed=() if pause is None else pause.departed,
     )
-    plan = RunPlan(
+    plan = RunSpec(
         run=options.run,
         replicas=dict(seats),
         extents=extents,

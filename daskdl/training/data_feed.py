@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.channel.base import Channel
-from daskdl.channel.leasing import Lease, Pause, Range
+from daskdl.channel.leasing import Lease, Range, SyncPoint
 from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
 from daskdl.data import trees
@@ -598,7 +598,7 @@ class Feed:
 
     loss: float
     dropped: int
-    pause: Pause | None
+    pause: SyncPoint | None
 
     def __init__(
         self,
@@ -681,7 +681,7 @@ class Feed:
             )
         phase = self._reading.phase
         leased = self._channel.lease(phase, self._epoch, finished, wait=wait)
-        if isinstance(leased, Pause):
+        if isinstance(leased, SyncPoint):
             self.pause = leased
             return None
         return leased

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from daskdl import errors, evaluation
 from daskdl.callbacks import Callback, Checkpoint, FitBegin, FitEnd
-from daskdl.channel.leasing import Pause
+from daskdl.channel.leasing import SyncPoint
 from daskdl.checkpoints import (
     COMMON,
     CheckpointPlan,
@@ -1032,7 +1032,7 @@ def _check_said(said: Mapping[str, Any]) -> None:
         raise ValueError(f"{wrong!r:.80}, {said['kind']!r:.80}")
 
 
-def _pause_of(fields: Any) -> Pause | None:
+def _pause_of(fields: Any) -> SyncPoint | None:
     """Read one that somebody may have written by hand.
 
     Raises:
@@ -1040,7 +1040,7 @@ def _pause_of(fields: Any) -> Pause | None:
     """
     if fields is None:
         return None
-    pause = Pause.of(fields)
+    pause = SyncPoint.from_wire(fields)
     ranges = [one for left in pause.left for one in left.ranges]
     numbers = [number for one in ranges for number in one]
     numbers += [pause.order, *(left.replica for left in pause.left)]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from daskdl import errors
 from daskdl.callbacks import EpochBegin, Step
 from daskdl.channel.base import Channel, Entry, Gathered, Stopped
-from daskdl.channel.leasing import Pause, done_of
+from daskdl.channel.leasing import SyncPoint, done_of
 from daskdl.channel.protocol import Barrier
 from daskdl.compression.flat import Frozen
 from daskdl.data import trees
@@ -475,7 +475,7 @@ class Works:
         """What the others are told whenever all meet."""
         return {} if self.checkpoints is None else self.checkpoints.note()
 
-    def checkpoint(self, epoch: int, pause: Pause | None = None) -> Copyable:
+    def checkpoint(self, epoch: int, pause: SyncPoint | None = None) -> Copyable:
         """What a checkpoint has of this replica.
 
         Args:
@@ -486,7 +486,7 @@ class Works:
         likeness = Likeness.of(self.module, self.optimizer, self.rate.scheduler)
         said = {
             "epoch": epoch,
-            "pause": None if pause is None else pause.values(),
+            "pause": None if pause is None else pause.to_wire(),
             "epochs_before": options.epochs_before,
             "kind": state.kind,
             "likeness": likeness.values(),
@@ -626,12 +626,12 @@ class Replica:
         works.tally.dropped += feed.dropped - dropped
         works.tally.reason = works.tally.reason or feed.reason
 
-    def _pause(self, epoch: int, pause: Pause) -> None:
+    def _pause(self, epoch: int, pause: SyncPoint) -> None:
         """All meet in the middle of an epoch, as they do at its end."""
         works = self._live
         self._meet(epoch)
         note = {"digest": works.exchange.digest(), **works.checkpoint_note()}
-        gathered = self._channel.gather(f"pause {works.lap}", note, Barrier.PAUSE)
+        gathered = self._channel.gather(f"pause {works.lap}", note, Barrier.SYNC)
         check_alike(gathered, f"in the middle of epoch {epoch}")
         works.lap += 1
         pause = pause._replace(departed=done_of(gathered.counted["departed"]))

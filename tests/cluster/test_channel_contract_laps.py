@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from daskdl.channel.leasing import Laps, Pause
+from daskdl.channel.leasing import SyncIntervals, SyncPoint
 from daskdl.channel.protocol import Barrier
 from tests.support.channels import in_thread
 from tests.support.every_channel import every_channel
@@ -32,7 +32,7 @@ async def take(channel, finished=()):
     done, pieces = [*finished], []
     while True:
         leased = await in_thread(channel.lease, "train", 0, done, wait=True)
-        if leased is None or isinstance(leased, Pause):
+        if leased is None or isinstance(leased, SyncPoint):
             return pieces, leased
         pieces.append(leased)
         done = [{"piece": leased.number, "examples": 1, "loss": 0.0}]
@@ -45,7 +45,7 @@ class TestLaps:
         options = {
             "pieces": {"train": tuple(f"p{i}" for i in range(dealing.pieces))},
             "synchronous": dealing.synchronous,
-            "laps": Laps(replicas=2, rows=dealing.rows),
+            "laps": SyncIntervals(replicas=2, rows=dealing.rows),
         }
         async with a_run(**options) as run:
             for _ in range(2):
@@ -55,8 +55,8 @@ class TestLaps:
             first, pause = await take(run.channels[0])
 
             assert len(first) == dealing.first
-            assert isinstance(pause, Pause)
-            await in_thread(run.channels[0].gather, "pause", None, Barrier.PAUSE)
+            assert isinstance(pause, SyncPoint)
+            await in_thread(run.channels[0].gather, "pause", None, Barrier.SYNC)
             rest, nothing = await take(run.channels[0])
             assert nothing is None
             trained = [one.part for piece in first + rest for one in piece.ranges]

@@ -11,7 +11,7 @@ import pytest
 
 from daskdl import FailureInjection, codec
 from daskdl.channel.base import Stopped
-from daskdl.channel.leasing import RunPlan
+from daskdl.channel.leasing import RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import Endpoint
 from daskdl.config import Bound
@@ -24,7 +24,7 @@ ENDPOINT = Endpoint(7, 0, 50, 2.0**-24, 2**20, 2**20, TIMEOUTS)
 
 def run_of(replicas=2, **options):
     return LocalRun(
-        RunPlan(
+        RunSpec(
             run=7,
             replicas=dict.fromkeys(range(replicas), "here"),
             extents=extents({"train": ("p",)}),

@@ -15,7 +15,7 @@ from torch import nn
 
 from daskdl import ParameterAveraging
 from daskdl.channel.base import Stopped
-from daskdl.channel.leasing import Extent, RunPlan
+from daskdl.channel.leasing import PartitionSizes, RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import Endpoint
 from daskdl.training.base import ReplicaContext
@@ -151,10 +151,10 @@ class Life:
 
 def lives_of(master, replicas, deaths, rows, piece):
     """Run some replicas; returns those that came to the end, and the others."""
-    plan = RunPlan(
+    plan = RunSpec(
         run=7,
         replicas=dict.fromkeys(range(replicas), "here"),
-        extents={"train": Extent((1,) * rows, ("",) * rows, 1, piece)},
+        extents={"train": PartitionSizes((1,) * rows, ("",) * rows, 1, piece)},
         seed=None,
         epochs_before=0,
         synchronous=True,

@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.leasing import DynamicLeasing, Extent, Range, extent_of, part_order
+from daskdl.channel.leasing import (
+    DynamicLeasing,
+    PartitionSizes,
+    Range,
+    part_order,
+    partition_sizes,
+)
 
 
-def first_come(rows, step_rows=1, piece_rows=1, order=None):
-    extent = Extent(tuple(rows), ("",) * len(rows), step_rows, piece_rows)
+def first_come(rows, step_rows=1, lease_rows=1, order=None):
+    extent = PartitionSizes(tuple(rows), ("",) * len(rows), step_rows, lease_rows)
     return DynamicLeasing(order or range(len(rows)), extent)
 
 
@@ -27,7 +33,7 @@ def parts(lease):
 
 
 def test_a_replica_goes_on_with_its_part_while_others_get_other_parts():
-    leases = first_come([8, 8], piece_rows=2)
+    leases = first_come([8, 8], lease_rows=2)
 
     taken = [leases.take(replica).ranges for replica in (0, 1, 0, 1)]
 
@@ -40,7 +46,7 @@ def test_a_replica_goes_on_with_its_part_while_others_get_other_parts():
 
 
 def test_small_parts_are_merged_to_pieces_of_the_size_aimed_at():
-    leases = first_come([3, 3, 3, 20, 20], piece_rows=8)
+    leases = first_come([3, 3, 3, 20, 20], lease_rows=8)
 
     assert leases.take(0).ranges == (
         Range(0, 0, 3),
@@ -56,7 +62,7 @@ def test_parts_come_in_the_order_of_the_epoch():
 
 
 def test_the_part_that_comes_next_is_named_and_kept_for_its_replica():
-    leases = first_come([4] * 8, piece_rows=4)
+    leases = first_come([4] * 8, lease_rows=4)
 
     first, other = leases.take(0), leases.take(1)
 
@@ -66,7 +72,7 @@ def test_the_part_that_comes_next_is_named_and_kept_for_its_replica():
 
 
 def test_nothing_is_ahead_of_the_last_part():
-    leases = first_come([4], piece_rows=2)
+    leases = first_come([4], lease_rows=2)
 
     assert leases.take(0).ahead is None
 
@@ -121,28 +127,28 @@ class TestNear:
 
 class TestTheEnd:
     def test_a_part_that_is_kept_for_the_busiest_is_taken_first(self):
-        leases = first_come([8, 8, 20, 2], piece_rows=8)
+        leases = first_come([8, 8, 20, 2], lease_rows=8)
         leases.take(0)
         leases.take(1)
 
         assert parts(leases.take(2)) == [3]
 
     def test_what_one_has_left_is_halved_from_its_end_in_whole_steps(self):
-        leases = first_come([32], step_rows=2, piece_rows=4)
+        leases = first_come([32], step_rows=2, lease_rows=4)
         leases.take(0)
 
         assert leases.take(1).ranges == (Range(0, 18, 22),)
         assert leases.take(0).ranges == (Range(0, 4, 8),)
 
     def test_who_has_to_load_the_part_for_its_half_gets_less_of_it(self):
-        leases = first_come([4000], step_rows=2, piece_rows=500)
+        leases = first_come([4000], step_rows=2, lease_rows=500)
         leases.take(0)
 
         # In the time of 20 rows: (3500 - 20) / 2 = 1740 of 4000.
         assert leases.take(1).ranges[0].start == 2260
 
     def test_who_has_most_left_shares(self):
-        leases = first_come([6, 12], piece_rows=2)
+        leases = first_come([6, 12], lease_rows=2)
         leases.take(0)
         leases.take(1)
         leases.take(1)
@@ -152,14 +158,14 @@ class TestTheEnd:
         assert (one.part, one.start) == (1, 8)
 
     def test_less_than_two_steps_are_taken_whole(self):
-        leases = first_come([7], step_rows=4, piece_rows=4)
+        leases = first_come([7], step_rows=4, lease_rows=4)
         leases.take(0)
 
         assert leases.take(1).ranges == (Range(0, 4, 7),)
         assert leases.take(0) is None
 
     def test_too_little_of_a_part_to_load_it_again_for_is_not_shared(self):
-        leases = first_come([1000], piece_rows=500)
+        leases = first_come([1000], lease_rows=500)
         while leases.unfinished() > 5:  # as many as are trained on while it is loaded
             leases.finish(0, leases.take(0).number)
 
@@ -168,7 +174,7 @@ class TestTheEnd:
         assert leases.has_one_for(0)
 
     def test_pieces_become_smaller_when_little_is_left(self):
-        leases = first_come([64, 64], step_rows=2, piece_rows=16)
+        leases = first_come([64, 64], step_rows=2, lease_rows=16)
 
         turn = itertools.cycle([0, 1])
         sizes = [lease.rows for lease in iter(lambda: leases.take(next(turn)), None)]
@@ -178,7 +184,7 @@ class TestTheEnd:
         assert sizes[-1] == 2
 
     def test_a_part_of_unknown_length_is_given_whole_and_alone(self):
-        leases = first_come([3, -1, 40, -1], piece_rows=8)
+        leases = first_come([3, -1, 40, -1], lease_rows=8)
 
         taken = [leases.take(replica).ranges for replica in (0, 1, 0, 0)]
 
@@ -191,7 +197,7 @@ class TestTheEnd:
 
 
 def test_of_a_part_for_several_replicas_each_gets_a_stretch():
-    leases = first_come([256], piece_rows=8)  # 64 for each of four
+    leases = first_come([256], lease_rows=8)  # 64 for each of four
 
     taken = [leases.take(replica) for replica in range(4)]
 
@@ -201,14 +207,14 @@ def test_of_a_part_for_several_replicas_each_gets_a_stretch():
 
 class TestLosses:
     def test_pieces_grow_again_when_fewer_share_what_is_left(self):
-        leases = first_come([96], piece_rows=32)
+        leases = first_come([96], lease_rows=32)
         leases.take(1)
         leases.lose(1)
 
         assert leases.take(0).rows == 32
 
     def test_the_rest_of_the_parts_of_a_lost_replica_is_as_free_as_any(self):
-        leases = first_come([4, 4, 4], piece_rows=2)
+        leases = first_come([4, 4, 4], lease_rows=2)
         leases.take(0)
         leases.lose(0)
 
@@ -218,7 +224,7 @@ class TestLosses:
         assert leases.repeated == 0
 
     def test_what_is_free_comes_before_what_was_lost(self):
-        leases = first_come([2, 2], step_rows=2, piece_rows=2)
+        leases = first_come([2, 2], step_rows=2, lease_rows=2)
         lost = leases.take(0)
         leases.lose(0)
 
@@ -258,7 +264,7 @@ def work(rows, workers, loading, seed=0):
     """
     speeds = np.random.default_rng(seed).uniform(0.5, 1.5, workers)
     leases = DynamicLeasing(
-        part_order(len(rows), 0, seed), extent_of(rows, 32, workers)
+        part_order(len(rows), 0, seed), partition_sizes(rows, 32, workers)
     )
     queue = [(0.0, worker) for worker in range(workers)]
     here, ready, held = {}, {}, {}

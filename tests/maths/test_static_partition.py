@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.leasing import Extent, Range, StaticPartition, share_edges
+from daskdl.channel.leasing import PartitionSizes, Range, StaticPartition, share_edges
 
 
-def shares(rows, replicas=(0, 1), step_rows=1, piece_rows=1, order=None):
-    extent = Extent(tuple(rows), ("",) * len(rows), step_rows, piece_rows)
+def shares(rows, replicas=(0, 1), step_rows=1, lease_rows=1, order=None):
+    extent = PartitionSizes(tuple(rows), ("",) * len(rows), step_rows, lease_rows)
     return StaticPartition(order or range(len(rows)), extent, replicas)
 
 
@@ -61,7 +61,7 @@ def test_all_have_equally_many_steps_but_for_one(rows, step_rows, replicas):
 
 
 def test_pieces_go_across_parts_in_the_order_of_the_epoch():
-    leases = shares([3, 5, 4], [4, 2], step_rows=2, piece_rows=4, order=[2, 0, 1])
+    leases = shares([3, 5, 4], [4, 2], step_rows=2, lease_rows=4, order=[2, 0, 1])
 
     assert [lease.ranges for lease in drained(leases, 2)] == [
         (Range(2, 0, 4),),
@@ -74,7 +74,7 @@ def test_pieces_go_across_parts_in_the_order_of_the_epoch():
 
 
 def test_it_is_said_which_part_of_the_share_comes_next():
-    leases = shares([5, 2, 4], [0], step_rows=1, piece_rows=2)
+    leases = shares([5, 2, 4], [0], step_rows=1, lease_rows=2)
 
     aheads = [lease.ahead for lease in drained(leases, 0)]
 
@@ -118,6 +118,6 @@ def test_one_that_comes_late_gets_nothing_of_the_epoch():
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_with_less_than_a_step_for_each_some_get_nothing(replica):
-    leases = shares([3], step_rows=4, piece_rows=4)
+    leases = shares([3], step_rows=4, lease_rows=4)
 
     assert len(drained(leases, replica)) == 1 - replica

@@ -8,11 +8,11 @@ import pytest
 from daskdl.channel.leasing import (
     NOBODY,
     DynamicLeasing,
-    Left,
     Range,
+    RemainingWork,
     StaticPartition,
-    extent_of,
     part_order,
+    partition_sizes,
 )
 
 STEP = 4
@@ -20,13 +20,13 @@ STEP = 4
 
 def shared(rows, replicas, seed=0, interval_rows=None, left=None):
     """Leasing of fixed shares, of which `interval_rows` is for each replica."""
-    extent = extent_of(rows, STEP, len(replicas))
+    extent = partition_sizes(rows, STEP, len(replicas))
     order = part_order(len(rows), 0, seed)
     return StaticPartition(order, extent, replicas, interval_rows, left)
 
 
 def first_come(rows, replicas, seed=0, interval_rows=None, left=None):
-    extent = extent_of(rows, STEP, len(replicas))
+    extent = partition_sizes(rows, STEP, len(replicas))
     order = part_order(len(rows), 0, seed)
     total = None if interval_rows is None else interval_rows * len(replicas)
     return DynamicLeasing(order, extent, total, left)
@@ -158,7 +158,7 @@ def test_fixed_shares_go_on_as_if_nothing_had_been(ended):
 
 
 def test_each_goes_on_with_its_own_share_however_much_that_is():
-    left = [Left(5, (Range(0, 4, 40),)), Left(2, (Range(1, 36, 40),))]
+    left = [RemainingWork(5, (Range(0, 4, 40),)), RemainingWork(2, (Range(1, 36, 40),))]
     leases = shared([40, 40], range(2), left=left)
 
     (ranges,) = {one.ranges for one in [leases.take(0)]}
@@ -218,4 +218,4 @@ def test_what_lost_ones_had_belongs_to_nobody():
     owners = {left.replica: left.ranges for left in leases.left()}
 
     assert owners[NOBODY] == (Range(0, 24, 40),)
-    assert Left(0, (Range(0, 4, 20),)) in leases.left()
+    assert RemainingWork(0, (Range(0, 4, 20),)) in leases.left()

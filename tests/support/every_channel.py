@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 
-from daskdl.channel.leasing import WHOLE_EPOCHS, RunPlan
+from daskdl.channel.leasing import WHOLE_EPOCHS, RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import Endpoint
 from tests.support.channels import (
@@ -33,7 +33,7 @@ class ThreadsRun:
         self.endpoint = endpoint
         self.channels = {}
         self._run = LocalRun(
-            RunPlan(
+            RunSpec(
                 run=endpoint.run,
                 replicas={r: self.where(r) for r in range(replicas)},
                 extents=extents(pieces),

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from daskdl.channel.leasing import Extent, RunPlan
+from daskdl.channel.leasing import PartitionSizes, RunSpec
 from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
 from daskdl.channel.run_state import RunState
 from daskdl.config import Timeouts
@@ -15,7 +15,7 @@ KEYS = ("piece-0", "piece-1", "piece-2", "piece-3")
 def extents(keys):
     """Parts of one row each, by phase."""
     return {
-        phase: Extent((1,) * len(own), tuple(own), step_rows=1, piece_rows=1)
+        phase: PartitionSizes((1,) * len(own), tuple(own), step_rows=1, lease_rows=1)
         for phase, own in keys.items()
     }
 
@@ -31,7 +31,7 @@ def of_one(piece):
 def plan_of(
     replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None, routing="plain"
 ):
-    return RunPlan(
+    return RunSpec(
         run=7,
         replicas={r: f"tcp://worker-{r}" for r in range(replicas)},
         extents=extents({"train": KEYS, "validation": ("v-0", "v-1", "v-2", "v-3")}),

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from daskdl.channel.leasing import (
     DynamicLeasing,
-    Extent,
+    PartitionSizes,
     Range,
     StaticPartition,
-    extent_of,
     part_order,
+    partition_sizes,
     whole_parts,
 )
 
@@ -24,8 +24,8 @@ ACTIONS = st.lists(
 PARTS = st.lists(st.one_of(st.integers(0, 40), st.just(-1)), max_size=8)
 
 
-def extent(rows, step_rows=1, piece_rows=1):
-    return Extent(tuple(rows), ("",) * len(rows), step_rows, piece_rows)
+def extent(rows, step_rows=1, lease_rows=1):
+    return PartitionSizes(tuple(rows), ("",) * len(rows), step_rows, lease_rows)
 
 
 def first_come(order, own):
@@ -67,10 +67,10 @@ def test_parts_are_plain_numbers_that_travel():
 
 
 def test_a_piece_is_an_eighth_of_a_share_in_whole_steps_and_one_step_at_least():
-    assert extent_of([100, 61], step_rows=2, replicas=2).piece_rows == 12
-    assert extent_of([3], step_rows=4, replicas=2).piece_rows == 4
-    assert extent_of([-1, -1], step_rows=4, replicas=2).piece_rows == 4
-    assert extent_of([9, -1], step_rows=1, replicas=1).piece_rows == 2
+    assert partition_sizes([100, 61], step_rows=2, replicas=2).lease_rows == 12
+    assert partition_sizes([3], step_rows=4, replicas=2).lease_rows == 4
+    assert partition_sizes([-1, -1], step_rows=4, replicas=2).lease_rows == 4
+    assert partition_sizes([9, -1], step_rows=1, replicas=1).lease_rows == 2
 
 
 @BOTH

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from daskdl.channel.leasing import Done, Laps, Pause, RunPlan
+from daskdl.channel.leasing import Done, RunSpec, SyncIntervals, SyncPoint
 from daskdl.channel.protocol import Barrier
 from daskdl.channel.run_state import RunState
 from tests.support.records import plan_of
@@ -13,7 +13,9 @@ NOBODY_IS_NEAR = {"is_near": lambda key: False}
 def running(seed=None, **laps):
     """A run of two replicas, of four parts of a row each."""
     record = RunState(
-        dataclasses.replace(plan_of(2, seed=seed), laps=Laps(replicas=2, **laps))
+        dataclasses.replace(
+            plan_of(2, seed=seed), laps=SyncIntervals(replicas=2, **laps)
+        )
     )
     for replica in range(2):
         record.join(replica, 0.0)
@@ -22,12 +24,12 @@ def running(seed=None, **laps):
 
 def take(record, replica, phase="train", epoch=0):
     lease = record.lease(replica, phase, epoch, **NOBODY_IS_NEAR)
-    return None if isinstance(lease, Pause) else lease
+    return None if isinstance(lease, SyncPoint) else lease
 
 
 def pause_of(record, replica):
     lease = record.lease(replica, "train", record.epoch, **NOBODY_IS_NEAR)
-    assert lease is None or isinstance(lease, Pause)
+    assert lease is None or isinstance(lease, SyncPoint)
     return lease
 
 
@@ -69,7 +71,7 @@ def test_after_a_pause_all_go_on_in_the_same_epoch_and_time_begins_anew():
     record.give_back(0, "train", 0, [], 10.0)
     assert pause_of(record, 1) is not None
 
-    meet(record, Barrier.PAUSE)
+    meet(record, Barrier.SYNC)
     record.give_back(0, "train", 0, [], 15.0)  # the first look of the lap
     record.give_back(0, "train", 0, [], 24.0)
 
@@ -127,7 +129,7 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
     finish(record, 1, take(record, 1))
     pause = pause_of(record, 0)
     pause = pause._replace(departed=[Done(0.5, 3)])
-    laps = Laps(2, 1, 0.5, pause.left, pause.departed)
+    laps = SyncIntervals(2, 1, 0.5, pause.left, pause.departed)
     plan = dataclasses.replace(record.plan, laps=laps)
 
     def sent(value):
@@ -136,8 +138,7 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
             return {key: sent(one) for key, one in value.items()}
         return [*map(sent, value)] if isinstance(value, list | tuple) else value
 
-    assert Pause.of(sent(pause.values())) == pause
-    assert Pause.of(sent(pause.values())[:2]).departed == ()  # of earlier versions
-    again = RunPlan.of(sent(vars(plan)))
+    assert SyncPoint.from_wire(sent(pause.to_wire())) == pause
+    again = RunSpec.from_wire(sent(vars(plan)))
     assert again.laps == plan.laps
     assert again.order != dataclasses.replace(again, seed=5).order

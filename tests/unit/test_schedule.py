@@ -4,19 +4,19 @@ import pytest
 
 from daskdl.channel.leasing import (
     NOBODY,
-    Extent,
-    Laps,
     Lease,
-    Left,
+    PartitionSizes,
     Range,
+    RemainingWork,
     Schedule,
-    extent_of,
+    SyncIntervals,
     part_order,
+    partition_sizes,
 )
 
 
 def schedule(*keys, seed=None, epochs_before=0):
-    extent = Extent((1,) * len(keys), keys, 1, 1)
+    extent = PartitionSizes((1,) * len(keys), keys, 1, 1)
     phases = {"train": extent, "validation": extent}
     return Schedule(phases, seed, epochs_before)
 
@@ -61,9 +61,9 @@ def test_an_epoch_that_is_over_is_not_opened_again():
 
 
 def test_what_is_left_is_of_the_first_epoch_alone():
-    extents = {"train": extent_of([40], 4, 1)}
-    left = [Left(NOBODY, (Range(0, 8, 40),))]
-    schedule = Schedule(extents, None, 0, Laps(left=left))
+    extents = {"train": partition_sizes([40], 4, 1)}
+    left = [RemainingWork(NOBODY, (Range(0, 8, 40),))]
+    schedule = Schedule(extents, None, 0, SyncIntervals(left=left))
 
     rows = [schedule.open("train", epoch, None).unfinished() for epoch in (3, 4)]
 
@@ -71,8 +71,8 @@ def test_what_is_left_is_of_the_first_epoch_alone():
 
 
 def test_laps_are_of_the_training_data():
-    extents = {phase: extent_of([40], 4, 2) for phase in ("train", "validation")}
-    schedule = Schedule(extents, None, 0, Laps(replicas=2, rows=4))
+    extents = {phase: partition_sizes([40], 4, 2) for phase in ("train", "validation")}
+    schedule = Schedule(extents, None, 0, SyncIntervals(replicas=2, rows=4))
 
     def taken(phase):
         leases = schedule.open(phase, 0, None)

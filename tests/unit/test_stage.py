@@ -36,7 +36,7 @@ def test_the_log_says_how_parts_are_leased(caplog, lengths, small, large):
     with caplog.at_level(logging.INFO, LOGGER):
         extent = extent_for(options(), "train", source(*lengths), replicas=2)
 
-    piece = extent.piece_rows
+    piece = extent.lease_rows
     least, most = min(lengths), max(lengths)
     assert extent.rows == lengths
     assert [record.getMessage() for record in caplog.records] == [
@@ -53,7 +53,7 @@ def test_each_phase_has_pieces_of_its_own_size(caplog):
             for phase in ("train", "validation")
         )
 
-    assert (train.piece_rows, validation.piece_rows) == (6, 5)
+    assert (train.lease_rows, validation.lease_rows) == (6, 5)
     assert "the train data have" in caplog.messages[0]
     assert "the validation data have" in caplog.messages[1]
 

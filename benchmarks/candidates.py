@@ -3,7 +3,7 @@
 Question: on the same budget of density, does the rule bring the loss down further?
 Counted:  accuracy or loss on rows that were not trained on, mean and deviation over
           seeds; bytes published over what whole updates would take. A simulation:
-          four replicas in turn in one thread, with the real accumulator and codec, and
+          four replicas in turn in one thread, with the real compressor and codec, and
           what is sent arrives one step later (`delay`). Each rule against the row
           named "base" above it, which sends one entry in a thousand of the parameters.
 Run:      python -m benchmarks.candidates --tasks digits text --seeds 3 --jobs 2
@@ -29,7 +29,7 @@ from benchmarks.convergence import score
 from benchmarks.simulation import Member, Offer, Rules, Simulation, offer_dense
 from benchmarks.tasks import TASKS
 from daskdl import KeepResidual, ResidualClipping, TargetSparsityThreshold
-from daskdl.compression.compressor import Proposal
+from daskdl.compression.compressor import PendingSparse
 from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.thresholds import Residual, Sent, ThresholdAlgorithm
 
@@ -85,8 +85,8 @@ def by_sign(member: Member, density: float = DENSITY) -> Sequence[Offer]:
         Dryden et al., "Communication Quantization for Data-Parallel Training of Deep
         Neural Networks", MLHPC 2016.
     """
-    member.progress.absorb_()
-    residual_N = member.progress.residual_counts()
+    member.vector.sync_from_parameters_()
+    residual_N = member.vector.residual_counts()
     offers = []
     for sign in (1, -1):
         own = np.flatnonzero(sign * residual_N > 0)
@@ -98,10 +98,10 @@ def by_sign(member: Member, density: float = DENSITY) -> Sequence[Offer]:
             least = np.partition(sizes, len(sizes) - most)[len(sizes) - most]
             own = own[sizes >= least]
         count = min(max(1, round(np.abs(residual_N[own]).mean())), MAX_COUNT)
-        quantum = count * member.progress.grid
+        grid = member.vector.grid
         entries_K = (sign * (own + 1)).astype(np.int32)
         offers.append(
-            Proposal("*", len(residual_N), quantum, quantum, count, entries_K)
+            PendingSparse("*", len(residual_N), grid, count, count * grid, entries_K)
         )
     return offers
 

@@ -1,8 +1,8 @@
 """Cost of finding and taking one update, and of applying one.
 
 Question: what does an exchange add to a step, in passes over memory?
-Counted:  ``kernels.find`` and ``kernels.take_`` on residuals of a normal
-          distribution; ``kernels.apply_`` of 25,000 entries. Not packing, not sending.
+Counted:  ``find`` and ``commit_`` of the kernels on residuals of a normal
+          distribution; ``apply_`` of 25,000 entries. Not packing, not sending.
 Baseline: ``np.add(r, u, out=r)`` over as many float32, what Strom's update of the
           residual costs before anything is searched.
 Run:      python -m benchmarks encode --size 25_000_000
@@ -19,11 +19,12 @@ import torch
 
 from benchmarks.plots import bars
 from benchmarks.questions import Question
-from daskdl import kernels
 from daskdl.compression.flat import empty
-from daskdl.kernels import generic
+from daskdl.compression.kernels import TorchKernels
+from daskdl.compression.kernels_numba import NumbaKernels
 
 GRID = 2.0**-24
+NUMBA = NumbaKernels()
 CPU = torch.device("cpu")
 DENSITIES = (1e-4, 1e-3, 7e-3, 2.5e-2)
 ROUNDS = 11  # the median of so many, cases taken in turn
@@ -50,12 +51,12 @@ class Case:
         threshold = sample.kthvalue(int(sample.numel() * (1 - density))).values.item()
         self.count = round(threshold / GRID)
 
-    def find(self, module=kernels):
-        return module.find(self.local, self.shared, self.count, GRID)
+    def find(self, kernels=NUMBA):
+        return kernels.find(self.local, self.shared, self.count, GRID)
 
-    def take(self, entries, module=kernels, multiple=math.inf):
+    def commit(self, entries, kernels=NUMBA, multiple=math.inf):
         bound = multiple * self.count * GRID
-        module.take_(self.local, self.shared, entries, self.count, GRID, bound)
+        kernels.commit_(self.local, self.shared, entries, self.count, GRID, bound)
 
 
 def timed(work) -> float:
@@ -66,8 +67,8 @@ def timed(work) -> float:
 
 def encode_ms(case, **options) -> float:
     """Find and take once; shared is put back outside of the time."""
-    module = options.get("module", kernels)
-    ms = timed(lambda: case.take(case.find(module), **options))
+    kernels = options.get("kernels", NUMBA)
+    ms = timed(lambda: case.commit(case.find(kernels), **options))
     case.shared.fill_(1)
     return ms
 
@@ -83,26 +84,24 @@ def cases(size):
     for density in DENSITIES:
         case = Case(size, density)
         yield "find", density, lambda case=case: timed(case.find)
-        yield "find + take_", density, lambda case=case: encode_ms(case)
+        yield "find + commit_", density, lambda case=case: encode_ms(case)
         yield (
-            "find + take_, clipped at 5",
+            "find + commit_, clipped at 5",
             density,
             lambda case=case: encode_ms(case, multiple=5.0),
         )
     case = Case(size, 1e-3)
     yield (
-        "find + take_, torch operations",
+        "find + commit_, torch operations",
         1e-3,
-        lambda: encode_ms(case, module=generic),
+        lambda: encode_ms(case, kernels=TorchKernels()),
     )
     chosen = np.random.default_rng(0).choice(size, 25_000, replace=False)
     entries = torch.from_numpy(np.sort(chosen).astype(np.int32) + 1)
     yield (
         "apply_ of 25,000 entries",
         25_000 / size,
-        lambda: timed(
-            lambda: kernels.apply_(case.local, case.shared, entries, 1, GRID)
-        ),
+        lambda: timed(lambda: NUMBA.apply_(case.local, case.shared, entries, 1, GRID)),
     )
 
 

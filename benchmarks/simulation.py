@@ -1,6 +1,6 @@
 """Replicas in turn, in one thread: what is sent arrives a fixed number of steps later.
 
-The accumulator, the codec and the models are the real ones; the channel is a list. So
+The compressor, the codec and the models are the real ones; the channel is a list. So
 a run depends on its seed alone, and a rule can be tried that the library does not have.
 """
 
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from benchmarks.tasks import Split, Task
 from daskdl import ResidualClipping, codec
-from daskdl.compression.compressor import Accumulator, DenseProposal, Proposal
+from daskdl.compression.compressor import Compressor, PendingUpdate
 from daskdl.compression.flat import (
     FlatParameters,
     average_buffers,
     load_buffers_,
     pack_buffers,
 )
-from daskdl.compression.replica_vector import ModelProgress
+from daskdl.compression.replica_vector import ReplicaVector
 from daskdl.residuals import ResidualPostProcessor
 from daskdl.thresholds import ThresholdAlgorithm
 from daskdl.training.optimizer_step import scaled
 
-Offer = Proposal | DenseProposal
+Offer = PendingUpdate
 
 
 class Member(NamedTuple):
@@ -37,24 +37,24 @@ class Member(NamedTuple):
 
     module: nn.Module
     flat: FlatParameters
-    accumulator: Accumulator
+    compressor: Compressor
     optimizer: torch.optim.Optimizer
     rate: float  # factor on the learning rate
 
     @property
-    def progress(self) -> ModelProgress:
+    def vector(self) -> ReplicaVector:
         """What is sent of, and what comes to."""
-        return self.accumulator.progress
+        return self.compressor.vector
 
 
 def offer(member: Member) -> Sequence[Offer]:
     """What the library would send."""
-    return member.accumulator.propose()
+    return member.compressor.propose()
 
 
 def offer_dense(member: Member) -> Sequence[Offer]:
     """What the library sends in a warm-up."""
-    return [member.accumulator.propose_dense()]
+    return member.compressor.propose(dense=True)
 
 
 def nothing(_member: Member, _offers: Sequence[Offer]) -> None:
@@ -129,13 +129,11 @@ class Simulation:
             torch.manual_seed(seed)
             module = task.model()
             flat = FlatParameters(module)
-            accumulator = Accumulator(
-                flat, rules.threshold, rules.residual, rules.apply
-            )
+            compressor = Compressor(flat, rules.threshold, rules.residual, rules.apply)
             scale = 1 / replicas
-            rate = scale if rules.scaled_rate else accumulator.progress.scale_(scale)
+            rate = scale if rules.scaled_rate else compressor.vector.set_scale_(scale)
             rule = task.optimizer(optimizer)(module.parameters())
-            self._members.append(Member(module, flat, accumulator, rule, rate))
+            self._members.append(Member(module, flat, compressor, rule, rate))
         self._past: list[deque[Tensor]] = [
             deque(maxlen=rules.delay + 1) for _ in self._members
         ]
@@ -156,8 +154,8 @@ class Simulation:
             for member in self._members:
                 load_buffers_(member.module, average_buffers(parts))
             first = self._members[0]
-            assert len({m.progress.digest() for m in self._members}) == 1
-            with first.progress.showing_shared():
+            assert len({m.vector.digest() for m in self._members}) == 1
+            with first.vector.showing_shared():
                 yield first.module
 
     def returned(self) -> nn.Module:
@@ -166,8 +164,8 @@ class Simulation:
             member = self._members[i]
             frame = codec.encode_dense(
                 codec.Stamp(0, i, 1, 1),
-                member.progress.grid,
-                member.progress.hand_over_(),
+                member.vector.grid,
+                member.vector.flush_residual_(),
             )
             self._under_way.append((self._step, i, frame.tobytes()))
         self._deliver(self._step + self._rules.delay)
@@ -209,7 +207,7 @@ class Simulation:
             _divide_by_gap_(member, self._past[number])
         with scaled(member.optimizer, member.rate * rules.rate(rules.delay)):
             member.optimizer.step()
-        member.progress.absorb_()
+        member.vector.sync_from_parameters_()
 
     def _exchange(self) -> None:
         total_N = np.zeros(self.size)
@@ -222,7 +220,7 @@ class Simulation:
                     self._under_way.append((self._step, origin, frame))
                     if self._rules.outer is not None:
                         _add(total_N, frame)
-                member.accumulator.take_(made)
+                member.compressor.commit_(made)
             self._rules.after(member, offers)
             self.exchanges += 1
         if self._rules.outer is not None:
@@ -234,8 +232,8 @@ class Simulation:
         self._velocity_N = momentum * self._velocity_N + total_N
         step_N = rate * (total_N + momentum * self._velocity_N) - total_N
         for member in self._members:
-            counts_N = np.round(step_N / member.progress.grid).astype(np.int32)
-            member.progress.apply_counts_(counts_N)
+            counts_N = np.round(step_N / member.vector.grid).astype(np.int32)
+            member.vector.apply_counts_(counts_N)
 
     def _deliver(self, step: int) -> None:
         """Let arrive what was sent so long ago."""
@@ -247,7 +245,7 @@ class Simulation:
             update = codec.decode(frame)
             for i, member in enumerate(self._members):
                 if i != origin:
-                    member.progress.apply_(update)
+                    member.vector.apply_(update)
 
 
 def _divide_by_gap_(member: Member, past: deque[Tensor]) -> None:

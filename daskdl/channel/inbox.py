@@ -12,13 +12,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from daskdl import kernels
 from daskdl.channel.protocol import Item, ItemKind
-from daskdl.codec import DenseUpdate, SparseUpdate, Update
-from daskdl.compression.replica_vector import count_of
+from daskdl.codec import SparseUpdate, Update
+from daskdl.compression.replica_vector import fold_
 from daskdl.errors import ChannelError
 
 # What was received of one origin: all up to a number, and those beyond a gap.
@@ -412,14 +410,8 @@ class Pile:
             self._folded[heap] = np.zeros(self._size, np.int32)
         folded_N = self._folded[heap]
         for update in self._updates:
-            if self._heap_of(update) != heap:
-                continue
-            if isinstance(update, DenseUpdate):
-                folded_N += update.counts_N
-            else:
-                count = count_of(update.threshold, self.grid)
-                entries_K = torch.from_numpy(np.require(update.entries_K, None, "W"))
-                kernels.fold_(torch.from_numpy(folded_N), entries_K, count)
+            if self._heap_of(update) == heap:
+                fold_(folded_N, update, self.grid)
         self._updates = [u for u in self._updates if self._heap_of(u) != heap]
         self._bytes[heap] = 0
 

@@ -1,6 +1,6 @@
 """Steps and exchanges of one replica without others, each part timed.
 
-They are those of a replica: the same stepper, the same accumulator, the same codec. In
+They are those of a replica: the same stepper, the same compressor, the same codec. In
 the place of another replica's update the replica's own last one comes back to it.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from daskdl import codec
-from daskdl.compression.compressor import Accumulator
+from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
 from daskdl.data.models import trainable
 from daskdl.errors import DivergedError
@@ -91,20 +91,20 @@ class Scene:
         master, module = script.master, script.model.to(device).train()
         parameters = FlatParameters(module)
         self._flats = [group.flat for group in parameters.groups]
-        self._accumulator = Accumulator(
+        self._compressor = Compressor(
             parameters, master.threshold, master.residual, master.apply
         )
-        self._progress = self._accumulator.progress
+        self._vector = self._compressor.vector
         optimizer: Optimizer = script.optimizer(trainable(module))
         self._stepper = Stepper(module, script.objective, optimizer, Stepping(), device)
         # As of one of two; with more, each sends less, and its threshold follows.
-        self._scale = self._progress.scale_(master.scale(2))
+        self._scale = self._vector.set_scale_(master.scale(2))
         self._every = master.exchange_every
         self._data, self._device = script.rows, device
         self._random = np.random.default_rng(0)
         self._exchanges = 0
         self.rows, self.threads = len(script.rows[0]), script.threads
-        self.parameters = self._progress.size
+        self.parameters = self._vector.size
         self.frames = ()
 
     def step(self) -> Times:
@@ -117,12 +117,12 @@ class Scene:
         """
         for _ in range(self._every - 1):
             self._move()
-            self._progress.absorb_()
+            self._vector.sync_from_parameters_()
         marks = [self._now()]
         updates = [codec.decode(frame.data) for frame in self.frames]
         marks.append(self._now())
         for update in updates:
-            self._progress.apply_(update)
+            self._vector.apply_(update)
         marks.append(self._now())
         marks += self._move()
         entries = self._exchange()
@@ -164,14 +164,14 @@ class Scene:
     def _exchange(self) -> int:
         """Make an update of what moved and take it out; how many entries it has."""
         self._exchanges += 1
-        accumulator = self._accumulator
-        self._progress.absorb_()
-        proposals = accumulator.propose()
+        compressor = self._compressor
+        self._vector.sync_from_parameters_()
+        updates = compressor.propose()
         stamp = codec.Stamp(0, 0, self._exchanges, self._exchanges)
-        self.frames = [p.encode(stamp) for p in proposals if p.entries]
-        for proposal in proposals:
-            accumulator.take_(proposal)
-        return sum(proposal.entries for proposal in proposals)
+        self.frames = [u.encode(stamp) for u in updates if u.entries]
+        for update in updates:
+            compressor.commit_(update)
+        return sum(update.entries for update in updates)
 
     def settle(self) -> None:
         """Let the thresholds come to where they are after some hundred steps.
@@ -189,16 +189,16 @@ class Scene:
         pairs = zip(self._flats, before, strict=True)
         movement = [self._every * (flat - former) for flat, former in pairs]
         self._settles(lambda: self._repeat(movement))
-        self._progress.apply_counts_(self._way_to(before))
+        self._vector.apply_counts_(self._way_to(before))
 
     def _settles(self, exchange: Callable[[], object]) -> bool:
         """Whether the thresholds moved no further in the end."""
         deadline = time.perf_counter() + SETTLING_S
         changes: Mapping[str, float] = {}
         for _ in range(SETTLING):
-            former_changes, sent = changes, self._accumulator.sections.sent
+            former_changes, sent = changes, self._compressor.sent
             exchange()
-            changes = _changes(sent, self._accumulator.sections.sent)
+            changes = _changes(sent, self._compressor.sent)
             if not _moving(former_changes, changes):
                 return True
             if time.perf_counter() > deadline:
@@ -213,16 +213,16 @@ class Scene:
 
     def _way_to(self, values: Sequence[torch.Tensor]) -> NDArray[np.int32]:
         """From the parameters as they are to these, in steps of the grid."""
-        grid, pairs = self._progress.grid, zip(values, self._flats, strict=True)
+        grid, pairs = self._vector.grid, zip(values, self._flats, strict=True)
         ways = [((to.double() - flat.double()) / grid).round() for to, flat in pairs]
         return torch.cat([way.int().cpu() for way in ways]).numpy()
 
     def _leap(self, changes: Mapping[str, float]) -> None:
         for pattern, change in changes.items():
-            section = self._accumulator.sections[pattern]
-            if section.sent is not None:
-                threshold = section.sent.threshold * change**LEAP
-                section.sent = section.sent._replace(threshold=threshold)
+            group = self._compressor.groups[pattern]
+            if group.sent is not None:
+                threshold = group.sent.threshold * change**LEAP
+                group.sent = group.sent._replace(threshold=threshold)
 
 
 def _changes(before: Mapping[str, Sent], now: Mapping[str, Sent]) -> dict[str, float]:

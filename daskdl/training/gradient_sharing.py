@@ -15,7 +15,12 @@ from daskdl import codec
 from daskdl.channel.base import Channel, Gathered
 from daskdl.channel.inbox import Arrived
 from daskdl.channel.protocol import FAN_OUT, Barrier
-from daskdl.compression.compressor import Accumulator, DenseProposal, Frame, Proposal
+from daskdl.compression.compressor import (
+    Compressor,
+    Frame,
+    PendingDense,
+    PendingUpdate,
+)
 from daskdl.compression.flat import (
     Buffers,
     FlatParameters,
@@ -103,10 +108,10 @@ class Pace(NamedTuple):
 
 
 class Sender:
-    """Gives a channel what an accumulator proposes, and takes out what it accepted.
+    """Gives a channel what a compressor proposes, and takes out what it accepted.
 
     Args:
-        accumulator: Of the replica's module.
+        compressor: Of the replica's module.
         channel: The replica's end of the run.
         pace: When to wait, and when to share.
         observer: Is told of each exchange.
@@ -117,12 +122,12 @@ class Sender:
 
     def __init__(
         self,
-        accumulator: Accumulator,
+        compressor: Compressor,
         channel: Channel,
         pace: Pace,
         observer: Observer,
     ) -> None:
-        self._accumulator = accumulator
+        self._compressor = compressor
         self._channel = channel
         self._pace = pace
         self._observer = observer
@@ -139,7 +144,7 @@ class Sender:
         self._clock.end()
         self.unshared += 1
         with self._observer.encoding:
-            self._accumulator.progress.absorb_()
+            self._compressor.vector.sync_from_parameters_()
         self.due = True
 
     def share(self, step: int, made: int) -> None:
@@ -156,8 +161,10 @@ class Sender:
         elif not self._channel.has_room():
             return
         with self._observer.encoding:
-            proposals = self._proposals(made)
-        self._exchange(proposals, step)
+            # All that was made in the warm-up goes densely, however late it can.
+            dense = made - self.unshared < self._pace.warmup_steps
+            updates = self._compressor.propose(dense=dense)
+        self._exchange(updates, step)
 
     def pass_over(self) -> None:
         """Nobody is there to send to; what was to be shared is dealt with."""
@@ -170,66 +177,54 @@ class Sender:
         with self._observer.waiting:
             self._channel.wait_for_room()
 
-    def _proposals(self, made: int) -> Sequence[Proposal] | Sequence[DenseProposal]:
-        # All that was made in the warm-up goes densely, however late it can.
-        if made - self.unshared < self._pace.warmup_steps:
-            return [self._accumulator.propose_dense()]
-        return self._accumulator.propose()
-
-    def _exchange(
-        self, proposals: Sequence[Proposal | DenseProposal], step: int
-    ) -> None:
+    def _exchange(self, updates: Sequence[PendingUpdate], step: int) -> None:
         """Send what there is to send, a frame each, as far as there is room."""
-        waiting = [proposal for proposal in proposals if proposal.entries]
+        waiting = [update for update in updates if update.entries]
         frames = self._send_all(waiting, step)
         if waiting and not frames:
             return
-        for proposal in proposals:
-            if not proposal.entries:
-                self._accumulator.take_(proposal)
+        for update in updates:
+            if not update.entries:
+                self._compressor.commit_(update)
         self.unshared = 0
-        entries = sum(proposal.entries for proposal in waiting[: len(frames)])
-        density = entries / self._accumulator.progress.size
+        entries = sum(update.entries for update in waiting[: len(frames)])
+        density = entries / self._compressor.vector.size
         self._observer.exchanged(density, frames)
-        self._learn(density, frames, isinstance(proposals[0], DenseProposal))
+        self._learn(density, frames, isinstance(updates[0], PendingDense))
 
     def _learn(self, density: float, frames: Sequence[Frame], dense: bool) -> None:
         """Tell the rules what the exchange took."""
         measured = Measured(
-            self._accumulator.progress.size,
+            self._compressor.vector.size,
             density,
             sum(frame.nbytes for frame in frames),
             dense,
             self._clock.take(),
             self._channel.drained(),
         )
-        self._accumulator.sections.learn(measured)
+        self._compressor.learn(measured)
 
-    def _send_all(
-        self, waiting: Sequence[Proposal | DenseProposal], step: int
-    ) -> list[Frame]:
+    def _send_all(self, waiting: Sequence[PendingUpdate], step: int) -> list[Frame]:
         """Return the frames that were accepted, of the first of these."""
         frames: list[Frame] = []
-        for proposal in waiting:
+        for update in waiting:
             if frames and self._pace.in_step:  # all, or it could not be repeated
                 self._wait_for_room()
             with self._observer.encoding:
-                frame = self._send(proposal, step, last=proposal is waiting[-1])
+                frame = self._send(update, step, last=update is waiting[-1])
             if frame is None:
                 break
             frames.append(frame)
         return frames
 
-    def _send(
-        self, proposal: Proposal | DenseProposal, step: int, *, last: bool
-    ) -> Frame | None:
+    def _send(self, update: PendingUpdate, step: int, *, last: bool) -> Frame | None:
         stamp = self._channel.next_stamp(step)
-        frame = proposal.encode(stamp)
+        frame = update.encode(stamp)
         publish = self._channel.publish if last else self._channel.publish_part
         if not publish(stamp, frame):
             return None
         # Only what is on its way leaves the residual.
-        self._accumulator.take_(proposal)
+        self._compressor.commit_(update)
         return frame
 
     def state(self) -> dict[str, Any]:
@@ -250,7 +245,7 @@ class Sharer(Exchange):
 
     Args:
         context: Of the replica.
-        accumulator: Of the module there.
+        compressor: Of the module there.
         pace: When to wait, and when to share.
         scale: How much an update of each of so many replicas counts.
         made: Steps that were made before those that are counted here: in earlier
@@ -262,7 +257,7 @@ class Sharer(Exchange):
     def __init__(
         self,
         context: ReplicaContext,
-        accumulator: Accumulator,
+        compressor: Compressor,
         pace: Pace,
         scale: Callable[[int], float],
         made: int,
@@ -273,13 +268,13 @@ class Sharer(Exchange):
         self._module = context.module
         self._frozen = context.frozen
         self._channel = context.channel
-        self._accumulator = accumulator
-        self._progress = accumulator.progress
+        self._compressor = compressor
+        self._vector = compressor.vector
         self._weigh(len(context.members))
         self._made = made
         self._step = 0
         self._observer = Observer()
-        self._sender = Sender(accumulator, context.channel, pace, self._observer)
+        self._sender = Sender(compressor, context.channel, pace, self._observer)
         self._frozen_bytes = 0  # in the last note
         self._clipped_before = 0.0  # at the last `statistics`
         self._own = False  # nobody else has shared, or will have what it was before
@@ -292,15 +287,15 @@ class Sharer(Exchange):
             members = context.members
             place, founders = members.index(context.replica), len(members)
             share_N = context.residual.share_N(place, founders)
-            self._progress.add_residual_(share_N, context.residual.grid)
+            self._vector.add_residual_(share_N, context.residual.grid)
         self.keep_agreed()
 
     def _weigh(self, replicas: int) -> None:
         self.update_scale = self._scale(replicas)
-        self.learning_rate_scale = self._progress.scale_(self.update_scale)
+        self.learning_rate_scale = self._vector.set_scale_(self.update_scale)
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
-        self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        self._vector.replace_shared_(snapshot["counts_N"], snapshot["grid"])
         load_buffers_(
             self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
         )
@@ -313,12 +308,12 @@ class Sharer(Exchange):
         own = {**state.own, "sections": {}}
         resumed.check(state._replace(own=own))
         with restoring(f"{' or '.join(resumed.own_at)}: exchange"):
-            self._accumulator.restore_(common["accumulator"], resumed.own)
+            self._compressor.restore_(common["accumulator"], resumed.own)
             for part in resumed.own[:1]:
                 self._sender.restore_(part)
         self._made, self._step = common["made"], common["step"]
-        self._clipped_before = self._accumulator.clipped
-        self._channel.align(self._step, self._progress.grid)
+        self._clipped_before = self._compressor.clipped
+        self._channel.align(self._step, self._vector.grid)
 
     @override
     def before_step(self, interval: int) -> None:
@@ -348,8 +343,8 @@ class Sharer(Exchange):
 
     def _share(self) -> None:
         if self._own:
-            if self._progress.strict:  # else it would not see its own progress
-                self._progress.hand_over_()
+            if self._vector.strict:  # else it would not see its own progress
+                self._vector.flush_residual_()
             self._sender.pass_over()
             return
         self._sender.share(self._step, self._made + self._step)
@@ -361,9 +356,9 @@ class Sharer(Exchange):
         updates, folded_N = arrived
         with self._observer.applying:
             if folded_N is not None:
-                self._progress.apply_counts_(folded_N)
+                self._vector.apply_counts_(folded_N)
             for update in updates:
-                self._progress.apply_(update)
+                self._vector.apply_(update)
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
@@ -402,9 +397,9 @@ class Sharer(Exchange):
         # made while this replica was on its way here.
         self._own = gathered.counted.get("present") == 1 and not self._served
         if self._own:
-            self._progress.hand_over_()
+            self._vector.flush_residual_()
         self._step = max(note["step"] for note in notes.values())
-        self._channel.align(self._step, self._progress.regrid_())
+        self._channel.align(self._step, self._vector.regrid_())
         parts = [
             (Buffers(note["floating"], note["integer"]), note["examples"])
             for _, note in sorted(notes.items())
@@ -416,54 +411,54 @@ class Sharer(Exchange):
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of another replica; what only this one has stays."""
-        self._progress.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        self._vector.replace_shared_(snapshot["counts_N"], snapshot["grid"])
 
     @override
     def keep_agreed(self) -> None:
-        progress, buffers = self._progress, pack_buffers(self._module)
-        counts_N, frozen = progress.shared_counts(), self._frozen.take()
-        self.agreed = Parameters(None, counts_N, None, progress.grid, buffers, frozen)
+        vector, buffers = self._vector, pack_buffers(self._module)
+        counts_N, frozen = vector.shared_counts(), self._frozen.take()
+        self.agreed = Parameters(None, counts_N, None, vector.grid, buffers, frozen)
 
     @override
     def excess(self, *, whole: bool) -> Excess | None:
-        far = self._progress.farthest() if whole else self._accumulator.cut
-        if far <= self._progress.reach:
+        far = self._vector.farthest() if whole else self._compressor.cut
+        if far <= self._vector.reach:
             return None
-        return Excess(far, MAX_COUNT * self._progress.grid)
+        return Excess(far, MAX_COUNT * self._vector.grid)
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:
-        return self._progress.showing_shared()
+        return self._vector.showing_shared()
 
     @override
     def digest(self) -> int:
-        return self._progress.digest()
+        return self._vector.digest()
 
     @override
     def stats(self) -> ExchangeStats:
-        accumulator = self._accumulator
-        thresholds = [sent.threshold for sent in accumulator.sections.sent.values()]
-        before, self._clipped_before = self._clipped_before, accumulator.clipped
-        done = self._observer.statistics(thresholds, accumulator.clipped - before)
+        compressor = self._compressor
+        thresholds = [sent.threshold for sent in compressor.sent.values()]
+        before, self._clipped_before = self._clipped_before, compressor.clipped
+        done = self._observer.statistics(thresholds, compressor.clipped - before)
         return done._replace(frozen_bytes=self._frozen_bytes)
 
     @override
     def step_stats(self) -> StepStats:
-        return self._observer.step(self._accumulator.sections.samples(SAMPLE))
+        return self._observer.step(self._compressor.samples(SAMPLE))
 
     @override
     def snapshot(self) -> dict[str, Any]:
         arrived, received = self._channel.take_all()
         self._apply(arrived)
         if self._own:
-            self._progress.hand_over_()
+            self._vector.flush_residual_()
         self._own, self._served = False, True
         self._frozen.look()
         buffers = pack_buffers(self._module)
         return {
             "received": [[o, last, list(more)] for o, (last, more) in received.items()],
-            "counts_N": self._progress.shared_counts(),
-            "grid": self._progress.grid,
+            "counts_N": self._vector.shared_counts(),
+            "grid": self._vector.grid,
             "made": self._made,
             "step": self._step,
             "floating_F": buffers.floating_F,
@@ -473,24 +468,24 @@ class Sharer(Exchange):
 
     @override
     def state(self) -> State:
-        shared, own = self._accumulator.state()
+        shared, own = self._compressor.state()
         common = {"accumulator": shared, "made": self._made, "step": self._step}
         return State(SHARER, common, {**own, **self._sender.state()})
 
     @override
     def leave(self) -> None:
         self._take_in()
-        grid = self._progress.grid
+        grid = self._vector.grid
         stamp = self._channel.next_stamp(self._step)
-        frame = codec.encode_dense(stamp, grid, self._progress.hand_over_())
+        frame = codec.encode_dense(stamp, grid, self._vector.flush_residual_())
         self._channel.publish_last(stamp, frame)
 
     @override
     def result(self) -> ExchangeResult:
-        residual_N = self._progress.residual_counts()
+        residual_N = self._vector.residual_counts()
         parameters = dataclasses.replace(self.agreed, residual_N=residual_N)
         steps = self._made + self._step
-        sent = self._accumulator.sections.sent
+        sent = self._compressor.sent
         return ExchangeResult(parameters, CompressionState(sent, steps))
 
 
@@ -618,19 +613,17 @@ class GradientSharing(TrainingMaster):
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
         small = nn.Linear(8, 8, device=device, dtype=dtype)
         rule = next(iter(self.thresholds.values()))  # the names are not its own
-        accumulator = Accumulator(
-            FlatParameters(small), rule, self.residual, self.apply
-        )
+        compressor = Compressor(FlatParameters(small), rule, self.residual, self.apply)
         with torch.no_grad():
             small.weight.add_(1.0)
-        accumulator.progress.absorb_()
-        proposals: list[Proposal | DenseProposal] = [*accumulator.propose()]
+        compressor.vector.sync_from_parameters_()
+        updates = compressor.propose()
         if self.warmup_steps or isinstance(rule, LinkAlgorithm):
-            proposals.append(accumulator.propose_dense())
-        for proposal in proposals:
-            frame = proposal.encode(codec.Stamp(0, 0, 1, 1))
-            accumulator.take_(proposal)
-            accumulator.progress.apply_(codec.decode(frame.tobytes()))
+            updates += compressor.propose(dense=True)
+        for update in updates:
+            frame = update.encode(codec.Stamp(0, 0, 1, 1))
+            compressor.commit_(update)
+            compressor.vector.apply_(codec.decode(frame.tobytes()))
 
     @property
     @override
@@ -640,7 +633,7 @@ class GradientSharing(TrainingMaster):
     @override
     def attach(self, context: ReplicaContext) -> Exchange:
         sent, made = context.compression or CompressionState({}, 0)
-        accumulator = Accumulator(
+        compressor = Compressor(
             FlatParameters(context.module),
             self.threshold,
             self.residual,
@@ -648,7 +641,7 @@ class GradientSharing(TrainingMaster):
             sent,
         )
         pace = Pace(self.max_staleness, self.exchange_every, self.warmup_steps)
-        return Sharer(context, accumulator, pace, self.scale, made)
+        return Sharer(context, compressor, pace, self.scale, made)
 
     def scale(self, replicas: int) -> float:
         """How much of its updates the group gets from each of so many replicas.

@@ -16,7 +16,7 @@ PATHS = sorted(ROOT.rglob("*.py"))
 # the files must not import in a circle.
 LAYERS = [
     {"errors"},
-    {"config", "util", "kernels", "codec", "serialization", "objective"},
+    {"config", "util", "codec", "serialization", "objective"},
     {"cluster"},
     {"thresholds", "residuals", "history"},
     {"callbacks"},
@@ -40,15 +40,14 @@ OUTSIDE = {
     "util": set(),
     "serialization": {"cloudpickle", "numpy", "torch", "typing_extensions"},
     "errors": set(),
-    "kernels": {"llvmlite", "numba", "numpy", "torch"},
-    "compression": {"numpy", "torch", "typing_extensions"},
+    "compression": {"llvmlite", "numba", "numpy", "torch", "typing_extensions"},
     "codec": {"lz4", "numba", "numpy", "typing_extensions"},
     "objective": {"torch"},
     "thresholds": {"torch", "typing_extensions"},
     "residuals": {"typing_extensions"},
     "callbacks": {"dask", "pandas", "typing_extensions"},
     "history": {"numpy", "pandas", "typing_extensions"},
-    "channel": {"distributed", "numpy", "torch", "typing_extensions"},
+    "channel": {"distributed", "numpy", "typing_extensions"},
     "data": {
         "PIL",
         "dask",

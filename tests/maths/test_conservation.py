@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from daskdl import codec, kernels
-from daskdl.compression.compressor import Accumulator
+from daskdl import codec
+from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
+from daskdl.compression.replica_vector import fold_
 from daskdl.residuals import KeepResidual, ResidualClipping
 from daskdl.thresholds import AdaptiveThreshold, FixedThreshold
 
@@ -38,7 +39,7 @@ class Net(nn.Module):
 
 
 class Replica:
-    """An accumulator, what it has not received yet, and the ledger of its steps."""
+    """A compressor, what it has not received yet, and the ledger of its steps."""
 
     def __init__(self, case, seed):
         self.module = Net(case.dtype)
@@ -47,8 +48,8 @@ class Replica:
         rule = AdaptiveThreshold(initial=0.02, max_density=0.3, decay=0.7)
         if case.layers:
             rule = {"b": FixedThreshold(0.03), "[ac]": rule}
-        self.accumulator = Accumulator(parameters, rule, residual, case.apply)
-        self.start = self.accumulator.progress.shared_counts().astype(np.float64)
+        self.compressor = Compressor(parameters, rule, residual, case.apply)
+        self.start = self.compressor.vector.shared_counts().astype(np.float64)
         self.made = np.zeros(parameters.size)
         self.scale = 1.0  # so many times an update of the module's counts
         self.strict = case.apply == "strict"
@@ -68,13 +69,13 @@ class Replica:
 
     def be_scaled(self, amount):
         """As when others come and go."""
-        factor = self.accumulator.progress.scale_(1 / amount)
+        factor = self.compressor.vector.set_scale_(1 / amount)
         assert factor == (1 / amount if self.strict else 1.0)
         self.scale = 1.0 if self.strict else 1 / amount
 
     def local(self):
         """Whichever vector it is kept in: no public method shows it."""
-        groups = self.accumulator.progress.groups
+        groups = self.compressor.vector.groups
         return torch.cat([group.local_N.double() for group in groups]).numpy().copy()
 
     def parameters(self):
@@ -82,28 +83,28 @@ class Replica:
         return [named[name] for name in ("a", "b", "c")]
 
     def share(self, amount=4):
-        """Propose, and take so many of the proposals; the updates as they travel."""
-        return [self.take(p) for p in self.accumulator.propose()[:amount]]
+        """Propose, and take so many of the updates; the updates as they travel."""
+        return [self.take(p) for p in self.compressor.propose()[:amount]]
 
     def share_dense(self, amount=0):
-        return [self.take(self.accumulator.propose_dense())]
+        return [self.take(p) for p in self.compressor.propose(dense=True)]
 
-    def take(self, proposal):
-        frame = proposal.encode(codec.Stamp(1, 0, 0, 0))
-        self.accumulator.take_(proposal)
-        return codec.decode(frame, run=1, size=self.accumulator.progress.size)
+    def take(self, update):
+        frame = update.encode(codec.Stamp(1, 0, 0, 0))
+        self.compressor.commit_(update)
+        return codec.decode(frame, run=1, size=self.compressor.vector.size)
 
     def be_refused(self, amount):
-        self.accumulator.propose()
-        self.accumulator.propose_dense()
+        self.compressor.propose()
+        self.compressor.propose(dense=True)
 
-    def absorb(self, amount):
-        self.accumulator.progress.absorb_()
+    def sync(self, amount):
+        self.compressor.vector.sync_from_parameters_()
 
-    def hand_over(self, amount=0):
-        counts = self.accumulator.progress.hand_over_()
+    def flush(self, amount=0):
+        counts = self.compressor.vector.flush_residual_()
         stamp = codec.Stamp(1, 0, 0, 0)
-        frame = codec.encode_dense(stamp, self.accumulator.progress.grid, counts)
+        frame = codec.encode_dense(stamp, self.compressor.vector.grid, counts)
         return [codec.decode(frame)]
 
     def receive(self, amount):
@@ -111,18 +112,14 @@ class Replica:
         self.random.shuffle(self.waiting)
         now, self.waiting = self.waiting[:amount], self.waiting[amount:]
         for update in now:
-            self.accumulator.progress.apply_(update)
+            self.compressor.vector.apply_(update)
 
     def receive_folded(self, amount):
-        total = np.zeros(self.accumulator.progress.size, np.int32)
+        total = np.zeros(self.compressor.vector.size, np.int32)
         for update in self.waiting:
-            if isinstance(update, codec.DenseUpdate):
-                total += update.counts_N
-            else:
-                count = round(update.threshold / self.accumulator.progress.grid)
-                kernels.fold_(total, update.entries_K, count)
+            fold_(total, update, self.compressor.vector.grid)
         self.waiting = []
-        self.accumulator.progress.apply_counts_(total)
+        self.compressor.vector.apply_counts_(total)
 
 
 class Case(NamedTuple):
@@ -134,17 +131,17 @@ class Case(NamedTuple):
 
 EVENTS = [
     *("step", "step", "share", "share_dense", "be_refused", "receive"),
-    *("receive_folded", "hand_over", "absorb", "be_scaled"),
+    *("receive_folded", "flush", "sync", "be_scaled"),
 ]
 
 
 def run(case, replicas, events):
     group = [Replica(case, seed) for seed in range(replicas)]
-    sent = np.zeros(group[0].accumulator.progress.size)
+    sent = np.zeros(group[0].compressor.vector.size)
     for which, event, amount in events:
         replica = group[which % replicas]
         for update in getattr(replica, event)(amount) or ():
-            sent += counts_of(update, replica.accumulator.progress.grid)
+            sent += counts_of(update, replica.compressor.vector.grid)
             for other in group:
                 if other is not replica:
                     other.waiting.append(update)
@@ -163,15 +160,15 @@ def counts_of(update, grid):
 
 def check(group, sent, case):
     """Start + all updates = what was sent + all residuals."""
-    grid = group[0].accumulator.progress.grid
+    grid = group[0].compressor.vector.grid
     residuals = np.zeros_like(sent)
     for replica in group:
-        replica.accumulator.progress.absorb_()
-        ahead = replica.local() - replica.accumulator.progress.shared_counts() * grid
+        replica.compressor.vector.sync_from_parameters_()
+        ahead = replica.local() - replica.compressor.vector.shared_counts() * grid
         residuals += replica.scale * ahead
     start = group[0].start
     lost = start * grid + sum(r.made for r in group) - (start + sent) * grid - residuals
-    clipped = sum(replica.accumulator.clipped for replica in group)
+    clipped = sum(replica.compressor.clipped for replica in group)
     allowed = TOLERANCE.get(case.dtype, FLOAT32)
     if case.clipping:
         assert np.abs(lost).sum() <= clipped + allowed * lost.size
@@ -205,10 +202,10 @@ class TestReplicas:
 
         for replica in group:
             replica.receive(len(replica.waiting))
-        digests = {replica.accumulator.progress.digest() for replica in group}
+        digests = {replica.compressor.vector.digest() for replica in group}
         assert len(digests) == 1
         np.testing.assert_array_equal(
-            group[0].accumulator.progress.shared_counts(), group[0].start + sent
+            group[0].compressor.vector.shared_counts(), group[0].start + sent
         )
 
     @pytest.mark.parametrize("layers", [False, True], ids=["one", "layers"])
@@ -224,7 +221,7 @@ class TestReplicas:
         for replica in group:
             replica.receive(len(replica.waiting))
         assert np.count_nonzero(sent) == sent.size
-        assert len({replica.accumulator.progress.digest() for replica in group}) == 1
+        assert len({replica.compressor.vector.digest() for replica in group}) == 1
         for replica in group[1:]:
             for one, other in zip(
                 group[0].parameters(), replica.parameters(), strict=True
@@ -233,17 +230,17 @@ class TestReplicas:
 
     def test_a_new_grid_loses_nothing_and_agrees(self, dtype, apply):
         group = [Replica(Case(dtype, apply, False), seed) for seed in range(3)]
-        growth = np.full(group[0].accumulator.progress.size, 2**29 + 3, np.int32)
+        growth = np.full(group[0].compressor.vector.size, 2**29 + 3, np.int32)
         for replica in group:
             replica.step()
-            replica.accumulator.progress.apply_counts_(growth)
-            replica.accumulator.progress.absorb_()
+            replica.compressor.vector.apply_counts_(growth)
+            replica.compressor.vector.sync_from_parameters_()
         before = [replica.local() for replica in group]
 
-        grids = {replica.accumulator.progress.regrid_() for replica in group}
+        grids = {replica.compressor.vector.regrid_() for replica in group}
 
         assert len(grids) == 1
-        assert len({replica.accumulator.progress.digest() for replica in group}) == 1
+        assert len({replica.compressor.vector.digest() for replica in group}) == 1
         for replica, local in zip(group, before, strict=True):
             np.testing.assert_array_equal(replica.local(), local)
 
@@ -257,5 +254,5 @@ def test_the_mass_that_clipping_removes_is_what_is_missing():
         replica.share()
         missing.append(np.abs(before - replica.local()).sum())
 
-    assert replica.accumulator.clipped == pytest.approx(sum(missing), rel=1e-12)
-    assert replica.accumulator.clipped > 0.05
+    assert replica.compressor.clipped == pytest.approx(sum(missing), rel=1e-12)
+    assert replica.compressor.clipped > 0.05

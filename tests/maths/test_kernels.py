@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl import kernels
+from daskdl.codec import Kind, SparseUpdate, Stamp
+from daskdl.compression.replica_vector import fold_
 from tests.support.kernel_cases import GRID, INT32_MIN, KERNELS
 
 
 @pytest.fixture(params=KERNELS)
 def kernel(request):
-    """A kernel module and a function that makes its tensors."""
+    """Kernels and a function that makes their tensors."""
     return request.param
 
 
@@ -36,18 +37,18 @@ def reference_find(local, shared, count, base=0):
 
 class TestFind:
     def test_an_entry_on_the_threshold_is_sent(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local = make([64 * GRID, -64 * GRID])
 
-        entries = module.find(local, make([0, 0], torch.int32), 64, GRID)
+        entries = kernels.find(local, make([0, 0], torch.int32), 64, GRID)
 
         assert entries.tolist() == [1, -2]
 
     def test_just_below_the_threshold_waits(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         below = float(np.nextafter(np.float32(64 * GRID), np.float32(0)))
 
-        entries = module.find(
+        entries = kernels.find(
             make([below, -below]), make([0, 0], torch.int32), 64, GRID
         )
 
@@ -55,10 +56,10 @@ class TestFind:
         assert entries.dtype == torch.int32
 
     def test_the_difference_to_shared_counts(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local = make([100 * GRID, 100 * GRID, -100 * GRID])
 
-        entries = module.find(local, make([100, 36, 0], torch.int32), 64, GRID)
+        entries = kernels.find(local, make([100, 36, 0], torch.int32), 64, GRID)
 
         assert entries.tolist() == [2, -3]
 
@@ -67,103 +68,103 @@ class TestFind:
         "size", [1, 7, 8, 9, 8191, 8192, 8193, 3 * 8192 + 5], ids=str
     )
     def test_it_finds_what_numpy_finds(self, kernel, size, dtype):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = random_pair(size, seed=size, dtype=dtype, scale=0.5)
         device = make([0.0]).device
 
-        entries = module.find(local.to(device), shared.to(device), 64, GRID)
+        entries = kernels.find(local.to(device), shared.to(device), 64, GRID)
 
         np.testing.assert_array_equal(entries.cpu(), reference_find(local, shared, 64))
 
     def test_everything_may_be_an_entry(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         size = 5 * 8192 + 3
         local = make([1.0]).repeat(size)
         shared = make([0], torch.int32).repeat(size)
 
-        entries = module.find(local, shared, 64, GRID)
+        entries = kernels.find(local, shared, 64, GRID)
 
         assert torch.equal(entries.cpu(), torch.arange(1, size + 1, dtype=torch.int32))
 
     def test_an_empty_vector_has_no_entries(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
 
-        assert module.find(make([]), make([], torch.int32), 1, GRID).tolist() == []
+        assert kernels.find(make([]), make([], torch.int32), 1, GRID).tolist() == []
 
     def test_positions_are_exact_beyond_float32_integers(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local = make([0.0]).repeat(2**24 + 1)  # the first gap in float32
         shared = torch.zeros_like(local, dtype=torch.int32)
         local[-1] = -1.0
 
-        entries = module.find(local, shared, 64, GRID, base=2)
+        entries = kernels.find(local, shared, 64, GRID, base=2)
 
         assert entries.tolist() == [-(2**24 + 3)]
 
     def test_base_shifts_positions_up_to_the_last_int32(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = make([1.0, -1.0]), make([0, 0], torch.int32)
 
-        entries = module.find(local, shared, 64, GRID, base=2**31 - 3)
+        entries = kernels.find(local, shared, 64, GRID, base=2**31 - 3)
 
         assert entries.tolist() == [2**31 - 2, -(2**31 - 1)]
 
     def test_nan_is_never_an_entry_and_infinity_always(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local = make([math.nan, math.inf, -math.inf])
 
-        entries = module.find(local, make([0] * 3, torch.int32), 64, GRID)
+        entries = kernels.find(local, make([0] * 3, torch.int32), 64, GRID)
 
         assert entries.tolist() == [2, -3]
 
     def test_counts_near_the_end_of_int32_wait(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         shared = [2**30, 2**30 + 1, -(2**30), -(2**30) - 1, INT32_MIN]
         local = make([1e6, 1e6, -1e6, -1e6, -1e6])
 
-        entries = module.find(local, make(shared, torch.int32), 64, GRID)
+        entries = kernels.find(local, make(shared, torch.int32), 64, GRID)
 
         assert entries.tolist() == [1, -3]
 
     def test_it_only_reads(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = make([1.0, 0.0, -1.0]), make([0, 0, 7], torch.int32)
         before = local.clone(), shared.clone()
 
-        module.find(local, shared, 64, GRID)
+        kernels.find(local, shared, 64, GRID)
 
         assert torch.equal(local, before[0])
         assert torch.equal(shared, before[1])
 
 
-class TestTake:
+class TestCommit:
     def test_shared_moves_and_local_stays(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = make([1.0, 0.5, -1.0]), make([0, 5, 0], torch.int32)
 
-        mass = module.take_(local, shared, make([1, -3], torch.int32), 64, GRID)
+        mass = kernels.commit_(local, shared, make([1, -3], torch.int32), 64, GRID)
 
         assert mass == 0.0
         assert local.tolist() == [1.0, 0.5, -1.0]
         assert shared.tolist() == [64, 5, -64]
 
     def test_what_is_left_over_is_cut_to_the_bound(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local = make([200 * GRID, -200 * GRID, 140 * GRID])
         shared = make([0, 0, 0], torch.int32)
         entries = make([1, -2, 3], torch.int32)
 
-        mass = module.take_(local, shared, entries, 64, GRID, bound=100 * GRID)
+        mass = kernels.commit_(local, shared, entries, 64, GRID, bound=100 * GRID)
 
         assert mass == 2 * 36 * GRID
         assert local.tolist() == [164 * GRID, -164 * GRID, 140 * GRID]
         assert shared.tolist() == [64, -64, 64]
 
     def test_a_residual_on_the_bound_stays(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = make([164 * GRID]), make([0], torch.int32)
 
-        mass = module.take_(
+        mass = kernels.commit_(
             local, shared, make([1], torch.int32), 64, GRID, bound=100 * GRID
         )
 
@@ -173,10 +174,12 @@ class TestTake:
         ("bound", "mass"), [(math.inf, 0.0), (1.0, math.inf)], ids=["none", "one"]
     )
     def test_infinite_progress_is_cut_by_a_bound_only(self, kernel, bound, mass):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = make([-math.inf]), make([0], torch.int32)
 
-        clipped = module.take_(local, shared, make([-1], torch.int32), 64, GRID, bound)
+        clipped = kernels.commit_(
+            local, shared, make([-1], torch.int32), 64, GRID, bound
+        )
 
         assert clipped == mass
         assert local.tolist() == [-64 * GRID - bound]
@@ -184,13 +187,13 @@ class TestTake:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     @pytest.mark.parametrize("multiple", [1.0, 1.7, 5.0], ids=str)
     def test_cutting_the_entries_is_cutting_everything(self, kernel, dtype, multiple):
-        module, make = kernel
+        kernels, make = kernel
         device = make([0.0]).device
         local, shared = (t.to(device) for t in random_pair(5000, 3, dtype, scale=4.0))
         before, bound = local.clone(), multiple * 64 * GRID
-        entries = module.find(local, shared, 64, GRID)
+        entries = kernels.find(local, shared, 64, GRID)
 
-        mass = module.take_(local, shared, entries, 64, GRID, bound)
+        mass = kernels.commit_(local, shared, entries, 64, GRID, bound)
 
         sent = shared.to(dtype) * GRID
         residual = before - sent
@@ -202,70 +205,65 @@ class TestTake:
         assert mass == pytest.approx(moved, rel=1e-12)  # order of a float64 sum
 
     def test_base_is_taken_off(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = make([1.0, -1.0]), make([0, 0], torch.int32)
 
-        module.take_(local, shared, make([-12], torch.int32), 64, GRID, base=10)
+        kernels.commit_(local, shared, make([-12], torch.int32), 64, GRID, base=10)
 
         assert shared.tolist() == [0, -64]
 
 
 class TestApply:
     def test_local_and_shared_both_move(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = make([0.5, 0.25, -1.0]), make([0, 5, 0], torch.int32)
 
-        module.apply_(local, shared, make([1, -3], torch.int32), 64, GRID)
+        kernels.apply_(local, shared, make([1, -3], torch.int32), 64, GRID)
 
         assert local.tolist() == [0.5 + 64 * GRID, 0.25, -1.0 - 64 * GRID]
         assert shared.tolist() == [64, 5, -64]
 
     def test_base_is_taken_off(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = make([0.0, 0.0]), make([0, 0], torch.int32)
 
-        module.apply_(local, shared, make([11], torch.int32), 64, GRID, base=10)
+        kernels.apply_(local, shared, make([11], torch.int32), 64, GRID, base=10)
 
         assert (local.tolist(), shared.tolist()) == ([64 * GRID, 0.0], [64, 0])
 
     def test_a_dense_update_moves_both(self, kernel):
-        module, make = kernel
+        kernels, make = kernel
         local, shared = make([0.5, 0.0, 1.0]), make([1, 2, 3], torch.int32)
 
-        module.apply_counts_(local, shared, make([-3, 0, 9], torch.int32), GRID)
+        kernels.apply_counts_(local, shared, make([-3, 0, 9], torch.int32), GRID)
 
         assert local.tolist() == [0.5 - 3 * GRID, 0.0, 1.0 + 9 * GRID]
         assert shared.tolist() == [-2, 2, 12]
 
 
 class TestFold:
-    def test_entries_are_added_up(self, kernel):
-        module, make = kernel
-        total = make([1, 0, 0], torch.int32)
+    def test_entries_are_added_up(self):
+        total = np.array([1, 0, 0], np.int32)
 
-        module.fold_(total, make([1, -3], torch.int32), 5)
-        module.fold_(total, make([-1, -2], torch.int32), 2)
+        for entries, count in [([1, -3], 5), ([-1, -2], 2)]:
+            entries_K = np.array(entries, np.int32)
+            entries_K.flags.writeable = False
+            stamp = Stamp(run=1, origin=2, sequence=3, step=4)
+            update = SparseUpdate(stamp, Kind.RAW32, 3, count * GRID, entries_K)
+            fold_(total, update, GRID)
 
         assert total.tolist() == [4, -2, -5]
-
-    def test_numpy_arrays_are_changed_in_place_by_read_only_entries(self):
-        total, entries = np.zeros(3, np.int32), np.array([1, -3], np.int32)
-        entries.flags.writeable = False
-
-        kernels.fold_(total, entries, 5)
-
-        assert total.tolist() == [5, 0, -5]
 
 
 class TestResidualCounts:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     def test_it_is_rounded_to_even_and_nothing_changes(self, kernel, dtype):
-        module, make = kernel
+        kernels, make = kernel
         steps = make([10.5, -11.5, 0.4, -0.6], dtype)
         local, shared = steps * GRID, make([0, 0, 3, -1], torch.int32)
         before = local.clone(), shared.clone()
 
-        counts = module.residual_counts(local, shared, GRID, 2**31 - 1)
+        counts = kernels.residual_counts(local, shared, GRID, 2**31 - 1)
 
         assert counts.tolist() == [10, -12, -3, 0]
         assert (counts.dtype, counts.device.type) == (torch.int32, "cpu")
@@ -289,9 +287,9 @@ class TestResidualCounts:
     def test_it_keeps_shared_within_a_bound(
         self, kernel, local, shared, most, expected
     ):
-        module, make = kernel
+        kernels, make = kernel
 
-        counts = module.residual_counts(
+        counts = kernels.residual_counts(
             make([local]), make([shared], torch.int32), GRID, most
         )
 

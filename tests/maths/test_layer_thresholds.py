@@ -1,4 +1,4 @@
-"""Threshold algorithms by the names of parameters, alone and in an accumulator."""
+"""Threshold algorithms by the names of parameters, alone and in a compressor."""
 
 import math
 import pickle
@@ -21,7 +21,7 @@ from daskdl.thresholds import (
     ThresholdAlgorithm,
 )
 from daskdl.training.gradient_sharing import GradientSharing
-from tests.support.accumulators import GRID, make
+from tests.support.compressors import GRID, make
 
 SMALL, LARGE = FixedThreshold(2.0**-6), FixedThreshold(2.0**-3)
 NAMES = ["embedding.weight", "0.weight", "0.bias", "1.weight", "1.bias"]
@@ -141,13 +141,13 @@ class Layers(nn.Module):
 MAPPING = {"bias": SMALL, "*": LARGE}
 
 
-class TestAccumulator:
+class TestCompressor:
     def test_each_pattern_has_its_threshold_and_whole_model_positions(self):
         module = Layers()
-        accumulator = make(module, MAPPING)
+        compressor = make(module, MAPPING)
         module.step(one=2.0**-5, bias=-(2.0**-5), two=0.25, last=-0.25)
 
-        bias, rest = accumulator.propose()
+        bias, rest = compressor.propose()
 
         assert (bias.pattern, bias.threshold) == ("bias", 2.0**-6)
         assert (rest.pattern, rest.threshold) == ("*", 2.0**-3)
@@ -157,61 +157,61 @@ class TestAccumulator:
 
     def test_only_what_is_taken_leaves_the_residual(self):
         module = Layers()
-        accumulator = make(module, MAPPING)
+        compressor = make(module, MAPPING)
         module.step(bias=0.25, two=0.25)
-        bias, _ = accumulator.propose()
+        bias, _ = compressor.propose()
 
-        accumulator.take_(bias)
+        compressor.commit_(bias)
 
-        shared = accumulator.progress.shared_counts() * GRID
+        shared = compressor.vector.shared_counts() * GRID
         assert shared.nonzero()[0].tolist() == [5]
         assert shared[5] == 2.0**-6
-        assert list(accumulator.sections.sent) == ["bias"]
+        assert list(compressor.sent) == ["bias"]
 
     def test_density_is_of_the_pattern(self):
         module = Layers()
-        accumulator = make(module, MAPPING)
+        compressor = make(module, MAPPING)
         module.step(bias=0.25, two=0.25)
 
-        for proposal in accumulator.propose():
-            accumulator.take_(proposal)
+        for update in compressor.propose():
+            compressor.commit_(update)
 
-        assert accumulator.sections.sent == {
+        assert compressor.sent == {
             "bias": Sent(2.0**-6, 1 / 4),
             "*": Sent(2.0**-3, 1 / 12),
         }
 
     def test_what_was_taken_least_often_comes_first(self):
-        accumulator = make(Layers(), {"bias": SMALL, "one": SMALL, "*": LARGE})
+        compressor = make(Layers(), {"bias": SMALL, "one": SMALL, "*": LARGE})
 
-        accumulator.take_(accumulator.propose()[0])
-        order = [proposal.pattern for proposal in accumulator.propose()]
+        compressor.commit_(compressor.propose()[0])
+        order = [update.pattern for update in compressor.propose()]
 
         assert order == ["one", "*", "bias"]
 
     def test_each_goes_on_from_its_own_outcome(self):
         adaptive = AdaptiveThreshold(decay=0.5)
         last = {"bias": Sent(0.25, 0.0), "gone": Sent(1.0, 1.0)}
-        accumulator = make(Layers(), {"bias": adaptive, "*": adaptive}, last=last)
+        compressor = make(Layers(), {"bias": adaptive, "*": adaptive}, last=last)
 
-        rules = {p.pattern: p.rule for p in accumulator.propose()}
+        rules = {p.pattern: p.rule for p in compressor.propose()}
 
         assert rules == {"bias": 0.125, "*": 1e-4}
 
     def test_neighbours_are_looked_at_together(self):
-        accumulator = make(Layers(torch.float32), {"bias": SMALL, "*": LARGE})
+        compressor = make(Layers(torch.float32), {"bias": SMALL, "*": LARGE})
 
-        segments = {p: s._segments for p, s in accumulator.sections.items()}
+        ranges = {p: g.residual.ranges for p, g in compressor.groups.items()}
 
-        assert [s.where for s in segments["bias"]] == [slice(4, 8)]
-        assert [s.where for s in segments["*"]] == [slice(0, 4), slice(8, 16)]
+        assert [where for _, where in ranges["bias"]] == [slice(4, 8)]
+        assert [where for _, where in ranges["*"]] == [slice(0, 4), slice(8, 16)]
 
     def test_one_algorithm_looks_at_each_vector_once(self):
-        accumulator = make(Layers(), LARGE)
+        compressor = make(Layers(), LARGE)
 
-        [section] = accumulator.sections.values()
+        [group] = compressor.groups.values()
 
-        assert [s.where for s in section._segments] == [slice(0, 12), slice(0, 4)]
+        assert [w for _, w in group.residual.ranges] == [slice(0, 12), slice(0, 4)]
 
     def test_a_rule_sees_the_residual_of_its_own(self):
         class Largest(ThresholdAlgorithm):
@@ -219,10 +219,10 @@ class TestAccumulator:
                 return float(residual.tensor().abs().max())
 
         module = Layers()
-        accumulator = make(module, {"bias": Largest(), "*": Largest()})
+        compressor = make(module, {"bias": Largest(), "*": Largest()})
         module.step(bias=0.25, two=0.125, last=0.0625)
 
-        assert [p.rule for p in accumulator.propose()] == [0.25, 0.125]
+        assert [p.rule for p in compressor.propose()] == [0.25, 0.125]
 
     def test_the_residual_rule_gets_each_threshold_and_count_of_exchanges(self):
         seen = []
@@ -232,10 +232,10 @@ class TestAccumulator:
                 seen.append((exchange, threshold))
                 return math.inf
 
-        accumulator = make(Layers(), MAPPING, Seeing())
-        bias, rest = accumulator.propose()
-        for proposal in (bias, rest, bias):
-            accumulator.take_(proposal)
+        compressor = make(Layers(), MAPPING, Seeing())
+        bias, rest = compressor.propose()
+        for update in (bias, rest, bias):
+            compressor.commit_(update)
 
         assert seen == [(0, 2.0**-6), (0, 2.0**-3), (1, 2.0**-6)]
 
@@ -245,24 +245,24 @@ class TestAccumulator:
                 return threshold
 
         module = Layers()
-        accumulator = make(module, MAPPING, Tight())
+        compressor = make(module, MAPPING, Tight())
         module.step(bias=0.25, two=0.5)
-        for proposal in accumulator.propose():
-            accumulator.take_(proposal)
+        for update in compressor.propose():
+            compressor.commit_(update)
 
         assert module.bias[1].item() == 2 * 2.0**-6
         assert module.two[1].item() == 2 * 2.0**-3
-        assert accumulator.clipped == 0.25 - 2.0**-5 + 0.5 - 2.0**-2
+        assert compressor.clipped == 0.25 - 2.0**-5 + 0.5 - 2.0**-2
 
     def test_a_dense_exchange_is_one_of_all_patterns(self):
         module = Layers()
-        accumulator = make(module, MAPPING)
+        compressor = make(module, MAPPING)
         module.step(bias=3 * GRID, last=-GRID)
 
-        accumulator.take_(accumulator.propose_dense())
+        compressor.commit_(*compressor.propose(dense=True))
 
-        assert accumulator.progress.residual_norm() == 0.0
-        assert accumulator.sections.sent == {
+        assert compressor.vector.residual_norm() == 0.0
+        assert compressor.sent == {
             "bias": Sent(2.0**-6, DENSE_DENSITY),
             "*": Sent(2.0**-3, DENSE_DENSITY),
         }
@@ -282,18 +282,18 @@ class TestAccumulator:
         module = Layers()
         module.two.requires_grad_(False)
 
-        accumulator = make(module, {"bias": SMALL, "one": LARGE, "last": LARGE})
+        compressor = make(module, {"bias": SMALL, "one": LARGE, "last": LARGE})
 
-        assert accumulator.progress.size == 12
+        assert compressor.vector.size == 12
 
     def test_a_pattern_whose_parameters_are_empty_does_no_harm(self):
         module = Layers()
         module.bias = nn.Parameter(torch.zeros(0))
-        accumulator = make(module, MAPPING)
+        compressor = make(module, MAPPING)
         module.step(two=0.25)
 
-        for proposal in accumulator.propose():
-            accumulator.take_(proposal)
+        for update in compressor.propose():
+            compressor.commit_(update)
 
-        assert accumulator.sections.sent["bias"].density == 0.0
-        assert np.count_nonzero(accumulator.progress.shared_counts()) == 1
+        assert compressor.sent["bias"].density == 0.0
+        assert np.count_nonzero(compressor.vector.shared_counts()) == 1

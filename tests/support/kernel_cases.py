@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from daskdl.kernels import cpu, generic
+from daskdl.compression.kernels import TorchKernels
+from daskdl.compression.kernels_numba import NumbaKernels
 
 GRID = 2.0**-20
 INT32_MIN = -(2**31)
@@ -18,7 +19,7 @@ def maker(device):
 
 
 KERNELS = [
-    pytest.param((cpu, maker("cpu")), id="numba"),
-    pytest.param((generic, maker("cpu")), id="torch"),
-    pytest.param((generic, maker("cuda")), id="cuda", marks=CUDA),
+    pytest.param((NumbaKernels(), maker("cpu")), id="numba"),
+    pytest.param((TorchKernels(), maker("cpu")), id="torch"),
+    pytest.param((TorchKernels(), maker("cuda")), id="cuda", marks=CUDA),
 ]

@@ -36,7 +36,7 @@ class TestScene:
         scene.settle()
 
         densities = [scene.step().density for _ in range(20)]
-        assert scene._accumulator.sections.sent["*"].threshold > 1e-5
+        assert scene._compressor.sent["*"].threshold > 1e-5
         assert 0.1 < sum(densities) / len(densities) < 0.6
 
     @pytest.mark.parametrize("apply", ["eager", "strict"])
@@ -66,11 +66,11 @@ class TestScene:
             float((a.detach() - b).abs().max())
             for a, b in zip(after, before, strict=True)
         )
-        sent = scene._accumulator.sections.sent["*"]
+        sent = scene._compressor.sent["*"]
         assert len(made) == 2
         assert sent.threshold > 10 * rule.initial  # others have followed the two
         assert moved < 3 * 1e-4  # what one step moves, gradients being below 1
-        assert abs(scene._progress.residual_counts()).max() > 0
+        assert abs(scene._vector.residual_counts()).max() > 0
 
     def test_with_an_interval_there_is_an_exchange_after_so_many_steps(self):
         scene = self.scene(exchange_every=3)
@@ -94,14 +94,14 @@ class TestScene:
 
         scene.step()
 
-        assert (scene._progress.weight, *scales) == expected
+        assert (scene._vector.lead, *scales) == expected
 
     def test_an_update_is_taken_in_before_the_next_step(self):
         scene = self.scene(lr=1.0, threshold=daskdl.FixedThreshold(2.0**-10))
         scene.step()
         taken = []
-        apply = scene._progress.apply_
-        scene._progress.apply_ = lambda update: taken.append(update) or apply(update)
+        apply = scene._vector.apply_
+        scene._vector.apply_ = lambda update: taken.append(update) or apply(update)
 
         times = scene.step()
 

@@ -151,7 +151,7 @@ def test_the_scale_follows_those_that_train(apply, update_scale, expected):
     for others in ([1], [1, 2], []):
         case.channel.there = others
         case.step()
-        weight = case.exchange._progress.weight
+        weight = case.exchange._vector.lead
         scales.append((case.exchange.learning_rate_scale, 1 / weight))
 
     # Strict: the rate is scaled. Eager: what is sent of steps at the whole rate.
@@ -535,18 +535,18 @@ class TestStep:
 
         for name in ("wait_for_others", "wait_for_room", "publish", "publish_part"):
             setattr(case.channel, name, note(name, getattr(case.channel, name)))
-        accumulator, progress = case.exchange._accumulator, case.exchange._progress
-        for name in ("propose", "take_"):
-            setattr(accumulator, name, note(name, getattr(accumulator, name)))
-        for name in ("absorb_", "apply_"):
-            setattr(progress, name, note(name, getattr(progress, name)))
+        compressor, vector = case.exchange._compressor, case.exchange._vector
+        for name in ("propose", "commit_"):
+            setattr(compressor, name, note(name, getattr(compressor, name)))
+        for name in ("sync_from_parameters_", "apply_"):
+            setattr(vector, name, note(name, getattr(vector, name)))
         update = case.step()[0].update
         case.channel.receive = lambda up_to_step=None: Arrived([update], None)
 
         case.step()
 
         kinds = {"wait_for_others": "waiting", "wait_for_room": "waiting"}
-        assert {name for name, _ in running} >= {*kinds, "propose", "apply_", "take_"}
+        assert {name for name, _ in running} >= {*kinds, "propose", "apply_", "commit_"}
         for name, watch in running:
             expected = "applying" if name == "apply_" else "encoding"
             assert watch == {kinds.get(name, expected)}, name

@@ -1,4 +1,4 @@
-"""What an accumulator goes on from: of one replica exactly, of several all they had."""
+"""What a compressor goes on from: of one replica exactly, of several all they had."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from daskdl.residuals import KeepResidual, ResidualClipping
 from daskdl.thresholds import AdaptiveThreshold, FixedThreshold, Sent
-from tests.support.accumulators import Vector, make
+from tests.support.compressors import Vector, make
 
 RULE = AdaptiveThreshold(initial=0.02, max_density=0.3)
 LAYERS = {"first": FixedThreshold(0.03), "*": RULE}
@@ -35,41 +35,41 @@ class Net(nn.Module):
 
 
 class Replica:
-    """A module and its accumulator."""
+    """A module and its compressor."""
 
     def __init__(self, seed=0, scale=0.5, threshold=RULE, apply="eager", **types):
         self.module, self.seed = Net(**types), seed
         residual = ResidualClipping(1.0, 1)
         self.own = make(self.module, threshold, residual, apply=apply)
-        self.own.progress.scale_(scale)
+        self.own.vector.set_scale_(scale)
 
     def train(self, steps=3, others=()):
         for step in range(steps):
             self.module.step(100 * self.seed + step)
-            self.own.progress.absorb_()
-            for proposal in self.own.propose():
-                self.own.take_(proposal)
+            self.own.vector.sync_from_parameters_()
+            for update in self.own.propose():
+                self.own.commit_(update)
                 for other in others:
-                    other.apply(proposal)
+                    other.apply(update)
         return self
 
-    def apply(self, proposal):
+    def apply(self, update):
         from daskdl import codec
 
-        frame = proposal.encode(codec.Stamp(0, 0, 1, 1))
-        self.own.progress.apply_(codec.decode(frame.tobytes()))
+        frame = update.encode(codec.Stamp(0, 0, 1, 1))
+        self.own.vector.apply_(codec.decode(frame.tobytes()))
 
     def state(self):
         return copy.deepcopy(self.own.state())
 
     def residual(self):
-        groups = self.own.progress.groups
-        parts = [group.residual(slice(0, group.flat.numel())) for group in groups]
+        vector = self.own.vector
+        parts = [vector.residual(group, slice(None)) for group in vector.groups]
         return torch.cat([part.double() for part in parts]).numpy()
 
     def vectors(self):
-        self.own.progress.absorb_()
-        groups = self.own.progress.groups
+        self.own.vector.sync_from_parameters_()
+        groups = self.own.vector.groups
         tensors = [t for g in groups for t in (g.flat, g.local_N, g.shared_N)]
         return [tensor.clone() for tensor in tensors]
 
@@ -95,15 +95,13 @@ def test_one_that_goes_on_is_the_same_bit_for_bit(types, apply, threshold):
 
     other.own.restore_(shared, [own])
 
-    assert other.own.progress.weight == one.own.progress.weight
+    assert other.own.vector.lead == one.own.vector.lead
     assert other.own.clipped == one.own.clipped > 0
-    assert other.own.progress.digest() == one.own.progress.digest()
+    assert other.own.vector.digest() == one.own.vector.digest()
     for step in range(3):  # and they stay so
         assert all(map(torch.equal, other.vectors(), one.vectors())), step
-        assert other.own.sections.sent == one.own.sections.sent
-        exchanges = (
-            [s.exchanges for s in r.own.sections.values()] for r in (one, other)
-        )
+        assert other.own.sent == one.own.sent
+        exchanges = ([g.exchanges for g in r.own.groups.values()] for r in (one, other))
         assert len({tuple(counts) for counts in exchanges}) == 1
         one.train(1)
         other.train(1)
@@ -142,8 +140,8 @@ def test_of_several_the_residuals_add_up(types, apply, scale):
 
     atol = FLOAT64 if types["dtype"] is torch.float64 else FLOAT32
     np.testing.assert_allclose(one.residual(), expected, rtol=0, atol=atol)
-    assert one.own.progress.digest() == replicas[0].own.progress.digest()
-    one.own.progress.scale_(1.0)  # alone from now on
+    assert one.own.vector.digest() == replicas[0].own.vector.digest()
+    one.own.vector.set_scale_(1.0)  # alone from now on
     np.testing.assert_allclose(one.residual(), expected, rtol=0, atol=2 * atol)
     clipped = sum(replica.own.clipped for replica in replicas)
     assert one.own.clipped == pytest.approx(clipped)
@@ -156,24 +154,28 @@ def test_of_none_there_is_no_residual(types, apply):
 
     other.own.restore_(one.state()[0], [])
 
-    assert other.own.progress.residual_norm() == 0.0
-    assert other.own.progress.digest() == one.own.progress.digest()
-    assert (other.own.clipped, other.own.sections.sent) == (0.0, {})
+    assert other.own.vector.residual_norm() == 0.0
+    assert other.own.vector.digest() == one.own.vector.digest()
+    assert (other.own.clipped, other.own.sent) == (0.0, {})
 
 
 def test_a_grid_that_was_coarsened_is_taken_over():
     one, other = (make(Vector([0.5, 0.25]), residual=KeepResidual()) for _ in "ab")
-    one.progress.replace_shared_(np.array([3, -5], np.int32), 2.0**-10)
+    one.vector.replace_shared_(np.array([3, -5], np.int32), 2.0**-10)
 
     shared, own = one.state()
     other.restore_(shared, [own])
 
-    assert other.progress.grid == 2.0**-10
-    assert other.progress.digest() == one.progress.digest()
-    assert other.progress.groups[0].grid == 2.0**-10
+    assert other.vector.grid == 2.0**-10
+    assert other.vector.digest() == one.vector.digest()
 
 
-class TestSections:
+def carry(one, other):
+    shared, own = one.own.state()
+    other.own.restore_(shared, [own])
+
+
+class TestThresholds:
     """Thresholds go on; those of patterns that are new begin."""
 
     @pytest.fixture
@@ -183,32 +185,32 @@ class TestSections:
     def test_what_was_sent_last_and_how_often(self, trained):
         other = Replica(threshold=LAYERS)
 
-        other.own.sections.restore_(trained.own.sections.state())
+        carry(trained, other)
 
-        assert other.own.sections.sent == trained.own.sections.sent
-        assert {s.exchanges for s in other.own.sections.values()} == {3}
+        assert other.own.sent == trained.own.sent
+        assert {g.exchanges for g in other.own.groups.values()} == {3}
 
     def test_a_pattern_that_is_new_begins(self, trained):
         other = Replica(threshold={"second": RULE, "*": RULE})
 
-        other.own.sections.restore_(trained.own.sections.state())
+        carry(trained, other)
 
-        assert other.own.sections["*"].exchanges == 3
-        assert other.own.sections["second"].exchanges == 0
-        assert other.own.sections["second"].sent is None
+        assert other.own.groups["*"].exchanges == 3
+        assert other.own.groups["second"].exchanges == 0
+        assert other.own.groups["second"].sent is None
 
     def test_one_that_never_sent_has_no_outcome(self):
         one, other = Replica(), Replica()
 
-        other.own.sections.restore_(one.own.sections.state())
+        carry(one, other)
 
-        assert other.own.sections.sent == {}
+        assert other.own.sent == {}
 
     def test_what_a_link_was_measured_to_be_is_left_out(self, trained):
-        section = trained.own.sections["*"]
-        section.sent = Sent(0.25, 0.5, link="of this replica")
+        group = trained.own.groups["*"]
+        group.sent = Sent(0.25, 0.5, link="of this replica")
         other = Replica(threshold=LAYERS)
 
-        other.own.sections.restore_(trained.own.sections.state())
+        carry(trained, other)
 
-        assert other.own.sections["*"].sent == Sent(0.25, 0.5)
+        assert other.own.groups["*"].sent == Sent(0.25, 0.5)

@@ -1,4 +1,4 @@
-"""What one accumulator does when everything is sent, in eight bits."""
+"""What one compressor does when everything is sent, in eight bits."""
 
 import math
 
@@ -16,187 +16,188 @@ from daskdl.thresholds import (
     Sent,
     ThresholdAlgorithm,
 )
-from tests.support.accumulators import GRID, Vector, make, proposed
+from tests.support.compressors import GRID, Vector, make, proposed
 
 STAMP = Stamp(1, 0, 1, 1)
 
 
-def taken(accumulator):
+def taken(compressor):
     """Propose densely, take it, and return what it moves shared by."""
-    proposal = accumulator.propose_dense()
-    accumulator.take_(proposal)
-    return counts_of(proposal.quantized).tolist()
+    [update] = compressor.propose(dense=True)
+    compressor.commit_(update)
+    return counts_of(update.quantized).tolist()
 
 
 class TestPropose:
     def test_it_changes_nothing(self):
         module = Vector([0.5, 0.25])
-        accumulator = make(module)
+        compressor = make(module)
         module.step(0.1, -0.1)
-        before, digest = module.first.clone(), accumulator.progress.digest()
+        before, digest = module.first.clone(), compressor.vector.digest()
 
-        accumulator.propose_dense()
+        compressor.propose(dense=True)
 
         assert torch.equal(module.first, before)
-        assert accumulator.progress.digest() == digest
-        assert (accumulator.sections.sent, accumulator.sections["*"].exchanges) == (
+        assert compressor.vector.digest() == digest
+        assert (compressor.sent, compressor.groups["*"].exchanges) == (
             {},
             0,
         )
 
     def test_the_frame_is_what_is_taken(self):
         module = Vector([0.0, 0.0], second=[0.0])
-        accumulator = make(module)
+        compressor = make(module)
         module.step(0.1, -0.003)
 
-        proposal = accumulator.propose_dense()
-        update = decode(proposal.encode(STAMP))
-        accumulator.take_(proposal)
+        [pending] = compressor.propose(dense=True)
+        update = decode(pending.encode(STAMP))
+        compressor.commit_(pending)
 
         assert update.grid == GRID
-        assert update.counts_N.tolist() == accumulator.progress.shared_counts().tolist()
+        assert update.counts_N.tolist() == compressor.vector.shared_counts().tolist()
         assert update.counts_N.any()
 
     def test_there_is_nothing_to_send_where_nothing_moved(self):
         module = Vector([0.5, 0.25])
-        accumulator = make(module)
+        compressor = make(module)
         module.step(0.4 * GRID, 0.0)
 
-        nothing = accumulator.propose_dense()
+        [nothing] = compressor.propose(dense=True)
         module.step(0.0, GRID)
 
-        assert (nothing.entries, accumulator.propose_dense().entries) == (0, 2)
+        assert (nothing.entries, compressor.propose(dense=True)[0].entries) == (0, 2)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     def test_what_is_not_finite_is_kept_back_or_limited(self, dtype):
         module = Vector([0.0, 0.0, 0.0, 0.0], dtype)
-        accumulator = make(module)
+        compressor = make(module)
         module.step(math.nan, math.inf, -1e9, 0.0)
 
-        moved = taken(accumulator)
+        moved = taken(compressor)
 
-        shared = accumulator.progress.shared_counts().astype(np.int64)
+        shared = compressor.vector.shared_counts().astype(np.int64)
         assert moved == shared.tolist()
         assert (moved[0], moved[3]) == (0, 0)
         np.testing.assert_allclose(shared[1:3], [2**30, -(2**30)], rtol=1 / 254)
 
     def test_shared_does_not_wrap(self):
         module = Vector([0.0, 0.0])
-        accumulator = make(module)
-        accumulator.progress.apply_counts_(np.array([2**31 - 1, 1 - 2**31], np.int32))
+        compressor = make(module)
+        compressor.vector.apply_counts_(np.array([2**31 - 1, 1 - 2**31], np.int32))
         module.step(1e9, -1e9)
 
-        taken(accumulator)
+        taken(compressor)
 
         np.testing.assert_allclose(
-            accumulator.progress.shared_counts(), [2**30, -(2**30)], rtol=1 / 254
+            compressor.vector.shared_counts(), [2**30, -(2**30)], rtol=1 / 254
         )
 
 
 class TestTake:
     def test_eager_shared_moves_and_local_stays(self):
         module = Vector([0.5, 0.25])
-        accumulator = make(module)
+        compressor = make(module)
         module.step(3 * GRID, -2 * GRID)
-        before, shared = module.first.clone(), accumulator.progress.shared_counts()
+        before, shared = module.first.clone(), compressor.vector.shared_counts()
 
-        moved = taken(accumulator)
+        moved = taken(compressor)
 
         assert moved == [3, -2]
-        assert (accumulator.progress.shared_counts() - shared).tolist() == moved
+        assert (compressor.vector.shared_counts() - shared).tolist() == moved
         assert torch.equal(module.first, before)
-        assert accumulator.progress.residual_norm() == 0.0
+        assert compressor.vector.residual_norm() == 0.0
 
     @pytest.mark.parametrize(
         "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
     )
     def test_strict_the_module_shows_what_was_sent(self, dtype):
         module = Vector([0.5, 0.25], dtype)
-        accumulator = make(module, apply="strict")
+        compressor = make(module, apply="strict")
         module.step(0.125, -0.0625)
+        compressor.vector.sync_from_parameters_()
 
-        taken(accumulator)
+        taken(compressor)
 
-        shown = (accumulator.progress.shared_counts() * GRID).astype(np.float32)
+        shown = (compressor.vector.shared_counts() * GRID).astype(np.float32)
         assert module.first.tolist() == torch.tensor(shown).to(dtype).tolist()
         assert module.first[0].item() == pytest.approx(0.625, abs=0.125 / 127)
 
     def test_what_rounding_leaves_stays_in_the_residual(self):
         module = Vector([0.0, 0.0])
-        accumulator = make(module)
+        compressor = make(module)
         module.step(127 * 10 * GRID, 14 * GRID)
 
-        assert taken(accumulator) == [1270, 10]
-        assert accumulator.progress.residual_counts().tolist() == [0, 4]
-        assert taken(accumulator) == [0, 4]
+        assert taken(compressor) == [1270, 10]
+        assert compressor.vector.residual_counts().tolist() == [0, 4]
+        assert taken(compressor) == [0, 4]
 
     def test_nothing_is_clipped(self):
         module = Vector([0.0, 0.0])
-        accumulator = make(
+        compressor = make(
             module, FixedThreshold(GRID), ResidualClipping(1.0, frequency=1)
         )
-        taken(accumulator)
+        taken(compressor)
         module.step(0.25, 100 * GRID)
 
-        taken(accumulator)
+        taken(compressor)
 
-        assert accumulator.clipped == 0.0
+        assert compressor.clipped == 0.0
         assert module.first[1].item() == 100 * GRID
 
     def test_a_proposal_of_another_grid_is_refused(self):
-        accumulator = make(Vector([0.0]))
-        proposal = accumulator.propose_dense()
-        accumulator.progress.replace_shared_(np.zeros(1, np.int32), 2 * GRID)
+        compressor = make(Vector([0.0]))
+        [update] = compressor.propose(dense=True)
+        compressor.vector.replace_shared_(np.zeros(1, np.int32), 2 * GRID)
 
         with pytest.raises(OptionError, match="propose again"):
-            accumulator.take_(proposal)
+            compressor.commit_(update)
 
     def test_it_cannot_be_made_or_taken_while_the_module_shows_shared(self):
-        accumulator = make(Vector([0.5]), apply="strict")
-        proposal = accumulator.propose_dense()
+        compressor = make(Vector([0.5]), apply="strict")
+        [update] = compressor.propose(dense=True)
 
-        with accumulator.progress.showing_shared():
+        with compressor.vector.showing_shared():
             with pytest.raises(RunError, match="shows shared"):
-                accumulator.propose_dense()
+                compressor.propose(dense=True)
             with pytest.raises(RunError, match="shows shared"):
-                accumulator.take_(proposal)
+                compressor.commit_(update)
 
-        assert accumulator.sections.sent == {}
+        assert compressor.sent == {}
 
 
 class TestThreshold:
     RULE = AdaptiveThreshold(initial=1e-3, max_density=0.01, decay=0.5)
 
     def test_it_counts_as_a_dense_message(self):
-        accumulator = make(Vector([0.0]), self.RULE)
+        compressor = make(Vector([0.0]), self.RULE)
 
-        taken(accumulator)
+        taken(compressor)
 
-        assert accumulator.sections.sent == {"*": Sent(1e-3, DENSE_DENSITY)}
-        assert accumulator.sections["*"].exchanges == 1
+        assert compressor.sent == {"*": Sent(1e-3, DENSE_DENSITY)}
+        assert compressor.groups["*"].exchanges == 1
 
     def test_it_stands_still_from_one_to_the_next_and_rises_once_after(self):
-        accumulator = make(Vector([0.0]), self.RULE)
+        compressor = make(Vector([0.0]), self.RULE)
 
         for _ in range(30):
-            taken(accumulator)
+            taken(compressor)
 
-        assert accumulator.sections.sent["*"].threshold == 1e-3
-        assert proposed(accumulator).rule == 2e-3
+        assert compressor.sent["*"].threshold == 1e-3
+        assert proposed(compressor).rule == 2e-3
 
     def test_it_goes_on_from_where_entries_left_it(self):
-        accumulator = make(Vector([0.0]), self.RULE, last={"*": Sent(0.125, 0.001)})
+        compressor = make(Vector([0.0]), self.RULE, last={"*": Sent(0.125, 0.001)})
 
-        taken(accumulator)
+        taken(compressor)
 
-        assert accumulator.sections.sent == {"*": Sent(0.125, DENSE_DENSITY)}
+        assert compressor.sent == {"*": Sent(0.125, DENSE_DENSITY)}
 
     def test_the_first_is_within_what_the_grid_can_express(self):
-        accumulator = make(Vector([0.0]), FixedThreshold(1e-30))
+        compressor = make(Vector([0.0]), FixedThreshold(1e-30))
 
-        taken(accumulator)
+        taken(compressor)
 
-        assert accumulator.sections.sent["*"].threshold == GRID
+        assert compressor.sent["*"].threshold == GRID
 
     def test_a_rule_that_is_none_is_told_before_anything_is_sent(self):
         class Odd(ThresholdAlgorithm):
@@ -204,4 +205,4 @@ class TestThreshold:
                 return math.nan
 
         with pytest.raises(OptionError, match="finite and > 0, got nan"):
-            make(Vector([0.0]), Odd()).propose_dense()
+            make(Vector([0.0]), Odd()).propose(dense=True)

@@ -1,13 +1,13 @@
-"""What the accumulator tests share: a small module, an accumulator, an update."""
+"""What the compressor tests share: a small module, a compressor, an update."""
 
 import numpy as np
 import torch
 from torch import nn
 
 from daskdl.codec import Kind, SparseUpdate, Stamp
-from daskdl.compression.compressor import Accumulator
+from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
-from daskdl.compression.replica_vector import ModelProgress
+from daskdl.compression.replica_vector import ReplicaVector
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import FixedThreshold
 
@@ -30,7 +30,7 @@ class Vector(nn.Module):
 
 
 def make(module, threshold=None, residual=None, **options):
-    return Accumulator(
+    return Compressor(
         FlatParameters(module),
         threshold or FixedThreshold(2.0**-4),
         residual or KeepResidual(),
@@ -39,14 +39,14 @@ def make(module, threshold=None, residual=None, **options):
 
 
 def whole(module, strict=False):
-    """The vectors that an accumulator has, without it."""
-    return ModelProgress(FlatParameters(module), strict)
+    """The vectors that a compressor has, without it."""
+    return ReplicaVector(FlatParameters(module), strict)
 
 
-def proposed(accumulator):
-    """What an accumulator with one algorithm would send."""
-    [proposal] = accumulator.propose()
-    return proposal
+def proposed(compressor):
+    """What a compressor with one algorithm would send."""
+    [update] = compressor.propose()
+    return update
 
 
 def sparse(size, entries, threshold=2.0**-4):

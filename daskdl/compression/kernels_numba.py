@@ -1,0 +1,384 @@
+"""The kernels on the CPU: compiled loops that pass over memory once.
+
+Numba compiles them on first use and keeps the result on disk; they hold no interpreter
+lock. Nothing is checked: entries have to be positions of the vectors.
+
+A numba loop that compares and packs flags is not turned into vector instructions that
+end in one word of bits, and prefetches only where it stands in the code. Three numba
+intrinsics do so on every processor that LLVM knows.
+
+Shape suffixes: N = parameters of one flat vector, K = entries of one update,
+L = fewer than 64 neighbours.
+
+Source:
+    LLVM Language Reference Manual, ``fcmp``, ``bitcast``, ``llvm.cttz``,
+    ``llvm.prefetch``.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+from typing_extensions import override
+
+from daskdl.codec.golomb import compiled
+from daskdl.compression.kernels import GUARD, INT32_MAX, Kernels
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# How far ahead memory is prefetched: positions of a pass, entries of a list. A
+# processor's own guess ends with each page, and knows nothing of lists.
+POSITIONS_AHEAD = 1024
+ENTRIES_AHEAD = 32
+LINE = 64  # bytes that a processor fetches at once
+LARGEST = float(INT32_MAX)
+LANES = 64  # positions compared at once: one word of flags
+INT32 = ir.IntType(32)
+
+
+def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    proxy = cgutils.create_struct_proxy(kind)
+    return builder.gep(proxy(context, builder, array).data, [index])
+
+
+def _loaded(builder: Any, address: Any, vector: ir.VectorType, align: int) -> Any:
+    lanes = builder.load(builder.bitcast(address, vector.as_pointer()))
+    lanes.align = align  # of one element: arrays may start anywhere
+    return lanes
+
+
+def _repeated(builder: Any, value: Any, vector: ir.VectorType) -> Any:
+    nothing = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
+    zeros = ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES)
+    return builder.shuffle_vector(first, nothing, zeros)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def reached(
+    _: Any, local_N: Any, shared_N: Any, first: Any, quantum: Any, grid: Any
+) -> Any:
+    """Flags of the 64 positions from ``first``, which have to be within the vectors.
+
+    Bit b of the result (uint64) is set where the residual at ``first + b``,
+    ``|local - shared * grid|``, is at least ``quantum``.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        local_type, shared_type = signature.args[:2]
+        local, shared, index, quantum, grid = args
+        bits = local_type.dtype.bitwidth
+        floats = ir.VectorType(context.get_value_type(local_type.dtype), LANES)
+        ints = ir.VectorType(INT32, LANES)
+        address = _address(context, builder, local_type, local, index)
+        local_L = _loaded(builder, address, floats, bits // 8)
+        address = _address(context, builder, shared_type, shared, index)
+        shared_L = builder.sitofp(_loaded(builder, address, ints, 4), floats)
+        sent_L = builder.fmul(shared_L, _repeated(builder, grid, floats))
+        absolute = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(floats, [floats]),
+            f"llvm.fabs.v{LANES}f{bits}",
+        )
+        residual_L = builder.call(absolute, [builder.fsub(local_L, sent_L)])
+        least_L = _repeated(builder, quantum, floats)
+        flags_L = builder.fcmp_ordered(">=", residual_L, least_L)
+        return builder.bitcast(flags_L, ir.IntType(LANES))
+
+    number = local_N.dtype
+    return types.uint64(local_N, shared_N, types.int64, number, number), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def lowest_bit(_: Any, word: Any) -> Any:
+    """Number of the lowest bit that is set; 64 if none is."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_: Any, array: Any, index: Any) -> Any:
+    """Bring one element near, to be written; harmless outside of the array."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = _address(context, builder, signature.args[0], *args)
+        byte = ir.IntType(8).as_pointer()
+        hint = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32]),
+            "llvm.prefetch.p0i8",
+        )
+        # To be written, to be kept in every cache, data.
+        how = [ir.Constant(INT32, n) for n in (1, 3, 1)]
+        builder.call(hint, [builder.bitcast(address, byte), *how])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@compiled
+def _reached(local_L: Array, shared_L: Array, quantum: float, grid: float) -> np.uint64:
+    """``llvm.reached`` for the last positions, which are fewer than 64."""
+    word = np.uint64(0)
+    for lane in range(local_L.size):
+        sent = local_L.dtype.type(shared_L[lane]) * grid
+        if abs(local_L[lane] - sent) >= quantum:
+            word |= np.uint64(1) << np.uint64(lane)
+    return word
+
+
+@compiled
+def _scan_(
+    local_N: Array,
+    shared_N: Array,
+    entries_K: Array,
+    place: tuple[int, int],
+    base: int,
+    step: tuple[float, float],
+) -> tuple[int, int]:
+    """Write the entries from a position on, until all is seen or the room is used up.
+
+    Args:
+        local_N: Floating.
+        shared_N: Int32.
+        entries_K: Room for entries, int32. Changed in place from the place on.
+        place: Position to look at first, and how many entries there are already.
+        base: Position of the vector's first parameter.
+        step: Least length of a difference, and the grid, both in local's type.
+
+    Returns:
+        The place from which to go on with more room; its first is N at the end.
+    """
+    first, filled = place
+    quantum, grid = step
+    whole = local_N.size - local_N.size % LANES
+    for start in range(first, local_N.size, LANES):
+        if filled + min(LANES, local_N.size - start) > entries_K.size:
+            return start, filled
+        if start < whole:
+            ahead = start + POSITIONS_AHEAD
+            for i in range(ahead, ahead + LANES, LINE // local_N.itemsize):
+                prefetch(local_N, i)
+            for i in range(ahead, ahead + LANES, LINE // shared_N.itemsize):
+                prefetch(shared_N, i)
+            word = reached(local_N, shared_N, start, quantum, grid)
+        else:
+            word = _reached(local_N[start:], shared_N[start:], quantum, grid)
+        while word != 0:
+            i = start + lowest_bit(word)
+            word &= word - np.uint64(1)
+            if -GUARD <= shared_N[i] <= GUARD:
+                ahead_of = local_N[i] > local_N.dtype.type(shared_N[i]) * grid
+                position = base + 1 + i
+                entries_K[filled] = position if ahead_of else -position
+                filled += 1
+    return local_N.size, filled
+
+
+@compiled
+def _commit_(
+    local_N: Array,
+    shared_N: Array,
+    entries_K: Array,
+    base: int,
+    count: int,
+    lengths: tuple[float, float, float],
+) -> float:
+    """Move shared by own entries, local back, and limit what is left of the lead.
+
+    ``lengths`` are the grid, how far local moves for an entry up, and the most that
+    local may be ahead of shared, all in local's type. Returns how far local was cut.
+    """
+    grid, back, most = lengths
+    removed = 0.0
+    last = entries_K.size - 1
+    shared_only = back == 0 and most == math.inf  # local is not even read
+    for k in range(entries_K.size):
+        coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
+        prefetch(shared_N, coming)
+        if not shared_only:
+            prefetch(local_N, coming)
+        entry = np.int64(entries_K[k])
+        i = abs(entry) - 1 - base
+        shared_N[i] += count if entry > 0 else -count
+        if back != 0:
+            local_N[i] += back if entry > 0 else -back
+        if most == math.inf:
+            continue
+        sent = local_N.dtype.type(shared_N[i]) * grid
+        before = local_N[i]
+        ahead = before - sent
+        if abs(ahead) > most:
+            local_N[i] = sent + (most if ahead > 0 else -most)
+            removed += abs(np.float64(before) - np.float64(local_N[i]))
+    return removed
+
+
+@compiled
+def _apply_(
+    local_N: Array,
+    shared_N: Array,
+    entries_K: Array,
+    base: int,
+    count: int,
+    quantum: float,
+) -> None:
+    """Move local and shared by entries."""
+    last = entries_K.size - 1
+    for k in range(entries_K.size):
+        coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
+        prefetch(shared_N, coming)
+        prefetch(local_N, coming)
+        entry = np.int64(entries_K[k])
+        i = abs(entry) - 1 - base
+        if entry > 0:
+            shared_N[i] += count
+            local_N[i] += quantum
+        else:
+            shared_N[i] -= count
+            local_N[i] -= quantum
+
+
+@compiled
+def _apply_counts_(
+    local_N: Array, shared_N: Array, counts_N: Array, step: float
+) -> None:
+    """Move shared by counts, and local by so long a step for each."""
+    for i in range(local_N.size):
+        shared_N[i] += counts_N[i]
+        local_N[i] += local_N.dtype.type(counts_N[i]) * step
+
+
+@compiled
+def fold_(total_N: Array, entries_K: Array, count: int) -> None:
+    """Add entries of one update to a dense sum of counts, in place.
+
+    Args:
+        total_N: Int32, steps of the grid. Changed in place.
+        entries_K: Int32, positions of the sum.
+        count: Quantum in steps of the grid.
+    """
+    for k in range(entries_K.size):
+        entry = np.int64(entries_K[k])
+        total_N[abs(entry) - 1] += count if entry > 0 else -count
+
+
+@compiled
+def _residual_counts_(
+    local_N: Array,
+    shared_N: Array,
+    counts_N: Array,
+    step: tuple[float, float],
+    most: float,
+) -> None:
+    """Round the residual to steps; of step: the grid and the lead."""
+    grid, lead = step
+    per_step = 1.0 / grid  # exact, as the grid is a power of two
+    for i in range(local_N.size):
+        before = np.float64(shared_N[i])
+        ahead = np.float64(local_N[i]) * per_step - before
+        target = np.rint(before + ahead / lead)
+        target = most if target > most else target
+        target = -most if target < -most else target
+        count = target - before
+        count = LARGEST if count > LARGEST else count
+        count = -LARGEST if count < -LARGEST else count
+        counts_N[i] = np.int32(count if count == count else 0.0)  # NaN is not itself
+
+
+class NumbaKernels(Kernels):
+    """The kernels on the CPU; the same bits as the reference."""
+
+    @override
+    def find(
+        self,
+        local_N: Tensor,
+        shared_N: Tensor,
+        count: int,
+        grid: float,
+        base: int = 0,
+        lead: float = 1.0,
+    ) -> Tensor:
+        local, shared = local_N.numpy(), shared_N.numpy()
+        step = (local.dtype.type(lead * count * grid), local.dtype.type(grid))
+        # Density 1/64 before the first growth: above what thresholds are steered to.
+        entries = np.empty(min(local.size, local.size // 64 + LANES), np.int32)
+        place = (0, 0)
+        while True:
+            place = _scan_(local, shared, entries, place, base, step)
+            if place[0] == local.size:
+                return torch.from_numpy(entries[: place[1]].copy())
+            grown = np.empty(min(local.size, 4 * entries.size), np.int32)
+            grown[: place[1]] = entries[: place[1]]
+            entries = grown
+
+    @override
+    def commit_(
+        self,
+        local_N: Tensor,
+        shared_N: Tensor,
+        entries_K: Tensor,
+        count: int,
+        grid: float,
+        bound: float = math.inf,
+        base: int = 0,
+        lead: float = 1.0,
+    ) -> float:
+        local = local_N.numpy()
+        lengths = (
+            local.dtype.type(grid),
+            local.dtype.type((1.0 - lead) * count * grid),
+            local.dtype.type(lead * bound),
+        )
+        args = (shared_N.numpy(), entries_K.numpy(), base, count, lengths)
+        return float(_commit_(local, *args)) / lead
+
+    @override
+    def apply_(
+        self,
+        local_N: Tensor,
+        shared_N: Tensor,
+        entries_K: Tensor,
+        count: int,
+        grid: float,
+        base: int = 0,
+    ) -> None:
+        local = local_N.numpy()
+        quantum = local.dtype.type(count * grid)
+        _apply_(local, shared_N.numpy(), entries_K.numpy(), base, count, quantum)
+
+    @override
+    def apply_counts_(
+        self,
+        local_N: Tensor,
+        shared_N: Tensor,
+        counts_N: Tensor,
+        grid: float,
+        factor: float = 1.0,
+    ) -> None:
+        local = local_N.numpy()
+        step = local.dtype.type(factor * grid)
+        _apply_counts_(local, shared_N.numpy(), counts_N.numpy(), step)
+
+    @override
+    def residual_counts(
+        self,
+        local_N: Tensor,
+        shared_N: Tensor,
+        grid: float,
+        most: int,
+        lead: float = 1.0,
+    ) -> Tensor:
+        counts = np.empty(local_N.numel(), np.int32)
+        step = (grid, lead)
+        _residual_counts_(local_N.numpy(), shared_N.numpy(), counts, step, float(most))
+        return torch.from_numpy(counts)

@@ -24,7 +24,8 @@ from daskdl import codec
 from daskdl.channel.inbox import Pile
 from daskdl.channel.protocol import Item, compact, fields_of, owned
 from daskdl.channel.sender import Outbox, Ring, Unconfirmed
-from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES, RELAY_BYTES
+from daskdl.training.dask_backend import RELAY_BYTES
+from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 
 SIZE = 2**24  # parameters
 THRESHOLD = 2.0**-10

@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import dask.config
 import torch
@@ -65,6 +65,18 @@ def client_of(client: Client | None) -> Iterator[Client]:
             "Client(...) without asynchronous=True"
         )
     yield found
+
+
+@contextlib.contextmanager
+def client_or_process(
+    client: Client | Literal[False] | None,
+) -> Iterator[Client | Literal[False]]:
+    """Yield a client as `client_of` does; False, which is this process, as it is."""
+    if client is False:
+        yield False
+        return
+    with client_of(client) as found:
+        yield found
 
 
 def check_outlives(client: Any) -> None:

@@ -128,11 +128,15 @@ def check_bound(name: str, value: Any) -> None:
     """Refuse what is neither None nor a time > 0, seconds."""
     if value is None:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise OptionError(f"{name} must be seconds > 0 or None, got {value!r}")
 
 
 def is_whole(value: Any) -> bool:
     """Whether it is a whole number; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is an int or a float; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -10,10 +10,9 @@ from distributed import Client
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import override
 
 from daskdl.callbacks import Callback
-from daskdl.cluster import check_outlives
+from daskdl.cluster import check_installed, check_outlives, client_or_process
 from daskdl.data.batches import Transform
 from daskdl.data.checks import check_same_classes
 from daskdl.data.collections import is_lazy
@@ -21,11 +20,13 @@ from daskdl.data.formats.loaders import Loader
 from daskdl.data.options import Approach, OnBad, ReadOptions, one_of
 from daskdl.data.sources import source_of
 from daskdl.errors import OptionError
+from daskdl.evaluation import evaluate as evaluate_source
 from daskdl.fitted import saves
 from daskdl.fitted.arguments import NAMES
-from daskdl.fitted.fitted import Fitted
+from daskdl.fitted.fitted import TrainerState
 from daskdl.history import History
 from daskdl.inference.options import OutputOptions, Postprocess
+from daskdl.inference.prediction import predict as predict_with
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.metrics.wanted import Wanted
 from daskdl.objective import Loss, Objective, OwnStep, objective_of
@@ -36,388 +37,13 @@ from daskdl.per_example.weight_decay import penalty_of
 from daskdl.per_example.worst import WorstExamples
 from daskdl.serving.predictor import Predictor
 from daskdl.training.base import TrainingMaster
+from daskdl.training.checkpointing import resumption_of
 from daskdl.training.epoch_control import Scheduling
-from daskdl.training.fit import (
-    FitOptions,
-    Fitting,
-    Method,
-    Run,
-    Standing,
-    TrainerOptions,
-    begun,
-    resumption_of,
-    site_of,
-    starting_model,
-)
+from daskdl.training.fit import FitRun
+from daskdl.training.fit_spec import FitSpec
+from daskdl.training.fit_state import FitState, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
-from daskdl.training.spec import Oversight
-
-
-class HasModel:
-    """Has a model, or will have, and what is needed to do something with it.
-
-    Attributes:
-        client: Of the cluster to work on, if there is one.
-        loss: Of the model, or None if there is a step.
-        step: What computes the loss in its place, or None.
-        transform: Of every batch, or None.
-        model_: The model; not set before it is trained.
-        optimizer_: Its optimizer, likewise.
-    """
-
-    client: Client | Literal[False] | None
-    loss: Loss | None
-    step: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] | None
-    transform: Transform | None
-    model_: nn.Module
-    optimizer_: Optimizer
-
-    def _objective(self) -> Objective | None:
-        objective: Objective = objective_of(self.loss, self.step)
-        return objective
-
-    def _fitted(self) -> nn.Module:
-        if not hasattr(self, "model_"):
-            raise OptionError("the trainer has no model_ yet; call fit first")
-        return self.model_
-
-
-class Measuring(HasModel):
-    """Measures its model."""
-
-    def evaluate(
-        self,
-        data: Any,
-        labels: Any = None,
-        *,
-        metrics: Any = None,
-        batch_size: int = 64,
-        transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        on_bad_batch: OnBad = "raise",
-    ) -> Evaluation:
-        """Measure `model_` in one pass, on the cluster or in this process.
-
-        What parts of the data give is merged so that it does not matter how they are
-        cut; see the page on evaluation.
-
-        Args:
-            data: Inputs, or inputs and labels, of the kinds that :meth:`fit` takes as
-                `X`.
-            labels: As it takes them as `y`.
-            metrics: What is measured beside the loss: ``"classification"``,
-                ``"binary"``, ``"multilabel"``, ``"regression"``, ``"calibration"``, or
-                one of their classes in `daskdl.metrics`; metrics of torchmetrics, one,
-                a `MetricCollection`, or a mapping of names to them; or a sequence of
-                all these. None: accuracy, if labels are class indices.
-            batch_size: Rows per forward pass.
-            transform: See :meth:`fit`, as those that follow.
-            loader: For files.
-            collate_fn: For datasets.
-            on_bad_batch: What to do about parts that cannot be read.
-
-        Returns:
-            A dict of all that was measured, over all rows, which prints as a report;
-            ``"loss"`` is among it, and with a `step` it is all.
-
-        Raises:
-            DataError: If the data cannot be used, or there is a label that the loss or
-                a metric does not accept.
-            ModelError: If the model, its outputs, or the loss cannot be.
-            OptionError: If another argument cannot.
-        """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-        objective = self._objective()
-        labelled = not isinstance(objective, OwnStep)
-        wanted = Wanted.of(metrics, objective, getattr(self, "classes_", None))
-        source = source_of(data, labels, read.source(None, labelled))
-        check_same_classes(source, getattr(self, "classes_", None))
-        with site_of(self.client) as site:
-            return site.evaluate(self._fitted(), objective, source, read, wanted)
-
-    def score_examples(
-        self,
-        data: Any,
-        labels: Any = None,
-        *,
-        key: Any = None,
-        regularization: bool = False,
-        batch_size: int = 64,
-        transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        on_bad_batch: OnBad = "raise",
-    ) -> Any:
-        """Compute the loss of each example, that of a batch which has only it.
-
-        Args:
-            data: Inputs, of the kinds that :meth:`fit` takes.
-            labels: Likewise.
-            key: Names the scores. The name of a column of a table, which is then no
-                input; a sequence with a value for each row of data in memory, of a
-                dataset or of files; a `dask.array` of one axis where the data are one.
-                For a bag, whether it is of pairs (key, example), as `keyed` of
-                :meth:`predict`. None: they come without.
-            regularization: Add what weight decay, and regularisers of a Keras model,
-                stand for: the same number for each.
-            batch_size: Rows per forward pass.
-            transform: See :meth:`fit`, as those that follow.
-            loader: For files.
-            collate_fn: For datasets.
-            on_bad_batch: What to do about parts that cannot be read. With ``"skip"``
-                their scores are NaN where the number of rows is known, else left out.
-
-        Returns:
-            One float64 number per example, in order: a tensor of tensors, a series of
-            pandas, and of all else in memory a numpy array; of Dask's collections a
-            lazy `dask.array`, series, bag, or list of Delayed. With keys a series
-            indexed by them, or a bag of pairs (key, score).
-
-        Raises:
-            OptionError: If an option does not go with the data, or if the optimizer's
-                weight decay is no term of the loss, as AdamW's.
-        """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-        model = self._fitted()
-        penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
-        if is_lazy(data):
-            check_outlives(self.client)
-        names = getattr(self, "classes_", None)
-        objective = objective_of(self.loss, self.step)
-        how = Scores(model, objective, read, penalty, names)
-        with site_of(self.client) as site:
-            return score_examples(GivenRows(data, labels, key), how, site.client)
-
-    def errors(
-        self,
-        data: Any,
-        labels: Any = None,
-        *,
-        top: int = 50,
-        wrong_only: bool = False,
-        key: Any = None,
-        batch_size: int = 64,
-        transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        on_bad_batch: OnBad = "raise",
-    ) -> WorstExamples:
-        """Find the examples with the largest losses, and where they came from.
-
-        Args:
-            data: Inputs, of the kinds that :meth:`fit` takes.
-            labels: Likewise.
-            top: How many to return, >= 1; no process keeps more of a part.
-            wrong_only: Leave out those that were predicted right; for labels that are
-                one class index for each row.
-            key: See :meth:`score_examples`.
-            batch_size: Rows per forward pass.
-            transform: See :meth:`fit`, as those that follow.
-            loader: For files.
-            collate_fn: For datasets.
-            on_bad_batch: What to do about parts that cannot be read.
-
-        Returns:
-            The worst first; a loss that is NaN is the worst. Of equal ones the first
-            in the data comes first. Rows of which the loss ignores all labels are
-            passed over.
-
-        Raises:
-            OptionError: If an option does not go with the data.
-        """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-        names = getattr(self, "classes_", None)
-        how = Scores(
-            self._fitted(), objective_of(self.loss, self.step), read, classes=names
-        )
-        with site_of(self.client) as site:
-            return worst_examples(
-                GivenRows(data, labels, key),
-                how,
-                site.client,
-                top=top,
-                wrong_only=wrong_only,
-            )
-
-
-class Answering(HasModel):
-    """Answers by its model."""
-
-    def predict(
-        self,
-        X: Any,
-        *,
-        batch_size: int = 64,
-        output: str | os.PathLike[str] = "same",
-        postprocess: Postprocess | None = None,
-        keyed: bool | None = None,
-        transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Apply `model_(x)` to every row, on the cluster or in this process.
-
-        Args:
-            X: Inputs, of the kinds that :meth:`fit` takes; labels that come with them
-                are passed over. In a bag, and in a list of Delayed objects that are
-                lists of examples, these may be pairs (key, x), and of any shapes.
-            batch_size: Rows per forward pass.
-            output: ``"same"``: what came in comes out. Or a folder, as a URL of fsspec
-                or a path, that the workers write to, part by part: Parquet for a
-                `dask.dataframe`, else safetensors. A run that was interrupted goes on
-                with the parts that are missing when it is begun again.
-            postprocess: Of the outputs of each batch, tensors, in tuples or dicts if
-                the model returns such; returns tensors with the same rows, or such of
-                them. It runs on the worker.
-            keyed: Whether the examples of bags and lists are pairs (key, x); None: they
-                are if the first begins with text, bytes, a UUID or a date, or with a
-                whole number or a tuple of these before arrays.
-            transform: See :meth:`fit`, as those that follow; y is None for it.
-            loader: For files.
-            collate_fn: For datasets.
-            storage_options: Of the file system of `output`, for fsspec.
-
-        Returns:
-            The outputs in order. Of Dask's collections, lazy ones of the same kind, in
-            the same partitions and with the same keys or index; a tensor of tensors,
-            and of all else a numpy array. Where the outputs are tuples or dicts, such
-            of these; but of a `dask.dataframe`, a dict of outputs with one number for
-            each row is one dataframe with these columns. Its columns are `classes_`
-            where there are as many outputs. With a folder, :class:`Predictions`.
-
-        Raises:
-            OptionError: If it would be lazy, and no cluster is there to compute it; or
-                if the folder has predictions of another model, data or options.
-        """
-        names = getattr(self, "classes_", None)
-        wanted = OutputOptions(output, postprocess, keyed, storage_options, names)
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn)
-        if is_lazy(X) and not wanted.writes:
-            check_outlives(self.client)
-        with site_of(self.client) as site:
-            return site.predict(self._fitted(), X, read, wanted)
-
-    def predictor(
-        self,
-        *,
-        replicas: int = 2,
-        batch_limit: int = 32,
-        wait_ms: float = 2.0,
-        queue_limit: int = 1024,
-        transform: Transform | None = None,
-    ) -> Predictor:
-        """Let `model_` answer calls from many threads, on the cluster or here.
-
-        It answers by the model of now; see :class:`daskdl.Predictor`, also for what it
-        raises. It is to be closed, best by ``with``.
-
-        Args:
-            replicas: Models in the workers' memory.
-            batch_limit: Rows of a batch, and of one call.
-            wait_ms: How long a call waits for others to come at most.
-            queue_limit: Rows that may wait for a replica.
-            transform: See :meth:`fit`; y is None for it.
-        """
-        return Predictor(
-            self._fitted(),
-            replicas=replicas,
-            batch_limit=batch_limit,
-            wait_ms=wait_ms,
-            queue_limit=queue_limit,
-            transform=one_of(transform, self.transform),
-            client=self.client,
-        )
-
-
-class Trained(Measuring, Answering):
-    """Has a model, or will have; see :class:`daskdl.Trainer`, which is one."""
-
-
-@dataclass
-class Given(Trained):
-    """Does with a given model what a trainer does with the one that it has trained.
-
-    Args:
-        model_: The model; not changed.
-        client: As of a trainer.
-        loss: For what needs one.
-        transform: Of every batch, or None.
-    """
-
-    model_: nn.Module
-    client: Client | Literal[False] | None = None
-    loss: Loss | None = None
-    transform: Transform | None = None
-    step: None = None
-
-    @override
-    def _objective(self) -> Loss | None:
-        return self.loss
-
-
-def predict(
-    model: nn.Module,
-    data: Any,
-    client: Client | Literal[False] | None = None,
-    *,
-    batch_size: int = 64,
-    output: str | os.PathLike[str] = "same",
-    postprocess: Postprocess | None = None,
-    keyed: bool | None = None,
-    transform: Transform | None = None,
-    loader: Loader | Callable[..., Any] | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Any:
-    """Apply a model that daskdl did not train to every row.
-
-    It does what :meth:`Trainer.predict` does with the model it has trained.
-
-    Args:
-        model: Any module; not changed, whatever mode it is in.
-        data: Inputs, of the kinds that ``Trainer.fit`` takes.
-        client: A synchronous `distributed.Client`; None: the default one, else a
-            `LocalCluster` that is closed again; False: in this process.
-        batch_size: See `Trainer.predict`, as those that follow.
-        output: ``"same"``, or a folder to write to.
-        postprocess: Of the outputs of each batch.
-        keyed: Whether examples are pairs (key, x).
-        transform: Of each batch.
-        loader: For files.
-        collate_fn: For datasets.
-        storage_options: Of the file system of `output`.
-
-    Returns:
-        The outputs in order, lazy if the data are; or `Predictions`.
-
-    Raises:
-        DataError: If the data cannot be used.
-        ModelError: If the model does not fit them.
-        OptionError: If another argument cannot be used.
-
-    Example:
-        >>> import numpy as np
-        >>> predict(nn.Flatten(), np.zeros((2, 3, 4)), client=False).shape
-        (2, 12)
-    """
-    return Given(model, client).predict(
-        data,
-        batch_size=batch_size,
-        output=output,
-        postprocess=postprocess,
-        keyed=keyed,
-        transform=transform,
-        loader=loader,
-        collate_fn=collate_fn,
-        storage_options=storage_options,
-    )
 
 
 def evaluate(
@@ -468,20 +94,95 @@ def evaluate(
         >>> evaluate(nn.Identity(), rows, labels, client=False)
         {'accuracy': 1.0}
     """
-    return Given(model, client, loss).evaluate(
-        data,
-        labels,
-        metrics=metrics,
-        batch_size=batch_size,
-        transform=transform,
-        loader=loader,
-        collate_fn=collate_fn,
-        on_bad_batch=on_bad_batch,
-    )
+    read = ReadOptions(batch_size, transform, loader, collate_fn, on_bad_batch)
+    return _evaluate(model, data, labels, loss, metrics, client, read)
+
+
+def _evaluate(
+    model: nn.Module,
+    data: Any,
+    labels: Any,
+    objective: Objective | None,
+    metrics: Any,
+    client: Client | Literal[False] | None,
+    read: ReadOptions,
+    classes: Sequence[str] | None = None,
+) -> Evaluation:
+    wanted = Wanted.of(metrics, objective, classes)
+    labelled = not isinstance(objective, OwnStep)
+    source = source_of(data, labels, read.source(None, labelled))
+    check_same_classes(source, classes)
+    with client_or_process(client) as found:
+        return evaluate_source(model, objective, source, read, found, wanted)
+
+
+def predict(
+    model: nn.Module,
+    data: Any,
+    client: Client | Literal[False] | None = None,
+    *,
+    batch_size: int = 64,
+    output: str | os.PathLike[str] = "same",
+    postprocess: Postprocess | None = None,
+    keyed: bool | None = None,
+    transform: Transform | None = None,
+    loader: Loader | Callable[..., Any] | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Apply a model that daskdl did not train to every row.
+
+    It does what :meth:`Trainer.predict` does with the model it has trained.
+
+    Args:
+        model: Any module; not changed, whatever mode it is in.
+        data: Inputs, of the kinds that ``Trainer.fit`` takes.
+        client: A synchronous `distributed.Client`; None: the default one, else a
+            `LocalCluster` that is closed again; False: in this process.
+        batch_size: See `Trainer.predict`, as those that follow.
+        output: ``"same"``, or a folder to write to.
+        postprocess: Of the outputs of each batch.
+        keyed: Whether examples are pairs (key, x).
+        transform: Of each batch.
+        loader: For files.
+        collate_fn: For datasets.
+        storage_options: Of the file system of `output`.
+
+    Returns:
+        The outputs in order, lazy if the data are; or `Predictions`.
+
+    Raises:
+        DataError: If the data cannot be used.
+        ModelError: If the model does not fit them.
+        OptionError: If another argument cannot be used.
+
+    Example:
+        >>> import numpy as np
+        >>> predict(nn.Flatten(), np.zeros((2, 3, 4)), client=False).shape
+        (2, 12)
+    """
+    read = ReadOptions(batch_size, transform, loader, collate_fn)
+    wanted = OutputOptions(output, postprocess, keyed, storage_options)
+    return _predict(model, data, client, read, wanted)
+
+
+def _predict(
+    model: nn.Module,
+    X: Any,
+    client: Client | Literal[False] | None,
+    read: ReadOptions,
+    wanted: OutputOptions,
+) -> Any:
+    if is_lazy(X) and not wanted.writes:
+        check_outlives(client)
+    with client_or_process(client) as found:
+        if found is not False:
+            check_installed(found)
+        return predict_with(model, X, read, found, wanted)
 
 
 @dataclass(eq=False)
-class Trainer(Trained):
+class Trainer:
     """Train a PyTorch model on a Dask cluster, or with threads of this process.
 
     With ``client=False`` there is no cluster and no scheduler: the replicas are
@@ -582,9 +283,8 @@ class Trainer(Trained):
     classes_: Sequence[str] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        self._options()
-        self._method(self.transform)
-        self._standing = Standing()
+        self._spec()
+        self._state = FitState()
 
     def fit(
         self,
@@ -654,23 +354,276 @@ class Trainer(Trained):
                 newest such state that had reached the client; a note says which.
         """
         both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-        fit = FitOptions(read, epochs, shuffle, prefetch, approach, drop_last)
-        method = self._method(read.transform)
+        spec = self._spec(
+            read=ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch),
+            epochs=epochs,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            prefetch=prefetch,
+            approach=approach,
+        )
         resumed = resumption_of(resume, self.callbacks)
-        standing = self._standing if resumed is None else resumed.standing
-        fitting = Fitting(method, self._options(), fit, standing, resumed)
-        sources = fitting.sources(X, y, validation)
+        sources = spec.sources(X, y, validation)
         model = getattr(self, "model_", None) if resumed is None else None
         if model is None:
             model = starting_model(self.model, self.seed)
-        with site_of(self.client) as site, begun(fitting, model, sources, site) as run:
+        run = FitRun(spec, model, self._state, resumed)
+        with client_or_process(self.client) as client, run.prepare(sources, client):
             self.history_, self.classes_ = run.history, run.classes
             try:
                 run.train()
             finally:  # what was trained until it ended early is not lost
-                self._adopt(model, run)
+                self._state = run.settle_(model)
+                if run.result is not None:
+                    self._show(model)
         return self.history_
+
+    def evaluate(
+        self,
+        data: Any,
+        labels: Any = None,
+        *,
+        metrics: Any = None,
+        batch_size: int = 64,
+        transform: Transform | None = None,
+        loader: Loader | Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        on_bad_batch: OnBad = "raise",
+    ) -> Evaluation:
+        """Measure `model_` in one pass, on the cluster or in this process.
+
+        What parts of the data give is merged so that it does not matter how they are
+        cut; see the page on evaluation.
+
+        Args:
+            data: Inputs, or inputs and labels, of the kinds that :meth:`fit` takes as
+                `X`.
+            labels: As it takes them as `y`.
+            metrics: What is measured beside the loss: ``"classification"``,
+                ``"binary"``, ``"multilabel"``, ``"regression"``, ``"calibration"``, or
+                one of their classes in `daskdl.metrics`; metrics of torchmetrics, one,
+                a `MetricCollection`, or a mapping of names to them; or a sequence of
+                all these. None: accuracy, if labels are class indices.
+            batch_size: Rows per forward pass.
+            transform: See :meth:`fit`, as those that follow.
+            loader: For files.
+            collate_fn: For datasets.
+            on_bad_batch: What to do about parts that cannot be read.
+
+        Returns:
+            A dict of all that was measured, over all rows, which prints as a report;
+            ``"loss"`` is among it, and with a `step` it is all.
+
+        Raises:
+            DataError: If the data cannot be used, or there is a label that the loss or
+                a metric does not accept.
+            ModelError: If the model, its outputs, or the loss cannot be.
+            OptionError: If another argument cannot.
+        """
+        both = one_of(transform, self.transform)
+        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
+        return _evaluate(
+            self._trained_model(),
+            data,
+            labels,
+            objective_of(self.loss, self.step),
+            metrics,
+            self.client,
+            read,
+            self.classes_,
+        )
+
+    def score_examples(
+        self,
+        data: Any,
+        labels: Any = None,
+        *,
+        key: Any = None,
+        regularization: bool = False,
+        batch_size: int = 64,
+        transform: Transform | None = None,
+        loader: Loader | Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        on_bad_batch: OnBad = "raise",
+    ) -> Any:
+        """Compute the loss of each example, that of a batch which has only it.
+
+        Args:
+            data: Inputs, of the kinds that :meth:`fit` takes.
+            labels: Likewise.
+            key: Names the scores. The name of a column of a table, which is then no
+                input; a sequence with a value for each row of data in memory, of a
+                dataset or of files; a `dask.array` of one axis where the data are one.
+                For a bag, whether it is of pairs (key, example), as `keyed` of
+                :meth:`predict`. None: they come without.
+            regularization: Add what weight decay, and regularisers of a Keras model,
+                stand for: the same number for each.
+            batch_size: Rows per forward pass.
+            transform: See :meth:`fit`, as those that follow.
+            loader: For files.
+            collate_fn: For datasets.
+            on_bad_batch: What to do about parts that cannot be read. With ``"skip"``
+                their scores are NaN where the number of rows is known, else left out.
+
+        Returns:
+            One float64 number per example, in order: a tensor of tensors, a series of
+            pandas, and of all else in memory a numpy array; of Dask's collections a
+            lazy `dask.array`, series, bag, or list of Delayed. With keys a series
+            indexed by them, or a bag of pairs (key, score).
+
+        Raises:
+            OptionError: If an option does not go with the data, or if the optimizer's
+                weight decay is no term of the loss, as AdamW's.
+        """
+        both = one_of(transform, self.transform)
+        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
+        model = self._trained_model()
+        penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
+        if is_lazy(data):
+            check_outlives(self.client)
+        objective = objective_of(self.loss, self.step)
+        how = Scores(model, objective, read, penalty, self.classes_)
+        with client_or_process(self.client) as client:
+            return score_examples(GivenRows(data, labels, key), how, client)
+
+    def errors(
+        self,
+        data: Any,
+        labels: Any = None,
+        *,
+        top: int = 50,
+        wrong_only: bool = False,
+        key: Any = None,
+        batch_size: int = 64,
+        transform: Transform | None = None,
+        loader: Loader | Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        on_bad_batch: OnBad = "raise",
+    ) -> WorstExamples:
+        """Find the examples with the largest losses, and where they came from.
+
+        Args:
+            data: Inputs, of the kinds that :meth:`fit` takes.
+            labels: Likewise.
+            top: How many to return, >= 1; no process keeps more of a part.
+            wrong_only: Leave out those that were predicted right; for labels that are
+                one class index for each row.
+            key: See :meth:`score_examples`.
+            batch_size: Rows per forward pass.
+            transform: See :meth:`fit`, as those that follow.
+            loader: For files.
+            collate_fn: For datasets.
+            on_bad_batch: What to do about parts that cannot be read.
+
+        Returns:
+            The worst first; a loss that is NaN is the worst. Of equal ones the first
+            in the data comes first. Rows of which the loss ignores all labels are
+            passed over.
+
+        Raises:
+            OptionError: If an option does not go with the data.
+        """
+        both = one_of(transform, self.transform)
+        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
+        how = Scores(
+            self._trained_model(),
+            objective_of(self.loss, self.step),
+            read,
+            classes=self.classes_,
+        )
+        with client_or_process(self.client) as client:
+            return worst_examples(
+                GivenRows(data, labels, key),
+                how,
+                client,
+                top=top,
+                wrong_only=wrong_only,
+            )
+
+    def predict(
+        self,
+        X: Any,
+        *,
+        batch_size: int = 64,
+        output: str | os.PathLike[str] = "same",
+        postprocess: Postprocess | None = None,
+        keyed: bool | None = None,
+        transform: Transform | None = None,
+        loader: Loader | Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Apply `model_(x)` to every row, on the cluster or in this process.
+
+        Args:
+            X: Inputs, of the kinds that :meth:`fit` takes; labels that come with them
+                are passed over. In a bag, and in a list of Delayed objects that are
+                lists of examples, these may be pairs (key, x), and of any shapes.
+            batch_size: Rows per forward pass.
+            output: ``"same"``: what came in comes out. Or a folder, as a URL of fsspec
+                or a path, that the workers write to, part by part: Parquet for a
+                `dask.dataframe`, else safetensors. A run that was interrupted goes on
+                with the parts that are missing when it is begun again.
+            postprocess: Of the outputs of each batch, tensors, in tuples or dicts if
+                the model returns such; returns tensors with the same rows, or such of
+                them. It runs on the worker.
+            keyed: Whether the examples of bags and lists are pairs (key, x); None: they
+                are if the first begins with text, bytes, a UUID or a date, or with a
+                whole number or a tuple of these before arrays.
+            transform: See :meth:`fit`, as those that follow; y is None for it.
+            loader: For files.
+            collate_fn: For datasets.
+            storage_options: Of the file system of `output`, for fsspec.
+
+        Returns:
+            The outputs in order. Of Dask's collections, lazy ones of the same kind, in
+            the same partitions and with the same keys or index; a tensor of tensors,
+            and of all else a numpy array. Where the outputs are tuples or dicts, such
+            of these; but of a `dask.dataframe`, a dict of outputs with one number for
+            each row is one dataframe with these columns. Its columns are `classes_`
+            where there are as many outputs. With a folder, :class:`Predictions`.
+
+        Raises:
+            OptionError: If it would be lazy, and no cluster is there to compute it; or
+                if the folder has predictions of another model, data or options.
+        """
+        both = one_of(transform, self.transform)
+        read = ReadOptions(batch_size, both, loader, collate_fn)
+        wanted = OutputOptions(
+            output, postprocess, keyed, storage_options, self.classes_
+        )
+        return _predict(self._trained_model(), X, self.client, read, wanted)
+
+    def predictor(
+        self,
+        *,
+        replicas: int = 2,
+        batch_limit: int = 32,
+        wait_ms: float = 2.0,
+        queue_limit: int = 1024,
+        transform: Transform | None = None,
+    ) -> Predictor:
+        """Let `model_` answer calls from many threads, on the cluster or here.
+
+        It answers by the model of now; see :class:`daskdl.Predictor`, also for what it
+        raises. It is to be closed, best by ``with``.
+
+        Args:
+            replicas: Models in the workers' memory.
+            batch_limit: Rows of a batch, and of one call.
+            wait_ms: How long a call waits for others to come at most.
+            queue_limit: Rows that may wait for a replica.
+            transform: See :meth:`fit`; y is None for it.
+        """
+        return Predictor(
+            self._trained_model(),
+            replicas=replicas,
+            batch_limit=batch_limit,
+            wait_ms=wait_ms,
+            queue_limit=queue_limit,
+            transform=one_of(transform, self.transform),
+            client=self.client,
+        )
 
     def save(self, url: Any, optimizer: bool = True) -> None:
         """Save what is needed to predict, to evaluate and to fit on.
@@ -687,11 +640,12 @@ class Trainer(Trained):
             OptionError: If there is no `model_` yet, or something cannot be saved.
             SaveError: If nothing can be written there.
         """
-        self._fitted()
+        self._trained_model()
         arguments = {name: getattr(self, name) for name in NAMES}
-        standing, history = self._standing, self.history_
-        fitted = Fitted(arguments, self.model_, standing, history, self.classes_)
-        saves.save(fitted, url, optimizer)
+        state = TrainerState(
+            arguments, self.model_, self._state, self.history_, self.classes_
+        )
+        saves.save(state, url, optimizer)
 
     @classmethod
     def load(
@@ -719,35 +673,37 @@ class Trainer(Trained):
             SaveError: If there is nothing, or it is damaged, foreign or too new.
             OptionError: Naming each argument that has to be passed, and why.
         """
-        fitted = saves.load(url, passed, trusted)
-        trainer = cls(client=client, **fitted.arguments)
-        trainer._standing = fitted.standing
-        trainer.history_, trainer.classes_ = fitted.history, fitted.classes
-        trainer._show(fitted.model)
+        state = saves.load(url, passed, trusted)
+        trainer = cls(client=client, **state.arguments)
+        trainer._state = state.fit_state
+        trainer.history_, trainer.classes_ = state.history, state.classes
+        trainer._show(state.model)
         return trainer
 
-    def _method(self, transform: Transform | None) -> Method:
-        return Method(
+    def _trained_model(self) -> nn.Module:
+        if not hasattr(self, "model_"):
+            raise OptionError("the trainer has no model_ yet; call fit first")
+        return self.model_
+
+    def _spec(self, **fit: Any) -> FitSpec:
+        """Check the options of this trainer, and those of one fit."""
+        return FitSpec(
             objective_of(self.loss, self.step),
             self.optimizer,
+            self.master,
             Stepping(self.autocast, self.accumulate, self.clip_grad_norm),
             Scheduling(self.scheduler, self.scheduler_every),
-            Oversight(self.telemetry_every, self.max_loss_rise),
-            transform,
+            self.device,
+            self.seed,
+            self.callbacks,
+            self.progress,
+            self.telemetry_every,
+            self.max_loss_rise,
+            **fit,
         )
-
-    def _options(self) -> TrainerOptions:
-        return TrainerOptions(
-            self.master, self.device, self.seed, self.callbacks, self.progress
-        )
-
-    def _adopt(self, model: nn.Module, run: Run) -> None:
-        self._standing = run.settle_(model)
-        if run.final is not None:
-            self._show(model)
 
     def _show(self, model: nn.Module) -> None:
-        moved = self._standing.moved
-        if moved is not None:
-            self.model_ = model
-            self.optimizer_, self.scheduler_ = moved.optimizer, moved.rate.scheduler
+        trained = self._state.optimizer
+        if trained is not None:
+            self.model_, self.optimizer_ = model, trained.optimizer
+            self.scheduler_ = trained.rate.scheduler

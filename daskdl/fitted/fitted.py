@@ -11,24 +11,24 @@ from daskdl.data.models import trainable
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError
 from daskdl.history import History
-from daskdl.training.fit import Standing
+from daskdl.training.fit_state import FitState
 
 
 @dataclass(frozen=True, eq=False)
-class Fitted:
+class TrainerState:
     """A trainer without its client.
 
     Attributes:
         arguments: What it was made with, by name; the client is not among them.
         model: Trained.
-        standing: What the next fit goes on from, beside the model.
+        fit_state: What the next fit goes on from, beside the model.
         history: Of the last fit.
         classes: Names of the labels, if the data had such.
     """
 
     arguments: Mapping[str, Any]
     model: nn.Module
-    standing: Standing
+    fit_state: FitState
     history: History
     classes: Sequence[str] | None
 

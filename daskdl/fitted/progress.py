@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from daskdl.data.models import trainable
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError, SaveError
-from daskdl.fitted.fitted import Fitted, new_optimizer
+from daskdl.fitted.fitted import TrainerState, new_optimizer
 from daskdl.history import LAYOUT, History, Stopping, unpack_rows
 from daskdl.saving.plain import Json, Plain
 from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState, KeptResidual, described
 from daskdl.training.epoch_control import LearningRate, Scheduling
-from daskdl.training.fit import Moved, hyperparameters, parameters_of
+from daskdl.training.fit_state import TrainedOptimizer, hyperparameters, parameters_of
 
 COLUMNS = {column[1] for column in LAYOUT.descr}  # kinds of columns of steps
 PARTS = {"rows", "stopping", "layout"}  # of a history
@@ -26,7 +26,7 @@ STOPPING = {"Stopping": Stopping}
 STEPS = "history.steps"  # name of the tensor with the packed rows of steps
 
 
-def encode_moved(fitted: Fitted, tensors: dict[str, Tensor]) -> Json:
+def encode_moved(fitted: TrainerState, tensors: dict[str, Tensor]) -> Json:
     """Write the state of the optimizer, the scheduler and the thresholds.
 
     Args:
@@ -37,7 +37,7 @@ def encode_moved(fitted: Fitted, tensors: dict[str, Tensor]) -> Json:
         OptionError: If something of it cannot be written, or the trainer has been given
             another optimizer since.
     """
-    moved, sent = fitted.standing.moved, fitted.standing.sent
+    moved, sent = fitted.fit_state.optimizer, fitted.fit_state.compression
     if moved is None:
         raise OptionError("the trainer has no optimizer_; fit it, or optimizer=False")
     _check_kept(moved.optimizer, new_optimizer(fitted.arguments, fitted.model))
@@ -57,7 +57,7 @@ def encode_moved(fitted: Fitted, tensors: dict[str, Tensor]) -> Json:
 
 def decode_moved(
     content: Json, arguments: Mapping[str, Any], model: nn.Module, given: Any
-) -> tuple[Moved, CompressionState | None, KeptResidual | None]:
+) -> tuple[TrainedOptimizer, CompressionState | None, KeptResidual | None]:
     """Make the optimizer and its scheduler, give them their state, and read the rest.
 
     Args:
@@ -74,7 +74,7 @@ def decode_moved(
     made = hyperparameters(optimizer)
     rate = LearningRate(optimizer, scheduling)
     named = parameters_of(optimizer, model)
-    moved = Moved(optimizer, rate, scheduling, made, named)
+    moved = TrainedOptimizer(optimizer, rate, scheduling, made, named)
     if content is None:
         return moved, None, None
     plain = Plain(tensors=dict(given))
@@ -194,8 +194,8 @@ def _made_of(groups: Any, count: int) -> list[dict[str, Any]]:
     return list(groups)
 
 
-def _residual_values(fitted: Fitted) -> Any:
-    residual = fitted.standing.residual
+def _residual_values(fitted: TrainerState) -> Any:
+    residual = fitted.fit_state.residual
     if residual is None or not residual.fits(fitted.model):
         return None
     return {"counts": torch.from_numpy(residual.counts_N), "grid": residual.grid}

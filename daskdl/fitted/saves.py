@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from daskdl.config import VERSION
 from daskdl.errors import DaskDLError, OptionError, SaveError
-from daskdl.fitted.fitted import Fitted
+from daskdl.fitted.fitted import TrainerState
 from daskdl.fitted.progress import (
     decode_history,
     decode_moved,
@@ -24,7 +24,7 @@ from daskdl.saving.module_state import ModuleState
 from daskdl.saving.plain import Json
 from daskdl.saving.references import FAILURES
 from daskdl.saving.trust import Trust
-from daskdl.training.fit import Standing, starting_model
+from daskdl.training.fit_state import FitState, starting_model
 
 TRAINER = Kind("daskdl trainer", 1, "trainer.json", ("model", "optimizer", "extra"))
 _HIDDEN = "hidden."  # before the names of buffers that are not in the state dict
@@ -41,7 +41,7 @@ _TRIPPED = (
 )
 
 
-def save(fitted: Fitted, url: Any, optimizer: bool) -> None:
+def save(fitted: TrainerState, url: Any, optimizer: bool) -> None:
     """Put a fitted trainer into a folder; see `Trainer.save`.
 
     Raises:
@@ -58,16 +58,16 @@ def save(fitted: Fitted, url: Any, optimizer: bool) -> None:
         "arguments": encode_arguments(fitted, extra),
         "model": state.to_json(),
         "moved": encode_moved(fitted, moved) if optimizer else None,
-        "epochs": fitted.standing.epochs,
+        "epochs": fitted.fit_state.epochs,
         "classes": None if fitted.classes is None else list(fitted.classes),
-        "class_count": fitted.standing.class_count,
+        "class_count": fitted.fit_state.class_count,
         "history": encode_history(fitted.history, extra),
     }
     contents = {"model": state.tensors, "optimizer": moved, "extra": extra}
     folder.write(content, contents, {"daskdl": VERSION, "torch": torch.__version__})
 
 
-def load(url: Any, passed: Mapping[str, Any], trusted: Any = ()) -> Fitted:
+def load(url: Any, passed: Mapping[str, Any], trusted: Any = ()) -> TrainerState:
     """Read what `save` wrote.
 
     Args:
@@ -85,7 +85,7 @@ def load(url: Any, passed: Mapping[str, Any], trusted: Any = ()) -> Fitted:
         return _fitted(saved, passed, trust)
 
 
-def _fitted(saved: Saved, passed: Mapping[str, Any], trust: Trust) -> Fitted:
+def _fitted(saved: Saved, passed: Mapping[str, Any], trust: Trust) -> TrainerState:
     content: Mapping[str, Json] = saved.content
     extra = saved.tensors.get("extra", {})
     arguments = decode_arguments(content["arguments"], passed, extra, trust)
@@ -101,11 +101,13 @@ def _fitted(saved: Saved, passed: Mapping[str, Any], trust: Trust) -> Fitted:
         content["moved"], arguments, model, saved.tensors.get("optimizer", {})
     )
     epochs, classes = _count(content["epochs"]), content["class_count"]
-    standing = Standing(
+    standing = FitState(
         moved, sent, epochs, None if classes is None else _count(classes), residual
     )
     history = decode_history(content["history"], extra)
-    return Fitted(arguments, model, standing, history, _classes(content["classes"]))
+    return TrainerState(
+        arguments, model, standing, history, _classes(content["classes"])
+    )
 
 
 def _model(

@@ -12,7 +12,7 @@ from daskdl.data.options import Both
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError, SaveError
 from daskdl.fitted.arguments import MADE, plain_with
-from daskdl.fitted.fitted import Fitted, new_optimizer
+from daskdl.fitted.fitted import TrainerState, new_optimizer
 from daskdl.saving import layers
 from daskdl.saving.makers import encode_maker
 from daskdl.saving.module_state import ModuleState
@@ -20,7 +20,7 @@ from daskdl.saving.plain import Json, Plain
 from daskdl.saving.torch_makers import optimizer_maker, scheduler_maker
 
 
-def encode_arguments(fitted: Fitted, extra: dict[str, Tensor]) -> dict[str, Json]:
+def encode_arguments(fitted: TrainerState, extra: dict[str, Tensor]) -> dict[str, Json]:
     """Write all arguments of a trainer.
 
     Args:
@@ -39,7 +39,9 @@ def encode_arguments(fitted: Fitted, extra: dict[str, Tensor]) -> dict[str, Json
     return content
 
 
-def _encoded(name: str, value: Any, fitted: Fitted, own: dict[str, Tensor]) -> Json:
+def _encoded(
+    name: str, value: Any, fitted: TrainerState, own: dict[str, Tensor]
+) -> Json:
     plain = plain_with(own)
     if name not in MADE or value is None:
         return _checked(plain, _simple(value), name)
@@ -101,12 +103,12 @@ def _encoded_module(module: nn.Module, plain: Plain) -> Json:
     return {"layers": plan, "tensors": tensors, "state": state.to_json()}
 
 
-def _own_optimizer(fitted: Fitted) -> Any:
+def _own_optimizer(fitted: TrainerState) -> Any:
     parameters = trainable(fitted.model)
     return optimizer_maker(new_optimizer(fitted.arguments, fitted.model), parameters)
 
 
-def _own_scheduler(fitted: Fitted) -> Any:
+def _own_scheduler(fitted: TrainerState) -> Any:
     try:
         made = fitted.arguments["scheduler"](
             new_optimizer(fitted.arguments, fitted.model)

@@ -13,7 +13,8 @@ from daskdl.channel import routing, scheduler
 from daskdl.channel.protocol import WIRE_BYTES
 from daskdl.planning.costs import Costs
 from daskdl.planning.network import Network
-from daskdl.training.fit import OUTBOX_BYTES, RELAY_BYTES
+from daskdl.training.dask_backend import RELAY_BYTES
+from daskdl.training.fit import OUTBOX_BYTES
 from daskdl.training.gradient_sharing import GradientSharing
 
 

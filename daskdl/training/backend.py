@@ -1,17 +1,19 @@
-"""Where replicas run: their places, their events, and what a run ended with."""
+"""Where replicas run: what a fit needs of a cluster or a process, and what comes back.
 
-import asyncio
+A :class:`Backend` assigns replicas to workers, yields typed events while they train,
+and collects what they leave as one :class:`FitResult`.
+"""
+
 import logging
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from distributed import Client
 from numpy.typing import NDArray
 
 from daskdl.channel.leasing import (
@@ -20,14 +22,12 @@ from daskdl.channel.leasing import (
     SyncIntervals,
     partition_sizes,
 )
-from daskdl.channel.protocol import Answer, Arrays, join, unwrap
-from daskdl.config import Bound
-from daskdl.data.futures import answers_of, workers_of
-from daskdl.data.source import Source
+from daskdl.channel.protocol import Arrays
+from daskdl.data.source import Source, rows_in
 from daskdl.errors import OptionError
 from daskdl.serialization import Packed
 from daskdl.thresholds import average_sent
-from daskdl.training.base import CompressionState, Parameters, TrainingMaster
+from daskdl.training.base import CompressionState, Parameters
 from daskdl.training.optimizer_step import OptimizerState, add
 from daskdl.training.spec import Recipe, Result, TaskOptions
 
@@ -36,18 +36,224 @@ logger = logging.getLogger(__name__)
 INT32 = np.iinfo(np.int32)
 
 
-@dataclass
-class Final:
-    """What a fit ends with.
+@dataclass(frozen=True)
+class StepProgress:
+    """A replica has trained on some rows."""
+
+    epoch: int
+    examples: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class EpochEnded:
+    """All replicas have met at the end of an epoch."""
+
+    epoch: int
+    report: Mapping[str, Any]  # notes and rows of steps by replica, and counters
+
+    @property
+    def notes(self) -> list[Mapping[str, Any]]:
+        """What the replicas reported, in ascending order of replica."""
+        return [note for _, note in self.report["notes"]]
+
+
+@dataclass(frozen=True)
+class ReplicaFailed:
+    """A replica, or the run as a whole, cannot go on."""
+
+    type: str  # a class of daskdl.errors
+    summary: str
+    replica: int | None = None  # None: it is nobody's failure
+    worker: str = ""
+    traceback: str = ""
+    pickled: bytes = b""  # the exception, if it can be
+
+
+@dataclass(frozen=True)
+class TaskFailed:
+    """The task of a replica ended with an error that no replica has reported."""
+
+    replica: int
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class ReplicaRemoved:
+    """Dask has removed the worker of a replica."""
+
+    replica: int
+
+
+@dataclass(frozen=True)
+class ReplicaLost:
+    """A replica takes no part any more: it was lost, or retired with its worker."""
+
+    replica: int
+    summary: str
+
+
+@dataclass(frozen=True)
+class ReplicaJoined:
+    """A replica that came later trains now."""
+
+    replica: int
+    worker: str
+
+
+@dataclass(frozen=True)
+class JoinFailed:
+    """A replica that came later could not begin."""
+
+    replica: int
+    summary: str
+
+
+@dataclass(frozen=True)
+class WorkerArrived:
+    """A worker has come, or is free again."""
+
+    worker: str
+    found: Mapping[str, str] | None = None  # versions; None: it has taken part before
+
+
+@dataclass(frozen=True)
+class PartMissing:
+    """A part of the data is not on the worker that leased it."""
+
+    phase: str
+    part: int
+    key: str
+    worker: str
+    avoid: Sequence[str] = ()  # workers that hang
+
+
+@dataclass(frozen=True)
+class NobodyLeft:
+    """All replicas have ended; those that were about to join have nobody to join."""
+
+    waiting: Sequence[int]
+
+
+@dataclass(frozen=True)
+class RunStopped:
+    """The run was stopped before its end."""
+
+    summary: str
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """Every replica has ended, and no event is left."""
+
+
+Event = (
+    StepProgress
+    | EpochEnded
+    | ReplicaFailed
+    | TaskFailed
+    | ReplicaRemoved
+    | ReplicaLost
+    | ReplicaJoined
+    | JoinFailed
+    | WorkerArrived
+    | PartMissing
+    | NobodyLeft
+    | RunStopped
+    | RunEnded
+)
+
+_KINDS: Mapping[str, type[Event]] = {
+    "progress": StepProgress,
+    "failed": ReplicaFailed,
+    "removed": ReplicaRemoved,
+    "lost": ReplicaLost,
+    "retired": ReplicaLost,
+    "joined": ReplicaJoined,
+    "not joined": JoinFailed,
+    "worker": WorkerArrived,
+    "missing": PartMissing,
+    "over": NobodyLeft,
+    "stopped": RunStopped,
+}
+
+
+def event_of(posted: Mapping[str, Any]) -> Event:
+    """Make an event of what the run state has posted."""
+    fields = {name: value for name, value in posted.items() if name != "kind"}
+    if posted["kind"] == "gathered":
+        return EpochEnded(fields["epoch"], fields)
+    kind = _KINDS[posted["kind"]]
+    known = kind.__dataclass_fields__.keys() & fields.keys()
+    return kind(**{name: fields[name] for name in known})
+
+
+class Backend(ABC):
+    """A cluster, or this process, for the time of one run. One thread uses it.
 
     Attributes:
-        parameters: On which all agree, with the residuals of all together.
+        workers: Where each replica is, or was, by its number.
+    """
+
+    workers: dict[int, str]
+
+    @abstractmethod
+    def open(self) -> None:
+        """Open the run; `close` has to follow."""
+
+    @abstractmethod
+    def assign(self, recipe: Packed[Recipe]) -> None:
+        """Start the initial replicas on their workers.
+
+        Args:
+            recipe: The user's objects.
+        """
+
+    @abstractmethod
+    def poll_events(self, timeout_s: float) -> Iterator[Event]:
+        """Yield new events, reacting to those that concern workers; wait for one.
+
+        Args:
+            timeout_s: How long to wait if there is none.
+        """
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """Tell every replica to leave."""
+
+    @abstractmethod
+    def collect(self) -> "FitResult | None":
+        """Wait until the replicas have left, and merge what they leave; None: nothing.
+
+        Raises:
+            WaitTimeoutError: If it takes too long.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave nothing of the run."""
+
+    def lost(self) -> Sequence[int]:
+        """Replicas that nothing is expected of any more, ascending."""
+        return ()
+
+    def agreed(self) -> "AgreedState | None":
+        """Return the newest state that all agreed on and that the client has."""
+        return None
+
+
+@dataclass
+class FitResult:
+    """What a run ends with.
+
+    Attributes:
+        parameters: All replicas agree on them; with the sum of all residuals.
         optimizer: Averaged state; None if the run did not come to its end.
-        outcome: What is left to the next fit; None if no replica left anything.
-        schedule: Where it stands; empty if there is none, or no optimizer.
-        steps: Rows of steps that were not reported before, packed.
+        outcome: State of the compression; None if no replica left any.
+        schedule: State of the scheduler; empty without scheduler or optimizer.
+        steps: Packed rows of steps that were not reported before.
         restored: Whether the parameters are those of the best epoch.
-        met: Whether they are of any epoch; else they are those of the start.
+        met: Whether the parameters are of an epoch; else they are those of the start.
     """
 
     parameters: Parameters
@@ -59,25 +265,23 @@ class Final:
     met: bool = True
 
 
-def merge(results: Sequence[Result]) -> Packed[Final]:
-    """Join what the replicas left behind.
+def merge(results: Sequence[Result]) -> Packed[FitResult]:
+    """Merge what the replicas left behind.
 
-    The parameters are those on which all agreed last, which is what was validated. All
-    that came to the end contribute what they had not sent yet: whole steps of the grid,
-    so that the sum does not depend on its order. If some bring back the best epoch,
-    that of the first of them is all there is: they are the same. If nobody came to the
-    end, the last state on which they agreed is what is left, from the first that has
-    one.
+    The parameters are those that all agreed on last, and that were validated. Replicas
+    that came to the end add their residuals: whole steps of the grid, so that the sum
+    does not depend on its order. Replicas that restore the best epoch are all alike:
+    the first one counts. If no replica came to the end, the first agreed state counts.
 
     Args:
-        results: In order of replica, at least one.
+        results: In ascending order of replica, at least one.
     """
     ended = [result for result in results if result.finished]
     restored = [result for result in ended if result.restored][:1]
     used = restored or ended or _agreed(results)
     parts = [result.parameters.unpack() for result in used]
     states = [r.optimizer.unpack() for r in ended if r.optimizer is not None]
-    final = Final(
+    final = FitResult(
         _sum(parts),
         add(states) if states else None,
         average_outcome([result.outcome for result in results]),
@@ -131,91 +335,24 @@ def _sum(parts: Sequence[Parameters]) -> Parameters:
     return replace(first, residual_N=left)
 
 
-def most_replicas(examples: int | None, batch_size: int) -> int:
-    """One for each step in an epoch: more would have nothing to do.
-
-    Args:
-        examples: Rows of the data; None: not known, so there is no limit.
-        batch_size: Rows of a step, which may be those of several batches.
-    """
-    return sys.maxsize if examples is None else math.ceil(examples / batch_size)
+def most_replicas(source: Source, options: TaskOptions) -> int:
+    """One replica for each step of an epoch; more would have nothing to do."""
+    rows = rows_in(source)
+    return sys.maxsize if rows is None else math.ceil(rows / options.step_rows)
 
 
-def seats_of(master: TrainingMaster, client: Client, most: int) -> dict[int, str]:
-    """Choose a worker address for each replica, by number from 0.
-
-    Args:
-        master: Says how many each worker is to have.
-        client: Of the cluster.
-        most: Replicas, see `most_replicas`.
-
-    Raises:
-        OptionError: If the cluster has no workers.
-        OSError: If one of them does not answer.
-    """
-    workers = workers_of(client)
-    try:
-        each = replicas_on(master, client, workers)
-    except OSError:
-        there = set(client.nthreads())
-        if there.issuperset(workers):
-            raise
-        return seats_of(master, client, most)  # one has gone meanwhile
-    # Round robin, so that leaving some out leaves the workers evenly used.
-    seats = [w for i in range(max(each.values())) for w in workers if i < each[w]]
-    return dict(enumerate(seats[: _useful(len(seats), most)]))
-
-
-def replicas_here(master: TrainingMaster, most: int) -> int:
-    """Choose how many replicas this process is to have.
-
-    Args:
-        master: Says how many it is to have.
-        most: See `most_replicas`.
-
-    Raises:
-        OptionError: If that is fewer than `min_replicas`: nobody can come later.
-    """
-    each = master.replicas_per_worker
-    wanted = max(1, torch.cuda.device_count()) if each == "auto" else int(each)
-    replicas = _useful(wanted, most)
-    if master.min_replicas > replicas:
-        raise OptionError(
-            f"min_replicas must be at most {replicas}, the number of replicas in this "
-            f"process, got {master.min_replicas}; without a cluster no more will come: "
-            "set replicas_per_worker"
-        )
-    return replicas
-
-
-def _useful(wanted: int, most: int) -> int:
+def useful(wanted: int, most: int) -> int:
+    """At most so many replicas; the log says if that is fewer than asked for."""
     if wanted > most:
         logger.info("%s batches only: %s of %s replicas", most, most, wanted)
     return min(wanted, most)
-
-
-def replicas_on(
-    master: TrainingMaster, client: Client, workers: Sequence[str]
-) -> dict[str, int]:
-    """How many replicas each of these workers is to have.
-
-    Raises:
-        OSError: If a worker is gone, or does not answer; the latter is a
-            WaitTimeoutError.
-    """
-    if master.replicas_per_worker != "auto":
-        return dict.fromkeys(workers, int(master.replicas_per_worker))
-    bound = master.timeouts().bound("request")
-    what = "how many CUDA devices they have"
-    devices = answers_of(client, workers, torch.cuda.device_count, bound, what)
-    return {worker: max(1, devices[worker]) for worker in workers}
 
 
 SHARED, REST = ".shared", ".rest"  # no tensor of a module has such a name
 REST_TIMES = 4.0  # as long as the last one took: most of the network is for updates
 
 
-class Kept(NamedTuple):
+class AgreedState(NamedTuple):
     """A state on which all replicas agreed."""
 
     epoch: int  # at the end of which, counted from 0
@@ -250,169 +387,6 @@ def arrays_of(parameters: Parameters) -> Arrays:
             exact[name] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
     rest = replace(parameters, exact=exact)
     return {**arrays, REST: Packed(rest, "model_").payload}
-
-
-class Safekeeping:
-    """Brings agreed states to the client, on its event loop.
-
-    Args:
-        client: Of the cluster.
-        run: Identity of the run.
-        bound: For each request.
-
-    Attributes:
-        kept: The newest that is here as a whole, or None.
-    """
-
-    kept: Kept | None
-
-    def __init__(self, client: Client, run: int, bound: Bound) -> None:
-        self.kept = None
-        self._client = client
-        self._run = run
-        self._bound = bound
-        self._wanted = -1  # epoch that has ended last
-        self._bringing: asyncio.Task[None] | None = None
-        self._closed = False
-
-    # ---- the client's thread
-
-    def note(self, epoch: int) -> None:
-        """An epoch has ended: have its state brought, or that of a later one."""
-        self._client.loop.add_callback(self._begin, epoch)
-
-    def close(self) -> None:
-        """Bring nothing more; what is here stays."""
-        self._client.loop.add_callback(self._end)
-
-    # ---- event loop
-
-    def _begin(self, epoch: int) -> None:
-        self._wanted = epoch
-        idle = self._bringing is None or self._bringing.done()
-        if idle and not self._closed:
-            self._bringing = asyncio.ensure_future(self._bring())
-
-    def _end(self) -> None:
-        self._closed = True
-        if self._bringing is not None:
-            self._bringing.cancel()
-
-    async def _bring(self) -> None:
-        now = asyncio.get_running_loop().time
-        while self.kept is None or self.kept.epoch < self._wanted:
-            began_at = now()
-            try:
-                kept = await self._newest()
-            except OSError as error:  # the client's own requests say more
-                logger.info("the agreed state was not brought: %s", error)
-                return
-            if kept is None:
-                return
-            self.kept = kept
-            await asyncio.sleep(REST_TIMES * (now() - began_at))
-
-    async def _newest(self) -> Kept | None:
-        """Ask one replica after the other; None: no replica has it as a whole."""
-        avoid: list[int] = []
-        while True:
-            first = await self._ask(self._wanted, 0, avoid)
-            if first.get("replica") is None:
-                return None
-            kept = await self._whole(first)
-            if kept is not None:
-                return kept
-            avoid.append(first["replica"])
-
-    async def _whole(self, first: dict[str, Any]) -> Kept | None:
-        if first["status"] != Answer.OK:
-            return None
-        epoch, replica, parts = first["epoch"], first["replica"], [first["bytes"]]
-        while len(parts) < first["parts"]:
-            answer = await self._ask(epoch, len(parts), (), replica)
-            if answer["status"] != Answer.OK:
-                return None
-            parts.append(answer["bytes"])
-        arrays = [np.frombuffer(unwrap(part), np.uint8) for part in parts]
-        return Kept(epoch, join(first["forms"], arrays))
-
-    async def _ask(
-        self, epoch: int, part: int, avoid: Any, replica: int | None = None
-    ) -> dict[str, Any]:
-        asking: Awaitable[Any] = self._client.scheduler.daskdl_agreed(
-            run=self._run, epoch=epoch, part=part, avoid=list(avoid), replica=replica
-        )
-        answer = await asyncio.wait_for(asking, self._bound.seconds)
-        assert isinstance(answer, dict)
-        return answer
-
-
-Event = Mapping[str, Any]
-
-
-class Stage(ABC):
-    """A cluster, or a process, for the time of a run. One thread uses it.
-
-    Attributes:
-        seats: Where each replica is, or was.
-    """
-
-    seats: dict[int, str]
-
-    @abstractmethod
-    def open(self) -> None:
-        """Begin the run; `close` has to follow."""
-
-    @abstractmethod
-    def start(self, recipe: Packed[Recipe]) -> None:
-        """Let the replicas begin that the run is to begin with.
-
-        Args:
-            recipe: The user's objects.
-        """
-
-    @abstractmethod
-    def news(self, seen: int, timeout_s: float) -> Sequence[Event]:
-        """Events after the `seen` first ones; waits for one, but not for long."""
-
-    @abstractmethod
-    def heed(self, event: Event) -> None:
-        """Do what an event asks for: seat a newcomer, give a replica up."""
-
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether every replica has ended that was not given up."""
-
-    @abstractmethod
-    def errors(self) -> Iterator[tuple[int, BaseException]]:
-        """Replicas without which the run cannot go on, and what they raised.
-
-        What a replica reports itself is an event, and is not among them.
-        """
-
-    @abstractmethod
-    def given_up(self) -> list[int]:
-        """Replicas of which nothing is expected any more, ascending."""
-
-    @abstractmethod
-    def stop(self, reason: str) -> None:
-        """Tell every replica to leave."""
-
-    @abstractmethod
-    def collect(self) -> Final | None:
-        """Wait until the replicas have left, and join what they leave.
-
-        Returns:
-            What the run ended with; None if there is nothing.
-        """
-
-    def kept(self) -> Kept | None:
-        """The newest agreed state that is here, where replicas can be lost."""
-        return None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave nothing of the run."""
 
 
 def extent_for(

@@ -1,5 +1,6 @@
 """Checkpoints of a running fit, written part by part by replicas, and resuming."""
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,15 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from daskdl.callbacks import Callback, Checkpoint
 from daskdl.channel.base import Channel, Gathered
+from daskdl.channel.leasing import SyncPoint
 from daskdl.checkpoints import (
     COMMON,
     CheckpointPlan,
     Copy,
     Part,
     ResumePlan,
+    Series,
     Stamp,
+    Whole,
     of_replica,
+    whole_at,
 )
 from daskdl.config import Bound, Timeouts
 from daskdl.data.stores.store import store_of
@@ -29,11 +35,14 @@ from daskdl.training.base import (
     PARAMETERS,
     SHARER,
     Resumed,
+    TrainingMaster,
     check_like,
     described,
     others_in,
+    restoring,
     trained_in,
 )
+from daskdl.training.epoch_control import Verdict, only
 from daskdl.training.spec import TaskOptions
 from daskdl.training.telemetry import RowLog
 from daskdl.util import settle
@@ -296,7 +305,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class Likeness:
+class Fingerprint:
     """Said in words, to be compared.
 
     Attributes:
@@ -307,7 +316,7 @@ class Likeness:
     Example:
         >>> import torch
         >>> layer = nn.Linear(3, 2, bias=False)
-        >>> Likeness.of(layer, torch.optim.SGD(layer.parameters()), None).values()
+        >>> Fingerprint.of(layer, torch.optim.SGD(layer.parameters()), None).values()
         [{'weight': 'float32 (2, 3)'}, 'SGD of [1] parameters', None]
     """
 
@@ -344,7 +353,7 @@ class Likeness:
                 return cls(tensors, optimizer, scheduler)
         raise ValueError(f"it is made of {values!r:.80}")
 
-    def check(self, other: "Likeness", url: str) -> None:
+    def check(self, other: "Fingerprint", url: str) -> None:
         """Refuse to go on from another one.
 
         Args:
@@ -398,7 +407,7 @@ _OWN = {
 }
 
 
-class Inheritance(NamedTuple):
+class RestoredState(NamedTuple):
     """What one replica goes on from."""
 
     common: Mapping[str, Any]
@@ -445,7 +454,7 @@ class Inheritance(NamedTuple):
         return found
 
 
-def inherit(plan: ResumePlan, place: int, founders: int) -> Inheritance:
+def inherit(plan: ResumePlan, place: int, founders: int) -> RestoredState:
     """Read what a founder of a run goes on from.
 
     Args:
@@ -463,7 +472,7 @@ def inherit(plan: ResumePlan, place: int, founders: int) -> Inheritance:
     read = [_state(plan, of_replica(replica)) for replica in taken]
     first, first_at = read[0] if read else _state(plan, of_replica(donor))
     own, own_at = [state for state, _ in read], [at for _, at in read]
-    return Inheritance(common, own, first, common_at, own_at, first_at)
+    return RestoredState(common, own, first, common_at, own_at, first_at)
 
 
 def _state(plan: ResumePlan, name: str) -> tuple[Mapping[str, Any], str]:
@@ -473,3 +482,179 @@ def _state(plan: ResumePlan, name: str) -> tuple[Mapping[str, Any], str]:
     if stamp != plan.stamp:
         raise SaveError(f"{at} is of another checkpoint")
     return state, at
+
+
+# Columns of a history that are, other ones are only shown.
+LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A checkpoint that a fit goes on from.
+
+    Attributes:
+        plan: For the replicas.
+        rows: Of the history so far.
+        verdict: Of early stopping, on the last of them.
+        epochs_before: Of earlier fits of the trainer.
+        ordinal: Of the checkpoint in its fit, from 1.
+        kind: Of the replicas' exchanges.
+        likeness: What the fit is made of.
+    """
+
+    plan: ResumePlan
+    rows: Sequence[Mapping[str, Any]]
+    verdict: Verdict
+    epochs_before: int
+    ordinal: int
+    kind: str
+    likeness: Fingerprint
+
+    @classmethod
+    def of(cls, found: Whole) -> "Resumption":
+        """Read what a checkpoint says.
+
+        Raises:
+            SaveError: If that is not what one says.
+        """
+        said, members = found.said, tuple(found.members)
+        with restoring(found.store.url_of(f"{COMMON}.json")):
+            _check_said(said)
+            return cls(
+                ResumePlan(
+                    found.store.url,
+                    found.stamp,
+                    members,
+                    said["epoch"],
+                    _pause_of(said["pause"]),
+                ),
+                said["rows"],
+                Verdict.of(said["verdict"]),
+                said["epochs_before"],
+                said["count"],
+                said["kind"],
+                Fingerprint.from_values(said["likeness"]),
+            )
+
+    def check(
+        self,
+        master: TrainingMaster,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+    ) -> None:
+        """Refuse to resume with something else.
+
+        Args:
+            master: Of the fit, like the others.
+            model: At its start.
+            optimizer: Over its trainable parameters.
+            scheduler: Of that.
+
+        Raises:
+            OptionError: If the checkpoint is of another way of training, model,
+                optimizer or scheduler.
+        """
+        if self.kind not in master.resumes:
+            raise OptionError(
+                f"{self.plan.url} is of replicas of another way of training than "
+                f"{type(master).__name__}; resume with the same master"
+            )
+        own = Fingerprint.of(model, optimizer, scheduler)
+        own.check(self.likeness, self.plan.url)
+
+
+def resumption_of(resume: Any, callbacks: Sequence[Callback]) -> Resumption | None:
+    """What a fit goes on from.
+
+    Args:
+        resume: The argument of `Trainer.fit`.
+        callbacks: Of the trainer.
+
+    Returns:
+        None: It begins anew.
+
+    Raises:
+        OptionError: If it is no URL, or True without a :class:`~daskdl.Checkpoint`.
+        SaveError: If there is no checkpoint at the URL, or it is damaged.
+    """
+    if resume is None or resume is False:
+        return None
+    if resume is not True:
+        found = whole_at(Series.at(resume).store) or Series.at(resume).newest()
+        if found is None:
+            raise SaveError(f"there is no checkpoint in {Series.at(resume).store.url}")
+        return Resumption.of(found)
+    rule: Checkpoint | None = only(Checkpoint, callbacks)
+    if rule is None:
+        raise OptionError(
+            "resume=True needs a Checkpoint among the callbacks, got none; give the "
+            "URL of the checkpoints"
+        )
+    newest = Series.at(rule.url).newest()
+    return None if newest is None else Resumption.of(newest)
+
+
+def checkpoints_of(
+    callbacks: Sequence[Callback], resumed: Resumption | None
+) -> CheckpointPlan | None:
+    """How a fit writes checkpoints; None: it does not.
+
+    Args:
+        callbacks: Of the trainer.
+        resumed: What it goes on from.
+
+    Raises:
+        OptionError: If there is more than one :class:`~daskdl.Checkpoint`.
+        SaveError: If the folder cannot be listed.
+    """
+    rule: Checkpoint | None = only(Checkpoint, callbacks)
+    if rule is None:
+        return None
+    series, run = Series.at(rule.url), secrets.token_hex(8)
+    first = max(series.numbers(), default=0) + 1
+    if resumed is None:
+        return CheckpointPlan(series.store.url, rule, run, run, first)
+    origin, before = resumed.plan.stamp.origin, resumed.ordinal
+    return CheckpointPlan(series.store.url, rule, origin, run, first, before)
+
+
+def _check_said(said: Mapping[str, Any]) -> None:
+    """Refuse what no checkpoint says.
+
+    Raises:
+        LookupError: If something is missing.
+        ValueError: If something cannot be.
+    """
+    epoch, before, rows = said["epoch"], said["epochs_before"], said["rows"]
+    # Replicas that came later, and alone are left, may not know all rows.
+    if type(epoch) is not int or epoch < len(rows):
+        raise ValueError(f"{epoch!r:.80} epochs, and {len(rows)} rows")
+    if type(before) is not int or before < 0:
+        raise ValueError(f"{before!r:.80} epochs before")
+    numbers = [row[name] for row in rows for name in LOOKED_AT]
+    wrong = [number for number in numbers if type(number) not in (int, float)]
+    if wrong or not isinstance(said["kind"], str):
+        raise ValueError(f"{wrong!r:.80}, {said['kind']!r:.80}")
+
+
+def _pause_of(fields: Any) -> SyncPoint | None:
+    """Read one that somebody may have written by hand.
+
+    Raises:
+        TypeError: If it is none, or a ValueError.
+    """
+    if fields is None:
+        return None
+    pause = SyncPoint.from_wire(fields)
+    ranges = [one for left in pause.left for one in left.ranges]
+    numbers = [number for one in ranges for number in one]
+    numbers += [pause.order, *(left.replica for left in pause.left)]
+    numbers += [done.examples for done in pause.departed]
+    whole = all(type(number) is int for number in numbers)
+    whole &= all(type(done.loss_sum) in (int, float) for done in pause.departed)
+    ordered = (min(part, start) >= 0 for part, start, _ in ranges)
+    ends = (one.is_whole or one.start <= one.stop for one in ranges)
+    if not (whole and all(ordered) and all(ends)):
+        raise ValueError(f"{fields!r:.80} is left")
+    return pause

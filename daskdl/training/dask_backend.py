@@ -6,38 +6,52 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+import torch
 from distributed import Client, Future, Worker, get_worker, secede, wait
 from typing_extensions import override
 
 from daskdl.channel import protocol
-from daskdl.channel.protocol import NAME, Answer
+from daskdl.channel.protocol import NAME, Answer, join, unwrap
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.cluster import OWN, REMEDY, arrivals, lacking
-from daskdl.config import VERSION
-from daskdl.data.futures import new_key
+from daskdl.config import VERSION, Bound, Timeouts
+from daskdl.data.datasets.iterable_style import sharded
+from daskdl.data.futures import answers_of, new_key, workers_of
 from daskdl.data.scattering import scatter
 from daskdl.data.source import Source
-from daskdl.data.supplies import Supply
+from daskdl.data.supplies import Supply, supply_of
 from daskdl.errors import ChannelError, RunError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
+    AgreedState,
+    Backend,
+    EpochEnded,
     Event,
-    Final,
-    Kept,
-    Safekeeping,
-    Stage,
+    FitResult,
+    JoinFailed,
+    NobodyLeft,
+    PartMissing,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaRemoved,
+    RunEnded,
+    TaskFailed,
+    WorkerArrived,
+    event_of,
     extent_for,
     merge,
+    most_replicas,
     plan_of,
-    replicas_on,
+    useful,
 )
-from daskdl.training.base import ExchangeStats
+from daskdl.training.base import ExchangeStats, TrainingMaster
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.replica import Replica, surroundings, warm_up
 from daskdl.training.spec import Recipe, Result, TaskOptions
@@ -101,7 +115,7 @@ COLLECT_LOOK_S = 1.0  # between two looks whether a result was lost
 
 def collect(
     client: Client, tasks: Mapping[str, Future], options: TaskOptions
-) -> Final | None:
+) -> FitResult | None:
     """Wait for the tasks of a run to end, and join what they left.
 
     A result may be lost with its worker when it is there already; then the others
@@ -150,7 +164,7 @@ def _wait_for(client: Client, tasks: Collection[Future], timeout_s: float) -> No
 
 def _join(
     client: Client, results: Sequence[Future], run: int, deadline: float
-) -> Packed[Final] | None:
+) -> Packed[FitResult] | None:
     """Join results; None if one of them was lost, or it takes too long."""
     merged = client.submit(merge, list(results), key=new_key(f"merge-{run:x}"))
 
@@ -168,7 +182,7 @@ def _join(
         return None
 
     try:
-        packed: Packed[Final] | None = client.sync(fetch)
+        packed: Packed[FitResult] | None = client.sync(fetch)
     except CancelledError:
         return None  # as above
     finally:
@@ -176,51 +190,186 @@ def _join(
     return packed
 
 
+RELAY_BYTES = 8 * 2**20  # of the relay's queue for each replica
 MUCH_FROZEN = 64 * 2**20  # bytes that come to each replica when an epoch ends
 LOOK_S = 0.5  # between two looks whether the connection is there still
 NO_CONNECTION = "the connection to it is closed"
 
 
-class Limits(NamedTuple):
-    """Bounds of a run that its replicas do not see."""
+def assign_workers(master: TrainingMaster, client: Client, most: int) -> dict[int, str]:
+    """Choose the worker of each initial replica, by number from 0.
 
-    relay_bytes: int  # of the relay's queue for each replica
-    most_replicas: int  # more would have nothing to do
+    Args:
+        master: Says how many replicas each worker gets.
+        client: Of the cluster.
+        most: Replicas, see `most_replicas`.
+
+    Raises:
+        OptionError: If the cluster has no workers.
+        OSError: If one of them does not answer.
+    """
+    workers = workers_of(client)
+    try:
+        each = replicas_on(master, client, workers)
+    except OSError:
+        there = set(client.nthreads())
+        if there.issuperset(workers):
+            raise
+        return assign_workers(master, client, most)  # one has gone meanwhile
+    # Round robin, so that leaving some out leaves the workers evenly used.
+    places = [w for i in range(max(each.values())) for w in workers if i < each[w]]
+    return dict(enumerate(places[: useful(len(places), most)]))
 
 
-class ClusterStage(Stage):
+def replicas_on(
+    master: TrainingMaster, client: Client, workers: Sequence[str]
+) -> dict[str, int]:
+    """How many replicas each of these workers gets.
+
+    Raises:
+        OSError: If a worker is gone, or does not answer; the latter is a
+            WaitTimeoutError.
+    """
+    if master.replicas_per_worker != "auto":
+        return dict.fromkeys(workers, int(master.replicas_per_worker))
+    bound = master.timeouts().bound("request")
+    what = "how many CUDA devices they have"
+    devices = answers_of(client, workers, torch.cuda.device_count, bound, what)
+    return {worker: max(1, devices[worker]) for worker in workers}
+
+
+REST_TIMES = 4.0  # as long as the last one took: most of the network is for updates
+
+
+class AgreedStateFetcher:
+    """Brings agreed states to the client, on its event loop.
+
+    Args:
+        client: Of the cluster.
+        run: Identity of the run.
+        bound: For each request.
+
+    Attributes:
+        state: The newest one that has arrived as a whole, or None.
+    """
+
+    state: AgreedState | None
+
+    def __init__(self, client: Client, run: int, bound: Bound) -> None:
+        self.state = None
+        self._client = client
+        self._run = run
+        self._bound = bound
+        self._wanted = -1  # the epoch that ended last
+        self._fetching: asyncio.Task[None] | None = None
+        self._closed = False
+
+    # ---- the client's thread
+
+    def fetch(self, epoch: int) -> None:
+        """Fetch the state at the end of an epoch, or a later one."""
+        self._client.loop.add_callback(self._begin, epoch)
+
+    def close(self) -> None:
+        """Fetch nothing more; `state` stays."""
+        self._client.loop.add_callback(self._end)
+
+    # ---- event loop
+
+    def _begin(self, epoch: int) -> None:
+        self._wanted = epoch
+        idle = self._fetching is None or self._fetching.done()
+        if idle and not self._closed:
+            self._fetching = asyncio.ensure_future(self._fetch_newest())
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._fetching is not None:
+            self._fetching.cancel()
+
+    async def _fetch_newest(self) -> None:
+        now = asyncio.get_running_loop().time
+        while self.state is None or self.state.epoch < self._wanted:
+            began_at = now()
+            try:
+                state = await self._newest()
+            except OSError as error:  # the client's own requests say more
+                logger.info("the agreed state was not brought: %s", error)
+                return
+            if state is None:
+                return
+            self.state = state
+            await asyncio.sleep(REST_TIMES * (now() - began_at))
+
+    async def _newest(self) -> AgreedState | None:
+        """Ask one replica after the other; None: none has the whole state."""
+        avoid: list[int] = []
+        while True:
+            first = await self._ask(self._wanted, 0, avoid)
+            if first.get("replica") is None:
+                return None
+            state = await self._whole(first)
+            if state is not None:
+                return state
+            avoid.append(first["replica"])
+
+    async def _whole(self, first: dict[str, Any]) -> AgreedState | None:
+        if first["status"] != Answer.OK:
+            return None
+        epoch, replica, parts = first["epoch"], first["replica"], [first["bytes"]]
+        while len(parts) < first["parts"]:
+            answer = await self._ask(epoch, len(parts), (), replica)
+            if answer["status"] != Answer.OK:
+                return None
+            parts.append(answer["bytes"])
+        arrays = [np.frombuffer(unwrap(part), np.uint8) for part in parts]
+        return AgreedState(epoch, join(first["forms"], arrays))
+
+    async def _ask(
+        self, epoch: int, part: int, avoid: Any, replica: int | None = None
+    ) -> dict[str, Any]:
+        asking: Awaitable[Any] = self._client.scheduler.daskdl_agreed(
+            run=self._run, epoch=epoch, part=part, avoid=list(avoid), replica=replica
+        )
+        answer = await asyncio.wait_for(asking, self._bound.seconds)
+        assert isinstance(answer, dict)
+        return answer
+
+
+class DaskBackend(Backend):
     """Tasks on the workers of a cluster, one for each replica.
 
     Args:
         client: Synchronous client of the cluster.
         options: Of the run.
-        seats: Worker address of each founder.
-        supplies: Of each phase.
-        limits: Bounds of the run that its replicas do not see.
+        workers: Address of the worker of each initial replica.
+        supplies: Data of each phase.
+        most_replicas: More would have nothing to do.
     """
 
     def __init__(
         self,
         client: Client,
         options: TaskOptions,
-        seats: Mapping[int, str],
+        workers: Mapping[int, str],
         supplies: Mapping[str, Supply],
-        limits: Limits,
+        most_replicas: int,
     ) -> None:
-        self.seats = dict(seats)
+        self.workers = dict(workers)
         self._client = client
-        routing = options.master.routing_for(len(set(seats.values())))
+        routing = options.master.routing_for(len(set(workers.values())))
         self._options = dataclasses.replace(options, routing=routing)
-        self._founders = set(seats)
+        self._initial = set(workers)
         self._supplies = supplies
-        self._limits = limits
-        self._futures: dict[int, Future] = {}
-        self._asked_again: dict[str, float] = {}  # when, by worker; monotonic clock
-        self._heard_at = time.monotonic()  # of the scheduler's last answer
+        self._most_replicas = most_replicas
+        self._futures: dict[int, Future] = {}  # of replicas that are not given up
+        self._retry_at: dict[str, float] = {}  # by worker; monotonic clock
+        self._seen = 0  # events
+        self._answered_at = time.monotonic()  # by the scheduler
         self._address = client.scheduler.address
         self._scheduler_lost = self._warned = False
         bound = options.timeouts.bound("request")
-        self._safekeeping = Safekeeping(client, options.run, bound)
+        self._fetcher = AgreedStateFetcher(client, options.run, bound)
 
     @override
     def open(self) -> None:
@@ -228,17 +377,17 @@ class ClusterStage(Stage):
         try:
             self._client.register_plugin(arrivals(NAME))
         except OSError as error:
-            # Dask tells all that are there, and does not wait for them once one of
-            # them has gone, which `start` then leaves out.
+            # Dask registers with all workers at once, and does not wait for them once
+            # one of them has gone; `assign` then leaves that one out.
             logger.warning("a worker has gone while the run began: %s", error)
             self._client.run(_set_up, on_error="return")
         extents = {
             phase: extent_for(
-                self._options, phase, own.source, len(self.seats), own.keys
+                self._options, phase, own.source, len(self.workers), own.keys
             )
             for phase, own in self._supplies.items()
         }
-        plan = plan_of(self._options, self.seats, extents, self._limits.relay_bytes)
+        plan = plan_of(self._options, self.workers, extents, RELAY_BYTES)
         answer = self._ask(protocol.OPEN, plan=vars(plan), client=self._client.id)
         if answer.get("version") != VERSION:
             self._ask(protocol.CLOSE)
@@ -248,47 +397,48 @@ class ClusterStage(Stage):
             )
 
     @override
-    def start(self, recipe: Packed[Recipe]) -> None:
+    def assign(self, recipe: Packed[Recipe]) -> None:
         self._recipe = recipe
-        seats = dict(self.seats)
+        replicas = dict(self.workers)
         while True:
             try:
-                self._submit(seats)
+                self._submit(replicas)
             except OSError as error:
                 there = set(self._client.nthreads())
-                gone = [r for r, worker in seats.items() if worker not in there]
+                gone = [r for r, worker in replicas.items() if worker not in there]
                 if not gone:
                     raise
-                if len(gone) == len(seats):
-                    where = ", ".join(sorted(set(seats.values())))
+                if len(gone) == len(replicas):
+                    where = ", ".join(sorted(set(replicas.values())))
                     raise RunError(
                         f"all workers that were to begin have gone: {where}; see their "
                         "logs, and fit again when there are others"
                     ) from error
                 logger.warning("replicas %s are not started: %s", gone, error)
-                self._dismiss(gone)
-                seats = {r: w for r, w in seats.items() if r not in gone}
+                self._unassign(gone)
+                replicas = {r: w for r, w in replicas.items() if r not in gone}
             else:
                 return
 
-    def _submit(self, seats: Mapping[int, str]) -> None:
-        workers = sorted(set(seats.values()))
-        name = f"daskdl-recipe-{self._options.run:x}-{min(seats)}"
+    def _submit(self, replicas: Mapping[int, str]) -> None:
+        """Scatter the model and submit one task for each replica."""
+        workers = sorted(set(replicas.values()))
+        name = f"daskdl-recipe-{self._options.run:x}-{min(replicas)}"
         carried = {p: own.packed for p, own in self._supplies.items() if own.packed}
         values: dict[str, Packed[Any]] = {
             name: self._recipe,
             **{f"{name}-{p}": v for p, v in carried.items()},
         }
-        founders = self._founders.issuperset(seats)
-        # While one that comes later does not take it, the others' news wait.
-        bound = self._options.timeouts.bound("join" if founders else "request")
+        initial = self._initial.issuperset(replicas)
+        # While a worker that comes later does not take it, no event is handled.
+        bound = self._options.timeouts.bound("join" if initial else "request")
         nbytes = sum(value.payload.nbytes for value in values.values())
         what = f"the model ({nbytes} bytes)"
         sent = scatter(self._client, values, workers, bound, what)
         sources = {phase: sent[f"{name}-{phase}"] for phase in carried}
-        there = {*self._futures, *seats}
-        per_worker = Counter(self.seats[replica] for replica in there)
-        for replica, worker in seats.items():
+        there = {*self._futures, *replicas}
+        per_worker = Counter(self.workers[replica] for replica in there)
+        for replica, worker in replicas.items():
             self._futures[replica] = self._client.submit(
                 train_replica,
                 sent[name],
@@ -296,7 +446,7 @@ class ClusterStage(Stage):
                 self._options,
                 replica,
                 per_worker[worker],
-                founder=replica in self._founders,
+                founder=replica in self._initial,
                 key=f"daskdl-train-{self._options.run:x}-{replica}",
                 workers=[worker],
                 allow_other_workers=False,
@@ -304,53 +454,142 @@ class ClusterStage(Stage):
                 retries=0,
             )
 
+    def _unassign(self, replicas: Iterable[int]) -> None:
+        """Free the places of replicas that do not start."""
+        for replica in replicas:
+            self._cancel(replica)
+            self._ask(protocol.UNSEAT, replica=replica)
+
+    def _cancel(self, replica: int) -> None:
+        future = self._futures.pop(replica, None)
+        if future is not None:
+            future.cancel()
+
+    # ---- events
+
     @override
-    def news(self, seen: int, timeout_s: float) -> Sequence[Event]:
-        # Before the next news: those before say who is gone, and takes nothing.
-        for event in (*self._due(), *self._lost_parts()):
-            self.heed(event)
-        answer = self._ask(protocol.WATCH, seen=seen, timeout_s=timeout_s)
-        events: Sequence[Event] = answer["events"]
-        return events
+    def poll_events(self, timeout_s: float) -> Iterator[Event]:
+        ended = all(future.done() for future in self._futures.values())
+        self._retry_workers()
+        # Before asking for events: an earlier one told which worker is gone.
+        self._restore_lost_parts()
+        answer = self._ask(
+            protocol.WATCH, seen=self._seen, timeout_s=0 if ended else timeout_s
+        )
+        posted = answer["events"]
+        self._seen += len(posted)
+        for fields in posted:
+            event = event_of(fields)
+            self._handle_event(event)
+            yield event
+        for replica, future in list(self._futures.items()):
+            if future.status == "cancelled":
+                # Its worker has gone, perhaps before the task arrived there.
+                logger.info("Dask has given up the task of replica %s", replica)
+                self._cancel(replica)
+            elif future.status == "error" and replica in self._initial:
+                yield TaskFailed(replica, future.exception())
+            elif future.status == "error":
+                error = future.exception()
+                logger.warning("a newcomer did not start: %s", error)
+                self._unassign([replica])
+        if ended and not posted:
+            yield RunEnded()
 
-    def _due(self) -> Iterator[Event]:
-        """Workers that did not take what a newcomer needs, and are asked again."""
-        for worker, due in list(self._asked_again.items()):
+    def _handle_event(self, event: Event) -> None:
+        match event:
+            case ReplicaRemoved(replica):
+                # Pinned to a worker that is gone, the task would wait for ever.
+                self._cancel(replica)
+            case ReplicaLost(replica, summary):
+                logger.warning("%s", summary)
+                self._cancel(replica)
+            case ReplicaJoined(replica, worker):
+                logger.info("replica %s trains on %s", replica, worker)
+            case JoinFailed(replica, summary):
+                worker = self.workers[replica]
+                logger.warning("a newcomer on %s failed: %s", worker, summary)
+            case WorkerArrived(worker, found):
+                wrong = "" if found is None else lacking(found)
+                if wrong:
+                    logger.warning(
+                        "worker %s has come and takes no part: %s; %s; %s",
+                        worker,
+                        wrong,
+                        OWN,
+                        REMEDY,
+                    )
+                else:
+                    self._assign_newcomers(worker)
+            case PartMissing():
+                self._restore(event)
+            case NobodyLeft(waiting):
+                for replica in waiting:
+                    self._cancel(replica)
+            case EpochEnded(epoch):
+                self._fetcher.fetch(epoch)
+                self._warn_of_frozen(event)
+
+    def _assign_newcomers(self, worker: str) -> None:
+        """Let a worker take part that has come, or is free again."""
+        room = self._most_replicas - len(self._futures)
+        if room <= 0:
+            return
+        try:
+            wanted = replicas_on(self._options.master, self._client, [worker])[worker]
+        except OSError as error:
+            self._retry_later(worker, error)
+            return
+        answer = self._ask(protocol.SEAT, worker=worker, replicas=min(wanted, room))
+        newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
+        self.workers |= newcomers
+        if newcomers:
+            try:
+                self._submit(newcomers)
+            except OSError as error:
+                self._unassign(newcomers)
+                self._retry_later(worker, error)
+
+    def _retry_later(self, worker: str, error: OSError) -> None:
+        """A worker has gone again, or hangs."""
+        logger.warning("no replica on %s: %s", worker, error)
+        if worker in self._client.nthreads():
+            # Not at once: while waiting for it no event is handled.
+            bound_s = self._options.timeouts.request
+            self._retry_at[worker] = time.monotonic() + bound_s
+
+    def _retry_workers(self) -> None:
+        for worker, due in list(self._retry_at.items()):
             if time.monotonic() >= due:
-                del self._asked_again[worker]
-                yield {"kind": "worker", "worker": worker}
+                del self._retry_at[worker]
+                self._assign_newcomers(worker)
 
-    def _lost_parts(self) -> Iterator[Event]:
-        """What died with its worker: a replica that comes to it shall find it there."""
+    def _restore_lost_parts(self) -> None:
+        """Replace parts that died with their worker, before a replica needs them."""
         lost = [(p, *part) for p, own in self._supplies.items() for part in own.lost()]
         there = self._workers() if lost else set()
-        training = sorted(there.intersection(self.seats[r] for r in self._futures))
+        training = sorted(there.intersection(self.workers[r] for r in self._futures))
         for phase, part, key in lost if training else ():
             worker = training[part % len(training)]
-            asked = {"phase": phase, "part": part, "key": key}
-            yield {"kind": "missing", "worker": worker, "avoid": (), **asked}
+            self._restore(PartMissing(phase, part, key, worker))
 
-    @override
-    def heed(self, event: Event) -> None:
-        act: dict[str, Callable[[Event], None]] = {
-            # Pinned to a worker that is gone, the task would wait for ever.
-            "removed": lambda event: self._cancel(event["replica"]),
-            "lost": self._note_departure,
-            "retired": self._note_departure,
-            "joined": self._note_arrival,
-            "not joined": self._note_failure,
-            "worker": self._welcome,
-            "missing": self._restore,
-            "over": self._send_away,
-            "gathered": self._end_epoch,
-        }
-        if event["kind"] in act:
-            act[event["kind"]](event)
+    def _restore(self, missing: PartMissing) -> None:
+        """Send a part again: to the worker that needs it, else to any that takes it."""
+        phase, part = missing.phase, missing.part
+        there = self._workers() - set(missing.avoid)
+        for home in sorted(
+            there, key=lambda worker: (worker != missing.worker, worker)
+        ):
+            try:
+                key = self._supplies[phase].restore(part, missing.key, [home])
+            except OSError as error:  # it has gone, or hangs
+                logger.info("part %s is not put on %s: %s", part, home, error)
+                continue
+            self._ask(protocol.RESTORE, phase=phase, part=part, key=key)
+            return
 
-    def _end_epoch(self, event: Event) -> None:
-        self._safekeeping.note(event["epoch"])
-        notes = [note for _, note in event["notes"]]
-        each = [ExchangeStats(*note["statistics"]).frozen_bytes for note in notes]
+    def _warn_of_frozen(self, event: EpochEnded) -> None:
+        each = [ExchangeStats(*note["statistics"]).frozen_bytes for note in event.notes]
         if sum(each) <= MUCH_FROZEN or self._warned:
             return
         self._warned = True
@@ -364,101 +603,11 @@ class ClusterStage(Stage):
             sum(each) / 1e6,
         )
 
-    def _note_departure(self, event: Event) -> None:
-        logger.warning("%s", event["summary"])
-        self._cancel(event["replica"])
-
-    def _note_arrival(self, event: Event) -> None:
-        logger.info("replica %s trains on %s", event["replica"], event["worker"])
-
-    def _note_failure(self, event: Event) -> None:
-        worker = self.seats[event["replica"]]
-        logger.warning("a newcomer on %s failed: %s", worker, event["summary"])
-
-    def _send_away(self, event: Event) -> None:
-        """Nobody is left to begin from: these came too late."""
-        for replica in event["waiting"]:
-            self._cancel(replica)
-
-    def _welcome(self, event: Event) -> None:
-        """A worker is there, or free again; it takes part if it has what is needed."""
-        worker, found = event["worker"], event.get("found")
-        wrong = "" if found is None else lacking(found)
-        if wrong:
-            logger.warning(
-                "worker %s has come and takes no part: %s; %s; %s",
-                worker,
-                wrong,
-                OWN,
-                REMEDY,
-            )
-        else:
-            self._seat(worker)
-
-    def _seat(self, worker: str) -> None:
-        """A worker is there, or free again: let it take part."""
-        room = self._limits.most_replicas - len(self._futures)
-        if room <= 0:
-            return
-        try:
-            wanted = replicas_on(self._options.master, self._client, [worker])[worker]
-        except OSError as error:
-            self._try_later(worker, error)
-            return
-        answer = self._ask(protocol.SEAT, worker=worker, replicas=min(wanted, room))
-        newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
-        self.seats |= newcomers
-        if newcomers:
-            try:
-                self._submit(newcomers)
-            except OSError as error:
-                self._dismiss(newcomers)
-                self._try_later(worker, error)
-
-    def _try_later(self, worker: str, error: OSError) -> None:
-        """A worker has gone again, or hangs."""
-        logger.warning("no replica on %s: %s", worker, error)
-        if worker in self._client.nthreads():
-            # Not at once: to wait for it holds up the others' news.
-            bound_s = self._options.timeouts.request
-            self._asked_again[worker] = time.monotonic() + bound_s
-
-    def _restore(self, event: Event) -> None:
-        """Send a lost part again: where it is wanted, else to any that takes it."""
-        phase, part = event["phase"], event["part"]
-        there = self._workers() - set(event["avoid"])
-        wanted = event["worker"]
-        for home in sorted(there, key=lambda worker: (worker != wanted, worker)):
-            try:
-                key = self._supplies[phase].restore(part, event["key"], [home])
-            except OSError as error:  # it has gone, or hangs
-                logger.info("part %s is not put on %s: %s", part, home, error)
-                continue
-            self._ask(protocol.RESTORE, phase=phase, part=part, key=key)
-            return
+    # ---- the end
 
     @override
-    def ended(self) -> bool:
-        return all(future.done() for future in self._futures.values())
-
-    @override
-    def errors(self) -> Iterator[tuple[int, BaseException]]:
-        for replica, future in list(self._futures.items()):
-            if future.status == "cancelled":
-                # Its worker is gone, or was before it came there.
-                logger.info("Dask has given up the task of replica %s", replica)
-                self._cancel(replica)
-            elif future.status == "error":
-                error = future.exception()
-                if replica in self._founders:
-                    yield replica, error
-                else:
-                    logger.warning("a newcomer did not start: %s", error)
-                    self._dismiss([replica])
-
-    @override
-    def given_up(self) -> list[int]:
-        return [r for r in self.seats if r not in self._futures]
+    def lost(self) -> Sequence[int]:
+        return [replica for replica in self.workers if replica not in self._futures]
 
     @override
     def stop(self, reason: str) -> None:
@@ -466,33 +615,22 @@ class ClusterStage(Stage):
             self._ask(protocol.STOP, reason=reason)
 
     @override
-    def collect(self) -> Final | None:
+    def collect(self) -> FitResult | None:
         if self._scheduler_lost:
             return None
         tasks = {
-            f"replica {replica} on {self.seats[replica]}": future
+            f"replica {replica} on {self.workers[replica]}": future
             for replica, future in self._futures.items()
         }
         return collect(self._client, tasks, self._options)
 
     @override
-    def kept(self) -> Kept | None:
-        return self._safekeeping.kept
-
-    def _dismiss(self, replicas: Iterable[int]) -> None:
-        """These do not start: their seats are free for others."""
-        for replica in replicas:
-            self._cancel(replica)
-            self._ask(protocol.UNSEAT, replica=replica)
-
-    def _cancel(self, replica: int) -> None:
-        future = self._futures.pop(replica, None)
-        if future is not None:
-            future.cancel()
+    def agreed(self) -> AgreedState | None:
+        return self._fetcher.state
 
     @override
     def close(self) -> None:
-        self._safekeeping.close()
+        self._fetcher.close()
         if not self._connected:  # Dask has given up the futures
             self._futures.clear()
             return
@@ -507,7 +645,7 @@ class ClusterStage(Stage):
             logger.warning("after %s these have not left: %s", bound, still_here)
 
     async def _say_farewell(self) -> None:
-        """It does not answer, but may hear it."""
+        """The scheduler does not answer, and may still read this."""
         with contextlib.suppress(OSError):
             await self._client.scheduler.daskdl_close(run=self._options.run)
 
@@ -520,11 +658,11 @@ class ClusterStage(Stage):
         return answer
 
     def _answer(self, operation: str, **fields: Any) -> Any:
-        """Ask the scheduler; that it is lost is noticed once, as soon as can be.
+        """Ask the scheduler, and notice at once if the connection to it is lost.
 
         Raises:
-            ChannelError: If the connection is lost: Dask gives up all that belongs to
-                a client then, even if it can connect again.
+            ChannelError: If the connection is lost: Dask then releases everything that
+                belongs to the client, even if it can connect again.
             WaitTimeoutError: If the connection is there, and no answer comes.
         """
 
@@ -561,7 +699,7 @@ class ClusterStage(Stage):
                 f"the scheduler at {self._address} was lost: {error}; "
                 f"{self._last_answer()}"
             ) from error
-        self._heard_at = time.monotonic()
+        self._answered_at = time.monotonic()
         return answer
 
     @property
@@ -569,10 +707,35 @@ class ClusterStage(Stage):
         return bool(self._client.status == "running")
 
     def _last_answer(self) -> str:
-        return f"it last answered {time.monotonic() - self._heard_at:.1f} s ago"
+        return f"it last answered {time.monotonic() - self._answered_at:.1f} s ago"
 
     def _workers(self) -> set[str]:
         return set(self._answer("ncores", workers=None))
+
+
+@contextlib.contextmanager
+def dask_backend(
+    client: Client, options: TaskOptions, sources: Mapping[str, Source]
+) -> Iterator[DaskBackend]:
+    """Choose the workers of a run, and put the data where they are.
+
+    Args:
+        client: A synchronous client.
+        options: Of the run.
+        sources: By phase.
+    """
+    most = most_replicas(sources["train"], options)
+    assigned = assign_workers(options.master, client, most)
+    workers = sorted(set(assigned.values()))
+    bound = Timeouts.from_config().bound("request")
+    with contextlib.ExitStack() as stack:
+        supplies = {
+            phase: stack.enter_context(
+                supply_of(sharded(own, len(assigned)), client, workers, bound)
+            )
+            for phase, own in sources.items()
+        }
+        yield DaskBackend(client, options, assigned, supplies, most)
 
 
 async def _set_up(dask_worker: Worker) -> None:

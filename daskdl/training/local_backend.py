@@ -5,15 +5,30 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from typing_extensions import override
 
 from daskdl.channel.local import LocalChannel, LocalRun
+from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.source import Source
+from daskdl.errors import OptionError
 from daskdl.serialization import Packed
-from daskdl.training.backend import Event, Final, Stage, extent_for, merge, plan_of
+from daskdl.training.backend import (
+    Backend,
+    Event,
+    FitResult,
+    RunEnded,
+    TaskFailed,
+    event_of,
+    extent_for,
+    merge,
+    most_replicas,
+    plan_of,
+    useful,
+)
+from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.replica import Replica, surroundings
 from daskdl.training.spec import Recipe, Result, TaskOptions
@@ -24,27 +39,51 @@ logger = logging.getLogger(__name__)
 HERE = "this machine"  # where replicas are, in messages
 
 
-class LocalStage(Stage):
+def replicas_here(master: TrainingMaster, most: int) -> int:
+    """Choose how many replicas this process gets.
+
+    Args:
+        master: Says how many it wants.
+        most: See `most_replicas`.
+
+    Raises:
+        OptionError: If that is fewer than `min_replicas`: none can join later.
+    """
+    each = master.replicas_per_worker
+    wanted = max(1, torch.cuda.device_count()) if each == "auto" else int(each)
+    replicas = useful(wanted, most)
+    if master.min_replicas > replicas:
+        raise OptionError(
+            f"min_replicas must be at most {replicas}, the number of replicas in this "
+            f"process, got {master.min_replicas}; without a cluster no more will come: "
+            "set replicas_per_worker"
+        )
+    return replicas
+
+
+class LocalBackend(Backend):
     """Threads of this process, one for each replica.
 
     Args:
         options: Of the run; there is nothing to route.
-        replicas: How many.
-        sources: Of each phase.
+        sources: Data of each phase.
     """
 
-    def __init__(
-        self, options: TaskOptions, replicas: int, sources: Mapping[str, Source]
-    ) -> None:
-        self.seats = dict.fromkeys(range(replicas), HERE)
+    def __init__(self, options: TaskOptions, sources: Mapping[str, Source]) -> None:
+        most = most_replicas(sources["train"], options)
+        replicas = replicas_here(options.master, most)
+        self.workers = dict.fromkeys(range(replicas), HERE)
         self._options = options
-        self._sources = sources
+        self._sources = {
+            phase: sharded(own, replicas) for phase, own in sources.items()
+        }
+        self._seen = 0  # events
         extents = {
             phase: extent_for(options, phase, own, replicas)
-            for phase, own in sources.items()
+            for phase, own in self._sources.items()
         }
-        # Nothing waits in the relay's queues: they are emptied by whoever fills them.
-        self._run = LocalRun(plan_of(options, self.seats, extents, relay_bytes=0))
+        # Whoever fills a queue of the relay empties it: nothing waits there.
+        self._run = LocalRun(plan_of(options, self.workers, extents, relay_bytes=0))
         self._results: dict[int, concurrent.futures.Future[Result]] = {}
         self._threads: list[threading.Thread] = []
 
@@ -53,9 +92,9 @@ class LocalStage(Stage):
         pass  # the run is there
 
     @override
-    def start(self, recipe: Packed[Recipe]) -> None:
-        threads = max(1, torch.get_num_threads() // len(self.seats))
-        for replica in self.seats:
+    def assign(self, recipe: Packed[Recipe]) -> None:
+        threads = max(1, torch.get_num_threads() // len(self.workers))
+        for replica in self.workers:
             self._results[replica] = concurrent.futures.Future()
             thread = threading.Thread(
                 target=self._end_with_result,
@@ -90,35 +129,28 @@ class LocalStage(Stage):
             store.close()
             channel.leave()
 
-    @override
-    def news(self, seen: int, timeout_s: float) -> Sequence[Event]:
-        return self._run.watch(seen, timeout_s, self.ended)
-
-    @override
-    def heed(self, event: Event) -> None:
-        pass  # nobody comes later, and nothing is lost
-
-    @override
-    def ended(self) -> bool:
+    def _ended(self) -> bool:
         return all(result.done() for result in self._results.values())
 
     @override
-    def errors(self) -> Iterator[tuple[int, BaseException]]:
+    def poll_events(self, timeout_s: float) -> Iterator[Event]:
+        ended = self._ended()
+        posted = self._run.watch(self._seen, timeout_s, self._ended)
+        self._seen += len(posted)
+        yield from map(event_of, posted)
         for replica, result in self._results.items():
             error = result.exception() if result.done() else None
             if error is not None:
-                yield replica, error
-
-    @override
-    def given_up(self) -> list[int]:
-        return []
+                yield TaskFailed(replica, error)
+        if ended and not posted:
+            yield RunEnded()
 
     @override
     def stop(self, reason: str) -> None:
         self._run.stop(reason)
 
     @override
-    def collect(self) -> Final | None:
+    def collect(self) -> FitResult | None:
         deadline = time.monotonic() + self._options.timeouts.stop
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))

@@ -51,8 +51,8 @@ from daskdl.training.checkpointing import (
     Checkpoints,
     CheckpointWriter,
     Copyable,
-    Inheritance,
-    Likeness,
+    Fingerprint,
+    RestoredState,
     awaited,
     begun,
     inherit,
@@ -352,7 +352,7 @@ class Works:
         """With the others; another one may come in its place."""
         return self._exchange
 
-    def _inherited(self, entry: Entry) -> Inheritance | None:
+    def _inherited(self, entry: Entry) -> RestoredState | None:
         """Read what a founder of a resumed run goes on from."""
         plan, members = self._options.resume, sorted(entry.members)
         if plan is None or entry.snapshot is not None:
@@ -370,7 +370,7 @@ class Works:
     def _attach(
         self,
         entry: Entry,
-        inherited: Inheritance | None,
+        inherited: RestoredState | None,
         residual: KeptResidual | None,
     ) -> Exchange:
         resumed = None if inherited is None else inherited.exchange
@@ -392,7 +392,7 @@ class Works:
         return master.attach(context)
 
     def _checkpoints(
-        self, entry: Entry, inherited: Inheritance | None
+        self, entry: Entry, inherited: RestoredState | None
     ) -> Checkpoints | None:
         options = self._options
         if options.checkpoints is None:
@@ -406,7 +406,7 @@ class Works:
         log = RowLog(options.size, columns, rows, left_out=left_out)
         return Checkpoints(options, writer, log, before["checkpoints"])
 
-    def _resume(self, inherited: Inheritance) -> None:
+    def _resume(self, inherited: RestoredState) -> None:
         self._restore(inherited)
         self.seen = sum(part["seen"] for part in inherited.own)
         self.weight = sum(part["weight"] for part in inherited.own)
@@ -419,7 +419,7 @@ class Works:
                 check_like(vars(Tally()), vars(tally), "it")
             self.tally.add(tally)
 
-    def _restore(self, inherited: Inheritance) -> None:
+    def _restore(self, inherited: RestoredState) -> None:
         """Put back what was read; a wrong value is told by file and field."""
         common, donor, at = inherited.common, inherited.donor, inherited.donor_at
         of_all = "optimizer" in common
@@ -483,7 +483,7 @@ class Works:
             pause: What is left of it, if it has begun; None: all.
         """
         options, state = self._options, self.exchange.state()
-        likeness = Likeness.of(self.module, self.optimizer, self.rate.scheduler)
+        likeness = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
         said = {
             "epoch": epoch,
             "pause": None if pause is None else pause.to_wire(),

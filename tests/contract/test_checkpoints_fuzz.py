@@ -23,8 +23,7 @@ from daskdl import (
     Trainer,
 )
 from daskdl.checkpoints import Series
-from daskdl.training.checkpointing import inherit
-from daskdl.training.fit import resumption_of
+from daskdl.training.checkpointing import inherit, resumption_of
 from tests.support.fitted_trainers import signed
 from tests.support.tampering import WRONG, Bomb, Watch, flipped, places, replaced
 

@@ -56,4 +56,4 @@ def test_those_at_the_end_of_an_epoch_have_a_best_model():
 
     assert own.history_.stopping.scores.keys() == {0, 1, 2}
     assert own.optimizer_.param_groups[0]["lr"] == 0.00125
-    assert own._standing.epochs == EPOCHS
+    assert own._state.epochs == EPOCHS

@@ -111,7 +111,7 @@ OUTSIDE = {
         "typing_extensions",
     },
     "serving": {"cloudpickle", "distributed", "numpy", "torch", "typing_extensions"},
-    "trainer": {"distributed", "torch", "typing_extensions"},
+    "trainer": {"distributed", "torch"},
     "planning": {
         "dask",
         "distributed",
@@ -152,7 +152,6 @@ DISTRIBUTED = {
     "serving.remote",
     "serving.worker",
     "trainer",
-    "training.backend",
     "training.dask_backend",
     "training.fit",
 }

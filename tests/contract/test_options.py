@@ -1,25 +1,23 @@
 """Options of a trainer and of a fit; test_sharing_options.py has those of a master."""
 
+import math
 import re
 
 import pytest
 import torch
+from torch import nn
 
-from daskdl.callbacks import Callback
-from daskdl.data.options import ReadOptions
-from daskdl.errors import OptionError
-from daskdl.training.fit import FitOptions, TrainerOptions
-from daskdl.training.gradient_sharing import GradientSharing
+from daskdl import Callback, GradientSharing, OptionError, Trainer
 from tests.support.names import shown
 
-TRAINER = {
-    "master": GradientSharing(),
-    "device": "auto",
-    "seed": 0,
-    "callbacks": [],
-    "progress": None,
-}
-READ = ReadOptions(1)
+
+def trainer(**options):
+    parts = {
+        "model": nn.Linear(2, 1),
+        "loss": nn.MSELoss(),
+        "optimizer": torch.optim.SGD,
+    }
+    return Trainer(**{**parts, "client": False, **options})
 
 
 @pytest.mark.parametrize(
@@ -31,11 +29,15 @@ READ = ReadOptions(1)
         ("callbacks", (Callback(), Callback())),
         ("progress", True),
         ("progress", False),
+        ("telemetry_every", 1),
+        ("telemetry_every", None),
+        ("max_loss_rise", 3),
+        ("max_loss_rise", None),
     ],
     ids=shown,
 )
 def test_an_option_of_a_trainer_is_taken(option, value):
-    assert getattr(TrainerOptions(**{**TRAINER, option: value}), option) is value
+    assert getattr(trainer(**{option: value}), option) is value
 
 
 @pytest.mark.parametrize(
@@ -52,12 +54,22 @@ def test_an_option_of_a_trainer_is_taken(option, value):
         ("device", 0, "device must be 'auto' or a torch device, got 0"),
         ("device", None, "device must be 'auto' or a torch device, got None"),
         ("device", "quantum", "device must be 'auto' or a torch device, got 'quantum'"),
+        ("optimizer", None, "optimizer must be a function that makes one from param"),
+        ("telemetry_every", 0, "a whole number >= 1 or 'auto' or None, got 0"),
+        ("telemetry_every", 1.5, "a whole number >= 1 or 'auto' or None, got 1.5"),
+        ("telemetry_every", True, "a whole number >= 1 or 'auto' or None, got True"),
+        ("telemetry_every", "all", "a whole number >= 1 or 'auto' or None, got 'all'"),
+        ("max_loss_rise", 0, "max_loss_rise must be a number > 0 or None, got 0"),
+        ("max_loss_rise", True, "a number > 0 or None, got True"),
+        ("max_loss_rise", math.inf, "a number > 0 or None, got inf"),
+        ("max_loss_rise", math.nan, "a number > 0 or None, got nan"),
+        ("max_loss_rise", "10", "a number > 0 or None, got '10'"),
     ],
     ids=shown,
 )
 def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
     with pytest.raises(OptionError, match=re.escape(message)):
-        TrainerOptions(**{**TRAINER, option: value})
+        trainer(**{option: value})
 
 
 @pytest.mark.parametrize(
@@ -79,11 +91,4 @@ def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
 )
 def test_an_option_of_a_fit_is_refused_by_name(option, value, message):
     with pytest.raises(OptionError, match=re.escape(message)):
-        FitOptions(READ, **{option: value})
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("epochs", 1), ("prefetch", 0), ("approach", "export")]
-)
-def test_an_option_of_a_fit_is_taken(option, value):
-    assert getattr(FitOptions(READ, **{option: value}), option) == value
+        trainer().fit(torch.zeros(4, 2), torch.zeros(4, 1), **{option: value})

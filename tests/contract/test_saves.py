@@ -104,7 +104,7 @@ def states(optimizer):
 def check_goes_on(loaded, one):
     for name, tensor in one.model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], tensor), name
-    ours, theirs = one.standing.moved, loaded.standing.moved
+    ours, theirs = one.fit_state.optimizer, loaded.fit_state.optimizer
     groups = theirs.optimizer.state_dict()["param_groups"]
     assert groups == ours.optimizer.state_dict()["param_groups"]
     for number, entries in states(ours.optimizer).items():
@@ -122,8 +122,8 @@ class TestWhatComesBack:
         loaded = back(one, tmp_path)
 
         check_goes_on(loaded, one)
-        assert loaded.standing.sent == one.standing.sent
-        assert (loaded.standing.epochs, loaded.standing.class_count) == (2, 2)
+        assert loaded.fit_state.compression == one.fit_state.compression
+        assert (loaded.fit_state.epochs, loaded.fit_state.class_count) == (2, 2)
         assert loaded.classes == ["no", "yes"]
         assert math.isnan(loaded.history[0]["loss"])
         assert loaded.history[0]["waits"] == {"end": 0.5}
@@ -297,12 +297,12 @@ class TestWithoutOptimizer:
 
         loaded = back(one, tmp_path, optimizer=False)
 
-        moved = loaded.standing.moved
+        moved = loaded.fit_state.optimizer
         assert states(moved.optimizer) == {}
         assert moved.optimizer.param_groups[0]["lr"] == 0.01
         assert moved.rate.position()[0] == 0
-        assert loaded.standing.sent is None
-        assert loaded.standing.epochs == 2
+        assert loaded.fit_state.compression is None
+        assert loaded.fit_state.epochs == 2
         assert not list(tmp_path.glob("optimizer-*"))
 
     def test_anything_but_true_and_false_is_refused(self, tmp_path):
@@ -311,8 +311,8 @@ class TestWithoutOptimizer:
 
     def test_a_state_that_is_no_plain_value_is_refused_by_name(self, tmp_path):
         one = fitted()
-        states(one.standing.moved.optimizer)[0]["own"] = object()
-        one.standing.moved.optimizer.state[next(one.model.parameters())]["own"] = (
+        states(one.fit_state.optimizer.optimizer)[0]["own"] = object()
+        one.fit_state.optimizer.optimizer.state[next(one.model.parameters())]["own"] = (
             object()
         )
 
@@ -333,7 +333,7 @@ class TestWithoutOptimizer:
 
         loaded = back(one, tmp_path)
 
-        assert loaded.standing.moved.rate.position()[0] == 0
+        assert loaded.fit_state.optimizer.rate.position()[0] == 0
 
 
 class TestWhatHasToBePassed:

@@ -56,14 +56,14 @@ def test_its_history_is_what_it_was(loaded):
 
 def test_optimizer_scheduler_and_thresholds_are_where_they_were(loaded):
     state = loaded.optimizer_.state_dict()
-    standing = loaded._standing
+    state = loaded._state
 
     assert type(loaded.optimizer_) is torch.optim.Adam
     assert [entry["step"].item() for entry in state["state"].values()] == [6.0] * 6
     assert state["param_groups"][0]["lr"] == 0.0025
     assert loaded.scheduler_.last_epoch == 2
-    assert (standing.epochs, standing.class_count, standing.sent.steps) == (2, None, 6)
-    assert standing.sent.sent["*.bias"] == Sent(1e-2, pytest.approx(0.5, abs=0.5))
+    assert (state.epochs, state.class_count, state.compression.steps) == (2, None, 6)
+    assert state.compression.sent["*.bias"] == Sent(1e-2, pytest.approx(0.5, abs=0.5))
 
 
 def test_it_is_fitted_on():
@@ -73,4 +73,4 @@ def test_it_is_fitted_on():
 
     assert history[0]["learning_rate"] == 0.0025
     assert trainer.optimizer_.param_groups[0]["lr"] == 0.00125
-    assert trainer._standing.epochs == 3
+    assert trainer._state.epochs == 3

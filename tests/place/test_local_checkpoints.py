@@ -120,8 +120,8 @@ def at(url, number):
 def assert_same(ours, theirs, but=TIMES):
     """Two trainers have come to the same, bit for bit."""
     assert alike(state_of(ours), state_of(theirs))
-    assert ours._standing.epochs == theirs._standing.epochs
-    assert ours._standing.sent == theirs._standing.sent
+    assert ours._state.epochs == theirs._state.epochs
+    assert ours._state.compression == theirs._state.compression
     assert len(ours.history_) == len(theirs.history_)
     for row, other in zip(ours.history_, theirs.history_, strict=True):
         assert row.keys() == other.keys()
@@ -294,7 +294,7 @@ class TestWhere:
         fits(resumed, 2, resume=at(url, 2))
 
         assert_same(resumed, whole)
-        assert resumed._standing.epochs == 3
+        assert resumed._state.epochs == 3
 
     @pytest.mark.parametrize(
         "master", [sharing(), averaging(), sharing(1)], ids=["two", "averaging", "one"]

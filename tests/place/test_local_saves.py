@@ -100,7 +100,7 @@ def test_saving_and_loading_in_between_changes_no_bit(options, tmp_path, one_thr
     for column in ("loss", "threshold", "density", "learning_rate", "sent_bytes"):
         ours, theirs = (history.column(column) for history in rows_of_both)
         assert ours == theirs or repr(ours) == repr(theirs), column  # or all are NaN
-    assert loaded._standing.epochs == without._standing.epochs == 4
+    assert loaded._state.epochs == without._state.epochs == 4
 
 
 def test_what_was_loaded_predicts_and_scores_the_same(tmp_path):
@@ -127,7 +127,7 @@ def test_without_the_optimizer_the_next_fit_begins_it_anew(tmp_path, one_thread)
 
     # The first thresholds again; the orders of the epochs go on.
     assert first[0]["threshold"] != trainer.history_[0]["threshold"]
-    assert loaded._standing.epochs == trainer._standing.epochs
+    assert loaded._state.epochs == trainer._state.epochs
     assert not torch.equal(vector(loaded.model_), vector(trainer.model_))
 
 

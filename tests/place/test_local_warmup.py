@@ -116,13 +116,17 @@ def test_each_layer_keeps_a_threshold_from_fit_to_fit():
     own = trainer(False, master=shared_out(2, threshold=mapping, max_staleness=0))
 
     own.fit(X, Y, batch_size=16)
-    first = own._standing.sent
+    first = own._state.compression
     own.fit(X, Y, batch_size=16)
 
     assert list(first.sent) == ["0.*", "*"]
     assert first.sent["*"].threshold == pytest.approx(1e-2)
-    assert own._standing.sent.sent["0.*"].threshold < first.sent["0.*"].threshold < 1e-3
-    assert (first.steps, own._standing.sent.steps) == (15, 30)
+    assert (
+        own._state.compression.sent["0.*"].threshold
+        < first.sent["0.*"].threshold
+        < 1e-3
+    )
+    assert (first.steps, own._state.compression.steps) == (15, 30)
 
 
 @pytest.mark.parametrize(

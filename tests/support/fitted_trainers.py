@@ -7,14 +7,14 @@ from torch import nn
 
 from daskdl import History, Trainer
 from daskdl.fitted.arguments import NAMES
-from daskdl.fitted.fitted import Fitted, new_optimizer
+from daskdl.fitted.fitted import TrainerState, new_optimizer
 from daskdl.fitted.progress import scheduling_of
 from daskdl.history import StepRow
 from daskdl.saving.index import _digest
 from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState
 from daskdl.training.epoch_control import LearningRate
-from daskdl.training.fit import Moved, Standing, starting_model
+from daskdl.training.fit_state import FitState, TrainedOptimizer, starting_model
 
 
 def layers():
@@ -50,10 +50,10 @@ def fitted(model=lambda: layers(), steps=3, **options):
         rate.end_epoch([note])
     optimizer.zero_grad(set_to_none=True)
     sent = CompressionState({"*": Sent(1e-3, 0.25)}, 7)
-    standing = Standing(Moved(optimizer, rate, scheduling), sent, 2, 2)
+    standing = FitState(TrainedOptimizer(optimizer, rate, scheduling), sent, 2, 2)
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
     history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])
-    return Fitted(arguments, module, standing, history, ["no", "yes"])
+    return TrainerState(arguments, module, standing, history, ["no", "yes"])
 
 
 def signed(index):

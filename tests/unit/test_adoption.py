@@ -8,10 +8,12 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from daskdl.errors import ModelError
-from daskdl.training.backend import Final
-from daskdl.training.base import Parameters
 from daskdl.training.epoch_control import LearningRate, Scheduling
-from daskdl.training.fit import Moved, adopt, starting_model
+from daskdl.training.fit_state import (
+    TrainedOptimizer,
+    starting_model,
+    trained_optimizer,
+)
 from daskdl.training.optimizer_step import weigh
 
 
@@ -82,18 +84,21 @@ class TestStartingModel:
 class TestAdopt:
     SCHEDULING = Scheduling(halved)
 
-    def final(self, epochs):
+    def ended(self, epochs):
+        """The states of optimizer and scheduler at the end of a run."""
         optimizer, rate = trained(self.SCHEDULING, epochs)
-        return Final(Parameters(), weigh(optimizer, 1.0), None, rate.state())
+        return weigh(optimizer, 1.0), rate.state()
 
     def former(self, epochs):
         optimizer, rate = trained(self.SCHEDULING, epochs)
-        return Moved(optimizer, rate, self.SCHEDULING)
+        return TrainedOptimizer(optimizer, rate, self.SCHEDULING)
 
     def test_what_the_run_ended_with(self):
         optimizer = adam()
 
-        moved = adopt(optimizer, self.SCHEDULING, self.final(3), self.former(1))
+        moved = trained_optimizer(
+            optimizer, self.SCHEDULING, *self.ended(3), self.former(1)
+        )
 
         assert moved.optimizer is optimizer
         assert steps_of(optimizer) == [3, 3]
@@ -103,9 +108,8 @@ class TestAdopt:
 
     def test_after_a_run_that_ended_early_what_was_there_before(self):
         optimizer = adam()
-        early = Final(Parameters(), None, None)
 
-        moved = adopt(optimizer, self.SCHEDULING, early, self.former(2))
+        moved = trained_optimizer(optimizer, self.SCHEDULING, None, b"", self.former(2))
 
         assert steps_of(optimizer) == [2, 2]
         assert optimizer.param_groups[0]["lr"] == 0.25
@@ -114,7 +118,7 @@ class TestAdopt:
     def test_after_a_first_run_that_ended_early_the_start(self):
         optimizer = adam()
 
-        moved = adopt(optimizer, self.SCHEDULING, Final(Parameters(), None, None), None)
+        moved = trained_optimizer(optimizer, self.SCHEDULING, None, b"", None)
 
         assert steps_of(optimizer) == []
         assert moved.rate.scheduler.last_epoch == 0

@@ -4,7 +4,7 @@ import pytest
 
 from daskdl.callbacks import Callback, FitBegin
 from daskdl.history import History
-from daskdl.training.fit import attended
+from daskdl.training.fit import callback_scope
 
 FIT = FitBegin(2, 3, 0, 32, 1000, 650)
 HISTORY = History()
@@ -34,7 +34,7 @@ class Noting(Callback):
 def test_the_end_comes_in_reverse_order():
     seen = []
 
-    with attended([Noting("a", seen), Noting("b", seen)], FIT, HISTORY):
+    with callback_scope([Noting("a", seen), Noting("b", seen)], FIT, HISTORY):
         seen.append("fit")
 
     assert seen == [("a", FIT), ("b", FIT), "fit", ("b", None), ("a", None)]
@@ -46,7 +46,7 @@ def test_all_are_told_what_ended_it_early(error):
 
     with (
         pytest.raises(type(error)) as caught,
-        attended([Noting("a", seen), Noting("b", seen)], FIT, HISTORY),
+        callback_scope([Noting("a", seen), Noting("b", seen)], FIT, HISTORY),
     ):
         raise error
 
@@ -60,7 +60,7 @@ def test_what_a_beginning_raises_comes_out_and_those_before_are_told():
 
     with (
         pytest.raises(RuntimeError, match="no room"),
-        attended(callbacks, FIT, HISTORY),
+        callback_scope(callbacks, FIT, HISTORY),
     ):
         seen.append("never")
 
@@ -72,7 +72,7 @@ def test_what_an_end_raises_comes_out_if_it_is_the_first():
 
     with (
         pytest.raises(RuntimeError, match="no room"),
-        attended([Noting("a", seen), Noting("b", seen, end=error)], FIT, HISTORY),
+        callback_scope([Noting("a", seen), Noting("b", seen, end=error)], FIT, HISTORY),
     ):
         pass
 
@@ -85,7 +85,7 @@ def test_what_an_end_raises_does_not_hide_the_first_error(caplog):
 
     with (
         pytest.raises(ValueError, match="lost") as caught,
-        attended(callbacks, FIT, HISTORY),
+        callback_scope(callbacks, FIT, HISTORY),
     ):
         raise error
 

@@ -7,7 +7,7 @@ import pytest
 from daskdl import Checkpoint
 from daskdl.checkpoints import CheckpointPlan, Retention, Stamp
 from daskdl.errors import OptionError, SaveError
-from daskdl.training.fit import LOOKED_AT, Resumption, checkpoints_of
+from daskdl.training.checkpointing import LOOKED_AT, Resumption, checkpoints_of
 from tests.support.written import put
 
 VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]
@@ -180,4 +180,3 @@ def test_all_that_is_said_is_read(series):
 
     assert (found.plan.members, found.plan.epoch) == ((1, 3), 2)
     assert (found.ordinal, found.epochs_before, found.rows) == (4, 5, rows)
-    assert found.standing.epochs == 5

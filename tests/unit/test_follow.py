@@ -10,9 +10,10 @@ import pytest
 from daskdl.callbacks import Callback, EarlyStopping
 from daskdl.channel.base import Traffic
 from daskdl.history import History, StepRow, Stopping, pack_rows
+from daskdl.training.backend import EpochEnded, StepProgress
 from daskdl.training.base import ExchangeStats
 from daskdl.training.epoch_control import Judging, Record
-from daskdl.training.fit import Before, Follower
+from daskdl.training.fit import ProgressReporter
 
 NOTE = {
     "tally": [6.0, 4, 1.0],
@@ -28,14 +29,14 @@ NOTE = {
     "elapsed_s": 1.0,
 }
 GATHERED = {
-    "kind": "gathered",
+    "epoch": 0,
     "notes": [(0, NOTE)],
     "told": [],
     "repeated": 0,
     "refused": 0,
     "departed": [],
 }
-PROGRESS = {"kind": "progress", "examples": 4, "epoch": 0, "loss": 1.5}
+PROGRESS = StepProgress(epoch=0, examples=4, loss=1.5)
 
 
 class Watching(Callback):
@@ -46,18 +47,21 @@ class Watching(Callback):
         self.rows.append(row)
 
 
-def follower(history, callbacks=(), progress=False, judging=None, **before):
+def reporter(history, callbacks=(), progress=False, judging=None, **before):
     judging = judging or Judging(epochs=9)
-    return Follower(history, callbacks, 10, 8, progress, judging, **before)
+    return ProgressReporter(history, callbacks, 10, 8, progress, judging, **before)
+
+
+def ended_epoch(**changes):
+    return EpochEnded(0, {**GATHERED, **changes})
 
 
 def test_each_epoch_adds_a_row_and_calls_every_callback_with_it():
     history, callbacks = History(), [Watching(), Watching()]
 
-    with follower(history, callbacks) as own:
-        own.follow(GATHERED)
-        own.follow({"kind": "joined"})
-        own.follow(GATHERED)
+    with reporter(history, callbacks) as own:
+        own.end_epoch(ended_epoch())
+        own.end_epoch(ended_epoch())
 
     assert history.column("epoch") == [0, 1]
     assert history.column("loss") == [1.5, 1.5]
@@ -68,9 +72,10 @@ def test_the_rows_of_steps_that_came_with_an_epoch_are_added():
     history = History()
     told = [pack_rows([(1, StepRow(0, 10, replica, 0.5))]) for replica in (0, 1)]
 
-    with follower(history) as own:
-        own.follow({**GATHERED, "told": [*told, b""]})
-        own.follow({**GATHERED, "told": [pack_rows([(2, StepRow(1, 20, 0, 0.5))])]})
+    with reporter(history) as own:
+        own.end_epoch(ended_epoch(told=[*told, b""]))
+        later = pack_rows([(2, StepRow(1, 20, 0, 0.5))])
+        own.end_epoch(ended_epoch(told=[later]))
 
     assert history.steps.column("step") == [10, 10, 20]
     assert history.steps.column("replica") == [0, 1, 0]
@@ -79,8 +84,8 @@ def test_the_rows_of_steps_that_came_with_an_epoch_are_added():
 def test_epochs_are_counted_on_from_those_of_the_run_before():
     history = History()
     for epoch in range(2):
-        with follower(history, before=Before(epoch)) as own:
-            own.follow(GATHERED)
+        with reporter(history, epoch=epoch) as own:
+            own.end_epoch(ended_epoch())
 
     assert history.column("epoch") == [0, 1]
 
@@ -92,17 +97,17 @@ def test_the_seconds_are_those_since_the_epoch_before(monkeypatch):
     )
     history = History()
 
-    own = follower(history)
-    own.follow(GATHERED)
-    own.follow(GATHERED)
+    own = reporter(history)
+    own.end_epoch(ended_epoch())
+    own.end_epoch(ended_epoch())
 
     assert history.column("seconds") == [3.0, 1.0]
 
 
 def test_a_bar_counts_the_examples_and_is_closed(capsys):
-    with follower(History(), progress=True) as own:
-        own.follow(PROGRESS)
-        own.follow(PROGRESS)
+    with reporter(History(), progress=True) as own:
+        own.show(PROGRESS)
+        own.show(PROGRESS)
 
     assert own._bar.disable  # as tqdm says that it is closed
     shown = capsys.readouterr().err
@@ -114,17 +119,17 @@ def test_a_bar_counts_the_examples_and_is_closed(capsys):
 def test_without_a_choice_a_terminal_gets_a_bar(monkeypatch, terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
 
-    with follower(History(), progress=None) as own:
+    with reporter(History(), progress=None) as own:
         assert own._bar.disable is not terminal
 
 
 def ended(history, *losses, rule):
     """Follow epochs with these training losses, each with the record so far."""
     judging, record = Judging(epochs=9, stopping=rule), Record()
-    with follower(history, judging=judging) as own:
+    with reporter(history, judging=judging) as own:
         for loss in losses:
             note = {**NOTE, "tally": [loss, 1, 1.0], "record": list(record)}
-            own.follow({**GATHERED, "notes": [(0, note)]})
+            own.end_epoch(ended_epoch(notes=[(0, note)]))
             record = judging.judge(len(history) - 1, [note]).record
 
 
@@ -156,7 +161,7 @@ def test_without_a_finite_score_there_is_no_best_epoch():
 def test_without_early_stopping_nothing_is_said():
     history = History()
 
-    with follower(history) as own:
-        own.follow(GATHERED)
+    with reporter(history) as own:
+        own.end_epoch(ended_epoch())
 
     assert history.stopping is None

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl.errors import OptionError
-from daskdl.training.checkpointing import Likeness
+from daskdl.training.checkpointing import Fingerprint
 
 
 class Net(nn.Module):
@@ -23,7 +23,7 @@ def likeness(module=None, optimizer=torch.optim.SGD, scheduler=None):
     module = module or Net()
     parameters = [p for p in module.parameters() if p.requires_grad]
     made = optimizer(parameters)
-    return Likeness.of(module, made, scheduler and scheduler(made))
+    return Fingerprint.of(module, made, scheduler and scheduler(made))
 
 
 def halved(optimizer):
@@ -43,7 +43,7 @@ def test_the_same_is_accepted_whatever_its_numbers_are():
 def test_it_is_the_same_when_it_has_been_written():
     own = likeness(scheduler=halved)
 
-    assert Likeness.from_values(own.values()) == own
+    assert Fingerprint.from_values(own.values()) == own
 
 
 def thawed():
@@ -108,4 +108,4 @@ def test_one_where_there_was_none_begins():
 )
 def test_what_it_did_not_make_is_refused(values):
     with pytest.raises(ValueError, match="it is made of"):
-        Likeness.from_values(values)
+        Fingerprint.from_values(values)

@@ -9,13 +9,17 @@ from daskdl import Checkpoint, GradientSharing, ParameterAveraging
 from daskdl.checkpoints import ResumePlan, Stamp
 from daskdl.errors import OptionError, SaveError
 from daskdl.training.base import ALONE, AVERAGER, SHARER
-from daskdl.training.checkpointing import Likeness, inherit
-from daskdl.training.epoch_control import Scheduling, Verdict
-from daskdl.training.fit import Method, Resumption, resumption_of
+from daskdl.training.checkpointing import (
+    Fingerprint,
+    Resumption,
+    inherit,
+    resumption_of,
+)
+from daskdl.training.epoch_control import Verdict
 from tests.support.written import put, put_part
 
 TENSORS = {"weight": "float32 (2, 3)", "bias": "float32 (2,)"}
-LIKENESS = Likeness(TENSORS, "SGD of [2] parameters", None)
+LIKENESS = Fingerprint(TENSORS, "SGD of [2] parameters", None)
 VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]
 SAID = {"epoch": 0, "pause": None, "epochs_before": 0, "verdict": VERDICT}
 
@@ -87,19 +91,22 @@ class TestTrue:
             resumption_of(True, [])
 
 
-def method(optimizer=torch.optim.SGD, scheduler=None):
-    return Method(None, optimizer, None, Scheduling(scheduler))
+def fitted(model=None, scheduler=None):
+    """A model, its optimizer and its scheduler."""
+    model = nn.Linear(3, 2) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters())
+    return model, optimizer, scheduler and scheduler(optimizer)
 
 
 class TestCheck:
-    """The rest of what it refuses is what a `Likeness` does."""
+    """The rest of what it refuses is what a `Fingerprint` does."""
 
     def resumed(self, kind, likeness=LIKENESS):
         plan = ResumePlan("memory://x/1", Stamp("", "", 1), (0,), 1)
         return Resumption(plan, [], Verdict(), 0, 1, kind, likeness)
 
     def test_the_same_way_and_model_are_accepted(self):
-        self.resumed(SHARER).check(GradientSharing(), method(), nn.Linear(3, 2))
+        self.resumed(SHARER).check(GradientSharing(), *fitted())
 
     @pytest.mark.parametrize(
         ("kind", "master"),
@@ -108,31 +115,22 @@ class TestCheck:
     def test_another_way_is_not(self, kind, master):
         name = type(master).__name__
         with pytest.raises(OptionError, match=f"another way of training than {name}"):
-            self.resumed(kind).check(master, method(), nn.Linear(3, 2))
+            self.resumed(kind).check(master, *fitted())
 
     @pytest.mark.parametrize("master", [GradientSharing(), ParameterAveraging()])
     def test_of_one_replica_it_may_be_any(self, master):
-        self.resumed(ALONE).check(master, method(), nn.Linear(3, 2))
+        self.resumed(ALONE).check(master, *fitted())
 
     def test_another_model_is_not(self):
         with pytest.raises(OptionError, match="memory://x/1 is of another model: weig"):
-            self.resumed(ALONE).check(GradientSharing(), method(), nn.Linear(3, 4))
+            self.resumed(ALONE).check(GradientSharing(), *fitted(nn.Linear(3, 4)))
 
     def test_another_scheduler_is_not(self):
-        before = Likeness(TENSORS, LIKENESS.optimizer, "LinearLR")
-        own = method(scheduler=lambda o: lr_scheduler.StepLR(o, 1))
+        before = Fingerprint(TENSORS, LIKENESS.optimizer, "LinearLR")
+        own = fitted(scheduler=lambda o: lr_scheduler.StepLR(o, 1))
 
         with pytest.raises(OptionError, match="LinearLR there, and StepLR in this tra"):
-            self.resumed(ALONE, before).check(GradientSharing(), own, nn.Linear(3, 2))
-
-    def test_the_model_is_left_as_it_was(self):
-        model = nn.Linear(3, 2)
-        weight = model.weight.detach().clone()
-
-        self.resumed(ALONE).check(GradientSharing(), method(), model)
-
-        assert torch.equal(model.weight, weight)
-        assert model.weight.grad is None
+            self.resumed(ALONE, before).check(GradientSharing(), *own)
 
 
 class TestInherit:

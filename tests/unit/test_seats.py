@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -7,12 +8,14 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError, WaitTimeoutError
-from daskdl.training.backend import most_replicas, replicas_here, seats_of
+from daskdl.training.backend import most_replicas
+from daskdl.training.dask_backend import assign_workers
 from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.local_backend import replicas_here
 
 
 class Cluster:
-    """What `seats_of` asks of a client: its workers, and their CUDA devices."""
+    """What `assign_workers` asks of a client: its workers, and their CUDA devices."""
 
     asynchronous = False
 
@@ -32,7 +35,12 @@ class Cluster:
 
 def seats(cluster, each=1, examples=1000, batch_size=10):
     master = GradientSharing(replicas_per_worker=each)
-    return seats_of(master, cluster, most_replicas(examples, batch_size))
+    return assign_workers(master, cluster, most(examples, batch_size))
+
+
+def most(examples, step_rows=10):
+    source = SimpleNamespace(lengths=None if examples is None else [examples])
+    return most_replicas(source, SimpleNamespace(step_rows=step_rows))
 
 
 def test_every_worker_has_a_replica_in_a_fixed_order():
@@ -104,7 +112,7 @@ def test_a_cluster_without_workers_is_refused():
 
 def here(each=1, least=1, examples=1000):
     master = GradientSharing(replicas_per_worker=each, min_replicas=least)
-    return replicas_here(master, most_replicas(examples, batch_size=10))
+    return replicas_here(master, most(examples))
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 1), (3, 3)])

@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
+from torch import nn
 
-from daskdl.data.options import ReadOptions
+from daskdl import GradientSharing
 from daskdl.errors import DataError
-from daskdl.training.fit import FitOptions, Process
+from daskdl.training.fit import _ready
+from daskdl.training.fit_spec import FitSpec
 from tests.support.part_sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)
-FIT = FitOptions(ReadOptions(2), 1, True, 2, "direct")
+SPEC = FitSpec(nn.MSELoss(), print, GradientSharing())
 
 
 class Known(Parts):
@@ -29,7 +31,7 @@ def test_an_error_says_which_data_it_is_about(phase, said):
 
     with (
         pytest.raises(DataError, match=f"^{said} not be empty"),
-        Process().ready(sources, FIT, 0),
+        _ready(sources, SPEC, False),
     ):
         pass
 
@@ -37,7 +39,7 @@ def test_an_error_says_which_data_it_is_about(phase, said):
 def test_what_is_not_known_of_data_is_found():
     sources = {"train": Known((X, None)), "validation": Known((X[:2], None))}
 
-    with Process().ready(sources, FIT, 0) as ready:
+    with _ready(sources, SPEC, False) as ready:
         lengths = {phase: source.lengths for phase, source in ready.items()}
 
     assert lengths == {"train": [6], "validation": [2]}

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 from dask.utils import parse_timedelta
 from typing_extensions import override
 
+from daskdl.config import check_whole, is_number, is_whole
 from daskdl.errors import OptionError
 from daskdl.history import History
 
@@ -154,17 +155,11 @@ class Evaluate(Callback):
     every: int = 1
 
     def __post_init__(self) -> None:
-        check_every(self.every)
+        check_whole("every", self.every, 1)
 
     def due(self, epoch: int) -> bool:
         """Whether it is time at the end of an epoch, counted from 0."""
         return (epoch + 1) % self.every == 0
-
-
-def check_every(every: Any) -> None:
-    """Refuse what is no number of epochs."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise OptionError(f"every must be a whole number >= 1, got {every!r}")
 
 
 MONITORS = ("val_loss", "val_accuracy", "loss")
@@ -235,12 +230,9 @@ class EarlyStopping(Callback):
     def __post_init__(self) -> None:
         _check_choice("monitor", self.monitor, MONITORS)
         _check_choice("mode", self.mode, MODES)
-        check_every(self.every)
-        patience = self.patience
-        if patience is not None and not (_is_whole(patience) and patience >= 1):
-            raise OptionError(
-                f"patience must be a whole number >= 1 or None, got {patience!r}"
-            )
+        check_whole("every", self.every, 1)
+        if self.patience is not None:
+            check_whole("patience", self.patience, 1, "or None")
         if not _is_finite(self.min_delta) or self.min_delta < 0:
             raise OptionError(
                 f"min_delta must be a number >= 0, got {self.min_delta!r}"
@@ -254,7 +246,7 @@ class EarlyStopping(Callback):
             if not isinstance(getattr(self, name), bool):
                 got = getattr(self, name)
                 raise OptionError(f"{name} must be True or False, got {got!r}")
-        if patience is None and self.target is None and seconds is None:
+        if self.patience is None and self.target is None and seconds is None:
             object.__setattr__(self, "patience", PATIENCE)
 
     @property
@@ -301,13 +293,8 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise OptionError(f"{name} must be one of {choices}, got {value!r}")
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_finite(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 _STEPS = re.compile(r"(\d+) steps?")
@@ -364,14 +351,10 @@ class Checkpoint(Callback):
         if isinstance(self.every, str):
             self._check_text(self.every)
         else:
-            check_every(self.every)
+            check_whole("every", self.every, 1)
         for name in ("keep_last", "keep_every"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (whole and value >= 1):
-                raise OptionError(
-                    f"{name} must be a whole number >= 1 or None, got {value!r}"
-                )
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1, "or None")
         if self.keep_best is not None and self.keep_best not in MONITORS:
             choices = ", ".join(map(repr, MONITORS))
             raise OptionError(
@@ -625,17 +608,14 @@ class FailureInjection(Callback):
             raise OptionError(f"kind must be one of {allowed}, got {self.kind!r}")
         _check_numbers("replicas", self.replicas, 0)
         _check_numbers("steps", self.steps, 1)
-        if not _is_number(self.probability) or not 0 < self.probability <= 1:
+        if not is_number(self.probability) or not 0 < self.probability <= 1:
             raise OptionError(
                 f"probability must be in (0, 1], got {self.probability!r}; to spare "
                 "some replicas or steps, name the others"
             )
-        if self.times is not None and not _is_whole_failures(self.times, 1):
-            raise OptionError(
-                f"times must be a whole number >= 1 or None, got {self.times!r}"
-            )
-        if not _is_whole_failures(self.seed, 0):
-            raise OptionError(f"seed must be a whole number >= 0, got {self.seed!r}")
+        if self.times is not None:
+            check_whole("times", self.times, 1, "or None")
+        check_whole("seed", self.seed, 0)
         self._check_seconds()
 
     def _check_seconds(self) -> None:
@@ -649,7 +629,7 @@ class FailureInjection(Callback):
             return
         if seconds is None and self.kind == "freeze":
             return
-        if not _is_number(seconds) or not 0 < float(seconds or 0) < float("inf"):
+        if not is_number(seconds) or not 0 < float(seconds or 0) < float("inf"):
             other = "" if self.kind == "sleep" else " or None"
             raise OptionError(f"seconds must be a number > 0{other}, got {seconds!r}")
 
@@ -724,23 +704,16 @@ def _check_numbers(name: str, value: Any, least: int) -> None:
     if value is None:
         return
     if not isinstance(value, Collection) or isinstance(value, str | bytes):
-        remedy = f"; write [{value!r}]" if _is_whole_failures(value, least) else ""
+        one = is_whole(value) and int(value) >= least
+        remedy = f"; write [{value!r}]" if one else ""
         raise OptionError(
             f"{name} must be a list of whole numbers >= {least} or None, got "
             f"{value!r}{remedy}"
         )
     if not value:
         raise OptionError(f"{name} must not be empty; for all of them give None")
-    wrong = [number for number in value if not _is_whole_failures(number, least)]
+    wrong = [number for number in value if not is_whole(number) or number < least]
     if wrong:
         raise OptionError(
             f"{name} must be whole numbers >= {least}, got {wrong[0]!r} among them"
         )
-
-
-def _is_whole_failures(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -9,6 +9,7 @@ run starts and sends them along, since batch jobs do not see its configuration::
 """
 
 import math
+import numbers
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,6 +123,19 @@ def check_whole(name: str, value: Any, least: int, other: str = "") -> None:
     if not is_whole(value) or value < least:
         allowed = f"a whole number >= {least} {other}".rstrip()
         raise OptionError(f"{name} must be {allowed}, got {value!r}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse what is not a whole number >= 1, of Python or of numpy.
+
+    Example:
+        >>> check_count("batch_size", 0)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: batch_size must be a whole number >= 1, got 0
+    """
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise OptionError(f"{name} must be a whole number >= 1, got {value!r}")
 
 
 def check_bound(name: str, value: Any) -> None:

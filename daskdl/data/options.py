@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
+from daskdl.config import check_count
 from daskdl.data.batches import Batch, Transform
 from daskdl.data.formats.loaders import Loader, loader_of
 from daskdl.errors import OptionError
@@ -63,7 +62,7 @@ class ReadOptions:
     on_bad_batch: OnBad = "raise"
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
+        check_count("batch_size", self.batch_size)
         check_choice("on_bad_batch", self.on_bad_batch, ("raise", "skip"))
         if self.loader is not None:
             loader_of(self.loader)
@@ -95,24 +94,6 @@ class ReadOptions:
     def skips(self) -> bool:
         """Whether parts that cannot be read are left out."""
         return self.on_bad_batch == "skip"
-
-
-def check_batch_size(batch_size: Any) -> None:
-    """Refuse a batch size that is not a whole number of at least 1.
-
-    Raises:
-        OptionError: If it is anything else; the message has the value.
-
-    Example:
-        >>> check_batch_size(0)
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: batch_size must be a whole number >= 1, got 0
-    """
-    whole = isinstance(batch_size, int | np.integer) and not isinstance(
-        batch_size, bool
-    )
-    if not whole or batch_size < 1:
-        raise OptionError(f"batch_size must be a whole number >= 1, got {batch_size!r}")
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ import torch
 from distributed import Client
 from torch import Tensor
 
+from daskdl.config import check_count
 from daskdl.data import trees
 from daskdl.data.collections import Collections, is_bag, is_lazy
 from daskdl.data.datasets.iterable_style import sharded
@@ -95,7 +96,7 @@ def worst_examples(
         ModelError: If model and loss do not fit the data.
         OptionError: If an option does not go with the data.
     """
-    _check_top(top)
+    check_count("top", top)
     X, keys = _with_keys_apart(given, how, client)
     source = known_source(Given(X, given.y, False), how, client)
     if isinstance(source, Examples):  # all have one shape, and are rows of a part
@@ -177,9 +178,3 @@ def _places(
     lengths = source.lengths or [rows[part] for part in sorted(rows)]
     starts = [0, *itertools.accumulate(lengths)]
     return [Place(part, one.row, starts[part] + one.row) for part, one in found]
-
-
-def _check_top(top: Any) -> None:
-    whole = isinstance(top, int | np.integer) and not isinstance(top, bool)
-    if not whole or top < 1:
-        raise OptionError(f"top must be a whole number >= 1, got {top!r}")

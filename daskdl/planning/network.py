@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
+from daskdl.config import is_number
 from daskdl.errors import OptionError
 
 _UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
@@ -33,14 +33,14 @@ class Network:
     latency_s: float
 
     def __post_init__(self) -> None:
-        if not _is_number(self.bandwidth_bits_per_s) or not (
+        if not is_number(self.bandwidth_bits_per_s) or not (
             self.bandwidth_bits_per_s > 0
         ):
             raise OptionError(
                 "bandwidth_bits_per_s must be a number > 0, got "
                 f"{self.bandwidth_bits_per_s!r}"
             )
-        if not _is_number(self.latency_s) or not 0 <= self.latency_s < math.inf:
+        if not is_number(self.latency_s) or not 0 <= self.latency_s < math.inf:
             raise OptionError(f"latency_s must be seconds >= 0, got {self.latency_s!r}")
 
     def seconds(self, nbytes: float) -> float:
@@ -51,10 +51,6 @@ class Network:
         rate = self.bandwidth_bits_per_s
         size, unit = next((u for u in _UNITS if rate >= u[0]), (1.0, "bit/s"))
         return f"{rate / size:g} {unit}, {1e3 * self.latency_s:g} ms one way"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # Processes of one machine: memory is no limit, and what it costs is CPU time.

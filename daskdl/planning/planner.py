@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from daskdl.config import check_type, check_whole
+from daskdl.config import check_type, check_whole, is_whole
 from daskdl.data.arrays import first_rows, is_dask_array
 from daskdl.data.checks import check_arrays, check_step
 from daskdl.data.labels import LabelCheck
@@ -104,13 +104,13 @@ def plan(
 
 def _counts(workers: Any) -> tuple[int, ...]:
     allowed = "workers must be a whole number >= 1, or several of them"
-    if isinstance(workers, int) and not isinstance(workers, bool):
+    if is_whole(workers):
         counts = set(range(1, workers + 1))
     elif isinstance(workers, Iterable) and not isinstance(workers, str | bytes):
         counts = set(workers)
     else:
         counts = set()
-    sound = all(isinstance(c, int) and not isinstance(c, bool) for c in counts)
+    sound = all(map(is_whole, counts))
     if not counts or not sound or min(counts) < 1:
         raise OptionError(f"{allowed}, got {workers!r}")
     return tuple(sorted(counts))

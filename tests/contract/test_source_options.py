@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from daskdl.config import check_count
 from daskdl.data.options import (
     ReadOptions,
     SourceOptions,
-    check_batch_size,
     check_choice,
     one_of,
 )
@@ -91,9 +91,9 @@ def test_of_no_transforms_there_is_none():
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "8", None], ids=repr)
 def test_a_batch_size_that_is_no_count_is_refused(wrong):
     with pytest.raises(OptionError, match=re.escape(f">= 1, got {wrong!r}")):
-        check_batch_size(wrong)
+        check_count("batch_size", wrong)
 
 
 @pytest.mark.parametrize("right", [1, np.int64(8)], ids=repr)
 def test_a_batch_size_may_be_any_whole_number(right):
-    assert check_batch_size(right) is None
+    assert check_count("batch_size", right) is None

@@ -16,6 +16,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
+from daskdl.config import check_whole
 from daskdl.data import trees
 from daskdl.data.datasets.collation import Collation
 from daskdl.data.datasets.worker_info import WorkerShards
@@ -56,7 +57,7 @@ class Sharded:
                 f"{self.function!r}"
             )
         if self.shards is not None:
-            _check_shards(self.shards)
+            check_whole("shards", self.shards, 1)
 
 
 class IterableStyle(Source):
@@ -93,7 +94,7 @@ class IterableStyle(Source):
             shards = dataset.shards or shards
         else:
             self._function = WorkerShards(dataset)
-        _check_shards(shards)
+        check_whole("shards", shards, 1)
         self.fixed = isinstance(dataset, Sharded) and dataset.shards is not None
         self.parts = shards
         self._collation = collation
@@ -198,11 +199,6 @@ def is_iterable_style(value: Any) -> bool:
         (False, True)
     """
     return isinstance(value, IterableDataset | Sharded)
-
-
-def _check_shards(shards: Any) -> None:
-    if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1:
-        raise OptionError(f"shards must be a whole number >= 1, got {shards!r}")
 
 
 def _equal(one: Rows, other: Rows) -> bool:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from daskdl.config import check_count, check_whole
 from daskdl.data.exports.origin import token_of
-from daskdl.data.options import check_batch_size
 from daskdl.data.trees import Rows
 from daskdl.errors import OptionError
 
@@ -31,10 +31,10 @@ class ExportOptions:
     classes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        _check_whole("batches_per_file", self.batches_per_file, 1)
+        check_count("batch_size", self.batch_size)
+        check_whole("batches_per_file", self.batches_per_file, 1)
         if self.seed is not None:
-            _check_whole("seed", self.seed, 0)
+            check_whole("seed", self.seed, 0)
         if self.transform is not None and not callable(self.transform):
             raise OptionError(
                 "transform must be a function of a batch, or None, got "
@@ -56,8 +56,3 @@ class ExportOptions:
             "classes": None if self.classes is None else [str(c) for c in self.classes],
             "transform": None if transform is None else token_of(transform),
         }
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OptionError(f"{name} must be a whole number >= {least}, got {value!r}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from daskdl.config import check_count
 from daskdl.data.images.decoding import EIGHT_BITS, Decoding, pillow_modules
 from daskdl.data.images.layouts import (
     EXTENSIONS,
@@ -21,7 +22,7 @@ from daskdl.data.images.layouts import (
     in_classes,
 )
 from daskdl.data.images.tiny_imagenet import is_tiny_imagenet, tiny_imagenet
-from daskdl.data.shards.folder import Folder, LooseFiles, check_files
+from daskdl.data.shards.folder import Folder, LooseFiles
 from daskdl.data.shards.index import Index
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.source import FileSource
@@ -87,7 +88,7 @@ def image_folder(
         OptionError: If an argument is not as described, or Pillow is missing.
     """
     decoding = Decoding.of(size, channels, scale)
-    check_files(files_per_part, "files_per_part")
+    check_count("files_per_part", files_per_part)
     pillow_modules()
     files = files_at(Store(store_of(url).url, dict(storage_options or {})))
     suffixes = checked_extensions(extensions)

@@ -7,13 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 from typing_extensions import override
 
 from daskdl.data.stores.store import Store
-from daskdl.errors import OptionError
 
 # Requests to an object store mostly wait; more than this many fill no link faster.
 READERS = 8
@@ -105,19 +102,3 @@ class LooseFiles(Folder):
     @override
     def url_of(self, name: str) -> str:
         return self.store.url_of(name)
-
-
-def check_files(count: Any, argument: str) -> None:
-    """Refuse a number of files that is not a whole number of at least 1.
-
-    Raises:
-        OptionError: If it is anything else; the message has the value.
-
-    Example:
-        >>> check_files(0, "files_per_batch")
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: files_per_batch must be a whole number >= 1, got 0
-    """
-    whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
-    if not whole or count < 1:
-        raise OptionError(f"{argument} must be a whole number >= 1, got {count!r}")

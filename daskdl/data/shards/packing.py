@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from daskdl.config import check_count
 from daskdl.data.passes import each_part
 from daskdl.data.shards.archives import archived, check_archive, members_of
-from daskdl.data.shards.folder import check_files
 from daskdl.data.shards.index import INDEX, Index, Shard
 from daskdl.data.shards.originals import Originals, found
 from daskdl.data.source import Source
@@ -70,7 +70,7 @@ def file_batches(
         ['a/1.txt']
     """
     check_archive(format)
-    check_files(files_per_batch, "files_per_batch")
+    check_count("files_per_batch", files_per_batch)
     options = dict(storage_options or {})
     target = Store(store_of(url).url, options)
     originals = Originals(found(paths, root, options), files_per_batch, format, seed)

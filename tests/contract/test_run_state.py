@@ -1,0 +1,492 @@
+"""What the scheduler knows of a run and decides, a call at a time."""
+
+import dataclasses
+
+from daskdl.channel.leasing import Done, RunSpec, SyncIntervals, SyncPoint
+from daskdl.channel.protocol import Barrier, Item, PeerProgress
+from daskdl.channel.run_state import EventLog, RunState
+from tests.support.records import EACH, joined, plan_of, queued, said, update, waiting
+
+NOBODY_IS_NEAR = {"is_near": lambda key: False}
+
+
+# ---- updates and progress
+
+
+def test_every_join_and_loss_is_a_generation():
+    record = joined()
+    assert record.members.generation == 3
+
+    record.remove(0)
+    record.remove(1)
+
+    assert record.members.generation == 5
+
+
+def test_an_item_for_which_one_receiver_has_no_room_goes_to_nobody():
+    record = joined(relay_bytes=2 * EACH)
+    record.publish(0, [update(0, 1)], 1, -1)  # fills replicas 1 and 2 a little
+    record.outboxes[2].drop(2)  # and 2 has read it
+
+    accepted = record.publish(0, [update(0, 2), update(0, 3)], 3, -1)
+
+    assert accepted == 0
+    assert [item.sequence for item in said(record, 1, "update")] == [1]
+    assert said(record, 2, "update") == []
+    assert record.members.replicas[0].progress.sequence == 1
+    assert record.members.replicas[0].progress.step == 1
+
+
+def test_the_items_before_the_one_that_finds_no_room_are_taken():
+    record = joined(relay_bytes=2 * EACH)
+
+    accepted = record.publish(0, [update(0, s) for s in (1, 2, 3)], 9, -1)
+
+    assert accepted == 2
+    assert [item.sequence for item in waiting(record, 1)] == [1, 2]
+    assert said(record, 1, "progress") == []  # it would overtake the third
+
+
+def test_progress_is_told_once_to_all_others():
+    record = joined()
+
+    record.publish(1, [], step=4, done=-1)
+    record.publish(1, [], step=4, done=-1)
+
+    for other in (0, 2):
+        assert waiting(record, other) == [Item("progress", 1, 0, 4, 0, -1)]
+    assert waiting(record, 1) == []
+
+
+def test_progress_that_an_update_tells_already_is_not_told_again():
+    record = joined()
+
+    record.publish(1, [update(1, 1, step=4)], step=4, done=-1)
+
+    assert said(record, 0, "progress") == []
+
+
+def test_the_end_of_an_epoch_is_told_even_at_the_same_step():
+    record = joined()
+    record.publish(1, [], step=4, done=-1)
+
+    record.publish(1, [], step=4, done=0)
+
+    assert waiting(record, 0)[-1] == Item("progress", 1, 0, 4, 0, 0)
+
+
+def test_progress_is_told_beyond_the_bound():
+    record = joined(relay_bytes=1)
+    record.publish(1, [update(1, 1)], 0, -1)
+
+    record.publish(1, [], 5, -1)
+
+    assert len(said(record, 0, "progress")) == 1
+
+
+# ---- members and barriers
+
+
+def part(lease):
+    """Of a lease of one part, None if it is none."""
+    return None if lease is None else lease.ranges[0].part
+
+
+def test_the_others_are_told_of_a_loss_with_its_last_step():
+    record = joined()
+    record.publish(0, [update(0, 1, step=3)], 5, -1)
+
+    record.remove(0)
+
+    assert record.members.present == [1, 2]
+    for other in (1, 2):
+        assert waiting(record, other)[-1] == Item("lost", 0, 0, 5, 0)
+
+
+def test_a_loss_remembers_the_last_update_that_all_will_get():
+    record = joined(relay_bytes=2 * EACH)
+    record.publish(0, [update(0, s) for s in (1, 2, 3)], 3, -1)
+
+    record.remove(0)
+
+    assert record.members.gone == {0: 2}
+    assert record.members.expected == [1, 2]
+
+
+def test_one_lost_before_it_joined_is_expected_no_more():
+    record = RunState(plan_of())
+
+    record.remove(2)
+
+    assert record.members.absent == [0, 1]
+    assert record.members.gone == {2: 0}
+
+
+def test_members_not_heard_of_for_too_long_are_silent():
+    record = joined(now=100.0)
+    record.members.replicas[1].heard_at = 105.0
+
+    assert record.members.silent_since(100) == []
+    assert record.members.silent_since(100.1) == [0, 2]
+    assert record.members.silent_since(105.1) == [0, 1, 2]
+
+
+def test_nobody_is_silent_while_all_wait_for_one_to_join():
+    record = RunState(plan_of(2))
+    record.join(0, now=100.0)
+
+    assert record.members.silent_since(140) == []
+    record.join(1, now=150.0)
+    assert record.members.silent_since(145) == []
+    assert record.members.silent_since(151) == [0, 1]
+
+
+def test_a_piece_is_finished_by_its_holder_only():
+    record = joined()
+    number = record.lease(0, "train", 0, lambda key: False).number
+
+    for replica, rows_left in ((1, 4), (0, 3)):
+        finished = [{"piece": number, "examples": 1}]
+        record.give_back(replica, "train", 0, finished, now=0.0)
+        assert record.schedule.open("train", 0, None).unfinished() == rows_left
+
+
+def test_repeated_pieces_of_the_validation_are_not_counted():
+    record = joined()
+    record.lease(0, "validation", 0, lambda key: False)
+    record.remove(0)
+
+    for _ in range(4):
+        record.lease(1, "validation", 0, lambda key: False)
+
+    assert record.schedule.repeated == 0
+
+
+def test_a_barrier_is_the_same_for_all_until_it_is_complete():
+    record = joined(2)
+
+    barrier = record.arrive("end", 0, "zero", b"", "meet")
+
+    assert record.arrive("end", 1, "one", b"", "meet") is barrier
+    assert record.arrive("other", 1, "one", b"", "meet") is not barrier
+    record.complete("end", barrier)
+    assert record.arrive("end", 0, "zero", b"", "meet") is not barrier
+
+
+def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
+    record = joined()
+    barrier = record.arrive("end", 0, "zero", b"", "meet")
+
+    first = record.complete("end", barrier)
+    record.remove(2)
+    second = record.complete("end", barrier)
+
+    assert (first, second) == (True, False)
+    assert barrier.gone == {}
+
+
+def test_updates_are_held_between_two_barriers_and_then_passed_on():
+    record = joined()
+    record.complete("end", record.arrive("end", 0, None, b"", "agree"))
+
+    accepted = record.publish(2, [update(2, 1)], 1, -1)
+    record.remove(2)
+    held = said(record, 0, "update")
+    record.complete("report", record.arrive("report", 0, None, b"", "report"))
+
+    assert (accepted, held) == (1, [])
+    assert said(record, 0, "update") == said(record, 1, "update") == [update(2, 1)]
+    assert record.members.gone == {2: 1}
+    record.complete("next", record.arrive("next", 0, None, b"", "meet"))
+    assert len(said(record, 0, "update")) == 1
+
+
+def test_the_client_is_told_what_all_said_and_what_was_counted():
+    record = joined(2)
+    record.refused = 3
+    record.arrive("end", 1, "one", b"of one", "report")
+
+    record.complete("end", record.arrive("end", 0, "zero", b"of zero", "report"))
+
+    assert record.events.since(0) == [
+        {
+            "kind": "gathered",
+            "key": "end",
+            "epoch": 0,
+            "notes": [[0, "zero"], [1, "one"]],
+            "told": [b"of zero", b"of one"],
+            "refused": 3,
+            "repeated": 0,
+            "departed": [],
+        }
+    ]
+    assert record.report == [[0, "zero"], [1, "one"]]  # for those that come later
+
+
+def test_refused_messages_are_counted_in_their_epoch_alone():
+    record = joined(1)
+    counted = []
+    for epoch, refused in enumerate([3, 0, 2]):
+        record.refused += refused
+        barrier = record.arrive(f"end {epoch}", 0, "note", b"", "report")
+        record.complete(f"end {epoch}", barrier)
+        counted.append(barrier.counted["refused"])
+
+    assert counted == [3, 0, 2]
+
+
+def test_a_replica_is_described_by_who_where_and_what_was_heard():
+    record = RunState(plan_of())
+    record.join(1, 0.0)
+    record.publish(1, [update(1, 4, step=9)], 9, -1)
+
+    assert record.members.describe([1], now=2.5) == (
+        "replica 1 on tcp://worker-1, last heard at step 9, update 4, 2.5 s ago"
+    )
+    assert (
+        record.members.describe([0], now=2.5)
+        == "replica 0 on tcp://worker-0, which has not joined"
+    )
+
+
+# ---- sync intervals
+
+
+def in_intervals(seed=None, **laps):
+    """A run of two replicas, of four parts of a row each."""
+    record = RunState(
+        dataclasses.replace(
+            plan_of(2, seed=seed), laps=SyncIntervals(replicas=2, **laps)
+        )
+    )
+    for replica in range(2):
+        record.join(replica, 0.0)
+    return record
+
+
+def take(record, replica, phase="train", epoch=0):
+    lease = record.lease(replica, phase, epoch, **NOBODY_IS_NEAR)
+    return None if isinstance(lease, SyncPoint) else lease
+
+
+def pause_of(record, replica):
+    lease = record.lease(replica, "train", record.epoch, **NOBODY_IS_NEAR)
+    assert lease is None or isinstance(lease, SyncPoint)
+    return lease
+
+
+def finish(record, replica, lease, epoch=0, now=0.0):
+    finished = [{"piece": lease.number, "examples": 1, "loss": 0.0}]
+    record.give_back(replica, "train", epoch, finished, now)
+
+
+def meet(record, kind):
+    for replica in range(2):
+        barrier = record.arrive(str(kind), replica, None, b"", kind)
+    record.complete(str(kind), barrier)
+
+
+def test_a_lap_ends_when_it_has_taken_long_enough():
+    record = in_intervals(seconds=10.0)
+    record.give_back(0, "train", 0, [], 50.0)
+    first = take(record, 0)
+
+    record.give_back(0, "train", 0, [], 59.9)
+    second = take(record, 1)
+    record.give_back(0, "train", 0, [], 60.0)
+
+    assert second is not None
+    assert take(record, 0) is None
+    assert pause_of(record, 0) is None  # somebody holds a piece
+    assert not record.can_lease(0, "train", 0)
+    finish(record, 0, first)
+    finish(record, 1, second)
+    assert record.can_lease(0, "train", 0)
+    pause = pause_of(record, 0)
+    assert sum(one.rows for left in pause.left for one in left.ranges) == 2
+
+
+def test_after_a_pause_all_go_on_in_the_same_epoch_and_time_begins_anew():
+    record = in_intervals(seconds=10.0)
+    record.give_back(0, "train", 0, [], 0.0)
+    finish(record, 0, take(record, 0))
+    record.give_back(0, "train", 0, [], 10.0)
+    assert pause_of(record, 1) is not None
+
+    meet(record, Barrier.SYNC)
+    record.give_back(0, "train", 0, [], 15.0)  # the first look of the lap
+    record.give_back(0, "train", 0, [], 24.0)
+
+    assert (record.epoch, record.lap) == (0, 1)
+    assert take(record, 1) is not None
+
+
+def test_the_end_of_an_epoch_is_that_of_a_lap_too():
+    record = in_intervals(rows=1)
+    for replica in range(2):
+        finish(record, replica, take(record, replica))
+    assert pause_of(record, 0) is not None
+
+    meet(record, Barrier.REPORT)
+
+    assert (record.epoch, record.lap) == (1, 1)
+    assert take(record, 0, epoch=1) is not None
+
+
+def test_at_the_end_of_an_epoch_there_is_no_pause():
+    record = in_intervals(rows=2)
+
+    for replica in (0, 0, 1, 1):
+        finish(record, replica, take(record, replica))
+
+    assert record.can_lease(0, "train", 0)
+    assert pause_of(record, 0) is None
+
+
+def test_what_is_held_when_a_replica_is_lost_is_left():
+    record = in_intervals(seconds=10.0)
+    record.give_back(0, "train", 0, [], 0.0)
+    take(record, 1)
+    record.give_back(0, "train", 0, [], 10.0)
+
+    record.remove(1)
+
+    assert record.can_lease(0, "train", 0)
+    pause = pause_of(record, 0)
+    assert sum(one.rows for left in pause.left for one in left.ranges) == 4
+
+
+def test_plan_and_pause_come_over_the_wire_as_they_were():
+    record = in_intervals(rows=1)
+    finish(record, 0, take(record, 0))
+    finish(record, 1, take(record, 1))
+    pause = pause_of(record, 0)
+    pause = pause._replace(departed=[Done(0.5, 3)])
+    laps = SyncIntervals(2, 1, 0.5, pause.left, pause.departed)
+    plan = dataclasses.replace(record.plan, laps=laps)
+
+    def sent(value):
+        """As msgpack leaves it: tuples become lists."""
+        if isinstance(value, dict):
+            return {key: sent(one) for key, one in value.items()}
+        return [*map(sent, value)] if isinstance(value, list | tuple) else value
+
+    assert SyncPoint.from_wire(sent(pause.to_wire())) == pause
+    again = RunSpec.from_wire(sent(vars(plan)))
+    assert again.laps == plan.laps
+    assert again.order != dataclasses.replace(again, seed=5).order
+
+
+# ---- replicas that send to each other
+
+
+def newcomer(record):
+    replica = record.members.assign("tcp://worker-new")
+    record.join(replica, 100.0)
+    return replica
+
+
+def acknowledge(record, replica, progress, generation, adopted_at=0, received=()):
+    own = PeerProgress(*progress)
+    return record.acknowledge(replica, own, generation, adopted_at, dict(received))
+
+
+def told_routes(record, replica):
+    return [item.payload for item in said(record, replica, "routes")]
+
+
+def test_nobody_is_told_of_routes_before_all_founders_are_there():
+    record = RunState(joined().plan)
+    record.join(0, 0.0)
+    record.join(1, 0.0)
+    assert queued(record, 0) == []
+
+    record.join(2, 0.0)
+
+    members = [(r, f"tcp://worker-{r}") for r in range(3)]
+    assert all(told_routes(record, r) == [(3, members)] for r in range(3))
+
+
+def test_every_join_and_loss_changes_the_routes_for_all():
+    record = joined(2, routing="mesh")
+
+    replica = newcomer(record)
+    record.remove(0)
+
+    generations = [
+        (generation, [r for r, _ in members])
+        for generation, members in told_routes(record, 1)
+    ]
+    assert generations == [(3, [0, 1, 2]), (4, [1, 2])]
+    assert told_routes(record, replica) == told_routes(record, 1)
+
+
+def test_the_routes_come_after_the_word_of_the_loss():
+    record = joined(2, routing="mesh")
+
+    record.remove(0)
+
+    assert [item.kind for item in queued(record, 1)] == ["lost", "routes"]
+
+
+def test_a_newcomer_is_cut_off_where_all_have_heard_of_it():
+    record = joined(2, routing="mesh")
+    replica = newcomer(record)
+    generation = record.members.generation
+    acknowledge(record, 0, (1, 9, -1), generation, adopted_at=7)
+    assert not record.can_cut(generation)
+
+    acknowledge(record, 1, (1, 4, -1), generation, adopted_at=4)
+
+    assert record.can_cut(generation)
+    assert record.cut(replica) == {0: 7, 1: 4}
+
+
+def test_nothing_is_forgotten_that_a_newcomer_may_still_need():
+    record = joined(2, routing="mesh")
+    acknowledge(record, 0, (1, 5, -1), 2)
+    replica = newcomer(record)  # at that time it needs nothing up to 5
+    acknowledge(record, 0, (1, 9, -1), 3, adopted_at=7)
+    acknowledge(record, 1, (1, 0, -1), 3, received={0: 9})
+    assert record.received_by_all(0) == 5
+
+    record.cut(replica)
+    assert record.received_by_all(0) == 7
+    acknowledge(record, replica, (0, 0, -1), 3, received={0: 8})
+
+    assert record.received_by_all(0) == 8
+
+
+def test_one_that_is_lost_keeps_nothing_from_being_forgotten():
+    record = joined(3, routing="mesh")
+    acknowledge(record, 0, (1, 5, -1), 3)
+    acknowledge(record, 1, (1, 0, -1), 3, received={0: 5})
+    assert record.received_by_all(0) == 0
+
+    record.remove(2)
+
+    assert record.received_by_all(0) == 5
+
+
+def test_the_words_are_of_those_that_train():
+    record = joined(2, routing="mesh")
+    newcomer(record)
+    acknowledge(record, 0, (6, 5, 1), 2)
+
+    assert record.progress() == [(0, (6, 5, 1)), (1, (0, 0, -1))]
+
+
+# ---- events for the client
+
+
+def test_confirmed_events_are_forgotten_and_their_count_goes_on():
+    events = EventLog()
+    for number in range(3):
+        events.post("progress", number=number)
+
+    assert [one["number"] for one in events.since(2)] == [2]
+    events.post("lost", replica=2)
+
+    assert len(events) == 4
+    assert events.since(3) == [{"kind": "lost", "replica": 2}]
+    assert events.since(99) == []

@@ -264,7 +264,7 @@ def handlers_of(owner: Any) -> dict[str, Handler]:
 
 # requests to the scheduler, from a client
 OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
-SEAT, UNSEAT, RESTORE = "daskdl_seat", "daskdl_unseat", "daskdl_restore"
+ASSIGN, UNASSIGN, RESTORE = "daskdl_assign", "daskdl_unassign", "daskdl_restore"
 # the same; the scheduler passes it on to a worker, and does not unpack the answer
 AGREED = "daskdl_agreed"
 # request to the scheduler, from a worker that has just come
@@ -276,7 +276,7 @@ GATHER, FAIL, LEAVE = "daskdl_gather", "daskdl_fail", "daskdl_leave"
 # request to a worker, from the scheduler or from a replica on another one
 DELIVER = "daskdl_deliver"
 # the same to a worker with several replicas, from the scheduler
-SHARE = "daskdl_share"
+DELIVER_BATCHES = "daskdl_deliver_batches"
 # requests to a worker, from a replica on another one
 SNAPSHOT, REPAIR, FETCH = "daskdl_snapshot", "daskdl_repair", "daskdl_fetch"
 

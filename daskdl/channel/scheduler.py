@@ -315,7 +315,7 @@ class LiveRun:
         await self.notify()
         return {"status": Answer.OK.value}
 
-    async def handle_seat(self, worker: str, replicas: Whole) -> Fields:
+    async def handle_assign(self, worker: str, replicas: Whole) -> Fields:
         """A client wants so many replicas on a worker; answered with the new ones."""
         if replicas > MOST_REPLICAS:
             raise ValueError(f"replicas must be <= {MOST_REPLICAS}, got {replicas}")
@@ -324,7 +324,7 @@ class LiveRun:
         missing = replicas - len(members.assigned_to(worker)) if there else 0
         return self.answer(replicas=[members.assign(worker) for _ in range(missing)])
 
-    async def handle_unseat(self, replica: Whole) -> Fields:
+    async def handle_unassign(self, replica: Whole) -> Fields:
         """A replica could not be started."""
         self.check_assigned(replica)
         if not self.record.members.replicas[replica].joined:
@@ -424,7 +424,9 @@ class LiveRun:
             async def ask(items: Sequence[Item], shares: Sequence[Share]) -> Any:
                 fields = [fields_of(item) for item in items]
                 if len(shares) > 1:
-                    return await peer.daskdl_share(run=run, items=fields, shares=shares)
+                    return await peer.daskdl_deliver_batches(
+                        run=run, items=fields, shares=shares
+                    )
                 ((only, _),) = shares
                 own = await peer.daskdl_deliver(run=run, replica=only, items=fields)
                 return {"status": Answer.OK.value, "answers": [own]}

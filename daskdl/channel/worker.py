@@ -79,7 +79,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         link = self._link(run, replica)
         return await _delivered(link, [Item.of(fields) for fields in items])
 
-    async def handle_share(
+    async def handle_deliver_batches(
         self,
         run: Identity,
         items: Sequence[Any],

@@ -458,7 +458,7 @@ class DaskBackend(Backend):
         """Free the places of replicas that do not start."""
         for replica in replicas:
             self._cancel(replica)
-            self._ask(protocol.UNSEAT, replica=replica)
+            self._ask(protocol.UNASSIGN, replica=replica)
 
     def _cancel(self, replica: int) -> None:
         future = self._futures.pop(replica, None)
@@ -540,7 +540,7 @@ class DaskBackend(Backend):
         except OSError as error:
             self._retry_later(worker, error)
             return
-        answer = self._ask(protocol.SEAT, worker=worker, replicas=min(wanted, room))
+        answer = self._ask(protocol.ASSIGN, worker=worker, replicas=min(wanted, room))
         newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
         self.workers |= newcomers
         if newcomers:

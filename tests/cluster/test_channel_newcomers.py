@@ -259,13 +259,13 @@ async def test_nobody_to_begin_from_is_no_failure(c, s, a, b, routing):
 async def test_the_seat_of_a_newcomer_that_was_not_started_is_free_again(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         seat = functools.partial(
-            run.ask, "daskdl_seat", run=7, worker=b.address, replicas=2
+            run.ask, "daskdl_assign", run=7, worker=b.address, replicas=2
         )
         (first,) = (await seat())["replicas"]
         assert (await seat())["replicas"] == ()
 
-        await run.ask("daskdl_unseat", run=7, replica=first)
-        await run.ask("daskdl_unseat", run=7, replica=1)  # it has joined long since
+        await run.ask("daskdl_unassign", run=7, replica=first)
+        await run.ask("daskdl_unassign", run=7, replica=1)  # it has joined long since
 
         assert (await seat())["replicas"] == (first + 1,)
         (lost,) = await run.events()
@@ -283,7 +283,7 @@ async def test_a_newcomer_that_is_lost_when_the_others_are_through_fails_nothing
             await in_thread(run.channels[founder].leave)
         assert run.record.members.expected == []
 
-        await run.ask("daskdl_unseat", run=7, replica=replica)
+        await run.ask("daskdl_unassign", run=7, replica=replica)
 
         assert [event["kind"] for event in await run.events()] == ["over", "lost"]
         assert run.record.stopped is None

@@ -43,7 +43,7 @@ async def test_an_update_goes_once_to_a_worker_and_to_all_its_replicas(
 ):
     async with a_run(c, s, a, b, b, b) as run:
         alone = recorded(b.handlers, protocol.DELIVER, monkeypatch)
-        together = recorded(b.handlers, protocol.SHARE, monkeypatch)
+        together = recorded(b.handlers, protocol.DELIVER_BATCHES, monkeypatch)
 
         assert publish(run.channels[0], 1, -7)
         for replica in (1, 2, 3):
@@ -127,7 +127,7 @@ async def test_a_frame_that_cannot_be_read_is_refused_by_each(c, s, a, b):
         frame = frame_of(stamp, 1)
         frame[-1] ^= 1
 
-        answer = await s.rpc(b.address).daskdl_share(
+        answer = await s.rpc(b.address).daskdl_deliver_batches(
             run=RUN, items=[item_of(stamp, frame)], shares=[(1, [0]), (2, [0])]
         )
 
@@ -148,7 +148,7 @@ def test_a_request_that_makes_no_sense_is_refused_and_counted(shares):
         async with a_run(c, s, a, b, b) as run:
             stamp = run.channels[0].next_stamp(0)
 
-            answer = await s.rpc(b.address).daskdl_share(
+            answer = await s.rpc(b.address).daskdl_deliver_batches(
                 run=RUN, items=[item_of(stamp, frame_of(stamp, 1))], shares=shares
             )
 
@@ -166,7 +166,7 @@ async def test_an_item_that_is_none_is_refused_by_whom_it_is_for(c, s, a, b):
         stamp = run.channels[0].next_stamp(0)
         good = item_of(stamp, frame_of(stamp, 1))
 
-        answer = await s.rpc(b.address).daskdl_share(
+        answer = await s.rpc(b.address).daskdl_deliver_batches(
             run=RUN, items=[good, ("update", -1)], shares=[(1, [0, 1]), (2, [0])]
         )
 

@@ -151,7 +151,7 @@ async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
 async def test_one_that_gets_no_snapshot_names_the_donor_and_why(c, s, a, b, routing):
     timeouts = bounds(join=2.0, request=0.5)  # the founders have to join too
     async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
-        answer = await run.ask("daskdl_seat", run=RUN, worker=b.address, replicas=2)
+        answer = await run.ask("daskdl_assign", run=RUN, worker=b.address, replicas=2)
         run.workers.append(b)
         newcomer = run.open_channel(answer["replicas"][0])
 

@@ -275,7 +275,7 @@ def applied_by(channel):
 
 async def newcomer(run, worker):
     """Seat one more replica, on this worker; its channel has not joined."""
-    answer = await run.ask("daskdl_seat", run=RUN, worker=worker.address, replicas=2)
+    answer = await run.ask("daskdl_assign", run=RUN, worker=worker.address, replicas=2)
     (replica,) = answer["replicas"]
     run.workers.append(worker)
     return replica, run.open_channel(replica)

@@ -1,4 +1,11 @@
-"""Updates as bytes and back: numpy in, numpy out; no torch, no Dask, no state."""
+"""Updates as bytes and back: numpy in, numpy out; no torch, no Dask, no state.
+
+:func:`encode` writes entries as the smallest frame, :func:`decode` reads a frame and
+checks every byte of it: it is the only place where what comes from another process is
+checked, so that nothing behind it looks again. Behind the two lie a module for each way
+to pack: Golomb-Rice coded gaps (:mod:`daskdl.codec.golomb`), a bitmap
+(:mod:`daskdl.codec.sparse`) and eight bits per parameter (:mod:`daskdl.codec.dense8`).
+"""
 
 from daskdl.codec.dense8 import Quantized, counts_of, quantize
 from daskdl.codec.frame import (
@@ -13,7 +20,6 @@ from daskdl.codec.frame import (
     encode_dense8,
     payload_sizes,
     read_kind,
-    read_stamp,
 )
 
 __all__ = [
@@ -31,5 +37,4 @@ __all__ = [
     "payload_sizes",
     "quantize",
     "read_kind",
-    "read_stamp",
 ]

@@ -12,15 +12,11 @@ is how real updates cluster, blocks of 4,096 entries took 4 to 5 times the bits
 word for a silent stretch but one long gap. ``benchmarks/wire_size.py`` has the
 sizes.
 
+Reading believes nothing: every bit is checked against the end of the stream before it
+is read and every position against the end of its block before it is written, as numba
+checks neither.
+
 Shape suffixes: K = entries of one update, B = blocks.
-
-Reads GAPS bodies, and believes nothing in them.
-
-Every bit is checked against the end of the stream before it is read and every
-position against the end of its block before it is written: numba checks
-neither. The other direction is :mod:`daskdl.codec.golomb`.
-
-Shape suffixes: K = entries of one update.
 """
 
 from collections.abc import Callable
@@ -367,16 +363,6 @@ def unpack(body: npt.NDArray[np.uint8], size: int, count: int) -> npt.NDArray[np
             f"Rice parameter must be in 0 .. {MAX_RICE} "
             f"or {PER_BLOCK} (one per block), got {mode}"
         )
-    check_end(end, stream, size, count)
-    return signed(positions_K, body[signs_at:])
-
-
-def check_end(end: int, stream: npt.NDArray[np.uint8], size: int, count: int) -> None:
-    """Refuse codes that did not end where their bytes end.
-
-    Raises:
-        CodecError: If there was a fault, bytes are left or padding is set.
-    """
     if end < 0:
         got, fault = divmod(-end, 8)
         raise CodecError(
@@ -391,3 +377,4 @@ def check_end(end: int, stream: npt.NDArray[np.uint8], size: int, count: int) ->
             f"padding after {end} bits of codes must be 0, "
             f"got the last byte {int(stream[-1]):#04x}"
         )
+    return signed(positions_K, body[signs_at:])

@@ -1,13 +1,10 @@
-"""Entries as positions and signs, checked: what every sparse kind packs.
+"""Entries as positions and signs, checked; and BITMAP bodies.
 
-No headers, no lengths: those are the frame's.
+A BITMAP body has one bit per parameter, then one sign bit per entry. No headers, no
+lengths: those are the frame's.
 
 Shape suffixes: N = parameters of the model, K = entries of one update,
 S = bytes of K sign bits.
-
-BITMAP bodies: one bit per parameter, then one sign bit per entry.
-
-Shape suffixes: N = parameters of the model, K = entries of one update.
 """
 
 import numpy as np
@@ -43,25 +40,6 @@ def positions_of(entries_K: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.
         )
     # Zero and the one int32 without an absolute value both come out negative.
     positions_K: npt.NDArray[np.int32] = np.abs(entries_K) - np.int32(1)
-    check_ends(entries_K, positions_K, size)
-    falling_K = positions_K[1:] <= positions_K[:-1]
-    if falling_K.any():
-        i = int(falling_K.argmax())
-        raise CodecError(
-            "entries must be strictly ascending in position, "
-            f"got {entries_K[i]} and then {entries_K[i + 1]} at {i + 1}"
-        )
-    return positions_K
-
-
-def check_ends(
-    entries_K: npt.NDArray[np.int32], positions_K: npt.NDArray[np.int32], size: int
-) -> None:
-    """Refuse entries that are zero or beyond the vector.
-
-    Raises:
-        CodecError: If there is one.
-    """
     # As unsigned numbers the negative ones are the largest: one comparison.
     outside_K = positions_K.view(np.uint32) >= size
     if outside_K.any():
@@ -70,6 +48,14 @@ def check_ends(
             f"entries of {size} parameters must be in 1 .. {size} or negative, "
             f"got {entries_K[i]} at {i}"
         )
+    falling_K = positions_K[1:] <= positions_K[:-1]
+    if falling_K.any():
+        i = int(falling_K.argmax())
+        raise CodecError(
+            "entries must be strictly ascending in position, "
+            f"got {entries_K[i]} and then {entries_K[i + 1]} at {i + 1}"
+        )
+    return positions_K
 
 
 def pack_signs(entries_K: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:

@@ -14,7 +14,6 @@ from daskdl.codec import (
     encode_dense,
     payload_sizes,
     read_kind,
-    read_stamp,
 )
 
 SPARSE = [Kind.RAW32, Kind.GAPS, Kind.BITMAP]
@@ -73,10 +72,6 @@ def test_deeplearning4js_vector_has_its_entries_as_they_are():
 
     assert frame[64:].view("<i4").tolist() == [1, 2, -3]
     assert frame[44:48].view("<i4").item() == 1056964608
-
-
-def test_the_stamp_is_read_from_the_header_alone():
-    assert read_stamp(bytes.fromhex(LITERAL[Kind.GAPS])[:64]) == STAMP
 
 
 @pytest.mark.parametrize("kind", LITERAL)

@@ -15,7 +15,6 @@ from daskdl.codec import (
     encode_dense,
     golomb,
     read_kind,
-    read_stamp,
 )
 from daskdl.errors import CodecError
 from tests.support.damage import patched, rebodied, repaired
@@ -235,9 +234,7 @@ def test_a_frame_for_another_model_is_refused(frame, size):
     [HEADERS[name] for name in ("nothing", "short", "magic", "version")],
     ids=["nothing", "short", "magic", "version"],
 )
-def test_no_stamp_is_read_from_what_is_no_frame(frame, message):
-    with pytest.raises(CodecError, match=re.escape(message)):
-        read_stamp(frame)
+def test_no_kind_is_read_from_what_is_no_frame(frame, message):
     with pytest.raises(CodecError, match=re.escape(message)):
         read_kind(frame)
 

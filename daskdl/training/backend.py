@@ -4,6 +4,7 @@ A :class:`Backend` assigns replicas to workers, yields typed events while they t
 and collects what they leave as one :class:`FitResult`.
 """
 
+import functools
 import logging
 import math
 import sys
@@ -30,6 +31,7 @@ from daskdl.thresholds import average_sent
 from daskdl.training.base import CompressionState, Parameters
 from daskdl.training.optimizer_step import OptimizerState, add
 from daskdl.training.spec import Recipe, Result, TaskOptions
+from daskdl.training.telemetry import Reports, reports_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +54,10 @@ class EpochEnded:
     epoch: int
     report: Mapping[str, Any]  # notes and rows of steps by replica, and counters
 
-    @property
-    def notes(self) -> list[Mapping[str, Any]]:
-        """What the replicas reported, in ascending order of replica."""
-        return [note for _, note in self.report["notes"]]
+    @functools.cached_property
+    def reports(self) -> Reports:
+        """Reports of all replicas."""
+        return reports_of(dict(self.report["notes"]))
 
 
 @dataclass(frozen=True)

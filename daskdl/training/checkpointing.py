@@ -44,7 +44,7 @@ from daskdl.training.base import (
 )
 from daskdl.training.epoch_control import Verdict, only
 from daskdl.training.spec import TaskOptions
-from daskdl.training.telemetry import RowLog
+from daskdl.training.telemetry import Reports, RowLog
 from daskdl.util import settle
 
 T = TypeVar("T")
@@ -155,11 +155,13 @@ class CheckpointWriter:
         """
         notes, stamp = gathered.notes, self._plan.stamp(taken)
         members = tuple(sorted(notes.keys() - gathered.gone.keys()))
-        complete = {note["written"] for note in notes.values()} == {stamp.number - 1}
+        complete = {note["checkpoint"]["written"] for note in notes.values()} == {
+            stamp.number - 1
+        }
         expected = complete and set(self._members) <= set(members)
         self._members = members
         # One that came later may not know all rows of the history.
-        first = max(members, key=lambda replica: notes[replica]["rows"])
+        first = max(members, key=lambda replica: notes[replica]["checkpoint"]["rows"])
         self._copy(stamp, taken, what, of_all=self._replica == first)
 
         def write() -> None:
@@ -242,7 +244,7 @@ class Checkpoints:
         return {"checkpoints": self._taken, "rows": self._rows.rows}
 
     def note(self) -> dict[str, Any]:
-        """What the others are told at the end of an epoch.
+        """Counters for the other replicas, in ``"checkpoint"`` of what they get.
 
         Raises:
             SaveError: If one could not be written.
@@ -257,6 +259,7 @@ class Checkpoints:
         self,
         epoch: int,
         gathered: Gathered,
+        reports: Reports,
         over: bool,
         make: Callable[[], Copyable],
     ) -> None:
@@ -265,13 +268,14 @@ class Checkpoints:
         Args:
             epoch: Counted from 0.
             gathered: What all have said.
+            reports: The same, read.
             over: Whether it was the last one.
             make: What is to be written.
 
         Raises:
             SaveError: If the one before could not be written.
         """
-        self._rows.end_epoch(epoch, gathered)
+        self._rows.end_epoch(epoch, reports, gathered.counted)
         plan = self._options.checkpoints
         assert plan is not None, "else there is nothing to write to"
         if plan.rule.due(epoch) or over:
@@ -288,7 +292,9 @@ class Checkpoints:
             SaveError: If the one before could not be written.
         """
         self._writer.finish()
-        self._taken = max(note["checkpoints"] for note in gathered.notes.values())
+        self._taken = max(
+            note["checkpoint"]["checkpoints"] for note in gathered.notes.values()
+        )
         what = make()
         said = {**what.said, "rows": self._rows.rows}
         self._writer.begin(self._taken, gathered, what._replace(said=said))

@@ -51,9 +51,9 @@ from daskdl.training.backend import (
     plan_of,
     useful,
 )
-from daskdl.training.base import ExchangeStats, TrainingMaster
+from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
-from daskdl.training.replica import Replica, surroundings, warm_up
+from daskdl.training.replica import run_replica, surroundings, warm_up
 from daskdl.training.spec import Recipe, Result, TaskOptions
 
 logger = logging.getLogger(__name__)
@@ -88,10 +88,9 @@ def train_replica(
     try:
         threads = max(1, worker.state.nthreads // seats)
         with surroundings(options.device, threads) as device:
-            replica = Replica(number, options, own, channel, device, store)
             if not founder:
                 warm_up(own, options.master, options.stepping, device)
-            result = replica.run()
+            result = run_replica(number, options, own, channel, device, store)
             return result
     finally:
         store.close()
@@ -589,7 +588,7 @@ class DaskBackend(Backend):
             return
 
     def _warn_of_frozen(self, event: EpochEnded) -> None:
-        each = [ExchangeStats(*note["statistics"]).frozen_bytes for note in event.notes]
+        each = [report.exchange.frozen_bytes for report in event.reports]
         if sum(each) <= MUCH_FROZEN or self._warned:
             return
         self._warned = True

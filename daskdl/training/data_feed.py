@@ -592,13 +592,13 @@ class Feed:
     Attributes:
         loss: Mean loss of this epoch so far, for the client's bar.
         dropped: Rows that filled no batch, and were left out for that.
-        pause: What is left of the epoch, if the last groups ended with a lap; else
+        sync_point: What is left of the epoch, if the last groups ended with a lap; else
             None. When all have met, `groups` goes on.
     """
 
     loss: float
     dropped: int
-    pause: SyncPoint | None
+    sync_point: SyncPoint | None
 
     def __init__(
         self,
@@ -617,7 +617,7 @@ class Feed:
         self._held: deque[tuple[Lease, int, int]] = deque()  # rows, and `_given` after
         self.loss = 0.0
         self.dropped = 0
-        self.pause = None
+        self.sync_point = None
 
     @property
     def skipped(self) -> int:
@@ -644,7 +644,7 @@ class Feed:
         Yields:
             Pairs (x, y), see :func:`daskdl.data.batches.batches`.
         """
-        self.pause = None
+        self.sync_point = None
         piece = self._lease(wait=False)
         while True:
             made = self._batches(piece)
@@ -682,7 +682,7 @@ class Feed:
         phase = self._reading.phase
         leased = self._channel.lease(phase, self._epoch, finished, wait=wait)
         if isinstance(leased, SyncPoint):
-            self.pause = leased
+            self.sync_point = leased
             return None
         return leased
 

@@ -18,7 +18,12 @@ from daskdl.errors import OptionError
 from daskdl.history import Reason
 from daskdl.serialization import Packed, copied
 from daskdl.training.base import Parameters, check_like
-from daskdl.training.telemetry import training_loss, validation
+from daskdl.training.telemetry import (
+    BestScore,
+    Reports,
+    training_loss,
+    validation,
+)
 
 Every = Literal["epoch", "step"]
 Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
@@ -198,8 +203,8 @@ class LearningRate:
         """That of the first group of parameters; NaN if it has none."""
         return float(self._optimizer.param_groups[0].get("lr", math.nan))
 
-    def note(self) -> dict[str, Any]:
-        """What the others are told at the end of an epoch; plain values."""
+    def report(self) -> dict[str, Any]:
+        """Fields of an :class:`~daskdl.training.telemetry.EpochReport`."""
         return {
             "scheduled": self._count,
             "learning_rate": self.value,
@@ -211,24 +216,21 @@ class LearningRate:
         if self._every == "step":
             self._step()
 
-    def end_epoch(
-        self, notes: Sequence[Mapping[str, Any]], *, judged: bool = True
-    ) -> None:
-        """All have met: go on from whoever is farthest, and step if it is time.
+    def end_epoch(self, reports: Reports, *, judged: bool = True) -> None:
+        """Go on from the replica that is farthest, and step if the epoch counts.
 
         Args:
-            notes: What all replicas reported, this one included, in an order that is
-                the same for all.
-            judged: Whether the loss that counts is among it; ReduceLROnPlateau waits
-                for one.
+            reports: Of all replicas, this one included.
+            judged: Whether they have the loss that counts; ReduceLROnPlateau waits for
+                one.
         """
         if self.scheduler is None:
             return
-        farthest = max(notes, key=lambda note: int(note["scheduled"]))
-        if farthest["scheduled"] > self._count:
-            self.load_(farthest["schedule"])
+        farthest = max(reports, key=lambda report: report.scheduled)
+        if farthest.scheduled > self._count:
+            self.load_(farthest.schedule)
         if self._every == "epoch" and (judged or not self._judges):
-            self._step(validation(notes).get("val_loss", training_loss(notes)))
+            self._step(validation(reports).get("val_loss", training_loss(reports)))
 
     def catch_up_(self, epoch: int) -> None:
         """A newcomer begins with an epoch; the state it took over may be older.
@@ -277,22 +279,10 @@ class LearningRate:
             ) from error
 
 
-Note = Mapping[str, Any]
-
-
-class Record(NamedTuple):
-    """How far early stopping has come; plain numbers, which travel in every note."""
-
-    best_epoch: int = -1  # none yet
-    best_score: float = math.nan
-    counted_epoch: int = -1  # the last that improved by what counts
-    counted_score: float = math.nan
-
-
 class Verdict(NamedTuple):
     """What early stopping makes of an epoch."""
 
-    record: Record = Record()
+    record: BestScore = BestScore()
     score: float | None = None  # None: it was not looked at
     reason: Reason | None = None  # why the fit ends here; None: it goes on
     details: str = ""
@@ -312,8 +302,8 @@ class Verdict(NamedTuple):
             case [[*record], float() | int() | None as score, reason, str(details)]:
                 numbers = all(type(number) in (int, float) for number in record)
                 named = reason is None or reason in get_args(Reason)
-                if numbers and named and len(record) == len(Record()):
-                    return cls(Record(*record), score, reason, details)
+                if numbers and named and len(record) == len(BestScore()):
+                    return cls(BestScore(*record), score, reason, details)
         raise ValueError(f"{fields!r:.80} is no verdict")
 
 
@@ -387,7 +377,7 @@ class Judging:
             rules.append(self.stopping)
         return not rules or any(rule.due(epoch) for rule in rules)
 
-    def scores(self, rows: Iterable[Note]) -> dict[int, float]:
+    def scores(self, rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
         """The scores that early stopping has looked at, by epoch.
 
         Args:
@@ -404,24 +394,25 @@ class Judging:
     def _is_last(self, epoch: int) -> bool:
         return epoch + 1 == self.epochs
 
-    def judge(self, epoch: int, notes: Sequence[Note]) -> Verdict:
+    def judge(self, epoch: int, reports: Reports) -> Verdict:
         """What follows from an epoch.
 
         Args:
             epoch: Counted from 0.
-            notes: What all replicas reported at its end, in an order that is the same
-                for all.
+            reports: Of all replicas at its end.
         """
         rule = self.stopping
         if rule is None:
             return Verdict()
-        record = Record(*notes[0]["record"])  # they have all seen the same
+        record = reports[0].best  # the same for all
         score = None
         if rule.due(epoch) or self._is_last(epoch):
-            score = {"loss": training_loss(notes), **validation(notes)}[rule.monitor]
+            score = {"loss": training_loss(reports), **validation(reports)}[
+                rule.monitor
+            ]
             record = _updated(rule, record, epoch, score)
         verdict = Verdict(record, score)
-        return self._concluded(epoch, verdict, max(n["elapsed_s"] for n in notes))
+        return self._concluded(epoch, verdict, max(r.elapsed_s for r in reports))
 
     def reconsidered(self, epoch: int, verdict: Verdict, elapsed_s: float) -> Verdict:
         """What the rule makes of an epoch of which another one may have judged.
@@ -444,7 +435,9 @@ class Judging:
         return verdict
 
 
-def _updated(rule: EarlyStopping, record: Record, epoch: int, score: float) -> Record:
+def _updated(
+    rule: EarlyStopping, record: BestScore, epoch: int, score: float
+) -> BestScore:
     if not math.isfinite(score):
         return record
     if rule.is_better(score, record.best_score):
@@ -476,7 +469,7 @@ def _reasons(
     return reasons
 
 
-def _no_better(name: str, epochs: int, score: float, record: Record) -> str:
+def _no_better(name: str, epochs: int, score: float, record: BestScore) -> str:
     if record.best_epoch < 0:
         return f"{name} has not been finite for {_epochs(epochs)}: it is {score}"
     return (
@@ -603,31 +596,31 @@ class Stopper:
             self._best_epoch = values["best_epoch"]
             self._best = Parameters.from_values(values["best"])
 
-    def note(self) -> dict[str, Any]:
-        """What the others are told at the end of an epoch; plain values."""
-        return {"record": list(self._record), "elapsed_s": self.elapsed_s}
+    def report(self) -> dict[str, Any]:
+        """Fields of an :class:`~daskdl.training.telemetry.EpochReport`."""
+        return {"best": self._record, "elapsed_s": self.elapsed_s}
 
     def end_epoch(
         self,
         epoch: int,
-        notes: Sequence[Mapping[str, Any]],
+        reports: Reports,
         agreed: Parameters,
     ) -> None:
-        """All have met: decide whether to go on, and keep the model if it is the best.
+        """Decide whether to go on, and keep the model if it is the best.
 
         Args:
             epoch: Counted from 0.
-            notes: What all replicas reported, in an order that is the same for all.
+            reports: Of all replicas.
             agreed: The parameters on which they agree.
         """
-        self.catch_up(epoch, notes)
+        self.catch_up(epoch, reports)
         rule = self._judging.stopping
         if rule is not None and rule.restore_best and self._record.best_epoch == epoch:
             self._best_epoch, self._best = epoch, agreed
 
-    def catch_up(self, epoch: int, notes: Sequence[Mapping[str, Any]]) -> None:
-        """Decide as the others have, who met without this replica; as `end_epoch`."""
-        self._conclude(self._judging.judge(epoch, notes))
+    def catch_up(self, epoch: int, reports: Reports) -> None:
+        """Decide as the others did, who met without this replica; as `end_epoch`."""
+        self._conclude(self._judging.judge(epoch, reports))
 
     def _conclude(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -639,7 +632,7 @@ class Stopper:
         return self._verdict
 
     @property
-    def _record(self) -> Record:
+    def _record(self) -> BestScore:
         return self._verdict.record
 
     def best(self) -> Parameters | None:

@@ -11,7 +11,6 @@ import logging
 import math
 import secrets
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +59,7 @@ from daskdl.training.fit_state import FitState, parameters_of, trained_optimizer
 from daskdl.training.local_backend import LocalBackend
 from daskdl.training.replica import check_device
 from daskdl.training.spec import Oversight, Recipe, TaskOptions
-from daskdl.training.telemetry import row_of
+from daskdl.training.telemetry import RowLog
 from daskdl.util import guarded
 
 logger = logging.getLogger(__name__)
@@ -548,9 +547,8 @@ class ProgressReporter:
     ) -> None:
         self._history = history
         self._callbacks = callbacks
-        self._size = size
         self._judging = judging
-        self._left_out = left_out
+        self._rows = RowLog(size, judging.columns, left_out=left_out)
         self._epoch = epoch
         self._verdict = verdict
         self._scores = judging.scores(history)
@@ -559,7 +557,6 @@ class ProgressReporter:
         self._bar = tqdm(
             total=examples, initial=examples_before, unit="ex", disable=not shown
         )
-        self._ended_at = time.perf_counter()  # the epoch before
 
     def __enter__(self) -> Self:
         return self
@@ -590,13 +587,11 @@ class ProgressReporter:
 
     def end_epoch(self, event: EpochEnded) -> None:
         """Add a row to the history, and run `on_epoch_end` of the callbacks."""
-        now = time.perf_counter()
-        seconds, self._ended_at = now - self._ended_at, now
-        epoch, columns = self._epoch, self._judging.columns
+        epoch = self._epoch
         self._epoch += 1
-        row = row_of(epoch, event.report, self._size, seconds, columns, self._left_out)
+        row = self._rows.end_epoch(epoch, event.reports, event.report)
         self._history.append(row)
-        self._verdict = self._judging.judge(epoch, event.notes)
+        self._verdict = self._judging.judge(epoch, event.reports)
         if self._verdict.score is not None:
             self._scores[epoch] = self._verdict.score
         for packed in event.report["told"]:

@@ -30,7 +30,7 @@ from daskdl.training.backend import (
 )
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import LocalStore
-from daskdl.training.replica import Replica, surroundings
+from daskdl.training.replica import run_replica, surroundings
 from daskdl.training.spec import Recipe, Result, TaskOptions
 from daskdl.util import settle
 
@@ -124,7 +124,7 @@ class LocalBackend(Backend):
         )
         try:
             with surroundings(options.device, threads) as device:
-                return Replica(number, options, own, channel, device, store).run()
+                return run_replica(number, options, own, channel, device, store)
         finally:
             store.close()
             channel.leave()

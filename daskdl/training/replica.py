@@ -8,9 +8,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import cloudpickle
 import torch
@@ -36,8 +36,6 @@ from daskdl.serialization import Packed, copied
 from daskdl.training.backend import arrays_of
 from daskdl.training.base import (
     Excess,
-    Exchange,
-    KeptResidual,
     Parameters,
     ReplicaContext,
     SoloExchange,
@@ -66,86 +64,111 @@ from daskdl.training.optimizer_step import (
     Stepping,
     Symptoms,
     diagnosis,
-    load_optimizer_,
     restore_optimizer_,
     rows_of,
     state_of,
     weigh,
 )
-from daskdl.training.spec import Recipe, Result, Tally, TaskOptions
-from daskdl.training.telemetry import RowLog, StepLog, check_trained
+from daskdl.training.spec import Recipe, Result, TaskOptions
+from daskdl.training.telemetry import (
+    EpochReport,
+    EpochTotals,
+    RowLog,
+    StepLog,
+    check_trained,
+    reports_of,
+)
 from daskdl.util import freed_memory_kept, guarded
 
-_lock = threading.Lock()
-_users: dict[torch.device, list[Tensor]] = {}  # the state found, once for each inside
+T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Leave the generators as they were: the CPU's, and that of the device."""
-    devices = {torch.device("cpu"), device}
-    with _lock:
-        for each in devices:
-            users = _users.setdefault(each, [])
-            users.append(users[0] if users else _state(each))
-    try:
-        yield
-    finally:
-        with _lock:
-            for each in devices:
-                former = _users[each].pop()
-                if not _users[each]:
-                    _restore(each, former)
+class _Setting(Generic[T]):
+    """A setting of this process, which replicas change; the last one puts it back.
+
+    Args:
+        read: Returns the setting.
+        write: Changes it.
+    """
+
+    def __init__(self, read: Callable[[], T], write: Callable[[T], object]) -> None:
+        self._read = read
+        self._write = write
+        self._lock = threading.Lock()
+        self._found: list[T] = []  # by the first of the replicas inside, once for each
+
+    @contextlib.contextmanager
+    def kept(self, now: T | None = None) -> Iterator[None]:
+        """Have the setting as it was when the last replica leaves.
+
+        Args:
+            now: Changed to this; None: left to the caller.
+        """
+        with self._lock:
+            self._found.append(self._found[0] if self._found else self._read())
+            if now is not None:
+                self._write(now)
+        try:
+            yield
+        finally:
+            with self._lock:
+                found = self._found.pop()
+                if not self._found:
+                    self._write(found)
 
 
-def generators(device: torch.device) -> dict[str, Tensor]:
-    """The states of the CPU's generator and of the device's, as they are now."""
-    return {each.type: _state(each) for each in {torch.device("cpu"), device}}
-
-
-def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on from what `generators` made, as far as there is such a device."""
-    for each in {torch.device("cpu"), device}:
-        if each.type in states:
-            _restore(each, states[each.type])
-
-
-def _state(device: torch.device) -> Tensor:
+def _read_generator(device: torch.device) -> Tensor:
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
 
 
-def _restore(device: torch.device, state: Tensor) -> None:
+def _write_generator(device: torch.device, state: Tensor) -> None:
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
 
 
-_lock_threads = threading.Lock()
-_users_threads: list[int] = []  # the setting found by the first of those inside
+@functools.cache
+def _generator(device: torch.device) -> _Setting[Tensor]:
+    return _Setting(
+        functools.partial(_read_generator, device),
+        functools.partial(_write_generator, device),
+    )
 
 
 @contextlib.contextmanager
-def torch_threads(count: int) -> Iterator[None]:
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Leave the generators as they were: the CPU's, and that of the device."""
+    with contextlib.ExitStack() as stack:
+        for each in {torch.device("cpu"), device}:
+            stack.enter_context(_generator(each).kept())
+        yield
+
+
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """The states of the CPU's generator and of the device's, as they are now."""
+    return {e.type: _read_generator(e) for e in {torch.device("cpu"), device}}
+
+
+def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on from what `generators` made, as far as there is such a device."""
+    for each in {torch.device("cpu"), device}:
+        if each.type in states:
+            _write_generator(each, states[each.type])
+
+
+_threads = _Setting(torch.get_num_threads, torch.set_num_threads)
+
+
+def torch_threads(count: int) -> AbstractContextManager[None]:
     """Let torch compute with so many threads while inside.
 
     Args:
         count: Threads for one operation, >= 1.
     """
-    with _lock_threads:
-        _users_threads.append(
-            torch.get_num_threads() if not _users_threads else _users_threads[0]
-        )
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        with _lock_threads:
-            former = _users_threads.pop()
-            if not _users_threads:
-                torch.set_num_threads(former)
+    return _threads.kept(count)
 
 
 _lock_devices = threading.Lock()
@@ -278,8 +301,15 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
     }
 
 
-class Works:
-    """The works of a replica, when it has come into the run.
+def run_replica(
+    number: int,
+    options: TaskOptions,
+    recipe: Recipe,
+    channel: Channel,
+    device: torch.device,
+    store: Store,
+) -> Result:
+    """What happens on a worker: join the run, train, and leave.
 
     Args:
         number: Of the replica in the run.
@@ -287,23 +317,84 @@ class Works:
         recipe: The user's objects, this replica's own copies.
         channel: This replica's end of the run.
         device: Where to compute.
+        store: Where the data are.
+
+    Returns:
+        What the replica leaves, also where it was told to leave early, or failed: it
+        has told the others then.
+    """
+    replica: Replica | None = None
+
+    def train() -> Result:
+        nonlocal replica
+        replica = Replica.join(number, options, recipe, channel, device, store)
+        replica.train()
+        return replica.result(finished=True)
+
+    def leave() -> Result:
+        if replica is not None:
+            return replica.result(finished=False)
+        return Result(number, False, Packed(Parameters(), "result"), met=False)
+
+    def fail(error: Exception) -> Result:
+        """The error may be the user's, of any kind."""
+        channel.fail(failure_of(error, 0 if replica is None else replica.steps))
+        return leave()
+
+    try:
+        return guarded(train, fail)
+    except Stopped:
+        if channel.closing and replica is not None:
+            replica.exchange.leave()
+        return leave()
+
+
+class Replica:
+    """A live model, its optimizer, and its exchange with the others.
+
+    `join` makes one, in three phases: it joins the run, which waits for others; builds
+    everything that trains; and restores what a checkpoint or another replica has.
 
     Attributes:
         module: The model, on its device.
         optimizer: Of its trainable parameters.
         rate: The learning rate of that.
         stepper: Makes its steps.
-        stopper: When it is enough.
+        exchange: With the other replicas.
+        stopper: Decides when the fit ends.
         watch: Of the losses.
-        steps: That this replica has made.
-        seen: Examples, over all epochs.
+        steps: That this replica has made, over all epochs.
+        seen: Examples, likewise.
         weight: Share of the examples all replicas saw.
-        tally: Of the epoch that runs.
-        first_epoch: That is trained.
-        met: Whether it has agreed with all others, after the start of the run.
-        lap: That runs, counted from 0 over all epochs.
+        totals: Of the current epoch.
+        first_epoch: The first epoch to train in.
+        interval: Number of the current sync interval, from 0 over all epochs.
+        met: Whether all replicas have agreed since the start of the run.
         checkpoints: That are written; None: there are none.
     """
+
+    @classmethod
+    def join(
+        cls,
+        number: int,
+        options: TaskOptions,
+        recipe: Recipe,
+        channel: Channel,
+        device: torch.device,
+        store: Store,
+    ) -> "Replica":
+        """Join a run, build what trains, and restore its state; see `run_replica`."""
+        entry = channel.join()
+        inherited = None
+        if options.resume is not None and entry.snapshot is None:
+            inherited = _read_checkpoint(options, number, entry.members, channel)
+        replica = cls(number, options, recipe, channel, device, store, entry, inherited)
+        if inherited is not None:
+            replica._resume(inherited)
+        if entry.snapshot is not None:
+            replica._catch_up(entry.snapshot)
+        channel.serve(replica.snapshot)
+        return replica
 
     def __init__(
         self,
@@ -312,25 +403,53 @@ class Works:
         recipe: Recipe,
         channel: Channel,
         device: torch.device,
+        store: Store,
+        entry: Entry,
+        inherited: RestoredState | None,
     ) -> None:
         self._number = number
         self._options = options
+        self._recipe = recipe
         self._channel = channel
         self._device = device
-        self.module = recipe.model.to(device).train()
-        self._frozen = Frozen(self.module)
-        self.steps = self.seen = 0
+        self._store = store
+        self._log = StepLog(options.oversight.telemetry_every)
+        self._shapes = ShapeCheck(trees.kinds(recipe.rows), recipe.transform)
+        self.steps = self.seen = self.interval = 0
         self.weight = 0.0
-        self.tally = Tally()
-        self.lap = 0
+        self.totals = EpochTotals()
+        self.first_epoch = options.first_epoch
         self.met = False
-        self.watch = LossWatch(options.oversight.max_loss_rise)
-        entry = channel.join()
-        inherited = self._inherited(entry)
+
+        self.module = recipe.model.to(device).train()
+        frozen = Frozen(self.module)  # as it is on the client
+        if inherited is not None:
+            inherited.check(self.module)
+            with restoring(inherited.common_at):
+                load_tensors_(self.module, inherited.tensors)
         self.optimizer: Optimizer = recipe.optimizer(trainable(self.module))
         if recipe.optimizer_state is not None:
             self.optimizer.load_state_dict(recipe.optimizer_state)
-        self._exchange = self._attach(entry, inherited, recipe.residual)
+        resumed = None if inherited is None else inherited.exchange
+        context = ReplicaContext(
+            self.module,
+            channel,
+            number,
+            entry.members,
+            options.last if resumed is None else resumed.last,
+            entry.snapshot,
+            self.optimizer,
+            resumed,
+            # The initial replicas deliver all of it.
+            recipe.residual if entry.snapshot is None else None,
+            frozen,
+        )
+        scale = options.master.solo_scale
+        self.exchange = (
+            options.master.attach(context)
+            if scale is None or not context.alone
+            else SoloExchange(context, scale)
+        )
         self.rate = LearningRate(
             self.optimizer, recipe.scheduling, recipe.schedule, options.epochs
         )
@@ -338,89 +457,29 @@ class Works:
             self.module, recipe.objective, self.optimizer, options.stepping, device
         )
         torch.manual_seed(options.seed + number)
+        self.watch = LossWatch(options.oversight.max_loss_rise)
         self.stopper = Stopper(options.judging, entry.snapshot)
-        self.checkpoints = self._checkpoints(entry, inherited)
-        self.first_epoch = options.first_epoch
-        if inherited is not None:
-            self._resume(inherited)
-        if entry.snapshot is not None:
-            self._follow(entry.snapshot)
-        channel.serve(self.snapshot)
+        self.checkpoints = None
+        if options.checkpoints is not None:
+            before = entry.snapshot or {"checkpoints": 0, "rows": ()}
+            self.checkpoints = Checkpoints(
+                options,
+                CheckpointWriter(
+                    options.checkpoints, number, channel, options.timeouts
+                ),
+                RowLog(
+                    options.size,
+                    options.judging.columns,
+                    before["rows"] if inherited is None else inherited.common["rows"],
+                    left_out=options.left_out,
+                ),
+                before["checkpoints"],
+            )
 
-    @property
-    def exchange(self) -> Exchange:
-        """With the others; another one may come in its place."""
-        return self._exchange
-
-    def _inherited(self, entry: Entry) -> RestoredState | None:
-        """Read what a founder of a resumed run goes on from."""
-        plan, members = self._options.resume, sorted(entry.members)
-        if plan is None or entry.snapshot is not None:
-            return None
-        place = members.index(self._number)
-        reading = begun(lambda: inherit(plan, place, len(members)), "daskdl-resume")
-        bound = self._options.timeouts.bound("data")
-        inherited = awaited(self._channel, reading, bound, f"reading {plan.url}")
-        # Before anything is made of them.
-        inherited.check(self.module)
-        with restoring(inherited.common_at):
-            load_tensors_(self.module, inherited.tensors)
-        return inherited
-
-    def _attach(
-        self,
-        entry: Entry,
-        inherited: RestoredState | None,
-        residual: KeptResidual | None,
-    ) -> Exchange:
-        resumed = None if inherited is None else inherited.exchange
-        master = self._options.master
-        context = ReplicaContext(
-            self.module,
-            self._channel,
-            self._number,
-            entry.members,
-            self._options.last if resumed is None else resumed.last,
-            entry.snapshot,
-            self.optimizer,
-            resumed,
-            residual if entry.snapshot is None else None,  # founders have all of it
-            self._frozen,
-        )
-        if context.alone and master.solo_scale is not None:
-            return SoloExchange(context, master.solo_scale)
-        return master.attach(context)
-
-    def _checkpoints(
-        self, entry: Entry, inherited: RestoredState | None
-    ) -> Checkpoints | None:
-        options = self._options
-        if options.checkpoints is None:
-            return None
-        before = entry.snapshot or {"checkpoints": 0, "rows": ()}
-        rows = before["rows"] if inherited is None else inherited.common["rows"]
-        writer = CheckpointWriter(
-            options.checkpoints, self._number, self._channel, options.timeouts
-        )
-        columns, left_out = options.judging.columns, options.left_out
-        log = RowLog(options.size, columns, rows, left_out=left_out)
-        return Checkpoints(options, writer, log, before["checkpoints"])
+    # ---- restore
 
     def _resume(self, inherited: RestoredState) -> None:
-        self._restore(inherited)
-        self.seen = sum(part["seen"] for part in inherited.own)
-        self.weight = sum(part["weight"] for part in inherited.own)
-        # Nobody sends anything before all are there, on the same grid.
-        gathered = self._channel.gather("resume", {"digest": self.exchange.digest()})
-        check_alike(gathered, "after they have read a checkpoint")
-        for part, at in zip(inherited.own, inherited.own_at, strict=True):
-            with restoring(f"{at}: tally"):
-                tally = Tally(**part["tally"])
-                check_like(vars(Tally()), vars(tally), "it")
-            self.tally.add(tally)
-
-    def _restore(self, inherited: RestoredState) -> None:
-        """Put back what was read; a wrong value is told by file and field."""
+        """Go on from a checkpoint; a wrong value is named by file and field."""
         common, donor, at = inherited.common, inherited.donor, inherited.donor_at
         of_all = "optimizer" in common
         with restoring(f"{inherited.common_at if of_all else at}: optimizer"):
@@ -437,57 +496,208 @@ class Works:
                 self.watch.restore_(part["watch"])
             with restoring(f"{at}: random"):
                 restore_generators(part["random"], self._device)
+        # Nobody sends anything before all are there, on the same grid.
+        gathered = self._channel.gather("resume", {"digest": self.exchange.digest()})
+        check_alike(gathered, "after they have read a checkpoint")
+        for part, at in zip(inherited.own, inherited.own_at, strict=True):
+            self.seen += part["seen"]
+            self.weight += part["weight"]
+            with restoring(f"{at}: tally"):
+                totals = EpochTotals(**part["tally"])
+                check_like(vars(EpochTotals()), vars(totals), "it")
+            self.totals.add(totals)
 
-    def _follow(self, snapshot: Mapping[str, Any]) -> None:
-        """Come in later: where another replica was, but for the epoch."""
-        load_optimizer_(self.optimizer, snapshot["optimizer"])
+    def _catch_up(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on from another replica's snapshot, in the epoch of the others."""
+        packed: Packed[dict[str, Any]] = Packed.of(snapshot["optimizer"], "optimizer")
+        self.optimizer.load_state_dict(packed.unpack())
         self.rate.load_(snapshot["schedule"])
-        _, epoch, report, self.lap = self._channel.activate(snapshot["step"])
+        _, epoch, report, self.interval = self._channel.activate(snapshot["step"])
         self.rate.catch_up_(epoch)
         if report:
-            self.stopper.catch_up(epoch - 1, ordered(report))
+            self.stopper.catch_up(epoch - 1, reports_of(report))
         self.first_epoch = epoch
 
     def snapshot(self) -> dict[str, Any]:
-        """What a newcomer begins with."""
-        if isinstance(self._exchange, SoloExchange):
+        """Everything that a joining replica begins with."""
+        if isinstance(self.exchange, SoloExchange):
             # Ends here: whoever joins shares with this replica.
-            context = self._exchange.shared_context()
-            self._exchange = self._options.master.attach(context)
-        checkpoints = self.checkpoints
+            context = self.exchange.shared_context()
+            self.exchange = self._options.master.attach(context)
         return {
-            **self._exchange.snapshot(),
+            **self.exchange.snapshot(),
             "optimizer": Packed(state_of(self.optimizer), "optimizer").payload,
             "schedule": self.rate.state(),
             **self.stopper.snapshot(),
-            **({} if checkpoints is None else checkpoints.snapshot()),
+            **({} if self.checkpoints is None else self.checkpoints.snapshot()),
         }
 
-    def note(self) -> dict[str, Any]:
-        """What the others are told at the end of an epoch."""
-        return {
-            **self.rate.note(),
-            **self.stopper.note(),
-            **self.checkpoint_note(),
+    # ---- train
+
+    def train(self) -> None:
+        """Train for all epochs, or until early stopping ends the fit."""
+        for epoch in range(self.first_epoch, self._options.epochs):
+            if self.stopper.over:
+                break
+            self._train_epoch(epoch)
+            self._end_epoch(epoch)
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+
+    def _train_epoch(self, epoch: int) -> None:
+        replicas = 1 + len(self._channel.others())
+        begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
+        for callback in self._recipe.callbacks:
+            callback.on_epoch_begin(begin)
+        feed = self._feed("train", epoch)
+        while True:
+            self._train_interval(epoch, feed)
+            if feed.sync_point is None:
+                return
+            self._take_checkpoint(epoch, feed.sync_point)
+
+    def _train_interval(self, epoch: int, feed: Feed) -> None:
+        totals, started = self.totals, time.perf_counter()
+        skipped, dropped = feed.skipped, feed.dropped
+
+        def rest() -> None:
+            self.exchange.sync(self.interval, totals.examples, ended=False)
+
+        for group in feed.groups(rest, self._options.stepping.accumulate):
+            self._step(epoch, group)
+            feed.loss = totals.loss_sum / totals.examples
+        totals.seconds += time.perf_counter() - started
+        totals.skipped += feed.skipped - skipped
+        totals.dropped += feed.dropped - dropped
+        totals.reason = totals.reason or feed.reason
+
+    def _step(self, epoch: int, group: Group) -> None:
+        self._channel.check()
+        started = time.perf_counter()
+        exchange, totals = self.exchange, self.totals
+        exchange.before_step(self.interval)
+        loss, rows = self.stepper.backward(group), rows_of(group)
+        if not math.isfinite(loss) or self.watch.note(loss):
+            raise self._diverged(epoch, loss)
+        rate = self.rate.value * exchange.learning_rate_scale
+        self.stepper.update(exchange.learning_rate_scale)
+        self.rate.after_step()
+        exchange.after_step(self.interval, rows)
+        self.steps += 1
+        self._check_reach(epoch, whole=False)
+        totals.loss_sum += loss * rows
+        totals.examples += rows
+        step_s = time.perf_counter() - started
+        if self._log.due(self.steps, exchange.exchanged):
+            stats = exchange.step_stats()
+            row = StepRow(epoch, self.steps, self._number, loss, rate, *stats, step_s)
+            self._log.add(row)
+        if self._recipe.callbacks:
+            step = Step(self._number, epoch, self.steps, loss, rows, rate)
+            for callback in self._recipe.callbacks:
+                callback.on_step_end(step)
+
+    def _feed(self, phase: str, epoch: int) -> Feed:
+        reading = self._options.reading(phase, epoch)
+        if not isinstance(self._recipe.objective, OwnStep):
+            reading = dataclasses.replace(reading, fits=self._check_shapes)
+        transform = self._recipe.transform
+        return Feed(self._channel, epoch, self._store, reading, transform)
+
+    def _check_shapes(self, rows: Rows, name: str) -> None:
+        self._shapes.check(self.module, self._device, rows, name)
+
+    # ---- sync points
+
+    def _sync(self, epoch: int) -> None:
+        started = time.perf_counter()
+        self._check_reach(epoch, whole=True)
+        self.exchange.sync(self.interval, self.totals.examples, ended=True)
+        self.met = True
+        self.totals.seconds += time.perf_counter() - started
+
+    def _take_checkpoint(self, epoch: int, sync_point: SyncPoint) -> None:
+        """Take a checkpoint at a sync point in the middle of an epoch."""
+        assert self.checkpoints is not None, "else there are no such sync points"
+        self._sync(epoch)
+        note = {
+            "digest": self.exchange.digest(),
+            "checkpoint": self.checkpoints.note(),
         }
+        gathered = self._channel.gather(f"pause {self.interval}", note, Barrier.SYNC)
+        check_alike(gathered, f"in the middle of epoch {epoch}")
+        self.interval += 1
+        sync_point = sync_point._replace(departed=done_of(gathered.counted["departed"]))
+        self.checkpoints.take(gathered, lambda: self._checkpoint(epoch, sync_point))
 
-    def checkpoint_note(self) -> dict[str, Any]:
-        """What the others are told whenever all meet."""
-        return {} if self.checkpoints is None else self.checkpoints.note()
+    def _end_epoch(self, epoch: int) -> None:
+        self._sync(epoch)
+        # That of the epoch before is not held while the new one is validated.
+        self._channel.keep(epoch, None)
+        self.seen += self.totals.examples
+        gathered = self._channel.gather(
+            f"report {epoch}",
+            self._report(epoch).to_wire(),
+            Barrier.REPORT,
+            self._log.take(),
+        )
+        check_alike(gathered, f"at the end of epoch {epoch}")
+        reports, departed = reports_of(gathered.notes), gathered.counted["departed"]
+        check_trained(epoch, reports, departed)
+        self.totals = EpochTotals()
+        self.interval += 1
+        seen = sum(report.seen for report in reports)
+        self.weight = self.seen / seen if seen else 0.0
+        judging, agreed = self._options.judging, self.exchange.agreed
+        judged = judging.scored(epoch) or not judging.validates
+        self.rate.end_epoch(reports, judged=judged)
+        self.stopper.end_epoch(epoch, reports, agreed)
+        self._channel.keep(epoch, functools.partial(arrays_of, agreed))
+        if self.checkpoints is not None:
+            over = self.stopper.over or epoch + 1 == self._options.epochs
+            make = functools.partial(self._checkpoint, epoch + 1)
+            self.checkpoints.end_epoch(epoch, gathered, reports, over, make)
 
-    def checkpoint(self, epoch: int, pause: SyncPoint | None = None) -> Copyable:
+    def _report(self, epoch: int) -> EpochReport:
+        score, unscored = self._validate(epoch)
+        return EpochReport(
+            digest=self.exchange.digest(),
+            seen=self.seen,
+            totals=self.totals,
+            exchange=self.exchange.stats(),
+            traffic=self._channel.traffic(),
+            score=score,
+            unscored=unscored,
+            **self.rate.report(),
+            **self.stopper.report(),
+            checkpoint={} if self.checkpoints is None else self.checkpoints.note(),
+        )
+
+    def _validate(self, epoch: int) -> tuple[Score | None, str]:
+        """The score of this replica's share, and why some of it was left out."""
+        if not self._options.judging.scored(epoch):
+            return None, ""
+        feed = self._feed("validation", epoch)
+        self._channel.serve(None)  # the module shows something else meanwhile
+        with self.exchange.showing_agreed():
+            objective, batches = self._recipe.objective, feed.batches()
+            score = score_batches(self.module, objective, batches, self._device)
+        self._channel.serve(self.snapshot)
+        return score, feed.reason
+
+    def _checkpoint(self, epoch: int, sync_point: SyncPoint | None = None) -> Copyable:
         """What a checkpoint has of this replica.
 
         Args:
             epoch: The next one to train in, counted from 0.
-            pause: What is left of it, if it has begun; None: all.
+            sync_point: What is left of it, if it has begun; None: all.
         """
-        options, state = self._options, self.exchange.state()
+        state = self.exchange.state()
         likeness = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
         said = {
             "epoch": epoch,
-            "pause": None if pause is None else pause.to_wire(),
-            "epochs_before": options.epochs_before,
+            "pause": None if sync_point is None else sync_point.to_wire(),
+            "epochs_before": self._options.epochs_before,
             "kind": state.kind,
             "likeness": likeness.values(),
             "verdict": self.stopper.verdict.values(),
@@ -501,7 +711,7 @@ class Works:
             "exchange": state.own,
             "schedule": self.rate.values(),
             "scaler": self.stepper.values(),
-            "tally": vars(Tally() if pause is None else self.tally),
+            "tally": vars(EpochTotals() if sync_point is None else self.totals),
             "watch": self.watch.values(),
             "random": generators(self._device),
             "steps": self.steps,
@@ -512,9 +722,81 @@ class Works:
         (common if of_all else own)["optimizer"] = state_of(self.optimizer)
         return Copyable(said, common, own)
 
+    # ---- leave
+
+    def result(self, *, finished: bool) -> Result:
+        """What this replica leaves at the end.
+
+        Args:
+            finished: Whether it came to the end of the fit; else what all agreed on
+                last counts.
+        """
+        left = self.exchange.result()
+        if not finished:
+            return Result(
+                self._number,
+                finished,
+                Packed(self.exchange.agreed, "result"),
+                outcome=left.compression,
+                steps=self._log.take(),
+                met=self.met,
+            )
+        best = self.stopper.best()
+        return Result(
+            self._number,
+            finished,
+            Packed(left.parameters if best is None else best, "result"),
+            Packed(weigh(self.optimizer, self.weight), "optimizer state"),
+            left.compression,
+            self.rate.state(),
+            restored=best is not None,
+        )
+
+    # ---- divergence
+
+    def _check_reach(self, epoch: int, *, whole: bool) -> None:
+        excess = self.exchange.excess(whole=whole)
+        if excess is not None:
+            loss = math.nan if self.watch.last is None else self.watch.last
+            raise self._diverged(epoch, loss, excess)
+
+    def _diverged(
+        self, epoch: int, loss: float, excess: Excess | None = None
+    ) -> DivergedError:
+        exchange, stats = self.exchange, self.exchange.stats()
+        symptoms = Symptoms(
+            replica=self._number,
+            epoch=epoch,
+            step=self.steps + (excess is None),
+            loss=loss,
+            first=self.watch.first,
+            before=self.watch.last,
+            high_steps=self.watch.recent if math.isfinite(loss) else 0,
+            learning_rate=self.rate.value,
+            scale=exchange.update_scale,
+            replicas=1 + len(self._channel.others()),
+            staleness=stats.lead_sum / max(stats.steps, 1),
+            residual=exchange.step_stats().residual_p99,
+            gradient_norm=self.stepper.gradient_norm(),
+            clip_grad_norm=self._options.stepping.clip_grad_norm,
+            excess=excess,
+        )
+        return DivergedError(diagnosis(symptoms))
+
+
+def _read_checkpoint(
+    options: TaskOptions, number: int, members: Sequence[int], channel: Channel
+) -> RestoredState:
+    """Read what an initial replica of a resumed run goes on from."""
+    plan, place = options.resume, sorted(members).index(number)
+    assert plan is not None, "the run is resumed"
+    reading = begun(lambda: inherit(plan, place, len(members)), "daskdl-resume")
+    bound = options.timeouts.bound("data")
+    return awaited(channel, reading, bound, f"reading {plan.url}")
+
 
 def check_alike(gathered: Gathered, when: str) -> None:
-    """Refuse to go on if replicas that ought to be alike are not.
+    """Refuse to go on if replicas that must be equal are not.
 
     Args:
         gathered: Notes with a ``"digest"`` each.
@@ -526,274 +808,3 @@ def check_alike(gathered: Gathered, when: str) -> None:
     digests = {r: note["digest"] for r, note in gathered.notes.items()}
     if len(set(digests.values())) > 1:
         raise ChannelError(f"replicas differ {when}: checksums by replica {digests}")
-
-
-def ordered(notes: Mapping[int, Any]) -> list[Any]:
-    """Of all replicas, in the order of their numbers."""
-    return [notes[replica] for replica in sorted(notes)]
-
-
-class Replica:
-    """A live model, its optimizer, and its exchange with the others.
-
-    Args:
-        number: Of this replica in the run.
-        options: The same for all replicas.
-        recipe: The user's objects, this replica's own copies.
-        channel: This replica's end of the run.
-        device: Where to compute.
-        store: Where the data are.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        options: TaskOptions,
-        recipe: Recipe,
-        channel: Channel,
-        device: torch.device,
-        store: Store,
-    ) -> None:
-        self._number = number
-        self._options = options
-        self._recipe = recipe
-        self._channel = channel
-        self._device = device
-        self._store = store
-        self._log = StepLog(options.oversight.telemetry_every)
-        self._shapes = ShapeCheck(trees.kinds(recipe.rows), recipe.transform)
-        self._works: Works | None = None  # before it has come into the run
-
-    def run(self) -> Result:
-        """Train for all epochs, or until it is enough, or until told to leave."""
-        try:
-            return guarded(self._train_all, self._fail)
-        except Stopped:
-            if self._channel.closing and self._works is not None:
-                self._works.exchange.leave()
-            return self._result(finished=False)
-
-    def _fail(self, error: Exception) -> Result:
-        """Tell of an error, which may be the user's, whatever it is."""
-        steps = 0 if self._works is None else self._works.steps
-        self._channel.fail(failure_of(error, steps))
-        return self._result(finished=False)
-
-    def _train_all(self) -> Result:
-        self._begin()
-        for epoch in range(self._live.first_epoch, self._options.epochs):
-            if self._live.stopper.over:
-                break
-            self._train(epoch)
-            self._end(epoch)
-        if self._live.checkpoints is not None:
-            self._live.checkpoints.finish()
-        return self._result(finished=True)
-
-    def _begin(self) -> None:
-        self._works = Works(
-            self._number, self._options, self._recipe, self._channel, self._device
-        )
-
-    @property
-    def _live(self) -> Works:
-        assert self._works is not None, "it has come into the run"
-        return self._works
-
-    def _train(self, epoch: int) -> None:
-        replicas = 1 + len(self._channel.others())
-        begin = EpochBegin(self._number, epoch, replicas, self._live.rate.value)
-        for callback in self._recipe.callbacks:
-            callback.on_epoch_begin(begin)
-        feed = self._feed("train", epoch)
-        self._train_lap(epoch, feed)
-        while feed.pause is not None:
-            self._pause(epoch, feed.pause)
-            self._train_lap(epoch, feed)
-
-    def _train_lap(self, epoch: int, feed: Feed) -> None:
-        works, size = self._live, self._options.stepping.accumulate
-        started, skipped = time.perf_counter(), feed.skipped
-        dropped = feed.dropped
-        for group in feed.groups(
-            lambda: works.exchange.sync(works.lap, works.tally.examples, ended=False),
-            size,
-        ):
-            self._step(epoch, group)
-            feed.loss = works.tally.loss_sum / works.tally.examples
-        works.tally.seconds += time.perf_counter() - started
-        works.tally.skipped += feed.skipped - skipped
-        works.tally.dropped += feed.dropped - dropped
-        works.tally.reason = works.tally.reason or feed.reason
-
-    def _pause(self, epoch: int, pause: SyncPoint) -> None:
-        """All meet in the middle of an epoch, as they do at its end."""
-        works = self._live
-        self._meet(epoch)
-        note = {"digest": works.exchange.digest(), **works.checkpoint_note()}
-        gathered = self._channel.gather(f"pause {works.lap}", note, Barrier.SYNC)
-        check_alike(gathered, f"in the middle of epoch {epoch}")
-        works.lap += 1
-        pause = pause._replace(departed=done_of(gathered.counted["departed"]))
-        assert works.checkpoints is not None, "else nobody pauses"
-        works.checkpoints.take(gathered, lambda: works.checkpoint(epoch, pause))
-
-    def _meet(self, epoch: int) -> None:
-        works, started = self._live, time.perf_counter()
-        self._check_reach(epoch, whole=True)
-        works.exchange.sync(works.lap, works.tally.examples, ended=True)
-        works.met = True
-        works.tally.seconds += time.perf_counter() - started
-
-    def _feed(self, phase: str, epoch: int) -> Feed:
-        reading = self._options.reading(phase, epoch)
-        if not isinstance(self._recipe.objective, OwnStep):
-            reading = dataclasses.replace(reading, fits=self._check_shapes)
-        transform = self._recipe.transform
-        return Feed(self._channel, epoch, self._store, reading, transform)
-
-    def _check_shapes(self, rows: Rows, name: str) -> None:
-        self._shapes.check(self._live.module, self._device, rows, name)
-
-    def _step(self, epoch: int, group: Group) -> None:
-        self._channel.check()
-        started = time.perf_counter()
-        works, exchange = self._live, self._live.exchange
-        exchange.before_step(works.lap)
-        value, rows = works.stepper.backward(group), rows_of(group)
-        if not math.isfinite(value) or works.watch.note(value):
-            raise self._diverged(epoch, value)
-        rate = works.rate.value * exchange.learning_rate_scale
-        works.stepper.update(exchange.learning_rate_scale)
-        works.rate.after_step()
-        exchange.after_step(works.lap, rows)
-        works.steps += 1
-        self._check_reach(epoch, whole=False)
-        works.tally.loss_sum += value * rows
-        works.tally.examples += rows
-        step_s = time.perf_counter() - started
-        if self._log.due(works.steps, exchange.exchanged):
-            done = exchange.step_stats()
-            number, made = self._number, works.steps
-            self._log.add(StepRow(epoch, made, number, value, rate, *done, step_s))
-        step = Step(self._number, epoch, works.steps, value, rows, rate)
-        for callback in self._recipe.callbacks:
-            callback.on_step_end(step)
-
-    def _end(self, epoch: int) -> None:
-        works = self._live
-        self._meet(epoch)
-        # That of the epoch before is not held while the new one is validated.
-        self._channel.keep(epoch, None)
-        works.seen += works.tally.examples
-        gathered = self._report(epoch)
-        works.tally = Tally()
-        works.lap += 1
-        check_alike(gathered, f"at the end of epoch {epoch}")
-        seen = sum(other["seen"] for other in gathered.notes.values())
-        works.weight = works.seen / seen if seen else 0.0
-        judging, notes = self._options.judging, ordered(gathered.notes)
-        check_trained(epoch, notes, gathered.counted["departed"])
-        judged = judging.scored(epoch) or not judging.validates
-        works.rate.end_epoch(notes, judged=judged)
-        agreed = works.exchange.agreed
-        works.stopper.end_epoch(epoch, notes, agreed)
-        self._channel.keep(epoch, functools.partial(arrays_of, agreed))
-        if works.checkpoints is not None:
-            over = works.stopper.over or epoch + 1 == self._options.epochs
-            make = functools.partial(works.checkpoint, epoch + 1)
-            works.checkpoints.end_epoch(epoch, gathered, over, make)
-
-    def _report(self, epoch: int) -> Gathered:
-        works, exchange = self._live, self._live.exchange
-        tally = works.tally
-        score, unscored = self._validate(epoch)
-        note = {
-            "digest": exchange.digest(),
-            "seen": works.seen,
-            "step": works.steps,
-            "tally": [tally.loss_sum, tally.examples, tally.seconds],
-            "skipped": tally.skipped,
-            "dropped": tally.dropped,
-            "statistics": list(exchange.stats()),
-            "traffic": vars(self._channel.traffic()),
-            "score": score,
-            "reasons": [tally.reason, unscored],
-            **works.note(),
-        }
-        key, rows = f"report {epoch}", self._log.take()
-        return self._channel.gather(key, note, Barrier.REPORT, rows)
-
-    def _validate(self, epoch: int) -> tuple[list[float] | None, str]:
-        """The sums of its share of the validation data, and why some was left out."""
-        if not self._options.judging.scored(epoch):
-            return None, ""
-        works = self._live
-        feed = self._feed("validation", epoch)
-        self._channel.serve(None)  # the module shows something else meanwhile
-        with works.exchange.showing_agreed():
-            score: Score = score_batches(
-                works.module,
-                self._recipe.objective,
-                feed.batches(),
-                self._device,
-            )
-        self._channel.serve(works.snapshot)
-        return list(dataclasses.astuple(score)), feed.reason
-
-    def _result(self, *, finished: bool) -> Result:
-        works = self._works
-        if works is None:
-            nothing: Packed[Parameters] = Packed(Parameters(), "result")
-            return Result(self._number, finished, nothing, met=False)
-        result = works.exchange.result()
-        if not finished:
-            return Result(
-                self._number,
-                finished,
-                Packed(works.exchange.agreed, "result"),
-                outcome=result.compression,
-                steps=self._log.take(),
-                met=works.met,
-            )
-        best = works.stopper.best()
-        return Result(
-            self._number,
-            finished,
-            Packed(result.parameters if best is None else best, "result"),
-            Packed(weigh(works.optimizer, works.weight), "optimizer state"),
-            result.compression,
-            works.rate.state(),
-            restored=best is not None,
-        )
-
-    def _check_reach(self, epoch: int, *, whole: bool) -> None:
-        works = self._live
-        excess = works.exchange.excess(whole=whole)
-        if excess is not None:
-            loss = math.nan if works.watch.last is None else works.watch.last
-            raise self._diverged(epoch, loss, excess)
-
-    def _diverged(
-        self, epoch: int, loss: float, excess: Excess | None = None
-    ) -> DivergedError:
-        works, exchange = self._live, self._live.exchange
-        statistics = exchange.stats()
-        symptoms = Symptoms(
-            replica=self._number,
-            epoch=epoch,
-            step=works.steps + (excess is None),
-            loss=loss,
-            first=works.watch.first,
-            before=works.watch.last,
-            high_steps=works.watch.recent if math.isfinite(loss) else 0,
-            learning_rate=works.rate.value,
-            scale=exchange.update_scale,
-            replicas=1 + len(self._channel.others()),
-            staleness=statistics.lead_sum / max(statistics.steps, 1),
-            residual=exchange.step_stats().residual_p99,
-            gradient_norm=works.stepper.gradient_norm(),
-            clip_grad_norm=self._options.stepping.clip_grad_norm,
-            excess=excess,
-        )
-        return DivergedError(diagnosis(symptoms))

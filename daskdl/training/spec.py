@@ -246,24 +246,3 @@ class Result:
     steps: bytes = b""
     restored: bool = False
     met: bool = True
-
-
-@dataclass
-class Tally:
-    """Sums over the steps of one epoch."""
-
-    loss_sum: float = 0.0
-    examples: int = 0
-    seconds: float = 0.0
-    skipped: int = 0
-    reason: str = ""  # of the first that was skipped
-    dropped: int = 0  # with drop_last
-
-    def add(self, other: "Tally") -> None:
-        """Count what another one has counted too."""
-        self.loss_sum += other.loss_sum
-        self.examples += other.examples
-        self.seconds += other.seconds
-        self.skipped += other.skipped
-        self.reason = self.reason or other.reason
-        self.dropped += other.dropped

@@ -2,14 +2,16 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from daskdl import codec
-from daskdl.channel.base import Gathered
+from daskdl.channel.base import Traffic
 from daskdl.compression.compressor import Frame, Sample
 from daskdl.errors import DataError
 from daskdl.history import StepRow, Thinned, pack_rows
@@ -361,12 +363,116 @@ class StepLog:
         return pack_rows(self._rows.take())
 
 
-Note = Mapping[str, Any]
+@dataclass
+class EpochTotals:
+    """Sums over the steps of one replica in one epoch."""
+
+    loss_sum: float = 0.0
+    examples: int = 0
+    seconds: float = 0.0
+    skipped: int = 0  # examples, with on_bad_batch="skip"
+    reason: str = ""  # why the first of them was skipped
+    dropped: int = 0  # examples, with drop_last
+
+    def add(self, other: "EpochTotals") -> None:
+        """Add the sums of another replica."""
+        self.loss_sum += other.loss_sum
+        self.examples += other.examples
+        self.seconds += other.seconds
+        self.skipped += other.skipped
+        self.reason = self.reason or other.reason
+        self.dropped += other.dropped
+
+
+class BestScore(NamedTuple):
+    """How far early stopping is: the best epoch, and the last one that counted."""
+
+    best_epoch: int = -1  # none yet
+    best_score: float = math.nan
+    counted_epoch: int = -1  # the last one that improved by min_delta
+    counted_score: float = math.nan
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """What a replica reports at the end of an epoch, to all others and the client.
+
+    All decisions between two epochs follow from the reports of all replicas. So all
+    replicas come to the same ones, and the client does too.
+
+    Attributes:
+        digest: Checksum of what is equal on all replicas.
+        seen: Examples this replica trained on in all epochs.
+        totals: Of the epoch.
+        exchange: What it exchanged.
+        traffic: What its channel carried.
+        score: Of its share of the validation data; None: it was not scored.
+        unscored: Why some of that share was left out.
+        scheduled: Steps of the learning rate's scheduler.
+        learning_rate: Of the first parameter group.
+        schedule: State of the scheduler, packed.
+        best: How far early stopping was before this epoch.
+        elapsed_s: Seconds since the run began.
+        checkpoint: Counters of the replica's checkpoints, see `Checkpoints.note`.
+    """
+
+    digest: int = 0
+    seen: int = 0
+    totals: EpochTotals = field(default_factory=EpochTotals)
+    exchange: ExchangeStats = field(default_factory=ExchangeStats)
+    traffic: Traffic = field(default_factory=Traffic)
+    score: Score | None = None
+    unscored: str = ""
+    scheduled: int = 0
+    learning_rate: float = math.nan
+    schedule: bytes = b""
+    best: BestScore = field(default_factory=BestScore)
+    elapsed_s: float = 0.0
+    checkpoint: Mapping[str, int] = field(default_factory=dict)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            **vars(self),
+            "totals": list(vars(self.totals).values()),
+            "exchange": list(self.exchange),
+            "traffic": vars(self.traffic),
+            "score": None if self.score is None else list(self.score),
+            "best": list(self.best),
+        }
+
+    @classmethod
+    def from_wire(cls, fields: Mapping[str, Any]) -> Self:
+        """Read what `to_wire` returned."""
+        score = fields["score"]
+        return cls(
+            **{
+                **fields,
+                "totals": EpochTotals(*fields["totals"]),
+                "exchange": ExchangeStats(*fields["exchange"]),
+                "traffic": Traffic(**fields["traffic"]),
+                "score": None if score is None else Score(*score),
+                "best": BestScore(*fields["best"]),
+            }
+        )
+
+
+Reports = Sequence[EpochReport]  # of all replicas, in the order of their numbers
+
+
+def reports_of(payloads: Mapping[int, Any]) -> Reports:
+    """The reports at a barrier.
+
+    Args:
+        payloads: What replicas brought there, by replica.
+    """
+    return [EpochReport.from_wire(payloads[replica]) for replica in sorted(payloads)]
 
 
 def row_of(
     epoch: int,
-    event: Mapping[str, Any],
+    reports: Reports,
+    counted: Mapping[str, Any],
     size: int,
     seconds: float,
     scores: Sequence[str] = (),
@@ -376,7 +482,9 @@ def row_of(
 
     Args:
         epoch: Counted from 0.
-        event: As the scheduler announced it: notes by replica, and its counters.
+        reports: Of all replicas.
+        counted: ``"departed"``, see `_trained`, and the scheduler's counters
+            ``"repeated"`` and ``"refused"``.
         size: Parameters of the model.
         seconds: Since the end of the epoch before.
         scores: Columns of the validation data; NaN where the model was not scored.
@@ -385,135 +493,116 @@ def row_of(
     Raises:
         DataError: If all examples were left out.
     """
-    notes: Sequence[Note] = [note for _, note in event["notes"]]
-    departed = event["departed"]
-    check_trained(epoch, notes, departed)
-    statistics = [ExchangeStats(*note["statistics"]) for note in notes]
-    traffic = [note["traffic"] for note in notes]
-    loss_sum, examples = _trained(notes, departed)
-    steps = sum(s.steps for s in statistics)
-    exchanges = sum(s.exchanges for s in statistics)
-    thresholds = [s.threshold for s in statistics if not math.isnan(s.threshold)]
+    departed = counted["departed"]
+    check_trained(epoch, reports, departed)
+    stats = [report.exchange for report in reports]
+    traffic = [report.traffic for report in reports]
+    loss_sum, examples = _trained(reports, departed)
+    steps = sum(s.steps for s in stats)
+    exchanges = sum(s.exchanges for s in stats)
+    waits: Counter[str] = Counter()
+    for carried in traffic:
+        waits.update(carried.waits_s)
+    # The replica whose schedule is farthest: the others go on from there.
+    farthest = max(reports, key=lambda r: r.scheduled, default=EpochReport())
     row = {
         "epoch": epoch,
         "loss": loss_sum / examples if examples else math.nan,
         "examples": examples,
         "seconds": seconds,
         "examples_per_s": examples / seconds,
-        "density": sum(s.density_sum for s in statistics) / max(exchanges, 1),
-        "threshold": sum(thresholds) / len(thresholds) if thresholds else math.nan,
-        "learning_rate": _learning_rate(notes),
-        "sent_bytes": sum(t["sent_bytes"] for t in traffic),
-        "received_bytes": sum(t["received_bytes"] for t in traffic),
+        "density": sum(s.density_sum for s in stats) / max(exchanges, 1),
+        "threshold": mean([s.threshold for s in stats if not math.isnan(s.threshold)]),
+        "learning_rate": farthest.learning_rate,
+        "sent_bytes": sum(t.sent_bytes for t in traffic),
+        "received_bytes": sum(t.received_bytes for t in traffic),
         "dense_bytes": 4 * size * exchanges,
-        "staleness": sum(s.lead_sum for s in statistics) / max(steps, 1),
-        "waits": _waits(traffic),
-        "clipped": sum(s.clipped for s in statistics),
-        "replicas": len(notes),
-        "repeated_pieces": event["repeated"],
-        "skipped_examples": left_out + sum(note["skipped"] for note in notes),
-        "refused_messages": event["refused"] + sum(t["refused"] for t in traffic),
-        "repaired_updates": sum(t["repaired"] for t in traffic),
-        "withheld": sum(t["withheld"] for t in traffic),
-        "folds": sum(t["folds"] for t in traffic),
+        "staleness": sum(s.lead_sum for s in stats) / max(steps, 1),
+        "waits": dict(waits),
+        "clipped": sum(s.clipped for s in stats),
+        "replicas": len(reports),
+        "repeated_pieces": counted["repeated"],
+        "skipped_examples": left_out + sum(r.totals.skipped for r in reports),
+        "refused_messages": counted["refused"] + sum(t.refused for t in traffic),
+        "repaired_updates": sum(t.repaired for t in traffic),
+        "withheld": sum(t.withheld for t in traffic),
+        "folds": sum(t.folds for t in traffic),
     }
-    return {**row, **dict.fromkeys(scores, math.nan), **validation(notes)}
+    return {**row, **dict.fromkeys(scores, math.nan), **validation(reports)}
 
 
 def check_trained(
-    epoch: int, notes: Sequence[Note], departed: Sequence[tuple[float, int]] = ()
+    epoch: int, reports: Reports, departed: Sequence[tuple[float, int]] = ()
 ) -> None:
     """Refuse an epoch in which all examples were left out.
 
     Args:
         epoch: Counted from 0.
-        notes: Of all replicas.
+        reports: Of all replicas.
         departed: See `_trained`.
 
     Raises:
-        DataError: Why the first was.
+        DataError: Why the first example was left out.
     """
-    skipped = sum(note["skipped"] for note in notes)
-    dropped = sum(note["dropped"] for note in notes)
-    if (skipped or dropped) and not _trained(notes, departed)[1]:
+    totals = [report.totals for report in reports]
+    skipped = sum(own.skipped for own in totals)
+    dropped = sum(own.dropped for own in totals)
+    if (skipped or dropped) and not _trained(reports, departed)[1]:
         why = []
         if dropped:
             why.append(
                 f"drop_last=True left out {dropped} examples, as none of "
-                f"{len(notes)} replicas had enough for a batch; take a smaller "
+                f"{len(reports)} replicas had enough for a batch; take a smaller "
                 "batch_size, fewer replicas, or drop_last=False"
             )
         if skipped:
+            reason = next((own.reason for own in totals if own.reason), "")
             why.append(
                 f"all {'other ' if dropped else ''}{skipped} examples were left out "
-                f'(on_bad_batch="skip"), the first because {_reason(notes, 0)}'
+                f'(on_bad_batch="skip"), the first because {reason}'
             )
         raise DataError(f"nothing was trained on in epoch {epoch}: {'; '.join(why)}")
-    scores = [note["score"] for note in notes if note["score"] is not None]
-    unscored = _reason(notes, 1)
-    if scores and unscored and not any(Score(*score).examples for score in scores):
+    scores = [report.score for report in reports if report.score is not None]
+    unscored = next((report.unscored for report in reports if report.unscored), "")
+    if scores and unscored and not any(score.examples for score in scores):
         raise DataError(
             "validation: nothing was scored, as all examples were left out "
             f'(on_bad_batch="skip"), the first because {unscored}'
         )
 
 
-def _reason(notes: Sequence[Note], phase: int) -> str:
-    return next(
-        (note["reasons"][phase] for note in notes if note["reasons"][phase]), ""
-    )
-
-
-def training_loss(notes: Sequence[Note]) -> float:
+def training_loss(reports: Reports) -> float:
     """Mean over the examples of all replicas that are there.
 
     NaN of nothing: all who trained in the epoch may be gone.
     """
-    total, examples = _trained(notes)
+    total, examples = _trained(reports)
     return total / examples if examples else math.nan
 
 
 def _trained(
-    notes: Sequence[Note], departed: Sequence[tuple[float, int]] = ()
+    reports: Reports, departed: Sequence[tuple[float, int]] = ()
 ) -> tuple[float, int]:
     """Sum of the losses, and examples.
 
     Args:
-        notes: Of those that are there.
-        departed: The same of those that are not, as far as they finished pieces.
+        reports: Of the replicas that are there.
+        departed: The same two of those that left, for the leases they finished.
     """
-    sums = [*(note["tally"][:2] for note in notes), *departed]
+    sums = [*((r.totals.loss_sum, r.totals.examples) for r in reports), *departed]
     return sum(loss_sum for loss_sum, _ in sums), sum(count for _, count in sums)
 
 
-def _learning_rate(notes: Sequence[Note]) -> float:
-    """Of the replica whose schedule is farthest: the others go on from there."""
-    first = {"scheduled": 0, "learning_rate": math.nan}
-    farthest = max(notes, key=lambda note: int(note["scheduled"]), default=first)
-    return float(farthest["learning_rate"])
-
-
-def _waits(traffic: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for counters in traffic:
-        for cause, seconds in counters["waits_s"].items():
-            total[cause] = total.get(cause, 0.0) + seconds
-    return total
-
-
-def validation(notes: Sequence[Note]) -> dict[str, float]:
-    """What the agreed model was scored with, by column; empty if it was not."""
-    scores = [Score(*note["score"]) for note in notes if note["score"] is not None]
-    if not scores:
-        return {}
-    total = scores[0]
-    for score in scores[1:]:
-        total = total + score
-    return {f"val_{name}": value for name, value in total.metrics().items()}
+def validation(reports: Reports) -> dict[str, float]:
+    """Scores of the agreed model, by column; empty if it was not scored."""
+    scores = [report.score for report in reports if report.score is not None]
+    total = sum(scores[1:], start=scores[0]) if scores else None
+    metrics = {} if total is None else total.metrics()
+    return {f"val_{name}": value for name, value in metrics.items()}
 
 
 class RowLog:
-    """Rows of all epochs of a fit.
+    """Makes the rows of a history, on the client and on replicas with checkpoints.
 
     Args:
         size: Parameters of the model.
@@ -543,12 +632,13 @@ class RowLog:
         self._left_out = left_out
         self._before = now()
 
-    def end_epoch(self, epoch: int, gathered: Gathered) -> None:
-        """All have met."""
+    def end_epoch(
+        self, epoch: int, reports: Reports, counted: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Add the row of an epoch, and return it; see `row_of`."""
         now = self._now()
         seconds, self._before = now - self._before, now
-        notes = sorted(gathered.notes.items())
-        event = {"notes": notes, **gathered.counted}
         columns, left_out = self._columns, self._left_out
-        row = row_of(epoch, event, self._size, seconds, columns, left_out)
+        row = row_of(epoch, reports, counted, self._size, seconds, columns, left_out)
         self.rows.append(row)
+        return row

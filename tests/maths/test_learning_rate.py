@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from daskdl.scores import Score
 from daskdl.training.epoch_control import LearningRate, Scheduling
+from daskdl.training.telemetry import EpochReport, EpochTotals
 
 
 def sgd(module=None, lr=1.0):
@@ -56,7 +58,9 @@ def end_epoch(*rates, loss=1.0, scores=None):
     """All replicas meet; what each reports is read by all."""
     scores = scores or [None] * len(rates)
     notes = [
-        {**rate.note(), "tally": [loss, 1, 0.0], "score": score}
+        EpochReport(
+            totals=EpochTotals(loss, 1), score=score and Score(*score), **rate.report()
+        )
         for rate, score in zip(rates, scores, strict=True)
     ]
     for rate in rates:
@@ -90,20 +94,20 @@ class TestSteps:
         rate.catch_up_(3)
 
         assert (rate.scheduler, rate.state(), rate_of(rate)) == (None, b"", 1.0)
-        assert rate.note()["scheduled"] == 0
+        assert rate.report()["scheduled"] == 0
 
     def test_what_the_epoch_had_is_reported(self):
         rate = LearningRate(sgd(), Scheduling(halved))
         end_epoch(rate)
 
-        assert rate.note()["learning_rate"] == 0.5
-        assert rate.note()["scheduled"] == 1
+        assert rate.report()["learning_rate"] == 0.5
+        assert rate.report()["scheduled"] == 1
 
     def test_an_optimizer_without_a_rate_has_none_to_report(self):
         optimizer = sgd()
         del optimizer.param_groups[0]["lr"]
 
-        note = LearningRate(optimizer, Scheduling()).note()
+        note = LearningRate(optimizer, Scheduling()).report()
 
         assert math.isnan(note["learning_rate"])
 
@@ -119,7 +123,7 @@ class TestPlateau:
     def test_it_is_told_the_training_loss_of_all(self):
         rates = [LearningRate(sgd(), Scheduling(plateau)) for _ in range(2)]
         notes = [
-            {**rate.note(), "tally": [total, rows, 0.0], "score": None}
+            EpochReport(totals=EpochTotals(total, rows), **rate.report())
             for rate, total, rows in zip(rates, (6.0, 1.0), (3, 1), strict=True)
         ]
 
@@ -137,16 +141,16 @@ class TestPlateau:
 
     def test_it_waits_where_the_loss_that_counts_was_not_computed(self):
         rate = LearningRate(sgd(), Scheduling(plateau))
-        notes = [{**rate.note(), "tally": [1.0, 1, 0.0], "score": None}]
+        notes = [EpochReport(totals=EpochTotals(1.0, 1), **rate.report())]
 
         rate.end_epoch(notes, judged=False)
 
         assert rate.scheduler.best == math.inf
-        assert rate.note()["scheduled"] == 0
+        assert rate.report()["scheduled"] == 0
 
     def test_others_do_not_wait(self):
         rate = LearningRate(sgd(), Scheduling(halved))
-        notes = [{**rate.note(), "tally": [1.0, 1, 0.0], "score": None}]
+        notes = [EpochReport(totals=EpochTotals(1.0, 1), **rate.report())]
 
         rate.end_epoch(notes, judged=False)
 
@@ -206,7 +210,7 @@ class TestAgreement:
             end_epoch(second)
 
         assert groups_of(second) == groups_of(whole)
-        assert second.note()["scheduled"] == 3
+        assert second.report()["scheduled"] == 3
 
     def test_a_newcomer_makes_up_for_the_epochs_since_its_snapshot(self, make):
         old = LearningRate(sgd(), Scheduling(make))
@@ -246,7 +250,7 @@ class TestState:
         rate.load_(state)
 
         assert rate_of(rate) == 1.0
-        assert rate.note()["scheduled"] == 0
+        assert rate.report()["scheduled"] == 0
 
     def test_what_the_user_changed_by_hand_goes_along(self):
         rate = LearningRate(sgd(), Scheduling(KINDS["ExponentialLR"]))

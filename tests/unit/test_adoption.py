@@ -15,6 +15,7 @@ from daskdl.training.fit_state import (
     trained_optimizer,
 )
 from daskdl.training.optimizer_step import weigh
+from daskdl.training.telemetry import EpochReport, EpochTotals
 
 
 def halved(optimizer):
@@ -34,7 +35,7 @@ def trained(scheduling, epochs):
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        rate.end_epoch([{**rate.note(), "tally": [1.0, 1, 0.0], "score": None}])
+        rate.end_epoch([EpochReport(totals=EpochTotals(1.0, 1), **rate.report())])
     return optimizer, rate
 
 

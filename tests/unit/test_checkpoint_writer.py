@@ -57,7 +57,9 @@ def met(*written, gone=(), taken=0):
     """Replicas have met; each has written parts of checkpoints up to this one."""
     last = dict(enumerate(written))
     common = {"checkpoints": taken, "rows": 0}
-    notes = {r: {"written": number, **common} for r, number in last.items()}
+    notes = {
+        r: {"checkpoint": {"written": number, **common}} for r, number in last.items()
+    }
     return Gathered(notes, dict.fromkeys(gone, 0))
 
 
@@ -206,8 +208,8 @@ class TestWaiting:
             made.append(gate.entered)
             return having()
 
-        own.end_epoch(0, met(-1), False, make)
-        later = 1, met(-1, taken=1), False, make
+        own.end_epoch(0, met(-1), (), False, make)
+        later = 1, met(-1, taken=1), (), False, make
         second = threading.Thread(target=own.end_epoch, args=later)
         second.start()
         assert channel.waits.wait(BOUND_S)

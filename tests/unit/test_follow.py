@@ -3,34 +3,25 @@
 import dataclasses
 import math
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from daskdl.callbacks import Callback, EarlyStopping
-from daskdl.channel.base import Traffic
 from daskdl.history import History, StepRow, Stopping, pack_rows
 from daskdl.training.backend import EpochEnded, StepProgress
 from daskdl.training.base import ExchangeStats
-from daskdl.training.epoch_control import Judging, Record
+from daskdl.training.epoch_control import Judging
 from daskdl.training.fit import ProgressReporter
+from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 
-NOTE = {
-    "tally": [6.0, 4, 1.0],
-    "skipped": 0,
-    "dropped": 0,
-    "reasons": ["", ""],
-    "statistics": list(ExchangeStats(1, 0.5, 0.25, 0.0, 0, 2)),
-    "traffic": dataclasses.asdict(Traffic()),
-    "score": None,
-    "scheduled": 0,
-    "learning_rate": 0.1,
-    "record": list(Record()),
-    "elapsed_s": 1.0,
-}
+REPORT = EpochReport(
+    totals=EpochTotals(6.0, 4),
+    exchange=ExchangeStats(1, 0.5, 0.25, 0.0, 0, 2),
+    learning_rate=0.1,
+)
 GATHERED = {
     "epoch": 0,
-    "notes": [(0, NOTE)],
+    "notes": [(0, REPORT.to_wire())],
     "told": [],
     "repeated": 0,
     "refused": 0,
@@ -90,20 +81,6 @@ def test_epochs_are_counted_on_from_those_of_the_run_before():
     assert history.column("epoch") == [0, 1]
 
 
-def test_the_seconds_are_those_since_the_epoch_before(monkeypatch):
-    clock = iter([10.0, 13.0, 14.0])
-    monkeypatch.setattr(
-        "daskdl.training.fit.time", SimpleNamespace(perf_counter=clock.__next__)
-    )
-    history = History()
-
-    own = reporter(history)
-    own.end_epoch(ended_epoch())
-    own.end_epoch(ended_epoch())
-
-    assert history.column("seconds") == [3.0, 1.0]
-
-
 def test_a_bar_counts_the_examples_and_is_closed(capsys):
     with reporter(History(), progress=True) as own:
         own.show(PROGRESS)
@@ -125,12 +102,13 @@ def test_without_a_choice_a_terminal_gets_a_bar(monkeypatch, terminal):
 
 def ended(history, *losses, rule):
     """Follow epochs with these training losses, each with the record so far."""
-    judging, record = Judging(epochs=9, stopping=rule), Record()
+    judging, record = Judging(epochs=9, stopping=rule), BestScore()
     with reporter(history, judging=judging) as own:
         for loss in losses:
-            note = {**NOTE, "tally": [loss, 1, 1.0], "record": list(record)}
-            own.end_epoch(ended_epoch(notes=[(0, note)]))
-            record = judging.judge(len(history) - 1, [note]).record
+            totals = EpochTotals(loss, 1)
+            report = dataclasses.replace(REPORT, totals=totals, best=record)
+            own.end_epoch(ended_epoch(notes=[(0, report.to_wire())]))
+            record = judging.judge(len(history) - 1, [report]).record
 
 
 def test_what_early_stopping_saw_and_did_is_said_in_the_end():

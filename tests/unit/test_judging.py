@@ -9,18 +9,20 @@ import pytest
 from daskdl import Callback
 from daskdl.callbacks import EarlyStopping, Evaluate
 from daskdl.errors import OptionError
-from daskdl.training.epoch_control import Judging, Record, Verdict
+from daskdl.scores import Score
+from daskdl.training.epoch_control import Judging, Verdict
+from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 
 NAN, INF = float("nan"), float("inf")
 
 
 def note(record, loss=1.0, score=None, elapsed_s=0.0, examples=10):
-    return {
-        "tally": [loss * examples, examples, 1.0],
-        "score": score,
-        "record": list(record),
-        "elapsed_s": elapsed_s,
-    }
+    return EpochReport(
+        totals=EpochTotals(loss * examples, examples),
+        score=score and Score(*score),
+        best=record,
+        elapsed_s=elapsed_s,
+    )
 
 
 NO_TIME = itertools.repeat(0.0)
@@ -73,7 +75,7 @@ class TestPatience:
         *_, last = trained(rule, [1.0, 0.875, 0.8125])
 
         assert last.reason == "patience"
-        assert last.record == Record(2, 0.8125, 0, 1.0)
+        assert last.record == BestScore(2, 0.8125, 0, 1.0)
 
     def test_small_improvements_add_up(self):
         rule = EarlyStopping("loss", patience=2, min_delta=0.25)
@@ -134,7 +136,7 @@ class TestOtherReasons:
 
     def test_the_longest_time_that_a_replica_tells_counts(self):
         judging = Judging(9, stopping=EarlyStopping("loss", max_seconds=60))
-        notes = [note(Record(), elapsed_s=s) for s in (10.0, 61.0, 20.0)]
+        notes = [note(BestScore(), elapsed_s=s) for s in (10.0, 61.0, 20.0)]
 
         assert judging.judge(0, notes).reason == "max_seconds"
 
@@ -147,20 +149,20 @@ class TestOtherReasons:
         assert last.record.best_epoch == 2
 
     def test_without_a_rule_there_is_never_one(self):
-        assert Judging(9).judge(0, [note(Record(), NAN)]) == Verdict()
+        assert Judging(9).judge(0, [note(BestScore(), NAN)]) == Verdict()
 
 
 class TestScores:
     def test_the_parts_of_all_replicas_make_the_score(self):
         judging = Judging(9, True, True, stopping=EarlyStopping(patience=1))
         # Sums of the losses, right labels, labels and examples.
-        notes = [note(Record(), score=s) for s in ([6.0, 1, 2, 2], [0.0, 1, 1, 1])]
+        notes = [note(BestScore(), score=s) for s in ([6.0, 1, 2, 2], [0.0, 1, 1, 1])]
 
         assert judging.judge(0, notes).score == 2.0
 
     def test_the_accuracy_is_monitored_too(self):
         rule = EarlyStopping("val_accuracy", target=0.75)
-        notes = [note(Record(), score=s) for s in ([6.0, 2, 3, 3], [0.0, 1, 1, 1])]
+        notes = [note(BestScore(), score=s) for s in ([6.0, 2, 3, 3], [0.0, 1, 1, 1])]
 
         assert Judging(9, True, True, stopping=rule).judge(0, notes).score == 0.75
 

@@ -1,9 +1,11 @@
 """A replica that comes to a run when the others have come to its end."""
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from daskdl import Callback, GradientSharing
@@ -16,16 +18,17 @@ from daskdl.data.in_memory import InMemory
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.training.backend import extent_for, plan_of
 from daskdl.training.data_feed import LocalStore
-from daskdl.training.epoch_control import Judging, Record
-from daskdl.training.replica import Replica
+from daskdl.training.epoch_control import Judging
+from daskdl.training.replica import Replica, run_replica
 from daskdl.training.spec import Recipe, TaskOptions
+from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 from tests.support.problems import rows, sgd
 
 X, Y = rows(64)
 EPOCHS = 6
 RULE = EarlyStopping("loss", patience=2)
 # The best epoch was the first, so that patience is used up in the third.
-RECORD = Record(0, 1.0, 0, 1.0)
+RECORD = BestScore(0, 1.0, 0, 1.0)
 
 
 class Begun(Callback):
@@ -49,12 +52,9 @@ class Late(LocalChannel):
         super().__init__(run, endpoint)
         self._given = snapshot
         self._report = {
-            0: {
-                "tally": [loss, 1, 1.0],
-                "score": None,
-                "record": list(RECORD),
-                "elapsed_s": 1.0,
-            }
+            0: EpochReport(
+                totals=EpochTotals(loss, 1), best=RECORD, elapsed_s=1.0
+            ).to_wire()
         }
 
     def join(self):
@@ -66,8 +66,8 @@ class Late(LocalChannel):
 
 
 @contextlib.contextmanager
-def a_replica(make, begun):
-    """One replica of a run of its own."""
+def a_replica(make, begun, epoch=0):
+    """What one replica of a run of its own is made of."""
     model = nn.Linear(20, 4)
     flat = FlatParameters(model)
     options = TaskOptions(
@@ -91,37 +91,35 @@ def a_replica(make, begun):
     recipe = Recipe(model, nn.CrossEntropyLoss(), sgd, None, [begun], (X[:2], Y[:2]))
     sources = {"train": InMemory(X, Y, 16)}
     extents = {"train": extent_for(options, "train", sources["train"], 1)}
-    run = LocalRun(plan_of(options, {0: "here"}, extents, 0))
+    plan = plan_of(options, {0: "here"}, extents, 0)
+    run = LocalRun(dataclasses.replace(plan, first_epoch=epoch))
     channel = make(run, options.endpoint(0, recipe))
     store = LocalStore(sources, channel, options.timeouts, options.load_threads)
     with random_state_left_alone(), contextlib.closing(store):
-        yield Replica(0, options, recipe, channel, "cpu", store)
+        yield 0, options, recipe, channel, torch.device("cpu"), store
 
 
 @pytest.fixture
 def snapshot():
     """Of one that has the best model."""
-    with a_replica(LocalChannel, Begun()) as replica:
-        replica._begin()
-        works = replica._live
-        works.stopper.end_epoch(
-            0,
-            [{"tally": [1.0, 1, 1.0], "score": None, **works.stopper.note()}],
-            works.exchange.agreed,
-        )
-        start = works.module.weight.detach().clone().numpy()
-        return {**works.snapshot(), "start": start}
+    with a_replica(LocalChannel, Begun()) as arguments:
+        replica = Replica.join(*arguments)
+        totals = EpochTotals(1.0, 1, 1.0)
+        report = EpochReport(totals=totals, **replica.stopper.report())
+        replica.stopper.end_epoch(0, [report], replica.exchange.agreed)
+        start = replica.module.weight.detach().clone().numpy()
+        return {**replica.snapshot(), "start": start}
 
 
 def late(snapshot, loss, begun):
-    return a_replica(lambda *args: Late(*args, snapshot, loss), begun)
+    return a_replica(lambda *args: Late(*args, snapshot, loss), begun, epoch=3)
 
 
 def test_one_that_comes_when_the_others_have_stopped_begins_no_epoch(snapshot):
     begun = Begun()
 
-    with late(snapshot, 1.5, begun) as replica:
-        result = replica.run()
+    with late(snapshot, 1.5, begun) as arguments:
+        result = run_replica(*arguments)
 
     assert begun.epochs == []
     assert result.finished
@@ -133,8 +131,8 @@ def test_one_that_comes_when_the_others_have_stopped_begins_no_epoch(snapshot):
 def test_one_that_comes_before_counts_on_from_where_they_are(snapshot):
     begun = Begun()
 
-    with late(snapshot, 1e-6, begun) as replica:
-        result = replica.run()
+    with late(snapshot, 1e-6, begun) as arguments:
+        result = run_replica(*arguments)
 
     # The epoch before its first was the best, and the next two are not better.
     assert begun.epochs == [3, 4]

@@ -1,7 +1,5 @@
 """What parts of a replica leave to another run as plain values, and go on from."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -33,7 +31,7 @@ def model(epoch):
 def train(loss_by_epoch, stopper):
     for epoch, loss in loss_by_epoch.items():
         notes = [note(stopper, loss)]
-        stopper.end_epoch(epoch, notes, functools.partial(model, epoch))
+        stopper.end_epoch(epoch, notes, model(epoch))
 
 
 def travelled(values):
@@ -188,7 +186,7 @@ class TestStopper:
 
         assert not other.over
         assert other.best() is None
-        assert other.note()["record"][0] == -1
+        assert other.report()["best"].best_epoch == -1
 
     def test_its_time_goes_on(self):
         clock, later = Clock(), Clock()
@@ -205,7 +203,7 @@ class TestStopper:
         rule = {"patience": None, "max_seconds": 40.0}
         one, other = self.own(clock, **rule), self.own(**rule)
         clock.now += 50.0
-        one.end_epoch(0, [note(one, 1.0)], lambda: model(0))
+        one.end_epoch(0, [note(one, 1.0)], model(0))
 
         other.restore_(self.values(one), 1)
 

@@ -2,34 +2,23 @@
 
 import pytest
 
-from daskdl.channel.base import Gathered
+from daskdl.channel.base import Traffic
 from daskdl.history import COLUMNS
-from daskdl.training.telemetry import RowLog
-
-TRAFFIC = {
-    "waits_s": {"end": 0.25},
-    **dict.fromkeys(("sent_bytes", "received_bytes", "refused"), 3),
-    **dict.fromkeys(("repaired", "withheld", "folds"), 0),
-}
+from daskdl.training.base import ExchangeStats
+from daskdl.training.telemetry import EpochReport, EpochTotals, RowLog
 
 
 def note(loss, examples):
-    return {
-        "tally": [loss * examples, examples, 1.0],
-        "score": None,
-        "skipped": 0,
-        "dropped": 0,
-        "reasons": ["", ""],
-        "statistics": [2, 0.5, 0.125, 0.0, 0, 4],
-        "traffic": TRAFFIC,
-        "scheduled": 0,
-        "learning_rate": 0.5,
-    }
+    return EpochReport(
+        totals=EpochTotals(loss * examples, examples),
+        exchange=ExchangeStats(2, 0.5, 0.125, 0.0, 0, 4),
+        traffic=Traffic(3, 3, refused=3, waits_s={"end": 0.25}),
+        learning_rate=0.5,
+    )
 
 
-def met():
-    notes = {1: note(2.0, 30), 0: note(1.0, 10)}
-    return Gathered(notes, {}, {"repeated": 1, "refused": 2, "departed": []})
+REPORTS = [note(1.0, 10), note(2.0, 30)]
+COUNTED = {"repeated": 1, "refused": 2, "departed": []}
 
 
 class Clock:
@@ -48,7 +37,7 @@ def test_an_epoch_is_a_row_as_in_the_history(clock):
     log = RowLog(100, ("val_loss",), now=clock)
     clock.now += 5.0
 
-    log.end_epoch(3, met())
+    log.end_epoch(3, REPORTS, COUNTED)
 
     [row] = log.rows
     assert row.keys() == {*COLUMNS, "val_loss"}
@@ -62,7 +51,7 @@ def test_each_has_the_time_since_the_one_before(clock):
     log = RowLog(100, (), now=clock)
     for seconds in (5.0, 2.0):
         clock.now += seconds
-        log.end_epoch(0, met())
+        log.end_epoch(0, REPORTS, COUNTED)
 
     assert [row["seconds"] for row in log.rows] == [5.0, 2.0]
 
@@ -72,7 +61,7 @@ def test_rows_of_before_stay_and_are_not_changed(clock):
     log = RowLog(100, (), before, now=clock)
     clock.now += 1.0
 
-    log.end_epoch(1, met())
+    log.end_epoch(1, REPORTS, COUNTED)
 
     assert [row["epoch"] for row in log.rows] == [0, 1]
     assert before == [{"epoch": 0}]

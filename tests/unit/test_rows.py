@@ -6,8 +6,9 @@ import pytest
 from daskdl.channel.base import Traffic
 from daskdl.errors import DataError
 from daskdl.history import COLUMNS
+from daskdl.scores import Score
 from daskdl.training.base import ExchangeStats
-from daskdl.training.telemetry import row_of
+from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals, row_of
 
 FIRST = ExchangeStats(
     exchanges=4, density_sum=0.5, threshold=0.25, clipped=1.5, lead_sum=6, steps=5
@@ -47,22 +48,18 @@ def note(
     rate=(0, 0.5),
     skipped=0,
 ):
-    return {
-        "tally": [loss_sum, examples, seconds],
-        "statistics": list(statistics),
-        "traffic": dataclasses.asdict(traffic),
-        "score": score,
-        "scheduled": rate[0],
-        "learning_rate": rate[1],
-        "skipped": skipped,
-        "dropped": 0,
-        "reasons": ["", ""],
-    }
+    return EpochReport(
+        totals=EpochTotals(loss_sum, examples, seconds, skipped),
+        exchange=statistics,
+        traffic=traffic,
+        score=score and Score(*score),
+        scheduled=rate[0],
+        learning_rate=rate[1],
+    )
 
 
 def row(*notes, size=10, seconds=2.0, **counted):
-    event = {"notes": list(enumerate(notes)), **NOTHING, **counted}
-    return row_of(3, event, size, seconds)
+    return row_of(3, notes, {**NOTHING, **counted}, size, seconds)
 
 
 NOTHING = {"repeated": 0, "refused": 0, "departed": []}
@@ -149,7 +146,7 @@ def test_a_replica_that_validated_nothing_is_left_out():
 
 
 def test_what_departed_replicas_had_finished_was_trained_on():
-    left = {**note(0.0, 0), "dropped": 8}
+    left = EpochReport(totals=EpochTotals(dropped=8))
 
     assert row(left, departed=[(32.0, 32)])["examples"] == 32
     with pytest.raises(DataError, match="drop_last=True left out 8 examples"):
@@ -163,9 +160,7 @@ def test_what_departed_replicas_had_finished_counts():
 
 
 def test_scores_that_were_not_computed_are_not_a_number():
-    event = {"notes": [(0, note(1.0, 1))], **NOTHING}
-
-    made = row_of(3, event, 10, 2.0, ("val_loss", "val_accuracy"))
+    made = row_of(3, [note(1.0, 1)], NOTHING, 10, 2.0, ("val_loss", "val_accuracy"))
 
     assert list(made)[-2:] == ["val_loss", "val_accuracy"]
     assert math.isnan(made["val_loss"])
@@ -173,11 +168,19 @@ def test_scores_that_were_not_computed_are_not_a_number():
 
 
 def test_scores_that_were_computed_are_in_their_columns():
-    event = {
-        "notes": [(0, note(1.0, 1, score=[3.0, 1, 2, 2]))],
-        **NOTHING,
-    }
+    reports = [note(1.0, 1, score=[3.0, 1, 2, 2])]
 
-    made = row_of(3, event, 10, 2.0, ("val_loss", "val_accuracy"))
+    made = row_of(3, reports, NOTHING, 10, 2.0, ("val_loss", "val_accuracy"))
 
     assert (made["val_loss"], made["val_accuracy"]) == (1.5, 0.5)
+
+
+def test_a_report_arrives_as_it_was_sent():
+    totals = EpochTotals(1.5, 2, 3.0, 4, "no rows", 5)
+    best = BestScore(1, 2.0, 3, 4.0)
+    own = note(1.0, 1, score=[3.0, 1, 2, 2])
+    sent = dataclasses.replace(
+        own, totals=totals, best=best, schedule=b"s", checkpoint={"written": 3}
+    )
+
+    assert EpochReport.from_wire(sent.to_wire()) == sent

@@ -6,6 +6,7 @@ import pytest
 from daskdl.callbacks import EarlyStopping
 from daskdl.training.base import Parameters
 from daskdl.training.epoch_control import Judging, Stopper
+from daskdl.training.telemetry import EpochReport, EpochTotals
 
 RULE = EarlyStopping("loss", patience=2)
 
@@ -23,7 +24,7 @@ def stopper(rule=RULE, **options):
 
 
 def note(own, loss):
-    return {"tally": [loss, 1, 1.0], "score": None, **own.note()}
+    return EpochReport(totals=EpochTotals(loss, 1), **own.report())
 
 
 def model(epoch):
@@ -76,7 +77,7 @@ def test_time_passes_from_when_it_was_made():
 
     clock.now += 12.5
 
-    assert own.note()["elapsed_s"] == 12.5
+    assert own.report()["elapsed_s"] == 12.5
 
 
 class TestNewcomer:
@@ -93,7 +94,7 @@ class TestNewcomer:
 
         assert first.over
         assert later.over
-        assert later.note()["record"] == first.note()["record"]
+        assert later.report()["best"] == first.report()["best"]
 
     def test_it_goes_on_with_the_others(self):
         first = stopper(EarlyStopping("loss", patience=3))
@@ -105,7 +106,7 @@ class TestNewcomer:
 
         train({2: 0.5, 3: 0.75}, later, first)
 
-        assert later.note()["record"] == first.note()["record"]
+        assert later.report()["best"] == first.report()["best"]
         assert [epoch_of(own.best()) for own in (first, later)] == [2, 2]
 
     def test_it_has_the_best_model_of_before_its_time(self):

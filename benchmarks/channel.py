@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from distributed import Client, get_worker, rpc, secede
 from distributed.protocol import to_serialize
+from numpy.typing import NDArray
 
 from benchmarks.bare_runs import GRID, bare_run, cluster
 from benchmarks.plots import bars
@@ -71,10 +72,15 @@ def member(own: Endpoint, entries_K: np.ndarray, rate: float, seconds: float):
             arrivals[item.origin, item.sequence] = time.time()
         return first
 
+    def encode(stamp: codec.Stamp) -> NDArray[np.uint8]:
+        frame = codec.encode(stamp, own.size, 16 * GRID, entries_K)
+        published[own.replica, stamp.sequence] = (time.time(), frame.nbytes)
+        return frame
+
     inbox.put = timed_put
     try:
         channel.join()
-        channel.gather("start", None)
+        channel.barrier("start", None)
         started = time.monotonic()
         step = 0
         # Not all in the same moment.
@@ -82,17 +88,14 @@ def member(own: Endpoint, entries_K: np.ndarray, rate: float, seconds: float):
         while next_at < started + seconds:
             time.sleep(max(0.0, next_at - time.monotonic()))
             step += 1
-            stamp = channel.next_stamp(step)
-            frame = codec.encode(stamp, own.size, 16 * GRID, entries_K)
-            now = time.time()
-            if channel.has_room() and channel.publish(stamp, frame):
-                published[own.replica, stamp.sequence] = (now, frame.nbytes)
+            if not channel.publish(encode, step):
+                published.pop((own.replica, channel.published + 1), None)
             offered += 1
-            channel.complete(step)
-            channel.receive()
+            channel.progress(step)
+            channel.drain()
             next_at += 1 / rate
-        channel.gather("end", None)
-        channel.receive()
+        channel.barrier("end", None)
+        channel.drain()
     finally:
         channel.leave()
     return published, arrivals, offered

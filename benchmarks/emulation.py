@@ -25,8 +25,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import psutil
 from distributed import Client, get_worker, secede
+from numpy.typing import NDArray
 
 from benchmarks.bare_runs import bare_run, cluster
 from benchmarks.plots import lines
@@ -104,29 +106,29 @@ def member(own: Endpoint, case: Case, updates: Recorded) -> Told:
     channel = get_worker().extensions[NAME].open(own)
     pace = Pace(MAX_STALENESS, case.exchange_every, warmup_steps=0)
     leads = []
+
+    def encode(stamp: codec.Stamp) -> NDArray[np.uint8]:
+        return codec.encode(stamp, own.size, *updates.of(own.replica, stamp.sequence))
+
     try:
         channel.join()
-        channel.gather("start", None)
+        channel.barrier("start", None)
         started = time.monotonic()
         for step in range(1, case.steps + 1):
             time.sleep(case.step_ms / 1000)
             exchanges = step % case.exchange_every == 0
-            if exchanges and channel.has_room():
-                stamp = channel.next_stamp(step)
-                threshold, entries_K = updates.of(own.replica, stamp.sequence)
-                channel.publish(
-                    stamp, codec.encode(stamp, own.size, threshold, entries_K)
-                )
-            if pace.says(step):
-                channel.complete(step)
-            channel.receive()
-            leads.append(pace.lead(step, channel.lead(step, 0)))
             if exchanges:
-                channel.wait_for_others(step, 0, MAX_STALENESS)
+                channel.publish(encode, step)
+            if pace.says(step):
+                channel.progress(step)
+            channel.drain()
+            leads.append(pace.lead(step, channel.wait_for_peers(step, 0, None)))
+            if exchanges:
+                channel.wait_for_peers(step, 0, MAX_STALENESS)
         seconds = time.monotonic() - started
-        traffic = channel.traffic()
-        channel.complete(case.steps, 0)  # nobody waits for who has ended
-        channel.gather("end", None)
+        traffic = channel.stats()
+        channel.progress(case.steps, 0)  # nobody waits for who has ended
+        channel.barrier("end", None)
     finally:
         channel.leave()
     waited_s = traffic.waits_s.get("staleness", 0.0)

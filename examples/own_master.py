@@ -48,26 +48,26 @@ class GossipExchange(daskdl.Exchange):
             tensor.copy_(torch.as_tensor(arrays[name]))
 
     def publish(self):
-        self.channel.withdraw()
-        self.channel.offer("model", self.arrays())
+        self.channel.drop_blobs()
+        self.channel.publish_blob("model", self.arrays())
 
     def after_step(self, interval, examples):
         self.steps += 1
-        peers = self.channel.others()
+        peers = self.channel.peers()
         if self.steps % self.every or not peers:
             return
-        theirs = self.channel.fetch(self.random.choice(peers), "model")
+        theirs = self.channel.fetch_blob(self.random.choice(peers), "model")
         if theirs is not None:  # else that peer has just left
             own = self.arrays()
             self.load({name: (own[name] + theirs[name]) / 2 for name in own})
         self.publish()
-        self.channel.complete(self.steps)
+        self.channel.progress(self.steps)
 
     def sync(self, interval, examples, *, ended):
         if not ended:
             return
         note = {**self.arrays(), "examples": examples}
-        notes = self.channel.gather(f"gossip {interval}", note).notes
+        notes = self.channel.barrier(f"gossip {interval}", note).payloads
         total = sum(note["examples"] for note in notes.values())
         replicas = sorted(notes)  # in one order: the rounding is the same everywhere
         mean = {

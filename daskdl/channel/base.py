@@ -11,62 +11,61 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.inbox import Arrived, Inbox, Received
+from daskdl.channel.inbox import DrainResult, Inbox
 from daskdl.channel.leasing import Finished, Lease, SyncPoint
-from daskdl.channel.protocol import Arrays, Barrier, Endpoint
-from daskdl.codec import Stamp
+from daskdl.channel.protocol import Arrays, Barrier, Endpoint, WaitCause
 from daskdl.config import Bound
 from daskdl.errors import WaitTimeoutError
 from daskdl.thresholds import Drained
 
 
-class Entry(NamedTuple):
-    """How a replica comes into a run.
+class JoinResult(NamedTuple):
+    """How a replica enters a run.
 
-    A founder finds all others there. A newcomer brings a snapshot with it: what
-    another replica's `serve` made, which it has to load before it is activated.
+    An initial replica finds all others there. A joining replica gets a snapshot: the
+    state of another replica, to be loaded before `activate`.
     """
 
-    members: Sequence[int]  # ascending, itself included; of a newcomer only itself
+    members: Sequence[int]  # ascending, itself included; of a joining one only itself
     snapshot: Mapping[str, Any] | None
 
 
-class Seating(NamedTuple):
-    """Where a newcomer begins."""
+class ActivateResult(NamedTuple):
+    """Where a joining replica begins."""
 
     members: Sequence[int]  # that train, ascending, itself included
     epoch: int  # counted from 0
-    report: Mapping[int, Any]  # what all said at the end of the epoch before, if any
-    lap: int = 0  # counted from 0 over all epochs
+    report: Mapping[int, Any]  # payloads of the end of the epoch before, if any
+    interval: int = 0  # sync interval, counted from 0 over all epochs
 
 
 Last = Mapping[int, int]  # sequence number of the last update of each replica
 
 
-class Gathered(NamedTuple):
-    """What all members said at a barrier."""
+class BarrierResult(NamedTuple):
+    """The payloads of all members at a barrier."""
 
-    notes: Mapping[int, Any]  # by replica, lost ones included if they had arrived
-    gone: Last  # of those that left or were lost
+    payloads: Mapping[int, Any]  # by replica; of failed ones too, if they had arrived
+    gone: Last  # of those that left or failed
     # At a ``REPORT``, by the run in this epoch: "refused", "repeated" and "departed".
     # At a ``PAUSE``: "departed", of all but those whose parts a checkpoint has.
-    # At an ``AGREE``: "present", how many replicas there are, newcomers included.
+    # At an ``AGREE``: "present", how many replicas there are, joining ones included.
     counted: Mapping[str, Any] = {}
 
 
 @dataclass
-class Traffic:
-    """What a channel has carried since the epoch began.
+class ChannelStats:
+    """Counters of a channel since the epoch began.
 
     Attributes:
-        sent_bytes: Of frames published, and of arrays in notes; each is counted once.
-        received_bytes: Of those that came from others.
+        sent_bytes: Of published frames, and of arrays in payloads; each counts once.
+        received_bytes: Of frames and arrays that came from others.
         frames: Published.
         withheld: Exchanges skipped because the outbox was full.
-        refused: Frames that could not be read.
-        folds: How often the inbox was folded.
-        repaired: Updates that came only when they were asked for.
-        waits_s: Seconds waited, by cause.
+        refused: Frames that could not be decoded.
+        folds: How often the inbox folded its updates into one vector.
+        repaired: Updates that arrived only because they were requested again.
+        waits_s: Seconds waited, by :class:`~daskdl.channel.protocol.WaitCause`.
     """
 
     sent_bytes: int = 0
@@ -83,130 +82,204 @@ class Stopped(BaseException):  # not an error: the way out of a wait
     """The run was stopped; leave now. Not an `Exception`, as `KeyboardInterrupt`."""
 
 
-Serve = Callable[[], dict[str, Any]]
+Frame = NDArray[np.uint8]
+Encode = Callable[[codec.Stamp], Frame]
+Snapshot = Callable[[], dict[str, Any]]
 Load = Callable[[Mapping[str, Any]], object]
 
 
 class Channel(ABC):
     """One replica's end of a run. All methods belong to its training thread.
 
-    Each may raise :class:`Stopped` where it waits, and
+    Methods that wait raise :class:`Stopped` once the run is stopped, and
     :class:`~daskdl.errors.ChannelError` or
-    :class:`~daskdl.errors.WaitTimeoutError` where it cannot go on.
+    :class:`~daskdl.errors.WaitTimeoutError` if the replica cannot go on.
     """
 
     @property
     @abstractmethod
+    def run(self) -> int:
+        """Identity of the run, as in stamps."""
+
+    @property
+    @abstractmethod
     def closing(self) -> bool:
-        """Whether the replica has to hand over and leave, and the run goes on."""
+        """Whether the replica has to hand over and leave while the run goes on."""
+
+    @property
+    @abstractmethod
+    def published(self) -> int:
+        """Sequence number of the last published update, 0 if there is none."""
+
+    # ---- joining and leaving
 
     @abstractmethod
-    def join(self) -> Entry:
-        """Wait for all founders of the run, or for the snapshot of another replica."""
+    def join(self) -> JoinResult:
+        """Wait for all initial replicas, or for the snapshot of another replica."""
 
     @abstractmethod
-    def activate(self, step: int) -> Seating:
-        """A newcomer has loaded its snapshot: it trains from now on.
+    def activate(self, step: int) -> ActivateResult:
+        """Train from now on; a joining replica has loaded its snapshot.
 
         Args:
             step: Steps that the snapshot's replica had completed.
         """
 
     @abstractmethod
-    def serve(self, make: Serve | None) -> None:
-        """Say how newcomers get this replica's state.
+    def serve_snapshot(self, make: Snapshot | None) -> None:
+        """Set how joining replicas get this replica's state.
 
         Args:
-            make: Called by the training thread where it waits or in `check`; returns
-                plain values and arrays, among them what `take_all` said. None: not
+            make: Called by the training thread in waits and in `check`; returns plain
+                values and arrays, with "received" and "grid" among them. None: not
                 now.
         """
 
     @abstractmethod
-    def others(self) -> Sequence[int]:
-        """The other replicas that train now, as far as is known here."""
-
-    @abstractmethod
-    def next_stamp(self, step: int) -> Stamp:
-        """The stamp that the next published update must carry."""
-
-    @abstractmethod
-    def has_room(self) -> bool:
-        """Whether an update could be published now. If not, keep it."""
-
-    @abstractmethod
-    def publish(self, stamp: Stamp, frame: NDArray[np.uint8]) -> bool:
-        """Send an encoded update to all others; False if the outbox is full.
-
-        Who receives it takes its step for completed.
+    def fail(self, failure: Mapping[str, Any]) -> None:
+        """End the run: this replica cannot go on.
 
         Args:
-            stamp: From :meth:`next_stamp`, as encoded in the frame.
-            frame: Bytes that the caller will not touch again.
+            failure: Plain values; "type" and "summary" at least.
         """
 
     @abstractmethod
-    def publish_part(self, stamp: Stamp, frame: NDArray[np.uint8]) -> bool:
-        """Send one of several updates of a step, but the last; see :meth:`publish`.
+    def leave(self, *, retires: bool = False) -> None:
+        """Leave the run; nothing of this replica stays in the channel.
 
-        Who receives it expects more of its step.
+        Args:
+            retires: Its worker closes, and the run goes on without it.
+        """
+
+    # ---- updates
+
+    @abstractmethod
+    def has_room(self, *, wait: bool = False) -> bool:
+        """Whether an update could be published now; counted as withheld if not.
+
+        Args:
+            wait: Block until the last update was passed on.
         """
 
     @abstractmethod
-    def publish_last(self, stamp: Stamp, frame: NDArray[np.uint8]) -> None:
-        """Send an update whatever the bounds, and wait until it is on its way.
+    def publish(
+        self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
+    ) -> bool:
+        """Send an update to all others; False if the outbox is full.
 
-        For a replica that has to leave: it works after the run was stopped here.
+        Args:
+            encode: Makes the frame for a stamp; not called if the outbox is full.
+                Nobody may write to the frame any more.
+            step: Steps completed; receivers take them for completed too.
+            partial: More updates of this step follow, so receivers do not.
+            force: Publish whatever the bounds, and wait until it is on its way. For a
+                replica that leaves: it works even if the run was stopped here.
         """
 
     @abstractmethod
-    def published(self) -> int:
-        """Sequence number of the last published update, 0 if there is none."""
-
-    @abstractmethod
-    def complete(self, step: int, done: int = -1) -> None:
-        """Tell the others how far this replica is.
+    def progress(self, step: int, interval: int = -1) -> None:
+        """Announce how far this replica is.
 
         Args:
             step: Steps completed.
-            done: The last lap it is done with.
+            interval: The last sync interval completed.
         """
 
     @abstractmethod
-    def receive(self, up_to_step: int | None = None) -> Arrived:
-        """What has arrived and is not applied yet; see :meth:`Inbox.take`."""
+    def drain(self, up_to_step: int | None = None) -> DrainResult:
+        """Drain pending updates; also return the set of updates received so far.
 
-    @abstractmethod
-    def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
-        """What has arrived and is not applied yet, and all that then has been.
-
-        The second includes this replica's own updates.
+        Args:
+            up_to_step: Only updates up to this step, so that replicas in step do not
+                apply an update of a later step early.
         """
 
     @abstractmethod
-    def lead(self, step: int, lap: int) -> int:
-        """Steps ahead of the slowest other replica, 0 if behind it."""
-
-    @abstractmethod
-    def align(self, step: int, grid: float) -> None:
+    def sync(self, step: int, grid: float) -> None:
         """All replicas have met at a barrier.
 
         Args:
             step: Steps completed, from now on the same for all.
-            grid: Of the run, from now on.
+            grid: Of the run from now on, parameter units.
         """
 
     @abstractmethod
-    def wait_for_others(self, step: int, lap: int, max_staleness: int) -> None:
-        """Block while more than `max_staleness` steps ahead of the slowest."""
+    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
+        """Return when all have the same updates, after an ``AGREE`` barrier.
+
+        Until the next barrier of another kind no other update is accepted.
+
+        Args:
+            key: Name of the barrier.
+            published: Last update of each replica that arrived there.
+            gone: Replicas that left or failed, from the barrier's result.
+            load: Called with another replica's snapshot if this one has to take over
+                its state.
+        """
+
+    # ---- other replicas
 
     @abstractmethod
-    def wait_for_room(self) -> None:
-        """Block until an update can be published."""
+    def peers(self) -> Sequence[int]:
+        """The other replicas that train now, as far as is known here."""
 
     @abstractmethod
-    def wait_for_updates(self, target: Mapping[int, int]) -> None:
-        """Block until all updates up to the target have been received."""
+    def wait_for_peers(
+        self, step: int, interval: int, max_staleness: int | None
+    ) -> int:
+        """Wait while more than `max_staleness` steps ahead of the slowest peer.
+
+        Args:
+            step: Steps completed.
+            interval: Peers that have completed this sync interval do not count.
+            max_staleness: None: do not wait.
+
+        Returns:
+            Steps ahead of the slowest peer, 0 if behind it.
+        """
+
+    @abstractmethod
+    def wait(self, cause: WaitCause, future: Any, timeout_s: float) -> bool:
+        """Wait for a future of another thread, but leave if the run is stopped.
+
+        Args:
+            cause: What the wait counts as.
+            future: Has `done` and `add_done_callback`.
+            timeout_s: Seconds.
+
+        Returns:
+            Whether it is done.
+        """
+
+    @abstractmethod
+    def barrier(
+        self,
+        key: str,
+        payload: Any,
+        kind: Barrier = Barrier.MEET,
+        client_payload: bytes = b"",
+    ) -> BarrierResult:
+        """Wait for all members, and exchange payloads.
+
+        Args:
+            key: Name of the barrier; once it is complete, it may be used again.
+            payload: Plain values, or arrays, which nobody in between unpacks.
+            kind: ``AGREE``: all that was published is passed on first, and what is
+                published later is held back until the next barrier is complete.
+                ``REPORT``: the client reads the payloads too. ``ROUND``: see
+                `set_idle`; others may come for ``AGREE``.
+            client_payload: With ``REPORT``, for the client alone.
+        """
+
+    @abstractmethod
+    def set_idle(self, payload: Any) -> None:
+        """During the next wait for a lease ``ROUND`` barriers do not wait for this one.
+
+        Args:
+            payload: Taken as this replica's at those barriers.
+        """
+
+    # ---- work and blobs
 
     @abstractmethod
     def lease(
@@ -214,8 +287,8 @@ class Channel(ABC):
     ) -> Lease | SyncPoint | None:
         """Give finished pieces back and take the next; None: none free.
 
-        Between two laps of an epoch there is a pause instead, for all, until they have
-        met at a ``PAUSE`` barrier.
+        Between two sync intervals of an epoch there is a pause instead, for all, until
+        they have met at a ``PAUSE`` barrier.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
@@ -225,122 +298,50 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
-        """Wait for a future that another thread completes, but leave when told to.
+    def publish_blob(self, name: str, arrays: Arrays) -> None:
+        """Let other replicas fetch arrays, until they are dropped.
 
         Args:
-            future: Has `done` and `add_done_callback`.
-            timeout_s: Seconds.
-
-        Returns:
-            Whether it is done.
-        """
-
-    @abstractmethod
-    def wait_for_checkpoint(self, future: Any, timeout_s: float) -> bool:
-        """The same, for one that is read or written; it counts as another wait."""
-
-    @abstractmethod
-    def gather(
-        self, key: str, note: Any, kind: Barrier = Barrier.MEET, told: bytes = b""
-    ) -> Gathered:
-        """Wait at a barrier for all members, and read what each has to say.
-
-        Args:
-            key: Name of the barrier; once it is complete, it may be used again.
-            note: Plain values, or arrays, which nobody between unpacks.
-            kind: ``AGREE``: everything published is passed on first, and what is
-                published later is held back until the next barrier is complete.
-                ``REPORT``: the client reads the notes too. ``ROUND``: see `stand_by`;
-                some may come for this and others for ``AGREE``.
-            told: With ``REPORT``, what the client reads and nobody else.
-        """
-
-    @abstractmethod
-    def stand_by(self, note: Any) -> None:
-        """While this replica waits for a lease next, ``ROUND`` barriers do not wait.
-
-        Args:
-            note: Which they take for its own meanwhile.
-        """
-
-    @abstractmethod
-    def offer(self, name: str, arrays: Arrays) -> None:
-        """Let other replicas fetch arrays, until they are withdrawn.
-
-        Args:
-            name: Not offered before.
+            name: Not used before.
             arrays: Not changed any more.
         """
 
     @abstractmethod
-    def withdraw(self, but: str = "") -> None:
-        """Keep nothing of what was offered, but what has this name."""
-
-    def keep(  # noqa: B027
-        self, epoch: int, make: Callable[[], Arrays] | None
-    ) -> None:
-        """Let the client fetch what all have agreed on, where replicas can be lost.
-
-        Args:
-            epoch: That has ended, counted from 0.
-            make: Makes it, in another thread, if it is wanted; called any number of
-                times until the next call of this. None: there is nothing for now, and
-                what was before is not held any more.
-        """
+    def drop_blobs(self, keep: str = "") -> None:
+        """Drop all published blobs but the one of this name."""
 
     @abstractmethod
-    def fetch(self, replica: int, name: str) -> Arrays | None:
-        """Wait for what another replica offers.
-
-        Args:
-            replica: Which.
-            name: Of the offer.
+    def fetch_blob(self, replica: int, name: str) -> Arrays | None:
+        """Wait for a blob of another replica.
 
         Returns:
             The arrays, not to be changed; None: the replica is gone.
         """
 
-    @abstractmethod
-    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
-        """All have met at an ``AGREE`` barrier: return when all have the same updates.
-
-        Until the next barrier of another kind nothing else is taken in.
-
-        Args:
-            key: Name of the barrier.
-            published: Last update of each replica that arrived there.
-            gone: Replicas that left or were lost, as the barrier had it.
-            load: Called if this replica has to take the state of another one: with
-                what that one's `serve` made.
-        """
-
-    @abstractmethod
-    def fail(self, failure: Mapping[str, Any]) -> None:
-        """Tell everybody that this replica cannot go on: the run ends.
+    def keep_state(  # noqa: B027
+        self, epoch: int, make: Callable[[], Arrays] | None
+    ) -> None:
+        """Let the client fetch the agreed state, where replicas can fail.
 
         Args:
-            failure: Plain values; "type" and "summary" at least.
+            epoch: That has ended, counted from 0.
+            make: Makes it in another thread when it is fetched, any number of times
+                until the next call. None: there is none for now, and the former one is
+                released.
         """
 
-    @abstractmethod
-    def leave(self, *, retires: bool = False) -> None:
-        """Be a member no more; nothing of this replica stays in the channel.
-
-        Args:
-            retires: Its worker closes, and the run goes on without it.
-        """
+    # ---- counters
 
     @abstractmethod
-    def traffic(self) -> Traffic:
+    def stats(self) -> ChannelStats:
         """Counters since the last call."""
 
     @abstractmethod
-    def drained(self) -> Drained:
-        """What has left since the last call, and how long that took.
+    def link_stats(self) -> Drained:
+        """Bytes and frames delivered since the last call, and how long that took.
 
-        A frame counts when it has arrived where it goes first: at the relay, or at
-        each neighbour. Among threads it has when `publish` returns, without a request.
+        A frame counts when it has arrived at its first destination: the relay, or each
+        neighbour. Among threads that is when `publish` returns, without a request.
         """
 
     @abstractmethod
@@ -377,7 +378,7 @@ class Waits:
             raise Stopped(self._inbox.stopped)
 
     def until(
-        self, cause: str, ready: Callable[[], bool], state: Callable[[], Any]
+        self, cause: WaitCause, ready: Callable[[], bool], state: Callable[[], Any]
     ) -> None:
         """Wait for what others do.
 
@@ -396,13 +397,8 @@ class Waits:
                 f"replica: {state()}; last heard: {self.last_heard()}"
             )
 
-    def until_done(self, cause: str, future: Any, timeout_s: float) -> bool:
-        """Wait for a future that wakes the inbox; returns whether it is done."""
-        self.until_true(cause, future.done, timeout_s)
-        return bool(future.done())
-
     def until_true(
-        self, cause: str, ready: Callable[[], bool], timeout_s: float | None
+        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
     ) -> bool:
         """Wait, leave if the run is stopped, and say whether it was in time.
 
@@ -425,12 +421,12 @@ class Waits:
         return waited_s
 
     def _wait(
-        self, cause: str, ready: Callable[[], bool], timeout_s: float | None
+        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
     ) -> bool:
         started = time.perf_counter()
         came = self._until(ready, timeout_s)
         more = time.perf_counter() - started
-        self.waited_s[cause] = self.waited_s.get(cause, 0.0) + more
+        self.waited_s[cause.value] = self.waited_s.get(cause.value, 0.0) + more
         return came
 
     def _until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -452,77 +448,81 @@ class Receiver(Channel):
         self._endpoint = endpoint
         self._timeouts = endpoint.timeouts
         self._replica = endpoint.replica
-        self._traffic = Traffic()
+        self._stats = ChannelStats()
+        self._published = 0
+
+    @property
+    @override
+    def run(self) -> int:
+        return self._endpoint.run
+
+    @property
+    @override
+    def published(self) -> int:
+        return self._published
 
     @override
-    def others(self) -> Sequence[int]:
+    def peers(self) -> Sequence[int]:
         return self._inbox.others()
 
+    def _stamp(self, step: int) -> codec.Stamp:
+        run, sequence = self._endpoint.run, self.published + 1
+        return codec.Stamp(run, self._replica, sequence, step)
+
     @override
-    def next_stamp(self, step: int) -> codec.Stamp:
-        return codec.Stamp(
-            self._endpoint.run, self._replica, self.published() + 1, step
+    def drain(self, up_to_step: int | None = None) -> DrainResult:
+        drained = self._inbox.drain(up_to_step)
+        own = {self._replica: (self.published, ())}
+        return drained._replace(received={**drained.received, **own})
+
+    @override
+    def wait_for_peers(
+        self, step: int, interval: int, max_staleness: int | None
+    ) -> int:
+        def lead() -> int:
+            slowest = self._inbox.slowest(interval)
+            return 0 if slowest is None else max(step - slowest, 0)
+
+        ahead = lead()
+        if max_staleness is None or ahead <= max_staleness:
+            return ahead
+        self._waits.until(
+            WaitCause.STALENESS, lambda: lead() <= max_staleness, self._inbox.steps
         )
+        return lead()
 
-    @override
-    def receive(self, up_to_step: int | None = None) -> Arrived:
-        return self._inbox.take(up_to_step)
-
-    @override
-    def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
-        arrived, received = self._inbox.take_all()
-        return arrived, {**received, self._replica: (self.published(), ())}
-
-    @override
-    def lead(self, step: int, lap: int) -> int:
-        slowest = self._inbox.slowest(lap)
-        return 0 if slowest is None else max(0, step - slowest)
-
-    @override
-    def wait_for_others(self, step: int, lap: int, max_staleness: int) -> None:
-        def near_enough() -> bool:
-            slowest = self._inbox.slowest(lap)
-            return slowest is None or step - slowest <= max_staleness
-
-        if not near_enough():
-            self._waits.until("staleness", near_enough, self._inbox.steps)
-
-    @override
     def wait_for_updates(self, target: Mapping[int, int]) -> None:
+        """Block until all updates of others up to the target have been received."""
         others = {o: s for o, s in target.items() if o != self._replica}
         self._waits.until(
-            "updates",
+            WaitCause.UPDATES,
             lambda: not self._inbox.behind(others),
             lambda: self._inbox.behind(others),
         )
 
     @override
-    def wait_for_data(self, future: Any, timeout_s: float) -> bool:
+    def wait(self, cause: WaitCause, future: Any, timeout_s: float) -> bool:
         future.add_done_callback(lambda _: self._inbox.wake())
-        return self._waits.until_done("data", future, timeout_s)
-
-    @override
-    def wait_for_checkpoint(self, future: Any, timeout_s: float) -> bool:
-        future.add_done_callback(lambda _: self._inbox.wake())
-        return self._waits.until_done("checkpoint", future, timeout_s)
+        self._waits.until_true(cause, future.done, timeout_s)
+        return bool(future.done())
 
     @override
     def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
         # Of one that left since it arrived here, what it handed over counts too.
         self.wait_for_updates({**published, **gone})
 
-    def _count_notes(self, notes: Mapping[int, Any]) -> None:
-        """Count the arrays in the notes of a barrier, which travel as frames do."""
-        for replica, note in notes.items():
+    def _count_payloads(self, payloads: Mapping[int, Any]) -> None:
+        """Count the arrays in the payloads of a barrier, which travel as frames do."""
+        for replica, note in payloads.items():
             nbytes = _nbytes(note) if isinstance(note, Mapping) else 0
             if replica == self._replica:
-                self._traffic.sent_bytes += nbytes
+                self._stats.sent_bytes += nbytes
             else:
-                self._traffic.received_bytes += nbytes
+                self._stats.received_bytes += nbytes
 
     @override
-    def traffic(self) -> Traffic:
-        now, self._traffic = self._traffic, Traffic()
+    def stats(self) -> ChannelStats:
+        now, self._stats = self._stats, ChannelStats()
         now.waits_s = self._waits.count_off()
         received_bytes, now.refused, now.folds = self._inbox.count_off()
         now.received_bytes += received_bytes

@@ -320,11 +320,12 @@ def _rotated(replicas: Sequence[int], turn: int) -> list[int]:
 UPDATE_BYTES = 440  # of memory around its entries, measured by `benchmarks/queues.py`
 
 
-class Arrived(NamedTuple):
-    """What there is to apply, in an order that does not depend on arrival."""
+class DrainResult(NamedTuple):
+    """Updates to apply, in an order that does not depend on arrival."""
 
     updates: list[Update]
     folded_N: NDArray[np.int32] | None  # counts of the grid; None if nothing folded
+    received: Mapping[int, Received] = {}  # by origin: what has been received in all
 
 
 class Pile:
@@ -383,7 +384,7 @@ class Pile:
             self.folds += not again
             self._fold(heap)
 
-    def take(self, up_to_step: int | None = None) -> Arrived:
+    def take(self, up_to_step: int | None = None) -> DrainResult:
         """Take all, or only what was sent up to a step, and what is folded."""
         last = math.inf if up_to_step is None else up_to_step
         now = [u for u in self._updates if u.stamp.step <= last]
@@ -394,7 +395,7 @@ class Pile:
         due = [self._folded.pop(heap) for heap in [*self._folded] if heap <= last]
         for other_N in due[1:]:
             due[0] += other_N
-        return Arrived(sorted(now, key=lambda u: u.stamp), due[0] if due else None)
+        return DrainResult(sorted(now, key=lambda u: u.stamp), due[0] if due else None)
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -701,7 +702,7 @@ class Inbox:
         with self._changed:
             self._fence.release()
 
-    def align(self, replicas: Iterable[int], step: int, grid: float) -> None:
+    def sync(self, replicas: Iterable[int], step: int, grid: float) -> None:
         """All replicas have met.
 
         Args:
@@ -730,20 +731,16 @@ class Inbox:
         with self._changed:
             return set(self._heard.lost)
 
-    def take_all(self) -> tuple[Arrived, Mapping[int, Received]]:
-        """Take what waits, and say what then has been taken in all."""
-        with self._changed:
-            return self.take(), self._positions.received()
-
-    def take(self, up_to_step: int | None = None) -> Arrived:
-        """Take what waits, all of it or only what was sent up to a step.
+    def drain(self, up_to_step: int | None = None) -> DrainResult:
+        """Take what waits, and say what has been received in all.
 
         Args:
             up_to_step: For runs in step, in which an update from a replica's next
                 step must not be applied before one's own.
         """
         with self._changed:
-            return self._pile.take(up_to_step)
+            drained = self._pile.take(up_to_step)
+            return drained._replace(received=self._positions.received())
 
     def slowest(self, lap: int) -> int | None:
         """Steps completed by the slowest other replica not done with a lap."""

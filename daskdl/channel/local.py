@@ -14,18 +14,26 @@ from typing_extensions import override
 
 from daskdl import codec
 from daskdl.channel.base import (
-    Entry,
-    Gathered,
+    ActivateResult,
+    BarrierResult,
+    ChannelStats,
+    Encode,
+    JoinResult,
     Receiver,
-    Seating,
-    Serve,
-    Traffic,
+    Snapshot,
     Waits,
 )
 from daskdl.channel.connection import UNREADABLE, Reader, SharedFrame
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.leasing import Finished, Lease, RunSpec, SyncPoint
-from daskdl.channel.protocol import Arrays, Barrier, Endpoint, Item, ItemKind
+from daskdl.channel.protocol import (
+    Arrays,
+    Barrier,
+    Endpoint,
+    Item,
+    ItemKind,
+    WaitCause,
+)
 from daskdl.channel.run_state import RunState
 from daskdl.channel.sender import Outbox
 from daskdl.config import Bound
@@ -244,7 +252,7 @@ class LocalChannel(Receiver):
         self._reader = Reader(endpoint, inbox)
         self._drained = Drained()
         self._note: Any = None  # while it waits for a lease
-        self._step, self._done, self._sequence = 0, -1, 0
+        self._step, self._done = 0, -1
 
     @property
     @override
@@ -254,7 +262,7 @@ class LocalChannel(Receiver):
     # ---- coming and going
 
     @override
-    def join(self) -> Entry:
+    def join(self) -> JoinResult:
         record = self._record
         with self._changed:
             self.check()
@@ -263,13 +271,15 @@ class LocalChannel(Receiver):
             self._deliver(outbox)
             self._changed.notify_all()
             bound = self._timeouts.bound("join")
-            if not self._waits.until_true("join", lambda: self._met, bound.seconds):
+            if not self._waits.until_true(
+                WaitCause.JOIN, lambda: self._met, bound.seconds
+            ):
                 record.give_up_late(bound, self._run.now())
                 self._run.stop(str(record.stopped))
                 self.check()
             members = record.members.present
             self._inbox.meet({r: 0 for r in members if r != self._replica})
-        return Entry(members, None)
+        return JoinResult(members, None)
 
     @property
     def _met(self) -> bool:
@@ -291,11 +301,11 @@ class LocalChannel(Receiver):
             self._inbox.put(item, item.payload)
 
     @override
-    def activate(self, step: int) -> Seating:
+    def activate(self, step: int) -> ActivateResult:
         raise ChannelError("a run in one process has no newcomers")
 
     @override
-    def serve(self, make: Serve | None) -> None:
+    def serve_snapshot(self, make: Snapshot | None) -> None:
         pass  # nobody will ask
 
     @override
@@ -309,31 +319,29 @@ class LocalChannel(Receiver):
     # ---- updates
 
     @override
-    def has_room(self) -> bool:
+    def has_room(self, *, wait: bool = False) -> bool:
+        if wait:
+            self.check()
         return True
 
     @override
-    def publish(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
-        return self._publish(stamp.step, stamp, frame)
-
-    @override
-    def publish_part(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
-        return self._publish(stamp.step - 1, stamp, frame)
-
-    def _publish(
-        self, completed: int, stamp: codec.Stamp, frame: NDArray[np.uint8]
+    def publish(
+        self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
     ) -> bool:
+        stamp = self._stamp(step)
+        frame = encode(stamp)
+        completed = step - 1 if partial else step
         # Read once for all, and outside of the lock.
         item = Item.update(stamp, completed, frame.nbytes)
         item = item._replace(payload=self._read(item, frame))
         with self._changed:
             self._run.hear(self._replica)
             self._record.publish(self._replica, [item], self._step, self._done)
-        self._sequence = stamp.sequence
+        self._published = stamp.sequence
         nbytes, frames = self._drained.nbytes + frame.nbytes, self._drained.frames + 1
         self._drained = Drained(nbytes, frames)
-        self._traffic.sent_bytes += frame.nbytes
-        self._traffic.frames += 1
+        self._stats.sent_bytes += frame.nbytes
+        self._stats.frames += 1
         return True
 
     def _read(self, item: Item, frame: NDArray[np.uint8]) -> codec.Update | Exception:
@@ -343,31 +351,19 @@ class LocalChannel(Receiver):
             return error
 
     @override
-    def publish_last(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> None:
-        self.publish(stamp, frame)
-
-    @override
-    def published(self) -> int:
-        return self._sequence
-
-    @override
-    def complete(self, step: int, done: int = -1) -> None:
-        self._step, self._done = step, max(done, self._done)
+    def progress(self, step: int, interval: int = -1) -> None:
+        self._step, self._done = step, max(interval, self._done)
         with self._changed:
             self._run.hear(self._replica)
             self._record.publish(self._replica, [], self._step, self._done)
 
     @override
-    def align(self, step: int, grid: float) -> None:
+    def sync(self, step: int, grid: float) -> None:
         self._step = step
-        self._inbox.align(self._inbox.others(), step, grid)
+        self._inbox.sync(self._inbox.others(), step, grid)
 
     @override
-    def wait_for_room(self) -> None:
-        self.check()
-
-    @override
-    def drained(self) -> Drained:
+    def link_stats(self) -> Drained:
         drained, self._drained = self._drained, Drained()
         return drained
 
@@ -388,57 +384,65 @@ class LocalChannel(Receiver):
             self._changed.notify_all()
             if wait:
                 self._waits.until_true(
-                    "lease", lambda: record.can_lease(replica, phase, epoch), None
+                    WaitCause.LEASE,
+                    lambda: record.can_lease(replica, phase, epoch),
+                    None,
                 )
                 self._note = None
             return record.lease(replica, phase, epoch, lambda key: False)
 
     @override
-    def gather(
-        self, key: str, note: Any, kind: Barrier = Barrier.MEET, told: bytes = b""
-    ) -> Gathered:
+    def barrier(
+        self,
+        key: str,
+        payload: Any,
+        kind: Barrier = Barrier.MEET,
+        client_payload: bytes = b"",
+    ) -> BarrierResult:
         record = self._record
         with self._changed:
             self.check()
-            barrier = record.arrive(key, self._replica, note, told, kind)
+            barrier = record.arrive(key, self._replica, payload, client_payload, kind)
             self._changed.notify_all()
-            self._waits.until_true("gather", lambda: record.all_arrived(barrier), None)
+            self._waits.until_true(
+                WaitCause.GATHER, lambda: record.all_arrived(barrier), None
+            )
             if record.complete(key, barrier):
                 self._changed.notify_all()
-            notes = dict(sorted(barrier.payloads.items()))
-            self._count_notes(notes)
-            return Gathered(notes, dict(barrier.gone or {}), barrier.counted)
+            payloads = dict(sorted(barrier.payloads.items()))
+            self._count_payloads(payloads)
+            return BarrierResult(payloads, dict(barrier.gone or {}), barrier.counted)
 
     @override
-    def stand_by(self, note: Any) -> None:
-        self._note = note
+    def set_idle(self, payload: Any) -> None:
+        self._note = payload
 
     @override
-    def offer(self, name: str, arrays: Arrays) -> None:
+    def publish_blob(self, name: str, arrays: Arrays) -> None:
         self._run.offer(self._replica, name, arrays)
 
     @override
-    def withdraw(self, but: str = "") -> None:
-        self._run.withdraw(self._replica, but)
+    def drop_blobs(self, keep: str = "") -> None:
+        self._run.withdraw(self._replica, keep)
 
     @override
-    def fetch(self, replica: int, name: str) -> Arrays | None:
+    def fetch_blob(self, replica: int, name: str) -> Arrays | None:
         run, key = self._run, (replica, name)
 
         def there_or_gone() -> bool:
             return key in run.offers or not self._record.members.is_here(replica)
 
         with self._changed:
-            self._waits.until_true("fetch", there_or_gone, None)
+            self._waits.until_true(WaitCause.FETCH, there_or_gone, None)
             arrays = run.offers.get(key)
             nbytes = sum(array.nbytes for array in (arrays or {}).values())
             run.fetched_bytes[replica] += nbytes
-        self._traffic.received_bytes += nbytes
+        self._stats.received_bytes += nbytes
         return arrays
 
     @override
-    def traffic(self) -> Traffic:
-        now = super().traffic()
+    def stats(self) -> ChannelStats:
+        now = super().stats()
         with self._changed:
             now.sent_bytes += self._run.fetched_bytes.pop(self._replica, 0)
         return now

@@ -419,6 +419,25 @@ class Barrier(enum.StrEnum):
 RELAYED: Mapping[str, bool] = {"plain": True, "mesh": False}
 
 
+class WaitCause(enum.StrEnum):
+    """Why a replica waits: the keys of ``history["waits"]``, see docs/tuning.md."""
+
+    STALENESS = "staleness"
+    ROOM = "room"
+    LEASE = "lease"
+    GATHER = "gather"
+    FETCH = "fetch"
+    FLUSH = "flush"
+    UPDATES = "updates"
+    CHECKPOINT = "checkpoint"
+    DATA = "data"
+    MISSING = "missing"
+    REPAIR = "repair"
+    JOIN = "join"
+    SNAPSHOT = "snapshot"
+    ACTIVATE = "activate"
+
+
 FAN_OUT = 8  # two hops reach 73 replicas, three 585
 # Scaling up by 32 workers is 32 generations within a second, in which frames of
 # the first are still on their way. One of 128 members takes 1 KB.

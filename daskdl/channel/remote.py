@@ -12,18 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from daskdl import codec
 from daskdl.channel import protocol
 from daskdl.channel.base import (
-    Entry,
-    Gathered,
+    ActivateResult,
+    BarrierResult,
+    ChannelStats,
+    Encode,
+    JoinResult,
     Last,
     Load,
     Receiver,
-    Seating,
-    Serve,
+    Snapshot,
     Stopped,
-    Traffic,
     Waits,
 )
 from daskdl.channel.inbox import Have, Received, donors, helpers, missing, settle
@@ -36,6 +36,7 @@ from daskdl.channel.protocol import (
     Endpoint,
     Item,
     Parcel,
+    WaitCause,
     compact,
     join,
     unwrap,
@@ -60,7 +61,7 @@ class RemoteWaits(Waits):
         make: Makes a snapshot for a newcomer; None: not now.
     """
 
-    make: Serve | None
+    make: Snapshot | None
 
     def __init__(self, link: Link, endpoint: Endpoint) -> None:
         super().__init__(link.inbox, endpoint)
@@ -81,7 +82,7 @@ class RemoteWaits(Waits):
             raise self._connection.failure
         super().check()
 
-    def until_sent(self, cause: str, ready: Callable[[], bool]) -> None:
+    def until_sent(self, cause: WaitCause, ready: Callable[[], bool]) -> None:
         """Wait until enough of what was published has gone.
 
         Args:
@@ -102,10 +103,13 @@ class RemoteWaits(Waits):
                 f"{destination}; last heard: {self.last_heard()}"
             )
 
-    def ask(self, operation: str, bound: Bound | None, **fields: Any) -> dict[str, Any]:
+    def ask(
+        self, cause: WaitCause, operation: str, bound: Bound | None, **fields: Any
+    ) -> dict[str, Any]:
         """Send the scheduler a request and wait for the answer.
 
         Args:
+            cause: What the wait counts as.
             operation: Its name.
             bound: How long. None: it is answered when others have done something;
                 the scheduler gives up who is silent meanwhile, and a scheduler that
@@ -120,7 +124,7 @@ class RemoteWaits(Waits):
             operation, self._inbox.wake, replica=self._replica, **fields
         )
         bound_s = None if bound is None else bound.seconds
-        self._wait(operation.removeprefix("daskdl_"), future.done, bound_s)
+        self._wait(cause, future.done, bound_s)
         if not future.done():
             future.cancel()
             self.check()
@@ -136,14 +140,14 @@ class RemoteWaits(Waits):
         return answer
 
     def ask_worker(
-        self, worker: str, operation: str, **fields: Any
+        self, cause: WaitCause, worker: str, operation: str, **fields: Any
     ) -> Mapping[str, Any] | None:
         """Send another worker a request; None if it does not answer."""
         future = self._connection.request_of(
             worker, operation, self._inbox.wake, **fields
         )
         bound = self._timeouts.bound("request")
-        self.until_true(operation.removeprefix("daskdl_"), future.done, bound.seconds)
+        self.until_true(cause, future.done, bound.seconds)
         if not future.done():
             future.cancel()
             logger.info("%s: %s did not answer within %s", operation, worker, bound)
@@ -199,7 +203,7 @@ class RemoteWaits(Waits):
         return self._inbox.reached(others)
 
 
-Gather = Callable[[str, Any, Barrier], Gathered]
+Meet = Callable[[str, Any, Barrier], BarrierResult]
 
 
 class Agreement:
@@ -208,10 +212,10 @@ class Agreement:
     Args:
         link: The event loop's half of its channel.
         waits: Where it waits.
-        gather: Meets the others: :meth:`Channel.gather`.
+        gather: Meets the others: :meth:`Channel.barrier`.
     """
 
-    def __init__(self, link: Link, waits: RemoteWaits, gather: Gather) -> None:
+    def __init__(self, link: Link, waits: RemoteWaits, gather: Meet) -> None:
         self._link = link
         self._inbox = link.inbox
         self._waits = waits
@@ -256,7 +260,7 @@ class Agreement:
             target = {o: s for o, s in published.items() if o not in without}
             return self._inbox.behind(target)
 
-        self._waits.until("updates", lambda: not behind(), behind)
+        self._waits.until(WaitCause.UPDATES, lambda: not behind(), behind)
 
     def _tell(self, key: str, gone: set[int]) -> tuple[Have, set[int]]:
         """What each survivor has, after nothing more can come; and who is gone."""
@@ -264,8 +268,8 @@ class Agreement:
         received: Mapping[int, Received] = {**self._inbox.hold(gone), **own}
         note = [[o, last, list(more)] for o, (last, more) in sorted(received.items())]
         gathered = self._gather(key, {"received": note}, Barrier.AGREE)
-        survivors = sorted(gathered.notes.keys() - gathered.gone.keys())
-        have = {r: _received(gathered.notes[r]) for r in survivors}
+        survivors = sorted(gathered.payloads.keys() - gathered.gone.keys())
+        have = {r: _received(gathered.payloads[r]) for r in survivors}
         return have, set(gathered.gone)
 
     def _pull_all(self, have: Have) -> None:
@@ -286,7 +290,9 @@ class Agreement:
                 return not lacking
             former = lacking[origin]
             pulling = self._link.pull(helper, origin, former)
-            self._waits.until_true("repair", pulling.done, None)  # it has a bound
+            self._waits.until_true(
+                WaitCause.REPAIR, pulling.done, None
+            )  # it has a bound
 
     def _take_state(self, have: Have, load: Load) -> None:
         """Begin again from one who has what this replica cannot get."""
@@ -295,7 +301,11 @@ class Agreement:
             if donor not in workers:
                 continue
             answer = self._waits.ask_worker(
-                workers[donor], protocol.SNAPSHOT, replica=donor, cut=[]
+                WaitCause.SNAPSHOT,
+                workers[donor],
+                protocol.SNAPSHOT,
+                replica=donor,
+                cut=[],
             )
             if answer is None or answer["status"] != Answer.OK:
                 continue
@@ -344,7 +354,7 @@ class Entrance:
         self._grid = endpoint.grid
         self._timeouts = endpoint.timeouts
 
-    def enter(self) -> Entry:
+    def enter(self) -> JoinResult:
         """See :meth:`~daskdl.channel.base.Channel.join`."""
         # Updates may come before the answer does.
         self._link.wait_for_snapshot()
@@ -355,17 +365,17 @@ class Entrance:
             self._link.inbox.meet(others)
             self._link.begin({}, self._grid)
             self._link.start()
-            return Entry([r for r, _ in answer["members"]], None)
+            return JoinResult([r for r, _ in answer["members"]], None)
         self._link.start()
         snapshot = self._snapshot(answer)
         received = {o: (last, tuple(more)) for o, last, more in snapshot["received"]}
         received.pop(self._replica, None)
         self._link.begin(received, snapshot["grid"])
-        return Entry([self._replica], snapshot)
+        return JoinResult([self._replica], snapshot)
 
     def _join(self) -> dict[str, Any]:
         bound = self._timeouts.bound("join", "request")
-        return self._waits.ask(protocol.JOIN, bound, version=VERSION)
+        return self._waits.ask(WaitCause.JOIN, protocol.JOIN, bound, version=VERSION)
 
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Ask the donor that was named, or another one if that has gone."""
@@ -373,6 +383,7 @@ class Entrance:
         deadline = time.monotonic() + bound.seconds
         while answer["donor"] is not None:
             given = self._waits.ask_worker(
+                WaitCause.SNAPSHOT,
                 answer["worker"],
                 protocol.SNAPSHOT,
                 replica=answer["donor"],
@@ -435,7 +446,12 @@ class Fetching:
         deadline = time.monotonic() + bound.seconds
         while (worker := self._worker_of(replica)) is not None:
             answer = self._waits.ask_worker(
-                worker, protocol.FETCH, replica=replica, name=name, part=part
+                WaitCause.FETCH,
+                worker,
+                protocol.FETCH,
+                replica=replica,
+                name=name,
+                part=part,
             )
             if answer is not None and answer["status"] == Answer.OK:
                 return answer
@@ -446,7 +462,7 @@ class Fetching:
                 )
             # Not at once: one that died is known to be gone a little later.
             gone = lambda: self._worker_of(replica) is None  # noqa: E731
-            self._waits.until_true("fetch", gone, AGAIN_S)
+            self._waits.until_true(WaitCause.FETCH, gone, AGAIN_S)
         return None
 
 
@@ -471,8 +487,8 @@ class RemoteChannel(Receiver):
         self._entrance = Entrance(link, self._waits, endpoint)
         self._fetching = Fetching(self._waits, self._worker_of)
         self._note: Any = None  # while it waits for a lease
-        self._agreement = Agreement(link, self._waits, self.gather)
-        self._repaired = 0  # as told by the last `traffic`
+        self._agreement = Agreement(link, self._waits, self.barrier)
+        self._repaired = 0  # as told by the last `stats`
 
     @property
     @override
@@ -482,21 +498,21 @@ class RemoteChannel(Receiver):
     # ---- coming and going
 
     @override
-    def join(self) -> Entry:
+    def join(self) -> JoinResult:
         return self._entrance.enter()
 
     @override
-    def activate(self, step: int) -> Seating:
-        answer = self._waits.ask(protocol.ACTIVATE, None, step=step)
+    def activate(self, step: int) -> ActivateResult:
+        answer = self._waits.ask(WaitCause.ACTIVATE, protocol.ACTIVATE, None, step=step)
         members = dict(answer["members"])
         self._carrier.progress = (step, answer["lap"] - 1)
         self._inbox.meet({r: s for r, s in members.items() if r != self._replica})
         report = {replica: unwrap_note(said) for replica, said in answer["report"]}
         epoch, lap = answer["epoch"], answer["lap"]
-        return Seating(sorted(members), epoch, report, lap)
+        return ActivateResult(sorted(members), epoch, report, lap)
 
     @override
-    def serve(self, make: Serve | None) -> None:
+    def serve_snapshot(self, make: Snapshot | None) -> None:
         self._waits.make = make
 
     @override
@@ -513,29 +529,35 @@ class RemoteChannel(Receiver):
     # ---- updates
 
     @override
-    def has_room(self) -> bool:
+    def has_room(self, *, wait: bool = False) -> bool:
+        if wait:
+            self._waits.until_sent(WaitCause.ROOM, self._carrier.ready)
+            return True
         room = self._carrier.has_room()
-        self._traffic.withheld += not room
+        self._stats.withheld += not room
         return room
 
     @override
-    def publish(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
-        return self._offer(Item.update(stamp, stamp.step, frame.nbytes, compact(frame)))
+    def publish(
+        self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
+    ) -> bool:
+        if not force and not self.has_room():
+            return False
+        stamp = self._stamp(step)
+        frame = encode(stamp)
+        completed = step - 1 if partial else step
+        item = Item.update(stamp, completed, frame.nbytes, compact(frame))
+        if not self._carrier.offer(item, force=force):
+            self._stats.withheld += 1
+            return False
+        self._published = stamp.sequence
+        self._stats.sent_bytes += frame.nbytes
+        self._stats.frames += 1
+        if force:
+            self._wait_until_sent()
+        return True
 
-    @override
-    def publish_part(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> bool:
-        completed = stamp.step - 1
-        return self._offer(Item.update(stamp, completed, frame.nbytes, compact(frame)))
-
-    def _offer(self, item: Item) -> bool:
-        accepted = self._publish(item, force=False)
-        self._traffic.withheld += not accepted
-        return accepted
-
-    @override
-    def publish_last(self, stamp: codec.Stamp, frame: NDArray[np.uint8]) -> None:
-        item = Item.update(stamp, stamp.step, frame.nbytes, compact(frame))
-        self._publish(item, force=True)
+    def _wait_until_sent(self) -> None:
         bound = self._timeouts.bound("stop")
         if not self._carrier.wait_until_sent(bound.seconds):
             logger.warning(
@@ -547,35 +569,18 @@ class RemoteChannel(Receiver):
                 self._waits.last_heard(),
             )
 
-    def _publish(self, item: Item, *, force: bool) -> bool:
-        if not self._carrier.offer(item, force=force):
-            return False
-        self._traffic.sent_bytes += item.nbytes
-        self._traffic.frames += 1
-        return True
+    @override
+    def progress(self, step: int, interval: int = -1) -> None:
+        self._carrier.complete(step, interval)
 
     @override
-    def published(self) -> int:
-        return self._carrier.sequence
-
-    @override
-    def complete(self, step: int, done: int = -1) -> None:
-        self._carrier.complete(step, done)
-
-    @override
-    def align(self, step: int, grid: float) -> None:
+    def sync(self, step: int, grid: float) -> None:
         self._carrier.progress = (step, self._carrier.progress[1])
-        self._inbox.align(self._inbox.others(), step, grid)
+        self._inbox.sync(self._inbox.others(), step, grid)
 
     @override
-    def drained(self) -> Drained:
+    def link_stats(self) -> Drained:
         return self._carrier.drained()
-
-    # ---- waiting
-
-    @override
-    def wait_for_room(self) -> None:
-        self._waits.until_sent("room", self._carrier.ready)
 
     # ---- requests
 
@@ -584,6 +589,7 @@ class RemoteChannel(Receiver):
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
     ) -> Lease | SyncPoint | None:
         answer = self._waits.ask(
+            WaitCause.LEASE,
             protocol.LEASE,
             None if wait else self._timeouts.bound("request"),
             phase=phase,
@@ -616,6 +622,7 @@ class RemoteChannel(Receiver):
             new key.
         """
         answer = self._waits.ask(
+            WaitCause.MISSING,
             protocol.MISSING,
             self._timeouts.bound("data"),
             phase=phase,
@@ -625,47 +632,52 @@ class RemoteChannel(Receiver):
         return str(answer["key"])
 
     @override
-    def gather(
-        self, key: str, note: Any, kind: Barrier = Barrier.MEET, told: bytes = b""
-    ) -> Gathered:
+    def barrier(
+        self,
+        key: str,
+        payload: Any,
+        kind: Barrier = Barrier.MEET,
+        client_payload: bytes = b"",
+    ) -> BarrierResult:
         if kind == Barrier.AGREE and self._endpoint.routing == "plain":
             # What is still here would be held back with what others hand over.
-            self._waits.until_sent("flush", self._carrier.sent)
+            self._waits.until_sent(WaitCause.FLUSH, self._carrier.sent)
         answer = self._waits.ask(
+            WaitCause.GATHER,
             protocol.GATHER,
             None,
             key=key,
-            note=wrap_note(note),
-            told=told,
+            note=wrap_note(payload),
+            told=client_payload,
             kind=kind.value,
         )
         if kind != Barrier.AGREE:
             self._inbox.release()
-        notes = {replica: unwrap_note(said) for replica, said in answer["notes"]}
-        self._count_notes(notes)
-        return Gathered(notes, dict(answer["gone"]), answer["counted"])
+        payloads = {replica: unwrap_note(said) for replica, said in answer["notes"]}
+        self._count_payloads(payloads)
+        return BarrierResult(payloads, dict(answer["gone"]), answer["counted"])
 
     @override
-    def stand_by(self, note: Any) -> None:
-        self._note = note
+    def set_idle(self, payload: Any) -> None:
+        self._note = payload
 
     @override
-    def offer(self, name: str, arrays: Arrays) -> None:
+    def publish_blob(self, name: str, arrays: Arrays) -> None:
         self._link.shelf.put(name, Parcel(arrays))
 
     @override
-    def withdraw(self, but: str = "") -> None:
-        self._link.shelf.clear(but)
+    def drop_blobs(self, keep: str = "") -> None:
+        self._link.shelf.clear(keep)
 
     @override
-    def keep(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
+    def keep_state(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
         self._link.newest.keep(epoch, make)
 
     @override
-    def fetch(self, replica: int, name: str) -> Arrays | None:
+    def fetch_blob(self, replica: int, name: str) -> Arrays | None:
         arrays = self._fetching.fetch(replica, name)
         if arrays is not None:
-            self._traffic.received_bytes += sum(a.nbytes for a in arrays.values())
+            self._stats.received_bytes += sum(a.nbytes for a in arrays.values())
         return arrays
 
     def _worker_of(self, replica: int) -> str | None:
@@ -680,8 +692,8 @@ class RemoteChannel(Receiver):
             self._agreement.reach(key, published, gone, load)
 
     @override
-    def traffic(self) -> Traffic:
-        now = super().traffic()
+    def stats(self) -> ChannelStats:
+        now = super().stats()
         former, self._repaired = self._repaired, self._link.repairs.repaired
         now.repaired = self._repaired - former
         now.sent_bytes += self._link.shelf.count_off()

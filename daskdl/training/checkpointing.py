@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks import Callback, Checkpoint
-from daskdl.channel.base import Channel, Gathered
+from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import SyncPoint
+from daskdl.channel.protocol import WaitCause
 from daskdl.checkpoints import (
     COMMON,
     CheckpointPlan,
@@ -77,7 +78,7 @@ def awaited(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> T
     Raises:
         WaitTimeoutError: If it takes too long. What it raises comes out as it is.
     """
-    if not channel.wait_for_checkpoint(future, bound.seconds):
+    if not channel.wait(WaitCause.CHECKPOINT, future, bound.seconds):
         raise WaitTimeoutError(f"{what} took longer than {bound}")
     return future.result()
 
@@ -145,7 +146,7 @@ class CheckpointWriter:
             awaited(self._channel, writing, self._bound, what)
             self.written()
 
-    def begin(self, taken: int, gathered: Gathered, what: Copyable) -> None:
+    def begin(self, taken: int, gathered: BarrierResult, what: Copyable) -> None:
         """Copy what there is, and begin to write it; nothing is being written.
 
         Args:
@@ -153,7 +154,7 @@ class CheckpointWriter:
             gathered: What all replicas said when they met: they take part.
             what: Of this replica.
         """
-        notes, stamp = gathered.notes, self._plan.stamp(taken)
+        notes, stamp = gathered.payloads, self._plan.stamp(taken)
         members = tuple(sorted(notes.keys() - gathered.gone.keys()))
         complete = {note["checkpoint"]["written"] for note in notes.values()} == {
             stamp.number - 1
@@ -258,7 +259,7 @@ class Checkpoints:
     def end_epoch(
         self,
         epoch: int,
-        gathered: Gathered,
+        gathered: BarrierResult,
         reports: Reports,
         over: bool,
         make: Callable[[], Copyable],
@@ -281,7 +282,7 @@ class Checkpoints:
         if plan.rule.due(epoch) or over:
             self.take(gathered, make)
 
-    def take(self, gathered: Gathered, make: Callable[[], Copyable]) -> None:
+    def take(self, gathered: BarrierResult, make: Callable[[], Copyable]) -> None:
         """All have met, and it is time.
 
         Args:
@@ -293,7 +294,7 @@ class Checkpoints:
         """
         self._writer.finish()
         self._taken = max(
-            note["checkpoint"]["checkpoints"] for note in gathered.notes.values()
+            note["checkpoint"]["checkpoints"] for note in gathered.payloads.values()
         )
         what = make()
         said = {**what.said, "rows": self._rows.rows}

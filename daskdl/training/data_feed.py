@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from daskdl.channel.base import Channel
 from daskdl.channel.leasing import Lease, Range, SyncPoint
+from daskdl.channel.protocol import WaitCause
 from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
 from daskdl.data import trees
@@ -262,7 +263,7 @@ class Store(ABC):
         # Who fetches a result has the same bound, and says then where it is.
         most_s = bound.seconds + (ASK_S if key else 0.0)
         for waited in itertools.count(1):
-            if self._channel.wait_for_data(coming, look_s):
+            if self._channel.wait(WaitCause.DATA, coming, look_s):
                 return coming.result()
             if waited * look_s >= most_s:
                 raise WaitTimeoutError(

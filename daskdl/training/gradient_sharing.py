@@ -12,8 +12,8 @@ from torch import nn
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import Channel, Gathered
-from daskdl.channel.inbox import Arrived
+from daskdl.channel.base import BarrierResult, Channel
+from daskdl.channel.inbox import DrainResult
 from daskdl.channel.protocol import FAN_OUT, Barrier
 from daskdl.compression.compressor import (
     Compressor,
@@ -156,9 +156,7 @@ class Sender:
         """
         self.due = False
         self._clock.chance()
-        if self._pace.in_step:
-            self._wait_for_room()
-        elif not self._channel.has_room():
+        if not self._has_room():
             return
         with self._observer.encoding:
             # All that was made in the warm-up goes densely, however late it can.
@@ -173,9 +171,11 @@ class Sender:
         self._clock.chance()
         self._clock.take()
 
-    def _wait_for_room(self) -> None:
+    def _has_room(self) -> bool:
+        if not self._pace.in_step:
+            return self._channel.has_room()
         with self._observer.waiting:
-            self._channel.wait_for_room()
+            return self._channel.has_room(wait=True)
 
     def _exchange(self, updates: Sequence[PendingUpdate], step: int) -> None:
         """Send what there is to send, a frame each, as far as there is room."""
@@ -200,7 +200,7 @@ class Sender:
             sum(frame.nbytes for frame in frames),
             dense,
             self._clock.take(),
-            self._channel.drained(),
+            self._channel.link_stats(),
         )
         self._compressor.learn(measured)
 
@@ -209,23 +209,19 @@ class Sender:
         frames: list[Frame] = []
         for update in waiting:
             if frames and self._pace.in_step:  # all, or it could not be repeated
-                self._wait_for_room()
-            with self._observer.encoding:
-                frame = self._send(update, step, last=update is waiting[-1])
-            if frame is None:
-                break
-            frames.append(frame)
-        return frames
+                self._has_room()
 
-    def _send(self, update: PendingUpdate, step: int, *, last: bool) -> Frame | None:
-        stamp = self._channel.next_stamp(step)
-        frame = update.encode(stamp)
-        publish = self._channel.publish if last else self._channel.publish_part
-        if not publish(stamp, frame):
-            return None
-        # Only what is on its way leaves the residual.
-        self._compressor.commit_(update)
-        return frame
+            def encode(stamp: codec.Stamp, update: PendingUpdate = update) -> Frame:
+                frames.append(update.encode(stamp))
+                return frames[-1]
+
+            before, partial = len(frames), update is not waiting[-1]
+            with self._observer.encoding:
+                if not self._channel.publish(encode, step, partial=partial):
+                    return frames[:before]
+                # Only what is on its way leaves the residual.
+                self._compressor.commit_(update)
+        return frames
 
     def state(self) -> dict[str, Any]:
         """What it goes on from, as plain values; its clock begins anew."""
@@ -313,19 +309,17 @@ class Sharer(Exchange):
                 self._sender.restore_(part)
         self._made, self._step = common["made"], common["step"]
         self._clipped_before = self._compressor.clipped
-        self._channel.align(self._step, self._vector.grid)
+        self._channel.sync(self._step, self._vector.grid)
 
     @override
     def before_step(self, interval: int) -> None:
         pace = self._pace
         self._observer.begin_step()
-        self._weigh(1 + len(self._channel.others()))
-        if pace.max_staleness is not None and self._step % pace.exchange_every == 0:
-            with self._observer.waiting:
-                self._channel.wait_for_others(self._step, interval, pace.max_staleness)
-        self._observer.leads(
-            pace.lead(self._step, self._channel.lead(self._step, interval))
-        )
+        self._weigh(1 + len(self._channel.peers()))
+        bound = pace.max_staleness if self._step % pace.exchange_every == 0 else None
+        with self._observer.waiting:
+            lead = self._channel.wait_for_peers(self._step, interval, bound)
+        self._observer.leads(pace.lead(self._step, lead))
         self._take_in(self._step if pace.in_step else None)
         self._sender.begin_step()
 
@@ -339,7 +333,7 @@ class Sharer(Exchange):
         if self.exchanged:
             self._share()
         if pace.says(self._step):
-            self._channel.complete(self._step)
+            self._channel.progress(self._step)
 
     def _share(self) -> None:
         if self._own:
@@ -350,21 +344,20 @@ class Sharer(Exchange):
         self._sender.share(self._step, self._made + self._step)
 
     def _take_in(self, up_to_step: int | None = None) -> None:
-        self._apply(self._channel.receive(up_to_step))
+        self._apply(self._channel.drain(up_to_step))
 
-    def _apply(self, arrived: Arrived) -> None:
-        updates, folded_N = arrived
+    def _apply(self, arrived: DrainResult) -> None:
         with self._observer.applying:
-            if folded_N is not None:
-                self._vector.apply_counts_(folded_N)
-            for update in updates:
+            if arrived.folded_N is not None:
+                self._vector.apply_counts_(arrived.folded_N)
+            for update in arrived.updates:
                 self._vector.apply_(update)
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
         if self._sender.due:
             self._share()
-        self._channel.complete(self._step, done=interval)
+        self._channel.progress(self._step, interval)
         if ended:
             self._meet(interval, examples)
 
@@ -374,10 +367,10 @@ class Sharer(Exchange):
         self._frozen_bytes = sum(array.nbytes for array in frozen.values())
         key = f"sync {interval}"
         self._served = False
-        gathered = self._channel.gather(
+        gathered = self._channel.barrier(
             key,
             {
-                "sequence": self._channel.published(),
+                "sequence": self._channel.published,
                 "step": self._step,
                 "examples": examples,
                 "floating": buffers.floating_F,
@@ -388,8 +381,8 @@ class Sharer(Exchange):
         )
         self._agree(key, gathered)
 
-    def _agree(self, key: str, gathered: Gathered) -> None:
-        notes = gathered.notes
+    def _agree(self, key: str, gathered: BarrierResult) -> None:
+        notes = gathered.payloads
         published = {r: note["sequence"] for r, note in notes.items()}
         self._channel.agree(key, published, gathered.gone, self._load)
         self._take_in()
@@ -399,7 +392,7 @@ class Sharer(Exchange):
         if self._own:
             self._vector.flush_residual_()
         self._step = max(note["step"] for note in notes.values())
-        self._channel.align(self._step, self._vector.regrid_())
+        self._channel.sync(self._step, self._vector.regrid_())
         parts = [
             (Buffers(note["floating"], note["integer"]), note["examples"])
             for _, note in sorted(notes.items())
@@ -448,7 +441,7 @@ class Sharer(Exchange):
 
     @override
     def snapshot(self) -> dict[str, Any]:
-        arrived, received = self._channel.take_all()
+        arrived = self._channel.drain()
         self._apply(arrived)
         if self._own:
             self._vector.flush_residual_()
@@ -456,7 +449,9 @@ class Sharer(Exchange):
         self._frozen.look()
         buffers = pack_buffers(self._module)
         return {
-            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
+            "received": [
+                [o, last, list(more)] for o, (last, more) in arrived.received.items()
+            ],
             "counts_N": self._vector.shared_counts(),
             "grid": self._vector.grid,
             "made": self._made,
@@ -475,10 +470,12 @@ class Sharer(Exchange):
     @override
     def leave(self) -> None:
         self._take_in()
-        grid = self._vector.grid
-        stamp = self._channel.next_stamp(self._step)
-        frame = codec.encode_dense(stamp, grid, self._vector.flush_residual_())
-        self._channel.publish_last(stamp, frame)
+        grid, counts_N = self._vector.grid, self._vector.flush_residual_()
+        self._channel.publish(
+            lambda stamp: codec.encode_dense(stamp, grid, counts_N),
+            self._step,
+            force=True,
+        )
 
     @override
     def result(self) -> ExchangeResult:

@@ -400,7 +400,7 @@ class Averager(Exchange):
         """Meet until what was trained here is in a mean."""
         while self._said.examples:
             self._meet()
-        self._channel.complete(self._made)
+        self._channel.progress(self._made)
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
@@ -411,14 +411,14 @@ class Averager(Exchange):
             pass
         self._behind = False
         self.keep_agreed()
-        self._channel.complete(self._made, done=interval)
+        self._channel.progress(self._made, interval)
 
     def _rest(self) -> None:
         self._frozen.look()  # after the last step of a lap too: its mean is made now
         self._said = self._said._replace(rests=True)
         self._average_all()
         self._offer_state()
-        self._channel.stand_by(_note(self._said._replace(parked=True)))
+        self._channel.set_idle(_note(self._said._replace(parked=True)))
         self._behind = True
 
     def _meet(self, *, ended: bool = False) -> Round:
@@ -430,13 +430,13 @@ class Averager(Exchange):
             self._offer_state()
         kind = Barrier.AGREE if ended else Barrier.ROUND
         with self._done.waiting:
-            gathered = self._channel.gather(MEETING, _note(self._said), kind)
+            gathered = self._channel.barrier(MEETING, _note(self._said), kind)
         if self._replica in gathered.gone:
             raise Stopped("the others have gone on without this replica")
-        said = {r: note["said"] for r, note in gathered.notes.items()}
+        said = {r: note["said"] for r, note in gathered.payloads.items()}
         decided = round_of(said, gathered.gone)
         # By now everybody has fetched what was offered for the meeting before.
-        self._channel.withdraw(but=self._state_name)
+        self._channel.drop_blobs(keep=self._state_name)
         self._said = self._said._replace(seen=decided.number)
         self._state.feedback.settle_(decided.latest)
         if decided.weights:
@@ -446,7 +446,7 @@ class Averager(Exchange):
         return decided
 
     def _average(self, decided: Round) -> None:
-        stamp = self._channel.next_stamp(self._made)._replace(sequence=decided.number)
+        stamp = Stamp(self._channel.run, self._replica, decided.number, self._made)
         terms = self._state.terms(stamp, whole=decided.whole)
         routes = Routes(decided.number, decided.members, self._fan_out)
         reduction = Reduction(self._channel, routes, decided.root, self._replica)
@@ -473,12 +473,12 @@ class Averager(Exchange):
         return f"state {self._said.mean}"
 
     def _offer_state(self) -> None:
-        self._channel.offer(self._state_name, self._state.whole())
+        self._channel.publish_blob(self._state_name, self._state.whole())
 
     def _fetch_state(self, decided: Round) -> None:
         start = self._replica % len(decided.donors)
         for donor in decided.donors[start:] + decided.donors[:start]:
-            state = self._channel.fetch(donor, f"state {decided.latest}")
+            state = self._channel.fetch_blob(donor, f"state {decided.latest}")
             if state is not None:
                 self._state.load_(state)
                 self._has(decided.latest)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from daskdl import errors
 from daskdl.callbacks import EpochBegin, Step
-from daskdl.channel.base import Channel, Entry, Gathered, Stopped
+from daskdl.channel.base import BarrierResult, Channel, JoinResult, Stopped
 from daskdl.channel.leasing import SyncPoint, done_of
 from daskdl.channel.protocol import Barrier
 from daskdl.compression.flat import Frozen
@@ -393,7 +393,7 @@ class Replica:
             replica._resume(inherited)
         if entry.snapshot is not None:
             replica._catch_up(entry.snapshot)
-        channel.serve(replica.snapshot)
+        channel.serve_snapshot(replica.snapshot)
         return replica
 
     def __init__(
@@ -404,7 +404,7 @@ class Replica:
         channel: Channel,
         device: torch.device,
         store: Store,
-        entry: Entry,
+        entry: JoinResult,
         inherited: RestoredState | None,
     ) -> None:
         self._number = number
@@ -497,7 +497,7 @@ class Replica:
             with restoring(f"{at}: random"):
                 restore_generators(part["random"], self._device)
         # Nobody sends anything before all are there, on the same grid.
-        gathered = self._channel.gather("resume", {"digest": self.exchange.digest()})
+        gathered = self._channel.barrier("resume", {"digest": self.exchange.digest()})
         check_alike(gathered, "after they have read a checkpoint")
         for part, at in zip(inherited.own, inherited.own_at, strict=True):
             self.seen += part["seen"]
@@ -545,7 +545,7 @@ class Replica:
             self.checkpoints.finish()
 
     def _train_epoch(self, epoch: int) -> None:
-        replicas = 1 + len(self._channel.others())
+        replicas = 1 + len(self._channel.peers())
         begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
         for callback in self._recipe.callbacks:
             callback.on_epoch_begin(begin)
@@ -624,7 +624,7 @@ class Replica:
             "digest": self.exchange.digest(),
             "checkpoint": self.checkpoints.note(),
         }
-        gathered = self._channel.gather(f"pause {self.interval}", note, Barrier.SYNC)
+        gathered = self._channel.barrier(f"pause {self.interval}", note, Barrier.SYNC)
         check_alike(gathered, f"in the middle of epoch {epoch}")
         self.interval += 1
         sync_point = sync_point._replace(departed=done_of(gathered.counted["departed"]))
@@ -633,16 +633,16 @@ class Replica:
     def _end_epoch(self, epoch: int) -> None:
         self._sync(epoch)
         # That of the epoch before is not held while the new one is validated.
-        self._channel.keep(epoch, None)
+        self._channel.keep_state(epoch, None)
         self.seen += self.totals.examples
-        gathered = self._channel.gather(
+        gathered = self._channel.barrier(
             f"report {epoch}",
             self._report(epoch).to_wire(),
             Barrier.REPORT,
             self._log.take(),
         )
         check_alike(gathered, f"at the end of epoch {epoch}")
-        reports, departed = reports_of(gathered.notes), gathered.counted["departed"]
+        reports, departed = reports_of(gathered.payloads), gathered.counted["departed"]
         check_trained(epoch, reports, departed)
         self.totals = EpochTotals()
         self.interval += 1
@@ -652,7 +652,7 @@ class Replica:
         judged = judging.scored(epoch) or not judging.validates
         self.rate.end_epoch(reports, judged=judged)
         self.stopper.end_epoch(epoch, reports, agreed)
-        self._channel.keep(epoch, functools.partial(arrays_of, agreed))
+        self._channel.keep_state(epoch, functools.partial(arrays_of, agreed))
         if self.checkpoints is not None:
             over = self.stopper.over or epoch + 1 == self._options.epochs
             make = functools.partial(self._checkpoint, epoch + 1)
@@ -665,7 +665,7 @@ class Replica:
             seen=self.seen,
             totals=self.totals,
             exchange=self.exchange.stats(),
-            traffic=self._channel.traffic(),
+            traffic=self._channel.stats(),
             score=score,
             unscored=unscored,
             **self.rate.report(),
@@ -678,11 +678,11 @@ class Replica:
         if not self._options.judging.scored(epoch):
             return None, ""
         feed = self._feed("validation", epoch)
-        self._channel.serve(None)  # the module shows something else meanwhile
+        self._channel.serve_snapshot(None)  # the module shows something else meanwhile
         with self.exchange.showing_agreed():
             objective, batches = self._recipe.objective, feed.batches()
             score = score_batches(self.module, objective, batches, self._device)
-        self._channel.serve(self.snapshot)
+        self._channel.serve_snapshot(self.snapshot)
         return score, feed.reason
 
     def _checkpoint(self, epoch: int, sync_point: SyncPoint | None = None) -> Copyable:
@@ -774,7 +774,7 @@ class Replica:
             high_steps=self.watch.recent if math.isfinite(loss) else 0,
             learning_rate=self.rate.value,
             scale=exchange.update_scale,
-            replicas=1 + len(self._channel.others()),
+            replicas=1 + len(self._channel.peers()),
             staleness=stats.lead_sum / max(stats.steps, 1),
             residual=exchange.step_stats().residual_p99,
             gradient_norm=self.stepper.gradient_norm(),
@@ -795,7 +795,7 @@ def _read_checkpoint(
     return awaited(channel, reading, bound, f"reading {plan.url}")
 
 
-def check_alike(gathered: Gathered, when: str) -> None:
+def check_alike(gathered: BarrierResult, when: str) -> None:
     """Refuse to go on if replicas that must be equal are not.
 
     Args:
@@ -805,6 +805,6 @@ def check_alike(gathered: Gathered, when: str) -> None:
     Raises:
         ChannelError: If they differ.
     """
-    digests = {r: note["digest"] for r, note in gathered.notes.items()}
+    digests = {r: note["digest"] for r, note in gathered.payloads.items()}
     if len(set(digests.values())) > 1:
         raise ChannelError(f"replicas differ {when}: checksums by replica {digests}")

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from daskdl import codec
-from daskdl.channel.base import Traffic
+from daskdl.channel.base import ChannelStats
 from daskdl.compression.compressor import Frame, Sample
 from daskdl.errors import DataError
 from daskdl.history import StepRow, Thinned, pack_rows
@@ -420,7 +420,7 @@ class EpochReport:
     seen: int = 0
     totals: EpochTotals = field(default_factory=EpochTotals)
     exchange: ExchangeStats = field(default_factory=ExchangeStats)
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: ChannelStats = field(default_factory=ChannelStats)
     score: Score | None = None
     unscored: str = ""
     scheduled: int = 0
@@ -450,7 +450,7 @@ class EpochReport:
                 **fields,
                 "totals": EpochTotals(*fields["totals"]),
                 "exchange": ExchangeStats(*fields["exchange"]),
-                "traffic": Traffic(**fields["traffic"]),
+                "traffic": ChannelStats(**fields["traffic"]),
                 "score": None if score is None else Score(*score),
                 "best": BestScore(*fields["best"]),
             }

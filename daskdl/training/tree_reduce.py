@@ -533,10 +533,10 @@ class Reduction:
         if self._parent is None:
             result = None if total is None else finish(total)
         else:
-            self._channel.offer(f"sum {self._number}", _or_broken(total))
+            self._channel.publish_blob(f"sum {self._number}", _or_broken(total))
             result = self._fetch(self._parent, f"mean {self._number}")
         if self._children:
-            self._channel.offer(f"mean {self._number}", _or_broken(result))
+            self._channel.publish_blob(f"mean {self._number}", _or_broken(result))
         return result
 
     def _total(
@@ -554,7 +554,7 @@ class Reduction:
         return add(shares) if shares else {}
 
     def _fetch(self, replica: int, name: str) -> Arrays | None:
-        fetched = self._channel.fetch(replica, name)
+        fetched = self._channel.fetch_blob(replica, name)
         return None if fetched is None or BROKEN in fetched else fetched
 
 

@@ -18,6 +18,7 @@ from tests.support.channels import (
     a_run,
     begin,
     in_thread,
+    next_stamp,
     publish,
     register,
     totals,
@@ -79,7 +80,7 @@ async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
     size = 2**19  # 2 MiB of counts, which do not compress
     counts_N = np.random.default_rng(0).integers(-(2**30), 2**30, size, np.int32)
     async with a_run(c, s, a, b, size=size, inbox_bytes=2**23, routing=routing) as run:
-        stamp = run.channels[0].next_stamp(step=3)
+        stamp = next_stamp(run.channels[0], 3)
         frame = codec.encode_dense(stamp, run.endpoint.grid, counts_N)
         assert frame.nbytes > 2**20
 
@@ -89,11 +90,11 @@ async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
             "read_now",
             lambda *frame: threads.append(threading.get_ident()) or decode(*frame),
         )
-        assert run.channels[0].publish(stamp, frame)
+        assert run.channels[0].publish(lambda _: frame, stamp.step)
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
         assert threads != [threading.get_ident()]
-        (update,) = run.channels[1].receive().updates
+        (update,) = run.channels[1].drain().updates
         assert update.stamp == stamp
         np.testing.assert_array_equal(update.counts_N, counts_N)
 
@@ -111,11 +112,11 @@ async def test_two_runs_at_once_do_not_mix(c, s, a, b, routing):
         await in_thread(one.channels[1].wait_for_updates, {0: 1})
         await in_thread(other.channels[1].wait_for_updates, {0: 1})
 
-        assert totals(one.channels[1].receive())[:2] == [1, 0]
-        assert totals(other.channels[1].receive())[:2] == [0, -1]
+        assert totals(one.channels[1].drain())[:2] == [1, 0]
+        assert totals(other.channels[1].drain())[:2] == [0, -1]
         await other.ask("daskdl_stop", run=8, reason="enough")
         with pytest.raises(Stopped, match="enough"):
-            await in_thread(other.channels[1].gather, "never", None)
+            await in_thread(other.channels[1].barrier, "never", None)
         assert one.record.stopped is None
         one.channels[1].check()
 
@@ -149,7 +150,7 @@ async def test_the_run_of_a_client_that_goes_is_stopped_and_closed(c, s, a, b, r
         a_run(second, s, a, b, run=8, routing=routing) as its,
     ):
         waiting = [  # each where the other does not come
-            begin(channel.gather, f"never {replica}", None)
+            begin(channel.barrier, f"never {replica}", None)
             for replica, channel in its.channels.items()
         ]
         its.client = c  # the one that asks from now on

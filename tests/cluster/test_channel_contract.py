@@ -20,6 +20,7 @@ from tests.support.channels import (
     frame_of,
     in_thread,
     meet,
+    next_stamp,
     publish,
     totals,
 )
@@ -56,7 +57,7 @@ class TestJoining:
             second = begin(run.channels[1].join)
 
             assert await first == await second == ([0, 1], None)
-            assert [run.channels[r].others() for r in (0, 1)] == [[1], [0]]
+            assert [run.channels[r].peers() for r in (0, 1)] == [[1], [0]]
 
     @every_channel()
     async def test_a_replica_has_one_channel(self, a_run):
@@ -92,64 +93,62 @@ class TestUpdates:
             assert [update for update in seen[2] if update[0] == 0] == from_first
             assert seen[2].count((1, 1)) == 1
             expected = [3] * 4 + [0] * 4 + [-1] + [0] * (SIZE - 9)
-            assert totals(run.channels[2].receive()) == expected
-            assert totals(run.channels[2].receive()) == [0] * SIZE
+            assert totals(run.channels[2].drain()) == expected
+            assert totals(run.channels[2].drain()) == [0] * SIZE
 
     @every_channel(kinds=("plain", "local"))
     async def test_one_that_is_sent_again_is_received_once(self, a_run):
         async with a_run() as run:
             channel = run.channels[0]
-            stamp = channel.next_stamp(step=1)
             for _ in range(3):
-                assert channel.publish(stamp, frame_of(stamp, 1))
+                assert publish(channel, 1, step=1)
+                channel._published = 0
+            channel._published = 1
             assert publish(channel, 2, step=2)
 
             await in_thread(run.channels[1].wait_for_updates, {0: 2})
 
-            assert totals(run.channels[1].receive())[:2] == [1, 1]
+            assert totals(run.channels[1].drain())[:2] == [1, 1]
 
     @every_channel()
     async def test_a_part_of_what_a_step_sends_does_not_complete_it(self, a_run):
         async with a_run() as run:
             one, other = run.channels[0], run.channels[1]
             heard = []
-            for send in (one.publish_part, one.publish):
-                stamp = one.next_stamp(step=1)
-                assert send(stamp, frame_of(stamp, 1))
-                await in_thread(other.wait_for_updates, {0: stamp.sequence})
-                heard.append(other.lead(1, 0))
+            for partial in (True, False):
+                assert publish(one, step=1, partial=partial)
+                await in_thread(other.wait_for_updates, {0: one.published})
+                heard.append(other.wait_for_peers(1, 0, None))
 
             assert heard == [1, 0]
 
     @every_channel()
     async def test_what_was_carried_is_counted_where_it_was_carried(self, a_run):
         async with a_run() as run:
-            stamp = run.channels[0].next_stamp(step=1)
+            stamp = next_stamp(run.channels[0], 1)
             frame = frame_of(stamp, 1, -5, 7)
 
-            run.channels[0].publish(stamp, frame)
+            run.channels[0].publish(lambda _: frame, stamp.step)
             await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
-            sent, received = (run.channels[r].traffic() for r in (0, 1))
+            sent, received = (run.channels[r].stats() for r in (0, 1))
             assert (sent.frames, sent.sent_bytes) == (1, frame.nbytes)
             assert (sent.received_bytes, received.received_bytes) == (0, frame.nbytes)
             assert received.waits_s.keys() == {"join", "updates"}
-            nothing = run.channels[1].traffic()
+            nothing = run.channels[1].stats()
             assert (nothing.received_bytes, nothing.waits_s) == (0, {})
-            assert run.channels[0].published() == 1
+            assert run.channels[0].published == 1
 
     @every_channel(replicas=3)
     async def test_what_has_left_is_counted_until_it_is_asked_for(self, a_run):
         async with a_run() as run:
             channel, expected = run.channels[0], 0
             for step in range(3):
-                stamp = channel.next_stamp(step)
-                frame = frame_of(stamp, 1, -5, 7)
-                assert channel.publish(stamp, frame)
-                expected += frame.nbytes
+                expected += frame_of(next_stamp(channel, step), 1, -5, 7).nbytes
+                assert publish(channel, 1, -5, 7, step=step)
             await has_left(channel)
 
-            drained = channel.drained()
+            drained = channel.link_stats()
 
             # Along a tree with a fan-out of 1 only one of two others gets them from it.
             assert (drained.nbytes, drained.frames) == (expected, 3)
@@ -157,7 +156,7 @@ class TestUpdates:
             assert 1 <= drained.requests <= 3 if remote else drained.requests == 0
             assert drained.copies == (2 if run.endpoint.routing == "mesh" else 1)
             assert (drained.busy_s > 0) == remote
-            assert channel.drained() == Drained(copies=drained.copies)
+            assert channel.link_stats() == Drained(copies=drained.copies)
 
     @every_channel()
     async def test_the_next_frame_takes_time_of_its_own(self, a_run):
@@ -166,7 +165,7 @@ class TestUpdates:
             for step in range(2):
                 assert publish(channel, step=step)
                 await has_left(channel)
-                taken.append(channel.drained())
+                taken.append(channel.link_stats())
 
             assert [drained.frames for drained in taken] == [1, 1]
             remote = not isinstance(channel, LocalChannel)
@@ -175,17 +174,17 @@ class TestUpdates:
     @every_channel()
     async def test_what_cannot_be_read_is_refused_by_who_gets_it(self, a_run, caplog):
         async with a_run() as run:
-            stamp = run.channels[0].next_stamp(step=0)
+            stamp = next_stamp(run.channels[0], 0)
             damaged = frame_of(stamp, 1)
             damaged[-1] ^= 1
-            assert run.channels[0].publish(stamp, damaged)
+            assert run.channels[0].publish(lambda _: damaged, stamp.step)
             assert publish(run.channels[0], 2)
 
             await in_thread(run.channels[1]._inbox.wait_for, lambda: has(run, 2), 20)
 
-            assert totals(run.channels[1].receive())[:2] == [0, 1]
+            assert totals(run.channels[1].drain())[:2] == [0, 1]
             # Over a mesh it is asked for again, and is no better then.
-            assert run.channels[1].traffic().refused >= 1
+            assert run.channels[1].stats().refused >= 1
             assert "replica 1 refused update 1 of replica 0" in caplog.text
 
     @every_channel()
@@ -195,24 +194,24 @@ class TestUpdates:
                 assert publish(run.channels[0], 1, -2, step=step, count=step + 1)
             await in_thread(run.channels[1].wait_for_updates, {0: 5})
 
-            arrived = run.channels[1].receive()
+            arrived = run.channels[1].drain()
 
             assert arrived.folded_N is not None
             assert totals(arrived)[:3] == [15, -15, 0]
-            assert run.channels[1].traffic().folds == 2
+            assert run.channels[1].stats().folds == 2
 
     @every_channel()
     async def test_the_last_one_arrives_whatever_happens_next(self, a_run):
         async with a_run() as run:
             leaver = run.channels.pop(1)
-            stamp = leaver.next_stamp(step=4)
+            stamp = next_stamp(leaver, 4)
             frame = codec.encode_dense(stamp, GRID, np.arange(SIZE, dtype=np.int32))
 
-            await in_thread(leaver.publish_last, stamp, frame)
+            await in_thread(leaver.publish, lambda _: frame, stamp.step, force=True)
             await in_thread(leaver.leave)
 
             await in_thread(run.channels[0].wait_for_updates, {1: 1})
-            (update,) = run.channels[0].receive().updates
+            (update,) = run.channels[0].drain().updates
             assert update.counts_N.tolist() == list(range(SIZE))
 
 
@@ -238,13 +237,13 @@ class TestBarriers:
     async def test_everybody_reads_all_notes_arrays_included(self, a_run):
         async with a_run() as run:
             answers = await asyncio.gather(
-                *(in_thread(run.channels[r].gather, "end", NOTES[r]) for r in (0, 1))
+                *(in_thread(run.channels[r].barrier, "end", NOTES[r]) for r in (0, 1))
             )
 
             for gathered in answers:
                 assert gathered.gone == {}
-                assert gathered.notes.keys() == {0, 1}
-                for replica, note in gathered.notes.items():
+                assert gathered.payloads.keys() == {0, 1}
+                for replica, note in gathered.payloads.items():
                     assert note.keys() == NOTES[replica].keys()
                     assert note["examples"] == NOTES[replica]["examples"]
                     for name in ("long", "table", "empty"):
@@ -257,7 +256,7 @@ class TestBarriers:
             await meet(run, "quiet")
             answers = await asyncio.gather(
                 *(
-                    in_thread(c.gather, "loud", r, Barrier.REPORT, b"rows %d" % r)
+                    in_thread(c.barrier, "loud", r, Barrier.REPORT, b"rows %d" % r)
                     for r, c in run.channels.items()
                 )
             )
@@ -265,7 +264,7 @@ class TestBarriers:
             (event,) = await run.events()
             assert (event["kind"], event["key"]) == ("gathered", "loud")
             assert list(event["told"]) == [b"rows 0", b"rows 1"]
-            assert [dict(answer.notes) for answer in answers] == [{0: 0, 1: 1}] * 2
+            assert [dict(answer.payloads) for answer in answers] == [{0: 0, 1: 1}] * 2
             assert [list(note) for note in event["notes"]] == [
                 [0, 0],
                 [1, 1],
@@ -280,7 +279,7 @@ class TestBarriers:
                 # The second one has to wait for the pace of the first.
                 assert publish(channel, 1)
                 assert publish(channel, 2)
-                return channel.gather("end", None, Barrier.AGREE)
+                return channel.barrier("end", None, Barrier.AGREE)
 
             await asyncio.gather(*(in_thread(end, run.channels[r]) for r in (0, 1)))
 
@@ -293,15 +292,15 @@ class TestBarriers:
         async with a_run() as run:
             await meet(run, "end", Barrier.AGREE)
             assert publish(run.channels[0], 3, step=1)
-            run.channels[0].complete(7)  # what comes later has overtaken nothing
-            await in_thread(run.channels[1].wait_for_others, 7, 0, 0)
+            run.channels[0].progress(7)  # what comes later has overtaken nothing
+            await in_thread(run.channels[1].wait_for_peers, 7, 0, 0)
 
-            early = run.channels[1].receive()
+            early = run.channels[1].drain()
             await meet(run, "report", Barrier.REPORT)
             await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
             assert early.updates == []
-            assert totals(run.channels[1].receive())[:4] == [0, 0, 1, 0]
+            assert totals(run.channels[1].drain())[:4] == [0, 0, 1, 0]
 
     @every_channel(replicas=3)
     async def test_after_it_all_have_what_anybody_published_before(self, a_run):
@@ -310,11 +309,11 @@ class TestBarriers:
             def end(replica, channel):
                 for step in range(replica + 1):
                     assert publish(channel, replica + 1, step=step)
-                note = {"sequence": channel.published()}
-                gathered = channel.gather("end", note, Barrier.AGREE)
-                published = {r: n["sequence"] for r, n in gathered.notes.items()}
+                note = {"sequence": channel.published}
+                gathered = channel.barrier("end", note, Barrier.AGREE)
+                published = {r: n["sequence"] for r, n in gathered.payloads.items()}
                 channel.agree("end", published, gathered.gone, load=None)
-                return totals(channel.receive())[:3]
+                return totals(channel.drain())[:3]
 
             ends = [in_thread(end, r, c) for r, c in run.channels.items()]
 

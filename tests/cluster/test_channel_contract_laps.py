@@ -56,7 +56,7 @@ class TestLaps:
 
             assert len(first) == dealing.first
             assert isinstance(pause, SyncPoint)
-            await in_thread(run.channels[0].gather, "pause", None, Barrier.SYNC)
+            await in_thread(run.channels[0].barrier, "pause", None, Barrier.SYNC)
             rest, nothing = await take(run.channels[0])
             assert nothing is None
             trained = [one.part for piece in first + rest for one in piece.ranges]

@@ -17,21 +17,21 @@ class TestStaleness:
     async def test_nobody_runs_further_ahead_than_allowed(self, a_run):
         async with a_run() as run:
             fast, slow = run.channels[0], run.channels[1]
-            await in_thread(fast.wait_for_others, 2, 0, 2)
-            assert fast.lead(3, 0) == 3
+            await in_thread(fast.wait_for_peers, 2, 0, 2)
+            assert fast.wait_for_peers(3, 0, None) == 3
 
-            waiting = begin(fast.wait_for_others, 3, 0, 2)
-            slow.complete(1)
+            waiting = begin(fast.wait_for_peers, 3, 0, 2)
+            slow.progress(1)
             await waiting
 
-            assert fast.lead(3, 0) == 2
+            assert fast.wait_for_peers(3, 0, None) == 2
 
     @every_channel()
     async def test_who_is_done_with_the_epoch_holds_nobody_up(self, a_run):
         async with a_run() as run:
-            waiting = begin(run.channels[0].wait_for_others, 9, 0, 2)
+            waiting = begin(run.channels[0].wait_for_peers, 9, 0, 2)
 
-            run.channels[1].complete(1, done=0)
+            run.channels[1].progress(1, 0)
 
             await waiting
 
@@ -39,22 +39,22 @@ class TestStaleness:
     async def test_who_has_left_holds_nobody_up_in_any_epoch(self, a_run):
         async with a_run() as run:
             await in_thread(run.channels.pop(2).leave)
-            gathers = [begin(run.channels[r].gather, "end", None) for r in (0, 1)]
+            gathers = [begin(run.channels[r].barrier, "end", None) for r in (0, 1)]
             for gather in gathers:
                 await gather
             for channel in run.channels.values():
-                channel.align(5, GRID)
+                channel.sync(5, GRID)
 
-            run.channels[1].complete(30)
+            run.channels[1].progress(30)
 
-            await in_thread(run.channels[0].wait_for_others, 30, 1, 8)
-            assert run.channels[0].lead(30, 1) == 0
+            await in_thread(run.channels[0].wait_for_peers, 30, 1, 8)
+            assert run.channels[0].wait_for_peers(30, 1, None) == 0
 
 
 BLOCKING = {
-    "gather": lambda channel: channel.gather("end", None),
+    "gather": lambda channel: channel.barrier("end", None),
     "updates": lambda channel: channel.wait_for_updates({1: 5}),
-    "staleness": lambda channel: channel.wait_for_others(9, 0, 2),
+    "staleness": lambda channel: channel.wait_for_peers(9, 0, 2),
     "lease": lambda channel: channel.lease("train", 0, [], wait=True),
 }
 
@@ -80,7 +80,7 @@ class TestStopping:
     @every_channel()
     async def test_closing_a_run_stops_who_is_still_in_it(self, a_run):
         async with a_run() as run:
-            waiting = begin(run.channels[0].gather, "end", None)
+            waiting = begin(run.channels[0].barrier, "end", None)
             await run.until(lambda: bool(run.record.barriers))
 
             await run.shut()
@@ -102,7 +102,7 @@ class TestStopping:
     @every_channel()
     async def test_a_replica_that_fails_ends_the_run_for_all(self, a_run):
         async with a_run() as run:
-            waiting = begin(run.channels[0].gather, "end", None)
+            waiting = begin(run.channels[0].barrier, "end", None)
             failure = failure_of(RuntimeError("boom"), step=3)
 
             await in_thread(run.channels[1].fail, failure)
@@ -176,15 +176,15 @@ class TestLeases:
                 "p",
             )
             await in_thread(run.channels[0].wait_for_updates, {2: 1})
-            gather = begin(run.channels[0].gather, "end", {"from": 0})
+            gather = begin(run.channels[0].barrier, "end", {"from": 0})
             lease = begin(run.channels[1].lease, "train", 0, [], wait=True)
 
             await in_thread(run.channels.pop(2).leave)
 
             assert of_one(await lease) == (0, "p")
-            await in_thread(run.channels[1].gather, "end", {"from": 1})
+            await in_thread(run.channels[1].barrier, "end", {"from": 1})
             gathered = await gather
-            assert gathered.notes == {0: {"from": 0}, 1: {"from": 1}}
+            assert gathered.payloads == {0: {"from": 0}, 1: {"from": 1}}
             assert gathered.gone.keys() == {2}
             await in_thread(run.channels[1].wait_for_updates, {2: 1})
             assert run.record.schedule.repeated == 1

@@ -19,6 +19,7 @@ from tests.support.channels import (
     frame_of,
     in_thread,
     item_of,
+    next_stamp,
     publish,
     totals,
     two_workers,
@@ -65,7 +66,7 @@ async def test_a_malformed_publish_is_refused_and_a_good_one_still_arrives(
         assert run.record.refused == 1
         assert publish(run.channels[0], 5)
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
-        assert run.channels[1].receive().updates[0].entries_K.tolist() == [5]
+        assert run.channels[1].drain().updates[0].entries_K.tolist() == [5]
         assert run.record.stopped is None
 
 
@@ -98,7 +99,7 @@ async def test_who_was_given_up_publishes_to_nobody_and_is_told(c, s, a, b):
         with pytest.raises(Stopped, match="replica 1 is not a member any more"):
             await in_thread(channel.wait_for_updates, {0: 1})
         assert run.record.refused == 0
-        assert totals(run.channels[0].receive()) == [0] * SIZE
+        assert totals(run.channels[0].drain()) == [0] * SIZE
         await in_thread(channel.leave)
 
 
@@ -212,16 +213,16 @@ async def test_a_damaged_frame_is_refused_and_a_good_one_still_arrives(
     c, s, a, b, frame
 ):
     async with a_run(c, s, a, b) as run:
-        stamp = run.channels[0].next_stamp(step=0)
+        stamp = next_stamp(run.channels[0], 0)
         assert stamp == STAMP
 
         answer = await run.deliver(1, item_of(stamp, frame))
 
         assert answer == {"status": "ok", "accepted": 1}
-        assert run.channels[1].traffic().refused == 1
+        assert run.channels[1].stats().refused == 1
         assert publish(run.channels[0], 5)
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
-        assert run.channels[1].receive().updates[0].entries_K.tolist() == [5]
+        assert run.channels[1].drain().updates[0].entries_K.tolist() == [5]
         assert s.workers.keys() == {a.address, b.address}
 
 
@@ -234,8 +235,8 @@ async def test_a_payload_that_is_no_frame_is_refused(c, s, a, b, payload):
         answer = await run.deliver(1, tuple(item), item_of(STAMP, frame_of(STAMP, 5)))
 
         assert answer == {"status": "ok", "accepted": 2}
-        assert run.channels[1].traffic().refused == 1
-        assert run.channels[1].receive().updates[0].entries_K.tolist() == [5]
+        assert run.channels[1].stats().refused == 1
+        assert run.channels[1].drain().updates[0].entries_K.tolist() == [5]
 
 
 @two_workers()
@@ -243,15 +244,15 @@ async def test_a_damaged_frame_that_came_through_the_relay_costs_nobody_his_plac
     c, s, a, b
 ):
     async with a_run(c, s, a, b) as run:
-        stamp = run.channels[0].next_stamp(step=0)
+        stamp = next_stamp(run.channels[0], 0)
 
-        assert run.channels[0].publish(stamp, flipped(frame_of(stamp, 1)))
+        assert run.channels[0].publish(lambda _: flipped(frame_of(stamp, 1)), 0)
         assert publish(run.channels[0], 5, step=1)
-        await in_thread(run.channels[1].wait_for_others, 1, 0, 0)
+        await in_thread(run.channels[1].wait_for_peers, 1, 0, 0)
 
-        (update,) = run.channels[1].receive().updates
+        (update,) = run.channels[1].drain().updates
         assert update.stamp.sequence == 2
-        assert run.channels[1].traffic().refused == 1
+        assert run.channels[1].stats().refused == 1
         assert run.record.members.present == [0, 1]
 
 
@@ -264,7 +265,7 @@ async def test_a_malformed_delivery_is_refused_and_counted(c, s, a, b, items):
         answer = await run.deliver(1, *items)
 
         assert answer["status"] == "refused"
-        assert run.channels[1].traffic().refused == 1
+        assert run.channels[1].stats().refused == 1
         assert publish(run.channels[0])
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
@@ -289,7 +290,7 @@ async def test_a_delivery_for_nobody_here_is_counted(
         )
 
         assert answer["status"] == status
-        assert run.worker_plugin(1).refused + run.channels[1].traffic().refused == 1
+        assert run.worker_plugin(1).refused + run.channels[1].stats().refused == 1
 
 
 @pytest.mark.parametrize(
@@ -312,13 +313,13 @@ async def test_a_malformed_fetch_is_refused_and_a_good_one_still_answered(
     c, s, a, b, fields, status
 ):
     async with a_run(c, s, a, b) as run:
-        run.channels[1].offer("mean", {"a": np.arange(3)})
+        run.channels[1].publish_blob("mean", {"a": np.arange(3)})
         good = {"run": RUN, "replica": 1, "name": "mean", "part": 0}
 
         answer = await s.rpc(b.address).daskdl_fetch(**{**good, **fields})
 
         assert answer["status"] == status
-        fetched = await in_thread(run.channels[0].fetch, 1, "mean")
+        fetched = await in_thread(run.channels[0].fetch_blob, 1, "mean")
         assert fetched["a"].tolist() == [0, 1, 2]
 
 

@@ -18,6 +18,7 @@ from tests.support.channels import (
     bounds,
     in_thread,
     meet,
+    next_stamp,
     publish,
     three_workers,
     two_workers,
@@ -37,13 +38,13 @@ async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers, routing):
             "p",
         )
         await in_thread(run.channels[0].wait_for_updates, {2: 1})
-        gathers = [begin(run.channels[r].gather, "end", {"from": r}) for r in (0, 1)]
+        gathers = [begin(run.channels[r].barrier, "end", {"from": r}) for r in (0, 1)]
         run.vanish(2)
 
         await workers[2].close()
 
         for gathered in await asyncio.gather(*gathers):
-            assert gathered.notes == {0: {"from": 0}, 1: {"from": 1}}
+            assert gathered.payloads == {0: {"from": 0}, 1: {"from": 1}}
             assert gathered.gone.keys() == {2}
             assert routing == "mesh" or gathered.gone == {2: 1}
         await in_thread(run.channels[1].wait_for_updates, {2: 1})
@@ -70,12 +71,12 @@ async def test_a_lost_replica_is_not_waited_for_in_the_next_epoch(
         await workers[2].close()
         await meet(run, "end")
         for channel in run.channels.values():
-            channel.align(5, GRID)
+            channel.sync(5, GRID)
 
-        run.channels[1].complete(30)
+        run.channels[1].progress(30)
 
-        await in_thread(run.channels[0].wait_for_others, 30, 1, 8)
-        assert run.channels[0].lead(30, 1) == 0
+        await in_thread(run.channels[0].wait_for_peers, 30, 1, 8)
+        assert run.channels[0].wait_for_peers(30, 1, None) == 0
 
 
 @EITHER
@@ -99,25 +100,25 @@ async def test_a_run_without_replicas_is_stopped(c, s, a, b, routing):
 async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
         leaver = run.channels.pop(1)
-        waiting = begin(leaver.gather, "end", None)
+        waiting = begin(leaver.barrier, "end", None)
         await run.live.until(lambda: bool(run.record.barriers), PATIENCE_S)
 
         closing = asyncio.ensure_future(b.close())
         with pytest.raises(Stopped, match="its worker closes"):
             await waiting
         assert leaver.closing
-        stamp = leaver.next_stamp(step=4)
+        stamp = next_stamp(leaver, 4)
         frame = codec.encode_dense(stamp, GRID, np.arange(SIZE, dtype=np.int32))
-        await in_thread(leaver.publish_last, stamp, frame)
+        await in_thread(leaver.publish, lambda _: frame, stamp.step, force=True)
         await in_thread(leaver.leave)
         await asyncio.wait_for(closing, PATIENCE_S)
 
         await in_thread(run.channels[0].wait_for_updates, {1: 1})
-        (update,) = run.channels[0].receive().updates
+        (update,) = run.channels[0].drain().updates
         assert update.counts_N.tolist() == list(range(SIZE))
         assert run.record.members.gone.keys() == {1}
         assert routing == "mesh" or run.record.members.gone == {1: 1}
-        assert (await in_thread(run.channels[0].gather, "end", 0)).notes.keys() == {
+        assert (await in_thread(run.channels[0].barrier, "end", 0)).payloads.keys() == {
             0,
             1,
         }
@@ -127,7 +128,7 @@ async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b, routing):
 @two_workers()
 async def test_a_silent_replica_is_given_up_and_named(c, s, a, b, routing):
     async with a_run(c, s, a, b, timeouts=bounds(silence=2.0), routing=routing) as run:
-        waiting = begin(run.channels[0].gather, "end", None)
+        waiting = begin(run.channels[0].barrier, "end", None)
 
         run.link(1).stop_sending()  # it is there, and says nothing any more
 
@@ -148,7 +149,7 @@ async def test_one_that_was_given_up_leaves_and_its_worker_is_free(c, s, a, b, r
         await run.live.lose(1, "it was silent")
 
         with pytest.raises(Stopped, match="replica 1 is not a member any more"):
-            await in_thread(run.channels[1].gather, "end", None)
+            await in_thread(run.channels[1].barrier, "end", None)
 
         await in_thread(run.channels.pop(1).leave)
         _, free = await run.events()

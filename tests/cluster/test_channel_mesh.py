@@ -16,6 +16,7 @@ from tests.support.channels import (
     in_thread,
     item_of,
     meet,
+    next_stamp,
     publish,
     three_workers,
     totals,
@@ -29,9 +30,9 @@ CHAIN = {"routing": "mesh", "fan_out": 1}  # each update goes by two hops
 def sent_by(run, replica, *entries):
     """An update as the replica would send it, without its being sent."""
     channel = run.channels[replica]
-    stamp = channel.next_stamp(0)
+    stamp = next_stamp(channel, 0)
     item = item_of(stamp, frame_of(stamp, *entries))
-    run.link(replica).carrier.sequence += 1
+    channel._published = run.link(replica).carrier.sequence = stamp.sequence
     return item
 
 
@@ -39,11 +40,11 @@ async def agree(run, replicas, key="end", load=lambda snapshot: None):
     """Let these replicas meet and come to the same updates; what each had to apply."""
 
     def end(channel):
-        note = {"sequence": channel.published()}
-        gathered = channel.gather(key, note, Barrier.AGREE)
-        published = {r: said["sequence"] for r, said in gathered.notes.items()}
+        note = {"sequence": channel.published}
+        gathered = channel.barrier(key, note, Barrier.AGREE)
+        published = {r: said["sequence"] for r, said in gathered.payloads.items()}
         channel.agree(key, published, gathered.gone, load)
-        return totals(channel.receive())
+        return totals(channel.drain())
 
     ends = [in_thread(end, run.channels[r]) for r in replicas]
     return await asyncio.gather(*ends)
@@ -82,7 +83,7 @@ async def test_what_is_not_passed_on_is_asked_for(c, s, *workers):
         await in_thread(run.channels[2].wait_for_updates, {0: 3})
 
         assert middle.forwards_dropped == 3
-        assert totals(run.channels[2].receive())[:4] == [1, 1, 1, 0]
+        assert totals(run.channels[2].drain())[:4] == [1, 1, 1, 0]
 
 
 @three_workers()
@@ -116,7 +117,7 @@ async def test_an_update_that_was_dropped_on_its_way_is_asked_for(c, s, a, b, ro
         await in_thread(run.channels[1].wait_for_updates, {0: 2})
 
         assert len(dropped) == 1
-        assert totals(run.channels[1].receive())[:3] == [1, 1, 0]
+        assert totals(run.channels[1].drain())[:3] == [1, 1, 0]
 
 
 @three_workers()
@@ -159,13 +160,13 @@ async def test_who_takes_nothing_leaves_the_others_updates_with_them(
         weight = own.nbytes // count
         assert 500 <= own.nbytes < 500 + weight
         assert not sender.has_room()
-        assert sender.published() == count
-        waiting = begin(sender.wait_for_room)
+        assert sender.published == count
+        waiting = begin(sender.has_room, wait=True)
         released.set()
         await waiting
         assert publish(sender, step=20)
         await in_thread(receiver.wait_for_updates, {0: count + 1})
-        assert totals(receiver.receive())[0] == count + 1
+        assert totals(receiver.drain())[0] == count + 1
 
 
 @three_workers()
@@ -196,7 +197,7 @@ async def test_who_cannot_get_an_update_any_more_takes_a_state(c, s, *workers):
         await run.deliver(0, first, second)
         await run.deliver(1, third)
         for replica in (0, 1):
-            run.channels[replica].serve(applied_by(run.channels[replica]))
+            run.channels[replica].serve_snapshot(applied_by(run.channels[replica]))
         run.vanish(2)
         await run.live.lose(2, "in the middle of sending")
         loaded = []
@@ -223,8 +224,8 @@ async def test_a_state_that_is_older_than_what_was_told_is_not_taken(c, s, *work
                 state = {**state, "received": [[2, 1, []]]}
             return state
 
-        run.channels[0].serve(outdated_once)
-        run.channels[1].serve(applied_by(run.channels[1]))
+        run.channels[0].serve_snapshot(outdated_once)
+        run.channels[1].serve_snapshot(applied_by(run.channels[1]))
         await run.deliver(0, first, second)
         await run.deliver(1, third)
         run.vanish(2)
@@ -248,7 +249,7 @@ async def test_one_that_is_lost_while_the_others_agree_is_left_out(c, s, *worker
         await run.deliver(0, first)
         note = {"sequence": 2}
         ends = asyncio.ensure_future(agree(run, [0, 1]))
-        await in_thread(run.channels[2].gather, "end", note, Barrier.AGREE)
+        await in_thread(run.channels[2].barrier, "end", note, Barrier.AGREE)
 
         run.vanish(2)
         await run.live.lose(2, "in the middle of the barrier")
@@ -269,11 +270,11 @@ async def test_what_is_sent_after_all_have_agreed_is_taken_in_after_the_barrier(
         item = sent_by(run, 0, 4)
 
         assert await run.deliver(1, item) == {"status": "ok", "accepted": 0}
-        assert totals(run.channels[1].receive()) == [0] * SIZE
+        assert totals(run.channels[1].drain()) == [0] * SIZE
 
         await meet(run, "report", Barrier.REPORT)
         assert await run.deliver(1, item) == {"status": "ok", "accepted": 1}
-        assert totals(run.channels[1].receive()) == [0] * 3 + [1] + [0] * (SIZE - 4)
+        assert totals(run.channels[1].drain()) == [0] * 3 + [1] + [0] * (SIZE - 4)
 
 
 @three_workers()
@@ -281,7 +282,7 @@ async def test_how_far_a_replica_is_is_passed_on(c, s, *workers):
     async with a_run(c, s, *workers, **CHAIN) as run:
         run.record.progress = list  # the scheduler says nothing of it
 
-        run.channels[0].complete(9)
+        run.channels[0].progress(9)
 
         await wait_until(lambda: run.link(2).inbox.steps().get(0) == 9)
 

@@ -22,7 +22,7 @@ from tests.support.channels import (
 async def test_a_newcomer_in_the_middle_of_traffic_has_all_of_it_once(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh", fan_out=1) as run:
         donor, made = run.channels[0], applied_by(run.channels[0])
-        donor.serve(made)
+        donor.serve_snapshot(made)
         stop = asyncio.Event()
 
         async def traffic(replica):
@@ -35,20 +35,20 @@ async def test_a_newcomer_in_the_middle_of_traffic_has_all_of_it_once(c, s, a, b
                 await asyncio.sleep(0.001)
 
         senders = [asyncio.ensure_future(traffic(replica)) for replica in (0, 1)]
-        await wait_until(lambda: donor.published() > 20)
+        await wait_until(lambda: donor.published > 20)
         replica, channel = await newcomer(run, b)
         entry = await in_thread(channel.join)
         known_N = entry.snapshot["total_N"].copy()
         (own,) = (last for o, last, _ in entry.snapshot["received"] if o == 0)
         known_N[0] += own  # what a donor has published itself does not arrive there
-        at_entry = donor.published()
-        await wait_until(lambda: donor.published() > at_entry + 20)
+        at_entry = donor.published
+        await wait_until(lambda: donor.published > at_entry + 20)
         stop.set()
         await asyncio.gather(*senders)
 
-        last = {r: run.channels[r].published() for r in (0, 1)}
+        last = {r: run.channels[r].published for r in (0, 1)}
         await in_thread(channel.wait_for_updates, last)
-        known_N += np.array(totals(channel.receive()), np.int32)
+        known_N += np.array(totals(channel.drain()), np.int32)
         assert known_N.tolist() == [last[0], last[1]] + [0] * (SIZE - 2)
         assert replica == 2
 
@@ -57,7 +57,7 @@ async def test_a_newcomer_in_the_middle_of_traffic_has_all_of_it_once(c, s, a, b
 async def test_a_newcomer_waits_until_all_know_that_it_is_there(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh") as run:
         donor, other = run.channels[0], run.channels[1]
-        donor.serve(applied_by(donor))
+        donor.serve_snapshot(applied_by(donor))
         run.live.relays[1].cancel()  # the relay to the other one
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
@@ -75,14 +75,14 @@ async def test_a_newcomer_waits_until_all_know_that_it_is_there(c, s, a, b):
 
         assert entry.snapshot["total_N"].tolist() == [1] + [0] * (SIZE - 1)
         await in_thread(channel.wait_for_updates, {1: 2})
-        assert totals(channel.receive())[:2] == [0, 1]
+        assert totals(channel.drain())[:2] == [0, 1]
 
 
 @two_workers()
 async def test_a_donor_has_first_what_a_newcomer_is_not_sent(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh") as run:
         donor, other = run.channels[0], run.channels[1]
-        donor.serve(applied_by(donor))
+        donor.serve_snapshot(applied_by(donor))
         link = run.link(0)
         deliver = link.deliver
 

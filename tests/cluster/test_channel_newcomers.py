@@ -34,7 +34,7 @@ from tests.support.channels import (
 async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
         donor, other = run.channels[0], run.channels[1]
-        donor.serve(applied_by(donor))
+        donor.serve_snapshot(applied_by(donor))
         assert publish(other, 1)
         assert publish(other, 2)
         await in_thread(donor.wait_for_updates, {1: 2})
@@ -50,7 +50,7 @@ async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
         assert publish(other, 4)
         await in_thread(channel.wait_for_updates, {1: 4})
 
-        known_N = entry.snapshot["total_N"] + np.array(totals(channel.receive()))
+        known_N = entry.snapshot["total_N"] + np.array(totals(channel.drain()))
         assert entry.members == [replica] == [2]
         assert known_N.tolist() == [1, 1, 1, 1] + [0] * (SIZE - 4)
 
@@ -69,8 +69,8 @@ async def test_a_snapshot_is_made_once_and_who_makes_it_goes_on_waiting(
             assert held.wait(PATIENCE_S)
             return make()
 
-        donor.serve(counted)
-        waiting = begin(donor.gather, "end", 0)
+        donor.serve_snapshot(counted)
+        waiting = begin(donor.barrier, "end", 0)
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
         await wait_until(made.is_set)
@@ -80,9 +80,9 @@ async def test_a_snapshot_is_made_once_and_who_makes_it_goes_on_waiting(
         assert not again.wait(0.3)
         await joining
         assert not waiting.done()
-        await in_thread(run.channels[1].gather, "end", 1)
+        await in_thread(run.channels[1].barrier, "end", 1)
 
-        assert (await waiting).notes == {0: 0, 1: 1}
+        assert (await waiting).payloads == {0: 0, 1: 1}
 
 
 @two_workers()
@@ -111,10 +111,10 @@ async def test_a_donor_that_is_behind_applies_first_what_a_newcomer_is_not_sent(
     async with a_run(c, s, a, b) as run:
         donor, other = run.channels[0], run.channels[1]
         made = applied_by(donor)
-        donor.serve(made)
+        donor.serve_snapshot(made)
         run.live.relays[0].cancel()  # the relay to the donor
         assert publish(other, 1)
-        await in_thread(other.wait_for_room)
+        await in_thread(other.has_room, wait=True)
 
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
@@ -136,14 +136,14 @@ async def test_a_donor_that_is_behind_applies_first_what_a_newcomer_is_not_sent(
 async def test_a_donor_serves_where_it_waits(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
-        donor.serve(applied_by(donor))
-        waiting = begin(donor.gather, "end", None)
+        donor.serve_snapshot(applied_by(donor))
+        waiting = begin(donor.barrier, "end", None)
 
         _, channel = await newcomer(run, b)
         entry = await in_thread(channel.join)
 
         assert entry.snapshot["step"] == 3
-        await in_thread(run.channels[1].gather, "end", None)
+        await in_thread(run.channels[1].barrier, "end", None)
         await waiting
 
 
@@ -152,11 +152,11 @@ async def test_a_donor_serves_where_it_waits(c, s, a, b, routing):
 async def test_another_donor_is_asked_if_the_first_has_gone(c, s, *workers, routing):
     async with a_run(c, s, *workers, routing=routing, fan_out=1) as run:
         first, second = run.channels[2], run.channels[0]
-        first.complete(9)  # the farthest, but it serves nobody
+        first.progress(9)  # the farthest, but it serves nobody
         await wait_until(lambda: run.record.members.donor() == 2)
-        second.complete(5)
+        second.progress(5)
         await wait_until(lambda: run.record.members.replicas[0].progress.step == 5)
-        second.serve(applied_by(second))
+        second.serve_snapshot(applied_by(second))
         waiting = begin(second.wait_for_updates, {1: 1})
 
         _, channel = await newcomer(run, workers[1])
@@ -177,10 +177,10 @@ async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(
 ):
     async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
-        donor.serve(applied_by(donor))
+        donor.serve_snapshot(applied_by(donor))
         await meet(run, "end 0")
         await meet(run, "report 0", Barrier.REPORT)
-        waiting = begin(donor.gather, "end 1", 0)
+        waiting = begin(donor.barrier, "end 1", 0)
         replica, channel = await newcomer(run, b)
         entry = await in_thread(channel.join)
         assert run.record.members.expected == [0, 1]
@@ -189,11 +189,11 @@ async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(
 
         assert seating == ([0, 1, 2], 1, {0: 0, 1: 1}, 1)
         assert run.record.members.expected == [0, 1, 2]
-        await wait_until(lambda: replica in run.channels[1].others())
+        await wait_until(lambda: replica in run.channels[1].peers())
         assert run.link(1).inbox.steps()[replica] == 3
-        others = [in_thread(run.channels[r].gather, "end 1", r) for r in (1, replica)]
+        others = [in_thread(run.channels[r].barrier, "end 1", r) for r in (1, replica)]
         for gathered in await asyncio.gather(waiting, *others):
-            assert gathered.notes == {0: 0, 1: 1, 2: 2}
+            assert gathered.payloads == {0: 0, 1: 1, 2: 2}
 
 
 @EITHER
@@ -203,18 +203,18 @@ async def test_a_newcomer_begins_between_the_barriers_of_two_epochs(
 ):
     async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
-        donor.serve(applied_by(donor))
+        donor.serve_snapshot(applied_by(donor))
         await meet(run, "end 0", Barrier.AGREE)
-        waiting = begin(donor.gather, "report 0", 0, Barrier.REPORT)
+        waiting = begin(donor.barrier, "report 0", 0, Barrier.REPORT)
         _, channel = await newcomer(run, b)
         entry = await in_thread(channel.join)
         activating = begin(channel.activate, entry.snapshot["step"])
         await wait_until(lambda: len(run.live._changed._waiters or ()) == 2)
         assert not activating.done()
 
-        await in_thread(run.channels[1].gather, "report 0", 1, Barrier.REPORT)
+        await in_thread(run.channels[1].barrier, "report 0", 1, Barrier.REPORT)
 
-        assert (await waiting).notes == {0: 0, 1: 1}
+        assert (await waiting).payloads == {0: 0, 1: 1}
         assert (await activating)[1:] == (1, {0: 0, 1: 1}, 1)
 
 
@@ -225,7 +225,7 @@ async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
 ):
     async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
-        donor.serve(applied_by(donor))
+        donor.serve_snapshot(applied_by(donor))
         await meet(run, "end 0", Barrier.AGREE)
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
@@ -235,11 +235,11 @@ async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
         activating = begin(channel.activate, entry.snapshot["step"])
         await wait_until(lambda: run.live._changed._waiters)  # it is there first
 
-        first = begin(donor.gather, "report 0", 0, Barrier.REPORT)
+        first = begin(donor.barrier, "report 0", 0, Barrier.REPORT)
         await wait_until(lambda: run.record.barriers)
-        await in_thread(run.channels[1].gather, "report 0", 1, Barrier.REPORT)
+        await in_thread(run.channels[1].barrier, "report 0", 1, Barrier.REPORT)
 
-        assert (await first).notes == {0: 0, 1: 1}
+        assert (await first).payloads == {0: 0, 1: 1}
         assert (await activating)[1:] == (1, {0: 0, 1: 1}, 1)
 
 

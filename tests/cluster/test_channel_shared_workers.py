@@ -57,7 +57,7 @@ async def test_an_update_goes_once_to_a_worker_and_to_all_its_replicas(
         ]
         assert len(updates) == 1
         assert not [i for fields in alone for i in fields["items"] if i[0] == "update"]
-        arrived = [totals(run.channels[r].receive()) for r in (1, 2, 3)]
+        arrived = [totals(run.channels[r].drain()) for r in (1, 2, 3)]
         assert arrived[0] == arrived[1] == arrived[2]
         assert (arrived[0][0], arrived[0][6]) == (1, -1)
 
@@ -153,7 +153,7 @@ def test_a_request_that_makes_no_sense_is_refused_and_counted(shares):
             )
 
             assert answer["status"] == Answer.REFUSED
-            assert run.channels[1].traffic().refused == 1
+            assert run.channels[1].stats().refused == 1
             assert publish(run.channels[0])
             await in_thread(run.channels[1].wait_for_updates, {0: 1})
 

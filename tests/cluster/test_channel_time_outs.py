@@ -16,6 +16,7 @@ from tests.support.channels import (
     frame_of,
     held_up,
     in_thread,
+    next_stamp,
     publish,
     two_workers,
 )
@@ -80,7 +81,7 @@ async def test_without_room_for_too_long_a_wait_names_what_waits(
         assert publish(run.channels[0])
 
         with pytest.raises(WaitTimeoutError) as caught:
-            await in_thread(run.channels[0].wait_for_room)
+            await in_thread(run.channels[0].has_room, wait=True)
 
         assert re.fullmatch(
             r"replica 0 waited 1 s \(daskdl\.timeouts\.silence\) for room: "
@@ -101,7 +102,7 @@ async def test_without_word_from_others_for_too_long_a_wait_names_what_waits(
         assert publish(run.channels[0])
 
         with pytest.raises(WaitTimeoutError) as caught:
-            await in_thread(run.channels[0].wait_for_room)
+            await in_thread(run.channels[0].has_room, wait=True)
 
         assert re.fullmatch(
             r"replica 0 waited 4\.5 s \(daskdl\.timeouts\.silence \+ request\) for "
@@ -112,7 +113,7 @@ async def test_without_word_from_others_for_too_long_a_wait_names_what_waits(
 
 AHEAD = {
     "staleness": (
-        lambda channel: channel.wait_for_others(9, 0, 2),
+        lambda channel: channel.wait_for_peers(9, 0, 2),
         r"staleness; by replica: \{1: 4\}",
     ),
     "updates": (
@@ -132,8 +133,8 @@ async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
     async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
         monkeypatch.setattr(run.record.members, "silent_since", lambda bound: [])
         assert publish(run.channels[1], step=4)
-        run.channels[1].complete(4)
-        await in_thread(run.channels[0].wait_for_others, 4, 0, 0)
+        run.channels[1].progress(4)
+        await in_thread(run.channels[0].wait_for_peers, 4, 0, 0)
 
         with pytest.raises(WaitTimeoutError) as caught:
             await in_thread(block, run.channels[0])
@@ -173,9 +174,11 @@ async def test_who_leaves_with_updates_unsent_says_how_many_and_to_whom(
     async with a_run(c, s, a, b, timeouts=bounds(stop=0.2)) as run:
         released = held_up(s.handlers, "daskdl_publish", monkeypatch)
         leaver = run.channels[0]
-        stamp = leaver.next_stamp(0)
+        stamp = next_stamp(leaver, 0)
 
-        await in_thread(leaver.publish_last, stamp, frame_of(stamp, 1))
+        await in_thread(
+            leaver.publish, lambda _: frame_of(stamp, 1), stamp.step, force=True
+        )
 
         assert re.search(
             r"replica 0 leaves after 0\.2 s \(daskdl\.timeouts\.stop\); "

@@ -9,7 +9,7 @@ from distributed.utils_test import async_poll_for
 from daskdl import codec
 from daskdl.channel import sender as pump_end
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import Item
+from daskdl.channel.protocol import Item, WaitCause
 from daskdl.channel.routing import BEAT_S
 from tests.support.channels import (
     EITHER,
@@ -39,8 +39,8 @@ async def test_progress_waits_while_the_relay_is_full(c, s, a, b, monkeypatch):
         released = held_up(b.handlers, "daskdl_deliver", monkeypatch)
         for step in range(5):
             assert publish(run.channels[0], step=step)
-        run.channels[0].complete(9)
-        waiting = begin(run.channels[1].wait_for_others, 9, 0, 0)
+        run.channels[0].progress(9)
+        waiting = begin(run.channels[1].wait_for_peers, 9, 0, 0)
         await async_poll_for(
             lambda: run.record.members.replicas[0].progress.sequence, PATIENCE_S
         )
@@ -49,7 +49,7 @@ async def test_progress_waits_while_the_relay_is_full(c, s, a, b, monkeypatch):
         released.set()
         await waiting
 
-        assert run.channels[1].receive().updates[-1].stamp.sequence == 5
+        assert run.channels[1].drain().updates[-1].stamp.sequence == 5
 
 
 @two_workers()
@@ -66,8 +66,8 @@ async def test_progress_goes_with_the_last_update_that_waits(c, s, a, b, monkeyp
         monkeypatch.setitem(s.handlers, "daskdl_publish", noting)
         for step in range(4):
             assert publish(run.channels[0], step=step)
-        run.channels[0].complete(9)
-        await in_thread(run.channels[1].wait_for_others, 9, 0, 0)
+        run.channels[0].progress(9)
+        await in_thread(run.channels[1].wait_for_peers, 9, 0, 0)
 
         with_items = [request for request in told if request[0]]
         assert with_items == [(1, 0), (1, 0), (1, 0), (1, 9)]
@@ -88,15 +88,15 @@ async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
         more = [publish(sender, step=step) for step in range(4, 9)]
         assert first == more == [True] * 4 + [False]
         assert not sender.has_room()
-        assert sender.published() == 8
-        waiting = begin(sender.wait_for_room)
+        assert sender.published == 8
+        waiting = begin(sender.has_room, wait=True)
         released.set()
         await waiting
 
         assert publish(sender, step=8)
         await in_thread(receiver.wait_for_updates, {0: 9})
-        assert totals(receiver.receive())[0] == 9
-        assert sender.traffic().withheld == 3
+        assert totals(receiver.drain())[0] == 9
+        assert sender.stats().withheld == 3
 
 
 @EITHER
@@ -130,12 +130,12 @@ async def test_data_are_waited_for_until_they_come(c, s, a, b):
     future = c.submit(gate_passed, gate.name)
     async with a_run(c, s, a, b) as run:
         channel = run.channels[0]
-        assert not await in_thread(channel.wait_for_data, future, 0.1)
-        waiting = begin(channel.wait_for_data, future, 2 * PATIENCE_S)
+        assert not await in_thread(channel.wait, WaitCause.DATA, future, 0.1)
+        waiting = begin(channel.wait, WaitCause.DATA, future, 2 * PATIENCE_S)
         await gate.set()
 
         assert await waiting
-        assert channel.traffic().waits_s["data"] > 0.1
+        assert channel.stats().waits_s["data"] > 0.1
 
 
 @two_workers(clean_kwargs=CALLBACKS)
@@ -143,7 +143,7 @@ async def test_a_closing_worker_waits_for_no_data(c, s, a, b):
     gate = Event("daskdl-test-gate")
     future = c.submit(gate_passed, gate.name)
     async with a_run(c, s, a, b) as run:
-        waiting = begin(run.channels[0].wait_for_data, future, 2 * PATIENCE_S)
+        waiting = begin(run.channels[0].wait, WaitCause.DATA, future, 2 * PATIENCE_S)
         run.link(0).close_soon()
 
         with pytest.raises(Stopped, match="its worker closes"):

@@ -56,9 +56,8 @@ def joined(channel):
         entry.result()
 
 
-def update_of(channel):
-    stamp = channel.next_stamp(1)
-    return stamp, codec.encode(stamp, 50, 2.0**-24, np.array([1], np.int32))
+def frame_of(stamp):
+    return codec.encode(stamp, 50, 2.0**-24, np.array([1], np.int32))
 
 
 def test_what_is_published_has_left_without_a_request():
@@ -68,13 +67,12 @@ def test_what_is_published_has_left_without_a_request():
     with joined(other):
         channel.join()
         for _ in range(2):
-            stamp, frame = update_of(channel)
-            channel.publish(stamp, frame)
-            frames.append(frame.nbytes)
+            channel.publish(frame_of, 1)
+            frames.append(frame_of(codec.Stamp(1, 0, 1, 1)).nbytes)
 
-    assert channel.drained() == Drained(sum(frames), 2)
-    assert channel.drained() == Drained()
-    assert other.drained() == Drained()
+    assert channel.link_stats() == Drained(sum(frames), 2)
+    assert channel.link_stats() == Drained()
+    assert other.link_stats() == Drained()
 
 
 def test_one_that_comes_to_a_stopped_run_leaves_at_once():
@@ -100,7 +98,7 @@ def test_updates_that_do_not_come_are_named():
     channel, other = channel_of(run, silence=0.1, data=0.1), channel_of(run, 1)
     with joined(other):
         channel.join()
-        other.complete(3)
+        other.progress(3)
 
         with pytest.raises(WaitTimeoutError) as caught:
             channel.wait_for_updates({1: 2})
@@ -132,7 +130,7 @@ def test_one_that_does_not_start_is_named_and_leaves_when_it_comes():
 
 
 OTHERS = {
-    "gather": lambda channel: channel.gather("end", None),
+    "gather": lambda channel: channel.barrier("end", None),
     "lease": lambda channel: channel.lease("train", 0, [], wait=True),
 }
 
@@ -154,7 +152,7 @@ def test_one_that_says_nothing_while_another_waits_for_it_ends_the_run(block):
         str(caught.value),
     )
     assert run.watch(0, timeout_s=0)[0]["type"] == "WaitTimeoutError"
-    silent.complete(1)
+    silent.progress(1)
     with pytest.raises(Stopped):
         silent.check()
 
@@ -177,7 +175,7 @@ class TestPatience:
 
     def test_it_is_what_is_left_to_the_one_heard_longest_ago(self, run):
         run.clock.now = 103.0
-        run.channels[0].complete(1)
+        run.channels[0].progress(1)
         run.clock.now = 107.0
 
         assert run.patience_s(self.BOUND) == 3.0
@@ -185,9 +183,9 @@ class TestPatience:
     @pytest.mark.parametrize(
         "speak",
         [
-            lambda channel: channel.complete(1),
+            lambda channel: channel.progress(1),
             lambda channel: channel.lease("train", 0, []),
-            lambda channel: channel.publish(*update_of(channel)),
+            lambda channel: channel.publish(frame_of, 1),
         ],
         ids=["complete", "lease", "publish"],
     )
@@ -201,13 +199,13 @@ class TestPatience:
 
     def test_one_that_waits_itself_is_not_silent(self, run):
         run.clock.now = 109.0
-        run.channels[0].complete(1)
+        run.channels[0].progress(1)
         with run.waiting(1):
             run.clock.now = 115.0
             assert run.patience_s(self.BOUND) == 4.0
             run.look_for_silent(self.BOUND)
         run.clock.now = 118.0
-        run.channels[0].complete(2)
+        run.channels[0].progress(2)
         run.clock.now = 119.0
 
         assert run.patience_s(self.BOUND) == 6.0  # from the end of its wait
@@ -221,7 +219,7 @@ class TestPatience:
     def test_one_that_left_is_not_silent(self, run):
         run.channels[1].leave()
         run.clock.now = 109.0
-        run.channels[0].complete(1)
+        run.channels[0].progress(1)
         run.clock.now = 111.0
 
         assert run.patience_s(self.BOUND) == 8.0
@@ -230,7 +228,7 @@ class TestPatience:
 
     def test_only_beyond_the_bound_somebody_is_silent(self, run):
         run.clock.now = 109.0
-        run.channels[0].complete(1)
+        run.channels[0].progress(1)
         run.clock.now = 110.0
         run.look_for_silent(self.BOUND)
         assert run.record.stopped is None
@@ -273,7 +271,7 @@ def test_leaving_twice_changes_nothing():
 def test_there_are_no_newcomers():
     channel = channel_of(run_of(1))
     channel.join()
-    channel.serve(dict)
+    channel.serve_snapshot(dict)
 
     with pytest.raises(ChannelError, match="has no newcomers"):
         channel.activate(step=3)
@@ -283,7 +281,6 @@ def test_there_is_always_room_and_it_never_closes():
     channel = channel_of(run_of(1))
     channel.join()
 
-    channel.wait_for_room()
-
+    assert channel.has_room(wait=True)
     assert channel.has_room()
     assert not channel.closing

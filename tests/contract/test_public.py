@@ -203,18 +203,7 @@ def test_the_page_of_options_lists_where_batch_files_go():
 
 
 def test_the_page_on_tuning_lists_every_cause_of_waiting():
-    named, asked = set(), set()
-    for path in (Path(daskdl.__file__).parent / "channel").glob("*.py"):
-        text = path.read_text()
-        named |= set(re.findall(r"_waits\.until(?:_\w+)?\(\s*\"(\w+)\"", text))
-        asked |= set(
-            re.findall(r"_waits\.ask(?:_worker)?\([^)]*?\b([A-Z]{3,})\b", text)
-        )
-    operations = {getattr(protocol, name).removeprefix("daskdl_") for name in asked}
-
-    rows = table("tuning.md", "Replicas wait")
-
-    assert set(rows) == named | operations
+    assert set(table("tuning.md", "Replicas wait")) == set(protocol.WaitCause)
 
 
 IMPORT = """

@@ -44,12 +44,12 @@ class Mortal(LocalChannel):
         if self._calls < 0:
             raise Killed
 
-    def gather(self, *args, **options):
+    def barrier(self, *args, **options):
         self._age()
-        gathered = super().gather(*args, **options)
+        gathered = super().barrier(*args, **options)
         self._age()
         if args[0] == MEETING:
-            said = {r: Said(*note["said"]) for r, note in gathered.notes.items()}
+            said = {r: Said(*note["said"]) for r, note in gathered.payloads.items()}
             self._compare(list(said.values()))
             self._record_mean(said, round_of(said, gathered.gone))
         return gathered
@@ -68,13 +68,13 @@ class Mortal(LocalChannel):
         self._age()
         return super().lease(*args, **options)
 
-    def offer(self, *args):
+    def publish_blob(self, *args):
         self._age()
-        super().offer(*args)
+        super().publish_blob(*args)
 
-    def fetch(self, *args):
+    def fetch_blob(self, *args):
         self._age()
-        fetched = super().fetch(*args)
+        fetched = super().fetch_blob(*args)
         self._age()
         return fetched
 
@@ -146,7 +146,7 @@ class Life:
         self.rows.append(trained)
         self.exchange.sync(epoch, len(trained), ended=True)
         self.ends.append(self.model[0].detach().clone())
-        self.channel.gather(f"report {epoch}", self.exchange.digest())
+        self.channel.barrier(f"report {epoch}", self.exchange.digest())
 
 
 def lives_of(master, replicas, deaths, rows, piece):

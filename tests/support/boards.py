@@ -36,5 +36,5 @@ class Channel:
     """As much of a channel as a reduction needs."""
 
     def __init__(self, board, replica):
-        self.offer = partial(board.offer, replica)
-        self.fetch = partial(board.fetch, replica)
+        self.publish_blob = partial(board.offer, replica)
+        self.fetch_blob = partial(board.fetch, replica)

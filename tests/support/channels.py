@@ -63,10 +63,17 @@ def item_of(stamp, frame):
     return tuple(Item(ItemKind.UPDATE.value, *stamp[1:], frame.nbytes, wrap(frame)))
 
 
-def publish(channel, *entries, step=0, count=1):
+def publish(channel, *entries, step=0, count=1, **options):
     """Publish entries, by default position 1 only; say whether they were accepted."""
-    stamp = channel.next_stamp(step)
-    return channel.publish(stamp, frame_of(stamp, *(entries or (1,)), count=count))
+    entries = entries or (1,)
+    return channel.publish(
+        lambda stamp: frame_of(stamp, *entries, count=count), step, **options
+    )
+
+
+def next_stamp(channel, step):
+    """The stamp of what the channel publishes next."""
+    return codec.Stamp(channel.run, channel._replica, channel.published + 1, step)
 
 
 def totals(arrived, size=SIZE):
@@ -96,7 +103,7 @@ def wait_until(ready):
 async def meet(run, key, kind=Barrier.MEET):
     """Let all replicas meet at a barrier, each with its number as its note."""
     channels = run.channels.items()
-    await asyncio.gather(*(in_thread(c.gather, key, r, kind) for r, c in channels))
+    await asyncio.gather(*(in_thread(c.barrier, key, r, kind) for r, c in channels))
 
 
 class Run:
@@ -261,7 +268,8 @@ def applied_by(channel):
 
     def make():
         nonlocal total_N
-        arrived, received = channel.take_all()
+        arrived = channel.drain()
+        received = arrived.received
         total_N = total_N + np.array(totals(arrived), np.int32)
         return {
             "received": [[o, last, list(more)] for o, (last, more) in received.items()],

@@ -105,29 +105,27 @@ class RecordingChannel:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def publish(self, stamp, frame):
-        return self._publish(self._inner.publish, stamp, frame)
+    def publish(self, encode, step, **options):
+        frames = []
 
-    def publish_part(self, stamp, frame):
-        return self._publish(self._inner.publish_part, stamp, frame)
+        def keep(stamp):
+            frames.append(encode(stamp))
+            return frames[-1]
 
-    def _publish(self, publish, stamp, frame):
-        accepted = publish(stamp, frame)
+        accepted = self._inner.publish(keep, step, **options)
         if accepted:
+            (frame,) = frames
             update = codec.decode(frame.tobytes())
             self.sent.append(update.stamp[1:3])
             self.kinds.append(int(frame[5]))
             self.sent_N = self.sent_N + counts_of(update, GRID)
             for _ in range(self._copies - 1):  # as a retried request would
-                publish(stamp, frame)
+                self._inner._published -= 1
+                self._inner.publish(lambda _: frame, step, **options)
         return accepted
 
-    def receive(self, up_to_step=None):
-        return self._note(self._inner.receive(up_to_step))
-
-    def take_all(self):
-        arrived, received = self._inner.take_all()
-        return self._note(arrived), received
+    def drain(self, up_to_step=None):
+        return self._note(self._inner.drain(up_to_step))
 
     def _note(self, arrived):
         for update in arrived.updates:
@@ -147,9 +145,11 @@ class RecordingChannel:
 
         self._inner.agree(key, published, gone, note)
 
-    def wait_for_others(self, step, epoch, max_staleness):
-        self._inner.wait_for_others(step, epoch, max_staleness)
-        self.leads.append(self._inner.lead(step, epoch))
+    def wait_for_peers(self, step, interval, max_staleness):
+        lead = self._inner.wait_for_peers(step, interval, max_staleness)
+        if max_staleness is not None:
+            self.leads.append(lead)
+        return lead
 
 
 class Recording(Exchange):

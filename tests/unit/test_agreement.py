@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.channel.base import Gathered, Waits
+from daskdl.channel.base import BarrierResult, Waits
 from daskdl.channel.protocol import Endpoint
 from daskdl.channel.remote import Agreement
 from daskdl.errors import WaitTimeoutError
@@ -44,7 +44,7 @@ def agree(link):
 
     def gather(key, note, kind):
         keys.append(key)
-        return Gathered({0: note, 1: {"received": [[1, 1, []]]}}, {})
+        return BarrierResult({0: note, 1: {"received": [[1, 1, []]]}}, {})
 
     agreement = Agreement(link, Waits(link.inbox, ENDPOINT), gather)
     agreement.reach("end", {0: 0}, {}, lambda snapshot: None)

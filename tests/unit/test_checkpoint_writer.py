@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from daskdl import Checkpoint
-from daskdl.channel.base import Gathered
+from daskdl.channel.base import BarrierResult
 from daskdl.checkpoints import COMMON, CheckpointPlan, Part, Stamp, of_replica
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, SaveError, WaitTimeoutError
@@ -31,7 +31,7 @@ class Waiting:
         self.patience_s = patience_s
         self.waits = threading.Event()
 
-    def wait_for_checkpoint(self, future, timeout_s):
+    def wait(self, cause, future, timeout_s):
         self.waits.set()
         try:
             future.exception(min(timeout_s, self.patience_s))
@@ -60,7 +60,7 @@ def met(*written, gone=(), taken=0):
     notes = {
         r: {"checkpoint": {"written": number, **common}} for r, number in last.items()
     }
-    return Gathered(notes, dict.fromkeys(gone, 0))
+    return BarrierResult(notes, dict.fromkeys(gone, 0))
 
 
 def having(**own):

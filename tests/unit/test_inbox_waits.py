@@ -11,7 +11,7 @@ PATIENCE_S = 20
 
 def test_the_slowest_is_the_one_with_the_fewest_steps():
     inbox = filled()
-    inbox.align([1, 2], 0, GRID)
+    inbox.sync([1, 2], 0, GRID)
     inbox.note(control(ItemKind.PROGRESS, 1, 7, payload=-1))
     inbox.note(control(ItemKind.PROGRESS, 2, 5, payload=-1))
 
@@ -21,7 +21,7 @@ def test_the_slowest_is_the_one_with_the_fewest_steps():
 
 def test_an_update_tells_how_far_its_origin_is():
     inbox = filled()
-    inbox.align([1], 0, GRID)
+    inbox.sync([1], 0, GRID)
 
     update = sparse(1, 1, [1], step=9)
     inbox.put(item_of(update), update)
@@ -53,7 +53,7 @@ def test_with_nobody_else_there_is_no_slowest():
 
 def test_a_lost_replica_is_not_waited_for_any_more():
     inbox = filled()
-    inbox.align([1, 2], 0, GRID)
+    inbox.sync([1, 2], 0, GRID)
     inbox.note(control(ItemKind.PROGRESS, 2, 5, payload=-1))
 
     inbox.note(control(ItemKind.LOST, 1, 3))
@@ -63,10 +63,10 @@ def test_a_lost_replica_is_not_waited_for_any_more():
 
 def test_a_lost_replica_stays_lost_when_the_others_meet():
     inbox = filled()
-    inbox.align([1, 2], 0, GRID)
+    inbox.sync([1, 2], 0, GRID)
     inbox.note(control(ItemKind.LOST, 1, 3))
 
-    inbox.align([1, 2], 6, GRID)
+    inbox.sync([1, 2], 6, GRID)
     inbox.note(control(ItemKind.PROGRESS, 2, 9, payload=0))
 
     assert inbox.steps() == {2: 9}
@@ -77,7 +77,7 @@ def test_at_a_barrier_everybody_has_made_the_same_steps():
     inbox = filled()
     inbox.note(control(ItemKind.PROGRESS, 1, 3, payload=0))
 
-    inbox.align([1, 2], 8, 4 * GRID)
+    inbox.sync([1, 2], 8, 4 * GRID)
 
     assert inbox.steps() == {1: 8, 2: 8}
     assert inbox.grid == 4 * GRID

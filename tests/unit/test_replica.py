@@ -10,7 +10,7 @@ from torch import nn
 
 from daskdl import Callback, GradientSharing
 from daskdl.callbacks import EarlyStopping
-from daskdl.channel.base import Entry, Seating
+from daskdl.channel.base import ActivateResult, JoinResult
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import Timeouts
@@ -59,10 +59,10 @@ class Late(LocalChannel):
 
     def join(self):
         super().join()
-        return Entry([self._replica], self._given)
+        return JoinResult([self._replica], self._given)
 
     def activate(self, step):
-        return Seating([self._replica], 3, self._report)
+        return ActivateResult([self._replica], 3, self._report)
 
 
 @contextlib.contextmanager

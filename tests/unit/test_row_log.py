@@ -2,7 +2,7 @@
 
 import pytest
 
-from daskdl.channel.base import Traffic
+from daskdl.channel.base import ChannelStats
 from daskdl.history import COLUMNS
 from daskdl.training.base import ExchangeStats
 from daskdl.training.telemetry import EpochReport, EpochTotals, RowLog
@@ -12,7 +12,7 @@ def note(loss, examples):
     return EpochReport(
         totals=EpochTotals(loss * examples, examples),
         exchange=ExchangeStats(2, 0.5, 0.125, 0.0, 0, 4),
-        traffic=Traffic(3, 3, refused=3, waits_s={"end": 0.25}),
+        traffic=ChannelStats(3, 3, refused=3, waits_s={"end": 0.25}),
         learning_rate=0.5,
     )
 

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from daskdl.channel.base import Traffic
+from daskdl.channel.base import ChannelStats
 from daskdl.errors import DataError
 from daskdl.history import COLUMNS
 from daskdl.scores import Score
@@ -16,7 +16,7 @@ FIRST = ExchangeStats(
 SECOND = ExchangeStats(
     exchanges=1, density_sum=0.75, threshold=0.75, clipped=2.0, lead_sum=4, steps=3
 )
-CARRIED = Traffic(
+CARRIED = ChannelStats(
     sent_bytes=100,
     received_bytes=40,
     frames=4,
@@ -26,7 +26,7 @@ CARRIED = Traffic(
     repaired=4,
     waits_s={"room": 1.0, "lease": 0.5},
 )
-MORE = Traffic(
+MORE = ChannelStats(
     sent_bytes=11,
     received_bytes=7,
     frames=1,

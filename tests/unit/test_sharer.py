@@ -10,7 +10,7 @@ from torch import nn
 
 from daskdl import codec
 from daskdl.channel.base import Channel
-from daskdl.channel.inbox import Arrived
+from daskdl.channel.inbox import DrainResult
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import Aim, Drained, FixedThreshold, Link, LinkAlgorithm, Sent
 from daskdl.training.base import CompressionState, ReplicaContext, SoloExchange
@@ -41,59 +41,42 @@ class Room(Channel):
         self.said = []  # steps that the others were told of
         self.slowest = 10**9  # steps that the slowest of the others has said
 
-    def others(self):
+    def peers(self):
         return self.there
 
-    def has_room(self):
+    def has_room(self, *, wait=False):
+        if wait:
+            self.waited.append(len(self.published_))
         return self.room > 0 or self.filling
 
-    def wait_for_room(self):
-        self.waited.append(len(self.published_))
-
-    def next_stamp(self, step):
-        return codec.Stamp(1, 0, self.published() + 1, step)
-
+    @property
     def published(self):
         return len(self.published_)
 
-    def publish(self, stamp, frame):
-        return self._publish(frame, part=False)
-
-    def publish_part(self, stamp, frame):
-        return self._publish(frame, part=True)
-
-    def _publish(self, frame, part):
+    def publish(self, encode, step, *, partial=False, force=False):
+        frame = encode(codec.Stamp(1, 0, self.published + 1, step))
         if self.room <= 0:
             return False
         self.room -= 1
-        self.published_.append(Published(codec.decode(frame), part))
+        self.published_.append(Published(codec.decode(frame), partial))
         return True
 
-    def complete(self, step, done=-1):
+    def progress(self, step, interval=-1):
         self.said.append(step)
 
-    def receive(self, up_to_step=None):
-        return Arrived([], None)
+    def drain(self, up_to_step=None):
+        return DrainResult([], None)
 
-    def take_all(self):
-        return self.receive(), {}
-
-    def drained(self):
+    def link_stats(self):
         drained, self.drained_ = self.drained_, Drained()
         return drained
 
-    def lead(self, step, epoch):
+    def wait_for_peers(self, step, interval, max_staleness):
         return max(0, step - self.slowest)
 
-    def wait_for_others(self, step, epoch, max_staleness):
-        pass
-
-    publish_last = activate = join = serve = align = wait_for_updates = None
-    lease = wait_for_data = wait_for_checkpoint = missing = gather = agree = fail = (
-        leave
-    ) = None
-    stand_by = offer = withdraw = fetch = None
-    traffic = check = None
+    run = activate = join = serve_snapshot = sync = lease = wait = barrier = None
+    agree = fail = leave = set_idle = publish_blob = drop_blobs = fetch_blob = None
+    stats = check = None
 
 
 class Three(nn.Module):
@@ -125,7 +108,7 @@ class Case:
 
     def step(self, amount=0.25, names=("a", "b", "c")):
         """Make one, and return what was published."""
-        before = self.channel.published()
+        before = self.channel.published
         self.exchange.before_step(0)
         with torch.no_grad():
             for name in names:
@@ -514,7 +497,7 @@ class TestStep:
     def test_the_lead_is_that_of_this_step(self):
         case = Case()
         for lead in (2, 5):
-            case.channel.lead = lambda step, epoch, lead=lead: lead
+            case.channel.wait_for_peers = lambda *args, lead=lead: lead
             case.step()
 
         assert case.exchange.step_stats().staleness == 5
@@ -533,7 +516,7 @@ class TestStep:
 
             return noted
 
-        for name in ("wait_for_others", "wait_for_room", "publish", "publish_part"):
+        for name in ("wait_for_peers", "has_room", "publish"):
             setattr(case.channel, name, note(name, getattr(case.channel, name)))
         compressor, vector = case.exchange._compressor, case.exchange._vector
         for name in ("propose", "commit_"):
@@ -541,11 +524,11 @@ class TestStep:
         for name in ("sync_from_parameters_", "apply_"):
             setattr(vector, name, note(name, getattr(vector, name)))
         update = case.step()[0].update
-        case.channel.receive = lambda up_to_step=None: Arrived([update], None)
+        case.channel.drain = lambda up_to_step=None: DrainResult([update], None)
 
         case.step()
 
-        kinds = {"wait_for_others": "waiting", "wait_for_room": "waiting"}
+        kinds = {"wait_for_peers": "waiting", "has_room": "waiting"}
         assert {name for name, _ in running} >= {*kinds, "propose", "apply_", "commit_"}
         for name, watch in running:
             expected = "applying" if name == "apply_" else "encoding"

@@ -36,7 +36,7 @@ class Channel:
         if self._stopped:
             raise Stopped(self._stopped)
 
-    def wait_for_data(self, future, timeout_s):
+    def wait(self, cause, future, timeout_s):
         ended = threading.Event()
         future.add_done_callback(lambda _: ended.set())
         return ended.wait(min(timeout_s, PATIENCE_S))
@@ -191,9 +191,9 @@ class TestWorkerStore:
             return X, Y
 
         class Looking(Channel):
-            def wait_for_data(self, future, timeout_s):
+            def wait(self, cause, future, timeout_s):
                 both_begun.set()
-                looks.append(super().wait_for_data(future, timeout_s))
+                looks.append(super().wait(cause, future, timeout_s))
                 return looks[-1]
 
         both_begun, looks = threading.Event(), []
@@ -213,7 +213,7 @@ class TestWorkerStore:
             may_end.wait(PATIENCE_S)
 
         class NeverThere(KeepingChannel):
-            def wait_for_data(self, future, timeout_s):
+            def wait(self, cause, future, timeout_s):
                 waits.append(timeout_s)
                 return False
 
@@ -243,12 +243,12 @@ class TestWorkerStore:
             return X, Y
 
         class Impatient(Channel):
-            def wait_for_data(self, future, timeout_s):
+            def wait(self, cause, future, timeout_s):
                 if not self.asked:
                     assert begun.wait(PATIENCE_S)
                     return False
                 let_go.set()
-                return super().wait_for_data(future, timeout_s)
+                return super().wait(cause, future, timeout_s)
 
         store = worker_store(rows, Impatient())
 
@@ -455,8 +455,8 @@ class TestStream:
                     yield X + number, Y
 
         class Looking(Channel):
-            def wait_for_data(self, future, timeout_s):
-                came = super().wait_for_data(future, timeout_s)
+            def wait(self, cause, future, timeout_s):
+                came = super().wait(cause, future, timeout_s)
                 seen.append([ref() is not None for ref in refs])
                 return came
 

@@ -1,5 +1,7 @@
 """The hooks of callbacks around and in fits among threads."""
 
+import time
+
 import pytest
 from torch.optim import lr_scheduler
 
@@ -43,6 +45,25 @@ class ToldThere(Told):
 
     def on_step_end(self, step):
         ToldThere.seen += ((self, step, len(self.rows)),)
+
+
+class Ends(Callback):
+    """Notes its end; may raise when the fit begins or ends."""
+
+    def __init__(self, name, seen, *, begin=False, end=False):
+        self.name, self.seen, self.begin, self.end = name, seen, begin, end
+
+    def __repr__(self):
+        return f"Ends({self.name})"
+
+    def on_fit_begin(self, fit):
+        if self.begin:
+            raise ZeroDivisionError(f"{self.name} begins")
+
+    def on_fit_end(self, end):
+        self.seen.append(self.name)
+        if self.end:
+            raise ZeroDivisionError(f"{self.name} ends")
 
 
 class TestHooks:
@@ -148,6 +169,52 @@ class TestHooks:
         assert isinstance(told.ends[0].error, KeyboardInterrupt)
         assert vector(own.model_).isfinite().all()
 
+    def test_the_end_comes_in_reverse_order_and_only_to_those_that_began(self):
+        seen = []
+        own = [Ends("a", seen), Ends("b", seen), Ends("c", seen, begin=True)]
+
+        trainer(False, callbacks=own[:2]).fit(X, Y)
+        with pytest.raises(ZeroDivisionError, match="c begins"):
+            trainer(False, callbacks=own).fit(X, Y)
+
+        assert seen == ["b", "a", "b", "a"]
+
+    def test_what_an_end_raises_comes_out_if_it_is_the_first(self):
+        seen = []
+
+        with pytest.raises(ZeroDivisionError, match="b ends"):
+            trainer(False, callbacks=[Ends("a", seen), Ends("b", seen, end=True)]).fit(
+                X, Y
+            )
+
+        assert seen == ["b", "a"]
+
+    def test_what_an_end_raises_does_not_hide_the_first_error(self):
+        own = [Ends("a", [], end=True), Ends("b", [], begin=True)]
+
+        with pytest.raises(ZeroDivisionError, match="b begins") as caught:
+            trainer(False, callbacks=own).fit(X, Y)
+
+        (note,) = caught.value.__notes__
+        assert note.startswith("on_fit_end of Ends(a) failed as well:\nTraceback")
+        assert note.endswith("ZeroDivisionError: a ends\n")
+        assert "b begins" not in note
+
+    def test_the_seconds_of_all_epochs_are_no_more_than_those_of_the_fit(self):
+        class Clock(Callback):
+            def on_fit_begin(self, fit):
+                self.began_at = time.perf_counter()
+
+            def on_epoch_end(self, row):
+                self.seconds = time.perf_counter() - self.began_at
+
+        clock = Clock()
+
+        history = trainer(False, callbacks=[clock]).fit(X, Y, epochs=8)
+
+        assert min(history.column("seconds")) > 0
+        assert sum(history.column("seconds")) <= clock.seconds
+
     def test_the_rate_of_a_strict_step_is_what_it_was_made_with(self, monkeypatch):
         monkeypatch.setattr(ToldThere, "seen", ())
         master = kept(replicas_per_worker=2, apply="strict")
@@ -177,3 +244,21 @@ def test_the_monitor_and_the_printer_see_a_fit(capsys):
     assert first.startswith("epoch 1/2: loss ")
     assert second.endswith(", 2 replicas")
     assert "val_accuracy" in second
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_bar_counts_the_examples(capsys, shown):
+    trainer(False, master=TWO, progress=shown).fit(X, Y, epochs=2)
+
+    text = capsys.readouterr().err
+    assert (f"{2 * len(X)}/{2 * len(X)}" in text) is shown
+    assert ("epoch=1, loss=" in text) is shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_without_a_choice_a_terminal_gets_a_bar(monkeypatch, capsys, terminal):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+
+    trainer(False, progress=None).fit(X, Y)
+
+    assert ("loss=" in capsys.readouterr().err) is terminal

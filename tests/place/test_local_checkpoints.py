@@ -431,6 +431,20 @@ def test_there_is_a_residual_that_could_be_lost(url):
         assert (residual.abs() > 1e-4).float().mean() > 0.5
 
 
+def halved(optimizer):
+    return lr_scheduler.StepLR(optimizer, 1)
+
+
+def cosine(optimizer):
+    return lr_scheduler.CosineAnnealingLR(optimizer, 5)
+
+
+def frozen():
+    made = net()
+    made[0].requires_grad_(False)
+    return made
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -438,14 +452,24 @@ class TestRefused:
             ({"model": lambda: nn.Linear(6, 4)}, "is of another model: 0.weight is"),
             ({"master": averaging()}, "another way of training than ParameterAverag"),
             ({"optimizer": sgd}, "is of another optimizer: Adam of .* and SGD of"),
+            ({"model": frozen}, r"0.weight is float32 \(\d, 6\) there, and .* not tra"),
         ],
-        ids=["model", "master", "optimizer"],
+        ids=["model", "master", "optimizer", "frozen"],
     )
     def test_another(self, url, options, message):
         fits(one_of(url), 1)
 
         with pytest.raises(OptionError, match=rf"checkpoint-000001 .*{message}"):
             fits(one_of(url, **options), 2, resume=True)
+
+    @pytest.mark.parametrize(("scheduler", "shown"), [(cosine, "Cosine"), (None, "No")])
+    def test_another_scheduler_but_one_may_begin(self, url, scheduler, shown):
+        fits(one_of(url), 1)
+        fits(one_of(url, scheduler=halved), 2, resume=True)
+
+        message = f"another scheduler: StepLR there, and {shown}"
+        with pytest.raises(OptionError, match=message):
+            fits(one_of(url, scheduler=scheduler), 3, resume=True)
 
     @pytest.mark.parametrize(
         ("name", "damage"),

@@ -32,7 +32,7 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from daskdl.training.checkpointing import Checkpoints
+from daskdl.training.checkpointing import CheckpointWriter
 
 FEATURES, CLASSES, BATCH = 256, 10, 16
 WIDTHS = {1: 880, 25: 4880}  # by millions of parameters
@@ -80,21 +80,21 @@ def mlp(width: int) -> nn.Module:
 
 def timed() -> None:
     """On a worker: note how long each checkpoint holds the training thread."""
-    end_epoch, pauses = Checkpoints.end_epoch, []
+    end_epoch, pauses = CheckpointWriter.end_epoch, []
 
     def timed_end(self, *args) -> None:
         started = time.perf_counter()
         end_epoch(self, *args)
         pauses.append(time.perf_counter() - started)
 
-    Checkpoints.end_epoch = timed_end
-    Checkpoints.pauses = pauses
+    CheckpointWriter.end_epoch = timed_end
+    CheckpointWriter.pauses = pauses
 
 
 def taken() -> list[float]:
     """On a worker: the pauses since the last call, seconds."""
-    pauses = list(Checkpoints.pauses)
-    Checkpoints.pauses.clear()
+    pauses = list(CheckpointWriter.pauses)
+    CheckpointWriter.pauses.clear()
     return pauses
 
 

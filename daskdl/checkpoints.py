@@ -73,7 +73,7 @@ class Part:
     def copied(
         self,
         stamp: Stamp,
-        said: Mapping[str, Any],
+        header: Mapping[str, Any],
         state: Mapping[str, Any],
         used: Copy | None = None,
     ) -> Copy:
@@ -81,7 +81,7 @@ class Part:
 
         Args:
             stamp: Of the checkpoint.
-            said: Plain values that `said` reads without the rest.
+            header: Plain values that `header` reads without the rest.
             state: Plain values and tensors, by other names.
             used: Another one, which is written: its memory may be used again.
 
@@ -91,7 +91,7 @@ class Part:
         plain = Plain()
         content = {
             "stamp": list(stamp),
-            "said": plain.encode(dict(said), "said"),
+            "header": plain.encode(dict(header), "header"),
             "state": plain.encode(dict(state), "state"),
         }
         if not plain.tensors:
@@ -109,18 +109,18 @@ class Part:
         files = {} if copy.tensors is None else {self.name: copy.tensors}
         self._folder.write_files(copy.content, files, made_by)
 
-    def said(self) -> tuple[Stamp, dict[str, Any]]:
-        """Read what is known without its tensors.
+    def header(self) -> tuple[Stamp, dict[str, Any]]:
+        """Read the header, without loading tensors.
 
         Raises:
             SaveError: If it is not there, damaged, or too new.
         """
         with self._named():
             content = self._folder.content()
-        return self._stamp(content), self._mapping(content, "said", {})
+        return self._stamp(content), self._mapping(content, "header", {})
 
     def read(self) -> tuple[Stamp, dict[str, Any]]:
-        """Read all that it was written with, what it says and its state together.
+        """Read header and state, in one mapping.
 
         Raises:
             SaveError: If it is not there, damaged, or too new.
@@ -128,8 +128,8 @@ class Part:
         with self._named():
             content, tensors = self._folder.read()
         stamp, own = self._stamp(content), dict(tensors.get(self.name, {}))
-        said = self._mapping(content, "said", {})
-        return stamp, {**said, **self._mapping(content, "state", own)}
+        header = self._mapping(content, "header", {})
+        return stamp, {**header, **self._mapping(content, "state", own)}
 
     @property
     def _folder(self) -> Folder:
@@ -218,12 +218,12 @@ class Whole(NamedTuple):
 
     store: Store
     stamp: Stamp
-    said: dict[str, Any]  # what its common part says without the tensors
+    header: dict[str, Any]  # of its common part
 
     @property
     def members(self) -> list[int]:
         """The replicas whose parts it has, ascending."""
-        members: list[int] = self.said["members"]
+        members: list[int] = self.header["members"]
         return members
 
 
@@ -313,7 +313,7 @@ class Series:
                 broken_off.append(number)
             elif found.stamp.origin == origin:
                 own[number] = found
-        entries = [Entry(n, one.said["count"], score(one)) for n, one in own.items()]
+        entries = [Entry(n, one.header["count"], score(one)) for n, one in own.items()]
         kept = retention.kept(entries)
         stale = [number for number in broken_off if number < max(own, default=0)]
         for number in (*stale, *(own.keys() - kept)):
@@ -338,19 +338,19 @@ def whole_at(store: Store) -> Whole | None:
     try:
         if not store.exists(common.index):
             return None
-        stamp, said = common.said()
-        _check_said(store, said)
-        for replica in said["members"]:
+        stamp, header = common.header()
+        _check_header(store, header)
+        for replica in header["members"]:
             part = Part(store, of_replica(replica))
-            if not store.exists(part.index) or part.said()[0] != stamp:
+            if not store.exists(part.index) or part.header()[0] != stamp:
                 return None
     except DataError as error:
         raise SaveError(f"cannot read {store.url}: {error}") from error
-    return Whole(store, stamp, said)
+    return Whole(store, stamp, header)
 
 
-def _check_said(store: Store, said: Mapping[str, Any]) -> None:
-    members, count, rows = said.get("members"), said.get("count"), said.get("rows")
+def _check_header(store: Store, header: Mapping[str, Any]) -> None:
+    members, count, rows = (header.get(n) for n in ("members", "count", "rows"))
     whole = isinstance(members, list) and all(type(m) is int for m in members)
     # Their names are those of files.
     if not (whole and members and sorted(set(members)) == members and members[0] >= 0):
@@ -423,7 +423,7 @@ class CheckpointPlan:
             )
 
     def _score(self, one: Whole) -> float:
-        rows: Sequence[Mapping[str, Any]] = one.said["rows"]
+        rows: Sequence[Mapping[str, Any]] = one.header["rows"]
         score = rows[-1].get(self.rule.keep_best or "") if rows else None
         return math.nan if score is None else float(score)
 
@@ -437,11 +437,11 @@ class ResumePlan:
         stamp: It has.
         members: Replicas whose parts it has, ascending.
         epoch: The first that is trained, counted from 0.
-        pause: What is left of that, if it has begun; None: all.
+        sync_point: What is left of that epoch, if it has begun; None: all.
     """
 
     url: str
     stamp: Stamp
     members: tuple[int, ...]
     epoch: int
-    pause: SyncPoint | None = None
+    sync_point: SyncPoint | None = None

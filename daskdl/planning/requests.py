@@ -10,7 +10,7 @@ from distributed.core import Server, rpc
 from numpy.typing import NDArray
 
 from daskdl.channel.protocol import unwrap, wrap
-from daskdl.training.checkpointing import begun
+from daskdl.training.checkpointing import run_in_thread
 
 WARM, TIMED = 10, 40  # requests
 MANY = 9  # items in a larger one
@@ -36,7 +36,7 @@ def request_costs(
         meanwhile: What the caller does again and again until it is done, as a replica
             trains beside its worker's event loop.
     """
-    measured = begun(lambda: asyncio.run(_measure(frame)), "daskdl-plan")
+    measured = run_in_thread(lambda: asyncio.run(_measure(frame)), "daskdl-plan")
     while not measured.done():
         meanwhile()
     return measured.result()

@@ -454,14 +454,14 @@ def plan_of(
             f"{rule} needs data of a known length, which this has not; write one every "
             "epoch, or every so many minutes"
         )
-    pause = None if resume is None else resume.pause
+    point = None if resume is None else resume.sync_point
     where = "" if resume is None else resume.url
     laps = SyncIntervals(
         replicas=len(seats),
         rows=None if steps is None else steps * options.step_rows,
         seconds=None if rule is None else rule.seconds,
-        left=None if pause is None else pause.left,
-        departed=() if pause is None else pause.departed,
+        left=None if point is None else point.left,
+        departed=() if point is None else point.departed,
     )
     plan = RunSpec(
         run=options.run,
@@ -477,7 +477,7 @@ def plan_of(
         first_epoch=options.first_epoch,
         laps=laps,
     )
-    if pause is not None and pause.order != plan.order:
+    if point is not None and point.order != plan.order:
         raise OptionError(
             f"{where} was written in the middle of an epoch, and the data, their "
             "parts, seed or shuffle are other ones now; resume with the same, or from "

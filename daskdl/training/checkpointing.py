@@ -1,5 +1,6 @@
 """Checkpoints of a running fit, written part by part by replicas, and resuming."""
 
+import functools
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -44,20 +45,14 @@ from daskdl.training.base import (
     trained_in,
 )
 from daskdl.training.epoch_control import Verdict, only
-from daskdl.training.spec import TaskOptions
 from daskdl.training.telemetry import Reports, RowLog
 from daskdl.util import settle
 
 T = TypeVar("T")
 
 
-def begun(action: Callable[[], T], name: str) -> "Future[T]":
-    """Run something in a thread of its own.
-
-    Args:
-        action: What; it may outlive whoever began it.
-        name: Of the thread.
-    """
+def run_in_thread(action: Callable[[], T], name: str) -> "Future[T]":
+    """Run something in a thread of its own, which does not keep the process alive."""
     future: Future[T] = Future()
     # A store that does not answer must not keep a process from ending.
     threading.Thread(
@@ -66,42 +61,37 @@ def begun(action: Callable[[], T], name: str) -> "Future[T]":
     return future
 
 
-def awaited(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> T:
-    """Wait for what was begun, but leave when the run is stopped.
-
-    Args:
-        channel: Of the replica, which is not silent meanwhile.
-        future: From `begun`.
-        bound: On waiting.
-        what: It is, for the message.
+def wait_for(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> T:
+    """Wait for a thread, sending heartbeats; leave if the run is stopped.
 
     Raises:
-        WaitTimeoutError: If it takes too long. What it raises comes out as it is.
+        WaitTimeoutError: If it takes too long. An exception of the thread comes out.
     """
     if not channel.wait(WaitCause.CHECKPOINT, future, bound.seconds):
         raise WaitTimeoutError(f"{what} took longer than {bound}")
     return future.result()
 
 
-class Copyable(NamedTuple):
-    """What one replica has for a checkpoint; tensors may be those that go on changing.
+class CheckpointState(NamedTuple):
+    """State of one replica: plain values, and tensors that go on changing."""
 
-    All of it is plain values, and tensors but for what is `said`.
-    """
-
-    said: Mapping[str, Any]  # of the common part, read without the rest
+    header: Mapping[str, Any]  # of the common part: plain values, read without the rest
     common: Mapping[str, Any]  # the same for all replicas
     own: Mapping[str, Any]
 
 
 class CheckpointWriter:
-    """Writes the parts of one replica. At most one copy waits to be written.
+    """Takes checkpoints of one replica, and writes its parts in a thread.
+
+    All replicas decide alike when one is due. At most one copy waits to be written.
 
     Args:
         plan: Of the run.
         replica: The number of this one.
         channel: Its end of the run.
         timeouts: Bounds on waiting.
+        rows: Of the history, also of the epochs before this run.
+        taken: Checkpoints in this run before this replica joined it.
     """
 
     def __init__(
@@ -110,31 +100,90 @@ class CheckpointWriter:
         replica: int,
         channel: Channel,
         timeouts: Timeouts,
+        rows: RowLog,
+        taken: int = 0,
     ) -> None:
         self._plan = plan
         self._replica = replica
         self._channel = channel
         self._bound = timeouts.bound("data")
+        self._rows = rows
+        self._taken = taken
         self._series = plan.series
         self._written = -1  # number of the last one
         self._members: tuple[int, ...] = ()  # that had a part in the last one
         self._writing: tuple[int, Future[None]] | None = None
         self._copies: dict[str, Copy] = {}  # of the last one, by part
 
-    def written(self) -> int:
-        """Number of the last checkpoint of which this replica's part is there, or -1.
+    def snapshot(self) -> dict[str, Any]:
+        """What a joining replica begins with."""
+        return {"checkpoints": self._taken, "rows": self._rows.rows}
+
+    def counters(self) -> dict[str, int]:
+        """What the other replicas need to know at a barrier.
 
         Raises:
-            SaveError: If one could not be written.
+            SaveError: If a checkpoint could not be written.
         """
-        if self._writing is not None and self._writing[1].done():
-            self._written, done = self._writing
-            self._writing = None
-            done.result()
-        return self._written
+        return {
+            "checkpoints": self._taken,
+            "written": self._last_written(),
+            "rows": len(self._rows.rows),
+        }
+
+    def end_epoch(
+        self,
+        epoch: int,
+        gathered: BarrierResult,
+        reports: Reports,
+        over: bool,
+        make: Callable[[], CheckpointState],
+    ) -> None:
+        """Take a checkpoint at the end of an epoch if one is due.
+
+        Args:
+            epoch: Counted from 0.
+            gathered: Payloads of the barrier; ``"checkpoint"`` has the counters.
+            reports: The same, read.
+            over: Whether it was the last epoch.
+            make: Returns the state to write.
+
+        Raises:
+            SaveError: If the checkpoint before could not be written.
+        """
+        self._rows.end_epoch(epoch, reports, gathered.counted)
+        if self._plan.rule.due(epoch) or over:
+            self.take(gathered, make)
+
+    def take(
+        self, gathered: BarrierResult, make: Callable[[], CheckpointState]
+    ) -> None:
+        """Copy the state, and begin to write this replica's parts of a checkpoint.
+
+        Args:
+            gathered: Payloads of the barrier; ``"checkpoint"`` has the counters.
+            make: Returns the state to write.
+
+        Raises:
+            SaveError: If the checkpoint before could not be written.
+        """
+        self.finish()
+        counters = {r: note["checkpoint"] for r, note in gathered.payloads.items()}
+        taken = max(own["checkpoints"] for own in counters.values())
+        self._taken, stamp = taken + 1, self._plan.stamp(taken)
+        members = tuple(sorted(counters.keys() - gathered.gone.keys()))
+        complete = {own["written"] for own in counters.values()} == {stamp.number - 1}
+        expected = complete and set(self._members) <= set(members)
+        self._members = members
+        # A replica that joined later may not know all rows of the history.
+        first = max(members, key=lambda replica: counters[replica]["rows"])
+        self._copy(stamp, taken, make(), of_all=self._replica == first)
+        write = functools.partial(self._write, stamp.number, expected)
+        name = f"daskdl-checkpoint-{self._replica}"
+        self._writing = stamp.number, run_in_thread(write, name)
 
     def finish(self) -> None:
-        """Wait until all is written that was begun.
+        """Wait until everything that was taken is written.
 
         Raises:
             SaveError: If it could not be written.
@@ -143,67 +192,51 @@ class CheckpointWriter:
         if self._writing is not None:
             number, writing = self._writing
             what = f"writing to {self._series.folder(number).url}"
-            awaited(self._channel, writing, self._bound, what)
-            self.written()
+            wait_for(self._channel, writing, self._bound, what)
+            self._last_written()
 
-    def begin(self, taken: int, gathered: BarrierResult, what: Copyable) -> None:
-        """Copy what there is, and begin to write it; nothing is being written.
+    def _last_written(self) -> int:
+        """Number of the last checkpoint that this replica has written its part of."""
+        if self._writing is not None and self._writing[1].done():
+            self._written, done = self._writing
+            self._writing = None
+            done.result()
+        return self._written
 
-        Args:
-            taken: Checkpoints of this run before.
-            gathered: What all replicas said when they met: they take part.
-            what: Of this replica.
-        """
-        notes, stamp = gathered.payloads, self._plan.stamp(taken)
-        members = tuple(sorted(notes.keys() - gathered.gone.keys()))
-        complete = {note["checkpoint"]["written"] for note in notes.values()} == {
-            stamp.number - 1
-        }
-        expected = complete and set(self._members) <= set(members)
-        self._members = members
-        # One that came later may not know all rows of the history.
-        first = max(members, key=lambda replica: notes[replica]["checkpoint"]["rows"])
-        self._copy(stamp, taken, what, of_all=self._replica == first)
-
-        def write() -> None:
-            self._write(stamp.number, expected)
-
-        name = f"daskdl-checkpoint-{self._replica}"
-        self._writing = stamp.number, begun(write, name)
-
-    def _copy(self, stamp: Stamp, taken: int, what: Copyable, *, of_all: bool) -> None:
-        """Into the memory of the last copy, if there is as much of it as is needed."""
+    def _copy(
+        self, stamp: Stamp, taken: int, state: CheckpointState, *, of_all: bool
+    ) -> None:
+        """Copy into the memory of the last copy, where that is large enough."""
         used, store = self._copies, self._series.folder(stamp.number)
         own = of_replica(self._replica)
         part = Part(store, own)
-        self._copies = {own: part.copied(stamp, {}, plain(what.own), used.get(own))}
+        self._copies = {own: part.copied(stamp, {}, plain(state.own), used.get(own))}
         if of_all:
-            count = self._plan.before + taken + 1
-            said = {**what.said, "members": list(self._members), "count": count}
-            said, common = plain(said), plain(what.common)
-            copy = Part(store, COMMON).copied(stamp, said, common, used.get(COMMON))
+            header = {
+                **state.header,
+                "rows": self._rows.rows,
+                "members": list(self._members),
+                "count": self._plan.before + taken + 1,
+            }
+            header, common = plain(header), plain(state.common)
+            copy = Part(store, COMMON).copied(stamp, header, common, used.get(COMMON))
             self._copies[COMMON] = copy
 
-    # thread of its own
+    # ---- thread of its own
 
     def _write(self, number: int, expected: bool) -> None:
-        """Write the copies, the common part last; the training thread leaves them."""
+        """Write the copies, the common part last; `expected`: as was the one before."""
         store = self._series.folder(number)
         for name, copy in self._copies.items():
-            if name == COMMON and expected:
-                self._check(number - 1)
+            before = self._series.folder(number - 1)
+            if name == COMMON and expected and whole_at(before) is None:
+                raise SaveError(
+                    f"all replicas have written their parts of {before.url}, and they "
+                    "are not all there; it has to be the same place for all workers"
+                )
             Part(store, name).write(copy)
         if COMMON in self._copies:
             self._plan.prune()
-
-    def _check(self, number: int) -> None:
-        """All have said that they have written it."""
-        if self._series.whole(number) is None:
-            raise SaveError(
-                "all replicas have written their parts of "
-                f"{self._series.folder(number).url}, and they are not all there; it "
-                "has to be the same place for all workers"
-            )
 
 
 def plain(value: Any) -> Any:
@@ -220,95 +253,6 @@ def plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(plain(one) for one in value)
     return value
-
-
-class Checkpoints:
-    """Of one replica. All replicas come to the same decisions.
-
-    Args:
-        options: Of the run, which has checkpoints.
-        writer: Of this replica's parts.
-        rows: Of the history, also of the epochs before this run.
-        taken: In this run, before this replica came into it.
-    """
-
-    def __init__(
-        self, options: TaskOptions, writer: CheckpointWriter, rows: RowLog, taken: int
-    ) -> None:
-        self._options = options
-        self._writer = writer
-        self._rows = rows
-        self._taken = taken
-
-    def snapshot(self) -> dict[str, Any]:
-        """What a newcomer begins with."""
-        return {"checkpoints": self._taken, "rows": self._rows.rows}
-
-    def note(self) -> dict[str, Any]:
-        """Counters for the other replicas, in ``"checkpoint"`` of what they get.
-
-        Raises:
-            SaveError: If one could not be written.
-        """
-        return {
-            "checkpoints": self._taken,
-            "written": self._writer.written(),
-            "rows": len(self._rows.rows),
-        }
-
-    def end_epoch(
-        self,
-        epoch: int,
-        gathered: BarrierResult,
-        reports: Reports,
-        over: bool,
-        make: Callable[[], Copyable],
-    ) -> None:
-        """All have met: take a checkpoint if it is time.
-
-        Args:
-            epoch: Counted from 0.
-            gathered: What all have said.
-            reports: The same, read.
-            over: Whether it was the last one.
-            make: What is to be written.
-
-        Raises:
-            SaveError: If the one before could not be written.
-        """
-        self._rows.end_epoch(epoch, reports, gathered.counted)
-        plan = self._options.checkpoints
-        assert plan is not None, "else there is nothing to write to"
-        if plan.rule.due(epoch) or over:
-            self.take(gathered, make)
-
-    def take(self, gathered: BarrierResult, make: Callable[[], Copyable]) -> None:
-        """All have met, and it is time.
-
-        Args:
-            gathered: What all have said.
-            make: What is to be written.
-
-        Raises:
-            SaveError: If the one before could not be written.
-        """
-        self._writer.finish()
-        self._taken = max(
-            note["checkpoint"]["checkpoints"] for note in gathered.payloads.values()
-        )
-        what = make()
-        said = {**what.said, "rows": self._rows.rows}
-        self._writer.begin(self._taken, gathered, what._replace(said=said))
-        self._taken += 1
-
-    def finish(self) -> None:
-        """Wait until all is written.
-
-        Raises:
-            SaveError: If it could not be.
-            WaitTimeoutError: If it takes too long.
-        """
-        self._writer.finish()
 
 
 @dataclass(frozen=True)
@@ -405,7 +349,7 @@ _OWN = {
     "exchange": {},
     "schedule": None,
     "scaler": {},
-    "tally": {"loss_sum": 0.0, "examples": 0, "seconds": 0.0},
+    "totals": {"loss_sum": 0.0, "examples": 0, "seconds": 0.0},
     "watch": {"first": None, "last": None, "block": None, "levels": None},
     "random": {"cpu": torch.get_rng_state()},
     "steps": 0,
@@ -506,7 +450,7 @@ class Resumption:
         epochs_before: Of earlier fits of the trainer.
         ordinal: Of the checkpoint in its fit, from 1.
         kind: Of the replicas' exchanges.
-        likeness: What the fit is made of.
+        fingerprint: What the fit is made of.
     """
 
     plan: ResumePlan
@@ -515,7 +459,7 @@ class Resumption:
     epochs_before: int
     ordinal: int
     kind: str
-    likeness: Fingerprint
+    fingerprint: Fingerprint
 
     @classmethod
     def of(cls, found: Whole) -> "Resumption":
@@ -524,23 +468,23 @@ class Resumption:
         Raises:
             SaveError: If that is not what one says.
         """
-        said, members = found.said, tuple(found.members)
+        header, members = found.header, tuple(found.members)
         with restoring(found.store.url_of(f"{COMMON}.json")):
-            _check_said(said)
+            _check_header(header)
             return cls(
                 ResumePlan(
                     found.store.url,
                     found.stamp,
                     members,
-                    said["epoch"],
-                    _pause_of(said["pause"]),
+                    header["epoch"],
+                    _sync_point_of(header["sync_point"]),
                 ),
-                said["rows"],
-                Verdict.of(said["verdict"]),
-                said["epochs_before"],
-                said["count"],
-                said["kind"],
-                Fingerprint.from_values(said["likeness"]),
+                header["rows"],
+                Verdict.of(header["stopping"]),
+                header["epochs_before"],
+                header["count"],
+                header["kind"],
+                Fingerprint.from_values(header["fingerprint"]),
             )
 
     def check(
@@ -568,7 +512,7 @@ class Resumption:
                 f"{type(master).__name__}; resume with the same master"
             )
         own = Fingerprint.of(model, optimizer, scheduler)
-        own.check(self.likeness, self.plan.url)
+        own.check(self.fingerprint, self.plan.url)
 
 
 def resumption_of(resume: Any, callbacks: Sequence[Callback]) -> Resumption | None:
@@ -626,14 +570,14 @@ def checkpoints_of(
     return CheckpointPlan(series.store.url, rule, origin, run, first, before)
 
 
-def _check_said(said: Mapping[str, Any]) -> None:
+def _check_header(header: Mapping[str, Any]) -> None:
     """Refuse what no checkpoint says.
 
     Raises:
         LookupError: If something is missing.
         ValueError: If something cannot be.
     """
-    epoch, before, rows = said["epoch"], said["epochs_before"], said["rows"]
+    epoch, before, rows = header["epoch"], header["epochs_before"], header["rows"]
     # Replicas that came later, and alone are left, may not know all rows.
     if type(epoch) is not int or epoch < len(rows):
         raise ValueError(f"{epoch!r:.80} epochs, and {len(rows)} rows")
@@ -641,11 +585,11 @@ def _check_said(said: Mapping[str, Any]) -> None:
         raise ValueError(f"{before!r:.80} epochs before")
     numbers = [row[name] for row in rows for name in LOOKED_AT]
     wrong = [number for number in numbers if type(number) not in (int, float)]
-    if wrong or not isinstance(said["kind"], str):
-        raise ValueError(f"{wrong!r:.80}, {said['kind']!r:.80}")
+    if wrong or not isinstance(header["kind"], str):
+        raise ValueError(f"{wrong!r:.80}, {header['kind']!r:.80}")
 
 
-def _pause_of(fields: Any) -> SyncPoint | None:
+def _sync_point_of(fields: Any) -> SyncPoint | None:
     """Read one that somebody may have written by hand.
 
     Raises:
@@ -653,15 +597,15 @@ def _pause_of(fields: Any) -> SyncPoint | None:
     """
     if fields is None:
         return None
-    pause = SyncPoint.from_wire(fields)
-    ranges = [one for left in pause.left for one in left.ranges]
+    point = SyncPoint.from_wire(fields)
+    ranges = [one for left in point.left for one in left.ranges]
     numbers = [number for one in ranges for number in one]
-    numbers += [pause.order, *(left.replica for left in pause.left)]
-    numbers += [done.examples for done in pause.departed]
+    numbers += [point.order, *(left.replica for left in point.left)]
+    numbers += [done.examples for done in point.departed]
     whole = all(type(number) is int for number in numbers)
-    whole &= all(type(done.loss_sum) in (int, float) for done in pause.departed)
+    whole &= all(type(done.loss_sum) in (int, float) for done in point.departed)
     ordered = (min(part, start) >= 0 for part, start, _ in ranges)
     ends = (one.is_whole or one.start <= one.stop for one in ranges)
     if not (whole and all(ordered) and all(ends)):
         raise ValueError(f"{fields!r:.80} is left")
-    return pause
+    return point

@@ -46,14 +46,13 @@ from daskdl.training.base import (
     restoring,
 )
 from daskdl.training.checkpointing import (
-    Checkpoints,
+    CheckpointState,
     CheckpointWriter,
-    Copyable,
     Fingerprint,
     RestoredState,
-    awaited,
-    begun,
     inherit,
+    run_in_thread,
+    wait_for,
 )
 from daskdl.training.data_feed import Feed, Store
 from daskdl.training.epoch_control import LearningRate, Stopper
@@ -462,11 +461,11 @@ class Replica:
         self.checkpoints = None
         if options.checkpoints is not None:
             before = entry.snapshot or {"checkpoints": 0, "rows": ()}
-            self.checkpoints = Checkpoints(
-                options,
-                CheckpointWriter(
-                    options.checkpoints, number, channel, options.timeouts
-                ),
+            self.checkpoints = CheckpointWriter(
+                options.checkpoints,
+                number,
+                channel,
+                options.timeouts,
                 RowLog(
                     options.size,
                     options.judging.columns,
@@ -502,8 +501,8 @@ class Replica:
         for part, at in zip(inherited.own, inherited.own_at, strict=True):
             self.seen += part["seen"]
             self.weight += part["weight"]
-            with restoring(f"{at}: tally"):
-                totals = EpochTotals(**part["tally"])
+            with restoring(f"{at}: totals"):
+                totals = EpochTotals(**part["totals"])
                 check_like(vars(EpochTotals()), vars(totals), "it")
             self.totals.add(totals)
 
@@ -622,7 +621,7 @@ class Replica:
         self._sync(epoch)
         note = {
             "digest": self.exchange.digest(),
-            "checkpoint": self.checkpoints.note(),
+            "checkpoint": self.checkpoints.counters(),
         }
         gathered = self._channel.barrier(f"pause {self.interval}", note, Barrier.SYNC)
         check_alike(gathered, f"in the middle of epoch {epoch}")
@@ -670,7 +669,7 @@ class Replica:
             unscored=unscored,
             **self.rate.report(),
             **self.stopper.report(),
-            checkpoint={} if self.checkpoints is None else self.checkpoints.note(),
+            checkpoint={} if self.checkpoints is None else self.checkpoints.counters(),
         )
 
     def _validate(self, epoch: int) -> tuple[Score | None, str]:
@@ -685,7 +684,9 @@ class Replica:
         self._channel.serve_snapshot(self.snapshot)
         return score, feed.reason
 
-    def _checkpoint(self, epoch: int, sync_point: SyncPoint | None = None) -> Copyable:
+    def _checkpoint(
+        self, epoch: int, sync_point: SyncPoint | None = None
+    ) -> CheckpointState:
         """What a checkpoint has of this replica.
 
         Args:
@@ -693,14 +694,14 @@ class Replica:
             sync_point: What is left of it, if it has begun; None: all.
         """
         state = self.exchange.state()
-        likeness = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
-        said = {
+        fingerprint = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
+        header = {
             "epoch": epoch,
-            "pause": None if sync_point is None else sync_point.to_wire(),
+            "sync_point": None if sync_point is None else sync_point.to_wire(),
             "epochs_before": self._options.epochs_before,
             "kind": state.kind,
-            "likeness": likeness.values(),
-            "verdict": self.stopper.verdict.values(),
+            "fingerprint": fingerprint.values(),
+            "stopping": self.stopper.verdict.values(),
         }
         common = {
             "exchange": state.common,
@@ -711,7 +712,7 @@ class Replica:
             "exchange": state.own,
             "schedule": self.rate.values(),
             "scaler": self.stepper.values(),
-            "tally": vars(EpochTotals() if sync_point is None else self.totals),
+            "totals": vars(EpochTotals() if sync_point is None else self.totals),
             "watch": self.watch.values(),
             "random": generators(self._device),
             "steps": self.steps,
@@ -720,7 +721,7 @@ class Replica:
         }
         of_all = self.exchange.averages_optimizer
         (common if of_all else own)["optimizer"] = state_of(self.optimizer)
-        return Copyable(said, common, own)
+        return CheckpointState(header, common, own)
 
     # ---- leave
 
@@ -790,9 +791,9 @@ def _read_checkpoint(
     """Read what an initial replica of a resumed run goes on from."""
     plan, place = options.resume, sorted(members).index(number)
     assert plan is not None, "the run is resumed"
-    reading = begun(lambda: inherit(plan, place, len(members)), "daskdl-resume")
+    reading = run_in_thread(lambda: inherit(plan, place, len(members)), "daskdl-resume")
     bound = options.timeouts.bound("data")
-    return awaited(channel, reading, bound, f"reading {plan.url}")
+    return wait_for(channel, reading, bound, f"reading {plan.url}")
 
 
 def check_alike(gathered: BarrierResult, when: str) -> None:

@@ -413,7 +413,7 @@ class EpochReport:
         schedule: State of the scheduler, packed.
         best: How far early stopping was before this epoch.
         elapsed_s: Seconds since the run began.
-        checkpoint: Counters of the replica's checkpoints, see `Checkpoints.note`.
+        checkpoint: Counters of its checkpoints, see `CheckpointWriter.counters`.
     """
 
     digest: int = 0

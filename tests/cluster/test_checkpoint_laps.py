@@ -29,8 +29,10 @@ def in_the_middle(folder, epoch):
     """URLs of the checkpoints within an epoch, the first of them first."""
     series = Series.at(folder)
     found = [series.whole(number) for number in series.numbers()]
-    inner = [one for one in found if one is not None and one.said["pause"] is not None]
-    return [one.store.url for one in inner if one.said["epoch"] == epoch]
+    inner = [
+        one for one in found if one is not None and one.header["sync_point"] is not None
+    ]
+    return [one.store.url for one in inner if one.header["epoch"] == epoch]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_workers_may_die_and_come_between_two_meetings(three, tmp_path, master):
     newest = Series.at(tmp_path / "all").newest()
     assert newest is not None
     again = trainer(three, master=master, loss=watched)
-    epoch = newest.said["epoch"]
+    epoch = newest.header["epoch"]
     again.fit(
         X,
         np.arange(len(X)),

@@ -173,9 +173,9 @@ def test_one_that_joined_before_has_its_part(growing, another, tmp_path):
     newest = series.newest()
 
     assert newest.members == [0, 1]
-    assert newest.said["rows"][-1]["replicas"] == 2
+    assert newest.header["rows"][-1]["replicas"] == 2
     own = with_checkpoints(another, tmp_path)
-    epochs = newest.said["epoch"] + 1
+    epochs = newest.header["epoch"] + 1
     history = own.fit(X, Y, epochs=epochs, batch_size=BATCH, resume=True)
     assert history.column("epoch") == list(range(epochs))
     assert history.column("replicas")[-1] == 2
@@ -207,7 +207,7 @@ def test_a_part_that_was_never_written_leaves_the_checkpoint_before(
         with contextlib.suppress(WaitTimeoutError):
             own.fit(X, Y, epochs=3, batch_size=BATCH)
     series = Series.at(tmp_path / "b")
-    assert Part(series.folder(3), COMMON).said()[1]["members"] == [0, 1]
+    assert Part(series.folder(3), COMMON).header()[1]["members"] == [0, 1]
 
     newest = series.newest()
     own = with_checkpoints(another, tmp_path / "b", master=master)

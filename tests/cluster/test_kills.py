@@ -168,7 +168,7 @@ def test_the_newest_is_whole_and_leads_to_the_same_end(
     with Processes(tmp_path, resume=True) as fit:
         result = fit.result()
     assert result["epochs"] == list(range(EPOCHS))
-    assert series.newest().said["epoch"] == EPOCHS
+    assert series.newest().header["epoch"] == EPOCHS
     newest(series)
     expected = uninterrupted.result
     if alike:

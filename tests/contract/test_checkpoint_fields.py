@@ -122,7 +122,7 @@ def tried(kept, folder, part, sample=None):
     for name in store.names():
         (folder / name).write_bytes(store.read(name))
     target = Part(Series.at(folder).store, part)
-    (stamp, said), (_, state) = target.said(), target.read()
+    (stamp, said), (_, state) = target.header(), target.read()
     own = {name: value for name, value in state.items() if name not in said}
     all_of_them = list(damages(own))
     if sample is not None:
@@ -148,14 +148,16 @@ def test_any_wrong_field_is_damage_and_named(kept, tmp_path, part):
     assert list(tried(kept, tmp_path, part)) == []
 
 
-@pytest.mark.parametrize("field", ["epoch", "rows", "epochs_before", "kind", "verdict"])
+@pytest.mark.parametrize(
+    "field", ["epoch", "rows", "epochs_before", "kind", "stopping"]
+)
 @pytest.mark.parametrize("how", [removed, retyped])
 def test_so_is_one_that_the_client_reads(kept, tmp_path, field, how):
     kind, store = kept
     for name in store.names():
         (tmp_path / name).write_bytes(store.read(name))
     target = Part(Series.at(tmp_path).store, "common")
-    (stamp, said), (_, state) = target.said(), target.read()
+    (stamp, said), (_, state) = target.header(), target.read()
     own = {name: value for name, value in state.items() if name not in said}
     how(said, field)
     target.write(target.copied(stamp, said, own))

@@ -60,7 +60,7 @@ def original(tmp_path_factory):
     [last] = [
         one
         for one in map(series.whole, series.numbers())
-        if one.said["epoch"] == 1 and one.said["pause"] is not None
+        if one.header["epoch"] == 1 and one.header["sync_point"] is not None
     ]
     return {name: last.store.read(name) for name in last.store.names()}
 
@@ -220,9 +220,9 @@ def test_a_file_that_leads_out_of_the_folder_is_refused(around, original, name):
 @pytest.mark.parametrize("replica", ["../../x", "/etc/hostname", -1, 0.5, None])
 def test_a_replica_that_leads_out_of_the_folder_is_refused(around, original, replica):
     index = indexed(original, "common")
-    said = dict(index["content"]["said"]["dict"])
+    said = dict(index["content"]["header"]["dict"])
     said["members"] = [0, replica]
-    index["content"]["said"]["dict"] = [[key, value] for key, value in said.items()]
+    index["content"]["header"]["dict"] = [[key, value] for key, value in said.items()]
     put(around, {**original, "common.json": signed(index)})
 
     found = outcome(around)

@@ -17,7 +17,7 @@ from tests.golden.make_checkpoint_v1 import (
 )
 
 # Of their indexes, which have those of the other files.
-SHA256 = "b26a8b7f619b170672f2a8ff5d4eca00a3c6dd0b0e81c8aee7d30688764eb3ac"
+SHA256 = "bd168a27a15c31b71c245c645b8c80c47fb56417a8d7cb8c9d7d0e7ac8f867a6"
 
 
 def test_they_are_the_first_ones_made():
@@ -46,8 +46,8 @@ def test_a_fit_that_goes_on_comes_to_what_it_did(name):
 def test_the_newest_is_in_the_middle_of_the_second_epoch(master):
     found = Series.at(FOLDER / master).newest()
 
-    assert found.said["epoch"] == 1
-    assert found.said["pause"] is not None
+    assert found.header["epoch"] == 1
+    assert found.header["sync_point"] is not None
     assert found.members == ([0] if master == "one" else [0, 1])
 
 

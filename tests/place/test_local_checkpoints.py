@@ -218,7 +218,9 @@ def test_so_is_one_in_the_middle_of_an_epoch(which, master, url, one_thread):
     whole, resumed = one_of(url, **options), one_of(f"{url}-later", **options)
     fits(whole)
     series = Series.at(url)
-    found = [n for n in series.numbers() if series.whole(n).said["pause"] is not None]
+    found = [
+        n for n in series.numbers() if series.whole(n).header["sync_point"] is not None
+    ]
     number = found[which]
 
     fits(resumed, resume=at(url, number))
@@ -283,7 +285,7 @@ class TestWhere:
         found = [Series.at(url).whole(number) for number in (1, 2, 3)]
         assert len({one.stamp.origin for one in found}) == 1
         assert len({one.stamp.run for one in found}) == 3
-        assert [one.said["count"] for one in found] == [1, 2, 3]
+        assert [one.header["count"] for one in found] == [1, 2, 3]
 
     def test_of_a_second_fit(self, url, one_thread):
         options = {"scheduler": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5)}

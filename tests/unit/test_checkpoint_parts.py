@@ -49,7 +49,7 @@ def test_what_it_says_is_read_without_its_tensors(part):
     write_part(part, STAMP, SAID, {"x": torch.zeros(2)})
     part.store.delete([tensor_file(part)])
 
-    assert part.said() == (STAMP, SAID)
+    assert part.header() == (STAMP, SAID)
     with pytest.raises(SaveError, match="no such file"):
         part.read()
 
@@ -91,10 +91,10 @@ def test_what_cannot_be_written_without_code_is_named(part):
 
 def test_one_that_is_not_there_says_where(part):
     with pytest.raises(SaveError, match=r"cannot read .*common\.json.*no such file"):
-        part.said()
+        part.header()
 
 
-@pytest.mark.parametrize("read", [Part.said, Part.read])
+@pytest.mark.parametrize("read", [Part.header, Part.read])
 def test_a_damaged_index_is_refused(part, read):
     write_part(part, STAMP, SAID, {"x": torch.zeros(2)})
     damaged(part.store, part.index)
@@ -125,7 +125,7 @@ def test_one_of_a_newer_release_is_refused(part):
     part.store.write(part.index, signed({**content(part), "version": 2}))
 
     with pytest.raises(SaveError, match="of version 2, and this daskdl reads up to 1"):
-        part.said()
+        part.header()
 
 
 def test_a_save_of_a_trainer_is_none(part):
@@ -144,11 +144,11 @@ def test_a_save_of_a_trainer_is_none(part):
         {"stamp": ["a", "b"]},
         {"stamp": ["a", "b", "7"]},
         {"stamp": "abc"},
-        {"stamp": ["a", "b", 7], "said": None},
-        {"stamp": ["a", "b", 7], "said": {"tuple": []}},
-        {"stamp": ["a", "b", 7], "said": {"dict": []}, "state": {"dict": [[1]]}},
-        {"stamp": ["a", "b", 7], "said": {"dict": []}, "state": {"tensor": "x"}},
-        {"stamp": ["a", "b", 7], "said": {"dict": []}, "state": [1]},
+        {"stamp": ["a", "b", 7], "header": None},
+        {"stamp": ["a", "b", 7], "header": {"tuple": []}},
+        {"stamp": ["a", "b", 7], "header": {"dict": []}, "state": {"dict": [[1]]}},
+        {"stamp": ["a", "b", 7], "header": {"dict": []}, "state": {"tensor": "x"}},
+        {"stamp": ["a", "b", 7], "header": {"dict": []}, "state": [1]},
     ],
     ids=repr,
 )

@@ -76,8 +76,8 @@ def test_it_travels(series):
 def saying(**said):
     """What a checkpoint says beside its count and its replicas."""
     made_of = [{"weight": "float32 (2, 3)"}, "SGD of [1] parameters", None]
-    kind = {"kind": "alone", "likeness": made_of, "verdict": VERDICT}
-    return {"epoch": 0, "pause": None, "epochs_before": 0, **kind, **said}
+    kind = {"kind": "alone", "fingerprint": made_of, "stopping": VERDICT}
+    return {"epoch": 0, "sync_point": None, "epochs_before": 0, **kind, **said}
 
 
 def resumption(series, number):
@@ -117,7 +117,15 @@ def test_two_of_them_are_refused(series):
         checkpoints_of(two, None)
 
 
-MISSING = ["epoch", "pause", "rows", "verdict", "epochs_before", "kind", "likeness"]
+MISSING = [
+    "epoch",
+    "sync_point",
+    "rows",
+    "stopping",
+    "epochs_before",
+    "kind",
+    "fingerprint",
+]
 WRONG = [
     ("epoch", "3"),
     ("epoch", -1),
@@ -126,30 +134,30 @@ WRONG = [
     ("rows", None),
     ("rows", [3]),
     ("rows", [{}]),
-    ("verdict", None),
-    ("verdict", []),
-    ("verdict", [["x", 1.0, 1, 1.0], None, None, ""]),
-    ("verdict", [[1, 1.0, 1], None, None, ""]),
-    ("verdict", [VERDICT[0], "x", None, ""]),
-    ("verdict", [VERDICT[0], 1.0, "mood", ""]),
-    ("verdict", [VERDICT[0], 1.0, [], ""]),
-    ("verdict", [VERDICT[0], 1.0, "patience", None]),
+    ("stopping", None),
+    ("stopping", []),
+    ("stopping", [["x", 1.0, 1, 1.0], None, None, ""]),
+    ("stopping", [[1, 1.0, 1], None, None, ""]),
+    ("stopping", [VERDICT[0], "x", None, ""]),
+    ("stopping", [VERDICT[0], 1.0, "mood", ""]),
+    ("stopping", [VERDICT[0], 1.0, [], ""]),
+    ("stopping", [VERDICT[0], 1.0, "patience", None]),
     ("epochs_before", None),
     ("epochs_before", -1),
     ("kind", 3),
-    ("likeness", None),
-    ("likeness", [{}, "SGD"]),
-    ("likeness", [{}, 3, None]),
-    ("likeness", [{}, "SGD", 3]),
-    ("pause", 3),
-    ("pause", [1]),
-    ("pause", ["x", []]),
-    ("pause", [1, [["x", []]]]),
-    ("pause", [1, [[0, [[0, 1]]]]]),
-    ("pause", [1, [[0, [[0, 1, "x"]]]]]),
-    ("pause", [1, [[0, [[0, 3, 2]]]]]),
-    ("pause", [1, [[0, [[-1, 0, 2]]]]]),
-    ("pause", [1, [[0, [[0, -1, 2]]]]]),
+    ("fingerprint", None),
+    ("fingerprint", [{}, "SGD"]),
+    ("fingerprint", [{}, 3, None]),
+    ("fingerprint", [{}, "SGD", 3]),
+    ("sync_point", 3),
+    ("sync_point", [1]),
+    ("sync_point", ["x", []]),
+    ("sync_point", [1, [["x", []]]]),
+    ("sync_point", [1, [[0, [[0, 1]]]]]),
+    ("sync_point", [1, [[0, [[0, 1, "x"]]]]]),
+    ("sync_point", [1, [[0, [[0, 3, 2]]]]]),
+    ("sync_point", [1, [[0, [[-1, 0, 2]]]]]),
+    ("sync_point", [1, [[0, [[0, -1, 2]]]]]),
     ("rows", [{"epoch": 0, "loss": 1.0}]),
 ]
 
@@ -158,7 +166,7 @@ WRONG = [
 def test_one_that_does_not_say_all_is_damaged(series, name):
     put(series, 1, **saying())
     found = series.newest()
-    del found.said[name]
+    del found.header[name]
 
     with pytest.raises(SaveError, match=r"checkpoint-000001.* is damaged"):
         Resumption.of(found)

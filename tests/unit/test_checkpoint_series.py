@@ -24,7 +24,7 @@ class TestWhole:
         found = series.whole(3)
 
         assert (found.stamp, found.members) == (stamp, [0, 2])
-        assert found.said["epoch"] == 5
+        assert found.header["epoch"] == 5
         assert found.store.url.endswith("checkpoint-000003")
 
     @pytest.mark.parametrize("name", ["common.json", "replica-0.json"])
@@ -154,7 +154,9 @@ class TestPrune:
             put(series, number, rows=[{"loss": loss}])
 
         series.prune(
-            "fit", Retention(last=1, best=True), lambda one: one.said["rows"][0]["loss"]
+            "fit",
+            Retention(last=1, best=True),
+            lambda one: one.header["rows"][0]["loss"],
         )
 
         assert series.numbers() == [2, 4]

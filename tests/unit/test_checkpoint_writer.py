@@ -1,7 +1,6 @@
 """A replica's parts of checkpoints, written beside its training."""
 
 import threading
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,7 +12,7 @@ from daskdl.channel.base import BarrierResult
 from daskdl.checkpoints import COMMON, CheckpointPlan, Part, Stamp, of_replica
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, SaveError, WaitTimeoutError
-from daskdl.training.checkpointing import Checkpoints, CheckpointWriter, Copyable, plain
+from daskdl.training.checkpointing import CheckpointState, CheckpointWriter, plain
 from tests.support.records import TIMEOUTS
 from tests.support.written import put_part
 
@@ -40,17 +39,11 @@ class Waiting:
         return True
 
 
-def checkpoints_of(series, channel):
-    """Those of a replica whose rows nobody looks at."""
-    own = writer(series, channel=channel)
-    options, rows = SimpleNamespace(checkpoints=own._plan), Mock(rows=[])
-    return Checkpoints(options, own, rows, 0)
-
-
 def writer(series, replica=0, channel=None, first=1, before=0, **options):
     rule = Checkpoint(series.store.url, **{"keep_last": None, **options})
     plan = CheckpointPlan(rule.url, rule, "fit", "run", first, before)
-    return CheckpointWriter(plan, replica, channel or Waiting(), TIMEOUTS)
+    rows = Mock(rows=[])
+    return CheckpointWriter(plan, replica, channel or Waiting(), TIMEOUTS, rows)
 
 
 def met(*written, gone=(), taken=0):
@@ -64,7 +57,8 @@ def met(*written, gone=(), taken=0):
 
 
 def having(**own):
-    return Copyable({"rows": []}, {"shared": torch.zeros(2)}, own)
+    """Returns a state of a replica."""
+    return lambda: CheckpointState({}, {"shared": torch.zeros(2)}, own)
 
 
 class Gate:
@@ -98,31 +92,31 @@ class TestParts:
     def test_the_lowest_replica_writes_what_is_common(self, series):
         first, second = writer(series, 0), writer(series, 1)
 
-        second.begin(0, met(-1, -1), having(x=torch.ones(1)))
+        second.take(met(-1, -1), having(x=torch.ones(1)))
         second.finish()
         assert series.folder(1).names("*.json") == ["replica-1.json"]
-        first.begin(0, met(-1, -1), having(x=torch.zeros(1)))
+        first.take(met(-1, -1), having(x=torch.zeros(1)))
         first.finish()
 
         found = series.whole(1)
-        assert (found.members, found.said["count"]) == ([0, 1], 1)
+        assert (found.members, found.header["count"]) == ([0, 1], 1)
         assert found.stamp == Stamp("fit", "run", 1)
         assert Part(found.store, of_replica(1)).read()[1]["x"].tolist() == [1.0]
 
     def test_numbers_and_counts_go_on(self, series):
         own = writer(series, first=7, before=4)
 
-        own.begin(2, met(-1), having())
+        own.take(met(-1, taken=2), having())
         own.finish()
 
         found = series.newest()
-        assert (found.stamp.number, found.said["count"]) == (9, 7)
-        assert own.written() == 9
+        assert (found.stamp.number, found.header["count"]) == (9, 7)
+        assert own.counters()["written"] == 9
 
     def test_a_replica_that_is_gone_has_no_part(self, series):
         second = writer(series, 1)
 
-        second.begin(0, met(-1, -1, gone=[0]), having())
+        second.take(met(-1, -1, gone=[0]), having())
         second.finish()
 
         assert series.whole(1).members == [1]
@@ -131,7 +125,7 @@ class TestParts:
         own = writer(series, keep_last=1)
 
         for taken in range(3):
-            own.begin(taken, met(taken or -1), having())
+            own.take(met(taken or -1, taken=taken), having())
             own.finish()
 
         assert series.numbers() == [3]
@@ -140,15 +134,15 @@ class TestParts:
 class TestCopy:
     def test_what_changes_later_is_not_written(self, series, gate):
         weight, array = torch.zeros(2), np.zeros(2)
-        said, own = {"rows": [{"loss": 1.0}]}, {"steps": 1}
-        state = {"weight": weight, "deep": [(weight,)], "array": array, **own}
+        header = {"losses": [1.0]}
+        state = {"weight": weight, "deep": [(weight,)], "array": array, "steps": 1}
         writes = writer(series)
 
-        writes.begin(0, met(-1), Copyable(said, {"c": weight}, state))
+        writes.take(met(-1), lambda: CheckpointState(header, {"c": weight}, state))
         weight.add_(1)
         array += 1
-        said["rows"].append({"loss": 2.0})
-        said["rows"][0]["loss"] = 3.0
+        header["losses"].append(2.0)
+        header["losses"][0] = 3.0
         gate.open.set()
         writes.finish()
 
@@ -156,7 +150,7 @@ class TestCopy:
         tensors = found["weight"], found["deep"][0][0], found["array"]
         assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.0]] * 3
         _, common = Part(series.folder(1), COMMON).read()
-        assert (common["rows"], common["c"].tolist()) == ([{"loss": 1.0}], [0.0, 0.0])
+        assert (common["losses"], common["c"].tolist()) == ([1.0], [0.0, 0.0])
 
     @pytest.mark.parametrize(
         "value",
@@ -172,7 +166,7 @@ class TestCopy:
     def test_it_is_a_plain_tensor_of_the_same_kind(self, series, value):
         own = writer(series)
 
-        own.begin(0, met(-1), having(value=value))
+        own.take(met(-1), having(value=value))
         own.finish()
 
         _, found = Part(series.folder(1), of_replica(0)).read()
@@ -194,19 +188,19 @@ class TestWaiting:
         channel = Waiting()
         own = writer(series, channel=channel)
 
-        own.begin(0, met(-1), having())
+        own.take(met(-1), having())
 
         assert gate.reached.acquire(timeout=BOUND_S)
-        assert own.written() == -1
+        assert own.counters()["written"] == -1
         assert not channel.waits.is_set()
 
     def test_at_most_one_copy_waits(self, series, gate):
         channel, made = Waiting(), []
-        own = checkpoints_of(series, channel)
+        own = writer(series, channel=channel)
 
         def make():
             made.append(gate.entered)
-            return having()
+            return having()()
 
         own.end_epoch(0, met(-1), (), False, make)
         later = 1, met(-1, taken=1), (), False, make
@@ -230,7 +224,7 @@ class TestWaiting:
 
     def test_a_store_that_does_not_answer_is_named(self, series, gate):
         own = writer(series, channel=Waiting(patience_s=0.01))
-        own.begin(0, met(-1), having())
+        own.take(met(-1), having())
 
         with pytest.raises(WaitTimeoutError, match=r"writing to .*checkpoint-000001 t"):
             own.finish()
@@ -246,45 +240,45 @@ class TestFailures:
 
     def test_what_could_not_be_written_comes_out_at_the_next_look(self, series, full):
         own = writer(series)
-        own.begin(0, met(-1), having())
+        own.take(met(-1), having())
         own._writing[1].exception(BOUND_S)
 
         with pytest.raises(SaveError, match=r"cannot write .*: the disk is full"):
-            own.written()
+            own.counters()
 
     def test_or_when_it_is_waited_for(self, series, full):
         own = writer(series)
-        own.begin(0, met(-1), having())
+        own.take(met(-1), having())
 
         with pytest.raises(SaveError, match=r"cannot write .*: the disk is full"):
             own.finish()
 
     def test_a_folder_that_is_not_the_same_for_all_is_named(self, series):
         own = writer(series)
-        own.begin(0, met(-1, -1), having())
+        own.take(met(-1, -1), having())
         own.finish()  # and the other has written its part, somewhere else
 
-        own.begin(1, met(1, 1), having())
+        own.take(met(1, 1, taken=1), having())
 
         with pytest.raises(SaveError, match="and they are not all there; it has to"):
             own.finish()
 
     def test_one_that_lacks_a_part_which_nobody_says_is_there_is_no_error(self, series):
         own = writer(series)
-        own.begin(0, met(-1, -1), having())
+        own.take(met(-1, -1), having())
         own.finish()
 
-        own.begin(1, met(1, -1), having())  # the other is still writing
+        own.take(met(1, -1, taken=1), having())  # the other is still writing
         own.finish()
 
-        assert own.written() == 2
+        assert own.counters()["written"] == 2
 
     def test_one_that_lacks_the_part_of_a_replica_that_was_lost_is_none(self, series):
         own = writer(series)
-        own.begin(0, met(-1, -1), having())
+        own.take(met(-1, -1), having())
         own.finish()
 
-        own.begin(1, met(1), having())  # it died while it wrote
+        own.take(met(1, taken=1), having())  # it died while it wrote
         own.finish()
 
         assert series.newest().stamp.number == 2
@@ -293,7 +287,7 @@ class TestFailures:
         put_part(series, Stamp("fit", "run before", 4), 0)
         own = writer(series, first=5)
 
-        own.begin(0, met(-1), having())
+        own.take(met(-1), having())
         own.finish()
 
         assert series.newest().stamp.number == 5

@@ -19,9 +19,9 @@ from daskdl.training.epoch_control import Verdict
 from tests.support.written import put, put_part
 
 TENSORS = {"weight": "float32 (2, 3)", "bias": "float32 (2,)"}
-LIKENESS = Fingerprint(TENSORS, "SGD of [2] parameters", None)
+FINGERPRINT = Fingerprint(TENSORS, "SGD of [2] parameters", None)
 VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]
-SAID = {"epoch": 0, "pause": None, "epochs_before": 0, "verdict": VERDICT}
+SAID = {"epoch": 0, "sync_point": None, "epochs_before": 0, "stopping": VERDICT}
 
 
 @pytest.fixture
@@ -30,7 +30,9 @@ def series(in_memory):
 
 
 def written(series, number=1, **said):
-    put(series, number, kind=ALONE, likeness=LIKENESS.values(), **{**SAID, **said})
+    put(
+        series, number, kind=ALONE, fingerprint=FINGERPRINT.values(), **{**SAID, **said}
+    )
 
 
 class TestFound:
@@ -101,9 +103,9 @@ def fitted(model=None, scheduler=None):
 class TestCheck:
     """The rest of what it refuses is what a `Fingerprint` does."""
 
-    def resumed(self, kind, likeness=LIKENESS):
+    def resumed(self, kind, fingerprint=FINGERPRINT):
         plan = ResumePlan("memory://x/1", Stamp("", "", 1), (0,), 1)
-        return Resumption(plan, [], Verdict(), 0, 1, kind, likeness)
+        return Resumption(plan, [], Verdict(), 0, 1, kind, fingerprint)
 
     def test_the_same_way_and_model_are_accepted(self):
         self.resumed(SHARER).check(GradientSharing(), *fitted())
@@ -126,7 +128,7 @@ class TestCheck:
             self.resumed(ALONE).check(GradientSharing(), *fitted(nn.Linear(3, 4)))
 
     def test_another_scheduler_is_not(self):
-        before = Fingerprint(TENSORS, LIKENESS.optimizer, "LinearLR")
+        before = Fingerprint(TENSORS, FINGERPRINT.optimizer, "LinearLR")
         own = fitted(scheduler=lambda o: lr_scheduler.StepLR(o, 1))
 
         with pytest.raises(OptionError, match="LinearLR there, and StepLR in this tra"):

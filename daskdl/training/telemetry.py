@@ -37,7 +37,7 @@ class Stopwatch:
 
     seconds: float
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self.seconds = 0.0
 
@@ -185,69 +185,6 @@ def spread_of(samples: Iterable[Sample]) -> list[float]:
     below = np.cumsum(weight[order])
     ranks = np.searchsorted(below, [p / 100 * below[-1] for p in PERCENTILES])
     return [math.sqrt(squares), *ratio[order][ranks].tolist()]
-
-
-class Averagings:
-    """Counts and times of one replica.
-
-    Args:
-        now: Seconds, of a clock that never goes back.
-
-    Attributes:
-        waiting: Times the waits of this step.
-
-    Example:
-        >>> done = Averagings()
-        >>> done.begin_step()
-        >>> done.stepped()
-        >>> done.averaged("MEAN", 800, anew=True)
-        >>> done.statistics().exchanges, done.exchanged(math.nan).sent_bytes
-        (1, 800)
-    """
-
-    waiting: Stopwatch
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.waiting = Stopwatch(now)
-        self._steps = self._means = self._sent_bytes = 0
-        self._kind: str | None = None
-
-    def begin_step(self) -> None:
-        """A step begins."""
-        self.waiting.seconds = 0.0
-        self._sent_bytes = 0
-
-    def stepped(self) -> None:
-        """A step of the optimizer was made."""
-        self._steps += 1
-
-    def averaged(self, kind: str, sent_bytes: int, *, anew: bool) -> None:
-        """A mean has come.
-
-        Args:
-            kind: Of what has travelled.
-            sent_bytes: From here.
-            anew: Whether it is one of its own; else it completes the one before.
-        """
-        self._means += anew
-        self._kind = kind
-        self._sent_bytes += sent_bytes
-
-    def statistics(self) -> ExchangeStats:
-        """What was done since the last call."""
-        means, steps = self._means, self._steps
-        self._means = self._steps = 0
-        return ExchangeStats(means, float(means), math.nan, 0.0, 0, steps)
-
-    def exchanged(self, residual_norm: float) -> StepStats:
-        """What was done in this step, in which there was a mean."""
-        return StepStats(
-            density=1.0,
-            sent_bytes=self._sent_bytes,
-            kind=self._kind,
-            residual_norm=residual_norm,
-            wait_s=self.waiting.seconds,
-        )
 
 
 class StepClock:

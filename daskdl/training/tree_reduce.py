@@ -1,7 +1,8 @@
 """Sums over replicas along a tree, rounded with error feedback; the outer optimizer."""
 
+import enum
+import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,23 +11,21 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from daskdl import codec
 from daskdl.channel.base import Channel
 from daskdl.channel.protocol import Arrays, Routes
 from daskdl.codec import Kind, Stamp, counts_of, quantize
 from daskdl.compression.flat import (
-    FROZEN,
     Buffers,
+    FlatParameters,
     Frozen,
-    Group,
     load_buffers_,
     pack_buffers,
     working_dtype,
 )
 from daskdl.data.models import trainable
-from daskdl.errors import OptionError
+from daskdl.errors import CodecError, OptionError
 from daskdl.serialization import Packed
 from daskdl.training.base import check_like
 from daskdl.training.optimizer_step import (
@@ -36,220 +35,216 @@ from daskdl.training.optimizer_step import (
     weigh,
 )
 
-# Of the names of arrays: what is added, and of what the maximum is taken.
-SUM, MOST = "sum ", "most "
-OPTIMIZER = "optimizer "
-PARAMETER_ARRAYS = "parameters "
-WEIGHT = "weight "
 ALMOST, ONE = 1e-9, np.ones(1)
 # State of torch's optimizers that a step adds to the parameters as it is.
 LINEAR_STATE = frozenset({"momentum_buffer"})
 PLAIN = {"int": int, "float": float, "bool": bool}  # numbers that are no tensors
 
 
-class Shares:
-    """Take a replica's state, weighted, and put an averaged one back.
+class ReduceOp(enum.StrEnum):
+    """What becomes of the arrays of several replicas."""
 
-    Args:
-        module: Of the replica.
-        groups: Its trainable parameters, as they lie in memory.
-        optimizer: Of the same; None: it is not averaged.
-        frozen: What the module changes itself; None: from now on.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Sequence[Group],
-        optimizer: Optimizer | None,
-        frozen: Frozen | None = None,
-    ) -> None:
-        self._module = module
-        self._frozen = Frozen(module) if frozen is None else frozen
-        self._groups = groups
-        self._optimizer = optimizer
-
-    def take(self, weight: float) -> dict[str, NDArray[Any]]:
-        """This replica's share of a mean.
-
-        Args:
-            weight: In (0, 1].
-
-        Returns:
-            New arrays: floating ones times the weight, under names that begin with
-            `SUM`; others under such that begin with `MOST`.
-        """
-        arrays: dict[str, NDArray[Any]] = {}
-        for number, group in enumerate(self._groups):
-            flat = group.flat.detach().to("cpu", working_dtype(group.flat.dtype))
-            arrays[f"{SUM}{PARAMETER_ARRAYS}{number}"] = flat.numpy() * weight
-        buffers = pack_buffers(self._module)
-        arrays[f"{SUM}buffers"] = buffers.floating_F * weight
-        arrays[f"{MOST}buffers"] = buffers.integer_I
-        arrays.update(_weighed(self._frozen.take(), weight))
-        if self._optimizer is not None:
-            arrays.update(_optimizer_arrays(weigh(self._optimizer, weight)))
-        return arrays
-
-    def load_(self, arrays: Arrays) -> None:
-        """Take over a mean.
-
-        Args:
-            arrays: The sum of all shares; not changed.
-        """
-        with torch.no_grad():
-            for number, group in enumerate(self._groups):
-                values = np.array(arrays[f"{SUM}{PARAMETER_ARRAYS}{number}"])
-                group.flat.copy_(torch.from_numpy(values))
-        floating_F, integer_I = arrays[f"{SUM}buffers"], arrays[f"{MOST}buffers"]
-        load_buffers_(self._module, Buffers(floating_F, integer_I))
-        self._frozen.load_(_means(arrays))
-        if self._optimizer is not None:
-            groups = self._optimizer.state_dict()["param_groups"]
-            restore_(self._optimizer, _optimizer_state(arrays, groups))
+    SUM = "sum"
+    MAX = "max"
 
 
-def add(shares: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
-    """The sum of several replicas' shares; the order decides the rounding.
-
-    Args:
-        shares: At least one; not changed.
+class Key(NamedTuple):
+    """Names one array of a replica's state.
 
     Example:
-        >>> one = {"sum a": np.array([0.5]), "most b": np.array([3])}
-        >>> two = {"sum a": np.array([1.0]), "most b": np.array([2])}
-        >>> {name: array.tolist() for name, array in add([one, two]).items()}
-        {'sum a': [1.5], 'most b': [3]}
+        >>> Key(ReduceOp.SUM, "parameters").linear
+        True
+        >>> Key(ReduceOp.SUM, "optimizer", "exp_avg", 3, "float32").linear
+        False
     """
-    total = dict(shares[0])
-    for share in shares[1:]:
-        for name, array in share.items():
-            if name not in total:
-                total[name] = array
-            elif name.startswith(SUM):
-                # Parameters that diverged are seen at the end of the lap.
-                with np.errstate(over="ignore", invalid="ignore"):
-                    total[name] = total[name] + array
+
+    op: ReduceOp
+    part: str  # "parameters", "buffers", "frozen", "weight" or "optimizer"
+    name: str = ""  # of a frozen parameter, or of an optimizer's entry
+    number: int = 0  # of a flat vector, or of a parameter in the optimizer
+    dtype: str = ""  # of an optimizer's tensor, or the type of a plain number
+
+    @property
+    def linear(self) -> bool:
+        """Whether small errors of the array make only small ones in the parameters.
+
+        So it is with parameters and momentum. Adam and its like divide by the square
+        root of their state: an error that is small beside the largest number of a block
+        may be many times the smallest, and as many times a step.
+        """
+        return self.op is ReduceOp.SUM and (
+            self.part == "parameters"
+            or (self.part == "optimizer" and self.name in LINEAR_STATE)
+        )
+
+
+Reduced = Mapping[Key, NDArray[Any]]  # one replica's arrays, or a sum of several
+
+
+def total_of(states: Sequence[Reduced]) -> dict[Key, NDArray[Any]]:
+    """The sum of several replicas' arrays; the order decides the rounding.
+
+    Args:
+        states: Not changed.
+
+    Example:
+        >>> one, two = Key(ReduceOp.SUM, "buffers"), Key(ReduceOp.MAX, "buffers")
+        >>> first = {one: np.array([0.5]), two: np.array([3])}
+        >>> second = {one: np.array([1.0]), two: np.array([2])}
+        >>> [array.tolist() for array in total_of([first, second]).values()]
+        [[1.5], [3]]
+    """
+    total: dict[Key, NDArray[Any]] = {}
+    for state in states:
+        for key, array in state.items():
+            if key not in total:
+                total[key] = array
+            elif key.op is ReduceOp.MAX:
+                total[key] = np.maximum(total[key], array)
             else:
-                total[name] = np.maximum(total[name], array)
+                # Parameters that diverged are found before the next sync.
+                with np.errstate(over="ignore", invalid="ignore"):
+                    total[key] = total[key] + array
     return total
 
 
-def is_linear(name: str) -> bool:
-    """Whether small errors of an array make but small ones in what is trained.
+# ---- how arrays travel
 
-    So it is with parameters and with momentum. Adam and its like divide by the square
-    root of what is in their state: an error that is small beside the largest numbers
-    of a block may be many times the smallest, and as many times a step.
+KEYS = "keys"  # name of the list of keys in a blob; the arrays are "0", "1" and so on
+# Counts stay within int32, and a block whose largest number is 2**-23 of that of the
+# array still has eight bits.
+COUNT_BITS = 30
+# Exponents of a grid: it has to be exact in float32, as 2**31 times it must be.
+LEAST_EXPONENT, MOST_EXPONENT = -126, 96
+
+
+def to_blob(state: Reduced, stamp: Stamp | None = None) -> tuple[Arrays, Reduced]:
+    """Write arrays for other replicas.
+
+    With a stamp, linear ones become DENSE8 frames where a frame is smaller and can hold
+    the array: NaN and infinities travel as they are.
+
+    Args:
+        state: Not changed.
+        stamp: Of all frames; None: nothing is rounded.
+
+    Returns:
+        The blob, and what rounding leaves: array - what is read, where that is not 0.
 
     Example:
-        >>> is_linear("sum parameters 0"), is_linear("sum buffers")
-        (True, False)
-        >>> is_linear("sum optimizer 3 float32 momentum_buffer")
+        >>> key = Key(ReduceOp.SUM, "parameters")
+        >>> array = np.linspace(-1, 1, 256, dtype=np.float32)
+        >>> blob, left = to_blob({key: array}, Stamp(7, 0, 1, 5))
+        >>> blob["0"].nbytes
+        324
+        >>> bool(np.all(from_blob(blob)[key] + left[key] == array))
         True
-        >>> is_linear("sum optimizer 3 float32 exp_avg")
-        False
     """
-    if not name.startswith(f"{SUM}{OPTIMIZER}"):
-        return name.startswith(f"{SUM}{PARAMETER_ARRAYS}")
-    return name.split(" ", 4)[4] in LINEAR_STATE
-
-
-def _weighed(frozen: Arrays, weight: float) -> dict[str, NDArray[Any]]:
-    """Shares of frozen parameters, and for each how much all who have it count."""
-    arrays: dict[str, NDArray[Any]] = {}
-    for name, array in frozen.items():
-        if array.dtype.kind in "fc":
-            arrays[f"{SUM}{name}"] = np.asarray(array * array.dtype.type(weight))
-            arrays[f"{SUM}{WEIGHT}{name}"] = np.array([weight])
-        else:
-            arrays[f"{MOST}{name}"] = array
-    return arrays
-
-
-def _means(arrays: Arrays) -> dict[str, NDArray[Any]]:
-    means: dict[str, NDArray[Any]] = {}
-    for full, array in arrays.items():
-        name = full.removeprefix(SUM).removeprefix(MOST)
-        if name.startswith(FROZEN):
-            total = float(arrays.get(f"{SUM}{WEIGHT}{name}", ONE)[0])
-            # One whose weights add up to 1 but for rounding is as it is.
-            alone = abs(total - 1.0) < ALMOST
-            means[name] = array if alone else array / array.dtype.type(total)
-    return means
-
-
-def _optimizer_arrays(state: OptimizerState) -> dict[str, NDArray[Any]]:
-    arrays = {
-        f"{SUM}{OPTIMIZER}{n} {_dtype_name(state.dtypes[n, name])} {name}": part
-        for (n, name), part in state.parts.items()
-    }
-    for (n, name), value in state.scalars.items():
-        if isinstance(value, int | float):  # others are each replica's own affair
-            dtype = state.dtypes.get((n, name))
-            kind = type(value).__name__ if dtype is None else _dtype_name(dtype)
-            arrays[f"{MOST}{OPTIMIZER}{n} {kind} {name}"] = np.array(value)
-    return arrays
-
-
-def _optimizer_state(arrays: Arrays, groups: list[dict[str, Any]]) -> OptimizerState:
-    state = OptimizerState({}, {}, {}, groups)
-    for full, array in arrays.items():
-        how, _, rest = full.partition(OPTIMIZER)
-        if not rest:
+    keys: list[tuple[Any, ...]] = []
+    blob: dict[str, NDArray[Any]] = {}
+    left: dict[Key, NDArray[Any]] = {}
+    for number, (key, array) in enumerate(state.items()):
+        written = _frame(array, stamp) if stamp and key.linear else None
+        if written is None:
+            keys.append((*key, None, None))
+            blob[str(number)] = array
             continue
-        number, kind, name = rest.split(" ", 2)
-        key = (int(number), name)
-        if kind in PLAIN:
-            state.scalars[key] = PLAIN[kind](array.item())
-            continue
-        state.dtypes[key] = getattr(torch, kind)
-        if how == SUM:
-            state.parts[key] = array
-        else:
-            state.scalars[key] = array.item()
+        frame, values_N = written
+        keys.append((*key, array.dtype.str, array.shape))
+        blob[str(number)] = frame
+        rest = array - values_N.reshape(array.shape)
+        if rest.any():
+            left[key] = rest
+    return {KEYS: np.frombuffer(json.dumps(keys).encode(), np.uint8), **blob}, left
+
+
+def from_blob(blob: Arrays) -> dict[Key, NDArray[Any]]:
+    """Read what `to_blob` wrote.
+
+    Raises:
+        CodecError: If it is damaged.
+    """
+    state = {}
+    try:
+        for number, fields in enumerate(json.loads(blob[KEYS].tobytes())):
+            op, *key, kind, shape = fields
+            array = blob[str(number)]
+            if kind is not None:
+                update = codec.decode(array.data)
+                assert isinstance(update, codec.DenseUpdate)
+                values_N = _values(update.counts_N, update.grid, np.dtype(kind))
+                array = values_N.reshape(shape)
+            state[Key(ReduceOp(op), *key)] = array
+    except (LookupError, TypeError, ValueError) as error:
+        if isinstance(error, CodecError):
+            raise
+        raise CodecError(f"arrays of another replica are damaged: {error}") from error
     return state
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _frame(
+    array: NDArray[Any], stamp: Stamp
+) -> tuple[NDArray[np.uint8], NDArray[Any]] | None:
+    """A frame and what is read of it; None: it would be of no use."""
+    largest = float(np.abs(array).max(initial=0.0))
+    exponent = max(LEAST_EXPONENT, math.frexp(largest)[1] - COUNT_BITS)
+    if not array.size or not math.isfinite(largest) or exponent > MOST_EXPONENT:
+        return None
+    grid = math.ldexp(1.0, exponent)
+    steps_N = array.reshape(-1) / grid
+    quantized = quantize(np.rint(steps_N, out=steps_N).astype(np.int32))
+    frame = codec.encode_dense8(stamp, grid, quantized)
+    if frame.nbytes >= array.nbytes:
+        return None
+    return frame, _values(counts_of(quantized), grid, array.dtype)
 
 
-class Feedback:
-    """The residual of a replica that sends rounded sums: error feedback.
+def _values(
+    counts_N: NDArray[np.int32], grid: float, dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    values_N: NDArray[Any] = counts_N.astype(dtype)
+    values_N *= grid
+    return values_N
 
-    It changes with each sum that the replica has passed on, but only if a mean came
-    of that, which the replica may learn at the next meeting: else all is sent again,
-    rounded from the residual that there was before.
+
+# ---- what is reduced
+
+
+class ErrorFeedback:
+    """The residual of a replica that sends rounded sums.
+
+    It changes with each sum that the replica has passed on, but only if a mean came of
+    that, which the replica may learn in the next round: else all is sent again, rounded
+    from the residual that there was before.
 
     Attributes:
-        residual: By name; empty if nothing is left. Not changed in place.
+        residual: By key; empty if nothing is left. Not changed in place.
 
     Example:
         >>> import numpy as np
-        >>> feedback = Feedback()
-        >>> feedback.propose(7, {"a": np.array([0.25])})
+        >>> feedback, key = ErrorFeedback(), Key(ReduceOp.SUM, "parameters")
+        >>> feedback.propose(7, {key: np.array([0.25])})
         >>> feedback.settle_(latest=6)
-        >>> feedback.residual
-        {}
-        >>> feedback.propose(8, {"a": np.array([0.25])})
+        >>> len(feedback.residual)
+        0
+        >>> feedback.propose(8, {key: np.array([0.25])})
         >>> feedback.settle_(latest=8)
-        >>> feedback.residual
-        {'a': array([0.25])}
+        >>> feedback.residual[key]
+        array([0.25])
 
     Source:
         Seide and others, "1-Bit Stochastic Gradient Descent", Interspeech 2014.
     """
 
-    residual: Arrays
+    residual: Reduced
 
     def __init__(self) -> None:
         self.residual = {}
         self._number = -1
-        self._proposed: Arrays | None = None
+        self._proposed: Reduced | None = None
 
-    def propose(self, number: int, residual: Arrays) -> None:
-        """Say what is left here if a mean is made.
+    def propose(self, number: int, residual: Reduced) -> None:
+        """Propose what is left here if a mean is made.
 
         Args:
             number: Of the mean.
@@ -267,113 +262,183 @@ class Feedback:
             self.residual = self._proposed
         self._proposed = None
 
-    def restore_(self, residual: Arrays) -> None:
-        """Go on with a residual, of this replica or of several, added up."""
-        self.residual, self._proposed = residual, None
+
+OUTER = "outer"  # the outer optimizer's state, in a blob
 
 
-FRAME = "dense8 "  # before dtype, shape and name of an array that is a frame
-# Counts stay within int32, and a block whose largest number is 2**-23 of that of the
-# array still has eight bits.
-COUNT_BITS = 30
-# Exponents of a grid: it has to be exact in float32, as 2**31 times it must be.
-LEAST, MOST_BITS_ = -126, 96
-
-
-class Rounded(NamedTuple):
-    """Arrays as they travel, and what that leaves."""
-
-    sent: Arrays  # frames, or the arrays themselves
-    left: Arrays  # array - what is read of its frame, where that is not 0
-
-
-def rounded(arrays: Arrays, stamp: Stamp) -> Rounded:
-    """Write arrays as DENSE8 frames.
-
-    An array stays as it is if a frame would not be smaller, or could not hold it: NaN
-    and infinities arrive as such.
+class ReduceState:
+    """What replicas average: a module, maybe its optimizer, and an outer optimizer.
 
     Args:
-        arrays: Floating ones, not changed.
-        stamp: Of all frames.
+        module: Its parameters' memory is replaced, see `FlatParameters`.
+        optimizer: Of the module; None: it is not averaged.
+        outer: Makes the outer optimizer; None: there is none.
+        compressed: Whether rounded differences are averaged.
+        frozen: What the module changes itself; None: from now on.
 
-    Example:
-        >>> array = np.linspace(-1, 1, 256, dtype=np.float32)
-        >>> sent, left = rounded({"a": array}, Stamp(7, 0, 1, 5))
-        >>> [(name, frame.nbytes) for name, frame in sent.items()]
-        [('dense8 <f4 256 a', 324)]
-        >>> bool(np.all(read(sent)["a"] + left["a"] == array))
-        True
+    Attributes:
+        feedback: What rounding has left.
+        common: What all replicas had after the last mean, of what is linear; None
+            where it is not known, or not needed.
     """
-    sent: dict[str, NDArray[Any]] = {}
-    left: dict[str, NDArray[Any]] = {}
-    for name, array in arrays.items():
-        written = _written(array, stamp)
-        if written is None:
-            sent[name] = array
+
+    feedback: ErrorFeedback
+    common: Reduced | None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        outer: Callable[[Any], Optimizer] | None,
+        *,
+        compressed: bool = False,
+        frozen: Frozen | None = None,
+    ) -> None:
+        self.compressed = compressed
+        self.feedback = ErrorFeedback()
+        self.common = None
+        self.outer = None if outer is None else OuterOptimizer(outer, module)
+        self._module = module
+        self._groups = FlatParameters(module).groups
+        self._optimizer = optimizer
+        self._frozen = Frozen(module) if frozen is None else frozen
+
+    def keep_common_(self) -> None:
+        """Before a step: what is here after a mean, or at the start, is what all have.
+
+        With compression a copy of it is kept; a second call changes nothing.
+        """
+        if self.compressed and self.common is None:
+            arrays = self.take(1.0)
+            self.common = {key: a for key, a in arrays.items() if key.linear}
+
+    def take(self, weight: float) -> dict[Key, NDArray[Any]]:
+        """This replica's share of a mean.
+
+        Args:
+            weight: In (0, 1].
+
+        Returns:
+            New arrays; those to be added up are times the weight.
+        """
+        arrays: dict[Key, NDArray[Any]] = {}
+        for number, group in enumerate(self._groups):
+            flat = group.flat.detach().to("cpu", working_dtype(group.flat.dtype))
+            key = Key(ReduceOp.SUM, "parameters", number=number)
+            arrays[key] = flat.numpy() * weight
+        buffers = pack_buffers(self._module)
+        arrays[Key(ReduceOp.SUM, "buffers")] = buffers.floating_F * weight
+        arrays[Key(ReduceOp.MAX, "buffers")] = buffers.integer_I
+        for name, array in self._frozen.take().items():
+            if array.dtype.kind in "fc":
+                share = np.asarray(array * array.dtype.type(weight))
+                arrays[Key(ReduceOp.SUM, "frozen", name)] = share
+                arrays[Key(ReduceOp.SUM, "weight", name)] = np.array([weight])
+            else:
+                arrays[Key(ReduceOp.MAX, "frozen", name)] = array
+        if self._optimizer is not None:
+            arrays.update(_optimizer_arrays(weigh(self._optimizer, weight)))
+        return arrays
+
+    def load_(self, arrays: Reduced) -> None:
+        """Take over a mean.
+
+        Args:
+            arrays: The sum of all shares; not changed.
+        """
+        with torch.no_grad():
+            for number, group in enumerate(self._groups):
+                key = Key(ReduceOp.SUM, "parameters", number=number)
+                group.flat.copy_(torch.from_numpy(np.array(arrays[key])))
+        buffers = (arrays[Key(op, "buffers")] for op in (ReduceOp.SUM, ReduceOp.MAX))
+        load_buffers_(self._module, Buffers(*buffers))
+        self._frozen.load_(_frozen_means(arrays))
+        if self._optimizer is not None:
+            groups = self._optimizer.state_dict()["param_groups"]
+            restore_(self._optimizer, _optimizer_state(arrays, groups))
+        self.common = None
+
+    def to_blob(self) -> Arrays:
+        """Everything that another replica needs to have the same; new arrays."""
+        return self.with_outer(to_blob(self.take(1.0))[0])
+
+    def with_outer(self, blob: Arrays) -> Arrays:
+        """Add what those need that have not got the last mean."""
+        return blob if self.outer is None else {**blob, OUTER: self.outer.payload()}
+
+    def load_blob_(self, blob: Arrays) -> None:
+        """Take over another replica's state."""
+        self.load_(from_blob(blob))
+        if self.outer is not None:
+            self.outer.load_(blob[OUTER])
+
+    def residual_norm(self) -> float:
+        """Length of what rounding has left of the parameters; NaN without rounding."""
+        if not self.compressed:
+            return math.nan
+        left = self.feedback.residual.items()
+        parts = [a.reshape(-1) for key, a in left if key.part == "parameters"]
+        return math.sqrt(sum(float(np.dot(part, part)) for part in parts))
+
+
+def _frozen_means(arrays: Reduced) -> dict[str, NDArray[Any]]:
+    means: dict[str, NDArray[Any]] = {}
+    for key, array in arrays.items():
+        if key.part == "frozen":
+            weight = arrays.get(Key(ReduceOp.SUM, "weight", key.name), ONE)
+            total = float(weight[0])
+            # One whose weights add up to 1 but for rounding is as it is.
+            whole = abs(total - 1.0) < ALMOST
+            means[key.name] = array if whole else array / array.dtype.type(total)
+    return means
+
+
+def _optimizer_arrays(state: OptimizerState) -> dict[Key, NDArray[Any]]:
+    arrays = {
+        Key(ReduceOp.SUM, "optimizer", name, n, _dtype_name(state.dtypes[n, name])): a
+        for (n, name), a in state.parts.items()
+    }
+    for (n, name), value in state.scalars.items():
+        if isinstance(value, int | float):  # others are each replica's own affair
+            dtype = state.dtypes.get((n, name))
+            kind = type(value).__name__ if dtype is None else _dtype_name(dtype)
+            arrays[Key(ReduceOp.MAX, "optimizer", name, n, kind)] = np.array(value)
+    return arrays
+
+
+def _optimizer_state(arrays: Reduced, groups: list[dict[str, Any]]) -> OptimizerState:
+    state = OptimizerState({}, {}, {}, groups)
+    for key, array in arrays.items():
+        if key.part != "optimizer":
             continue
-        frame, values_N = written
-        shape = ",".join(map(str, array.shape))
-        sent[f"{FRAME}{array.dtype.str} {shape} {name}"] = frame
-        rest = array - values_N.reshape(array.shape)
-        if rest.any():
-            left[name] = rest
-    return Rounded(sent, left)
+        entry = key.number, key.name
+        if key.dtype in PLAIN:
+            state.scalars[entry] = PLAIN[key.dtype](array.item())
+            continue
+        state.dtypes[entry] = getattr(torch, key.dtype)
+        if key.op is ReduceOp.SUM:
+            state.parts[entry] = array
+        else:
+            state.scalars[entry] = array.item()
+    return state
 
 
-def _written(
-    array: NDArray[Any], stamp: Stamp
-) -> tuple[NDArray[np.uint8], NDArray[Any]] | None:
-    """A frame and what is read of it; None: it would be of no use."""
-    grid = _grid(array)
-    if grid is None:
-        return None
-    steps_N = array.reshape(-1) / grid
-    quantized = quantize(np.rint(steps_N, out=steps_N).astype(np.int32))
-    frame = codec.encode_dense8(stamp, grid, quantized)
-    if frame.nbytes >= array.nbytes:
-        return None
-    return frame, _values(counts_of(quantized), grid, array.dtype)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def read(arrays: Arrays) -> dict[str, NDArray[Any]]:
-    """Arrays as others have sent them, each under its own name.
-
-    Raises:
-        CodecError: If a frame is damaged.
-    """
-    return dict(_read(name, array) for name, array in arrays.items())
-
-
-def _read(full: str, array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
-    if not full.startswith(FRAME):
-        return full, array
-    _, kind, shape, name = full.split(" ", 3)
-    update = codec.decode(array.data)
-    assert isinstance(update, codec.DenseUpdate)
-    values_N = _values(update.counts_N, update.grid, np.dtype(kind))
-    return name, values_N.reshape([int(length) for length in shape.split(",")])
-
-
-def _grid(array: NDArray[Any]) -> float | None:
-    """The step that suits an array; None: there is none."""
-    largest = float(np.abs(array).max(initial=0.0))
-    exponent = max(LEAST, math.frexp(largest)[1] - COUNT_BITS)
-    if not array.size or not math.isfinite(largest) or exponent > MOST_BITS_:
-        return None
-    return math.ldexp(1.0, exponent)
-
-
-def _values(
-    counts_N: NDArray[np.int32], grid: float, dtype: np.dtype[Any]
-) -> NDArray[Any]:
-    values_N: NDArray[Any] = counts_N.astype(dtype)
-    values_N *= grid
-    return values_N
-
-
-class Terms(ABC):
+class Mean:
     """One replica's part in one mean.
+
+    An exact one is of everything as it is, with what rounding has left before. Else
+    replicas add up how far each has moved from what all had in common, and round at
+    each node of the tree; what rounding leaves there is sent with the next mean. What
+    rounding could harm goes as it is, see `Key.linear`.
+
+    Args:
+        state: Of the replica.
+        stamp: Of frames; its sequence is the number of the mean.
+        exact: Nothing is to be rounded.
 
     Attributes:
         kind: Of what travels.
@@ -381,121 +446,69 @@ class Terms(ABC):
     """
 
     kind: str
-    sent_bytes: int = 0
+    sent_bytes: int
 
-    @abstractmethod
-    def own(self, weight: float | None) -> Arrays:
+    def __init__(self, state: ReduceState, stamp: Stamp, *, exact: bool) -> None:
+        self._state = state
+        self._stamp = stamp
+        self._exact = exact or not state.compressed
+        self._residual = state.feedback.residual
+        self.kind = "MEAN" if self._exact else Kind.DENSE8.name
+        self.sent_bytes = 0
+        if not self._exact:
+            state.keep_common_()  # it may have made no step since
+        self._common = state.common or {}
+
+    def own(self, weight: float | None) -> Reduced:
         """What this replica adds; empty: nothing.
 
         Args:
             weight: Of what it has trained; None: it has not.
         """
+        if weight is None:
+            share: Reduced = {}
+        elif self._exact:
+            share = self._state.take(weight)
+        else:
+            moved = self._state.take(1.0)
+            for key, common in self._common.items():
+                moved[key] = moved[key] - common if key in moved else -common
+            share = {
+                key: array if key.op is ReduceOp.MAX else array * weight
+                for key, array in moved.items()
+            }
+        return total_of([share, self._residual])
 
-    @abstractmethod
-    def add(self, sums: Sequence[Arrays]) -> Arrays:
-        """Its own, and what those below it have sent, as it goes on."""
+    def combine(self, states: Sequence[Reduced]) -> Arrays:
+        """The sum of its own and of those below it, as it goes on."""
+        stamp = None if self._exact else self._stamp
+        blob, left = to_blob(total_of(states), stamp)
+        self._state.feedback.propose(self._stamp.sequence, left)
+        self.sent_bytes = sum(a.nbytes for n, a in blob.items() if n != KEYS)
+        return blob
 
-    @abstractmethod
-    def mean(self, total: Arrays) -> Arrays:
-        """What the root has made, as all are to have it."""
+    def take_(self, blob: Arrays, *, step: bool) -> None:
+        """Go on from the mean, or from the outer step towards it.
 
-
-class Whole(Terms):
-    """Everything as it is, and what rounding has left before: none is left then.
-
-    Args:
-        shares: Of the replica.
-        feedback: Of the replica.
-        number: Of the mean.
-    """
-
-    kind = "MEAN"
-
-    def __init__(self, shares: Shares, feedback: Feedback, number: int) -> None:
-        self._shares = shares
-        self._residual = feedback.residual
-        feedback.propose(number, {})
-
-    @override
-    def own(self, weight: float | None) -> Arrays:
-        own = _added(
-            {} if weight is None else self._shares.take(weight), self._residual
-        )
-        self.sent_bytes = sum(array.nbytes for array in own.values())
-        return own
-
-    @override
-    def add(self, sums: Sequence[Arrays]) -> Arrays:
-        return add(sums)
-
-    @override
-    def mean(self, total: Arrays) -> Arrays:
-        return total
-
-
-class Differences(Terms):
-    """How far all have moved from what they had in common, rounded at each node.
-
-    What rounding leaves there is sent with the next mean. What rounding could harm
-    goes as it is, see :func:`daskdl.training.tree_reduce.is_linear`.
-
-    Args:
-        shares: Of the replica.
-        common: What all had after the last mean, of what is linear.
-        feedback: Of the replica.
-        stamp: Of the frames; its sequence is the number of the mean.
-    """
-
-    kind = Kind.DENSE8.name
-
-    def __init__(
-        self, shares: Shares, common: Arrays, feedback: Feedback, stamp: Stamp
-    ) -> None:
-        self._shares = shares
-        self._common = common
-        self._feedback = feedback
-        self._stamp = stamp
-
-    @override
-    def own(self, weight: float | None) -> Arrays:
-        residual = self._feedback.residual
-        return _added({} if weight is None else self._moved(weight), residual)
-
-    def _moved(self, weight: float) -> Arrays:
-        moved = self._shares.take(1.0)
-        for name, common in self._common.items():
-            moved[name] = moved[name] - common if name in moved else -common
-        return {
-            name: array * weight if name.startswith(SUM) else array
-            for name, array in moved.items()
-        }
-
-    @override
-    def add(self, sums: Sequence[Arrays]) -> Arrays:
-        total = add([read(one) for one in sums])
-        linear = {name: array for name, array in total.items() if is_linear(name)}
-        others = {name: array for name, array in total.items() if name not in linear}
-        frames, left = rounded(linear, self._stamp)
-        self._feedback.propose(self._stamp.sequence, left)
-        sent = {**others, **frames}
-        self.sent_bytes = sum(array.nbytes for array in sent.values())
-        return sent
-
-    @override
-    def mean(self, total: Arrays) -> Arrays:
-        return _added(read(total), self._common)
-
-
-def _added(one: Arrays, two: Arrays) -> Arrays:
-    there = [arrays for arrays in (one, two) if arrays]
-    return add(there) if there else {}
+        Args:
+            blob: That the root has made.
+            step: Whether there is to be an outer step; else the outer optimizer takes
+                the mean for what all have in common.
+        """
+        total = from_blob(blob)
+        outer = self._state.outer
+        self._state.load_(total if self._exact else total_of([total, self._common]))
+        if outer is not None:
+            if OUTER in blob:
+                outer.load_(blob[OUTER])
+            outer.step_() if step else outer.follow_()
 
 
 BROKEN = "broken"  # the one name in what is passed on when somebody was lost
 
 
-class Reduction:
-    """One replica's part in a reduction.
+class TreeAllReduce:
+    """One replica's part in a reduction over a tree of replicas.
 
     Args:
         channel: Of this replica.
@@ -515,54 +528,50 @@ class Reduction:
 
     def result(
         self,
-        own: Arrays,
-        add: Callable[[Sequence[Arrays]], Arrays],
+        own: Reduced,
+        combine: Callable[[Sequence[Reduced]], Arrays],
         finish: Callable[[Arrays], Arrays],
     ) -> Arrays | None:
         """Take part, and return the result.
 
         Args:
             own: What this replica adds; empty: nothing.
-            add: Adds up several.
+            combine: Adds up several.
             finish: Makes the result of the sum; called at the root alone.
 
         Returns:
             None if somebody was lost who was needed. Others may have it even so.
         """
-        total = self._total(own, add)
+        states = [own] if own else []
+        lost = False
+        for child in self._children:
+            blob = self._fetch(child, f"sum {self._number}")
+            lost = lost or blob is None
+            if blob:
+                states.append(from_blob(blob))
+        # Also where nobody below adds anything: the one above waits for it.
+        total = None if lost else combine(states) if states else {}
         if self._parent is None:
             result = None if total is None else finish(total)
         else:
-            self._channel.publish_blob(f"sum {self._number}", _or_broken(total))
+            self._publish("sum", total)
             result = self._fetch(self._parent, f"mean {self._number}")
         if self._children:
-            self._channel.publish_blob(f"mean {self._number}", _or_broken(result))
+            self._publish("mean", result)
         return result
 
-    def _total(
-        self, own: Arrays, add: Callable[[Sequence[Arrays]], Arrays]
-    ) -> Arrays | None:
-        shares = [own] if own else []
-        whole = True
-        for child in self._children:
-            share = self._fetch(child, f"sum {self._number}")
-            whole = whole and share is not None
-            if share:
-                shares.append(share)
-        if not whole:
-            return None
-        return add(shares) if shares else {}
+    def _publish(self, name: str, blob: Arrays | None) -> None:
+        broken = {BROKEN: np.empty(0)}
+        self._channel.publish_blob(
+            f"{name} {self._number}", broken if blob is None else blob
+        )
 
     def _fetch(self, replica: int, name: str) -> Arrays | None:
         fetched = self._channel.fetch_blob(replica, name)
         return None if fetched is None or BROKEN in fetched else fetched
 
 
-def _or_broken(arrays: Arrays | None) -> Arrays:
-    return {BROKEN: np.empty(0)} if arrays is None else arrays
-
-
-class Outer:
+class OuterOptimizer:
     """Takes the way from the last common parameters to their mean for a gradient.
 
     Every replica has one, and all make the same steps.
@@ -625,7 +634,7 @@ class Outer:
             for common, own in zip(self._common, trainable(self._module), strict=True):
                 common.copy_(own)
 
-    def state(self) -> NDArray[np.uint8]:
+    def payload(self) -> NDArray[np.uint8]:
         """What `values` returns, as bytes."""
         return Packed(self.values(), "outer").payload
 

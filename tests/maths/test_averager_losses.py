@@ -17,9 +17,9 @@ from daskdl import ParameterAveraging
 from daskdl.channel.base import Stopped
 from daskdl.channel.leasing import PartitionSizes, RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.channel.protocol import Endpoint
+from daskdl.channel.protocol import Barrier, Endpoint
 from daskdl.training.base import ReplicaContext
-from daskdl.training.parameter_averaging import MEETING, Said, round_of
+from daskdl.training.parameter_averaging import MEETING, RoundDecision, Vote
 from tests.support.records import TIMEOUTS
 
 EPOCHS = 3
@@ -49,19 +49,19 @@ class Mortal(LocalChannel):
         gathered = super().barrier(*args, **options)
         self._age()
         if args[0] == MEETING:
-            said = {r: Said(*note["said"]) for r, note in gathered.payloads.items()}
-            self._compare(list(said.values()))
-            self._record_mean(said, round_of(said, gathered.gone))
+            votes = Vote.by_replica(gathered.payloads)
+            self._compare(list(votes.values()))
+            self._record_mean(votes, RoundDecision.of(votes, gathered.gone))
         return gathered
 
-    def _record_mean(self, said, decided):
-        moves = {r: w * said[r].examples for r, w in decided.weights.items()}
+    def _record_mean(self, votes, decided):
+        moves = {r: w * votes[r].examples for r, w in decided.weights.items()}
         self.meetings[decided.number] = (decided.latest, moves)
 
-    def _compare(self, said):
+    def _compare(self, votes):
         """Who has the same mean has the same parameters, without being put right."""
-        digests = {one.mean: one.digest for one in said if one.ended}
-        for one in said:
+        digests = {one.mean: one.digest for one in votes if one.ended}
+        for one in votes:
             self.differed |= one.ended and digests[one.mean] != one.digest
 
     def lease(self, *args, **options):
@@ -146,7 +146,8 @@ class Life:
         self.rows.append(trained)
         self.exchange.sync(epoch, len(trained), ended=True)
         self.ends.append(self.model[0].detach().clone())
-        self.channel.barrier(f"report {epoch}", self.exchange.digest())
+        digest = self.exchange.digest()
+        self.channel.barrier(f"report {epoch}", digest, Barrier.REPORT)
 
 
 def lives_of(master, replicas, deaths, rows, piece):

@@ -4,9 +4,25 @@ import pytest
 from daskdl.codec import Stamp
 from daskdl.codec.dense8 import BLOCK, MOST
 from daskdl.errors import CodecError
-from daskdl.training.tree_reduce import FRAME, read, rounded
+from daskdl.training.tree_reduce import Key, ReduceOp, from_blob, to_blob
 
 STAMP = Stamp(run=7, origin=2, sequence=5, step=40)
+KEY = Key(ReduceOp.SUM, "parameters")
+NOTHING = np.zeros(())
+
+
+def rounded(array):
+    """A blob, and what rounding leaves."""
+    blob, left = to_blob({KEY: array}, STAMP)
+    return blob, left.get(KEY, NOTHING)
+
+
+def read(blob):
+    return from_blob(blob)[KEY]
+
+
+def is_frame(blob, array):
+    return blob["0"].dtype == np.uint8 != array.dtype
 
 
 def normal(size, dtype=np.float32, seed=0):
@@ -18,19 +34,19 @@ def normal(size, dtype=np.float32, seed=0):
 def test_what_is_read_and_what_is_left_are_what_there_was(shape, dtype):
     array = normal(shape, dtype)
 
-    sent, left = rounded({"sum a": array}, STAMP)
+    sent, left = rounded(array)
 
-    (got,) = read(sent).values()
+    got = read(sent)
     assert (got.dtype, got.shape) == (array.dtype, array.shape)
-    assert 0 < np.abs(left["sum a"]).max() < np.abs(array).max() / MOST
-    np.testing.assert_array_equal(got + left["sum a"], array)
+    assert 0 < np.abs(left).max() < np.abs(array).max() / MOST
+    np.testing.assert_array_equal(got + left, array)
 
 
 def test_each_block_is_rounded_by_its_own_largest_number():
     array = normal(3 * BLOCK)
     array[BLOCK : 2 * BLOCK] *= 1e-4
 
-    left = rounded({"a": array}, STAMP).left["a"]
+    _, left = rounded(array)
 
     for block, rest in zip(array.reshape(3, -1), left.reshape(3, -1), strict=True):
         assert np.abs(rest).max() <= 0.51 * np.abs(block).max() / MOST
@@ -42,9 +58,9 @@ def test_each_block_is_rounded_by_its_own_largest_number():
 def test_a_frame_takes_a_byte_for_each_number(dtype, most):
     array = normal(100_000, dtype)
 
-    (frame,) = rounded({"a": array}, STAMP).sent.values()
+    sent, _ = rounded(array)
 
-    assert frame.nbytes < most * array.nbytes
+    assert sent["0"].nbytes < most * array.nbytes
 
 
 def with_one(value, dtype=np.float32):
@@ -66,11 +82,11 @@ def with_one(value, dtype=np.float32):
     ids=["nan", "infinite", "large", "huge", "small", "empty"],
 )
 def test_what_a_frame_does_not_suit_goes_as_it_is(array):
-    sent, left = rounded({"a": array}, STAMP)
+    sent, left = rounded(array)
 
-    assert left == {}
-    np.testing.assert_array_equal(read(sent)["a"], array)
-    assert list(sent) == ["a"]
+    assert left is NOTHING
+    np.testing.assert_array_equal(read(sent), array)
+    assert not is_frame(sent, array)
 
 
 @pytest.mark.parametrize(
@@ -84,52 +100,57 @@ def test_what_a_frame_does_not_suit_goes_as_it_is(array):
     ids=["equal", "largest", "tiny", "subnormal"],
 )
 def test_nothing_is_lost_at_the_ends_of_the_range(array):
-    sent, left = rounded({"a": array}, STAMP)
+    sent, left = rounded(array)
 
-    (name,) = sent
-    assert name.startswith(FRAME)
-    np.testing.assert_array_equal(read(sent)["a"] + left["a"], array)
+    assert is_frame(sent, array)
+    np.testing.assert_array_equal(read(sent) + left, array)
 
 
 def test_what_is_exact_leaves_nothing():
     array = np.arange(1000) % 127 / 127.0
-    array = rounded({"a": array}, STAMP).sent
+    array = read(rounded(array)[0])
 
-    sent, left = rounded(read(array), STAMP)
+    sent, left = rounded(array)
 
-    assert left == {}
-    np.testing.assert_array_equal(read(sent)["a"], read(array)["a"])
+    assert left is NOTHING
+    np.testing.assert_array_equal(read(sent), array)
 
 
 def test_zeros_leave_nothing():
-    sent, left = rounded({"a": np.zeros(1000, np.float32)}, STAMP)
+    sent, left = rounded(np.zeros(1000, np.float32))
 
-    assert left == {}
-    np.testing.assert_array_equal(read(sent)["a"], np.zeros(1000, np.float32))
+    assert left is NOTHING
+    np.testing.assert_array_equal(read(sent), np.zeros(1000, np.float32))
 
 
 def test_numbers_below_the_finest_grid_are_left_whole():
     array = np.full(1000, 1e-300)
 
-    sent, left = rounded({"a": array}, STAMP)
+    sent, left = rounded(array)
 
-    assert not read(sent)["a"].any()
-    np.testing.assert_array_equal(left["a"], array)
+    assert not read(sent).any()
+    np.testing.assert_array_equal(left, array)
 
 
 def test_a_frame_is_read_where_it_came_from_another_process():
-    array = normal(1000)
-    ((name, frame),) = rounded({"a b c": array}, STAMP).sent.items()
-    frame = np.frombuffer(frame.tobytes(), np.uint8)  # read-only
+    sent, _ = rounded(normal(1000))
+    arrived = {n: np.frombuffer(a.tobytes(), np.uint8) for n, a in sent.items()}
 
-    (got,) = read({name: frame})
-
-    assert got == "a b c"
+    np.testing.assert_array_equal(read(arrived), read(sent))  # they are read-only
 
 
 def test_a_damaged_frame_is_refused():
-    ((name, frame),) = rounded({"a": normal(1000)}, STAMP).sent.items()
-    frame[200] ^= 1
+    sent, _ = rounded(normal(1000))
+    sent["0"][200] ^= 1
 
     with pytest.raises(CodecError, match="checksum"):
-        read({name: frame})
+        read(sent)
+
+
+@pytest.mark.parametrize("keys", [b"", b"[1]", b'[["sum"]]', b"{", b"[[]]"], ids=repr)
+def test_damaged_names_are_refused(keys):
+    sent, _ = rounded(normal(1000))
+    damaged = {**sent, "keys": np.frombuffer(keys, np.uint8)}
+
+    with pytest.raises(CodecError, match="of another replica are damaged"):
+        read(damaged)

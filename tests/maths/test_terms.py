@@ -9,12 +9,18 @@ from torch import nn
 
 from daskdl.channel.protocol import Routes
 from daskdl.codec import Stamp
-from daskdl.training.parameter_averaging import ReplicaState
-from daskdl.training.tree_reduce import Reduction, is_linear
+from daskdl.training.tree_reduce import (
+    Key,
+    Mean,
+    ReduceOp,
+    ReduceState,
+    TreeAllReduce,
+)
 from tests.support.boards import Board, Channel
 
 REPLICAS = 5
 ALL = range(REPLICAS)
+PARAMETERS = Key(ReduceOp.SUM, "parameters")
 
 
 def momentum(parameters):
@@ -35,21 +41,21 @@ class Team:
             module = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30)).to(dtype)
             self.modules.append(module)
             self.optimizers.append(optimizer(list(module.parameters())))
-            state = ReplicaState(module, self.optimizers[-1], outer, compressed=True)
+            state = ReduceState(module, self.optimizers[-1], outer, compressed=True)
             self.states.append(state)
         self.rounds = 0
         self.moved = {}  # sum of the true means of differences, by name
         self.start = self.linear(0)
 
     def linear(self, replica):
-        whole = self.states[replica].whole()
-        return {name: np.array(a) for name, a in whole.items() if is_linear(name)}
+        whole = self.states[replica].take(1.0)
+        return {key: np.array(a) for key, a in whole.items() if key.linear}
 
     def train(self, replicas=ALL):
         for r in replicas:
             torch.manual_seed(100 * self.rounds + r)
             module = self.modules[r]
-            self.states[r].depart_()
+            self.states[r].keep_common_()
             x = torch.randn(8, 20, dtype=next(module.parameters()).dtype)
             module(x).pow(3).sum().mul(1e-3).backward()
             self.optimizers[r].step()
@@ -59,20 +65,16 @@ class Team:
         """Make a mean; not `reached`: nobody learns that there is one."""
         self.rounds += 1
         for state in self.states:
-            state.depart_()
+            state.keep_common_()
         before = [self.linear(r) for r in ALL]
-        common = {
-            name.removeprefix("common "): array
-            for name, array in self.states[0].local().items()
-            if name.startswith("common ")
-        }
+        common = self.states[0].common
         results, terms = self._reduce(weights, whole, fan_out)
         if not reached:
             for state in self.states:
                 state.feedback.settle_(self.rounds - 1)
             return terms
         for r, state in enumerate(self.states):
-            state.take_mean_(terms[r].mean(results[r]), step=step)
+            terms[r].take_(results[r], step=step)
             state.feedback.settle_(self.rounds)
         for r, weight in weights.items():
             for name, array in before[r].items():
@@ -84,13 +86,13 @@ class Team:
         board, routes = Board(), Routes(self.rounds, tuple(ALL), fan_out)
         root = self.rounds % REPLICAS
         terms = [
-            self.states[r].terms(Stamp(1, r, self.rounds, 1), whole=whole) for r in ALL
+            Mean(self.states[r], Stamp(1, r, self.rounds, 1), exact=whole) for r in ALL
         ]
 
         def take_part(r):
-            reduction = Reduction(Channel(board, r), routes, root, r)
+            reduction = TreeAllReduce(Channel(board, r), routes, root, r)
             own = terms[r].own(weights.get(r))
-            return reduction.result(own, terms[r].add, lambda total: total)
+            return reduction.result(own, terms[r].combine, lambda total: total)
 
         with ThreadPoolExecutor(REPLICAS) as pool:
             return list(pool.map(take_part, ALL)), terms
@@ -107,9 +109,9 @@ class Team:
             np.testing.assert_allclose(sent + self.left(name), expected, rtol, atol)
 
     def check_all_have_the_same(self):
-        first = self.states[0].whole()
+        first = self.states[0].take(1.0)
         for state in self.states[1:]:
-            for name, array in state.whole().items():
+            for name, array in state.take(1.0).items():
                 np.testing.assert_array_equal(array, first[name])
 
 
@@ -128,7 +130,7 @@ def test_what_was_sent_and_what_is_left_is_what_was_trained():
 
     team.check_nothing_is_lost()
     team.check_all_have_the_same()
-    assert np.abs(team.left("sum parameters 0")).max() > 1e-6
+    assert np.abs(team.left(PARAMETERS)).max() > 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -190,7 +192,7 @@ def with_outer():
 
 
 def test_the_outer_optimizer_makes_no_step_of_what_is_left():
-    team, name = with_outer(), "sum parameters 0"
+    team, name = with_outer(), PARAMETERS
     before, left = team.linear(0)[name], team.left(name)
 
     team.average({2: 1.0}, whole=True, step=False)
@@ -201,7 +203,7 @@ def test_the_outer_optimizer_makes_no_step_of_what_is_left():
 
 
 def test_the_outer_optimizer_goes_on_from_there():
-    team, name = with_outer(), "sum parameters 0"
+    team, name = with_outer(), PARAMETERS
     team.average({2: 1.0}, whole=True, step=False)
     before = team.linear(0)[name]
 
@@ -223,12 +225,12 @@ def test_parameters_and_momentum_travel_in_eight_bits():
 def test_moments_that_a_step_divides_by_travel_whole():
     team = trained(Team(optimizer=adam), 2)
     team.train(SOME)
-    shares = [team.states[r].whole() for r in ALL]
+    shares = [team.states[r].take(1.0) for r in ALL]
 
     team.average(SOME)
 
-    after = team.states[0].whole()
-    moments = [name for name in after if "exp_avg" in name]
+    after = team.states[0].take(1.0)
+    moments = [key for key in after if "exp_avg" in key.name]
     assert len(moments) == 8
     for name in moments:
         mean = sum(weight * shares[r][name] for r, weight in SOME.items())
@@ -244,19 +246,3 @@ def test_numbers_that_are_not_finite_reach_all():
 
     for module in team.modules:
         assert module[0].weight.isnan().nonzero().tolist() == [[3, 4]]
-
-
-def test_one_goes_on_from_what_was_kept_of_another_as_that_one_does():
-    team, other = trained(Team(), 3), Team()
-    team.train(SOME)
-    other.rounds = team.rounds
-    for own, theirs in zip(other.states, team.states, strict=True):
-        own.load_(theirs.whole())
-        own.restore_local_(theirs.local())
-
-    for one in (team, other):
-        one.average(SOME)
-
-    for own, theirs in zip(other.states, team.states, strict=True):
-        np.testing.assert_equal(own.whole(), theirs.whole())
-        np.testing.assert_equal(own.local(), theirs.local())

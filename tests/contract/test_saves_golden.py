@@ -55,12 +55,11 @@ def test_its_history_is_what_it_was(loaded):
 
 
 def test_optimizer_scheduler_and_thresholds_are_where_they_were(loaded):
-    state = loaded.optimizer_.state_dict()
-    state = loaded._state
+    optimizer, state = loaded.optimizer_.state_dict(), loaded._state
 
     assert type(loaded.optimizer_) is torch.optim.Adam
-    assert [entry["step"].item() for entry in state["state"].values()] == [6.0] * 6
-    assert state["param_groups"][0]["lr"] == 0.0025
+    assert [entry["step"].item() for entry in optimizer["state"].values()] == [6.0] * 6
+    assert optimizer["param_groups"][0]["lr"] == 0.0025
     assert loaded.scheduler_.last_epoch == 2
     assert (state.epochs, state.class_count, state.compression.steps) == (2, None, 6)
     assert state.compression.sent["*.bias"] == Sent(1e-2, pytest.approx(0.5, abs=0.5))

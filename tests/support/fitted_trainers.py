@@ -15,6 +15,7 @@ from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState
 from daskdl.training.epoch_control import LearningRate
 from daskdl.training.fit_state import FitState, TrainedOptimizer, starting_model
+from daskdl.training.telemetry import EpochReport, EpochTotals
 
 
 def layers():
@@ -46,8 +47,8 @@ def fitted(model=lambda: layers(), steps=3, **options):
             if p.requires_grad:
                 p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         optimizer.step()
-        note = {"scheduled": i, "schedule": b"", "tally": (3.0 - i, 1), "score": None}
-        rate.end_epoch([note])
+        totals = EpochTotals(loss_sum=3.0 - i, examples=1)
+        rate.end_epoch([EpochReport(totals=totals, scheduled=i)])
     optimizer.zero_grad(set_to_none=True)
     sent = CompressionState({"*": Sent(1e-3, 0.25)}, 7)
     standing = FitState(TrainedOptimizer(optimizer, rate, scheduling), sent, 2, 2)

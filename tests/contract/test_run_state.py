@@ -185,6 +185,40 @@ def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
     assert barrier.gone == {}
 
 
+def test_arriving_again_changes_nothing():
+    record = joined(2)
+    record.arrive("end", 0, "first", b"first", "meet")
+
+    barrier = record.arrive("end", 0, "second", b"second", "meet")
+
+    assert (barrier.payloads, barrier.client_payloads) == ({0: "first"}, {0: b"first"})
+    assert not record.all_arrived(barrier)
+
+
+def test_a_complete_barrier_waits_for_nobody_who_becomes_active_later():
+    record = joined(1)
+    barrier = record.arrive("end", 0, "zero", b"", "meet")
+    record.complete("end", barrier)
+
+    replica = newcomer(record)
+    record.activate(replica, 3)
+
+    assert record.all_arrived(barrier)
+
+
+def test_one_that_fails_while_it_waits_for_a_lease_has_no_part_in_later_rounds():
+    record = joined(3)
+    record.set_idle(2, "two")
+    record.remove(2)
+    barrier = record.arrive("round", 0, "zero", b"", "round")
+    assert not record.all_arrived(barrier)
+
+    record.arrive("round", 1, "one", b"", "round")
+    record.complete("round", barrier)
+
+    assert barrier.payloads == {0: "zero", 1: "one"}
+
+
 def test_updates_are_held_between_two_barriers_and_then_passed_on():
     record = joined()
     record.complete("end", record.arrive("end", 0, None, b"", "agree"))

@@ -22,7 +22,7 @@ from distributed.protocol import dumps, loads
 
 from daskdl import codec
 from daskdl.channel.inbox import Pile
-from daskdl.channel.protocol import Item, compact, fields_of, owned
+from daskdl.channel.protocol import Message, compact, fields_of, owned
 from daskdl.channel.sender import Outbox, Ring, Unconfirmed
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
@@ -44,7 +44,7 @@ def published(entries: int):
     frame = frame_of(entries)
     for sequence in itertools.count(1000):  # numbers that Python has no object for yet
         stamp = codec.Stamp(1, 1, sequence, sequence + 1)
-        yield Item.update(stamp, sequence + 2, frame.nbytes, compact(frame.copy()))
+        yield Message.update(stamp, sequence + 2, frame.nbytes, compact(frame.copy()))
 
 
 def arrived(entries: int, deserialize: bool):
@@ -58,7 +58,7 @@ def arrived(entries: int, deserialize: bool):
         starts = [0, *ends[:-1]]
         frames = [view[a:b] for a, b in zip(starts, ends, strict=True)]
         message = loads(frames, deserialize=deserialize)
-        yield from (Item.of(item) for item in message["items"])
+        yield from (Message.from_wire(item) for item in message["items"])
 
 
 def from_worker(entries: int):

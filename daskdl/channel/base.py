@@ -293,7 +293,7 @@ class Channel(ABC):
         Args:
             phase: ``"train"`` or ``"validation"``.
             epoch: Counted from 0.
-            finished: Of each ``{"piece": ..., "examples": ..., "loss": ...}``.
+            finished: Of each ``{"lease": ..., "examples": ..., "loss": ...}``.
             wait: Until there is one, or all pieces are finished, by whomever.
         """
 

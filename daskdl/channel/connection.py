@@ -20,7 +20,7 @@ from daskdl.channel.inbox import Inbox
 from daskdl.channel.protocol import (
     Answer,
     Endpoint,
-    Item,
+    Message,
     unwrap,
 )
 from daskdl.compression.replica_vector import count_of
@@ -50,7 +50,7 @@ class Gauge:
     # ---- event loop
 
     @contextlib.contextmanager
-    def request(self, items: Sequence[Item]) -> Iterator[None]:
+    def request(self, items: Sequence[Message]) -> Iterator[None]:
         """Count the time of a request that carries these."""
         if not items:
             yield
@@ -65,7 +65,7 @@ class Gauge:
                 self._count_time()
                 self._under_way -= 1
 
-    def arrived(self, items: Sequence[Item]) -> None:
+    def arrived(self, items: Sequence[Message]) -> None:
         """A request was answered: these were accepted."""
         if not items:
             return
@@ -139,7 +139,7 @@ class Reader:
         self._endpoint = endpoint
         self._inbox = inbox
 
-    async def read(self, item: Item) -> codec.Update:
+    async def read(self, item: Message) -> codec.Update:
         """Decode an update.
 
         Raises:
@@ -151,7 +151,7 @@ class Reader:
             return await asyncio.to_thread(self.read_now, item, shared)
         return self.read_now(item, shared)
 
-    def read_now(self, item: Item, shared: SharedFrame) -> codec.Update:
+    def read_now(self, item: Message, shared: SharedFrame) -> codec.Update:
         """The same, here and now."""
         update = shared.decode(self._endpoint.run, self._endpoint.size)
         if update.stamp[1:3] != (item.origin, item.sequence):
@@ -162,7 +162,7 @@ class Reader:
             raise CodecError(f"grid must be {self._inbox.grid}, got {update.grid}")
         return update
 
-    def refuse(self, item: Item, error: Exception) -> None:
+    def refuse(self, item: Message, error: Exception) -> None:
         """Count and log an update that could not be read; it is dropped."""
         self._inbox.refuse()
         logger.warning(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from daskdl.channel.protocol import Item, ItemKind
+from daskdl.channel.protocol import Message, MessageKind
 from daskdl.codec import SparseUpdate, Update
 from daskdl.compression.replica_vector import fold_
 from daskdl.errors import ChannelError
@@ -526,11 +526,11 @@ class Early:
     """Items that wait for a snapshot; bounded, first copies only."""
 
     def __init__(self) -> None:
-        self.items: list[Item] = []
+        self.items: list[Message] = []
         self.nbytes = 0
         self._positions = Positions()
 
-    def keep(self, item: Item, limit_bytes: int) -> bool | None:
+    def keep(self, item: Message, limit_bytes: int) -> bool | None:
         """Keep a first copy; whether it is one, None if there is no room for it."""
         # Not folded, as a full inbox is: the snapshot may contain it.
         if self.items and self.nbytes >= limit_bytes:
@@ -586,7 +586,7 @@ class Inbox:
 
     # ---- event loop
 
-    def put(self, item: Item, update: Update) -> bool:
+    def put(self, item: Message, update: Update) -> bool:
         """Keep an update to be applied, once.
 
         Returns:
@@ -605,23 +605,23 @@ class Inbox:
             self._changed.notify_all()
             return True
 
-    def holds_back(self, item: Item) -> bool:
+    def holds_back(self, item: Message) -> bool:
         """Whether an update has to come again later, when the barrier is over."""
         with self._changed:
             key = item.origin, item.sequence
             here = self._positions.has(*key) or self._fence.admits(*key)
             return self._fence.holding and not here
 
-    def note(self, item: Item) -> bool:
+    def note(self, item: Message) -> bool:
         """Keep what a control item says; whether that is news of its origin."""
         news = True
         with self._changed:
-            if item.kind == ItemKind.STOP:
+            if item.kind == MessageKind.STOP:
                 self.stopped = self.stopped or str(item.payload)
-            elif item.kind == ItemKind.LOST:
+            elif item.kind == MessageKind.LOST:
                 self._heard.lose(item.origin)
             else:
-                done = int(item.payload) if item.kind == ItemKind.PROGRESS else -1
+                done = int(item.payload) if item.kind == MessageKind.PROGRESS else -1
                 word = Word(item.sequence, item.step, done)
                 news = self._hear(item.origin, word)
             self._changed.notify_all()

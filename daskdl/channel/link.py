@@ -20,8 +20,8 @@ from daskdl.channel.inbox import Early, Inbox, Received, Word
 from daskdl.channel.protocol import (
     Arrays,
     Endpoint,
-    Item,
-    ItemKind,
+    Message,
+    MessageKind,
     Parcel,
     Routes,
     owned,
@@ -237,24 +237,24 @@ class Link:
 
     # ---- event loop
 
-    async def deliver(self, item: Item) -> bool:
+    async def deliver(self, item: Message) -> bool:
         """An item has arrived; what cannot be read is counted and dropped.
 
         Returns:
             False if there is no room for it: it has to be sent again.
         """
-        if item.kind == ItemKind.ROUTES:
+        if item.kind == MessageKind.ROUTES:
             self.adopt(item.payload)
             return True
-        if item.kind != ItemKind.UPDATE:
-            if self.inbox.note(item) and item.kind == ItemKind.PROGRESS:
+        if item.kind != MessageKind.UPDATE:
+            if self.inbox.note(item) and item.kind == MessageKind.PROGRESS:
                 self.carrier.forward(item)
             return True
         if self._dropped(item):
             return True
         return await self._deliver_update(self._owned(item))
 
-    def _dropped(self, item: Item) -> bool:
+    def _dropped(self, item: Message) -> bool:
         """Whether it gets lost here on purpose; the sender takes it for delivered."""
         own, origin, number = self._endpoint.replica, item.origin, item.sequence
         if not any(d.strikes(origin, number, own) for d in self._endpoint.drops):
@@ -263,7 +263,7 @@ class Link:
         self.inbox.hear({origin: Word(number, item.step)})
         return True
 
-    async def _deliver_update(self, item: Item) -> bool:
+    async def _deliver_update(self, item: Message) -> bool:
         if self._early is not None:
             first = self._early.keep(item, self._endpoint.inbox_bytes)
             if first and self._routed:
@@ -276,7 +276,7 @@ class Link:
             return True
         return not self.inbox.holds_back(item)  # it may since it was read
 
-    def _owned(self, item: Item) -> Item:
+    def _owned(self, item: Message) -> Message:
         """The item with memory of its own: what it came in is as large as a batch."""
         if self._endpoint.routing != "mesh" and self._early is None:
             return item  # it is read, and not kept
@@ -287,7 +287,7 @@ class Link:
         except (TypeError, ValueError):  # no bytes: whoever reads it says so
             return item
 
-    async def _put(self, item: Item) -> bool:
+    async def _put(self, item: Message) -> bool:
         try:
             update = await self._reader.read(item)
         except UNREADABLE as error:
@@ -320,9 +320,9 @@ class Link:
                 self.carrier.forward(item)
         self._routed = True
 
-    def find(self, origin: int, sequences: Iterable[int]) -> list[Item]:
+    def find(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """What is here of what another replica misses, as much as fits a request."""
-        found: list[Item] = []
+        found: list[Message] = []
         nbytes = 0
         for item in self.carrier.find(origin, sequences):
             nbytes += item.weight()

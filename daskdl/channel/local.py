@@ -30,8 +30,9 @@ from daskdl.channel.protocol import (
     Arrays,
     Barrier,
     Endpoint,
-    Item,
-    ItemKind,
+    Message,
+    MessageKind,
+    PeerProgress,
     WaitCause,
 )
 from daskdl.channel.run_state import RunState
@@ -288,13 +289,13 @@ class LocalChannel(Receiver):
     def _deliver(self, outbox: Outbox) -> None:
         """Put what others send where it is read; called by whoever sends it."""
         for item in outbox.head(outbox.nbytes):
-            if item.kind == ItemKind.UPDATE:
+            if item.kind == MessageKind.UPDATE:
                 self._put(item)
-            elif item.kind != ItemKind.ROUTES:
+            elif item.kind != MessageKind.ROUTES:
                 self._inbox.note(item)
             outbox.drop(1)
 
-    def _put(self, item: Item) -> None:
+    def _put(self, item: Message) -> None:
         if isinstance(item.payload, Exception):
             self._reader.refuse(item, item.payload)
         else:
@@ -332,11 +333,13 @@ class LocalChannel(Receiver):
         frame = encode(stamp)
         completed = step - 1 if partial else step
         # Read once for all, and outside of the lock.
-        item = Item.update(stamp, completed, frame.nbytes)
+        item = Message.update(stamp, completed, frame.nbytes)
         item = item._replace(payload=self._read(item, frame))
         with self._changed:
             self._run.hear(self._replica)
-            self._record.publish(self._replica, [item], self._step, self._done)
+            self._record.publish(
+                self._replica, [item], PeerProgress(self._step, 0, self._done)
+            )
         self._published = stamp.sequence
         nbytes, frames = self._drained.nbytes + frame.nbytes, self._drained.frames + 1
         self._drained = Drained(nbytes, frames)
@@ -344,7 +347,9 @@ class LocalChannel(Receiver):
         self._stats.frames += 1
         return True
 
-    def _read(self, item: Item, frame: NDArray[np.uint8]) -> codec.Update | Exception:
+    def _read(
+        self, item: Message, frame: NDArray[np.uint8]
+    ) -> codec.Update | Exception:
         try:
             return self._reader.read_now(item, SharedFrame(frame))
         except UNREADABLE as error:
@@ -355,7 +360,9 @@ class LocalChannel(Receiver):
         self._step, self._done = step, max(interval, self._done)
         with self._changed:
             self._run.hear(self._replica)
-            self._record.publish(self._replica, [], self._step, self._done)
+            self._record.publish(
+                self._replica, [], PeerProgress(self._step, 0, self._done)
+            )
 
     @override
     def sync(self, step: int, grid: float) -> None:

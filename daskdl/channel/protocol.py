@@ -272,7 +272,7 @@ ARRIVE = "daskdl_arrive"
 # requests to the scheduler, from a replica
 JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
 LEASE, MISSING = "daskdl_lease", "daskdl_missing"
-GATHER, FAIL, LEAVE = "daskdl_gather", "daskdl_fail", "daskdl_leave"
+BARRIER, FAIL, LEAVE = "daskdl_barrier", "daskdl_fail", "daskdl_leave"
 # request to a worker, from the scheduler or from a replica on another one
 DELIVER = "daskdl_deliver"
 # the same to a worker with several replicas, from the scheduler
@@ -280,10 +280,10 @@ DELIVER_BATCHES = "daskdl_deliver_batches"
 # requests to a worker, from a replica on another one
 SNAPSHOT, REPAIR, FETCH = "daskdl_snapshot", "daskdl_repair", "daskdl_fetch"
 
-WIRE_BYTES = 32  # of msgpack around the frame of an item, measured: 24 to 32
-# Of memory around that frame: the item, its numbers and its place in a queue or a ring.
-# Measured by `benchmarks/queues.py`.
-ITEM_BYTES = 304
+WIRE_BYTES = 32  # of msgpack around the frame of a message, measured: 24 to 32
+# Of memory around that frame: the message, its numbers and its place in a queue or a
+# ring. Measured by `benchmarks/queues.py`.
+MESSAGE_BYTES = 304
 
 
 class PeerProgress(NamedTuple):
@@ -299,14 +299,13 @@ class Acknowledgement(TypedDict):
 
     generation: Whole  # of the membership by which it sends
     adopted_at: Whole  # its last update when it adopted that, or later
-    sequence: Whole  # of its last update
     received: Sequence[tuple[Whole, Whole]]  # by origin: all up to this one
 
 
 class FinishedLease(TypedDict):
     """A lease that a replica gives back."""
 
-    piece: Whole
+    lease: Whole  # its number
     examples: Whole
     loss: float  # mean of the epoch so far
 
@@ -339,25 +338,24 @@ class WorkerVersions(TypedDict):
 
 # The generation, and each replica with its worker.
 Members = tuple[Whole, Sequence[tuple[Whole, str]]]
-_are_members, _is_interval = validator(Members), validator(FromMinusOne)
 
 
-class ItemKind(enum.StrEnum):
-    """What an item says; plain strings on the wire, as the scheduler demands."""
+class MessageKind(enum.StrEnum):
+    """What a message says; plain strings on the wire, as the scheduler demands."""
 
     UPDATE = "update"  # payload: an encoded frame
-    PROGRESS = "progress"  # origin has completed `step`; payload: last lap done
+    PROGRESS = "progress"  # origin has completed `step`; payload: its last interval
     JOINED = "joined"  # origin trains too from now on, at `step`
     ROUTES = "routes"  # payload: `Members`
     LOST = "lost"  # origin is gone; nothing more comes from it
     STOP = "stop"  # payload: why
 
 
-class Item(NamedTuple):
+class Message(NamedTuple):
     """One entry of a queue between replicas, in order for each origin."""
 
-    kind: str  # an ItemKind
-    origin: int  # replica it speaks of
+    kind: str  # a MessageKind
+    origin: int  # replica it is about
     sequence: int  # of an update, from 1; with progress, of the last one; else 0
     step: int  # steps the origin had completed
     nbytes: int  # of the payload
@@ -367,8 +365,8 @@ class Item(NamedTuple):
     @classmethod
     def update(
         cls, stamp: Stamp, completed: int, nbytes: int, payload: Any = None
-    ) -> "Item":
-        """Make the item of a frame.
+    ) -> "Message":
+        """Make the message of a frame.
 
         Args:
             stamp: Of the frame.
@@ -377,31 +375,60 @@ class Item(NamedTuple):
             nbytes: Of the frame.
             payload: The frame, as it is carried.
         """
-        kind = ItemKind.UPDATE.value
+        kind = MessageKind.UPDATE.value
         return cls(kind, stamp.origin, stamp.sequence, completed, nbytes, payload)
 
     @classmethod
-    def of(cls, fields: Sequence[Any]) -> "Item":
-        """Read an item as it came over the wire.
+    def from_wire(cls, fields: Sequence[Any]) -> "Message":
+        """Read a message as it came over the wire.
 
         Raises:
-            ValueError: If its fields are not those of an item.
+            ValueError: If its fields are not those of a message.
         """
-        item = cls(*fields)
-        numbers = (*item[1:5], item.generation)
+        message = cls(*fields)
+        numbers = (*message[1:5], message.generation)
         if not all(type(n) is int and n in COUNTS for n in numbers):  # no bool
             raise ValueError(
-                f"an item needs whole numbers >= 0, got {reprlib.repr(numbers)}"
+                f"a message needs whole numbers >= 0, got {reprlib.repr(numbers)}"
             )
-        if item.kind == ItemKind.PROGRESS and not _is_interval(item.payload):
-            raise ValueError(f"progress needs a lap, got {reprlib.repr(item.payload)}")
-        if item.kind == ItemKind.ROUTES and not _are_members(item.payload):
-            raise ValueError(f"routes need members, got {reprlib.repr(item.payload)}")
-        return item._replace(kind=ItemKind(item.kind).value)
+        kind = MessageKind(message.kind)
+        if kind in _PAYLOADS:
+            valid, words = _PAYLOADS[kind]
+            if not valid(message.payload):
+                raise ValueError(f"{words}, got {reprlib.repr(message.payload)}")
+        return message._replace(kind=kind.value)
+
+    def to_wire(self) -> tuple[Any, ...]:
+        """The same, with an array as payload serialised."""
+        is_array = isinstance(self.payload, np.ndarray)
+        return tuple(self._replace(payload=wrap(self.payload)) if is_array else self)
 
     def weight(self) -> int:
-        """Bytes of memory that this item counts in a queue."""
-        return self.nbytes + ITEM_BYTES
+        """Bytes of memory that this message counts in a queue."""
+        return self.nbytes + MESSAGE_BYTES
+
+    def check_size(self) -> None:
+        """Compare the size of the frame with what it says, without unpacking it.
+
+        Raises:
+            ValueError: If it differs, so that a queue would count it wrongly.
+        """
+        wrapped = isinstance(self.payload, Serialized)
+        frames = self.payload.frames if wrapped else [unwrap(self.payload)]
+        try:
+            nbytes = sum(memoryview(frame).nbytes for frame in frames)
+        except TypeError:
+            raise ValueError(
+                f"a frame must be bytes, got {type(self.payload)}"
+            ) from None
+        if nbytes != self.nbytes:
+            raise ValueError(f"a frame of {self.nbytes} bytes came with {nbytes}")
+
+
+_PAYLOADS = {
+    MessageKind.PROGRESS: (validator(FromMinusOne), "progress needs an interval"),
+    MessageKind.ROUTES: (validator(Members), "routes need members"),
+}
 
 
 class Barrier(enum.StrEnum):
@@ -719,18 +746,18 @@ def unwrap(payload: Any) -> Any:
     return payload
 
 
-def wrap_note(note: Any) -> Any:
-    """A note with its arrays wrapped; other values travel as they are."""
-    if not isinstance(note, dict):
-        return note
-    return {k: wrap(v) if isinstance(v, np.ndarray) else v for k, v in note.items()}
+def wrap_arrays(payload: Any) -> Any:
+    """A payload with its arrays wrapped; other values travel as they are."""
+    if not isinstance(payload, dict):
+        return payload
+    return {k: wrap(v) if isinstance(v, np.ndarray) else v for k, v in payload.items()}
 
 
-def unwrap_note(note: Any) -> Any:
-    """The inverse of :func:`wrap_note`."""
-    if not isinstance(note, dict):
-        return note
-    return {key: unwrap(value) for key, value in note.items()}
+def unwrap_arrays(payload: Any) -> Any:
+    """The inverse of :func:`wrap_arrays`."""
+    if not isinstance(payload, dict):
+        return payload
+    return {key: unwrap(value) for key, value in payload.items()}
 
 
 def compact(frame: NDArray[np.uint8]) -> Any:
@@ -744,25 +771,3 @@ def owned(payload: Any) -> Any:
     if isinstance(frame, bytes):
         return frame
     return compact(np.frombuffer(frame, np.uint8).copy())
-
-
-def fields_of(item: Item) -> tuple[Any, ...]:
-    """An item as it goes over the wire."""
-    is_array = isinstance(item.payload, np.ndarray)
-    return tuple(item._replace(payload=wrap(item.payload)) if is_array else item)
-
-
-def check_size(item: Item) -> None:
-    """Look at how large a frame says that it is, without unpacking it.
-
-    Raises:
-        ValueError: If it is not that large, so that a queue would count it wrongly.
-    """
-    payload = item.payload
-    frames = payload.frames if isinstance(payload, Serialized) else [unwrap(payload)]
-    try:
-        nbytes = sum(memoryview(frame).nbytes for frame in frames)
-    except TypeError:
-        raise ValueError(f"a frame must be bytes, got {type(payload)}") from None
-    if nbytes != item.nbytes:
-        raise ValueError(f"a frame of {item.nbytes} bytes came with {nbytes}")

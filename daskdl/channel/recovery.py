@@ -9,7 +9,7 @@ from typing import Any
 from daskdl.channel import protocol
 from daskdl.channel.connection import Connection
 from daskdl.channel.inbox import Inbox
-from daskdl.channel.protocol import Answer, Item, ItemKind
+from daskdl.channel.protocol import Answer, Message, MessageKind
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Gaps:
 
 LOOK_S = 0.25  # between two looks for what is missing
 
-Take = Callable[[Item], Awaitable[bool]]
+Take = Callable[[Message], Awaitable[bool]]
 
 
 class Repairs:
@@ -112,7 +112,7 @@ class Repairs:
         if worker is None:
             return 0
         logger.info("asking replica %s for %s of %s", helper, sequences, origin)
-        items: list[Item] = []
+        items: list[Message] = []
         with contextlib.suppress(OSError, TimeoutError, RuntimeError):
             asking = self._connection.tell(
                 worker,
@@ -129,11 +129,11 @@ class Repairs:
         return len(items)
 
 
-def _items_of(answer: Any, origin: int) -> list[Item]:
+def _items_of(answer: Any, origin: int) -> list[Message]:
     """The updates in an answer; what is not understood is nothing."""
     if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
         return []
-    items: list[Item] = []
+    items: list[Message] = []
     with contextlib.suppress(TypeError, ValueError):
-        items += [Item.of(fields) for fields in answer["items"]]
-    return [i for i in items if i.kind == ItemKind.UPDATE and i.origin == origin]
+        items += [Message.from_wire(fields) for fields in answer["messages"]]
+    return [i for i in items if i.kind == MessageKind.UPDATE and i.origin == origin]

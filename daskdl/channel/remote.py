@@ -34,14 +34,14 @@ from daskdl.channel.protocol import (
     Arrays,
     Barrier,
     Endpoint,
-    Item,
+    Message,
     Parcel,
     WaitCause,
     compact,
     join,
     unwrap,
-    unwrap_note,
-    wrap_note,
+    unwrap_arrays,
+    wrap_arrays,
 )
 from daskdl.config import VERSION, Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
@@ -189,7 +189,7 @@ class RemoteWaits(Waits):
         """Give newcomers this replica's state if it has all they need."""
         for wanted in self._servable():
             assert self.make is not None
-            self._link.serve(wanted, wrap_note(self.make()))
+            self._link.serve(wanted, wrap_arrays(self.make()))
 
     def _servable(self) -> list[Wanted]:
         if self.make is None or self._inbox.stopped is not None:
@@ -309,7 +309,7 @@ class Agreement:
             )
             if answer is None or answer["status"] != Answer.OK:
                 continue
-            snapshot = unwrap_note(answer["snapshot"])
+            snapshot = unwrap_arrays(answer["snapshot"])
             if _plain(_received(snapshot)) != _plain(have[donor]):
                 continue
             received = dict(_received(snapshot))
@@ -359,7 +359,7 @@ class Entrance:
         # Updates may come before the answer does.
         self._link.wait_for_snapshot()
         answer = self._join()
-        self._link.enter(answer["routes"])
+        self._link.enter(answer["topology"])
         if answer["members"]:
             others = {r: s for r, s in answer["members"] if r != self._replica}
             self._link.inbox.meet(others)
@@ -390,7 +390,7 @@ class Entrance:
                 cut=answer["cut"],
             )
             if given is not None and given["status"] == Answer.OK:
-                return dict(unwrap_note(given["snapshot"]))
+                return dict(unwrap_arrays(given["snapshot"]))
             if time.monotonic() > deadline:
                 why = "it did not answer" if given is None else given.get("reason")
                 raise WaitTimeoutError(
@@ -505,10 +505,10 @@ class RemoteChannel(Receiver):
     def activate(self, step: int) -> ActivateResult:
         answer = self._waits.ask(WaitCause.ACTIVATE, protocol.ACTIVATE, None, step=step)
         members = dict(answer["members"])
-        self._carrier.progress = (step, answer["lap"] - 1)
+        self._carrier.progress = (step, answer["interval"] - 1)
         self._inbox.meet({r: s for r, s in members.items() if r != self._replica})
-        report = {replica: unwrap_note(said) for replica, said in answer["report"]}
-        epoch, lap = answer["epoch"], answer["lap"]
+        report = {replica: unwrap_arrays(said) for replica, said in answer["report"]}
+        epoch, lap = answer["epoch"], answer["interval"]
         return ActivateResult(sorted(members), epoch, report, lap)
 
     @override
@@ -546,7 +546,7 @@ class RemoteChannel(Receiver):
         stamp = self._stamp(step)
         frame = encode(stamp)
         completed = step - 1 if partial else step
-        item = Item.update(stamp, completed, frame.nbytes, compact(frame))
+        item = Message.update(stamp, completed, frame.nbytes, compact(frame))
         if not self._carrier.offer(item, force=force):
             self._stats.withheld += 1
             return False
@@ -596,18 +596,15 @@ class RemoteChannel(Receiver):
             epoch=epoch,
             finished=[dict(piece) for piece in finished],
             wait=wait,
-            note=wrap_note(self._note) if wait else None,
+            idle_payload=wrap_arrays(self._note) if wait else None,
         )
         if wait:
             self._note = None
-        if answer["piece"] is None:
-            return (
-                None
-                if answer["pause"] is None
-                else SyncPoint.from_wire(answer["pause"])
-            )
+        if answer["lease"] is None:
+            sync_point = answer["sync_point"]
+            return None if sync_point is None else SyncPoint.from_wire(sync_point)
         ranges = tuple(Range(*one) for one in answer["ranges"])
-        return Lease(answer["piece"], ranges, dict(answer["keys"]), answer["ahead"])
+        return Lease(answer["lease"], ranges, dict(answer["keys"]), answer["ahead"])
 
     def missing(self, phase: str, part: int, key: str) -> str:
         """A part does not come: is it lost with the worker that held it?
@@ -644,16 +641,18 @@ class RemoteChannel(Receiver):
             self._waits.until_sent(WaitCause.FLUSH, self._carrier.sent)
         answer = self._waits.ask(
             WaitCause.GATHER,
-            protocol.GATHER,
+            protocol.BARRIER,
             None,
             key=key,
-            note=wrap_note(payload),
-            told=client_payload,
+            payload=wrap_arrays(payload),
+            client_payload=client_payload,
             kind=kind.value,
         )
         if kind != Barrier.AGREE:
             self._inbox.release()
-        payloads = {replica: unwrap_note(said) for replica, said in answer["notes"]}
+        payloads = {
+            replica: unwrap_arrays(said) for replica, said in answer["payloads"]
+        }
         self._count_payloads(payloads)
         return BarrierResult(payloads, dict(answer["gone"]), answer["counted"])
 

@@ -13,7 +13,14 @@ from typing_extensions import override
 from daskdl.channel import protocol
 from daskdl.channel.connection import Connection, Gauge
 from daskdl.channel.inbox import Inbox, Word
-from daskdl.channel.protocol import Answer, Item, ItemKind, RouteBook, Routes, fields_of
+from daskdl.channel.protocol import (
+    Answer,
+    Message,
+    MessageKind,
+    PeerProgress,
+    RouteBook,
+    Routes,
+)
 from daskdl.channel.sender import Outbox, Pump, Ring, Unconfirmed
 from daskdl.errors import DaskDLError
 from daskdl.thresholds import Drained
@@ -69,7 +76,7 @@ class Carrier(ABC):
         """
 
     @abstractmethod
-    def forward(self, item: Item) -> None:
+    def forward(self, item: Message) -> None:
         """Pass on what another replica sent, if it is this one's turn.
 
         Args:
@@ -77,17 +84,17 @@ class Carrier(ABC):
         """
 
     @abstractmethod
-    def find(self, origin: int, sequences: Iterable[int]) -> list[Item]:
+    def find(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Updates that are kept for those who missed them, ascending."""
 
     @abstractmethod
-    def keep(self, item: Item) -> None:
+    def keep(self, item: Message) -> None:
         """Keep an update of another replica for a while, see `find`."""
 
     # ---- training thread
 
     @abstractmethod
-    def offer(self, item: Item, *, force: bool = False) -> bool:
+    def offer(self, item: Message, *, force: bool = False) -> bool:
         """Take an update to carry; False if there is no room.
 
         Args:
@@ -169,7 +176,7 @@ class Relay(Carrier):
         except (DaskDLError, OSError) as error:
             self._connection.fail(error)
 
-    async def _send(self, items: Sequence[Item]) -> int:
+    async def _send(self, items: Sequence[Message]) -> int:
         # Progress beyond the batch would overtake the updates still waiting. It is
         # read first: what was queued before it was set is then counted as waiting.
         step, done = self.progress
@@ -178,10 +185,9 @@ class Relay(Carrier):
         with self.gauge.request(items):
             answer = await self._connection.tell_scheduler(
                 protocol.PUBLISH,
-                origin=self._replica,
-                items=[fields_of(item) for item in items],
-                step=step,
-                done=done,
+                replica=self._replica,
+                messages=[item.to_wire() for item in items],
+                progress=PeerProgress(step, 0, done),
             )
         accepted = int(answer.get("accepted", 0))
         self.gauge.arrived(items[:accepted])
@@ -196,21 +202,21 @@ class Relay(Carrier):
         pass  # the relay knows
 
     @override
-    def forward(self, item: Item) -> None:
+    def forward(self, item: Message) -> None:
         pass  # the relay sends to all
 
     @override
-    def find(self, origin: int, sequences: Iterable[int]) -> list[Item]:
+    def find(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         return self._ring.find(origin, sequences)
 
     @override
-    def keep(self, item: Item) -> None:
+    def keep(self, item: Message) -> None:
         pass  # its origin does
 
     # ---- training thread
 
     @override
-    def offer(self, item: Item, *, force: bool = False) -> bool:
+    def offer(self, item: Message, *, force: bool = False) -> bool:
         if not self._outbox.offer(item, force=force):
             return False
         # Never less again: small ones may follow before it is asked for.
@@ -297,7 +303,7 @@ class Neighbour:
         self._own = connection.endpoint.replica
         self._outbox = Outbox(connection.endpoint.outbox_bytes)
         self._outbox.on_drop = inbox.wake
-        self._progress: dict[int, Item] = {}  # the latest of each origin
+        self._progress: dict[int, Message] = {}  # the latest of each origin
         self._telling = threading.Lock()
         self._offered = 0  # sequence of the last own update
         self._arrived = 0
@@ -315,7 +321,7 @@ class Neighbour:
         self._discard()
         self._carrying.cancel()
 
-    def forward(self, item: Item) -> None:
+    def forward(self, item: Message) -> None:
         """Queue an update of another replica; the caller has looked for room."""
         if self._down:
             return
@@ -348,7 +354,7 @@ class Neighbour:
             self._down = False
             self._pump = self._new_pump()
 
-    async def _send(self, items: Sequence[Item]) -> int:
+    async def _send(self, items: Sequence[Message]) -> int:
         # Not before what was published earlier, or that would seem to be missing.
         last = len(items) == len(self._outbox)
         with self._telling:
@@ -360,7 +366,7 @@ class Neighbour:
                 self.worker,
                 protocol.DELIVER,
                 replica=self._replica,
-                items=[fields_of(item) for item in (*items, *progress)],
+                messages=[item.to_wire() for item in (*items, *progress)],
             )
         if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
             raise OSError(f"{self.worker} answered {answer!r}")
@@ -371,13 +377,13 @@ class Neighbour:
         self._count(items[:accepted])
         return accepted
 
-    def _said(self, progress: Sequence[Item]) -> None:
+    def _said(self, progress: Sequence[Message]) -> None:
         with self._telling:
             for item in progress:
                 if self._progress.get(item.origin) is item:
                     del self._progress[item.origin]
 
-    def _count(self, items: Sequence[Item]) -> None:
+    def _count(self, items: Sequence[Message]) -> None:
         for item in items:
             if item.origin == self._own:
                 self._arrived = max(self._arrived, item.sequence)
@@ -391,7 +397,7 @@ class Neighbour:
 
     # ---- any thread
 
-    def tell(self, item: Item) -> None:
+    def tell(self, item: Message) -> None:
         """Say how far a replica is; only the latest word of each is kept."""
         with self._telling:
             self._progress[item.origin] = item
@@ -399,7 +405,7 @@ class Neighbour:
 
     # ---- training thread
 
-    def offer(self, item: Item) -> None:
+    def offer(self, item: Message) -> None:
         """Queue an update of one's own; it is one of a bounded number."""
         if self._down:
             return
@@ -475,20 +481,18 @@ class Mesh(Carrier):
         except (DaskDLError, OSError) as error:
             self._connection.fail(error)
 
-    async def _live(self, items: Sequence[Item]) -> int:
+    async def _live(self, items: Sequence[Message]) -> int:
         self._unreported.clear()
         generation, adopted_at = self._book.current.generation, self._adopted_at
         step, done = self.progress
         answer = await self._connection.tell_scheduler(
             protocol.PUBLISH,
-            origin=self._replica,
-            items=[],
-            step=step,
-            done=done,
-            standing={
+            replica=self._replica,
+            messages=[],
+            progress=PeerProgress(step, self.sequence, done),
+            acknowledgement={
                 "generation": generation,
                 "adopted_at": adopted_at,
-                "sequence": self.sequence,
                 "received": list(self._received().items()),
             },
         )
@@ -498,12 +502,12 @@ class Mesh(Carrier):
     def _learn(self, answer: Mapping[str, Any]) -> None:
         self._inbox.hear(
             {
-                o: Word(*word)
-                for o, *word in answer.get("words", ())
-                if o != self._replica
+                replica: Word(sequence, step, interval)
+                for replica, step, sequence, interval in answer.get("peers", ())
+                if replica != self._replica
             }
         )
-        if self._own.confirm(answer.get("stable", 0)):
+        if self._own.confirm(answer.get("received_by_all", 0)):
             self._inbox.wake()
         if self._own.pressed:
             self._beat.wake()
@@ -537,13 +541,13 @@ class Mesh(Carrier):
         return Neighbour(replica, worker, self._connection, self._inbox, self.gauge)
 
     @override
-    def forward(self, item: Item) -> None:
+    def forward(self, item: Message) -> None:
         routes = self._book.for_generation(item.generation)
         for child in routes.children(item.origin, self._replica):
             neighbour = self._neighbour(child)
             if neighbour is None:
                 continue
-            if item.kind == ItemKind.PROGRESS:
+            if item.kind == MessageKind.PROGRESS:
                 neighbour.tell(item)
             elif self._may_forward(item):
                 neighbour.forward(item)
@@ -558,19 +562,19 @@ class Mesh(Carrier):
             self._neighbours = {**self._neighbours, **more}
         return self._neighbours.get(replica)
 
-    def _may_forward(self, item: Item) -> bool:
+    def _may_forward(self, item: Message) -> bool:
         waiting = sum(n.forwarded_bytes for n in self._neighbours.values())
         limit = self._connection.endpoint.inbox_bytes
         return not waiting or waiting + item.weight() <= limit
 
     @override
-    def find(self, origin: int, sequences: Iterable[int]) -> list[Item]:
+    def find(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         if origin == self._replica:
             return self._own.find(sequences)
         return self._others.find(origin, sequences)
 
     @override
-    def keep(self, item: Item) -> None:
+    def keep(self, item: Message) -> None:
         self._others.keep(item)
         more = self._unreported.get(item.origin, 0) + item.weight()
         self._unreported[item.origin] = more
@@ -581,7 +585,7 @@ class Mesh(Carrier):
     # ---- training thread
 
     @override
-    def offer(self, item: Item, *, force: bool = False) -> bool:
+    def offer(self, item: Message, *, force: bool = False) -> bool:
         with self._routing:
             # What waits for a neighbour is not confirmed: this bounds that too.
             if not force and not self._own.has_room():
@@ -641,7 +645,9 @@ class Mesh(Carrier):
         with self._routing:
             routes = self._book.current
             children = self._children(routes)
-            kind, generation = ItemKind.PROGRESS.value, routes.generation
-            item = Item(kind, self._replica, self.sequence, step, 0, done, generation)
+            kind, generation = MessageKind.PROGRESS.value, routes.generation
+            item = Message(
+                kind, self._replica, self.sequence, step, 0, done, generation
+            )
         for child in children:
             child.tell(item)

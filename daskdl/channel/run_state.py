@@ -21,8 +21,8 @@ from daskdl.channel.leasing import (
 from daskdl.channel.protocol import (
     RELAYED,
     Barrier,
-    Item,
-    ItemKind,
+    Message,
+    MessageKind,
     PeerProgress,
 )
 from daskdl.channel.sender import Outbox
@@ -244,7 +244,7 @@ class RunState:
         stopped: Why the run was stopped; None while it runs.
         refused: Messages that were not understood.
         epoch: That runs now, counted from 0.
-        lap: That runs now, counted from 0 over all epochs.
+        interval: That runs now, counted from 0 over all epochs.
         report: Payloads of the last epoch's end, ``[replica, payload]`` each.
         holding: Whether updates have to wait, see `complete`.
         ended: Whether a replica has come to the end of the run.
@@ -259,7 +259,7 @@ class RunState:
     stopped: str | None
     refused: int
     epoch: int
-    lap: int
+    interval: int
     report: Sequence[Any]
     holding: bool
     ended: bool
@@ -274,13 +274,13 @@ class RunState:
         self.stopped = None
         self.refused = 0
         self.epoch = plan.first_epoch
-        self.lap = 0
+        self.interval = 0
         self.report = ()
         self.holding = False
         self.ended = False
-        self._held: list[Item] = []  # updates that wait, one of each that leaves
+        self._held: list[Message] = []  # updates that wait, one of each that leaves
         self._idle: dict[int, Any] = {}  # payloads of those that wait for a lease
-        self._lap_began_at: float | None = None
+        self._interval_began_at: float | None = None
         # Of this epoch, by replica: examples of finished leases, mean loss.
         self._trained: dict[int, tuple[int, float]] = {}
         self._departed_before = plan.laps.departed
@@ -329,7 +329,7 @@ class RunState:
         member = self.members.replicas[replica]
         member.active = True
         member.progress = member.progress._replace(step=step)
-        self._send(Item(ItemKind.JOINED.value, replica, 0, step, 0), but=replica)
+        self._send(Message(MessageKind.JOINED.value, replica, 0, step, 0), but=replica)
 
     def remove(self, replica: int) -> None:
         """A replica has left or failed; what it held is free again."""
@@ -341,7 +341,7 @@ class RunState:
         self.outboxes.pop(replica, None)
         self.schedule.lose(replica)
         self._idle.pop(replica, None)
-        self._send(Item(ItemKind.LOST.value, replica, 0, member.progress.step, 0))
+        self._send(Message(MessageKind.LOST.value, replica, 0, member.progress.step, 0))
         self._send_members()
 
     def lose(self, replica: int, why: str, now: float) -> None:
@@ -361,24 +361,25 @@ class RunState:
         self.remove(replica)
         self.events.post("retired", replica=replica, summary=what)
 
-    def _send(self, item: Item, but: int | None = None) -> None:
+    def _send(self, message: Message, but: int | None = None) -> None:
         for replica, box in self.outboxes.items():
             if replica != but:
-                box.offer(item, force=True)
+                box.offer(message, force=True)
 
     def _send_members(self) -> None:
-        self._send(Item(ItemKind.ROUTES.value, 0, 0, 0, 0, self.topology()))
+        self._send(Message(MessageKind.ROUTES.value, 0, 0, 0, 0, self.topology()))
 
     # ---- updates and progress
 
-    def publish(self, origin: int, items: Iterable[Item], step: int, done: int) -> int:
+    def publish(
+        self, origin: int, messages: Iterable[Message], progress: PeerProgress
+    ) -> int:
         """Queue a replica's updates for all others, in order, while they have room.
 
         Args:
             origin: Who sends.
-            items: Updates, oldest first.
-            step: Steps it has completed, if all updates are accepted.
-            done: The last lap it is done with, -1 at first.
+            messages: Updates, oldest first.
+            progress: How far it is, if all updates are accepted.
 
         Returns:
             How many updates were accepted; the rest has to be sent again.
@@ -386,21 +387,21 @@ class RunState:
         others = [box for replica, box in self.outboxes.items() if replica != origin]
         member = self.members.replicas[origin]
         accepted = 0
-        for item in items:
+        for message in messages:
             if self.holding:
-                self._held.append(item)
-            elif all(box.has_room(item.weight()) for box in others):
-                self._send(item, but=origin)
+                self._held.append(message)
+            elif all(box.has_room(message.weight()) for box in others):
+                self._send(message, but=origin)
             else:
                 return accepted
-            member.advance(item.step, item.sequence, -1)
+            member.advance(message.step, message.sequence, -1)
             accepted += 1
         before = member.progress
-        member.advance(step, 0, done)
+        member.advance(progress.step, 0, progress.interval)
         if member.progress != before:  # no update says it
-            _, sequence, interval = member.progress
-            kind = ItemKind.PROGRESS.value
-            self._send(Item(kind, origin, sequence, step, 0, interval), but=origin)
+            step, sequence, interval = member.progress
+            kind = MessageKind.PROGRESS.value
+            self._send(Message(kind, origin, sequence, step, 0, interval), but=origin)
         return accepted
 
     def acknowledge(
@@ -520,8 +521,8 @@ class RunState:
         self.barriers.pop(key, None)
         self.holding = kind == Barrier.AGREE
         if not self.holding:
-            for item in self._held:
-                self._send(item, but=item.origin)
+            for message in self._held:
+                self._send(message, but=message.origin)
             self._held.clear()
         if kind == Barrier.AGREE:
             barrier.counted = {"present": len(self.members.present)}
@@ -531,8 +532,8 @@ class RunState:
         if kind == Barrier.REPORT:
             self._end_epoch(key, barrier)
         if kind in (Barrier.REPORT, Barrier.SYNC):
-            self.lap += 1
-            self._lap_began_at = None
+            self.interval += 1
+            self._interval_began_at = None
             self.schedule.begin_interval()
         return True
 
@@ -543,9 +544,14 @@ class RunState:
             "departed": self._trained_by_departed(barrier.payloads),
         }
         self.report = [[r, payload] for r, payload in sorted(barrier.payloads.items())]
-        told = [payload for _, payload in sorted(barrier.client_payloads.items())]
-        about = {"key": key, "epoch": self.epoch, "notes": self.report, "told": told}
-        self.events.post("gathered", **about, **barrier.counted)
+        self.events.post(
+            "report",
+            key=key,
+            epoch=self.epoch,
+            payloads=self.report,
+            client_payloads=[own for _, own in sorted(barrier.client_payloads.items())],
+            **barrier.counted,
+        )
         self.epoch += 1
         self._trained.clear()
         self._departed_before = ()
@@ -567,25 +573,23 @@ class RunState:
         finished: Finished,
         now: float,
     ) -> None:
-        """A replica has finished leases; a lap that has taken long enough ends.
+        """A replica has finished leases; an interval that has taken long enough ends.
 
         Raises:
-            ValueError: If the epoch is over, or has not begun.
+            ValueError: If the epoch is over.
         """
-        if epoch > self.epoch:
-            raise ValueError(f"epoch {epoch} has not begun, this is {self.epoch}")
         leases = self._leases(phase, epoch)
         for lease in finished:
-            own = leases.finish(replica, lease["piece"])
+            own = leases.finish(replica, lease["lease"])
             if phase == "train":
                 self.events.post("progress", epoch=epoch, **lease)
                 before, _ = self._trained.get(replica, (0, 0.0))
                 examples = before + (lease["examples"] if own else 0)
                 self._trained[replica] = examples, lease.get("loss", 0.0)
-        if self._lap_began_at is None:
-            self._lap_began_at = now
+        if self._interval_began_at is None:
+            self._interval_began_at = now
         bound_s = self.plan.laps.seconds
-        if bound_s is not None and now - self._lap_began_at >= bound_s:
+        if bound_s is not None and now - self._interval_began_at >= bound_s:
             self.schedule.end_interval()
 
     def set_idle(self, replica: int, payload: Any) -> None:
@@ -618,8 +622,8 @@ class RunState:
             is_near: Whether its worker holds the part with a key.
 
         Returns:
-            None if there is none for it now; a pause if the lap is over and the epoch
-            is not.
+            None if there is none for it now; a sync point if the interval is over and
+            the epoch is not.
         """
         self._idle.pop(replica, None)
         leases = self._leases(phase, epoch)
@@ -698,5 +702,5 @@ class RunState:
         """Tell every replica to leave; the first reason stays."""
         if self.stopped is None:
             self.stopped = reason
-            self._send(Item(ItemKind.STOP.value, 0, 0, 0, len(reason), reason))
+            self._send(Message(MessageKind.STOP.value, 0, 0, 0, len(reason), reason))
             self.events.post("stopped", summary=reason)

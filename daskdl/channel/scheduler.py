@@ -27,18 +27,15 @@ from daskdl.channel.protocol import (
     Failure,
     Fields,
     FinishedLease,
-    FromMinusOne,
     GoneError,
     Guard,
     Handler,
     Identity,
-    Item,
-    ItemKind,
+    Message,
+    MessageKind,
     PeerProgress,
     Whole,
     WorkerVersions,
-    check_size,
-    fields_of,
     handlers_of,
 )
 from daskdl.channel.run_state import RunState
@@ -83,14 +80,14 @@ async def is_listening(address: str, timeout_s: float) -> bool:
 TOGETHER_S = 0.002
 
 Share = tuple[int, list[int]]  # a replica, and which of the items are for it
-Ask = Callable[[list[Item], list[Share]], Awaitable[Any]]
+Ask = Callable[[list[Message], list[Share]], Awaitable[Any]]
 
 
 class Batch(NamedTuple):
     """What is to go to one replica."""
 
     replica: int
-    items: Sequence[Item]
+    items: Sequence[Message]
     accepted: asyncio.Future[int]
 
 
@@ -118,7 +115,7 @@ class WorkerBatcher:
         self._waiting: list[Batch] = []
         self._sending: asyncio.Task[None] | None = None
 
-    async def deliver(self, replica: int, items: Sequence[Item]) -> int:
+    async def deliver(self, replica: int, items: Sequence[Message]) -> int:
         """Deliver items to a replica, with what others of its worker are sent.
 
         Returns:
@@ -396,7 +393,7 @@ class LiveRun:
         await self.notify()
         await self.until(lambda: members.started)
         present = [[r, 0] for r in members.training]
-        return self.answer(members=present, routes=record.topology(), donor=None)
+        return self.answer(members=present, topology=record.topology(), donor=None)
 
     async def _answer_joining(self, replica: int) -> Fields:
         record, members = self.record, self.record.members
@@ -408,7 +405,7 @@ class LiveRun:
         cut, donor = record.cut(replica), members.donor()
         return self.answer(
             members=[],
-            routes=record.topology(),
+            topology=record.topology(),
             donor=donor,
             worker=None if donor is None else members.replicas[donor].worker,
             cut=list(cut.items()),
@@ -421,14 +418,15 @@ class LiveRun:
         if worker not in self._batchers:
             run, peer = record.plan.run, self._scheduler.rpc(worker)
 
-            async def ask(items: Sequence[Item], shares: Sequence[Share]) -> Any:
-                fields = [fields_of(item) for item in items]
+            async def ask(items: Sequence[Message], shares: Sequence[Share]) -> Any:
+                messages = [item.to_wire() for item in items]
                 if len(shares) > 1:
                     return await peer.daskdl_deliver_batches(
-                        run=run, items=fields, shares=shares
+                        run=run, messages=messages, shares=shares
                     )
                 ((only, _),) = shares
-                own = await peer.daskdl_deliver(run=run, replica=only, items=fields)
+                fields = {"run": run, "replica": only, "messages": messages}
+                own = await peer.daskdl_deliver(**fields)
                 return {"status": Answer.OK.value, "answers": [own]}
 
             self._batchers[worker] = WorkerBatcher(worker, ask, bound)
@@ -468,17 +466,16 @@ class LiveRun:
         return self.answer(
             members=[[r, members.replicas[r].progress.step] for r in members.expected],
             epoch=record.epoch,
-            lap=record.lap,
+            interval=record.interval,
             report=record.report,
         )
 
     async def handle_publish(
         self,
-        origin: Whole,
-        items: Sequence[Sequence[Any]],
-        step: Whole,
-        done: FromMinusOne,
-        standing: Acknowledgement | None = None,
+        replica: Whole,
+        messages: Sequence[Sequence[Any]],
+        progress: PeerProgress,
+        acknowledgement: Acknowledgement | None = None,
     ) -> Fields:
         """A replica has updates for all others, or only a sign of life.
 
@@ -486,28 +483,26 @@ class LiveRun:
         updates. The answer says how far the others are.
         """
         record = self.record
-        self.check_present(origin)
-        member = record.members.replicas[origin]
-        if standing is not None:
-            member.heard_at = self.now()
-            if record.acknowledge(
-                origin,
-                PeerProgress(step, standing["sequence"], done),
-                standing["generation"],
-                standing["adopted_at"],
-                dict(standing["received"]),
-            ):
-                await self.notify()
-            words = [(r, p.sequence, p.step, p.interval) for r, p in record.progress()]
-            stable = record.received_by_all(origin)
-            return self.answer(accepted=0, stable=stable, words=words)
-        updates = [Item.of(fields) for fields in items]
-        for item in updates:
-            if item.kind != ItemKind.UPDATE or item.origin != origin:
-                raise ValueError(f"replica {origin} must not publish {item[:3]}")
-            check_size(item)
-        member.heard_at = self.now()
-        return self.answer(accepted=record.publish(origin, updates, step, done))
+        self.check_present(replica)
+        updates = [Message.from_wire(fields) for fields in messages]
+        for update in updates:
+            if update.kind != MessageKind.UPDATE or update.origin != replica:
+                raise ValueError(f"replica {replica} must not publish {update[:3]}")
+            update.check_size()
+        record.members.replicas[replica].heard_at = self.now()
+        now = PeerProgress(*progress)
+        if acknowledgement is None:
+            return self.answer(accepted=record.publish(replica, updates, now))
+        received = dict(acknowledgement["received"])
+        generation = acknowledgement["generation"]
+        adopted_at = acknowledgement["adopted_at"]
+        if record.acknowledge(replica, now, generation, adopted_at, received):
+            await self.notify()
+        return self.answer(
+            accepted=0,
+            received_by_all=record.received_by_all(replica),
+            peers=[(r, *progress) for r, progress in record.progress()],
+        )
 
     async def handle_lease(
         self,
@@ -516,19 +511,21 @@ class LiveRun:
         epoch: Whole,
         finished: Sequence[FinishedLease],
         wait: bool,
-        note: Any = None,
+        idle_payload: Any = None,
     ) -> Fields:
         """A replica gives finished leases back and takes the next one.
 
-        If it waits, then until there is one, or nobody has anything left to do. With a
-        note no round waits for it meanwhile.
+        If it waits, then until there is one, or nobody has anything left to do. With an
+        idle payload no round waits for it meanwhile.
         """
         record = self.record
         self.check_present(replica)
+        if epoch > record.epoch:
+            raise ValueError(f"epoch {epoch} has not begun, this is {record.epoch}")
         record.give_back(replica, phase, epoch, finished, self.now())
-        if note is not None:
-            record.set_idle(replica, note)
-        if finished or note is not None:
+        if idle_payload is not None:
+            record.set_idle(replica, idle_payload)
+        if finished or idle_payload is not None:
             await self.notify()
         if wait:
             await self.until(lambda: record.can_lease(replica, phase, epoch))
@@ -538,10 +535,10 @@ class LiveRun:
             replica, phase, epoch, lambda key: worker in self._holders(key)
         )
         if lease is None or isinstance(lease, SyncPoint):
-            pause = None if lease is None else lease.to_wire()
-            return self.answer(piece=None, pause=pause)
+            sync_point = None if lease is None else lease.to_wire()
+            return self.answer(lease=None, sync_point=sync_point)
         return self.answer(
-            piece=lease.number,
+            lease=lease.number,
             ranges=[list(one) for one in lease.ranges],
             keys=list(lease.keys.items()),
             ahead=lease.ahead,
@@ -583,19 +580,25 @@ class LiveRun:
             there.add(task.processing_on.address)
         return bool(there) and there <= self.hanging
 
-    async def handle_gather(
-        self, replica: Whole, key: str, note: Any, told: bytes, kind: str
+    async def handle_barrier(
+        self,
+        replica: Whole,
+        key: str,
+        payload: Any,
+        client_payload: bytes,
+        kind: str,
     ) -> Fields:
         """A replica is at a barrier; answered with all payloads when all are."""
         record = self.record
         self.check_present(replica)
-        barrier = record.arrive(key, replica, note, told, Barrier(kind))
+        kind = Barrier(kind)
+        barrier = record.arrive(key, replica, payload, client_payload, kind)
         await self.notify()
         await self.until(lambda: record.all_arrived(barrier))
         if record.stopped is None and record.complete(key, barrier):
             await self.notify()
         return self.answer(
-            notes=[[r, payload] for r, payload in sorted(barrier.payloads.items())],
+            payloads=[[r, own] for r, own in sorted(barrier.payloads.items())],
             gone=[[r, sequence] for r, sequence in (barrier.gone or {}).items()],
             counted=dict(barrier.counted),
         )

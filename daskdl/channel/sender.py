@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from daskdl.channel.protocol import Item
+from daskdl.channel.protocol import Message
 from daskdl.config import Bound
 from daskdl.errors import (
     OptionError,
@@ -30,7 +30,7 @@ class Ring:
     All methods may be called from any thread.
 
     Args:
-        limit_bytes: Most bytes kept, counted by `Item.weight`, >= 0. An item that
+        limit_bytes: Most bytes kept, counted by `Message.weight`, >= 0. An item that
             is larger is not kept at all, and displaces nothing.
 
     Attributes:
@@ -43,7 +43,7 @@ class Ring:
     Example:
         >>> ring = Ring(limit_bytes=1000)
         >>> for sequence in (1, 2, 3):
-        ...     ring.keep(Item("update", 7, sequence, 0, nbytes=150))
+        ...     ring.keep(Message("update", 7, sequence, 0, nbytes=150))
         >>> [item.sequence for item in ring.find(7, [3, 2, 1])], ring.nbytes
         ([2, 3], 908)
     """
@@ -56,14 +56,16 @@ class Ring:
             raise OptionError(f"limit_bytes must be >= 0, got {limit_bytes}")
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._items: deque[Item] = deque()  # oldest first
-        self._found: dict[int, dict[int, Item]] = {}  # the same by origin and sequence
+        self._items: deque[Message] = deque()  # oldest first
+        self._found: dict[
+            int, dict[int, Message]
+        ] = {}  # the same by origin and sequence
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def keep(self, item: Item) -> None:
+    def keep(self, item: Message) -> None:
         """Keep an update as the latest one; one that is here stays where it is."""
         weight = item.weight()
         with self._lock:
@@ -78,7 +80,7 @@ class Ring:
                 del self._found[oldest.origin][oldest.sequence]
                 self.nbytes -= oldest.weight()
 
-    def find(self, origin: int, sequences: Iterable[int]) -> list[Item]:
+    def find(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Those of an origin's updates that are still here, ascending."""
         wanted = sorted(set(sequences))
         with self._lock:
@@ -96,12 +98,12 @@ class Unconfirmed:
     All methods may be called from any thread.
 
     Args:
-        limit_bytes: Most bytes kept, counted by `Item.weight`.
+        limit_bytes: Most bytes kept, counted by `Message.weight`.
 
     Example:
         >>> unconfirmed = Unconfirmed(limit_bytes=800)
         >>> for sequence in (1, 2):
-        ...     unconfirmed.keep(Item("update", 0, sequence, 0, nbytes=150))
+        ...     unconfirmed.keep(Message("update", 0, sequence, 0, nbytes=150))
         >>> unconfirmed.has_room(), unconfirmed.confirm(1), unconfirmed.has_room()
         (False, True, True)
     """
@@ -111,7 +113,7 @@ class Unconfirmed:
     def __init__(self, limit_bytes: int) -> None:
         self.nbytes = 0
         self._limit_bytes = limit_bytes
-        self._items: OrderedDict[int, Item] = OrderedDict()
+        self._items: OrderedDict[int, Message] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -126,7 +128,7 @@ class Unconfirmed:
         """Whether one more update may be kept."""
         return not self._items or self.nbytes < self._limit_bytes
 
-    def keep(self, item: Item) -> None:
+    def keep(self, item: Message) -> None:
         """Keep an update, in ascending order, whether there is room or not."""
         with self._lock:
             if item.sequence in self._items:
@@ -143,7 +145,7 @@ class Unconfirmed:
                 self.nbytes -= item.weight()
             return len(self._items) < before
 
-    def find(self, sequences: Iterable[int]) -> list[Item]:
+    def find(self, sequences: Iterable[int]) -> list[Message]:
         """Those that are still kept, ascending."""
         wanted = sorted(set(sequences))
         with self._lock:
@@ -176,7 +178,7 @@ class Outbox:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._items: deque[Item] = deque()
+        self._items: deque[Message] = deque()
         self.on_offer = self.on_drop = lambda: None
         self._changed = threading.Condition()
 
@@ -187,7 +189,7 @@ class Outbox:
         """Whether an item of this weight would be accepted now."""
         return not self._items or self.nbytes + nbytes <= self.limit_bytes
 
-    def offer(self, item: Item, *, force: bool = False) -> bool:
+    def offer(self, item: Message, *, force: bool = False) -> bool:
         """Append the item if there is room; say whether it was accepted.
 
         Args:
@@ -202,10 +204,10 @@ class Outbox:
         self.on_offer()
         return True
 
-    def head(self, limit_bytes: int) -> list[Item]:
+    def head(self, limit_bytes: int) -> list[Message]:
         """The oldest items, at least one if any, up to so many bytes together."""
         with self._changed:
-            batch: list[Item] = []
+            batch: list[Message] = []
             total = 0
             for item in self._items:
                 total += item.weight()
@@ -233,7 +235,7 @@ ATTEMPTS = 2  # a lost answer is asked for once more: receivers know duplicates
 
 BACK_OFF = 16  # most times the pace between two requests to a full destination
 
-Send = Callable[[Sequence[Item]], Awaitable[int]]
+Send = Callable[[Sequence[Message]], Awaitable[int]]
 
 
 class Pump:
@@ -298,7 +300,7 @@ class Pump:
             pause_s = min(2 * pause_s, longest_s) if full else self._pace_s
             await asyncio.sleep(pause_s)
 
-    async def _send_surely(self, batch: Sequence[Item]) -> int:
+    async def _send_surely(self, batch: Sequence[Message]) -> int:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with asyncio.timeout(self._bound.seconds):

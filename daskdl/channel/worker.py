@@ -1,4 +1,4 @@
-"""The channel's end on a worker: a plugin that hands items to their replica."""
+"""The channel's end on a worker: a plugin that delivers messages to its replicas."""
 
 import asyncio
 import atexit
@@ -20,10 +20,9 @@ from daskdl.channel.protocol import (
     GoneError,
     Guard,
     Identity,
-    Item,
-    ItemKind,
+    Message,
+    MessageKind,
     Whole,
-    fields_of,
     handlers_of,
 )
 from daskdl.channel.remote import RemoteChannel
@@ -34,12 +33,12 @@ LEAVE_S = 2.0  # batch systems kill soon after they ask a worker to close
 
 
 class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untyped
-    """Hand arriving items to the channels of the replicas on this worker."""
+    """Deliver arriving messages to the channels of the replicas on this worker."""
 
     name = NAME
     idempotent = True
     links: dict[tuple[int, int], Link]
-    refused: int  # items for no replica of this worker, or not understood
+    refused: int  # messages for no replica of this worker, or not understood
 
     def __init__(self) -> None:
         self.links = {}
@@ -73,40 +72,40 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         await asyncio.gather(*(link.left(LEAVE_S) for link in links))
 
     async def handle_deliver(
-        self, run: Identity, replica: Whole, items: Sequence[Any]
-    ) -> dict[str, Any]:
-        """The relay, or another replica, has items for a replica here."""
+        self, run: Identity, replica: Whole, messages: Sequence[Any]
+    ) -> Fields:
+        """The relay, or another replica, has messages for a replica here."""
         link = self._link(run, replica)
-        return await _delivered(link, [Item.of(fields) for fields in items])
+        return await _deliver(link, [Message.from_wire(one) for one in messages])
 
     async def handle_deliver_batches(
         self,
         run: Identity,
-        items: Sequence[Any],
+        messages: Sequence[Any],
         shares: Sequence[tuple[Whole, Sequence[Whole]]],
-    ) -> dict[str, Any]:
-        """The relay has items for several replicas here; what is for all came once."""
-        unpacked = [_shareable(fields) for fields in items]
+    ) -> Fields:
+        """The relay has messages for several replicas here, each of them once."""
+        unpacked = [_shareable(fields) for fields in messages]
         own = {r: [unpacked[i] for i in places] for r, places in shares}
         shared = self._guard.of(self._share)  # each replica's answer is its own
         answers = [
-            await shared(run=run, replica=replica, items=for_it)
+            await shared(run=run, replica=replica, messages=for_it)
             for replica, for_it in own.items()
         ]
         return {"status": Answer.OK.value, "answers": answers}
 
     async def _share(
-        self, run: Identity, replica: Whole, items: Sequence[Any]
-    ) -> dict[str, Any]:
+        self, run: Identity, replica: Whole, messages: Sequence[Any]
+    ) -> Fields:
         link = self._link(run, replica)
-        for item in items:
-            if isinstance(item, Exception):
-                raise item
-        return await _delivered(link, items)
+        for message in messages:
+            if isinstance(message, Exception):
+                raise message
+        return await _deliver(link, messages)
 
     async def handle_snapshot(
         self, run: Identity, replica: Whole, cut: Sequence[tuple[Whole, Whole]]
-    ) -> dict[str, Any]:
+    ) -> Fields:
         """A newcomer elsewhere wants the state of a replica here."""
         link = self._link(run, replica)
         try:
@@ -117,14 +116,14 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
 
     async def handle_repair(
         self, run: Identity, replica: Whole, origin: Whole, sequences: Sequence[Whole]
-    ) -> dict[str, Any]:
+    ) -> Fields:
         """A replica elsewhere asks one here for updates that it missed."""
         found = self._link(run, replica).find(origin, sequences)
-        return {"status": Answer.OK.value, "items": [fields_of(item) for item in found]}
+        return {"status": Answer.OK.value, "messages": [one.to_wire() for one in found]}
 
     async def handle_fetch(
         self, run: Identity, replica: Whole, name: str, part: Whole
-    ) -> dict[str, Any]:
+    ) -> Fields:
         """A replica elsewhere fetches what one here has on its shelf, or will have."""
         link = self._link(run, replica)
         try:
@@ -135,7 +134,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
 
     async def handle_agreed(
         self, run: Identity, replica: Whole, epoch: Whole, part: Whole
-    ) -> dict[str, Any]:
+    ) -> Fields:
         """The client fetches what all have agreed on, through the scheduler."""
         link = self._link(run, replica)
         try:
@@ -168,7 +167,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         return link
 
     def open(self, endpoint: Endpoint) -> RemoteChannel:
-        """Make the channel of a replica; items for it are kept from now on.
+        """Make the channel of a replica; messages for it are kept from now on.
 
         Raises:
             ChannelError: If the replica is on this worker already.
@@ -186,27 +185,27 @@ def set_up(worker: Worker) -> None:
     ChannelWorkerPlugin().setup(worker)
 
 
-def _not_yet(reason: str) -> dict[str, Any]:
+def _not_yet(reason: str) -> Fields:
     """It was understood; who asks may ask again."""
     return {"status": Answer.REFUSED.value, "reason": reason}
 
 
-def _shareable(fields: Any) -> Item | Exception:
-    """An item whose frame is decoded once, or why it is none."""
+def _shareable(fields: Any) -> Message | Exception:
+    """A message whose frame is decoded once, or why it is none."""
     try:
-        item = Item.of(fields)
+        message = Message.from_wire(fields)
     except (TypeError, ValueError) as error:
         return error
-    if item.kind != ItemKind.UPDATE:
-        return item
-    return item._replace(payload=SharedFrame(item.payload))
+    if message.kind != MessageKind.UPDATE:
+        return message
+    return message._replace(payload=SharedFrame(message.payload))
 
 
-async def _delivered(link: Link, items: Sequence[Item]) -> dict[str, Any]:
-    """Give a replica items, in order, until it takes no more."""
+async def _deliver(link: Link, messages: Sequence[Message]) -> Fields:
+    """Give a replica messages, in order, until it takes no more."""
     accepted = 0
-    for item in items:
-        if not await link.deliver(item):
+    for message in messages:
+        if not await link.deliver(message):
             break
         accepted += 1
     return {"status": Answer.OK.value, "accepted": accepted}

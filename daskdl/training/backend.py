@@ -57,7 +57,7 @@ class EpochEnded:
     @functools.cached_property
     def reports(self) -> Reports:
         """Reports of all replicas."""
-        return reports_of(dict(self.report["notes"]))
+        return reports_of(dict(self.report["payloads"]))
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ _KINDS: Mapping[str, type[Event]] = {
 def event_of(posted: Mapping[str, Any]) -> Event:
     """Make an event of what the run state has posted."""
     fields = {name: value for name, value in posted.items() if name != "kind"}
-    if posted["kind"] == "gathered":
+    if posted["kind"] == "report":
         return EpochEnded(fields["epoch"], fields)
     kind = _KINDS[posted["kind"]]
     known = kind.__dataclass_fields__.keys() & fields.keys()

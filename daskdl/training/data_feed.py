@@ -678,7 +678,7 @@ class Feed:
         while self._held and self._held[0][2] <= self._done:
             piece, examples, _ = self._held.popleft()
             finished.append(
-                {"piece": piece.number, "examples": examples, "loss": self.loss}
+                {"lease": piece.number, "examples": examples, "loss": self.loss}
             )
         phase = self._reading.phase
         leased = self._channel.lease(phase, self._epoch, finished, wait=wait)

@@ -594,7 +594,7 @@ class ProgressReporter:
         self._verdict = self._judging.judge(epoch, event.reports)
         if self._verdict.score is not None:
             self._scores[epoch] = self._verdict.score
-        for packed in event.report["told"]:
+        for packed in event.report["client_payloads"]:
             self._history.steps.extend(unpack_rows(packed))
         for callback in self._callbacks:
             callback.on_epoch_end(row)

@@ -129,7 +129,7 @@ async def test_pieces_are_leased_near_first_and_progress_is_told(c, s, a, b, rou
     keys = {"train": (*near_a, *near_b, "nowhere"), "validation": ("v",)}
     async with a_run(c, s, a, b, pieces=keys, routing=routing) as run:
         leases = [run.channels[0].lease, run.channels[1].lease]
-        done = {"piece": 0, "examples": 5, "loss": 0.5}
+        done = {"lease": 0, "examples": 5, "loss": 0.5}
 
         assert of_one(await in_thread(leases[1], "train", 0, [])) == (0, "b-0")
         assert of_one(await in_thread(leases[0], "train", 0, [])) == (1, "a-0")

@@ -262,10 +262,10 @@ class TestBarriers:
             )
 
             (event,) = await run.events()
-            assert (event["kind"], event["key"]) == ("gathered", "loud")
-            assert list(event["told"]) == [b"rows 0", b"rows 1"]
+            assert (event["kind"], event["key"]) == ("report", "loud")
+            assert list(event["client_payloads"]) == [b"rows 0", b"rows 1"]
             assert [dict(answer.payloads) for answer in answers] == [{0: 0, 1: 1}] * 2
-            assert [list(note) for note in event["notes"]] == [
+            assert [list(note) for note in event["payloads"]] == [
                 [0, 0],
                 [1, 1],
             ]

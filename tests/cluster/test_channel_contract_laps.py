@@ -35,7 +35,7 @@ async def take(channel, finished=()):
         if leased is None or isinstance(leased, SyncPoint):
             return pieces, leased
         pieces.append(leased)
-        done = [{"piece": leased.number, "examples": 1, "loss": 0.0}]
+        done = [{"lease": leased.number, "examples": 1, "loss": 0.0}]
 
 
 class TestLaps:

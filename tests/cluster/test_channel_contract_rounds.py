@@ -118,7 +118,7 @@ class TestRounds:
             gathered = await arrive(one)
 
             assert gathered.payloads == {0: {"of": 0}, 1: {"of": "what it said"}}
-            finished = [{"piece": 0, "examples": 1, "loss": 0.0}]
+            finished = [{"lease": 0, "examples": 1, "loss": 0.0}]
             await in_thread(one.lease, "train", 0, finished)
             assert await waiting is None
 

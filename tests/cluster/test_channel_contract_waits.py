@@ -137,7 +137,7 @@ class TestLeases:
     async def test_each_piece_is_leased_once_and_progress_is_told(self, a_run):
         async with a_run(pieces=PIECES) as run:
             leases = [run.channels[0].lease, run.channels[1].lease]
-            done = {"piece": 0, "examples": 5, "loss": 0.5}
+            done = {"lease": 0, "examples": 5, "loss": 0.5}
 
             assert of_one(await in_thread(leases[1], "train", 0, [])) == (0, "p")
             assert of_one(await in_thread(leases[0], "train", 0, [])) == (1, "q")
@@ -153,7 +153,7 @@ class TestLeases:
     async def test_who_comes_to_the_end_first_waits_for_the_others(self, a_run):
         async with a_run(pieces=PIECES) as run:
             lease = run.channels[0].lease
-            done = [{"piece": i, "examples": 5, "loss": 0.5} for i in (0, 1)]
+            done = [{"lease": i, "examples": 5, "loss": 0.5} for i in (0, 1)]
             assert of_one(await in_thread(lease, "train", 0, [])) == (0, "p")
             assert of_one(await in_thread(run.channels[1].lease, "train", 0, [])) == (
                 1,

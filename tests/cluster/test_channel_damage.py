@@ -7,7 +7,7 @@ import pytest
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import Item, ItemKind
+from daskdl.channel.protocol import Message, MessageKind
 from daskdl.config import VERSION
 from daskdl.errors import ChannelError
 from daskdl.training.replica import failure_of
@@ -27,28 +27,29 @@ from tests.support.channels import (
 from tests.support.records import of_one
 
 STAMP = codec.Stamp(RUN, origin=0, sequence=1, step=0)
-UPDATE = tuple(Item("update", 0, 1, 0, 0))
-GOOD = {"origin": 0, "items": [], "step": 0, "done": -1}
+UPDATE = tuple(Message("update", 0, 1, 0, 0))
+GOOD = {"replica": 0, "messages": [], "progress": (0, 0, -1)}
 
 MALFORMED = {
-    "items that are a number": {"items": 5},
-    "no items at all": {"items": None},
-    "an item that is a number": {"items": [5]},
-    "an item with missing fields": {"items": [("update", 0, 1)]},
-    "an item with too many fields": {"items": [(*UPDATE, None)]},
-    "a kind that does not exist": {"items": [("nonsense", *UPDATE[1:])]},
-    "a sequence number that is text": {"items": [("update", 0, "1", 0, 0, None)]},
-    "a negative size": {"items": [("update", 0, 1, 0, -5, None)]},
-    "a good item before a bad one": {"items": [UPDATE, ("update", 0, 1)]},
-    "an update of somebody else": {"items": [("update", 1, 1, 0, 0, None)]},
-    "the word to stop": {"items": [("stop", 0, 0, 0, 4, "stop")]},
-    "a loss": {"items": [("lost", 0, 0, 0, 0, None)]},
-    "progress without an epoch": {"items": [("progress", 0, 0, 0, 0, None)]},
-    "an origin that is no member": {"origin": 9},
-    "an origin that is a list": {"origin": [0]},
-    "a step that is text": {"step": "far"},
-    "a step without end": {"step": math.inf},
-    "an epoch that is nothing": {"done": None},
+    "items that are a number": {"messages": 5},
+    "no items at all": {"messages": None},
+    "an item that is a number": {"messages": [5]},
+    "an item with missing fields": {"messages": [("update", 0, 1)]},
+    "an item with too many fields": {"messages": [(*UPDATE, None)]},
+    "a kind that does not exist": {"messages": [("nonsense", *UPDATE[1:])]},
+    "a sequence number that is text": {"messages": [("update", 0, "1", 0, 0, None)]},
+    "a negative size": {"messages": [("update", 0, 1, 0, -5, None)]},
+    "a good item before a bad one": {"messages": [UPDATE, ("update", 0, 1)]},
+    "an update of somebody else": {"messages": [("update", 1, 1, 0, 0, None)]},
+    "the word to stop": {"messages": [("stop", 0, 0, 0, 4, "stop")]},
+    "a loss": {"messages": [("lost", 0, 0, 0, 0, None)]},
+    "progress without an epoch": {"messages": [("progress", 0, 0, 0, 0, None)]},
+    "a replica that is no member": {"replica": 9},
+    "a replica that is a list": {"replica": [0]},
+    "a step that is text": {"progress": ["far", 0, -1]},
+    "a step without end": {"progress": [math.inf, 0, -1]},
+    "an interval that is nothing": {"progress": [1, 0, None]},
+    "no progress": {"progress": None},
     "a field that does not exist": {"colour": "red"},
 }
 
@@ -109,8 +110,8 @@ REQUESTS = {
         {"phase": "train", "epoch": 0, "finished": [], "wait": False},
     ),
     "gather": (
-        "daskdl_gather",
-        {"key": "end", "note": None, "told": b"", "kind": "meet"},
+        "daskdl_barrier",
+        {"key": "end", "payload": None, "client_payload": b"", "kind": "meet"},
     ),
     "fail": ("daskdl_fail", {"failure": failure_of(RuntimeError("boom"), step=3)}),
 }
@@ -230,7 +231,7 @@ async def test_a_damaged_frame_is_refused_and_a_good_one_still_arrives(
 @two_workers()
 async def test_a_payload_that_is_no_frame_is_refused(c, s, a, b, payload):
     async with a_run(c, s, a, b) as run:
-        item = Item(ItemKind.UPDATE.value, 0, 1, 0, 0, payload)
+        item = Message(MessageKind.UPDATE.value, 0, 1, 0, 0, payload)
 
         answer = await run.deliver(1, tuple(item), item_of(STAMP, frame_of(STAMP, 5)))
 
@@ -286,7 +287,7 @@ async def test_a_delivery_for_nobody_here_is_counted(
 ):
     async with a_run(c, s, a, b) as run:
         answer = await s.rpc(b.address).daskdl_deliver(
-            run=run_id, replica=replica, items=[]
+            run=run_id, replica=replica, messages=[]
         )
 
         assert answer["status"] == status

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from daskdl.channel.protocol import Barrier, Item
+from daskdl.channel.protocol import Barrier, Message
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,
@@ -58,7 +58,7 @@ async def test_no_update_goes_through_the_scheduler(c, s, *workers, monkeypatch)
             if operation.startswith("daskdl_"):
 
                 async def noted(*arguments, handler=handler, **fields):
-                    items = [Item(*item) for item in fields.get("items", ())]
+                    items = [Message(*item) for item in fields.get("messages", ())]
                     carried.extend(item.payload for item in items)
                     return await handler(*arguments, **fields)
 

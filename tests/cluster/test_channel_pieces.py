@@ -22,7 +22,7 @@ async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b, routing
         one, two = (run.channels[r].lease for r in (0, 1))
         mine = await in_thread(one, "train", 0, [])
         its = await in_thread(two, "train", 0, [])
-        done = {"piece": mine.number, "examples": 1, "loss": 0.0}
+        done = {"lease": mine.number, "examples": 1, "loss": 0.0}
         waiting = begin(one, "train", 0, [done], wait=True)
         await wait_until(
             lambda: run.record.schedule.open("train", 0, None).unfinished() == 1
@@ -32,7 +32,7 @@ async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b, routing
         await run.live.lose(1, "for the test")
 
         assert await waiting == its
-        done = {"piece": its.number, "examples": 1, "loss": 0.0}
+        done = {"lease": its.number, "examples": 1, "loss": 0.0}
         assert await in_thread(one, "train", 0, [done], wait=True) is None
 
 

@@ -14,6 +14,7 @@ from tests.support.channels import (
     frame_of,
     in_thread,
     item_of,
+    next_stamp,
     publish,
     totals,
     two_workers,
@@ -52,11 +53,13 @@ async def test_an_update_goes_once_to_a_worker_and_to_all_its_replicas(
         updates = [
             item
             for fields in together
-            for item in fields["items"]
+            for item in fields["messages"]
             if item[0] == "update"
         ]
         assert len(updates) == 1
-        assert not [i for fields in alone for i in fields["items"] if i[0] == "update"]
+        assert not [
+            i for fields in alone for i in fields["messages"] if i[0] == "update"
+        ]
         arrived = [totals(run.channels[r].drain()) for r in (1, 2, 3)]
         assert arrived[0] == arrived[1] == arrived[2]
         assert (arrived[0][0], arrived[0][6]) == (1, -1)
@@ -123,12 +126,12 @@ async def test_replicas_of_one_worker_send_to_each_other_and_to_others(c, s, a, 
 @two_workers()
 async def test_a_frame_that_cannot_be_read_is_refused_by_each(c, s, a, b):
     async with a_run(c, s, a, b, b) as run:
-        stamp = run.channels[0].next_stamp(0)
+        stamp = next_stamp(run.channels[0], 0)
         frame = frame_of(stamp, 1)
         frame[-1] ^= 1
 
         answer = await s.rpc(b.address).daskdl_deliver_batches(
-            run=RUN, items=[item_of(stamp, frame)], shares=[(1, [0]), (2, [0])]
+            run=RUN, messages=[item_of(stamp, frame)], shares=[(1, [0]), (2, [0])]
         )
 
         assert answer["status"] == Answer.OK
@@ -146,10 +149,10 @@ def test_a_request_that_makes_no_sense_is_refused_and_counted(shares):
     @two_workers()
     async def check(c, s, a, b):
         async with a_run(c, s, a, b, b) as run:
-            stamp = run.channels[0].next_stamp(0)
+            stamp = next_stamp(run.channels[0], 0)
 
             answer = await s.rpc(b.address).daskdl_deliver_batches(
-                run=RUN, items=[item_of(stamp, frame_of(stamp, 1))], shares=shares
+                run=RUN, messages=[item_of(stamp, frame_of(stamp, 1))], shares=shares
             )
 
             assert answer["status"] == Answer.REFUSED
@@ -163,11 +166,11 @@ def test_a_request_that_makes_no_sense_is_refused_and_counted(shares):
 @two_workers()
 async def test_an_item_that_is_none_is_refused_by_whom_it_is_for(c, s, a, b):
     async with a_run(c, s, a, b, b) as run:
-        stamp = run.channels[0].next_stamp(0)
+        stamp = next_stamp(run.channels[0], 0)
         good = item_of(stamp, frame_of(stamp, 1))
 
         answer = await s.rpc(b.address).daskdl_deliver_batches(
-            run=RUN, items=[good, ("update", -1)], shares=[(1, [0, 1]), (2, [0])]
+            run=RUN, messages=[good, ("update", -1)], shares=[(1, [0, 1]), (2, [0])]
         )
 
         told = [own["status"] for own in answer["answers"]]

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from daskdl import codec
-from daskdl.channel.protocol import ITEM_BYTES
+from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.errors import WaitTimeoutError
 from tests.support.channels import (
     EITHER,
@@ -29,7 +29,7 @@ HEARD = r"the scheduler \d+\.\d s ago; replica \d at step 0, update 0, \d+\.\d s
 
 def unsent_to(destination):
     """What is said of one update of replica 0 that waits."""
-    nbytes = len(frame_of(codec.Stamp(RUN, 0, 1, 0), 1)) + ITEM_BYTES
+    nbytes = len(frame_of(codec.Stamp(RUN, 0, 1, 0), 1)) + MESSAGE_BYTES
     return (
         rf"1 updates \({nbytes} bytes\) could not be passed to {destination}; last "
         rf"heard: {HEARD}"

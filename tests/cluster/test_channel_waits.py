@@ -9,7 +9,7 @@ from distributed.utils_test import async_poll_for
 from daskdl import codec
 from daskdl.channel import sender as pump_end
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import Item, WaitCause
+from daskdl.channel.protocol import Message, WaitCause
 from daskdl.channel.routing import BEAT_S
 from tests.support.channels import (
     EITHER,
@@ -58,10 +58,11 @@ async def test_progress_goes_with_the_last_update_that_waits(c, s, a, b, monkeyp
         monkeypatch.setattr(pump_end, "BATCH_BYTES", 1)
         told, handler = [], s.handlers["daskdl_publish"]
 
-        async def noting(origin, items, step, **fields):
-            if origin == 0:
-                told.append((len(items), step))
-            return await handler(origin=origin, items=items, step=step, **fields)
+        async def noting(replica, messages, progress, **fields):
+            if replica == 0:
+                told.append((len(messages), progress[0]))
+            own = {"replica": replica, "messages": messages, "progress": progress}
+            return await handler(**own, **fields)
 
         monkeypatch.setitem(s.handlers, "daskdl_publish", noting)
         for step in range(4):
@@ -69,15 +70,15 @@ async def test_progress_goes_with_the_last_update_that_waits(c, s, a, b, monkeyp
         run.channels[0].progress(9)
         await in_thread(run.channels[1].wait_for_peers, 9, 0, 0)
 
-        with_items = [request for request in told if request[0]]
-        assert with_items == [(1, 0), (1, 0), (1, 0), (1, 9)]
+        with_messages = [request for request in told if request[0]]
+        assert with_messages == [(1, 0), (1, 0), (1, 0), (1, 9)]
 
 
 @two_workers()
 async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
     c, s, a, b, monkeypatch
 ):
-    room = 4 * Item.of(item_of(STAMP, frame_of(STAMP, 1))).weight()
+    room = 4 * Message.from_wire(item_of(STAMP, frame_of(STAMP, 1))).weight()
     async with a_run(c, s, a, b, outbox_bytes=room, relay_bytes=room) as run:
         released = held_up(b.handlers, "daskdl_deliver", monkeypatch)
         sender, receiver = run.channels[0], run.channels[1]

@@ -54,9 +54,10 @@ NOTHING_HERE = {
 }
 # What replicas say to each other; any of them; one of no mesh; another run.
 LEGAL = {
-    "note": JUNK,
+    "payload": JUNK,
+    "idle_payload": JUNK,
     "replica": [None],
-    "standing": [None],
+    "acknowledgement": [None],
     "plan run": [HUGE],
 }
 # There may be no such run, or replica there, and to close it is no mistake. Of what a
@@ -187,18 +188,18 @@ class Attack:
             "found": {"daskdl": VERSION, "torch": "2.8.0", "error": ""},
             "step": 0,
             "origin": 0,
-            "items": [["update", 0, 1, 0, 4, b"junk", 0]],
-            "done": -1,
-            "standing": {
+            "messages": [["update", 0, 1, 0, 4, b"junk", 0]],
+            "progress": [0, 0, -1],
+            "acknowledgement": {
                 "generation": 0,
                 "adopted_at": 0,
-                "sequence": 0,
                 "received": [[1, 0]],
             },
-            "finished": [{"piece": 0, "examples": 0, "loss": 0.0}],
+            "finished": [{"lease": 0, "examples": 0, "loss": 0.0}],
             "wait": False,
-            "note": None,
-            "told": b"",
+            "idle_payload": None,
+            "payload": None,
+            "client_payload": b"",
             "kind": "meet",
             "failure": failure_of(RuntimeError("boom"), step=0),
             "retires": False,
@@ -209,7 +210,7 @@ class Attack:
         self.unknown = 0  # workers count it, the scheduler does not
 
         values |= {
-            "items": [["progress", 0, 0, 0, 0, -1, 0]],
+            "messages": [["progress", 0, 0, 0, 0, -1, 0]],
             "shares": [[0, [0]]],
             "cut": [[1, 0]],
             "sequences": [1],

@@ -135,7 +135,7 @@ def test_a_foreign_run_is_unknown_to_a_worker(secured):
 
     async def deliver(dask_scheduler):
         request = dask_scheduler.rpc(worker).daskdl_deliver
-        return await request(run=7, replica=0, items=[])
+        return await request(run=7, replica=0, messages=[])
 
     assert secured.run_on_scheduler(deliver) == {"status": "unknown"}
 

@@ -133,10 +133,10 @@ async def shoot(client, run, workers):
         item = ["update", 0, 10**6, 1, frame.nbytes, wrap(frame)]
         for replica, address in enumerate(workers):
             worker = client.rpc(address)
-            await worker.daskdl_deliver(run=run, replica=replica, items=[item])
-            await worker.daskdl_deliver(run=run, replica=replica, items=[[1]])
+            await worker.daskdl_deliver(run=run, replica=replica, messages=[item])
+            await worker.daskdl_deliver(run=run, replica=replica, messages=[[1]])
     publish = client.scheduler.daskdl_publish
-    await publish(run=run, origin=99, items=[], step=0, done=0)
-    await publish(run=run, origin=0, items=[[1]], step=0, done=0)
-    await publish(run=run, origin=0, items=None, step=0, done=0)
-    await publish(run="?", origin=0, items=[], step=0, done=0)
+    await publish(run=run, replica=99, messages=[], progress=[0, 0, -1])
+    await publish(run=run, replica=0, messages=[[1]], progress=[0, 0, -1])
+    await publish(run=run, replica=0, messages=None, progress=[0, 0, -1])
+    await publish(run="?", replica=0, messages=[], progress=[0, 0, -1])

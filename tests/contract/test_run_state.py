@@ -3,7 +3,7 @@
 import dataclasses
 
 from daskdl.channel.leasing import Done, RunSpec, SyncIntervals, SyncPoint
-from daskdl.channel.protocol import Barrier, Item, PeerProgress
+from daskdl.channel.protocol import Barrier, Message, PeerProgress
 from daskdl.channel.run_state import EventLog, RunState
 from tests.support.records import EACH, joined, plan_of, queued, said, update, waiting
 
@@ -25,10 +25,12 @@ def test_every_join_and_loss_is_a_generation():
 
 def test_an_item_for_which_one_receiver_has_no_room_goes_to_nobody():
     record = joined(relay_bytes=2 * EACH)
-    record.publish(0, [update(0, 1)], 1, -1)  # fills replicas 1 and 2 a little
+    record.publish(
+        0, [update(0, 1)], PeerProgress(1)
+    )  # fills replicas 1 and 2 a little
     record.outboxes[2].drop(2)  # and 2 has read it
 
-    accepted = record.publish(0, [update(0, 2), update(0, 3)], 3, -1)
+    accepted = record.publish(0, [update(0, 2), update(0, 3)], PeerProgress(3))
 
     assert accepted == 0
     assert [item.sequence for item in said(record, 1, "update")] == [1]
@@ -40,7 +42,7 @@ def test_an_item_for_which_one_receiver_has_no_room_goes_to_nobody():
 def test_the_items_before_the_one_that_finds_no_room_are_taken():
     record = joined(relay_bytes=2 * EACH)
 
-    accepted = record.publish(0, [update(0, s) for s in (1, 2, 3)], 9, -1)
+    accepted = record.publish(0, [update(0, s) for s in (1, 2, 3)], PeerProgress(9))
 
     assert accepted == 2
     assert [item.sequence for item in waiting(record, 1)] == [1, 2]
@@ -50,36 +52,36 @@ def test_the_items_before_the_one_that_finds_no_room_are_taken():
 def test_progress_is_told_once_to_all_others():
     record = joined()
 
-    record.publish(1, [], step=4, done=-1)
-    record.publish(1, [], step=4, done=-1)
+    record.publish(1, [], PeerProgress(4, 0, -1))
+    record.publish(1, [], PeerProgress(4, 0, -1))
 
     for other in (0, 2):
-        assert waiting(record, other) == [Item("progress", 1, 0, 4, 0, -1)]
+        assert waiting(record, other) == [Message("progress", 1, 0, 4, 0, -1)]
     assert waiting(record, 1) == []
 
 
 def test_progress_that_an_update_tells_already_is_not_told_again():
     record = joined()
 
-    record.publish(1, [update(1, 1, step=4)], step=4, done=-1)
+    record.publish(1, [update(1, 1, step=4)], PeerProgress(4, 0, -1))
 
     assert said(record, 0, "progress") == []
 
 
 def test_the_end_of_an_epoch_is_told_even_at_the_same_step():
     record = joined()
-    record.publish(1, [], step=4, done=-1)
+    record.publish(1, [], PeerProgress(4, 0, -1))
 
-    record.publish(1, [], step=4, done=0)
+    record.publish(1, [], PeerProgress(4, 0, 0))
 
-    assert waiting(record, 0)[-1] == Item("progress", 1, 0, 4, 0, 0)
+    assert waiting(record, 0)[-1] == Message("progress", 1, 0, 4, 0, 0)
 
 
 def test_progress_is_told_beyond_the_bound():
     record = joined(relay_bytes=1)
-    record.publish(1, [update(1, 1)], 0, -1)
+    record.publish(1, [update(1, 1)], PeerProgress(0))
 
-    record.publish(1, [], 5, -1)
+    record.publish(1, [], PeerProgress(5))
 
     assert len(said(record, 0, "progress")) == 1
 
@@ -94,18 +96,18 @@ def part(lease):
 
 def test_the_others_are_told_of_a_loss_with_its_last_step():
     record = joined()
-    record.publish(0, [update(0, 1, step=3)], 5, -1)
+    record.publish(0, [update(0, 1, step=3)], PeerProgress(5))
 
     record.remove(0)
 
     assert record.members.present == [1, 2]
     for other in (1, 2):
-        assert waiting(record, other)[-1] == Item("lost", 0, 0, 5, 0)
+        assert waiting(record, other)[-1] == Message("lost", 0, 0, 5, 0)
 
 
 def test_a_loss_remembers_the_last_update_that_all_will_get():
     record = joined(relay_bytes=2 * EACH)
-    record.publish(0, [update(0, s) for s in (1, 2, 3)], 3, -1)
+    record.publish(0, [update(0, s) for s in (1, 2, 3)], PeerProgress(3))
 
     record.remove(0)
 
@@ -146,7 +148,7 @@ def test_a_piece_is_finished_by_its_holder_only():
     number = record.lease(0, "train", 0, lambda key: False).number
 
     for replica, rows_left in ((1, 4), (0, 3)):
-        finished = [{"piece": number, "examples": 1}]
+        finished = [{"lease": number, "examples": 1}]
         record.give_back(replica, "train", 0, finished, now=0.0)
         assert record.schedule.open("train", 0, None).unfinished() == rows_left
 
@@ -223,7 +225,7 @@ def test_updates_are_held_between_two_barriers_and_then_passed_on():
     record = joined()
     record.complete("end", record.arrive("end", 0, None, b"", "agree"))
 
-    accepted = record.publish(2, [update(2, 1)], 1, -1)
+    accepted = record.publish(2, [update(2, 1)], PeerProgress(1))
     record.remove(2)
     held = said(record, 0, "update")
     record.complete("report", record.arrive("report", 0, None, b"", "report"))
@@ -244,11 +246,11 @@ def test_the_client_is_told_what_all_said_and_what_was_counted():
 
     assert record.events.since(0) == [
         {
-            "kind": "gathered",
+            "kind": "report",
             "key": "end",
             "epoch": 0,
-            "notes": [[0, "zero"], [1, "one"]],
-            "told": [b"of zero", b"of one"],
+            "payloads": [[0, "zero"], [1, "one"]],
+            "client_payloads": [b"of zero", b"of one"],
             "refused": 3,
             "repeated": 0,
             "departed": [],
@@ -272,7 +274,7 @@ def test_refused_messages_are_counted_in_their_epoch_alone():
 def test_a_replica_is_described_by_who_where_and_what_was_heard():
     record = RunState(plan_of())
     record.join(1, 0.0)
-    record.publish(1, [update(1, 4, step=9)], 9, -1)
+    record.publish(1, [update(1, 4, step=9)], PeerProgress(9))
 
     assert record.members.describe([1], now=2.5) == (
         "replica 1 on tcp://worker-1, last heard at step 9, update 4, 2.5 s ago"
@@ -310,7 +312,7 @@ def pause_of(record, replica):
 
 
 def finish(record, replica, lease, epoch=0, now=0.0):
-    finished = [{"piece": lease.number, "examples": 1, "loss": 0.0}]
+    finished = [{"lease": lease.number, "examples": 1, "loss": 0.0}]
     record.give_back(replica, "train", epoch, finished, now)
 
 
@@ -351,7 +353,7 @@ def test_after_a_pause_all_go_on_in_the_same_epoch_and_time_begins_anew():
     record.give_back(0, "train", 0, [], 15.0)  # the first look of the lap
     record.give_back(0, "train", 0, [], 24.0)
 
-    assert (record.epoch, record.lap) == (0, 1)
+    assert (record.epoch, record.interval) == (0, 1)
     assert take(record, 1) is not None
 
 
@@ -363,7 +365,7 @@ def test_the_end_of_an_epoch_is_that_of_a_lap_too():
 
     meet(record, Barrier.REPORT)
 
-    assert (record.epoch, record.lap) == (1, 1)
+    assert (record.epoch, record.interval) == (1, 1)
     assert take(record, 0, epoch=1) is not None
 
 

@@ -142,7 +142,7 @@ class Life:
                     self.model[0][self.replica, row] += 1
                 trained.append(row)
                 self.exchange.after_step(epoch, 1)
-            finished = [{"piece": piece.number, "examples": 1, "loss": 0.0}]
+            finished = [{"lease": piece.number, "examples": 1, "loss": 0.0}]
         self.rows.append(trained)
         self.exchange.sync(epoch, len(trained), ended=True)
         self.ends.append(self.model[0].detach().clone())

@@ -11,7 +11,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 
 from daskdl import codec
 from daskdl.channel.leasing import WHOLE_EPOCHS
-from daskdl.channel.protocol import NAME, Barrier, Endpoint, Item, ItemKind, wrap
+from daskdl.channel.protocol import NAME, Barrier, Endpoint, Message, MessageKind, wrap
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
@@ -60,7 +60,9 @@ def frame_of(stamp, *entries, count=1, size=SIZE):
 
 
 def item_of(stamp, frame):
-    return tuple(Item(ItemKind.UPDATE.value, *stamp[1:], frame.nbytes, wrap(frame)))
+    return tuple(
+        Message(MessageKind.UPDATE.value, *stamp[1:], frame.nbytes, wrap(frame))
+    )
 
 
 def publish(channel, *entries, step=0, count=1, **options):
@@ -141,7 +143,7 @@ class Run:
         return await self.scheduler.rpc(self.workers[replica].address).daskdl_deliver(
             run=self.endpoint.run if run is None else run,
             replica=replica,
-            items=list(items),
+            messages=list(items),
         )
 
     def open_channel(self, replica):

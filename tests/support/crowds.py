@@ -7,13 +7,13 @@ the middle of a flood and in the middle of a repair.
 from typing import NamedTuple
 
 from daskdl.channel.inbox import Fence, Positions, donors, helpers, missing, settle
-from daskdl.channel.protocol import Item, ItemKind, RouteBook, Routes
+from daskdl.channel.protocol import Message, MessageKind, RouteBook, Routes
 from daskdl.channel.sender import Ring
 
 MOST = 64
 OWN = 6  # updates a replica keeps of its own, and has unconfirmed at most
 LARGE = 10**6
-WEIGHT = Item(ItemKind.UPDATE.value, 0, 1, 0, 100).weight()
+WEIGHT = Message(MessageKind.UPDATE.value, 0, 1, 0, 100).weight()
 
 
 class Sent(NamedTuple):
@@ -22,7 +22,7 @@ class Sent(NamedTuple):
     sender: int
     receiver: int
     generation: int | None  # None: an answer, which nobody forwards
-    what: Item | Routes
+    what: Message | Routes
 
 
 class Member:
@@ -122,7 +122,7 @@ class Crowd:
             return
         member.published += 1
         self.published.add((number, member.published))
-        item = Item(ItemKind.UPDATE.value, number, member.published, 0, 100)
+        item = Message(MessageKind.UPDATE.value, number, member.published, 0, 100)
         assert member.take(item)
         self._forward(member, member.book.current.generation, item)
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from daskdl.channel.inbox import Inbox
-from daskdl.channel.protocol import Item, ItemKind
+from daskdl.channel.protocol import Message, MessageKind
 from daskdl.codec import DenseUpdate, Kind, SparseUpdate, Stamp
 
 GRID = 2.0**-24
@@ -24,12 +24,12 @@ def dense(origin, sequence, counts):
 
 def item_of(update, nbytes=64):
     stamp = update.stamp
-    kind = ItemKind.UPDATE.value
-    return Item(kind, stamp.origin, stamp.sequence, stamp.step, nbytes)
+    kind = MessageKind.UPDATE.value
+    return Message(kind, stamp.origin, stamp.sequence, stamp.step, nbytes)
 
 
 def control(kind, origin=0, step=0, payload=None):
-    return Item(kind.value, origin, 0, step, 0, payload)
+    return Message(kind.value, origin, 0, step, 0, payload)
 
 
 def filled(*updates, limit_bytes=10**9):

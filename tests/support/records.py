@@ -3,11 +3,11 @@
 import dataclasses
 
 from daskdl.channel.leasing import PartitionSizes, RunSpec
-from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
+from daskdl.channel.protocol import MESSAGE_BYTES, Message, MessageKind
 from daskdl.channel.run_state import RunState
 from daskdl.config import Timeouts
 
-EACH = 100 + ITEM_BYTES
+EACH = 100 + MESSAGE_BYTES
 TIMEOUTS = Timeouts(join=60, request=30, silence=10, stop=10, rejoin=300, data=600)
 KEYS = ("piece-0", "piece-1", "piece-2", "piece-3")
 
@@ -55,8 +55,8 @@ def joined(replicas=3, now=100.0, **options):
 
 
 def update(origin, sequence, step=0, nbytes=100):
-    kind = ItemKind.UPDATE.value
-    return Item(kind, origin, sequence, step, nbytes, f"frame {origin} {sequence}")
+    kind = MessageKind.UPDATE.value
+    return Message(kind, origin, sequence, step, nbytes, f"frame {origin} {sequence}")
 
 
 def queued(record, replica):

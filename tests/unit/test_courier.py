@@ -3,7 +3,7 @@ import contextlib
 
 import pytest
 
-from daskdl.channel.protocol import Answer, Item, ItemKind
+from daskdl.channel.protocol import Answer, Message, MessageKind
 from daskdl.channel.scheduler import WorkerBatcher
 from daskdl.channel.sender import BATCH_BYTES
 from daskdl.config import Bound
@@ -12,7 +12,7 @@ PATIENCE_S = 20
 
 
 def update(origin, sequence, nbytes=100):
-    return Item(ItemKind.UPDATE.value, origin, sequence, 0, nbytes)
+    return Message(MessageKind.UPDATE.value, origin, sequence, 0, nbytes)
 
 
 def taken(count):

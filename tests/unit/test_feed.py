@@ -22,7 +22,7 @@ class Leasing:
         self.waits = 0
 
     def lease(self, phase, epoch, finished, *, wait):
-        self.returned += [piece["piece"] for piece in finished]
+        self.returned += [piece["lease"] for piece in finished]
         self.waits += wait
         if wait:
             self._free += self._later[:1]

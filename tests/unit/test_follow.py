@@ -21,8 +21,8 @@ REPORT = EpochReport(
 )
 GATHERED = {
     "epoch": 0,
-    "notes": [(0, REPORT.to_wire())],
-    "told": [],
+    "payloads": [(0, REPORT.to_wire())],
+    "client_payloads": [],
     "repeated": 0,
     "refused": 0,
     "departed": [],
@@ -64,9 +64,9 @@ def test_the_rows_of_steps_that_came_with_an_epoch_are_added():
     told = [pack_rows([(1, StepRow(0, 10, replica, 0.5))]) for replica in (0, 1)]
 
     with reporter(history) as own:
-        own.end_epoch(ended_epoch(told=[*told, b""]))
+        own.end_epoch(ended_epoch(client_payloads=[*told, b""]))
         later = pack_rows([(2, StepRow(1, 20, 0, 0.5))])
-        own.end_epoch(ended_epoch(told=[later]))
+        own.end_epoch(ended_epoch(client_payloads=[later]))
 
     assert history.steps.column("step") == [10, 10, 20]
     assert history.steps.column("replica") == [0, 1, 0]
@@ -107,7 +107,7 @@ def ended(history, *losses, rule):
         for loss in losses:
             totals = EpochTotals(loss, 1)
             report = dataclasses.replace(REPORT, totals=totals, best=record)
-            own.end_epoch(ended_epoch(notes=[(0, report.to_wire())]))
+            own.end_epoch(ended_epoch(payloads=[(0, report.to_wire())]))
             record = judging.judge(len(history) - 1, [report]).record
 
 

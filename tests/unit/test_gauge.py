@@ -4,14 +4,14 @@ import contextlib
 
 import pytest
 
-from daskdl.channel import sender as gauge_module
+from daskdl.channel import connection as gauge_module
 from daskdl.channel.connection import Gauge
-from daskdl.channel.protocol import Item, ItemKind
+from daskdl.channel.protocol import Message, MessageKind
 from daskdl.thresholds import Drained
 
 
 def update(nbytes=100):
-    return Item(ItemKind.UPDATE.value, 3, 1, 0, nbytes)
+    return Message(MessageKind.UPDATE.value, 3, 1, 0, nbytes)
 
 
 @pytest.fixture

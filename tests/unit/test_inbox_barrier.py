@@ -1,7 +1,7 @@
 """The inbox of a mesh: what it takes in around a barrier, and what it misses."""
 
 from daskdl.channel.inbox import UPDATE_BYTES, Inbox, Word
-from daskdl.channel.protocol import ItemKind
+from daskdl.channel.protocol import MessageKind
 from tests.support.inboxes import GRID, SIZE, control, filled, item_of, sparse
 
 
@@ -70,7 +70,7 @@ def test_a_step_counts_when_no_update_before_it_is_missing():
 
 def test_a_step_counts_when_a_state_has_the_updates_before_it():
     inbox = mesh()
-    inbox.note(control(ItemKind.PROGRESS, 1, 9, payload=0)._replace(sequence=4))
+    inbox.note(control(MessageKind.PROGRESS, 1, 9, payload=0)._replace(sequence=4))
     assert inbox.steps() == {}
 
     inbox.begin({1: (4, ())}, GRID)
@@ -98,7 +98,7 @@ def test_the_lost_have_no_gaps():
     inbox = mesh()
     inbox.hear({1: Word(2, 5)})
 
-    inbox.note(control(ItemKind.LOST, 1))
+    inbox.note(control(MessageKind.LOST, 1))
 
     assert inbox.gaps(most=3) == {}
     assert inbox.lost() == {1}
@@ -106,7 +106,7 @@ def test_the_lost_have_no_gaps():
 
 def test_news_are_told_from_what_is_known():
     inbox = mesh()
-    item = control(ItemKind.PROGRESS, 1, 7, payload=-1)
+    item = control(MessageKind.PROGRESS, 1, 7, payload=-1)
 
     assert inbox.note(item) is True
     assert inbox.note(item) is False

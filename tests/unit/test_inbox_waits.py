@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from daskdl.channel.inbox import Inbox
-from daskdl.channel.protocol import ItemKind
+from daskdl.channel.protocol import MessageKind
 from tests.support.inboxes import GRID, control, filled, item_of, sparse
 
 PATIENCE_S = 20
@@ -12,8 +12,8 @@ PATIENCE_S = 20
 def test_the_slowest_is_the_one_with_the_fewest_steps():
     inbox = filled()
     inbox.sync([1, 2], 0, GRID)
-    inbox.note(control(ItemKind.PROGRESS, 1, 7, payload=-1))
-    inbox.note(control(ItemKind.PROGRESS, 2, 5, payload=-1))
+    inbox.note(control(MessageKind.PROGRESS, 1, 7, payload=-1))
+    inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
     assert inbox.slowest(0) == 5
     assert inbox.steps() == {1: 7, 2: 5}
@@ -31,8 +31,8 @@ def test_an_update_tells_how_far_its_origin_is():
 
 def test_progress_never_goes_back():
     inbox = filled()
-    inbox.note(control(ItemKind.PROGRESS, 1, 7, payload=2))
-    inbox.note(control(ItemKind.PROGRESS, 1, 6, payload=1))
+    inbox.note(control(MessageKind.PROGRESS, 1, 7, payload=2))
+    inbox.note(control(MessageKind.PROGRESS, 1, 6, payload=1))
 
     assert inbox.steps() == {1: 7}
     assert inbox.slowest(2) is None
@@ -40,8 +40,8 @@ def test_progress_never_goes_back():
 
 def test_who_is_done_with_an_epoch_is_not_waited_for_in_it():
     inbox = filled()
-    inbox.note(control(ItemKind.PROGRESS, 1, 3, payload=0))
-    inbox.note(control(ItemKind.PROGRESS, 2, 5, payload=-1))
+    inbox.note(control(MessageKind.PROGRESS, 1, 3, payload=0))
+    inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
     assert inbox.slowest(lap=0) == 5
     assert inbox.slowest(lap=1) == 3
@@ -54,9 +54,9 @@ def test_with_nobody_else_there_is_no_slowest():
 def test_a_lost_replica_is_not_waited_for_any_more():
     inbox = filled()
     inbox.sync([1, 2], 0, GRID)
-    inbox.note(control(ItemKind.PROGRESS, 2, 5, payload=-1))
+    inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
-    inbox.note(control(ItemKind.LOST, 1, 3))
+    inbox.note(control(MessageKind.LOST, 1, 3))
 
     assert inbox.slowest(0) == 5
 
@@ -64,10 +64,10 @@ def test_a_lost_replica_is_not_waited_for_any_more():
 def test_a_lost_replica_stays_lost_when_the_others_meet():
     inbox = filled()
     inbox.sync([1, 2], 0, GRID)
-    inbox.note(control(ItemKind.LOST, 1, 3))
+    inbox.note(control(MessageKind.LOST, 1, 3))
 
     inbox.sync([1, 2], 6, GRID)
-    inbox.note(control(ItemKind.PROGRESS, 2, 9, payload=0))
+    inbox.note(control(MessageKind.PROGRESS, 2, 9, payload=0))
 
     assert inbox.steps() == {2: 9}
     assert inbox.slowest(0) is None
@@ -75,7 +75,7 @@ def test_a_lost_replica_stays_lost_when_the_others_meet():
 
 def test_at_a_barrier_everybody_has_made_the_same_steps():
     inbox = filled()
-    inbox.note(control(ItemKind.PROGRESS, 1, 3, payload=0))
+    inbox.note(control(MessageKind.PROGRESS, 1, 3, payload=0))
 
     inbox.sync([1, 2], 8, 4 * GRID)
 
@@ -92,9 +92,9 @@ def test_it_knows_what_it_has_not_received():
 
 def test_the_first_word_to_stop_is_the_one_that_counts():
     inbox = filled()
-    inbox.note(control(ItemKind.STOP, payload="enough"))
+    inbox.note(control(MessageKind.STOP, payload="enough"))
     inbox.stop("its worker closes")
-    inbox.note(control(ItemKind.STOP, payload="later"))
+    inbox.note(control(MessageKind.STOP, payload="later"))
 
     assert inbox.stopped == "enough"
 
@@ -109,8 +109,10 @@ def test_a_wait_for_what_does_not_come_ends_with_its_time():
 
 ENDINGS = {
     "an update": lambda inbox: inbox.put(item_of(sparse(1, 1, [1])), sparse(1, 1, [1])),
-    "progress": lambda inbox: inbox.note(control(ItemKind.PROGRESS, 1, 2, payload=0)),
-    "a loss": lambda inbox: inbox.note(control(ItemKind.LOST, 1)),
+    "progress": lambda inbox: inbox.note(
+        control(MessageKind.PROGRESS, 1, 2, payload=0)
+    ),
+    "a loss": lambda inbox: inbox.note(control(MessageKind.LOST, 1)),
     "a wake": Inbox.wake,
 }
 
@@ -127,7 +129,7 @@ def test_a_waiting_thread_looks_again_when_something_arrives(change):
     "stop",
     [
         lambda inbox: inbox.stop("enough"),
-        lambda inbox: inbox.note(control(ItemKind.STOP, payload="enough")),
+        lambda inbox: inbox.note(control(MessageKind.STOP, payload="enough")),
     ],
     ids=["own", "told"],
 )

@@ -2,14 +2,14 @@ import threading
 
 import pytest
 
-from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
+from daskdl.channel.protocol import MESSAGE_BYTES, Message, MessageKind
 from daskdl.channel.sender import Outbox
 
-EACH = 100 + ITEM_BYTES  # what one item of the tests weighs
+EACH = 100 + MESSAGE_BYTES  # what one item of the tests weighs
 
 
 def update(sequence, nbytes=100):
-    return Item(ItemKind.UPDATE.value, 3, sequence, 0, nbytes, b"frame")
+    return Message(MessageKind.UPDATE.value, 3, sequence, 0, nbytes, b"frame")
 
 
 def filled(count, limit_bytes=10 * EACH):

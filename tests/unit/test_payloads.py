@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from distributed.protocol import Serialized, dumps, to_serialize
 
-from daskdl.channel.protocol import unwrap, unwrap_note, wrap, wrap_note
+from daskdl.channel.protocol import unwrap, unwrap_arrays, wrap, wrap_arrays
 
 ARRAYS = [
     np.arange(7, dtype=np.uint8),
@@ -50,15 +50,15 @@ def test_what_was_not_serialised_on_its_way_is_taken_out():
 def test_the_arrays_of_a_note_are_wrapped_and_the_rest_is_plain():
     note = {"counts": ARRAYS[0], "step": 3, "nested": {"a": 1}}
 
-    wrapped = wrap_note(note)
+    wrapped = wrap_arrays(note)
 
     assert isinstance(wrapped["counts"], Serialized)
     assert (wrapped["step"], wrapped["nested"]) == (3, {"a": 1})
-    back = unwrap_note(wrapped)
+    back = unwrap_arrays(wrapped)
     assert back.keys() == note.keys()
     np.testing.assert_array_equal(back["counts"], ARRAYS[0])
 
 
 @pytest.mark.parametrize("note", [None, "text", [1, 2]], ids=repr)
 def test_a_note_that_is_no_mapping_travels_as_it_is(note):
-    assert unwrap_note(wrap_note(note)) is note
+    assert unwrap_arrays(wrap_arrays(note)) is note

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
+from daskdl.channel.protocol import MESSAGE_BYTES, Message, MessageKind
 from daskdl.channel.sender import BATCH_BYTES, Outbox, Pump
 from daskdl.config import Bound
 from daskdl.errors import WaitTimeoutError
@@ -16,7 +16,7 @@ NEVER = asyncio.Event  # a request that waits for one of these is never answered
 
 
 def update(sequence, nbytes=100):
-    return Item(ItemKind.UPDATE.value, 3, sequence, 0, nbytes)
+    return Message(MessageKind.UPDATE.value, 3, sequence, 0, nbytes)
 
 
 class Receiver:
@@ -33,7 +33,7 @@ class Receiver:
         self.in_flight = 0
         self.most_in_flight = 0
 
-    async def send(self, items: Sequence[Item]) -> int:
+    async def send(self, items: Sequence[Message]) -> int:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         self.times.append(asyncio.get_running_loop().time())
@@ -43,7 +43,7 @@ class Receiver:
         finally:
             self.in_flight -= 1
 
-    async def _answer(self, items: Sequence[Item]) -> int:
+    async def _answer(self, items: Sequence[Message]) -> int:
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Exception):
             raise answer
@@ -110,7 +110,7 @@ def test_one_request_is_in_flight_and_what_comes_meanwhile_goes_together():
 
 def test_a_request_is_at_most_four_mebibytes_and_the_rest_follows():
     async def body():
-        half = BATCH_BYTES // 2 - ITEM_BYTES
+        half = BATCH_BYTES // 2 - MESSAGE_BYTES
         items = [update(sequence, half) for sequence in (1, 2, 3, 4, 5)]
         receiver = Receiver()
         async with pumping(box_of(*items), receiver):
@@ -176,7 +176,7 @@ def test_two_lost_answers_are_an_error_that_says_who_and_what_waits():
         async with pumping(box, Receiver(NEVER(), NEVER()), timeout_s=0.02) as task:
             with pytest.raises(WaitTimeoutError) as caught:
                 await asyncio.wait_for(task, PATIENCE_S)
-        waiting = 2 * (100 + ITEM_BYTES)
+        waiting = 2 * (100 + MESSAGE_BYTES)
         assert str(caught.value) == (
             "replica 7 did not answer within 0.02 s (daskdl.timeouts.request), 2 "
             f"times, to 2 items ({waiting} bytes waiting); it never answered before"

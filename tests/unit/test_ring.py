@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.protocol import ITEM_BYTES, Item, ItemKind
+from daskdl.channel.protocol import MESSAGE_BYTES, Message, MessageKind
 from daskdl.channel.sender import Ring
 from daskdl.errors import OptionError
 
-WEIGHT = 36 + ITEM_BYTES
+WEIGHT = 36 + MESSAGE_BYTES
 KEYS = st.tuples(st.integers(0, 2), st.integers(1, 6))
 KEPT = st.lists(st.tuples(KEYS, st.integers(0, 150)), max_size=40)
 
 
 def update(origin, sequence, nbytes=36, payload=None):
-    return Item(ItemKind.UPDATE.value, origin, sequence, 0, nbytes, payload)
+    return Message(MessageKind.UPDATE.value, origin, sequence, 0, nbytes, payload)
 
 
 def ring_of(*keys, limit_bytes=10**6):

@@ -1,11 +1,11 @@
-from daskdl.channel.protocol import Item
+from daskdl.channel.protocol import Message
 from daskdl.channel.sender import Unconfirmed
 
-WEIGHT = Item("update", 0, 1, 0, 100).weight()
+WEIGHT = Message("update", 0, 1, 0, 100).weight()
 
 
 def item(sequence):
-    return Item("update", 0, sequence, 0, 100)
+    return Message("update", 0, sequence, 0, 100)
 
 
 def kept(*sequences, limit_bytes=3 * WEIGHT):

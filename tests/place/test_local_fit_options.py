@@ -219,3 +219,13 @@ def test_a_fit_that_diverges_names_no_number_of_thirty_digits():
         own.fit(X, Y[:, None].astype(np.float32), epochs=5)
     assert not re.search(r"\d{9}", str(caught.value))
     assert "allow a higher density" not in str(caught.value)
+
+
+def test_labels_that_a_transform_makes_right_are_accepted():
+    shifted = (X, Y + 9)
+    own = trainer(False, transform=lambda batch: (batch[0], batch[1] - 9))
+
+    history = own.fit(*shifted, validation=shifted)
+
+    assert history.column("examples") == [len(X)]
+    assert 0 < history[0]["val_accuracy"] <= 1

@@ -143,6 +143,16 @@ class TestEarlyStopping:
         assert history.stopping.restored
         assert math.isfinite(own.evaluate(*OTHER)["loss"])
 
+    def test_without_a_finite_score_there_is_no_best_epoch(self):
+        own = trainer(False, callbacks=[EarlyStopping(patience=9)])
+
+        wrong = OTHER[0] * math.nan, OTHER[1]
+        stopping = own.fit(X, Y, epochs=2, validation=wrong).stopping
+
+        assert (stopping.reason, stopping.best_epoch) == ("not_finite", None)
+        assert math.isnan(stopping.best_score)
+        assert not stopping.restored
+
     def test_one_that_never_stops_comes_to_its_end_with_the_best_model(self):
         own = trainer(False, master=TWO, callbacks=[EarlyStopping(patience=99)])
 

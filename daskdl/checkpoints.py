@@ -29,10 +29,10 @@ FORM, FORMAT = "daskdl checkpoint", 1
 
 
 class Stamp(NamedTuple):
-    """What belongs together has the same."""
+    """Identity of a checkpoint; all of its parts have the same."""
 
-    origin: str  # the fit that began it all, however often it was resumed
-    run: str  # the one that wrote it
+    origin: str  # the first fit, however often it was resumed
+    run: str  # that wrote it
     number: int  # in its folder
 
 
@@ -47,7 +47,7 @@ def of_replica(replica: int) -> str:
 
 
 class Copy(NamedTuple):
-    """What is to be written, with memory of its own."""
+    """A part in memory of its own, ready to be written."""
 
     content: dict[str, Any]  # JSON
     tensors: Tensor | None  # laid out as in their file; None: there are none
@@ -55,7 +55,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
+    """One part of a checkpoint: an index in JSON, and its tensors.
 
     Attributes:
         store: The folder of the checkpoint.
@@ -67,7 +67,7 @@ class Part:
 
     @property
     def index(self) -> str:
-        """The name of the file that is written last."""
+        """Name of the index, which is written last."""
         return f"{self.name}.json"
 
     def copied(
@@ -77,16 +77,16 @@ class Part:
         state: Mapping[str, Any],
         used: Copy | None = None,
     ) -> Copy:
-        """Copy what is to be written.
+        """Copy header and state, so that training can go on.
 
         Args:
             stamp: Of the checkpoint.
             header: Plain values that `header` reads without the rest.
             state: Plain values and tensors, by other names.
-            used: Another one, which is written: its memory may be used again.
+            used: A copy that has been written; its memory is used again.
 
         Raises:
-            OptionError: Naming what cannot be written without code.
+            OptionError: Naming a value that cannot be written without code.
         """
         plain = Plain()
         content = {
@@ -100,7 +100,7 @@ class Part:
         return Copy(content, laid_out(plain.tensors, memory))
 
     def write(self, copy: Copy) -> None:
-        """Write it; it is there at once.
+        """Write the part; it appears at once, as a whole.
 
         Raises:
             SaveError: If nothing can be written there.
@@ -137,7 +137,7 @@ class Part:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Errors say which of the parts in the folder it is."""
+        """Name the part in errors."""
         try:
             yield
         except SaveError as error:
@@ -165,22 +165,22 @@ class Part:
 
 
 class Entry(NamedTuple):
-    """A checkpoint that is whole, as far as it matters here."""
+    """What decides whether a complete checkpoint is kept."""
 
     number: int  # in its folder
     ordinal: int  # in its fit, from 1, however often that was resumed
-    score: float  # of what counts for the best; NaN: there is none
+    score: float  # NaN: none
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept of the checkpoints of a fit.
+    """Which checkpoints of a fit are kept.
 
     Attributes:
-        last: So many of the newest; None: all.
-        every: Each so many-th; None: none because of that.
-        best: Whether the one with the best score is, the first of equals.
-        largest_is_best: Else the least is.
+        last: How many of the newest; None: all.
+        every: Each n-th is kept in any case; None: none.
+        best: Whether the one with the best score is kept; of equal ones the first.
+        largest_is_best: Whether a larger score is better.
 
     Example:
         >>> entries = [Entry(n, n, score=abs(n - 2.0)) for n in range(1, 8)]
@@ -194,10 +194,10 @@ class Retention:
     largest_is_best: bool = False
 
     def kept(self, entries: Sequence[Entry]) -> set[int]:
-        """The numbers of those that are kept.
+        """Return the numbers of the checkpoints to keep.
 
         Args:
-            entries: All that are whole, of one fit, in ascending order.
+            entries: All complete checkpoints of one fit, in ascending order.
         """
         newest = entries if self.last is None else entries[-self.last :]
         kept = {entry.number for entry in newest}
@@ -214,7 +214,7 @@ _NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
 class Whole(NamedTuple):
-    """A checkpoint all of which is there."""
+    """A complete checkpoint."""
 
     store: Store
     stamp: Stamp
@@ -222,7 +222,7 @@ class Whole(NamedTuple):
 
     @property
     def members(self) -> list[int]:
-        """The replicas whose parts it has, ascending."""
+        """Replicas that have a part in it, ascending."""
         members: list[int] = self.header["members"]
         return members
 
@@ -249,7 +249,7 @@ class Series:
         return cls(store_of(url))
 
     def folder(self, number: int) -> Store:
-        """The folder of one.
+        """Return the folder of a checkpoint.
 
         Example:
             >>> Series.at("memory://x").folder(12).url
@@ -259,7 +259,7 @@ class Series:
         return replace(self.store, url=url)
 
     def numbers(self) -> list[int]:
-        """Of all that are there, whole or not, ascending.
+        """Return the numbers of all checkpoints, complete or not, ascending.
 
         Raises:
             SaveError: If the folder cannot be listed.
@@ -271,19 +271,19 @@ class Series:
             raise SaveError(f"cannot list {self.store.url}: {error}") from error
 
     def whole(self, number: int) -> Whole | None:
-        """One of them; None if not all of it is there.
+        """Return a checkpoint; None if it is not complete.
 
         Raises:
-            SaveError: If it is there, and damaged or too new.
+            SaveError: If it is damaged or too new.
         """
         return whole_at(self.folder(number))
 
     def newest(self) -> Whole | None:
-        """The newest whole one, or None.
+        """Return the newest complete checkpoint, or None.
 
         Raises:
-            SaveError: If it is damaged or too new. An older one is not taken in its
-                place; its own URL can be given.
+            SaveError: If it is damaged or too new. No older one takes its place; the
+                user can give the URL of an older one.
         """
         for number in reversed(self.numbers()):
             found = self.whole(number)
@@ -294,19 +294,19 @@ class Series:
     def prune(
         self, origin: str, retention: Retention, score: Callable[[Whole], float]
     ) -> None:
-        """Delete what is not to be kept: of one fit, and what was broken off before.
+        """Delete checkpoints of a fit that are not kept, and older incomplete ones.
 
         Args:
-            origin: Of the fit; whole ones of others stay.
-            retention: What is to be kept.
-            score: Of one.
+            origin: Of the fit; complete checkpoints of other fits stay.
+            retention: Which ones are kept.
+            score: Of a checkpoint.
         """
         own: dict[int, Whole] = {}
         broken_off: list[int] = []
         for number in self.numbers():
             try:
                 found = self.whole(number)
-            except SaveError as error:  # somebody may want to look at it
+            except SaveError as error:  # the user may want to look at it
                 logger.warning("%s is left where it is", error)
                 continue
             if found is None:
@@ -329,10 +329,10 @@ class Series:
 
 
 def whole_at(store: Store) -> Whole | None:
-    """The checkpoint in a folder; None if not all of it is there.
+    """Return the checkpoint in a folder; None if it is not complete.
 
     Raises:
-        SaveError: If it is there, and damaged or too new.
+        SaveError: If it is damaged or too new.
     """
     common = Part(store, COMMON)
     try:
@@ -352,7 +352,7 @@ def whole_at(store: Store) -> Whole | None:
 def _check_header(store: Store, header: Mapping[str, Any]) -> None:
     members, count, rows = (header.get(n) for n in ("members", "count", "rows"))
     whole = isinstance(members, list) and all(type(m) is int for m in members)
-    # Their names are those of files.
+    # They become names of files.
     if not (whole and members and sorted(set(members)) == members and members[0] >= 0):
         raise SaveError(f"{store.url} is damaged: its replicas are {members!r:.80}")
     if type(count) is not int or count < 1:
@@ -363,14 +363,14 @@ def _check_header(store: Store, header: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """Of one run; plain values, the same for all its replicas.
+    """How one run writes checkpoints; plain values, the same for all replicas.
 
     Attributes:
         url: Of the series, absolute.
-        rule: The user's.
-        origin: Of the fit.
-        run: Of the run.
-        first: Number of its first checkpoint.
+        rule: The user's callback.
+        origin: Identity of the fit.
+        run: Identity of the run.
+        first: Number of the first checkpoint of the run.
         before: Checkpoints of the fit before this run.
     """
 
@@ -382,12 +382,16 @@ class CheckpointPlan:
     before: int = 0
 
     def stamp(self, taken: int) -> Stamp:
-        """Of a checkpoint before which this run has taken so many."""
+        """Return the stamp of the next checkpoint.
+
+        Args:
+            taken: Checkpoints of this run before.
+        """
         return Stamp(self.origin, self.run, self.first + taken)
 
     @property
     def retention(self) -> Retention:
-        """What is kept."""
+        """Which checkpoints are kept."""
         rule = self.rule
         best = rule.keep_best is not None
         accuracy = rule.keep_best == "val_accuracy"
@@ -395,23 +399,23 @@ class CheckpointPlan:
 
     @property
     def series(self) -> Series:
-        """Where they are."""
+        """The folder of all checkpoints."""
         return Series.at(self.url)
 
     def prune(self) -> None:
-        """Delete those of the fit that are not to be kept.
+        """Delete checkpoints of the fit that are not kept.
 
         Raises:
-            SaveError: If that cannot be done.
+            SaveError: If they cannot be deleted.
         """
         self.series.prune(self.origin, self.retention, self._score)
 
     def conclude(self) -> None:
-        """The run has come to its end, and has written checkpoints.
+        """Prune, and check from the client that the run has left a checkpoint.
 
         Raises:
-            SaveError: If none of them is whole here; or if what is not to be kept
-                cannot be deleted.
+            SaveError: If none of its checkpoints is complete here, or if one cannot be
+                deleted.
         """
         self.prune()
         newest = self.series.newest()
@@ -430,13 +434,13 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Where a run goes on from.
+    """The checkpoint that a run resumes.
 
     Attributes:
         url: Of the checkpoint, absolute.
-        stamp: It has.
-        members: Replicas whose parts it has, ascending.
-        epoch: The first that is trained, counted from 0.
+        stamp: Of the checkpoint.
+        members: Replicas that have a part in it, ascending.
+        epoch: The first one to train, counted from 0.
         sync_point: What is left of that epoch, if it has begun; None: all.
     """
 

@@ -1,4 +1,8 @@
-"""The public names, which `daskdl` has as its own once one of them is asked for."""
+"""The public names: imported as a whole with the first one that is used.
+
+A module of its own, so that ``import daskdl`` imports neither torch nor distributed,
+and type checkers see plain imports.
+"""
 
 from daskdl.callbacks import (
     Callback,

@@ -1,4 +1,8 @@
-"""Checkpoints of a running fit, written part by part by replicas, and resuming."""
+"""Checkpoints of a running fit, written part by part by replicas, and resuming.
+
+Replicas copy their state at a barrier and write it while they train on. What a resumed
+fit reads is compared with what it would write, and refused by file and field.
+"""
 
 import functools
 import secrets
@@ -257,12 +261,12 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Said in words, to be compared.
+    """What a fit is made of, in words, to be compared with a checkpoint.
 
     Attributes:
-        tensors: Of the model, by name.
-        optimizer: Of its trainable parameters.
-        scheduler: Of that; None: there is none.
+        tensors: Dtypes and shapes of the model's tensors, by name.
+        optimizer: Class, and number of parameters of each group.
+        scheduler: Class; None: there is none.
 
     Example:
         >>> import torch
@@ -279,7 +283,7 @@ class Fingerprint:
     def of(
         cls, module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> Self:
-        """What a fit with these is made of."""
+        """Describe model, optimizer and scheduler."""
         tensors = {name: described(t) for name, t in trained_in(module).items()}
         for name, tensor in others_in(module).items():
             tensors[name] = f"{described(tensor)}, not trained"
@@ -289,15 +293,15 @@ class Fingerprint:
         return cls(tensors, made, schedules)
 
     def values(self) -> list[Any]:
-        """The same as plain values."""
+        """As plain values."""
         return [dict(self.tensors), self.optimizer, self.scheduler]
 
     @classmethod
     def from_values(cls, values: Any) -> Self:
-        """Read what `values` made.
+        """Read what `values` has made.
 
         Raises:
-            ValueError: If it did not make them.
+            ValueError: If the values are of another form.
         """
         match values:
             case [dict(tensors), str(optimizer), str() | None as scheduler]:
@@ -305,14 +309,14 @@ class Fingerprint:
         raise ValueError(f"it is made of {values!r:.80}")
 
     def check(self, other: "Fingerprint", url: str) -> None:
-        """Refuse to go on from another one.
+        """Refuse to resume a checkpoint with another fingerprint.
 
         Args:
-            other: Of a checkpoint.
-            url: Of that.
+            other: Of the checkpoint.
+            url: Of the checkpoint.
 
         Raises:
-            OptionError: If its model, optimizer or scheduler are other ones.
+            OptionError: If model, optimizer or scheduler differ.
         """
         for name in {**other.tensors, **self.tensors}:
             ours, theirs = self.tensors.get(name), other.tensors.get(name)
@@ -331,7 +335,7 @@ class Fingerprint:
                 )
 
 
-# What the state of each part has at least; None: it may be anything.
+# Fields that the state of each part has at least; None: of any type.
 _COMMON = {
     "kind": "",
     "exchange": {},
@@ -359,10 +363,10 @@ _OWN = {
 
 
 class RestoredState(NamedTuple):
-    """What one replica goes on from."""
+    """What one replica has read of a checkpoint."""
 
     common: Mapping[str, Any]
-    own: Sequence[Mapping[str, Any]]  # of the parts it takes, maybe of none
+    own: Sequence[Mapping[str, Any]]  # of the parts it takes over, maybe of none
     donor: Mapping[str, Any]  # that has the optimizer; the first of `own`, if any
     common_at: str  # the file, for messages
     own_at: Sequence[str]
@@ -370,7 +374,7 @@ class RestoredState(NamedTuple):
 
     @property
     def exchange(self) -> Resumed:
-        """Of it, what the exchange needs."""
+        """The states of exchanges."""
         own = [part["exchange"] for part in self.own]
         kind, common = self.common["kind"], self.common["exchange"]
         return Resumed(kind, common, own, self.common_at, self.own_at)
@@ -394,24 +398,24 @@ class RestoredState(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Of the module, by name, before anything is made of them."""
+        """Tensors of the module, by name."""
         common = self.common
         return {**common["tensors"], **common["exchange"].get(PARAMETERS, {})}
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        """The optimizer's state dict."""
+        """State dict of the optimizer."""
         found: dict[str, Any] = {**self.donor, **self.common}["optimizer"]
         return found
 
 
 def inherit(plan: ResumePlan, place: int, founders: int) -> RestoredState:
-    """Read what a founder of a run goes on from.
+    """Read the parts of a checkpoint that one initial replica takes over.
 
     Args:
-        plan: Where it is.
-        place: Of the founder among all, from 0.
-        founders: How many there are.
+        plan: Where the checkpoint is.
+        place: Of the replica among the initial ones, from 0.
+        founders: How many initial replicas there are.
 
     Raises:
         SaveError: If it cannot be read.
@@ -435,22 +439,22 @@ def _state(plan: ResumePlan, name: str) -> tuple[Mapping[str, Any], str]:
     return state, at
 
 
-# Columns of a history that are, other ones are only shown.
+# Columns of a history that are read; others are only shown.
 LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A checkpoint that a fit goes on from.
+    """A checkpoint that a fit resumes, as far as the client reads it.
 
     Attributes:
         plan: For the replicas.
         rows: Of the history so far.
-        verdict: Of early stopping, on the last of them.
+        verdict: Of early stopping, on the last row.
         epochs_before: Of earlier fits of the trainer.
         ordinal: Of the checkpoint in its fit, from 1.
         kind: Of the replicas' exchanges.
-        fingerprint: What the fit is made of.
+        fingerprint: What the fit was made of.
     """
 
     plan: ResumePlan
@@ -463,10 +467,10 @@ class Resumption:
 
     @classmethod
     def of(cls, found: Whole) -> "Resumption":
-        """Read what a checkpoint says.
+        """Read the header of a checkpoint.
 
         Raises:
-            SaveError: If that is not what one says.
+            SaveError: If it is damaged.
         """
         header, members = found.header, tuple(found.members)
         with restoring(found.store.url_of(f"{COMMON}.json")):
@@ -516,17 +520,15 @@ class Resumption:
 
 
 def resumption_of(resume: Any, callbacks: Sequence[Callback]) -> Resumption | None:
-    """What a fit goes on from.
+    """Find the checkpoint that a fit resumes; None: it begins anew.
 
     Args:
         resume: The argument of `Trainer.fit`.
         callbacks: Of the trainer.
 
-    Returns:
-        None: It begins anew.
-
     Raises:
-        OptionError: If it is no URL, or True without a :class:`~daskdl.Checkpoint`.
+        OptionError: If `resume` is no URL, or True without a
+            :class:`~daskdl.Checkpoint`.
         SaveError: If there is no checkpoint at the URL, or it is damaged.
     """
     if resume is None or resume is False:
@@ -553,7 +555,7 @@ def checkpoints_of(
 
     Args:
         callbacks: Of the trainer.
-        resumed: What it goes on from.
+        resumed: The checkpoint it resumes, or None.
 
     Raises:
         OptionError: If there is more than one :class:`~daskdl.Checkpoint`.
@@ -571,14 +573,14 @@ def checkpoints_of(
 
 
 def _check_header(header: Mapping[str, Any]) -> None:
-    """Refuse what no checkpoint says.
+    """Refuse impossible values.
 
     Raises:
-        LookupError: If something is missing.
-        ValueError: If something cannot be.
+        LookupError: If a field is missing.
+        ValueError: If a value is impossible.
     """
     epoch, before, rows = header["epoch"], header["epochs_before"], header["rows"]
-    # Replicas that came later, and alone are left, may not know all rows.
+    # If only replicas that joined later are left, some rows may be missing.
     if type(epoch) is not int or epoch < len(rows):
         raise ValueError(f"{epoch!r:.80} epochs, and {len(rows)} rows")
     if type(before) is not int or before < 0:
@@ -590,10 +592,10 @@ def _check_header(header: Mapping[str, Any]) -> None:
 
 
 def _sync_point_of(fields: Any) -> SyncPoint | None:
-    """Read one that somebody may have written by hand.
+    """Read a sync point, which may have been written by hand.
 
     Raises:
-        TypeError: If it is none, or a ValueError.
+        TypeError: If it is of another form, or a ValueError.
     """
     if fields is None:
         return None

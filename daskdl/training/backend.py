@@ -30,7 +30,7 @@ from daskdl.serialization import Packed
 from daskdl.thresholds import average_sent
 from daskdl.training.base import CompressionState, Parameters
 from daskdl.training.optimizer_step import OptimizerState, add
-from daskdl.training.spec import Recipe, Result, TaskOptions
+from daskdl.training.spec import ReplicaSpec, Result, UserObjects
 from daskdl.training.telemetry import Reports, reports_of
 
 logger = logging.getLogger(__name__)
@@ -204,11 +204,11 @@ class Backend(ABC):
         """Open the run; `close` has to follow."""
 
     @abstractmethod
-    def assign(self, recipe: Packed[Recipe]) -> None:
+    def assign(self, objects: Packed[UserObjects]) -> None:
         """Start the initial replicas on their workers.
 
         Args:
-            recipe: The user's objects.
+            objects: The user's objects.
         """
 
     @abstractmethod
@@ -337,7 +337,7 @@ def _sum(parts: Sequence[Parameters]) -> Parameters:
     return replace(first, residual_N=left)
 
 
-def most_replicas(source: Source, options: TaskOptions) -> int:
+def most_replicas(source: Source, options: ReplicaSpec) -> int:
     """One replica for each step of an epoch; more would have nothing to do."""
     rows = rows_in(source)
     return sys.maxsize if rows is None else math.ceil(rows / options.step_rows)
@@ -392,7 +392,7 @@ def arrays_of(parameters: Parameters) -> Arrays:
 
 
 def extent_for(
-    options: TaskOptions,
+    options: ReplicaSpec,
     phase: str,
     source: Source,
     replicas: int,
@@ -429,7 +429,7 @@ def extent_for(
 
 
 def plan_of(
-    options: TaskOptions,
+    options: ReplicaSpec,
     seats: Mapping[int, str],
     extents: Mapping[str, PartitionSizes],
     relay_bytes: int,

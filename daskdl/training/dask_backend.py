@@ -54,15 +54,15 @@ from daskdl.training.backend import (
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.replica import run_replica, surroundings, warm_up
-from daskdl.training.spec import Recipe, Result, TaskOptions
+from daskdl.training.spec import ReplicaSpec, Result, UserObjects
 
 logger = logging.getLogger(__name__)
 
 
 def train_replica(
-    recipe: Packed[Recipe],
+    objects: Packed[UserObjects],
     sources: Mapping[str, Packed[Source]],
-    options: TaskOptions,
+    options: ReplicaSpec,
     number: int,
     seats: int,
     *,
@@ -71,7 +71,7 @@ def train_replica(
     """Train one replica on this worker, from start to end.
 
     Args:
-        recipe: The user's objects.
+        objects: The user's objects.
         sources: Of the data that each worker has as a whole, by phase.
         options: The same for all replicas.
         number: Of this replica in the run.
@@ -81,7 +81,7 @@ def train_replica(
     # Frees the slot for other tasks, and keeps adaptive clusters from closing us.
     secede()
     worker = get_worker()
-    own = recipe.unpack()
+    own = objects.unpack()
     channel = _open_channel(worker, options, number, own)
     store = WorkerStore(sources, channel, options.timeouts, options.load_threads)
     result = None
@@ -99,7 +99,7 @@ def train_replica(
 
 
 def _open_channel(
-    worker: Worker, options: TaskOptions, number: int, own: Recipe
+    worker: Worker, options: ReplicaSpec, number: int, own: UserObjects
 ) -> RemoteChannel:
     plugin = worker.extensions.get(NAME)
     if not isinstance(plugin, ChannelWorkerPlugin):
@@ -113,7 +113,7 @@ COLLECT_LOOK_S = 1.0  # between two looks whether a result was lost
 
 
 def collect(
-    client: Client, tasks: Mapping[str, Future], options: TaskOptions
+    client: Client, tasks: Mapping[str, Future], options: ReplicaSpec
 ) -> FitResult | None:
     """Wait for the tasks of a run to end, and join what they left.
 
@@ -349,7 +349,7 @@ class DaskBackend(Backend):
     def __init__(
         self,
         client: Client,
-        options: TaskOptions,
+        options: ReplicaSpec,
         workers: Mapping[int, str],
         supplies: Mapping[str, Supply],
         most_replicas: int,
@@ -396,8 +396,8 @@ class DaskBackend(Backend):
             )
 
     @override
-    def assign(self, recipe: Packed[Recipe]) -> None:
-        self._recipe = recipe
+    def assign(self, objects: Packed[UserObjects]) -> None:
+        self._objects = objects
         replicas = dict(self.workers)
         while True:
             try:
@@ -422,10 +422,10 @@ class DaskBackend(Backend):
     def _submit(self, replicas: Mapping[int, str]) -> None:
         """Scatter the model and submit one task for each replica."""
         workers = sorted(set(replicas.values()))
-        name = f"daskdl-recipe-{self._options.run:x}-{min(replicas)}"
+        name = f"daskdl-objects-{self._options.run:x}-{min(replicas)}"
         carried = {p: own.packed for p, own in self._supplies.items() if own.packed}
         values: dict[str, Packed[Any]] = {
-            name: self._recipe,
+            name: self._objects,
             **{f"{name}-{p}": v for p, v in carried.items()},
         }
         initial = self._initial.issuperset(replicas)
@@ -714,7 +714,7 @@ class DaskBackend(Backend):
 
 @contextlib.contextmanager
 def dask_backend(
-    client: Client, options: TaskOptions, sources: Mapping[str, Source]
+    client: Client, options: ReplicaSpec, sources: Mapping[str, Source]
 ) -> Iterator[DaskBackend]:
     """Choose the workers of a run, and put the data where they are.
 

@@ -58,7 +58,7 @@ from daskdl.training.fit_spec import Findings, FitSpec
 from daskdl.training.fit_state import FitState, parameters_of, trained_optimizer
 from daskdl.training.local_backend import LocalBackend
 from daskdl.training.replica import check_device
-from daskdl.training.spec import Oversight, Recipe, TaskOptions
+from daskdl.training.spec import ReplicaSpec, UserObjects
 from daskdl.training.telemetry import RowLog
 from daskdl.util import guarded
 
@@ -147,7 +147,7 @@ class FitRun:
             self._class_count = findings.class_count
             if self._class_count is None and train.classes is not None:
                 self._class_count = len(train.classes)
-            self._recipe = self._pack(train, here=client is False)
+            self._objects = self._pack(train, here=client is False)
             self._options = self._task_options(findings, train.left_out)
             with contextlib.ExitStack() as stack:
                 if client is False:
@@ -166,14 +166,14 @@ class FitRun:
                 stack.enter_context(callback_scope(spec.callbacks, begin, self.history))
                 yield
 
-    def _pack(self, train: Source, *, here: bool) -> Packed[Recipe]:
+    def _pack(self, train: Source, *, here: bool) -> Packed[UserObjects]:
         """Pack the user's objects for the replicas; `here`: they are not copied.
 
         Raises:
             ModelError: If one of them cannot be pickled.
         """
         spec, before = self._spec, self._state.optimizer
-        recipe = Recipe(
+        objects = UserObjects(
             self._model,
             spec.objective,
             spec.optimizer,
@@ -186,9 +186,9 @@ class FitRun:
             spec.read.transform,
             self._state.residual,
         )
-        return Packed(recipe, "trainer", here=here)
+        return Packed(objects, "trainer", here=here)
 
-    def _task_options(self, findings: Findings, left_out: int) -> TaskOptions:
+    def _task_options(self, findings: Findings, left_out: int) -> ReplicaSpec:
         """The plain options of the run, the same for all replicas."""
         spec, resumed = self._spec, self._resumed
         flat = FlatParameters(copied(self._model))
@@ -200,7 +200,7 @@ class FitRun:
         checkpoints = checkpoints_of(spec.callbacks, resumed)
         if checkpoints is not None:
             spec.check_saveable(self._model)
-        return TaskOptions(
+        return ReplicaSpec(
             run=secrets.randbits(63),
             master=spec.master,
             epochs=spec.epochs,
@@ -218,7 +218,8 @@ class FitRun:
             inbox_bytes=INBOX_BYTES,
             timeouts=spec.master.timeouts(),
             stepping=spec.stepping,
-            oversight=Oversight(spec.telemetry_every, spec.max_loss_rise),
+            telemetry_every=spec.telemetry_every,
+            max_loss_rise=spec.max_loss_rise,
             prefetch=spec.prefetch,
             skips_bad=spec.read.skips,
             drop_last=spec.drop_last,
@@ -277,7 +278,7 @@ class FitRun:
             backend.open()
             with contextlib.ExitStack() as ending:
                 ending.push(self._leave)
-                backend.assign(self._recipe)
+                backend.assign(self._objects)
                 self._assigned = True
                 while not self._poll(reporter):
                     pass

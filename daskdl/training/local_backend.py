@@ -31,7 +31,7 @@ from daskdl.training.backend import (
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.replica import run_replica, surroundings
-from daskdl.training.spec import Recipe, Result, TaskOptions
+from daskdl.training.spec import ReplicaSpec, Result, UserObjects
 from daskdl.util import settle
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class LocalBackend(Backend):
         sources: Data of each phase.
     """
 
-    def __init__(self, options: TaskOptions, sources: Mapping[str, Source]) -> None:
+    def __init__(self, options: ReplicaSpec, sources: Mapping[str, Source]) -> None:
         most = most_replicas(sources["train"], options)
         replicas = replicas_here(options.master, most)
         self.workers = dict.fromkeys(range(replicas), HERE)
@@ -92,13 +92,13 @@ class LocalBackend(Backend):
         pass  # the run is there
 
     @override
-    def assign(self, recipe: Packed[Recipe]) -> None:
+    def assign(self, objects: Packed[UserObjects]) -> None:
         threads = max(1, torch.get_num_threads() // len(self.workers))
         for replica in self.workers:
             self._results[replica] = concurrent.futures.Future()
             thread = threading.Thread(
                 target=self._end_with_result,
-                args=(recipe, replica, threads),
+                args=(objects, replica, threads),
                 name=f"daskdl-replica-{replica}",
                 # One that hangs in the user's code must not keep Python from ending.
                 daemon=True,
@@ -108,16 +108,16 @@ class LocalBackend(Backend):
             thread.start()
 
     def _end_with_result(
-        self, recipe: Packed[Recipe], replica: int, threads: int
+        self, objects: Packed[UserObjects], replica: int, threads: int
     ) -> None:
-        train = functools.partial(self._train, recipe, replica, threads)
+        train = functools.partial(self._train, objects, replica, threads)
         settle(self._results[replica], train)
         with self._run.changed:
             self._run.changed.notify_all()
 
-    def _train(self, recipe: Packed[Recipe], number: int, threads: int) -> Result:
+    def _train(self, objects: Packed[UserObjects], number: int, threads: int) -> Result:
         options = self._options
-        own = recipe.unpack()
+        own = objects.unpack()
         channel = LocalChannel(self._run, options.endpoint(number, own))
         store = LocalStore(
             self._sources, channel, options.timeouts, options.load_threads

@@ -68,7 +68,7 @@ from daskdl.training.optimizer_step import (
     state_of,
     weigh,
 )
-from daskdl.training.spec import Recipe, Result, TaskOptions
+from daskdl.training.spec import ReplicaSpec, Result, UserObjects
 from daskdl.training.telemetry import (
     EpochReport,
     EpochTotals,
@@ -259,23 +259,26 @@ def surroundings(device: str, threads: int) -> Iterator[torch.device]:
 
 
 def warm_up(
-    recipe: Recipe, master: TrainingMaster, stepping: Stepping, device: torch.device
+    objects: UserObjects,
+    master: TrainingMaster,
+    stepping: Stepping,
+    device: torch.device,
 ) -> None:
     """Do once, on a copy of the model, what the first step does.
 
     What the user's code raises comes out as it is: the real step would raise it too.
 
     Args:
-        recipe: Callables with a state of their own are called once more.
+        objects: Callables with a state of their own are called once more.
         master: Warms up what it does between steps.
         stepping: How a step is made.
         device: Where the replica computes.
     """
-    module = copied(recipe.model).to(device)
+    module = copied(objects.model).to(device)
     with random_state_left_alone():
-        batch = transformed(tensors(recipe.rows), recipe.transform)
-        optimizer = recipe.optimizer(trainable(module))
-        stepper = Stepper(module, recipe.objective, optimizer, stepping, device)
+        batch = transformed(tensors(objects.rows), objects.transform)
+        optimizer = objects.optimizer(trainable(module))
+        stepper = Stepper(module, objects.objective, optimizer, stepping, device)
         stepper.backward([batch])
         stepper.update(scale=1.0)
         master.warm_up(device, floating_dtype(module))
@@ -302,8 +305,8 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
 
 def run_replica(
     number: int,
-    options: TaskOptions,
-    recipe: Recipe,
+    options: ReplicaSpec,
+    objects: UserObjects,
     channel: Channel,
     device: torch.device,
     store: Store,
@@ -313,7 +316,7 @@ def run_replica(
     Args:
         number: Of the replica in the run.
         options: The same for all replicas.
-        recipe: The user's objects, this replica's own copies.
+        objects: The user's objects, this replica's own copies.
         channel: This replica's end of the run.
         device: Where to compute.
         store: Where the data are.
@@ -326,7 +329,7 @@ def run_replica(
 
     def train() -> Result:
         nonlocal replica
-        replica = Replica.join(number, options, recipe, channel, device, store)
+        replica = Replica.join(number, options, objects, channel, device, store)
         replica.train()
         return replica.result(finished=True)
 
@@ -376,8 +379,8 @@ class Replica:
     def join(
         cls,
         number: int,
-        options: TaskOptions,
-        recipe: Recipe,
+        options: ReplicaSpec,
+        objects: UserObjects,
         channel: Channel,
         device: torch.device,
         store: Store,
@@ -387,7 +390,9 @@ class Replica:
         inherited = None
         if options.resume is not None and entry.snapshot is None:
             inherited = _read_checkpoint(options, number, entry.members, channel)
-        replica = cls(number, options, recipe, channel, device, store, entry, inherited)
+        replica = cls(
+            number, options, objects, channel, device, store, entry, inherited
+        )
         if inherited is not None:
             replica._resume(inherited)
         if entry.snapshot is not None:
@@ -398,8 +403,8 @@ class Replica:
     def __init__(
         self,
         number: int,
-        options: TaskOptions,
-        recipe: Recipe,
+        options: ReplicaSpec,
+        objects: UserObjects,
         channel: Channel,
         device: torch.device,
         store: Store,
@@ -408,27 +413,27 @@ class Replica:
     ) -> None:
         self._number = number
         self._options = options
-        self._recipe = recipe
+        self._objects = objects
         self._channel = channel
         self._device = device
         self._store = store
-        self._log = StepLog(options.oversight.telemetry_every)
-        self._shapes = ShapeCheck(trees.kinds(recipe.rows), recipe.transform)
+        self._log = StepLog(options.telemetry_every)
+        self._shapes = ShapeCheck(trees.kinds(objects.rows), objects.transform)
         self.steps = self.seen = self.interval = 0
         self.weight = 0.0
         self.totals = EpochTotals()
         self.first_epoch = options.first_epoch
         self.met = False
 
-        self.module = recipe.model.to(device).train()
+        self.module = objects.model.to(device).train()
         frozen = Frozen(self.module)  # as it is on the client
         if inherited is not None:
             inherited.check(self.module)
             with restoring(inherited.common_at):
                 load_tensors_(self.module, inherited.tensors)
-        self.optimizer: Optimizer = recipe.optimizer(trainable(self.module))
-        if recipe.optimizer_state is not None:
-            self.optimizer.load_state_dict(recipe.optimizer_state)
+        self.optimizer: Optimizer = objects.optimizer(trainable(self.module))
+        if objects.optimizer_state is not None:
+            self.optimizer.load_state_dict(objects.optimizer_state)
         resumed = None if inherited is None else inherited.exchange
         context = ReplicaContext(
             self.module,
@@ -440,7 +445,7 @@ class Replica:
             self.optimizer,
             resumed,
             # The initial replicas deliver all of it.
-            recipe.residual if entry.snapshot is None else None,
+            objects.residual if entry.snapshot is None else None,
             frozen,
         )
         scale = options.master.solo_scale
@@ -450,13 +455,13 @@ class Replica:
             else SoloExchange(context, scale)
         )
         self.rate = LearningRate(
-            self.optimizer, recipe.scheduling, recipe.schedule, options.epochs
+            self.optimizer, objects.scheduling, objects.schedule, options.epochs
         )
         self.stepper = Stepper(
-            self.module, recipe.objective, self.optimizer, options.stepping, device
+            self.module, objects.objective, self.optimizer, options.stepping, device
         )
         torch.manual_seed(options.seed + number)
-        self.watch = LossWatch(options.oversight.max_loss_rise)
+        self.watch = LossWatch(options.max_loss_rise)
         self.stopper = Stopper(options.judging, entry.snapshot)
         self.checkpoints = None
         if options.checkpoints is not None:
@@ -546,7 +551,7 @@ class Replica:
     def _train_epoch(self, epoch: int) -> None:
         replicas = 1 + len(self._channel.peers())
         begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
-        for callback in self._recipe.callbacks:
+        for callback in self._objects.callbacks:
             callback.on_epoch_begin(begin)
         feed = self._feed("train", epoch)
         while True:
@@ -591,16 +596,16 @@ class Replica:
             stats = exchange.step_stats()
             row = StepRow(epoch, self.steps, self._number, loss, rate, *stats, step_s)
             self._log.add(row)
-        if self._recipe.callbacks:
+        if self._objects.callbacks:
             step = Step(self._number, epoch, self.steps, loss, rows, rate)
-            for callback in self._recipe.callbacks:
+            for callback in self._objects.callbacks:
                 callback.on_step_end(step)
 
     def _feed(self, phase: str, epoch: int) -> Feed:
         reading = self._options.reading(phase, epoch)
-        if not isinstance(self._recipe.objective, OwnStep):
+        if not isinstance(self._objects.objective, OwnStep):
             reading = dataclasses.replace(reading, fits=self._check_shapes)
-        transform = self._recipe.transform
+        transform = self._objects.transform
         return Feed(self._channel, epoch, self._store, reading, transform)
 
     def _check_shapes(self, rows: Rows, name: str) -> None:
@@ -679,7 +684,7 @@ class Replica:
         feed = self._feed("validation", epoch)
         self._channel.serve_snapshot(None)  # the module shows something else meanwhile
         with self.exchange.showing_agreed():
-            objective, batches = self._recipe.objective, feed.batches()
+            objective, batches = self._objects.objective, feed.batches()
             score = score_batches(self.module, objective, batches, self._device)
         self._channel.serve_snapshot(self.snapshot)
         return score, feed.reason
@@ -786,7 +791,7 @@ class Replica:
 
 
 def _read_checkpoint(
-    options: TaskOptions, number: int, members: Sequence[int], channel: Channel
+    options: ReplicaSpec, number: int, members: Sequence[int], channel: Channel
 ) -> RestoredState:
     """Read what an initial replica of a resumed run goes on from."""
     plan, place = options.resume, sorted(members).index(number)

@@ -1,6 +1,5 @@
 """What one fit sends to each of its replicas."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,11 +10,10 @@ from torch.optim import Optimizer
 from daskdl.callbacks import Callback, FailureInjection
 from daskdl.channel.protocol import Endpoint
 from daskdl.checkpoints import CheckpointPlan, ResumePlan
-from daskdl.config import Timeouts, check_whole
+from daskdl.config import Timeouts
 from daskdl.data.batches import Transform
 from daskdl.data.labels import LabelCheck
 from daskdl.data.trees import Rows
-from daskdl.errors import OptionError
 from daskdl.objective import Objective
 from daskdl.serialization import Packed
 from daskdl.training.base import (
@@ -28,46 +26,13 @@ from daskdl.training.data_feed import Reading
 from daskdl.training.epoch_control import Judging, Scheduling
 from daskdl.training.optimizer_step import OptimizerState, Stepping
 
-
-@dataclass(frozen=True)
-class Oversight:
-    """The options `telemetry_every` and `max_loss_rise` of a trainer.
-
-    Args:
-        telemetry_every: Steps of a replica from one row of `history.steps` to the next;
-            ``"auto"``, or None for no rows.
-        max_loss_rise: How far above its first one the loss may stay; None: any.
-
-    Raises:
-        OptionError: Naming the option, what was given and what is allowed.
-
-    Example:
-        >>> Oversight(max_loss_rise=0)
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: max_loss_rise must be a number > 0 or None, got 0
-    """
-
-    telemetry_every: int | Literal["auto"] | None = "auto"
-    max_loss_rise: float | None = 10.0
-
-    def __post_init__(self) -> None:
-        if self.telemetry_every not in ("auto", None):
-            check_whole("telemetry_every", self.telemetry_every, 1, "or 'auto' or None")
-        rise: Any = self.max_loss_rise
-        number = isinstance(rise, int | float) and not isinstance(rise, bool)
-        if rise is not None and not (number and 0 < rise < math.inf):
-            raise OptionError(
-                f"max_loss_rise must be a number > 0 or None, got {rise!r}"
-            )
-
-
 # Small files on a far store come sooner several at a time; a replica has one core.
 MOST_LOAD_THREADS = 4
 
 
 @dataclass
-class Recipe:
-    """The user's own objects; packed once, unpacked by each replica.
+class UserObjects:
+    """The user's objects, which each replica unpacks; packed once for all.
 
     Attributes:
         model: At its start, on the CPU.
@@ -95,8 +60,8 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class TaskOptions:
-    """Plain options of a run, the same for all its replicas.
+class ReplicaSpec:
+    """What each replica of a run is told: plain values, the same for all.
 
     Attributes:
         run: Identity of the run.
@@ -118,13 +83,15 @@ class TaskOptions:
         timeouts: Bounds on waiting.
         routing: ``"plain"`` or ``"mesh"``.
         stepping: How an optimizer step is made.
-        oversight: What is watched.
+        telemetry_every: Steps from one row of `history.steps` to the next; ``"auto"``,
+            or None for no rows.
+        max_loss_rise: How far above its first value the loss may stay; None: any.
         prefetch: Parts with rows of so many batches are loaded meanwhile.
         skips_bad: Whether parts that cannot be read are left out.
         drop_last: Whether batches of fewer rows are not trained on.
         left_out: Examples that were found to be bad before, and are in no part.
         checkpoints: How they are written; None: they are not.
-        resume: Where the run goes on from; None: from the recipe's model.
+        resume: Where the run goes on from; None: from the user's model.
     """
 
     run: int
@@ -145,7 +112,8 @@ class TaskOptions:
     timeouts: Timeouts
     routing: str = "plain"
     stepping: Stepping = field(default_factory=Stepping)
-    oversight: Oversight = field(default_factory=Oversight)
+    telemetry_every: int | Literal["auto"] | None = "auto"
+    max_loss_rise: float | None = 10.0
     prefetch: int = 2
     skips_bad: bool = False
     drop_last: bool = False
@@ -197,14 +165,14 @@ class TaskOptions:
         """Of the order of rows and pieces; None keeps it."""
         return self.seed if self.shuffle else None
 
-    def endpoint(self, replica: int, recipe: Recipe) -> Endpoint:
+    def endpoint(self, replica: int, objects: UserObjects) -> Endpoint:
         """What the channel of a replica has to know.
 
         Args:
             replica: Its number.
-            recipe: Says which updates are to be dropped on purpose.
+            objects: Says which updates are to be dropped on purpose.
         """
-        injected = [c for c in recipe.callbacks if isinstance(c, FailureInjection)]
+        injected = [c for c in objects.callbacks if isinstance(c, FailureInjection)]
         return Endpoint(
             self.run,
             replica,

@@ -76,7 +76,7 @@ class TestNoSilentWaits:
         send = client.scatter
 
         def never_the_model(data, **options):
-            if any("recipe" in key for key in data):
+            if any("objects" in key for key in data):
                 return asyncio.Event().wait()
             return send(data, **options)
 

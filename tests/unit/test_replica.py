@@ -20,7 +20,7 @@ from daskdl.training.backend import extent_for, plan_of
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.epoch_control import Judging
 from daskdl.training.replica import Replica, run_replica
-from daskdl.training.spec import Recipe, TaskOptions
+from daskdl.training.spec import ReplicaSpec, UserObjects
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 from tests.support.problems import rows, sgd
 
@@ -70,7 +70,7 @@ def a_replica(make, begun, epoch=0):
     """What one replica of a run of its own is made of."""
     model = nn.Linear(20, 4)
     flat = FlatParameters(model)
-    options = TaskOptions(
+    options = ReplicaSpec(
         run=7,
         master=GradientSharing(),
         epochs=EPOCHS,
@@ -88,15 +88,17 @@ def a_replica(make, begun, epoch=0):
         inbox_bytes=2**20,
         timeouts=Timeouts.from_config(),
     )
-    recipe = Recipe(model, nn.CrossEntropyLoss(), sgd, None, [begun], (X[:2], Y[:2]))
+    objects = UserObjects(
+        model, nn.CrossEntropyLoss(), sgd, None, [begun], (X[:2], Y[:2])
+    )
     sources = {"train": InMemory(X, Y, 16)}
     extents = {"train": extent_for(options, "train", sources["train"], 1)}
     plan = plan_of(options, {0: "here"}, extents, 0)
     run = LocalRun(dataclasses.replace(plan, first_epoch=epoch))
-    channel = make(run, options.endpoint(0, recipe))
+    channel = make(run, options.endpoint(0, objects))
     store = LocalStore(sources, channel, options.timeouts, options.load_threads)
     with random_state_left_alone(), contextlib.closing(store):
-        yield 0, options, recipe, channel, torch.device("cpu"), store
+        yield 0, options, objects, channel, torch.device("cpu"), store
 
 
 @pytest.fixture

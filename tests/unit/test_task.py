@@ -7,10 +7,10 @@ import pytest
 from daskdl import GradientSharing
 from daskdl.training.data_feed import Reading
 from daskdl.training.epoch_control import Judging
-from daskdl.training.spec import TaskOptions
+from daskdl.training.spec import ReplicaSpec
 from tests.support.records import TIMEOUTS
 
-OPTIONS = TaskOptions(
+OPTIONS = ReplicaSpec(
     run=1,
     master=GradientSharing(),
     epochs=3,

@@ -18,7 +18,7 @@ from daskdl import (
 from daskdl.objective import OwnStep
 from daskdl.training.optimizer_step import Stepping
 from daskdl.training.replica import warm_up
-from daskdl.training.spec import Recipe
+from daskdl.training.spec import UserObjects
 
 CPU = torch.device("cpu")
 
@@ -37,12 +37,14 @@ class Counting(nn.Module):
         return self.layers(x)
 
 
-def recipe(**changes):
+def objects(**changes):
     rows = np.ones((2, 3), np.float32), np.array([0, 3])
     optimizer = functools.partial(torch.optim.Adam, lr=0.1)
     loss = nn.CrossEntropyLoss()
     parts = {"model": Counting(), "objective": loss, "optimizer": optimizer}
-    return Recipe(**{**parts, **changes}, optimizer_state=None, callbacks=(), rows=rows)
+    return UserObjects(
+        **{**parts, **changes}, optimizer_state=None, callbacks=(), rows=rows
+    )
 
 
 def test_the_model_is_called_and_nothing_of_it_is_changed(monkeypatch):
@@ -56,7 +58,7 @@ def test_the_model_is_called_and_nothing_of_it_is_changed(monkeypatch):
             )
             super().step()
 
-    own = recipe(optimizer=Noted)
+    own = objects(optimizer=Noted)
     before = {k: v.clone() for k, v in own.model.state_dict().items()}
     state = torch.get_rng_state()
 
@@ -75,14 +77,14 @@ def test_what_the_users_code_raises_comes_out():
         raise ValueError("not today")
 
     with pytest.raises(ValueError, match="not today"):
-        warm_up(recipe(objective=loss), GradientSharing(), Stepping(), CPU)
+        warm_up(objects(objective=loss), GradientSharing(), Stepping(), CPU)
 
 
 def test_the_transform_is_called_before_the_model():
     def widened(batch):
         return torch.cat([batch[0], batch[0]], dim=1), batch[1]
 
-    own = recipe(model=nn.Linear(6, 4), transform=widened)
+    own = objects(model=nn.Linear(6, 4), transform=widened)
 
     warm_up(own, GradientSharing(), Stepping(), CPU)
 
@@ -99,7 +101,7 @@ def test_it_is_the_step_that_will_be_made():
         return output.float().mean()
 
     stepping = Stepping(autocast=torch.bfloat16, clip_grad_norm=1.0)
-    warm_up(recipe(objective=OwnStep(step)), GradientSharing(), stepping, CPU)
+    warm_up(objects(objective=OwnStep(step)), GradientSharing(), stepping, CPU)
 
     assert seen == [(torch.bfloat16, torch.int64)]
 
@@ -172,7 +174,7 @@ def test_a_transform_at_random_takes_nothing_from_the_run():
         legacy = np.random.get_state()[1:]
         return torch.get_rng_state().tolist(), random.getstate(), legacy
 
-    own = recipe(transform=noisy)
+    own = objects(transform=noisy)
     before = states()
 
     warm_up(own, GradientSharing(), Stepping(), CPU)

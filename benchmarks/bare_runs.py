@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from distributed import Client, LocalCluster
 
 from daskdl.channel import protocol
-from daskdl.channel.leasing import WHOLE_EPOCHS
+from daskdl.channel.leasing import WHOLE_EPOCHS, partition_sizes
 from daskdl.channel.protocol import Endpoint
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
@@ -40,7 +40,7 @@ def bare_run(
     plan = {
         "run": run,
         "replicas": dict(seats),
-        "extents": {},
+        "sizes": {"train": partition_sizes([], 1, len(seats))},
         "seed": None,
         "epochs_before": 0,
         "synchronous": False,
@@ -48,9 +48,9 @@ def bare_run(
         "min_replicas": 1,
         "timeouts": vars(timeouts),
         "routing": routing,
-        "laps": WHOLE_EPOCHS,
+        "intervals": WHOLE_EPOCHS,
     }
-    client.sync(client.scheduler.daskdl_open, plan=plan, client=client.id)
+    client.sync(client.scheduler.daskdl_open, spec=plan, client=client.id)
 
     def endpoint(replica: int) -> Endpoint:
         limits = LIMIT_BYTES, INBOX_BYTES

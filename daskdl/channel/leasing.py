@@ -184,7 +184,7 @@ class RunSpec:
     Attributes:
         run: Identity of the run, a random unsigned 64-bit integer.
         replicas: Worker address of each initial replica.
-        extents: What there is of each phase ("train", "validation").
+        sizes: What there is of each phase ("train", "validation").
         seed: Of the order of the training parts; None keeps their order.
         epochs_before: Of earlier fits, so that each has an order of its own.
         synchronous: Static partition instead of dynamic leases.
@@ -193,12 +193,12 @@ class RunSpec:
         timeouts: Bounds on waiting, seconds, by name.
         routing: ``"plain"``, or ``"mesh"``: then no updates come here.
         first_epoch: That is trained, counted from 0; those before were, elsewhere.
-        laps: How the epochs are divided.
+        intervals: How the epochs are divided.
     """
 
     run: Identity
     replicas: Mapping[Whole, str]
-    extents: Mapping[str, PartitionSizes]
+    sizes: Mapping[str, PartitionSizes]
     seed: Whole | None
     epochs_before: Whole
     synchronous: bool
@@ -207,12 +207,12 @@ class RunSpec:
     timeouts: Mapping[str, float]
     routing: str = "plain"
     first_epoch: Whole = 0
-    laps: SyncIntervals = WHOLE_EPOCHS
+    intervals: SyncIntervals = WHOLE_EPOCHS
 
     @property
     def order(self) -> int:
         """A checksum of what ranges of rows depend on: the data, and their order."""
-        rows = self.extents["train"].rows
+        rows = self.sizes["train"].rows
         return zlib.crc32(repr((rows, self.seed, self.epochs_before)).encode())
 
     @classmethod
@@ -223,12 +223,12 @@ class RunSpec:
             ValueError: If it is none that anybody makes, or a TypeError.
         """
         check(fields, hints_of(cls))
-        extents = {p: PartitionSizes(*own) for p, own in fields["extents"].items()}
-        laps = SyncIntervals.from_wire(fields.get("laps", WHOLE_EPOCHS))
-        spec = cls(**{**fields, "extents": extents, "laps": laps})
-        if not spec.replicas or "train" not in extents:
-            raise ValueError("a plan needs replicas, and what they train on")
-        if any(len(rows) != len(keys) for rows, keys, *_ in extents.values()):
+        sizes = {phase: PartitionSizes(*own) for phase, own in fields["sizes"].items()}
+        intervals = SyncIntervals.from_wire(fields.get("intervals", WHOLE_EPOCHS))
+        spec = cls(**{**fields, "sizes": sizes, "intervals": intervals})
+        if not spec.replicas or "train" not in sizes:
+            raise ValueError("a run needs replicas, and data to train on")
+        if any(len(rows) != len(keys) for rows, keys, *_ in sizes.values()):
             raise ValueError("each part has one number of rows and one key")
         if spec.routing not in RELAYED:
             known = " or ".join(RELAYED)
@@ -461,31 +461,31 @@ class DynamicLeasing(Leasing):
     when the one before is begun, to be loaded meanwhile. Of a part that is more than
     one replica's share, several replicas get stretches. At the end, when all parts are
     reserved or begun, who has nothing left takes reserved ones, then shares begun ones,
-    and pieces become smaller, so that all come to the end at about the same time.
+    and leases become smaller, so that all come to the end at about the same time.
 
     Args:
         order: Of the parts.
-        extent: How much there is.
-        interval_rows: Of all replicas together in one lap; None: all there are.
+        sizes: How much there is.
+        interval_rows: Of all replicas together in one sync interval; None: all.
         left: Of an epoch that was broken off; None: all of it.
     """
 
     def __init__(
         self,
         order: Sequence[int],
-        extent: PartitionSizes,
+        sizes: PartitionSizes,
         interval_rows: int | None = None,
         left: Sequence[RemainingWork] | None = None,
     ) -> None:
-        parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
+        parts = whole_parts(order, sizes.rows) if left is None else ranges_in(left)
         super().__init__(sum(part.rows for part in parts), interval_rows)
         self._order = {part: i for i, part in enumerate(order)}
-        self._extent = extent
-        share = LEASES_PER_REPLICA * extent.lease_rows
+        self._sizes = sizes
+        share = LEASES_PER_REPLICA * sizes.lease_rows
         self._parts = [
             stretch
             for part in parts
-            for stretch in stretches(part, share, extent.step_rows)
+            for stretch in stretches(part, share, sizes.step_rows)
         ]
         self._untouched = FreeList(len(self._parts))  # positions in `_parts`
         self._rests: list[Range] = []  # of parts that lost replicas had
@@ -566,18 +566,18 @@ class DynamicLeasing(Leasing):
         self._ample.discard(replica)
         if part is not None:
             self._own[replica] = part
-            if part.rows > LOADING * self._extent.rows[part.part]:
+            if part.rows > LOADING * self._sizes.rows[part.part]:
                 self._ample.add(replica)
         return former
 
     def _lease_rows(self) -> int:
         """The size aimed at, but half of a fair share of what is free at the end."""
-        step = self._extent.step_rows
+        step = self._sizes.step_rows
         free = self._free
         if self._limit is not None:
             free = min(free, self._limit - self._granted.total())
         share = -(-free // (2 * len(self._takers) * step)) * step
-        return min(self._extent.lease_rows, share)
+        return min(self._sizes.lease_rows, share)
 
     # ---- parts of its own
 
@@ -654,10 +654,10 @@ class DynamicLeasing(Leasing):
 
     def _share(self, other: int) -> Range:
         """Halve what another has, in whole steps; take it if that is too little."""
-        own, step = self._own[other], self._extent.step_rows
+        own, step = self._own[other], self._sizes.step_rows
         rest = None
         if own.rows >= 2 * step:
-            loading = int(LOADING * self._extent.rows[own.part])
+            loading = int(LOADING * self._sizes.rows[own.part])
             kept = (own.rows + loading + step) // (2 * step)
             most = own.rows // step - 1
             rest, own = split(own, min(kept, most) * step)
@@ -704,9 +704,9 @@ class StaticPartition(Leasing):
 
     Args:
         order: Of the parts.
-        extent: How much there is.
+        sizes: How much there is.
         share_among: Replicas with a share each, >= 1.
-        interval_rows: Of each replica in one lap; None: all it gets.
+        interval_rows: Of each replica in one sync interval; None: all it gets.
         left: Of an epoch that was broken off; None: all of it. As many replicas as
             there were then go on with what each had left, others share it anew.
     """
@@ -714,14 +714,14 @@ class StaticPartition(Leasing):
     def __init__(
         self,
         order: Sequence[int],
-        extent: PartitionSizes,
+        sizes: PartitionSizes,
         share_among: Sequence[int],
         interval_rows: int | None = None,
         left: Sequence[RemainingWork] | None = None,
     ) -> None:
-        parts = whole_parts(order, extent.rows) if left is None else ranges_in(left)
+        parts = whole_parts(order, sizes.rows) if left is None else ranges_in(left)
         super().__init__(sum(part.rows for part in parts), interval_rows)
-        self._extent = extent
+        self._sizes = sizes
         replicas = sorted(share_among)
         own = [one for one in left or () if one.replica != NOBODY]
         self._orphans: deque[Planned] = deque()
@@ -733,19 +733,19 @@ class StaticPartition(Leasing):
                 ranges_in(one for one in left or () if one.replica == NOBODY)
             )
         else:
-            shares = [*shared_out(parts, extent.step_rows, len(replicas))]
+            shares = [*shared_out(parts, sizes.step_rows, len(replicas))]
         cut = [self._cut(ranges) for ranges in shares]
         self._shares = dict(zip(replicas, cut, strict=True))
 
     def _cut(self, share: Sequence[Range]) -> deque[Planned]:
-        """The pieces of a share; none crosses the end of a lap."""
+        """The leases of a share; none crosses the end of a sync interval."""
         known = RowSequence([part for part in share if not part.is_whole])
         interval_rows = self._interval_rows or max(known.rows, 1)
         leases: list[tuple[Range, ...]] = []
         for start in range(0, known.rows, interval_rows):
             end = min(start + interval_rows, known.rows)
-            for first in range(start, end, self._extent.lease_rows):
-                stop = min(first + self._extent.lease_rows, end)
+            for first in range(start, end, self._sizes.lease_rows):
+                stop = min(first + self._sizes.lease_rows, end)
                 leases.append(tuple(known.between(first, stop)))
         leases += [(part,) for part in share if part.is_whole]
         parts = dict.fromkeys(one.part for ranges in leases for one in ranges)
@@ -852,26 +852,26 @@ class Schedule:
     """The leases of each phase, epoch after epoch.
 
     Args:
-        extents: Of each phase ("train", "validation").
+        sizes: Of each phase ("train", "validation").
         seed: Of the order of the training parts; None keeps their order.
         epochs_before: Of earlier fits, so that each has an order of its own.
-        laps: How the training epochs are divided.
+        intervals: How the training epochs are divided.
     """
 
     def __init__(
         self,
-        extents: Mapping[str, PartitionSizes],
+        sizes: Mapping[str, PartitionSizes],
         seed: int | None,
         epochs_before: int,
-        laps: SyncIntervals = WHOLE_EPOCHS,
+        intervals: SyncIntervals = WHOLE_EPOCHS,
     ) -> None:
-        self._extents = extents
-        self._keys = {phase: list(extent.keys) for phase, extent in extents.items()}
+        self._sizes = sizes
+        self._keys = {phase: list(own.keys) for phase, own in sizes.items()}
         self._held = {phase for phase, keys in self._keys.items() if any(keys)}
         self._seed = seed
         self._epochs_before = epochs_before
-        self._laps = laps
-        self._left = laps.left  # of the first epoch
+        self._intervals = intervals
+        self._left = intervals.left  # of the first epoch
         self._leases: dict[str, tuple[int, Leasing]] = {}
 
     def open(
@@ -897,19 +897,19 @@ class Schedule:
     def _make(
         self, phase: str, epoch: int, share_among: Sequence[int] | None
     ) -> Leasing:
-        extent = self._extents[phase]
+        sizes = self._sizes[phase]
         trains = phase == "train"
         seed = self._seed if trains else None
-        order = part_order(len(extent.rows), self._epochs_before + epoch, seed)
+        order = part_order(len(sizes.rows), self._epochs_before + epoch, seed)
         left, interval_rows = None, None
         if trains:
             left, self._left = self._left, None
-            interval_rows = self._laps.rows
+            interval_rows = self._intervals.rows
         if share_among is not None:
-            return StaticPartition(order, extent, share_among, interval_rows, left)
+            return StaticPartition(order, sizes, share_among, interval_rows, left)
         if interval_rows is not None:
-            interval_rows *= self._laps.replicas
-        return DynamicLeasing(order, extent, interval_rows, left)
+            interval_rows *= self._intervals.replicas
+        return DynamicLeasing(order, sizes, interval_rows, left)
 
     def end_interval(self) -> None:
         """Let all that train come together, as soon as is possible."""

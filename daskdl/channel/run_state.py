@@ -233,7 +233,7 @@ class RunState:
     """State of one run; changed only by the methods here.
 
     Args:
-        plan: What was asked for.
+        spec: What was asked for.
 
     Attributes:
         members: Who takes part.
@@ -250,7 +250,7 @@ class RunState:
         ended: Whether a replica has come to the end of the run.
     """
 
-    plan: RunSpec
+    spec: RunSpec
     members: Membership
     outboxes: dict[int, Outbox]
     events: EventLog
@@ -264,16 +264,18 @@ class RunState:
     holding: bool
     ended: bool
 
-    def __init__(self, plan: RunSpec) -> None:
-        self.plan = plan
-        self.members = Membership(plan.replicas)
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self.members = Membership(spec.replicas)
         self.outboxes = {}
         self.events = EventLog()
-        self.schedule = Schedule(plan.extents, plan.seed, plan.epochs_before, plan.laps)
+        self.schedule = Schedule(
+            spec.sizes, spec.seed, spec.epochs_before, spec.intervals
+        )
         self.barriers = {}
         self.stopped = None
         self.refused = 0
-        self.epoch = plan.first_epoch
+        self.epoch = spec.first_epoch
         self.interval = 0
         self.report = ()
         self.holding = False
@@ -283,7 +285,7 @@ class RunState:
         self._interval_began_at: float | None = None
         # Of this epoch, by replica: examples of finished leases, mean loss.
         self._trained: dict[int, tuple[int, float]] = {}
-        self._departed_before = plan.laps.departed
+        self._departed_before = spec.intervals.departed
         self._refused_before = 0  # this epoch
         self._departed: dict[int, str] = {}  # those that trained, in words
         self._all_retired = True
@@ -291,12 +293,12 @@ class RunState:
     @property
     def timeouts(self) -> Timeouts:
         """The bounds on waiting that the client chose."""
-        return Timeouts(**self.plan.timeouts)
+        return Timeouts(**self.spec.timeouts)
 
     @property
     def has_enough(self) -> bool:
         """Whether as many replicas take part as were asked for at least."""
-        return len(self.members.expected) >= self.plan.min_replicas
+        return len(self.members.expected) >= self.spec.min_replicas
 
     # ---- membership
 
@@ -313,7 +315,7 @@ class RunState:
             for one in members.replicas.values():
                 one.heard_at = now
         member.joined, member.heard_at = True, now
-        self.outboxes[replica] = Outbox(self.plan.relay_bytes)
+        self.outboxes[replica] = Outbox(self.spec.relay_bytes)
         if members.started:
             self._send_members()
         return self.outboxes[replica]
@@ -454,7 +456,7 @@ class RunState:
         adopt the membership first: from then on they send to the joining one.
         """
         replicas = self.members.replicas
-        return RELAYED[self.plan.routing] or all(
+        return RELAYED[self.spec.routing] or all(
             replicas[r].generation >= generation for r in self.members.training
         )
 
@@ -463,7 +465,7 @@ class RunState:
 
         All later ones it is sent.
         """
-        if RELAYED[self.plan.routing]:
+        if RELAYED[self.spec.routing]:
             return self._passed_on()
         replicas = self.members.replicas
         cut = {r: replicas[r].adopted_at for r in self.members.training}
@@ -588,7 +590,7 @@ class RunState:
                 self._trained[replica] = examples, lease.get("loss", 0.0)
         if self._interval_began_at is None:
             self._interval_began_at = now
-        bound_s = self.plan.laps.seconds
+        bound_s = self.spec.intervals.seconds
         if bound_s is not None and now - self._interval_began_at >= bound_s:
             self.schedule.end_interval()
 
@@ -633,10 +635,10 @@ class RunState:
         if lease is not None:
             return lease._replace(keys=self.schedule.keys(phase, lease))
         over = leases.interval_is_over(self.members.expected)
-        return SyncPoint(self.plan.order, leases.left()) if over else None
+        return SyncPoint(self.spec.order, leases.left()) if over else None
 
     def _leases(self, phase: str, epoch: int) -> Leasing:
-        shares = self.members.expected if self.plan.synchronous else None
+        shares = self.members.expected if self.spec.synchronous else None
         return self.schedule.open(phase, epoch, shares)
 
     # ---- the end
@@ -679,7 +681,7 @@ class RunState:
         members = self.members
         self.give_up(
             WaitTimeoutError(
-                f"fewer than min_replicas={self.plan.min_replicas} replicas for "
+                f"fewer than min_replicas={self.spec.min_replicas} replicas for "
                 f"{bound}: {len(members.expected)} left; "
                 f"gone: {members.describe(sorted(members.gone), now)}"
             )

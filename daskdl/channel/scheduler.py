@@ -214,7 +214,7 @@ class LiveRun:
     A method ``handle_x`` answers the request ``daskdl_x``; `run` is looked up before.
 
     Args:
-        record: What is known of the run.
+        state: What is known of the run.
         scheduler: Whose connections carry the items.
         client: Id of the client that opened it.
 
@@ -223,13 +223,13 @@ class LiveRun:
         relays: The send loop of each replica.
     """
 
-    record: RunState
+    state: RunState
     client: str
     hanging: set[str]
     relays: dict[int, asyncio.Task[None]]
 
-    def __init__(self, record: RunState, scheduler: Scheduler, client: str) -> None:
-        self.record = record
+    def __init__(self, state: RunState, scheduler: Scheduler, client: str) -> None:
+        self.state = state
         self.client = client
         self.hanging = set()
         self.relays = {}
@@ -263,14 +263,14 @@ class LiveRun:
         """
         async with self._changed:
             waiting = self._changed.wait_for(
-                lambda: self.record.stopped is not None or ready()
+                lambda: self.state.stopped is not None or ready()
             )
             await asyncio.wait_for(waiting, timeout_s)
 
     def answer(self, **fields: Any) -> Fields:
         """An answer to a replica, with the reason to leave if the run was stopped."""
-        if self.record.stopped is not None:
-            stopped = {"status": Answer.STOPPED.value, "reason": self.record.stopped}
+        if self.state.stopped is not None:
+            stopped = {"status": Answer.STOPPED.value, "reason": self.state.stopped}
             return {**stopped, **fields}
         return {"status": Answer.OK.value, **fields}
 
@@ -281,9 +281,9 @@ class LiveRun:
             GoneError: If the replica has taken part.
             ValueError: If it never did.
         """
-        if replica in self.record.members.gone:
+        if replica in self.state.members.gone:
             raise GoneError(f"replica {replica} is not a member any more")
-        if replica not in self.record.outboxes:
+        if replica not in self.state.outboxes:
             raise ValueError(f"replica {replica} is not a member of this run")
 
     def check_assigned(self, replica: int) -> None:
@@ -292,14 +292,14 @@ class LiveRun:
         Raises:
             ValueError: If there is none.
         """
-        if replica not in self.record.members.replicas:
+        if replica not in self.state.members.replicas:
             raise ValueError(f"there is no replica {replica} in this run")
 
     # ---- requests of a client
 
     async def handle_watch(self, seen: Whole, timeout_s: float) -> Fields:
         """A client asks for events after the first `seen` ones."""
-        events = self.record.events
+        events = self.state.events
         if seen > len(events) or not 0 <= timeout_s <= LONGEST_S:
             raise ValueError(f"got seen={seen} of {len(events)}, timeout_s={timeout_s}")
         with contextlib.suppress(TimeoutError):
@@ -308,7 +308,7 @@ class LiveRun:
 
     async def handle_stop(self, reason: str) -> Fields:
         """A client wants every replica to leave."""
-        self.record.stop(reason)
+        self.state.stop(reason)
         await self.notify()
         return {"status": Answer.OK.value}
 
@@ -316,7 +316,7 @@ class LiveRun:
         """A client wants so many replicas on a worker; answered with the new ones."""
         if replicas > MOST_REPLICAS:
             raise ValueError(f"replicas must be <= {MOST_REPLICAS}, got {replicas}")
-        members = self.record.members
+        members = self.state.members
         there = worker in self._scheduler.workers
         missing = replicas - len(members.assigned_to(worker)) if there else 0
         return self.answer(replicas=[members.assign(worker) for _ in range(missing)])
@@ -324,14 +324,14 @@ class LiveRun:
     async def handle_unassign(self, replica: Whole) -> Fields:
         """A replica could not be started."""
         self.check_assigned(replica)
-        if not self.record.members.replicas[replica].joined:
+        if not self.state.members.replicas[replica].joined:
             await self.lose(replica, "it was not started")
         return {"status": Answer.OK.value}
 
     async def handle_restore(self, phase: str, part: Whole, key: str) -> Fields:
         """A client has computed a lost part again, under another key."""
-        self.record.schedule.check_held(phase, part)
-        self.record.schedule.replace(phase, part, key)
+        self.state.schedule.check_held(phase, part)
+        self.state.schedule.replace(phase, part, key)
         await self.notify()
         return {"status": Answer.OK.value}
 
@@ -351,17 +351,17 @@ class LiveRun:
             replica: That is asked; None: any.
         """
         if replica is None:
-            others = (r for r in self.record.members.expected if r not in set(avoid))
+            others = (r for r in self.state.members.expected if r not in set(avoid))
             replica = next(others, None)
         if replica is None:
             return {"status": Answer.OK.value, "replica": None}
         self.check_assigned(replica)
-        peer = self._scheduler.rpc(self.record.members.replicas[replica].worker)
-        own = {"run": self.record.plan.run, "replica": replica}
+        peer = self._scheduler.rpc(self.state.members.replicas[replica].worker)
+        own = {"run": self.state.spec.run, "replica": replica}
         try:
             answer = await asyncio.wait_for(
                 peer.daskdl_agreed(epoch=epoch, part=part, **own),
-                self.record.timeouts.request,
+                self.state.timeouts.request,
             )
         except OSError as error:  # a TimeoutError is one
             answer = {"status": Answer.UNKNOWN.value, "reason": str(error)}
@@ -375,37 +375,37 @@ class LiveRun:
         One that joins later then learns whose state to take, and the cut that this
         state has to contain: later updates it is sent.
         """
-        record, members = self.record, self.record.members
+        state, members = self.state, self.state.members
         if version != VERSION:
             raise ValueError(
                 f"the worker has daskdl {version}, the scheduler {VERSION}; "
                 "install the same version on all"
             )
-        later = replica not in record.plan.replicas
+        later = replica not in state.spec.replicas
         if later:  # no initial replica must take it for one
             await self.until(lambda: members.started)
         if not members.is_here(replica):
             raise ValueError(f"no replica {replica} in this run")
-        if replica not in record.outboxes:  # else it is a retried request
+        if replica not in state.outboxes:  # else it is a retried request
             self._relay_to(replica)
         if later:
             return await self._answer_joining(replica)
         await self.notify()
         await self.until(lambda: members.started)
         present = [[r, 0] for r in members.training]
-        return self.answer(members=present, topology=record.topology(), donor=None)
+        return self.answer(members=present, topology=state.topology(), donor=None)
 
     async def _answer_joining(self, replica: int) -> Fields:
-        record, members = self.record, self.record.members
+        state, members = self.state, self.state.members
         generation, member = members.generation, members.replicas[replica]
         member.heard_at = math.inf  # it waits here, and sends nothing
-        await self.until(lambda: member.gone or record.can_cut(generation))
+        await self.until(lambda: member.gone or state.can_cut(generation))
         self.check_present(replica)
         member.heard_at = self.now()
-        cut, donor = record.cut(replica), members.donor()
+        cut, donor = state.cut(replica), members.donor()
         return self.answer(
             members=[],
-            topology=record.topology(),
+            topology=state.topology(),
             donor=donor,
             worker=None if donor is None else members.replicas[donor].worker,
             cut=list(cut.items()),
@@ -413,10 +413,10 @@ class LiveRun:
 
     def _relay_to(self, replica: int) -> None:
         """Begin to carry what others send to a replica; it has joined."""
-        record, worker = self.record, self.record.members.replicas[replica].worker
-        bound = record.timeouts.bound("request")
+        state, worker = self.state, self.state.members.replicas[replica].worker
+        bound = state.timeouts.bound("request")
         if worker not in self._batchers:
-            run, peer = record.plan.run, self._scheduler.rpc(worker)
+            run, peer = state.spec.run, self._scheduler.rpc(worker)
 
             async def ask(items: Sequence[Message], shares: Sequence[Share]) -> Any:
                 messages = [item.to_wire() for item in items]
@@ -431,12 +431,12 @@ class LiveRun:
 
             self._batchers[worker] = WorkerBatcher(worker, ask, bound)
         self._batchers[worker].replicas.add(replica)
-        outbox = record.join(replica, self.now())
+        outbox = state.join(replica, self.now())
         pump = Pump(
             outbox,
             functools.partial(self._batchers[worker].deliver, replica),
             pace_s=PACE_S,
-            beat_s=record.timeouts.silence / 4,
+            beat_s=state.timeouts.silence / 4,
             bound=bound,
             destination=f"replica {replica} on {worker}",
         )
@@ -455,19 +455,19 @@ class LiveRun:
 
     async def handle_activate(self, replica: Whole, step: Whole) -> Fields:
         """A joining replica has the common state; answered between two barriers."""
-        record, members = self.record, self.record.members
+        state, members = self.state, self.state.members
         self.check_present(replica)
-        await self.until(lambda: not record.holding)
+        await self.until(lambda: not state.holding)
         if replica not in members.expected:
-            record.activate(replica, step)
+            state.activate(replica, step)
             worker = members.replicas[replica].worker
-            record.events.post("joined", replica=replica, worker=worker)
+            state.events.post("joined", replica=replica, worker=worker)
             await self.notify()
         return self.answer(
             members=[[r, members.replicas[r].progress.step] for r in members.expected],
-            epoch=record.epoch,
-            interval=record.interval,
-            report=record.report,
+            epoch=state.epoch,
+            interval=state.interval,
+            report=state.report,
         )
 
     async def handle_publish(
@@ -482,26 +482,26 @@ class LiveRun:
         Where replicas send to each other there is an acknowledgement instead of
         updates. The answer says how far the others are.
         """
-        record = self.record
+        state = self.state
         self.check_present(replica)
         updates = [Message.from_wire(fields) for fields in messages]
         for update in updates:
             if update.kind != MessageKind.UPDATE or update.origin != replica:
                 raise ValueError(f"replica {replica} must not publish {update[:3]}")
             update.check_size()
-        record.members.replicas[replica].heard_at = self.now()
+        state.members.replicas[replica].heard_at = self.now()
         now = PeerProgress(*progress)
         if acknowledgement is None:
-            return self.answer(accepted=record.publish(replica, updates, now))
+            return self.answer(accepted=state.publish(replica, updates, now))
         received = dict(acknowledgement["received"])
         generation = acknowledgement["generation"]
         adopted_at = acknowledgement["adopted_at"]
-        if record.acknowledge(replica, now, generation, adopted_at, received):
+        if state.acknowledge(replica, now, generation, adopted_at, received):
             await self.notify()
         return self.answer(
             accepted=0,
-            received_by_all=record.received_by_all(replica),
-            peers=[(r, *progress) for r, progress in record.progress()],
+            received_by_all=state.received_by_all(replica),
+            peers=[(r, *progress) for r, progress in state.progress()],
         )
 
     async def handle_lease(
@@ -518,20 +518,20 @@ class LiveRun:
         If it waits, then until there is one, or nobody has anything left to do. With an
         idle payload no round waits for it meanwhile.
         """
-        record = self.record
+        state = self.state
         self.check_present(replica)
-        if epoch > record.epoch:
-            raise ValueError(f"epoch {epoch} has not begun, this is {record.epoch}")
-        record.give_back(replica, phase, epoch, finished, self.now())
+        if epoch > state.epoch:
+            raise ValueError(f"epoch {epoch} has not begun, this is {state.epoch}")
+        state.give_back(replica, phase, epoch, finished, self.now())
         if idle_payload is not None:
-            record.set_idle(replica, idle_payload)
+            state.set_idle(replica, idle_payload)
         if finished or idle_payload is not None:
             await self.notify()
         if wait:
-            await self.until(lambda: record.can_lease(replica, phase, epoch))
+            await self.until(lambda: state.can_lease(replica, phase, epoch))
             self.check_present(replica)
-        worker = record.members.replicas[replica].worker
-        lease = record.lease(
+        worker = state.members.replicas[replica].worker
+        lease = state.lease(
             replica, phase, epoch, lambda key: worker in self._holders(key)
         )
         if lease is None or isinstance(lease, SyncPoint):
@@ -553,17 +553,17 @@ class LiveRun:
         self, replica: Whole, phase: str, part: Whole, key: str
     ) -> Fields:
         """A part does not arrive; if it is lost, answered once it has another key."""
-        record = self.record
+        state = self.state
         self.check_present(replica)
-        schedule = record.schedule
+        schedule = state.schedule
         schedule.check_held(phase, part)
         if schedule.key(phase, part) == key and self._is_lost(key):
-            record.events.post(
+            state.events.post(
                 "missing",
                 phase=phase,
                 part=part,
                 key=key,
-                worker=record.members.replicas[replica].worker,
+                worker=state.members.replicas[replica].worker,
                 avoid=sorted(self.hanging),
             )
             await self.notify()
@@ -589,13 +589,13 @@ class LiveRun:
         kind: str,
     ) -> Fields:
         """A replica is at a barrier; answered with all payloads when all are."""
-        record = self.record
+        state = self.state
         self.check_present(replica)
         kind = Barrier(kind)
-        barrier = record.arrive(key, replica, payload, client_payload, kind)
+        barrier = state.arrive(key, replica, payload, client_payload, kind)
         await self.notify()
-        await self.until(lambda: record.all_arrived(barrier))
-        if record.stopped is None and record.complete(key, barrier):
+        await self.until(lambda: state.all_arrived(barrier))
+        if state.stopped is None and state.complete(key, barrier):
             await self.notify()
         return self.answer(
             payloads=[[r, own] for r, own in sorted(barrier.payloads.items())],
@@ -605,13 +605,13 @@ class LiveRun:
 
     async def handle_fail(self, replica: Whole, failure: Failure) -> Fields:
         """A replica cannot go on: the run ends, and the client learns why."""
-        if replica in self.record.members.joining:  # it ends nobody's run
+        if replica in self.state.members.joining:  # it ends nobody's run
             summary = shown(failure["summary"], 500)
-            self.record.events.post("not joined", replica=replica, summary=summary)
+            self.state.events.post("not joined", replica=replica, summary=summary)
         else:
             # One that was given up and comes back must not end the others' run.
             self.check_present(replica)
-            self.record.fail(replica, failure)
+            self.state.fail(replica, failure)
         await self.notify()
         return {"status": Answer.OK.value}
 
@@ -623,20 +623,20 @@ class LiveRun:
             retires: Its worker closes, and it had not come to the end of the run.
         """
         self.check_assigned(replica)
-        record, members = self.record, self.record.members
+        state, members = self.state, self.state.members
         worker = members.replicas[replica].worker
         if not members.is_here(replica):  # given up before: its worker is free again
             self.hanging.discard(worker)
-            record.events.post("worker", worker=worker)
+            state.events.post("worker", worker=worker)
         elif retires:
-            record.retire(replica, self.now())
+            state.retire(replica, self.now())
         else:
-            record.ended |= replica in members.expected
-            record.remove(replica)
+            state.ended |= replica in members.expected
+            state.remove(replica)
         self._forget(replica)
         if members.started and not members.expected:
-            record.events.post("over", waiting=members.joining)
-            record.give_up_if_deserted()
+            state.events.post("over", waiting=members.joining)
+            state.give_up_if_deserted()
         await self.notify()
         return {"status": Answer.OK.value}
 
@@ -648,11 +648,11 @@ class LiveRun:
         A worker that closes still answers, and its replica has something to hand
         over; where one died, nobody listens any more.
         """
-        record = self.record
-        worker = record.members.replicas[replica].worker
+        state = self.state
+        worker = state.members.replicas[replica].worker
         self.hanging.discard(worker)
-        record.events.post("removed", replica=replica)
-        if not record.members.is_here(replica):
+        state.events.post("removed", replica=replica)
+        if not state.members.is_here(replica):
             return
 
         async def lose_later() -> None:
@@ -662,22 +662,22 @@ class LiveRun:
             await self.lose(replica, "its worker is gone")
 
         self._removals[replica] = asyncio.ensure_future(lose_later())
-        if replica in record.outboxes:
-            record.outboxes[replica].on_offer()  # the next request fails
+        if replica in state.outboxes:
+            state.outboxes[replica].on_offer()  # the next request fails
 
     async def lose(self, replica: int, why: str) -> None:
         """A replica has failed; the run goes on with the others."""
-        record = self.record
-        if not record.members.is_here(replica):
+        state = self.state
+        if not state.members.is_here(replica):
             return
         # The client says it where its user looks.
-        logger.info("run %s lost replica %s: %s", record.plan.run, replica, why)
-        trained = replica in record.members.expected
-        record.lose(replica, why, self.now())
+        logger.info("run %s lost replica %s: %s", state.spec.run, replica, why)
+        trained = replica in state.members.expected
+        state.lose(replica, why, self.now())
         self._forget(replica)
         # Else it came too late, and the others may have come to the end meanwhile.
         if trained:
-            record.give_up_if_deserted()
+            state.give_up_if_deserted()
         await self.notify()
 
     def _forget(self, replica: int) -> None:
@@ -690,34 +690,34 @@ class LiveRun:
 
     async def _watch(self) -> None:
         """Give up replicas that are silent, and a run that has too few left."""
-        record, members, started = self.record, self.record.members, self.now()
+        state, members, started = self.state, self.state.members, self.now()
         enough_at = started
-        while record.stopped is None:
+        while state.stopped is None:
             await asyncio.sleep(WATCHDOG_S)
-            now, timeouts = self.now(), record.timeouts
+            now, timeouts = self.now(), state.timeouts
             if members.absent and now - started > timeouts.join:
-                record.give_up_late(timeouts.bound("join"), now)
+                state.give_up_late(timeouts.bound("join"), now)
             for replica in members.silent_since(now - timeouts.silence):
                 self.hanging.add(members.replicas[replica].worker)
                 bound = timeouts.bound("silence")
                 await self.lose(replica, f"nothing was heard for {bound}")
-            if record.has_enough:
+            if state.has_enough:
                 enough_at = now
             elif now - enough_at > timeouts.rejoin:
-                record.give_up_too_few(timeouts.bound("rejoin"), now)
-            if record.stopped is not None:
+                state.give_up_too_few(timeouts.bound("rejoin"), now)
+            if state.stopped is not None:
                 await self.notify()
 
     # ---- the end
 
     async def abandon(self) -> None:
         """The client is gone, nobody takes the result: wait until all have left."""
-        self.record.stop("its client is gone")
+        self.state.stop("its client is gone")
         await self.notify()
         async with self._changed:
-            left = self._changed.wait_for(lambda: not self.record.members.present)
+            left = self._changed.wait_for(lambda: not self.state.members.present)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(left, self.record.timeouts.stop)
+                await asyncio.wait_for(left, self.state.timeouts.stop)
 
     async def close(self) -> str:
         """End all tasks; requests that still wait learn that the run has stopped.
@@ -725,15 +725,13 @@ class LiveRun:
         Returns:
             Who has not left, and what was last heard of each; empty if nobody.
         """
-        still_here = self.record.members.describe(
-            self.record.members.present, self.now()
-        )
+        still_here = self.state.members.describe(self.state.members.present, self.now())
         for task in self.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
         for batcher in self._batchers.values():
             batcher.end()
-        self.record.stop("the run was closed")
+        self.state.stop("the run was closed")
         await self.notify()
         return still_here
 
@@ -782,24 +780,24 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         run: Any = fields.get("run")
         of_one = isinstance(run, int) and run in self.runs
         for live in [self.runs[run]] if of_one else self.runs.values():
-            live.record.refused += 1
+            live.state.refused += 1
 
     # ---- requests of a client
 
-    async def handle_open(self, plan: Mapping[str, Any], client: str) -> Fields:
+    async def handle_open(self, spec: Mapping[str, Any], client: str) -> Fields:
         """A client starts a run."""
         if client not in self._scheduler.clients:
             raise ValueError(f"{client!r} is no client of this cluster")
-        record = RunState(RunSpec.from_wire(plan))
-        if record.plan.run in self.runs:
-            raise ValueError(f"run {record.plan.run} is open already")
-        self.runs[record.plan.run] = LiveRun(record, self._scheduler, client)
+        state = RunState(RunSpec.from_wire(spec))
+        if state.spec.run in self.runs:
+            raise ValueError(f"run {state.spec.run} is open already")
+        self.runs[state.spec.run] = LiveRun(state, self._scheduler, client)
         # Some may have come after the client had chosen, or have no replica for want
         # of work; it knows which.
         for worker, found in self.arrived.items():
-            if not record.members.assigned_to(worker):
-                record.events.post("worker", worker=worker, found=found)
-        logger.info("run %s opens: %s", record.plan.run, record.plan.replicas)
+            if not state.members.assigned_to(worker):
+                state.events.post("worker", worker=worker, found=found)
+        logger.info("run %s opens: %s", state.spec.run, state.spec.replicas)
         return {"status": Answer.OK.value, "version": VERSION}
 
     async def handle_close(self, run: Identity) -> Fields:
@@ -823,8 +821,8 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         )
         self.arrived[worker] = told
         for live in self.runs.values():
-            if not live.record.members.assigned_to(worker):
-                live.record.events.post("worker", worker=worker, found=told)
+            if not live.state.members.assigned_to(worker):
+                live.state.events.post("worker", worker=worker, found=told)
                 await live.notify()
         return {"status": Answer.OK.value}
 
@@ -836,7 +834,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     ) -> None:
         self.arrived.pop(worker, None)
         for live in list(self.runs.values()):
-            for replica in live.record.members.assigned_to(worker):
+            for replica in live.state.members.assigned_to(worker):
                 live.worker_removed(replica)
 
     @override
@@ -859,6 +857,6 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             logger.warning(
                 "run %s: after %s these have not left: %s",
                 run,
-                live.record.timeouts.bound("stop"),
+                live.state.timeouts.bound("stop"),
                 answer["still_here"],
             )

@@ -456,7 +456,7 @@ def plan_of(
         )
     point = None if resume is None else resume.sync_point
     where = "" if resume is None else resume.url
-    laps = SyncIntervals(
+    intervals = SyncIntervals(
         replicas=len(seats),
         rows=None if steps is None else steps * options.step_rows,
         seconds=None if rule is None else rule.seconds,
@@ -466,7 +466,7 @@ def plan_of(
     plan = RunSpec(
         run=options.run,
         replicas=dict(seats),
-        extents=extents,
+        sizes=extents,
         seed=options.shuffle_seed,
         epochs_before=options.epochs_before,
         synchronous=options.master.synchronous,
@@ -475,7 +475,7 @@ def plan_of(
         timeouts=vars(options.timeouts),
         routing=options.routing,
         first_epoch=options.first_epoch,
-        laps=laps,
+        intervals=intervals,
     )
     if point is not None and point.order != plan.order:
         raise OptionError(

@@ -387,7 +387,7 @@ class DaskBackend(Backend):
             for phase, own in self._supplies.items()
         }
         plan = plan_of(self._options, self.workers, extents, RELAY_BYTES)
-        answer = self._ask(protocol.OPEN, plan=vars(plan), client=self._client.id)
+        answer = self._ask(protocol.OPEN, spec=vars(plan), client=self._client.id)
         if answer.get("version") != VERSION:
             self._ask(protocol.CLOSE)
             raise ChannelError(

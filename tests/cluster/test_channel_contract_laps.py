@@ -45,7 +45,7 @@ class TestLaps:
         options = {
             "pieces": {"train": tuple(f"p{i}" for i in range(dealing.pieces))},
             "synchronous": dealing.synchronous,
-            "laps": SyncIntervals(replicas=2, rows=dealing.rows),
+            "intervals": SyncIntervals(replicas=2, rows=dealing.rows),
         }
         async with a_run(**options) as run:
             for _ in range(2):

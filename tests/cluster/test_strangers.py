@@ -58,7 +58,7 @@ LEGAL = {
     "idle_payload": JUNK,
     "replica": [None],
     "acknowledgement": [None],
-    "plan run": [HUGE],
+    "spec run": [HUGE],
 }
 # There may be no such run, or replica there, and to close it is no mistake. Of what a
 # model is asked, it says itself what is wrong.
@@ -167,11 +167,11 @@ class Attack:
         """Send it to all that the plugins have registered, in the run that is open."""
         plugin = self.cluster.scheduler.extensions[NAME]
         ((run, live),) = plugin.runs.items()
-        home = live.record.members.replicas[0].worker
+        home = live.state.members.replicas[0].worker
         worker_of = {w.address: w for w in self.cluster.workers.values()}
         values = {
             "run": run,
-            "plan": dataclasses.asdict(live.record.plan),  # it is open already
+            "spec": dataclasses.asdict(live.state.spec),  # it is open already
             "client": self.client.id,
             "seen": 0,
             "timeout_s": 0.0,
@@ -204,9 +204,9 @@ class Attack:
             "failure": failure_of(RuntimeError("boom"), step=0),
             "retires": False,
         }
-        before = live.record.refused
+        before = live.state.refused
         await self.on(self.cluster.scheduler, values)
-        assert live.record.refused == before + self.refused
+        assert live.state.refused == before + self.refused
         self.unknown = 0  # workers count it, the scheduler does not
 
         values |= {

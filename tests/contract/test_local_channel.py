@@ -27,7 +27,7 @@ def run_of(replicas=2, **options):
         RunSpec(
             run=7,
             replicas=dict.fromkeys(range(replicas), "here"),
-            extents=extents({"train": ("p",)}),
+            sizes=extents({"train": ("p",)}),
             seed=None,
             epochs_before=0,
             synchronous=False,

@@ -288,11 +288,11 @@ def test_a_replica_is_described_by_who_where_and_what_was_heard():
 # ---- sync intervals
 
 
-def in_intervals(seed=None, **laps):
+def in_intervals(seed=None, **intervals):
     """A run of two replicas, of four parts of a row each."""
     record = RunState(
         dataclasses.replace(
-            plan_of(2, seed=seed), laps=SyncIntervals(replicas=2, **laps)
+            plan_of(2, seed=seed), intervals=SyncIntervals(replicas=2, **intervals)
         )
     )
     for replica in range(2):
@@ -398,8 +398,8 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
     finish(record, 1, take(record, 1))
     pause = pause_of(record, 0)
     pause = pause._replace(departed=[Done(0.5, 3)])
-    laps = SyncIntervals(2, 1, 0.5, pause.left, pause.departed)
-    plan = dataclasses.replace(record.plan, laps=laps)
+    intervals = SyncIntervals(2, 1, 0.5, pause.left, pause.departed)
+    plan = dataclasses.replace(record.spec, intervals=intervals)
 
     def sent(value):
         """As msgpack leaves it: tuples become lists."""
@@ -409,7 +409,7 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
 
     assert SyncPoint.from_wire(sent(pause.to_wire())) == pause
     again = RunSpec.from_wire(sent(vars(plan)))
-    assert again.laps == plan.laps
+    assert again.intervals == plan.intervals
     assert again.order != dataclasses.replace(again, seed=5).order
 
 
@@ -432,7 +432,7 @@ def told_routes(record, replica):
 
 
 def test_nobody_is_told_of_routes_before_all_founders_are_there():
-    record = RunState(joined().plan)
+    record = RunState(joined().spec)
     record.join(0, 0.0)
     record.join(1, 0.0)
     assert queued(record, 0) == []

@@ -155,7 +155,7 @@ def lives_of(master, replicas, deaths, rows, piece):
     plan = RunSpec(
         run=7,
         replicas=dict.fromkeys(range(replicas), "here"),
-        extents={"train": PartitionSizes((1,) * rows, ("",) * rows, 1, piece)},
+        sizes={"train": PartitionSizes((1,) * rows, ("",) * rows, 1, piece)},
         seed=None,
         epochs_before=0,
         synchronous=True,

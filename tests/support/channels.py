@@ -126,7 +126,7 @@ class Run:
 
     @property
     def record(self):
-        return self.live.record
+        return self.live.state
 
     def worker_plugin(self, replica):
         return self.workers[replica].extensions[NAME]
@@ -152,11 +152,11 @@ class Run:
         self.channels[replica] = channel
         return channel
 
-    async def open(self, relay_bytes, pieces, min_replicas, synchronous, laps):
+    async def open(self, relay_bytes, pieces, min_replicas, synchronous, intervals):
         plan = {
             "run": self.endpoint.run,
             "replicas": {r: w.address for r, w in enumerate(self.workers)},
-            "extents": extents(pieces),
+            "sizes": extents(pieces),
             "seed": None,
             "epochs_before": 0,
             "synchronous": synchronous,
@@ -164,9 +164,9 @@ class Run:
             "min_replicas": min_replicas,
             "timeouts": dataclasses.asdict(self.endpoint.timeouts),
             "routing": self.endpoint.routing,
-            "laps": laps,
+            "intervals": intervals,
         }
-        answer = await self.ask("daskdl_open", plan=plan, client=self.client.id)
+        answer = await self.ask("daskdl_open", spec=plan, client=self.client.id)
         assert answer["status"] == "ok"
         for replica in range(len(self.workers)):
             self.open_channel(replica)
@@ -235,7 +235,7 @@ async def a_run(
     relay_bytes=2**20,
     min_replicas=1,
     synchronous=False,
-    laps=WHOLE_EPOCHS,
+    intervals=WHOLE_EPOCHS,
     **options,
 ):
     """A run with a replica on each worker; leaves nothing behind, and checks it."""
@@ -243,7 +243,7 @@ async def a_run(
     endpoint = Endpoint(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
     run = Run(client, scheduler, workers, dataclasses.replace(endpoint, **options))
     pieces = pieces or {"train": ()}
-    await run.open(relay_bytes, pieces, min_replicas, synchronous, laps)
+    await run.open(relay_bytes, pieces, min_replicas, synchronous, intervals)
     try:
         if join:
             await run.join()

@@ -24,11 +24,11 @@ def training(dask_scheduler):
     One that says nothing, because its machine is busy, may be given up too.
     """
     return [
-        live.record.members.replicas[replica].worker
+        live.state.members.replicas[replica].worker
         for live in dask_scheduler.extensions[NAME].runs.values()
-        for replica in live.record.members.expected
-        if replica in live.record.members.present
-        and live.now() - live.record.members.replicas[replica].heard_at < HEARD_S
+        for replica in live.state.members.expected
+        if replica in live.state.members.present
+        and live.now() - live.state.members.replicas[replica].heard_at < HEARD_S
     ]
 
 

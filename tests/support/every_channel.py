@@ -36,7 +36,7 @@ class ThreadsRun:
             RunSpec(
                 run=endpoint.run,
                 replicas={r: self.where(r) for r in range(replicas)},
-                extents=extents(pieces),
+                sizes=extents(pieces),
                 seed=None,
                 epochs_before=0,
                 relay_bytes=0,
@@ -92,13 +92,17 @@ async def a_threads_run(
     pieces=None,
     min_replicas=1,
     synchronous=False,
-    laps=WHOLE_EPOCHS,
+    intervals=WHOLE_EPOCHS,
     fan_out=1,
     **options,
 ):
     endpoint = Endpoint(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS, fan_out=fan_out)
     endpoint = dataclasses.replace(endpoint, **options)
-    plan = {"min_replicas": min_replicas, "synchronous": synchronous, "laps": laps}
+    plan = {
+        "min_replicas": min_replicas,
+        "synchronous": synchronous,
+        "intervals": intervals,
+    }
     run = ThreadsRun(replicas, endpoint, pieces or {"train": ()}, **plan)
     try:
         if join:

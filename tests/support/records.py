@@ -34,7 +34,7 @@ def plan_of(
     return RunSpec(
         run=7,
         replicas={r: f"tcp://worker-{r}" for r in range(replicas)},
-        extents=extents({"train": KEYS, "validation": ("v-0", "v-1", "v-2", "v-3")}),
+        sizes=extents({"train": KEYS, "validation": ("v-0", "v-1", "v-2", "v-3")}),
         seed=seed,
         epochs_before=0,
         synchronous=synchronous,

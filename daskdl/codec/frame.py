@@ -208,7 +208,7 @@ def encode(
     entries = Entries.of(size, entries_K)
     if kind is None:
         sizes = entries.sizes()
-        kind = min(sizes, key=lambda candidate: sizes[candidate])
+        kind = min(sizes, key=sizes.__getitem__)  # of equals the first
     return _seal(stamp, kind, size, len(entries_K), threshold, entries)
 
 

@@ -188,10 +188,8 @@ def plan(size: int, positions_K: npt.NDArray[np.int32]) -> Plan:
     Returns:
         The plan with the fewest bytes; of equals, one parameter for all.
     """
-    return min(
-        (plan_with(block, size, positions_K) for block in (WHOLE, BLOCK)),
-        key=lambda found: found.length,
-    )
+    one, blocks = (plan_with(block, size, positions_K) for block in (WHOLE, BLOCK))
+    return one if one.length <= blocks.length else blocks
 
 
 def plan_with(block: int, size: int, positions_K: npt.NDArray[np.int32]) -> Plan:

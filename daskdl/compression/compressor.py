@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ class PendingSparse:
         """The quantum: on the grid, exact in float32, parameter units."""
         return self.count * self.grid
 
-    @property
+    @cached_property
     def entries(self) -> int:
         """K; without any there is nothing to send."""
         return len(self.entries_K)
@@ -78,7 +79,7 @@ class PendingDense:
     quantized: Quantized  # steps of the grid
     rules: Mapping[str, float]  # threshold to go on from, by pattern
 
-    @property
+    @cached_property
     def entries(self) -> int:
         """N; 0 if nothing would move, so that there is nothing to send."""
         values_N = self.quantized.values_N
@@ -234,7 +235,7 @@ class Compressor:
             counts_N = self.vector.residual_counts(GUARD)
             return [PendingDense(grid, quantize(counts_N), rules)]
         updates: list[PendingUpdate] = []
-        for group in sorted(groups, key=lambda group: group.exchanges):
+        for group in sorted(groups, key=operator.attrgetter("exchanges")):
             rule = group.next_threshold(group.sent, grid)
             count = round(rule / grid)
             entries_K = group.residual.find(count)

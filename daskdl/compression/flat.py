@@ -306,17 +306,10 @@ def average_buffers(packed: Sequence[tuple[Buffers, int]]) -> Buffers:
     sizes = {(b.floating_F.size, b.integer_I.size) for b, _ in packed}
     if len(sizes) != 1:
         raise ModelError(f"need buffers of one size, got {sorted(sizes)}")
-    total = sum(examples for _, examples in packed)
-    used = [(b, n if total else 1) for b, n in packed if n or not total]
-    first = used[0][0].floating_F
-    weighted, agreed = np.zeros_like(first), np.ones(first.shape, bool)
-    with np.errstate(invalid="ignore"):  # infinities of both signs: NaN is the answer
-        for buffers, examples in used:
-            weighted += buffers.floating_F * examples
-            agreed &= buffers.floating_F == first
-    mean = weighted / sum(examples for _, examples in used)
-    integer_I = np.max([buffers.integer_I for buffers, _ in packed], axis=0)
-    return Buffers(np.where(agreed, first, mean), integer_I)
+    return Buffers(
+        _average([(buffers.floating_F, n) for buffers, n in packed]),
+        _average([(buffers.integer_I, n) for buffers, n in packed]),
+    )
 
 
 def load_buffers_(module: nn.Module, buffers: Buffers) -> None:
@@ -457,19 +450,22 @@ def average_frozen(
 
 
 def _average(packed: Sequence[tuple[npt.NDArray[Any], int]]) -> npt.NDArray[Any]:
+    """Average arrays as :func:`average_buffers` says, in their own dtype."""
+    arrays = [array for array, _ in packed]
+    first = arrays[0]
+    if first.dtype.kind not in "fc":
+        return np.asarray(np.max(arrays, axis=0))
     total = sum(examples for _, examples in packed)
     used = [(a, n if total else 1) for a, n in packed if n or not total]
     first = used[0][0]
-    if first.dtype.kind not in "fc":
-        most: npt.NDArray[Any] = np.max([array for array, _ in packed], axis=0)
-        return most
     wide = np.result_type(first, np.float64)
-    weighted = np.zeros(first.shape, wide)
-    for array, examples in used:
-        weighted += array * wide.type(examples)
-    mean = (weighted / sum(examples for _, examples in used)).astype(first.dtype)
-    alike = all(np.array_equal(array, first) for array, _ in used)
-    return np.array(first) if alike else mean
+    weighted, agreed = np.zeros(first.shape, wide), np.ones(first.shape, bool)
+    with np.errstate(invalid="ignore"):  # infinities of both signs: NaN is the answer
+        for array, examples in used:
+            weighted += array * wide.type(examples)
+            agreed &= array == first
+    mean = weighted / sum(examples for _, examples in used)
+    return np.where(agreed, first, mean.astype(first.dtype))
 
 
 def load_frozen_(module: nn.Module, arrays: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -102,6 +102,7 @@ class VectorGroup:
             that is the same.
         shared_N: What all replicas have in common, int32, steps of the grid.
         start: Position of the first parameter in the model.
+        stop: Position after the last one.
         kernels: Those for the device.
     """
 
@@ -109,6 +110,7 @@ class VectorGroup:
     local_N: Tensor
     shared_N: Tensor
     start: int
+    stop: int
     kernels: Kernels
 
     @classmethod
@@ -122,13 +124,9 @@ class VectorGroup:
             flat if aliased else empty(size, dtype, device),
             empty(size, torch.int32, device),
             group.start,
+            group.start + size,
             kernels_numba.NumbaKernels() if device.type == "cpu" else TorchKernels(),
         )
-
-    @property
-    def stop(self) -> int:
-        """Position after the last parameter in the model."""
-        return self.start + self.flat.numel()
 
 
 class ReplicaVector:
@@ -284,8 +282,8 @@ class ReplicaVector:
         """
         if self.strict:
             return scale
-        self._check_local()
         if self.lead != 1.0 / scale:
+            self._check_local()
             for group, where in _chunks(self.groups):
                 ahead = self._ahead(group, where) * (1.0 / scale / self.lead)
                 group.local_N[where] = self._sent(group, where) + ahead
@@ -317,7 +315,8 @@ class ReplicaVector:
                 group.start,
                 self.lead,
             )
-            self._show_entries_(group, part_K)
+            if self._copied:
+                self._show_entries_(group, part_K)
         return removed
 
     def apply_(self, update: Update) -> None:
@@ -343,7 +342,8 @@ class ReplicaVector:
             group.kernels.apply_(
                 group.local_N, group.shared_N, part_K, count, self.grid, group.start
             )
-            self._show_entries_(group, part_K)
+            if self._copied:
+                self._show_entries_(group, part_K)
 
     def apply_counts_(self, counts_N: Counts, *, own: bool = False) -> None:
         """Move local and shared by a dense update, or by many that were folded.
@@ -511,7 +511,7 @@ class ReplicaVector:
         ends = np.searchsorted(np.abs(entries_K), stops, "right")
         for group, a, b in zip(self.groups, [0, *ends[:-1]], ends, strict=True):
             if a < b:
-                yield group, _tensor(entries_K[a:b]).to(group.flat.device)
+                yield group, torch.from_numpy(entries_K[a:b]).to(group.flat.device)
 
     def _split_counts(self, counts_N: Counts) -> list[tuple[VectorGroup, Tensor]]:
         """Cut a dense vector of a model by group.

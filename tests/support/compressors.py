@@ -50,6 +50,5 @@ def proposed(compressor):
 
 
 def sparse(size, entries, threshold=2.0**-4):
-    entries = np.array(entries, np.int32)
-    entries.flags.writeable = False  # as decode may return them
-    return SparseUpdate(STAMP, Kind.RAW32, size, threshold, entries)
+    entries_K = np.array(entries, np.int32)
+    return SparseUpdate(STAMP, Kind.RAW32, size, threshold, entries_K)

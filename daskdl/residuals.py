@@ -1,6 +1,6 @@
-"""How much progress may be carried over unsent. One small class per rule.
+"""How large a residual may be after an exchange. One small class per rule.
 
-No tensors: a rule names a bound, the kernels clip.
+No tensors: a rule returns a bound, the kernels clip.
 """
 
 import math
@@ -15,7 +15,7 @@ from daskdl.errors import OptionError
 class ResidualPostProcessor(ABC):
     """Choose how large a residual may be after an exchange.
 
-    Implementations are frozen and keep no state: the accumulator counts exchanges.
+    Implementations are frozen and stateless: the compressor counts exchanges.
     """
 
     @abstractmethod
@@ -23,8 +23,8 @@ class ResidualPostProcessor(ABC):
         """Return the largest ``|residual|`` that is carried over.
 
         As it is at least ``threshold``, only positions that were just sent can exceed
-        it (any other is below the threshold), so that the accumulator clips exactly
-        the entries it emitted.
+        it (all others are below the threshold), so the compressor clips exactly the
+        entries it has sent.
 
         Args:
             exchange: Exchanges of this replica before this one, from 0.
@@ -39,8 +39,8 @@ class ResidualPostProcessor(ABC):
 class ResidualClipping(ResidualPostProcessor):
     """Cut the residual to a multiple of the threshold every few exchanges.
 
-    A residual of many quanta takes many exchanges to drain, and what arrives then is
-    stale. What is cut is lost: the accumulator counts it.
+    A residual of many quanta takes many exchanges to drain, and is stale by the time it
+    arrives. What is cut is lost; the history counts it as ``clipped``.
 
     Args:
         multiple: Bound in thresholds, finite, >= 1.
@@ -55,8 +55,8 @@ class ResidualClipping(ResidualPostProcessor):
         [inf, inf, 2.5, inf]
 
     Source:
-        Deeplearning4j, ResidualClippingPostProcessor.java (2021); there an exchange
-        that sends nothing skips it, here it has nothing to clip.
+        Deeplearning4j, ResidualClippingPostProcessor.java (2021). There an exchange
+        that sends nothing is skipped; here it has nothing to clip.
     """
 
     multiple: float = 5.0
@@ -81,7 +81,7 @@ class ResidualClipping(ResidualPostProcessor):
 
 @dataclass(frozen=True)
 class KeepResidual(ResidualPostProcessor):
-    """Carry everything over.
+    """Carry the whole residual over.
 
     Example:
         >>> KeepResidual().bound(exchange=5, threshold=0.5)

@@ -1,9 +1,9 @@
-"""How large a step must be before it is sent: one small class per algorithm.
+"""How large a residual must be before it is sent: one small class per algorithm.
 
-An algorithm sees the outcome of the last exchange (threshold, density) and looks at the
-residual at most once, to begin with. :class:`LinkThreshold` steers by what the replica
-has measured of its way out, and a mapping gives parts of a model algorithms of their
-own, by the names of their parameters.
+An algorithm gets the outcome of the last exchange (threshold, density) and can read the
+residual, which most do once, for the first threshold. :class:`LinkThreshold` follows
+measurements of the replica's outgoing link, and a mapping from patterns of parameter
+names gives each parameter group an algorithm of its own.
 """
 
 import math
@@ -21,36 +21,36 @@ from typing_extensions import override
 from daskdl.codec import dense8
 from daskdl.errors import OptionError
 
-# Outcomes that are looked at together. Their median bears two outliers, and has
-# followed a change after three.
+# Outcomes that are combined. Their median tolerates two outliers, and follows a change
+# after three.
 WINDOW = 5
 HEADER_BYTES = 64  # of every frame
-LARGER = 1.5  # times the bytes: from there on what they take can be seen
+LARGER = 1.5  # times the bytes of a smallest request: large enough to show a price
 
 
 class Drained(NamedTuple):
-    """What has left a channel since it was asked before."""
+    """What has left a channel since the previous call."""
 
-    nbytes: int = 0  # of frames that arrived where they went, each copy counted
-    frames: int = 0  # those frames
-    requests: int = 0  # that they went in; none among threads, where there is no link
-    busy_s: float = 0.0  # while at least one request with frames was under way
-    copies: int = 1  # of one published frame that go out from here, or are to
+    nbytes: int = 0  # of frames that were delivered, each copy counted
+    frames: int = 0  # that were delivered, likewise
+    requests: int = 0  # that carried them; 0 between threads, where there is no link
+    busy_s: float = 0.0  # with at least one such request in flight
+    copies: int = 1  # of one published frame that leave this replica
 
 
 class Measured(NamedTuple):
-    """What one exchange took, and what the channel did since the one before."""
+    """What one exchange sent, and what the channel delivered since the one before."""
 
     size: int  # parameters
     density: float  # entries sent / parameters, in [0, 1]
     frame_bytes: int  # 0: nothing was published
     dense: bool  # the frame had a number for every parameter
-    step_s: float  # computing between two chances to exchange, without waits
+    step_s: float  # computing between two possible exchanges, without waits
     drained: Drained
 
 
 class Carried(NamedTuple):
-    """One time that frames arrived."""
+    """One delivery of frames."""
 
     nbytes: int
     frames: int
@@ -59,32 +59,29 @@ class Carried(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One request: what it takes, and what is in it."""
+    """One request: its duration and its size."""
 
     seconds: float
     nbytes: float
 
     def price_s(self, floor: "Request") -> float:
-        """Seconds for each byte beyond a smallest request.
-
-        Less than 0 where it took less time, which its bytes do not explain.
-        """
+        """Seconds for each byte beyond a smallest request; < 0 where it was faster."""
         return (self.seconds - floor.seconds) / (self.nbytes - floor.nbytes)
 
 
 class Aim(NamedTuple):
-    """What was decided, and what the next decision has to know of the ones before."""
+    """The current decision, with the state that the next one depends on."""
 
     density: float  # entries to send / parameters
     dense: bool = False  # send a number for every parameter instead
     floor: Request = Request(math.inf, math.inf)  # with the smallest frames
-    price_s: float | None = None  # seconds for each byte beyond that; None: not seen
-    rest: int = 0  # arrivals until more is tried than was too much
-    hold: int = 0  # arrivals to rest the next time
+    price_s: float | None = None  # seconds for each byte beyond that; None: unknown
+    rest: int = 0  # deliveries to wait before growing beyond what was too much
+    hold: int = 0  # deliveries to wait the next time
 
 
 class Link(NamedTuple):
-    """The last few outcomes of one replica.
+    """The last few measurements of one replica's outgoing link.
 
     Example:
         >>> link = Link(size=1000, aim=Aim(density=0.01))
@@ -100,11 +97,11 @@ class Link(NamedTuple):
     packing: float = 1.0  # bytes of a frame / of one with independent positions
     steps_s: tuple[float, ...] = ()
     carried: tuple[Carried, ...] = ()  # the newest last
-    idle_s: float = 0.0  # spent on requests by which nothing has arrived yet
-    arrivals: int = 0  # how often anything has
+    idle_s: float = 0.0  # spent on requests that have not delivered anything yet
+    arrivals: int = 0  # deliveries so far
 
     def after(self, measured: Measured) -> "Link":
-        """Return the link as it is known after one more exchange."""
+        """Return the link with the measurements of one more exchange."""
         drained = measured.drained
         packing, carried = self.packing, self.carried
         busy_s = self.idle_s + drained.busy_s
@@ -128,15 +125,16 @@ class Link(NamedTuple):
         return median(self.steps_s)
 
     def request(self) -> Request:
-        """A request as they are now."""
+        """Return the median request."""
         requests = self._requests()
         seconds = median(r.seconds for r in requests)
         return Request(seconds, median(r.nbytes for r in requests))
 
     def telling(self, floor: Request) -> Request | None:
-        """The request with the price of the median byte.
+        """Return the request whose price is that of the median byte.
 
-        None if no request was so much larger than a smallest one that it tells a price.
+        None if no request is large enough, compared with a smallest one, to show a
+        price.
         """
         larger = [r for r in self._requests() if r.nbytes > LARGER * floor.nbytes]
         half = sum(request.nbytes for request in larger) / 2
@@ -153,11 +151,11 @@ class Link(NamedTuple):
         ]
 
     def largest_frame(self) -> float:
-        """Bytes of a frame, of the time with the largest ones."""
+        """Bytes of a frame in the delivery with the largest ones."""
         return max(c.nbytes / c.frames for c in self.carried)
 
     def frame_bytes(self, density: float) -> float:
-        """Bytes that a frame of a density would have, judged by the last one."""
+        """Estimate the bytes of a frame of a density from the last one."""
         return self.packing * plain_bytes(self.size, density)
 
     def dense_bytes(self) -> int:
@@ -168,8 +166,8 @@ class Link(NamedTuple):
 def plain_bytes(size: int, density: float) -> float:
     """Bytes of a frame whose entries are at independent positions.
 
-    The entropy of the positions and one bit for each sign, which GAPS and BITMAP come
-    near to, and the header.
+    This is the entropy of the positions, which GAPS and BITMAP come close to, one bit
+    for each sign, and the header.
 
     Example:
         >>> plain_bytes(8000, 0.5)
@@ -184,43 +182,43 @@ def plain_bytes(size: int, density: float) -> float:
 
 DL4J_INITIAL = 1e-4
 HALVES_IN_20 = 0.5 ** (1 / 20)  # Deeplearning4j's decay
-# The density that a dense message counts as: above every default band, so that the
-# threshold rises. Where the bitmap of Deeplearning4j becomes smaller than its entries.
+# The density that a dense message counts as. It is above every default band, so that
+# the threshold rises; Deeplearning4j's bitmap becomes smaller than its entries there.
 DENSE_DENSITY = 1 / 16
-# Of the parameters that moved, most that are sent as entries. One quantum for each of
-# the 1/e largest moves the most mass at once where residuals are Laplacian; beyond,
-# quanta get smaller faster than entries get more.
+# Largest share of the parameters that moved to be sent as entries. With Laplacian
+# residuals, one quantum for each of the 1/e largest moves the most mass at once; beyond
+# that, quanta shrink faster than the number of entries grows.
 MOST = 1 / math.e
-SAMPLE = 2**18  # values of the residual that are looked at
+SAMPLE = 2**18  # values of the residual in a sample
 
 
 class Sent(NamedTuple):
-    """What the last exchange did."""
+    """The outcome of the last exchange."""
 
-    threshold: float  # as the rule said, before the grid; parameter units
+    threshold: float  # as the algorithm chose it, before the grid; parameter units
     density: float  # entries sent / parameters, in [0, 1]
-    link: Link | None = None  # what `learn` made of it; of this replica, now
+    link: Link | None = None  # what `learn` returned; never sent or saved
 
 
 class Residual(Protocol):
-    """The progress not sent yet, made on request."""
+    """The residual of some parameters, computed on request."""
 
     def tensor(self) -> Tensor:
-        """Return ``local - shared``, shape (N,), parameter units, a fresh tensor."""
+        """Return all of it, shape (N,), parameter units, a fresh tensor."""
 
     def sample(self, most: int) -> Tensor:
-        """Return about so many of its values, or all if there are no more.
+        """Return about ``most`` of its values, or all if there are fewer.
 
-        They come in short runs from the whole vector, always of the same positions; a
-        fresh tensor, on the CPU.
+        The values come in short runs from the whole vector, always from the same
+        positions; a fresh tensor, on the CPU.
         """
 
 
 class ThresholdAlgorithm(ABC):
     """Choose the next threshold from what the last one did.
 
-    Implementations are frozen and keep no state: the accumulator owns
-    :class:`Sent` and passes it back in.
+    Implementations are frozen and stateless: the compressor keeps :class:`Sent` and
+    passes it back in.
     """
 
     @abstractmethod
@@ -228,16 +226,16 @@ class ThresholdAlgorithm(ABC):
         """Return a threshold, finite and > 0, in parameter units.
 
         Args:
-            residual: What the threshold will be applied to; costs a pass over memory
-                if it is asked for.
+            residual: What the threshold will be applied to; reading it costs a pass
+                over memory.
             last: Outcome of the previous exchange; None on the first one.
         """
 
 
 class LinkAlgorithm(ThresholdAlgorithm):
-    """A threshold algorithm that follows what was measured of the link.
+    """A threshold algorithm that follows measurements of the link.
 
-    It decides for all parameters at once: all of them go over the same link.
+    It decides for all parameters at once, as all of them share the link.
     """
 
     @abstractmethod
@@ -245,30 +243,30 @@ class LinkAlgorithm(ThresholdAlgorithm):
         """Return whether to send 8 bits for every parameter, and no entries.
 
         Args:
-            last: As of :meth:`next_threshold`, which is not asked then.
+            last: As of :meth:`next_threshold`, which is not called then.
         """
 
     @abstractmethod
     def learn(self, link: Link | None, measured: Measured) -> Link:
-        """Return what is known of the link after one more exchange.
+        """Return the state of the link after one more exchange.
 
-        It comes back in ``last.link``.
+        The compressor passes it back in ``last.link``.
 
         Args:
-            link: What this returned last, or None the first time.
-            measured: What the exchange took.
+            link: What the previous call returned, or None the first time.
+            measured: What was measured of the exchange.
         """
 
 
 def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
-    """Merge what several replicas did, to carry it on to the next run or newcomer.
+    """Average the outcomes of several replicas, for the next run or a joining replica.
 
     Args:
         outcomes: One per replica; None where a replica has not sent yet.
 
     Returns:
         Mean threshold and mean density over those that have sent; None if none has.
-        Nothing of their links: who carries on measures its own.
+        Links are left out: each replica measures its own.
 
     Example:
         >>> average_sent([Sent(1.0, 0.25), None, Sent(2.0, 0.75)])
@@ -290,8 +288,9 @@ def threshold_for(density: float, residual: Residual) -> float | None:
     """Find the threshold that a share of the residual reaches, in a sample of it.
 
     Args:
-        density: That share, entries / parameters; of what has moved it is 1/e at most.
-        residual: At least one value of it is taken.
+        density: That share, entries / parameters; limited to 1/e of the values that
+            have moved.
+        residual: At least one value of the sample reaches the result.
 
     Returns:
         Parameter units, > 0; None if nothing in the sample has moved.
@@ -305,12 +304,12 @@ def threshold_for(density: float, residual: Residual) -> float | None:
 
 
 def first_threshold(initial: float | None, density: float, residual: Residual) -> float:
-    """Begin with a given threshold, or with the one that sends so much.
+    """Return a given first threshold, or the one that sends a given density.
 
     Args:
         initial: Parameter units; None: it is found in a sample of the residual.
-        density: What is to be sent then, entries / parameters.
-        residual: At least one value of it is taken, if `initial` is None.
+        density: Entries / parameters to be sent, if `initial` is None.
+        residual: Read only if `initial` is None.
 
     Returns:
         Parameter units, > 0; Deeplearning4j's 1e-4 if nothing in the sample has moved.
@@ -321,7 +320,7 @@ def first_threshold(initial: float | None, density: float, residual: Residual) -
 
 
 def check_initial(initial: float | None) -> None:
-    """Refuse what cannot be a first threshold.
+    """Refuse a first threshold that is out of range.
 
     Raises:
         OptionError: If it is a number, and not finite and > 0.
@@ -364,7 +363,7 @@ class AdaptiveThreshold(ThresholdAlgorithm):
         0.002
 
     Source:
-        Deeplearning4j, AdaptiveThresholdAlgorithm.java (2021), which always begins at
+        Deeplearning4j, AdaptiveThresholdAlgorithm.java (2021), which always starts at
         1e-4.
     """
 
@@ -421,7 +420,7 @@ class FixedThreshold(ThresholdAlgorithm):
 
 @dataclass(frozen=True)
 class TargetSparsityThreshold(ThresholdAlgorithm):
-    """Steer the sent fraction to one number; moves at nearly every exchange.
+    """Steer the sent fraction to one number; changes at nearly every exchange.
 
     Args:
         initial: First threshold, parameter units. None: found in a sample of the first
@@ -462,19 +461,18 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
         return last.threshold
 
 
-GROWTH = 1.9  # most times the density and the bytes, from one arrival to the next
-# Times what the least takes: there a first price is believed. With times that are 20 %
-# off either way, requests without a price take 1.2 / 0.8 of it at most.
+GROWTH = 1.9  # largest factor on density and bytes, from one delivery to the next
+# A first price counts from this factor on the duration of a smallest request: with
+# durations that are 20 % off either way, the factor is 1.2 / 0.8 without any price.
 SEEN = 1.5
-CALM = 0.1  # weight of a new price, where requests take about what was foreseen
-# Times off either way, from where on they do not: the link has changed.
-CHANGED = 2.0
-NEAR = 0.8  # medians of times that are 20 % off are not smaller than that
+CALM = 0.1  # weight of a new price while requests take about as long as predicted
+CHANGED = 2.0  # factor off the prediction, either way, from which the link has changed
+NEAR = 0.8  # medians of durations that are 20 % off are not smaller than that
 # Dense begins where it takes 0.8 of the share, and ends beyond 1.25 of it: medians of
-# times that are 20 % off either way differ by less than that.
+# durations that are 20 % off either way differ by less than that.
 MARGIN = 1.25
-# Arrivals until more is tried again than was too much, twice as many each time. What 6
-# times the bytes of the densest entries take may show only when they are sent.
+# Deliveries before growing again beyond what was too much, doubled each time. The cost
+# of dense frames, 6 times the bytes of the densest entries, may show only once sent.
 HOLD, LONGEST_HOLD = 16, 1024
 
 
@@ -482,25 +480,24 @@ HOLD, LONGEST_HOLD = 16, 1024
 class LinkThreshold(LinkAlgorithm):
     """Choose the density at which sending takes at most a share of a step.
 
-    It measures how long a step takes, and by how much longer a request takes for each
-    byte in it. The latency is not counted, as it is the same for any density. From
-    these follows a density, and from a sample of the residual the threshold that has
-    this density.
+    It measures the duration of a step, and how much longer a request takes for each
+    byte in it. The latency does not count, as it is the same for every density. These
+    two determine a density, and a sample of the residual gives the threshold for it.
 
-    It begins with the smallest density, to learn the latency, and then goes up, at most
-    1.9 times from one arrival of frames to the next. Where 8 bits for every parameter
-    take no more than the share, it sends those (`sends_dense`). Among threads of one
-    process there is no link, so all is sent. ``docs/how-it-works.md`` has the rule.
+    It starts at the smallest density, to measure the latency, and then grows by at most
+    1.9 times from one delivery of frames to the next. Where 8 bits for every parameter
+    take no more than the share, it sends those (`sends_dense`). Between threads of one
+    process there is no link, so everything is sent. ``docs/how-it-works.md`` has the
+    rule.
 
-    What it chooses follows measured times, so on a cluster a run with it is not
-    repeatable, not with ``max_staleness=0`` either.
+    It depends on measured times, so a run on a cluster is not repeatable, not even with
+    ``max_staleness=0``.
 
     Args:
         initial: First threshold, parameter units. None: found in a sample of the first
             residual, such that `min_density` is sent; 1e-4 if nothing has moved.
-        share: Of a step that sending may take, in (0, 1].
-        min_density: Entries sent / parameters that are sent whatever it takes, in
-            (0, 1/e).
+        share: Of a step's duration that sending may take, in (0, 1].
+        min_density: Entries sent / parameters that are sent at any cost, in (0, 1/e).
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -578,7 +575,7 @@ class LinkThreshold(LinkAlgorithm):
         return aim._replace(density=density)
 
     def _density_of(self, link: Link, most_bytes: float) -> float:
-        """The highest density with frames of at most so many bytes."""
+        """Return the highest density whose frames have at most so many bytes."""
         if link.frame_bytes(MOST) <= most_bytes:
             return MOST
         low, high = self.min_density, MOST
@@ -613,7 +610,7 @@ def _too_much(aim: Aim) -> Aim:
     return aim._replace(rest=aim.hold, hold=min(2 * aim.hold, LONGEST_HOLD))
 
 
-ALL = "*"  # the pattern of an algorithm that is alone
+ALL = "*"  # the pattern of a single algorithm
 SHOWN = 5  # names in a message
 
 
@@ -624,11 +621,11 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
     Equal to any mapping with the same patterns in the same order.
 
     Attributes:
-        pairs: A pattern, as of :mod:`fnmatch`, and its algorithm, each.
+        pairs: Patterns, as of :mod:`fnmatch`, each with its algorithm.
 
     Raises:
-        OptionError: If there is none, or one is not a pattern and an algorithm, or
-            one that follows the link is not alone.
+        OptionError: If it is empty, an item is not a pattern and an algorithm, or an
+            algorithm that follows the link is not the only one.
 
     Example:
         >>> from daskdl import FixedThreshold
@@ -655,7 +652,7 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
 
     @classmethod
     def of(cls, threshold: object) -> "LayerThresholds":
-        """Return a mapping as this; of a single algorithm, for all parameters.
+        """Convert a mapping, or a single algorithm for all parameters.
 
         Raises:
             OptionError: If it is neither.
@@ -729,7 +726,7 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
 
 
 def refusal(value: object) -> str:
-    """What is allowed, for messages."""
+    """Return the message for what is no threshold."""
     return (
         "threshold must be a daskdl.ThresholdAlgorithm, or a mapping from patterns of "
         f"parameter names to such, got {value!r}"

@@ -1,9 +1,13 @@
 """What a replica sends and what it applies: threshold compression of flat vectors.
 
-The parameters of a model are flat vectors. Each has three states: *local* is what the
+The parameters of a model are flat vectors, each in three states: *local* is what this
 replica has trained, *shared* counts the grid steps that all replicas agree on, and the
-*residual* is their difference. An update is the set of positions whose residual has
-reached the threshold. :class:`~daskdl.compression.compressor.Accumulator` proposes
-updates and applies those of other replicas; grids, dtypes, devices, parameter groups
-and the compiled loops stay behind it. There is no network and no clock in this package.
+*residual*, what has yet to be sent, is their difference. An update is the set of
+positions whose residual has reached the threshold.
+
+:class:`~daskdl.compression.compressor.Compressor` proposes updates and commits those
+that the channel has accepted; its ``vector``, a
+:class:`~daskdl.compression.replica_vector.ReplicaVector`, applies those of other
+replicas. Grids, dtypes, devices, parameter groups and compiled loops stay behind these
+two. No network and no clock are used here.
 """

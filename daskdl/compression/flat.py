@@ -1,9 +1,9 @@
 """A module's parameters and buffers as flat vectors, and back.
 
 Parameters are grouped by (dtype, device) in the order of their first appearance in
-``named_parameters``; groups follow each other. Replicas and the client agree on that
+``named_parameters``; the groups are concatenated. Replicas and the client agree on that
 order because their modules are built alike. Buffers, and frozen parameters that the
-model changes itself, are not thresholded: replicas average them when they meet.
+model changes itself, are not compressed: replicas average them at sync points.
 
 Shape suffixes: N = parameters over all groups, F = floating and I = integer buffer
 elements.
@@ -30,7 +30,7 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector instruction
 
 
 class Group(NamedTuple):
-    """The parameters of one dtype on one device, as views into one vector."""
+    """The parameters of one dtype on one device, as views of one vector."""
 
     flat: Tensor  # shape (numels summed,)
     start: int  # position of flat[0] among all N
@@ -42,9 +42,9 @@ class Group(NamedTuple):
 class FlatParameters:
     """Turn the trainable parameters of a module into views of flat vectors.
 
-    Parameter objects stay the same (optimizers keep working), values and gradients
-    too; frozen parameters are left alone, tied ones appear once. Memory formats such
-    as channels-last become contiguous.
+    Parameter objects, values and gradients stay the same, so optimizers keep working.
+    Frozen parameters are left alone, tied ones appear once. Memory formats such as
+    channels-last become contiguous.
 
     Args:
         module: Its parameters' memory is replaced.
@@ -143,11 +143,11 @@ def _flatten_(named: Named, start: int) -> Group:
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a vector whose elements have yet to be written.
+    """Return an uninitialised vector, aligned to 64 bytes as torch's own are.
 
-    On the CPU numpy allocates it, which asks the system for huge pages: an update
-    whose entries each lie on a small page of their own takes longer to find the pages
-    than to apply. Aligned to 64 bytes, as torch's own.
+    On the CPU numpy allocates it, because numpy asks the system for huge pages: with
+    small pages, an update whose entries are far apart spends more time on looking up
+    pages than on applying itself.
 
     Example:
         >>> empty(3, torch.bfloat16, torch.device("cpu")).shape
@@ -162,7 +162,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what a replica computes in: float64 for float64, else float32."""
+    """Return the dtype of local: float64 for float64 parameters, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -170,7 +170,7 @@ def grid_for(parameters: FlatParameters) -> float:
     """Return the step in which shared is counted: a power of two, at least 2**-24.
 
     Args:
-        parameters: The start of a run; the largest absolute value decides.
+        parameters: As they are when a run starts; the largest absolute value decides.
 
     Returns:
         ``2**(ceil(log2(max(1, max |parameter|))) - 24)``, parameter units.
@@ -192,7 +192,7 @@ def load_counts_(
 ) -> None:
     """Write a vector of counts into a module's trainable parameters.
 
-    The module is not flattened, so that the client's model stays an ordinary one.
+    The module is not flattened: the client's model stays an ordinary one.
 
     Args:
         module: Built like the replicas' modules. Changed in place.
@@ -241,12 +241,12 @@ def add_counts_(
 def _values(
     module: nn.Module, counts_N: npt.NDArray[np.int32], grid: float
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each trainable parameter, and what is its own of a vector of counts."""
+    """Yield each trainable parameter with its values from a vector of counts."""
     parameters = [p for named in _layout(module) for _, p in named]
     numels = [parameter.numel() for parameter in parameters]
     if len(counts_N) != sum(numels):
         raise ModelError(f"need {sum(numels)} parameters, got {len(counts_N)} values")
-    # Copied: they may be read-only, and torch does not take those.
+    # Copied, because torch has no read-only tensors.
     parts = torch.split(torch.from_numpy(np.array(counts_N)), numels)
     for parameter, part in zip(parameters, parts, strict=True):
         values = part.to(working_dtype(parameter.dtype)) * grid  # as replicas do
@@ -264,10 +264,11 @@ def pack_buffers(module: nn.Module) -> Buffers:
     """Copy a module's buffers, persistent or not, into two arrays.
 
     Args:
-        module: Read only. A buffer that is registered twice is taken once.
+        module: Read only. A buffer that is registered twice is copied once.
 
     Returns:
-        Floating (and complex) and integer (and bool) ones, as in ``named_buffers``.
+        The floating and complex ones, and the integer and bool ones, each in the order
+        of ``named_buffers``.
 
     Example:
         >>> pack_buffers(torch.nn.BatchNorm1d(2))
@@ -284,18 +285,19 @@ def pack_buffers(module: nn.Module) -> Buffers:
 
 
 def average_buffers(packed: Sequence[tuple[Buffers, int]]) -> Buffers:
-    """Merge the buffers of several replicas.
+    """Average the buffers of several replicas.
 
     Args:
-        packed: Buffers and examples trained on, one pair per replica; the order
-            decides the rounding.
+        packed: Buffers and number of examples trained on, one pair per replica; the
+            order decides the rounding.
 
     Returns:
-        Floating ones: mean weighted by examples, plain if all weights are 0; values
-        on which all agree stay as they are, infinities too. Integer ones: maximum.
+        Floating ones: the mean weighted by examples, unweighted if all weights are 0;
+        values on which all replicas agree are unchanged, infinities included. Integer
+        ones: the maximum.
 
     Raises:
-        ModelError: If there is none, or they have different sizes.
+        ModelError: If there are none, or their sizes differ.
 
     Example:
         >>> one = Buffers(np.array([1.0]), np.array([3]))
@@ -313,7 +315,7 @@ def average_buffers(packed: Sequence[tuple[Buffers, int]]) -> Buffers:
 
 
 def load_buffers_(module: nn.Module, buffers: Buffers) -> None:
-    """Write packed buffers back.
+    """Load packed buffers into a module.
 
     Args:
         module: Built like the one that was packed. Changed in place.
@@ -332,7 +334,7 @@ def load_buffers_(module: nn.Module, buffers: Buffers) -> None:
     want = [part.size for part in pack_buffers(module)]
     if got != want:
         raise ModelError(f"got [floating, integer] buffers {got}, model has {want}")
-    # Copied: they may be read-only, and torch does not take those.
+    # Copied, because torch has no read-only tensors.
     floating, integer = (torch.from_numpy(part.copy()) for part in buffers)
     with torch.no_grad():
         for target in (_real(buffer) for buffer in module.buffers()):
@@ -347,12 +349,12 @@ FROZEN = "frozen "  # before the names of arrays
 
 
 class Frozen:
-    """Frozen parameters that a module changes itself, such as averages of others.
+    """Tracks frozen parameters that a module changes itself, such as moving averages.
 
-    Of those that stay as they are, however large, nothing is copied or sent.
+    Those that never change are neither copied nor sent, however large they are.
 
     Args:
-        module: As it is at the start, on the client too.
+        module: In the state in which the run starts, the same on the client.
 
     Example:
         >>> layer = torch.nn.Linear(1, 1).requires_grad_(False)
@@ -375,10 +377,10 @@ class Frozen:
         return {n: p.detach() for n, p in named if not p.requires_grad}
 
     def look(self) -> None:
-        """Find out what has changed; a pass over all frozen parameters.
+        """Find those that have changed; reads all frozen parameters.
 
         Raises:
-            ModelError: If one, or a buffer, has another shape or dtype by now.
+            ModelError: If the shape or dtype of one, or of a buffer, has changed.
         """
         self._check()
         for name, parameter in self._parameters().items():
@@ -388,8 +390,8 @@ class Frozen:
     def after_step(self) -> None:
         """Look after steps 1, 2, 4, 8 and so on.
 
-        What a model changes itself, it mostly changes in each step from some step on,
-        and a pass after each would be dear.
+        A pass after each step would be expensive, and a model that changes a frozen
+        parameter mostly does so in every step from some step on.
 
         Raises:
             ModelError: See `look`.
@@ -410,7 +412,7 @@ class Frozen:
                 )
 
     def take(self) -> dict[str, npt.NDArray[Any]]:
-        """Copy those that have changed, by name behind `FROZEN`.
+        """Return copies of those that have changed, by `FROZEN` and their names.
 
         Raises:
             ModelError: See `look`.
@@ -420,7 +422,7 @@ class Frozen:
         return {FROZEN + name: _array(own[name]) for name in self._changed}
 
     def load_(self, arrays: Mapping[str, Any]) -> None:
-        """Write what `take` returned here or elsewhere; other names are left out."""
+        """Load what `take` returned on any replica; other names are ignored."""
         own = {n: a for n, a in arrays.items() if n.startswith(FROZEN)}
         load_frozen_(self._module, own)
         self._changed.update((n.removeprefix(FROZEN), None) for n in own)
@@ -429,11 +431,11 @@ class Frozen:
 def average_frozen(
     packed: Sequence[tuple[Mapping[str, Any], int]],
 ) -> dict[str, npt.NDArray[Any]]:
-    """Merge what several replicas have changed; who has not does not count.
+    """Average each frozen parameter over the replicas that have changed it.
 
     Args:
-        packed: What `Frozen.take` returned, maybe among other things, and examples
-            trained on, one pair per replica; the order decides the rounding.
+        packed: What `Frozen.take` returned, other keys are ignored, and the number of
+            examples trained on, one pair per replica; the order decides the rounding.
 
     Returns:
         As :func:`average_buffers`.
@@ -469,16 +471,16 @@ def _average(packed: Sequence[tuple[npt.NDArray[Any], int]]) -> npt.NDArray[Any]
 
 
 def load_frozen_(module: nn.Module, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write frozen parameters back.
+    """Load frozen parameters into a module.
 
     Args:
-        module: Built like the one they are of. Changed in place.
+        module: Built like the one they come from. Changed in place.
         arrays: What `Frozen.take` returned.
     """
     own = dict(module.named_parameters())
     with torch.no_grad():
         for name, array in arrays.items():
-            # Copied: it may be read-only, and torch does not take those.
+            # Copied, because torch has no read-only tensors.
             own[name.removeprefix(FROZEN)].copy_(torch.from_numpy(np.array(array)))
 
 

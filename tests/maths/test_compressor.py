@@ -1,11 +1,13 @@
-"""What one compressor does at a step; test_conservation.py has several together."""
+"""What one compressor proposes and commits; test_conservation.py has several."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from daskdl import codec
 from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.errors import OptionError, RunError
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
@@ -96,7 +98,7 @@ class TestPropose:
         assert (update.rule, update.entries_K.tolist()) == (2.0**-5, [2])
 
 
-class TestTake:
+class TestCommit:
     def test_the_outcome_is_what_the_rule_sees_next(self):
         module = Vector([0.0, 0.0, 0.0, 0.0])
         rule = AdaptiveThreshold(initial=1e-3, max_density=0.1, decay=0.5)
@@ -184,7 +186,7 @@ class TestTake:
         assert compressor.vector.shared_counts().tolist() == [0]
         assert compressor.groups["*"].exchanges == 0
 
-    def test_a_proposal_of_another_grid_is_refused(self):
+    def test_an_update_of_another_grid_is_refused(self):
         compressor = make(Vector([0.0]))
         update = proposed(compressor)
         compressor.vector.replace_shared_(np.zeros(1, np.int32), 2 * GRID)
@@ -240,7 +242,7 @@ class TestShowingShared:
 
         compressor.propose()
 
-    def test_a_proposal_made_before_cannot_be_taken_inside(self, dtype, apply):
+    def test_an_update_proposed_before_cannot_be_committed_inside(self, dtype, apply):
         compressor = make(Vector([0.5, 0.25], dtype), apply=apply)
         update = proposed(compressor)
 
@@ -251,3 +253,162 @@ class TestShowingShared:
             compressor.commit_(update)
 
         assert compressor.groups["*"].exchanges == 0
+
+
+def scaled(values, scale, **options):
+    module = Vector([0.0] * len(values))
+    compressor = make(module, **options)
+    assert compressor.vector.set_scale_(scale) == 1.0
+    module.step(*values)
+    return module, compressor
+
+
+class TestLead:
+    def test_strict_leaves_the_scale_to_the_learning_rate(self):
+        module = Vector([0.0])
+        compressor = make(module, apply="strict")
+
+        assert compressor.vector.set_scale_(0.25) == 0.25
+        module.step(0.5)
+        compressor.vector.sync_from_parameters_()
+        assert compressor.vector.lead == 1.0
+        assert compressor.vector.residual_norm() == 0.5
+
+    def test_what_is_sent_leaves_as_many_quanta(self):
+        quantum = 2.0**-4
+        module, compressor = scaled([5 * quantum, -4 * quantum, quantum], 0.25)
+
+        compressor.commit_(proposed(compressor))
+
+        # Ahead of shared by 5 and 4 quanta before, by 1 and 0 now.
+        assert module.first.tolist() == [2 * quantum, -quantum, quantum]
+        shared = compressor.vector.shared_counts() * compressor.vector.grid
+        assert shared.tolist() == [quantum, -quantum, 0]
+
+    def test_the_residual_is_the_share(self):
+        _, compressor = scaled([0.75, -1.0], 0.25)
+
+        assert compressor.vector.residual_norm() == pytest.approx(0.3125)
+        np.testing.assert_array_equal(
+            compressor.vector.residual_counts() * compressor.vector.grid,
+            [0.1875, -0.25],
+        )
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_another_scale_leaves_the_residual(self, dtype):
+        module = Vector([0.0, 0.0], dtype)
+        compressor = make(module)
+        compressor.vector.set_scale_(0.5)
+        module.step(0.5, -0.25)
+        compressor.vector.sync_from_parameters_()
+        before = compressor.vector.residual_counts()
+
+        compressor.vector.set_scale_(0.25)
+
+        np.testing.assert_array_equal(compressor.vector.residual_counts(), before)
+        assert module.first.tolist() == [1.0, -0.5]
+
+    def test_a_state_that_is_taken_over_leaves_it_too(self):
+        module, compressor = scaled([0.5, -0.25], 0.25)
+        before = compressor.vector.residual_counts()
+        state = np.array([16, 32], np.int32)
+
+        compressor.vector.replace_shared_(state, compressor.vector.grid)
+
+        np.testing.assert_array_equal(compressor.vector.residual_counts(), before)
+        ahead = module.first.detach().numpy() - state * compressor.vector.grid
+        np.testing.assert_allclose(ahead, [0.5, -0.25])
+
+    def test_clipped_is_what_the_group_does_not_get(self):
+        rule = ResidualClipping(1.0, 1)
+        _, compressor = scaled([4.0], 0.25, residual=rule)
+        compressor.commit_(proposed(compressor))  # the first one never cuts
+        assert compressor.clipped == 0.0
+        compressor.commit_(proposed(compressor))
+
+        # A share of 1, of quanta of 1/16: two were sent, one stays.
+        assert compressor.clipped == pytest.approx(1 - 3 / 16)
+        assert compressor.vector.residual_norm() == pytest.approx(1 / 16)
+
+    @pytest.mark.parametrize("dense", [False, True])
+    def test_with_all_residuals_shared_is_the_mean_of_the_replicas(self, dense):
+        moves = ([0.75, -1.0, 0.3], [0.25, 0.5, -0.1], [1.0, 0.0, 0.01])
+        group = [scaled(values, 1 / 3) for values in moves]
+        frames = []
+        for i, (_, compressor) in enumerate(group):
+            updates = compressor.propose(dense=True) if dense else compressor.propose()
+            for update in updates:
+                frames.append((i, update.encode(codec.Stamp(1, i, 1, 1))))
+                compressor.commit_(update)
+            stamp, counts = codec.Stamp(1, i, 2, 1), compressor.vector.flush_residual_()
+            frames.append(
+                (i, codec.encode_dense(stamp, compressor.vector.grid, counts))
+            )
+        for i, (_, compressor) in enumerate(group):
+            for origin, frame in frames:
+                if origin != i:
+                    compressor.vector.apply_(codec.decode(frame.tobytes()))
+
+        mean = torch.tensor(moves).mean(0)
+        for module, compressor in group:
+            torch.testing.assert_close(module.first.data, mean, rtol=0, atol=1e-6)
+            shared = compressor.vector.shared_counts() * compressor.vector.grid
+            np.testing.assert_allclose(shared, mean, rtol=0, atol=1e-6)
+
+
+RULE = FixedThreshold(2.0**-4)
+
+
+class Two(nn.Module):
+    def __init__(self, large, small):
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(large))
+        self.small = nn.Parameter(torch.zeros(small))
+
+
+class TestSamples:
+    """What telemetry reads of the residual of each parameter group."""
+
+    def test_each_group_gives_its_share_of_the_sample(self):
+        module = Two(60_000, 3_000)
+        own = make(module, {"large": RULE, "small": RULE})
+
+        large, small = own.samples(1024)
+
+        assert (large.size, small.size) == (60_000, 3_000)
+        assert 900 <= len(large.residuals) <= 1024
+        assert 32 <= len(small.residuals) <= 64
+
+    def test_a_small_model_is_looked_at_whole(self):
+        module = Two(5, 3)
+        own = make(module, {"*": RULE})
+        with torch.no_grad():
+            module.large.copy_(torch.arange(5) / 64)
+            module.small.fill_(-0.5)
+
+        [sample] = own.samples(1024)
+
+        assert (
+            sample.residuals.tolist()
+            == [0, 1 / 64, 2 / 64, 3 / 64, 4 / 64] + [-0.5] * 3
+        )
+
+    def test_the_threshold_is_that_of_the_last_exchange(self):
+        module = Two(5, 3)
+        own = make(module, {"large": FixedThreshold(0.25), "small": RULE})
+
+        assert all(math.isnan(s.threshold) for s in own.samples(16))
+        with torch.no_grad():
+            module.large.fill_(1.0)
+        own.commit_(own.propose()[0])
+
+        large, small = own.samples(16)
+        assert large.threshold == 0.25
+        assert math.isnan(small.threshold)
+        assert large.residuals.tolist() == [0.75] * 5
+
+    @pytest.mark.parametrize("numel", [0, 1])
+    def test_a_group_may_have_no_parameters_or_one(self, numel):
+        own = make(Two(numel, 2), {"large": RULE, "small": RULE})
+
+        assert [len(s.residuals) for s in own.samples(8)] == [numel, 2]

@@ -93,7 +93,7 @@ class TestPropose:
         )
 
 
-class TestTake:
+class TestCommit:
     def test_eager_shared_moves_and_local_stays(self):
         module = Vector([0.5, 0.25])
         compressor = make(module)
@@ -144,7 +144,7 @@ class TestTake:
         assert compressor.clipped == 0.0
         assert module.first[1].item() == 100 * GRID
 
-    def test_a_proposal_of_another_grid_is_refused(self):
+    def test_an_update_of_another_grid_is_refused(self):
         compressor = make(Vector([0.0]))
         [update] = compressor.propose(dense=True)
         compressor.vector.replace_shared_(np.zeros(1, np.int32), 2 * GRID)

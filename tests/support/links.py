@@ -1,6 +1,6 @@
 """A model of training over a link, on a clock of its own, for `LinkThreshold`.
 
-Residuals grow and are sent as in the accumulator; a pump carries frames over a link
+Residuals grow and are sent as in the compressor; a pump carries frames over a link
 with a bandwidth and a latency, and times come out up to 20 % off. A model of many
 parameters is represented by some of them, and its frames are as much larger.
 """

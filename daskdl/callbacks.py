@@ -24,43 +24,43 @@ from daskdl.history import History
 class FitBegin(NamedTuple):
     """A fit that is about to begin; all of it has been checked."""
 
-    replicas: int  # that it begins with; others may come, and some may go
+    replicas: int  # at the start; others may join, and some may leave
     epochs: int  # of this fit, at most
     epochs_before: int  # of earlier fits of the trainer
     batch_size: int  # rows per batch of each replica
-    examples: int | None  # in one epoch; None: not known
+    examples: int | None  # in one epoch; None: unknown
     parameters: int  # trainable ones of the model
 
 
 class EpochBegin(NamedTuple):
-    """An epoch that one replica is about to begin."""
+    """An epoch that a replica is about to begin."""
 
     replica: int
     epoch: int  # from 0
-    replicas: int  # that train now, as far as this one knows, itself included
+    replicas: int  # that train now, as far as this one knows, including itself
     learning_rate: float  # of the first parameter group; NaN: it has none
 
 
 class Step(NamedTuple):
-    """One optimizer step of one replica, just made."""
+    """An optimizer step that a replica has just made."""
 
     replica: int
     epoch: int  # from 0
     number: int  # steps this replica has made, from 1
-    loss: float  # over this step's rows
-    examples: int  # in this step's batch, or in all it was accumulated over
+    loss: float  # mean over the rows of this step
+    examples: int  # in the batch of this step, or in all accumulated batches
     learning_rate: float  # of the first parameter group, in this step; NaN: it has none
 
 
 class FitEnd(NamedTuple):
-    """A fit that has ended, whether it came to its end or not."""
+    """A fit that has ended, early or not."""
 
     history: History
-    error: BaseException | None  # what ended it early, and comes out of `fit`
+    error: BaseException | None  # that ended it early, and comes out of `fit`
 
 
 class Callback:
-    """Override what is of interest; by itself each of these does nothing.
+    """Base class of callbacks; override the hooks you need, they do nothing here.
 
     ==================  ======================================================
     hook                where, and when
@@ -72,10 +72,9 @@ class Callback:
     `on_fit_end`        on the client, once, also when the fit ended early
     ==================  ======================================================
 
-    An instance that overrides one of the workers' hooks is pickled, once, when the fit
-    begins, and each replica has a copy of its own: what the copy keeps stays on the
-    worker, and what the other hooks keep stays on the client. One that overrides none
-    of them is not pickled.
+    An instance that overrides a hook of the workers is pickled once, when the fit
+    begins, and each replica has its own copy: attributes set there stay on the worker,
+    attributes set by other hooks stay on the client. Other instances are not pickled.
 
     Example:
         >>> class Print(Callback):
@@ -97,55 +96,53 @@ class Callback:
     def on_fit_begin(self, fit: FitBegin) -> None:
         """Run on the client, after all checks and before the replicas begin.
 
-        What it raises comes out of `fit`, and nothing is trained. What it changes in
-        this instance does not reach the copies on the workers.
+        An exception comes out of `fit`, and nothing is trained. Changes to this
+        instance do not reach the copies on the workers.
         """
 
     def on_epoch_begin(self, epoch: EpochBegin) -> None:
         """Run on a worker, in the training thread, before a replica begins an epoch.
 
-        A replica that comes in the middle of an epoch begins it then. What it raises
-        ends the run like an exception in the model.
+        A replica that joins in the middle of an epoch begins it then. An exception ends
+        the run like one in the model.
         """
 
     def on_step_end(self, step: Step) -> None:
         """Run on a worker, in the training thread, after each step.
 
-        What it raises ends the run like an exception in the model.
+        An exception ends the run like one in the model.
         """
 
     def on_epoch_end(self, row: Mapping[str, Any]) -> None:
         """Run on the client after each epoch, with its row of the history.
 
-        The replicas go on meanwhile. What it raises stops the run and comes out of
-        `fit`.
+        The replicas go on meanwhile. An exception stops the run and comes out of `fit`.
         """
 
     def on_fit_end(self, end: FitEnd) -> None:
         """Run on the client when the replicas have left and `model_` is there.
 
-        It is run if `on_fit_begin` has been, without an error, and whatever happened
-        since. Callbacks have their turn in reverse order. What it raises comes out of
-        `fit`, but for when the fit has ended with an error: that one comes out, with
-        a note of the other.
+        It runs if `on_fit_begin` has returned, whatever happened since, in reverse
+        order of the callbacks. An exception comes out of `fit`; if the fit has ended
+        with an error, that error comes out, with a note of the exception.
         """
 
 
 @dataclass(frozen=True)
 class Evaluate(Callback):
-    """Score `validation` in each so many-th epoch, and in the last one of the fit.
+    """Evaluate `validation` in every n-th epoch, and in the last one of the fit.
 
-    Without it, that is done in every epoch. In the others the columns ``val_loss`` and
-    ``val_accuracy`` of the history are NaN, and `ReduceLROnPlateau` waits. An
-    :class:`~daskdl.EarlyStopping` that monitors one of them has it scored in the
-    epochs it looks at as well.
+    Without this callback it is evaluated in every epoch. In other epochs the columns
+    ``val_loss`` and ``val_accuracy`` of the history are NaN, and `ReduceLROnPlateau`
+    waits. An :class:`~daskdl.EarlyStopping` that monitors one of them has it evaluated
+    in the epochs it checks as well.
 
     Args:
-        every: Epochs from one score to the next, counted from the beginning of the
+        every: Epochs from one evaluation to the next, counted from the start of the
             fit.
 
     Raises:
-        OptionError: If it is no whole number >= 1.
+        OptionError: If it is not a whole number >= 1.
 
     Example:
         >>> [epoch for epoch in range(9) if Evaluate(every=3).due(epoch)]
@@ -158,23 +155,23 @@ class Evaluate(Callback):
         check_whole("every", self.every, 1)
 
     def due(self, epoch: int) -> bool:
-        """Whether it is time at the end of an epoch, counted from 0."""
+        """Whether to evaluate at the end of an epoch, counted from 0."""
         return (epoch + 1) % self.every == 0
 
 
 MONITORS = ("val_loss", "val_accuracy", "loss")
 MODES = ("min", "max", "auto")
-PATIENCE = 5  # epochs, where nothing was given to stop at
+PATIENCE = 5  # epochs, if no criterion is given
 
 
 @dataclass(frozen=True)
 class EarlyStopping(Callback):
-    """End a fit when going on does not pay, and go back to the best model.
+    """End a fit that no longer improves, and restore the best model.
 
-    At the end of an epoch, when all replicas have met, each of them comes to the same
-    decision from what all have told each other. So none begins an epoch too many, and
-    the client need not be asked. `Trainer.history_` says in ``stopping`` why the fit
-    ended, and which epoch was the best; see :class:`~daskdl.Stopping`.
+    At the barrier at the end of an epoch replicas decide independently but
+    deterministically from identical reports, so they agree: none begins an epoch too
+    many, and the client need not be asked. `Trainer.history_` says in ``stopping`` why
+    the fit ended and which epoch was the best; see :class:`~daskdl.Stopping`.
 
     A fit ends with the first epoch in which one of these holds:
 
@@ -194,19 +191,18 @@ class EarlyStopping(Callback):
         mode: Whether the least or the largest score is the best; ``"auto"``: the
             largest accuracy, the least loss.
         target: A score that is good enough; None: none is.
-        max_seconds: Since all replicas were there; the epoch that runs is not broken
-            off.
-        every: Look at the score in each so many-th epoch of the fit, and in the last.
-            A score of the validation data is then computed in these only.
+        max_seconds: Since all replicas had joined; the current epoch is completed.
+        every: Check the score in every n-th epoch of the fit, and in the last one. A
+            score of the validation data is then computed in these only.
         check_finite: Whether a score that is NaN or infinite ends the fit. Else it
             counts as no improvement.
-        restore_best: Whether the model of the best epoch, on which all replicas had
-            agreed, is what comes of the fit. Each replica keeps it: 4 bytes for each
-            parameter. Optimizer and schedule are as they were in the end.
+        restore_best: Whether the fit returns the model that all replicas agreed on at
+            the end of the best epoch. Each replica keeps it: 4 bytes per parameter.
+            Optimizer and schedule stay as they were at the end.
 
     Raises:
-        OptionError: If an argument is outside what is allowed. When the fit begins, if
-            there is no such score.
+        OptionError: If an argument is out of range. When the fit begins, if there is no
+            such score.
 
     Example:
         >>> EarlyStopping().patience
@@ -251,30 +247,30 @@ class EarlyStopping(Callback):
 
     @property
     def needs_validation(self) -> bool:
-        """Whether it looks at a score of the validation data."""
+        """Whether it monitors a score of the validation data."""
         return self.monitor != "loss"
 
     def due(self, epoch: int) -> bool:
-        """Whether it looks at the score at the end of an epoch, counted from 0."""
+        """Whether it checks the score at the end of an epoch, counted from 0."""
         return (epoch + 1) % self.every == 0
 
     def improves(self, score: float, on: float) -> bool:
-        """Whether a finite score is better than another by what counts.
+        """Whether a finite score is better than another by `min_delta` or more.
 
         Args:
             score: Of an epoch.
-            on: Of another epoch; NaN: there was none.
+            on: Of another epoch; NaN: none.
         """
         return self.is_better(score, on) and not abs(score - on) < self.min_delta
 
     def is_better(self, score: float, than: float) -> bool:
-        """Whether a finite score is better than another, or there is no other."""
+        """Whether a finite score is better than another; NaN: there is no other."""
         if math.isnan(than):
             return True
         return score > than if self.largest_is_best else score < than
 
     def is_enough(self, score: float) -> bool:
-        """Whether a score is as good as the target."""
+        """Whether a score reaches the target."""
         return self.target is not None and (
             score == self.target or self.is_better(score, self.target)
         )
@@ -302,12 +298,12 @@ _STEPS = re.compile(r"(\d+) steps?")
 
 @dataclass(frozen=True)
 class Checkpoint(Callback):
-    """Write all that a fit has come to, so that another one can go on from there.
+    """Write the state of a running fit, so that another fit can resume it.
 
-    When all replicas have met, each copies its state and trains on, while a thread
-    beside it writes the copy. What was written is a checkpoint when all of it is there:
-    whoever is killed meanwhile, the one before is still whole.
-    ``Trainer.fit(..., resume=url)`` goes on from the newest.
+    At a barrier each replica copies its state and trains on, while a thread writes the
+    copy. A checkpoint counts once all of its parts are there: if a process is killed
+    meanwhile, the one before is still complete. ``Trainer.fit(..., resume=url)``
+    resumes the newest.
 
     Args:
         url: A folder: a path or a URL of fsspec, such as ``s3://bucket/run-17``, which
@@ -317,14 +313,15 @@ class Checkpoint(Callback):
             then meet too, after as many steps or as long since they met before. The
             end of a fit always has one.
         keep_last: How many of the newest are kept, >= 1; None: all.
-        keep_every: Each so many-th is kept in any case, counted from the first of the
-            fit; None: none is.
-        keep_best: Also the one with the best ``"val_loss"``, ``"val_accuracy"`` or
-            ``"loss"``, the mean training loss of the epoch, is kept; None: it is not.
+        keep_every: Every n-th is kept in any case, counted from the first of the fit;
+            None: none.
+        keep_best: Also keep the checkpoint with the best ``"val_loss"``,
+            ``"val_accuracy"`` or ``"loss"``, the mean training loss of the epoch; None:
+            do not.
 
     Raises:
-        OptionError: If an argument is outside what is allowed. When the fit begins, if
-            there is no such score.
+        OptionError: If an argument is out of range. When the fit begins, if there is no
+            such score.
 
     Example:
         >>> rule = Checkpoint("s3://bucket/run-17", every=2, keep_last=1)
@@ -376,18 +373,18 @@ class Checkpoint(Callback):
             )
 
     def due(self, epoch: int) -> bool:
-        """Whether one is written at the end of an epoch, counted from 0."""
+        """Whether to write one at the end of an epoch, counted from 0."""
         return isinstance(self.every, str) or (epoch + 1) % self.every == 0
 
     @property
     def steps(self) -> int | None:
-        """Steps of each replica after which there is one; None: no such."""
+        """Steps of each replica between two checkpoints; None: not by steps."""
         found = _STEPS.fullmatch(str(self.every))
         return None if found is None else int(found[1])
 
     @property
     def seconds(self) -> float | None:
-        """Time after which there is one; None: no such."""
+        """Seconds between two checkpoints; None: not by time."""
         if (
             self.steps is not None
             or self.every == "epoch"
@@ -398,7 +395,7 @@ class Checkpoint(Callback):
 
 
 class Rate(NamedTuple):
-    """A learning rate; of an epoch it is the one at its end, of all replicas."""
+    """A learning rate, of a step of a replica or of all at the end of an epoch."""
 
     epoch: int  # from 0, over all fits
     learning_rate: float  # of the first parameter group
@@ -407,10 +404,10 @@ class Rate(NamedTuple):
 
 
 class LearningRateMonitor(Callback):
-    """Keep the learning rates of all fits that an instance is used for.
+    """Record the learning rates of all fits that an instance is used for.
 
-    A schedule goes on from fit to fit, and a history is of one of them. It runs on the
-    client, from what the replicas report there anyway.
+    A schedule goes on from fit to fit, while a history belongs to one fit. It runs on
+    the client, from what the replicas report anyway.
 
     Args:
         every: ``"epoch"``, or ``"step"``: those steps of each replica that
@@ -477,12 +474,12 @@ SCORES = ("loss", "val_loss", "val_accuracy")
 
 
 class PrintProgress(Callback):
-    """Write a line for each epoch, and one in the end if the fit ended early.
+    """Print a line for each epoch, and one at the end if the fit ended early.
 
-    It runs on the client. Scores that an epoch does not have are left out of its line.
+    It runs on the client. Scores that an epoch lacks are left out.
 
     Args:
-        stream: Where to write; None: to standard output, as it is then.
+        stream: Where to write; None: standard output at that time.
 
     Example:
         >>> progress = PrintProgress()
@@ -547,7 +544,7 @@ def _home() -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class FailureInjection(Callback):
-    """Let chosen replicas fail at chosen steps, or with a probability.
+    """Make chosen replicas fail at chosen steps, or at random.
 
     ========  ==========================================================
     kind      what happens in the replica
@@ -560,12 +557,12 @@ class FailureInjection(Callback):
     drop      an update of it does not arrive at another replica
     ========  ==========================================================
 
-    A failure follows the step it was chosen for. Chance depends on `seed`, the
-    replica's number and the step's alone, so it is the same in every run. A replica
-    that comes back after its worker was started again has a new number.
+    A failure follows its step. Randomness depends on `seed`, the replica's number and
+    the step alone, so it is the same in every run. A replica on a restarted worker has
+    a new number.
 
-    What is dropped is asked for again, and then comes. With the routing ``"plain"``
-    only its origin has it: if that is lost meanwhile, the run cannot go on.
+    A dropped update is retransmitted on request. With the routing ``"plain"`` only its
+    origin has it: if the origin is lost meanwhile, the run cannot go on.
 
     Args:
         kind: What happens.
@@ -580,9 +577,9 @@ class FailureInjection(Callback):
         seed: Of the chance.
 
     Raises:
-        OptionError: If an argument is outside what is allowed; while it trains, if
-            ``"exit"`` or ``"freeze"`` would hit the client's own process, and for
-            ``"drop"`` with ``client=False``, where no message can get lost.
+        OptionError: If an argument is out of range; while it trains, if ``"exit"`` or
+            ``"freeze"`` would hit the client's own process, and for ``"drop"`` with
+            ``client=False``, where no message can get lost.
 
     Example:
         >>> rule = FailureInjection("raise", replicas=[1], probability=0.5, times=2)
@@ -639,7 +636,7 @@ class FailureInjection(Callback):
         Args:
             replica: Its number.
             number: Of the step; with a receiver, of the update.
-            receiver: The replica at which the update does not arrive.
+            receiver: The replica that does not get the update.
         """
         if self.replicas is not None and replica not in self.replicas:
             return False
@@ -647,7 +644,7 @@ class FailureInjection(Callback):
             return False
         if self.times is None:
             return True
-        # Not counted where it happens: then it would not be a plain value.
+        # Recounted each time: a counter would make this more than a plain value.
         earlier = 0
         for other in range(1, number):
             earlier += self._chosen(replica, other, receiver)
@@ -689,7 +686,7 @@ class FailureInjection(Callback):
 
 
 def freeze(seconds: float | None) -> None:
-    """Stop this process; another one wakes it after so many seconds, None: nobody."""
+    """Stop this process; another one continues it after `seconds`; None: none does."""
     waker = None
     if seconds is not None:
         waker = subprocess.Popen(

@@ -33,7 +33,7 @@ Found = Mapping[str, str]  # versions of "daskdl" and "torch", and "error"; or e
 
 @contextlib.contextmanager
 def client_of(client: Client | None) -> Iterator[Client]:
-    """Yield a synchronous client; one of our own is closed again, with its cluster.
+    """Yield a synchronous client; a cluster started here is closed again.
 
     Args:
         client: None: the default client if there is one, else a
@@ -80,10 +80,10 @@ def client_or_process(
 
 
 def check_outlives(client: Any) -> None:
-    """Refuse to make something lazy for a cluster of our own, which is closed first.
+    """Refuse lazy outputs on a cluster that would be closed before they are computed.
 
     Raises:
-        OptionError: If `client_of` would start one.
+        OptionError: If `client_of` would start a cluster.
     """
     if client is None and _default() is None:
         raise OptionError(
@@ -100,10 +100,10 @@ def _default() -> Client | None:
 
 
 def check_installed(client: Client) -> None:
-    """Import daskdl on the scheduler and all workers, and compare the versions.
+    """Import daskdl on the scheduler and all workers, and compare versions.
 
-    Nothing of daskdl can be sent to a process that does not have it. The import takes
-    seconds, and is made in a thread of each process, whose event loop goes on.
+    A process without daskdl could not unpickle anything of it. The import takes seconds
+    and runs in a thread of each process, so that its event loop stays responsive.
 
     Args:
         client: A synchronous client. Workers that are leaving are passed over.
@@ -129,7 +129,7 @@ def check_installed(client: Client) -> None:
 
 
 async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
-    """What the scheduler and each worker have, or the error instead, by name."""
+    """Ask the scheduler and each worker for their versions; a value may be an error."""
     scheduler = f"the scheduler, {client.scheduler.address}"
     asked = {asyncio.ensure_future(client.nthreads()): scheduler}
     done, waiting = await asyncio.wait(asked, timeout=bound.seconds)
@@ -158,10 +158,10 @@ async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
 
 
 def _finder() -> Callable[[], Awaitable[Found]]:
-    """A function that imports daskdl where daskdl may be missing.
+    """Make a function that imports daskdl where daskdl may be missing.
 
-    A function within a function is pickled as code, not as a name in its module. On a
-    scheduler it imports as much: Dask unpickles tasks there, on the event loop.
+    An inner function is pickled as code, not as a name in its module. The scheduler
+    imports as much as a worker: Dask unpickles tasks there, on the event loop.
     """
 
     def find() -> Found:
@@ -182,11 +182,11 @@ def _finder() -> Callable[[], Awaitable[Found]]:
 
 
 def arrivals(name: str) -> WorkerPlugin:
-    """A plugin that lets workers take part, now and whenever they come.
+    """Make a plugin that lets workers take part, now and whenever they arrive.
 
-    It is pickled as code, so that a worker takes it that lacks daskdl. There daskdl is
-    imported in a thread, and the channel's end is set up if the version is this one; in
-    any case the scheduler is told what was found.
+    It is pickled as code, so that a worker without daskdl can load it. It imports
+    daskdl in a thread, sets up the channel's end if the version is the same, and
+    reports to the scheduler what it has found.
 
     Args:
         name: Of the channel's end.
@@ -206,8 +206,8 @@ def arrivals(name: str) -> WorkerPlugin:
             await worker.scheduler.daskdl_arrive(worker=worker.address, found=found)
 
         async def teardown(self, worker: Worker) -> None:
-            # Dask does so too before it sets a plugin up twice, as it may when a worker
-            # comes just now: replicas go on then.
+            # Dask also calls this before it sets a plugin up twice, as it may for a
+            # worker that has just arrived: its replicas go on then.
             end = worker.extensions.get(name)
             if end is not None and worker.status is not Status.running:
                 await end.teardown(worker)
@@ -216,7 +216,7 @@ def arrivals(name: str) -> WorkerPlugin:
 
 
 def lacking(found: Found | Exception) -> str:
-    """What a process cannot take part with; empty: nothing."""
+    """Why a process cannot take part; empty: it can."""
     if isinstance(found, Exception):
         return f"{type(found).__name__}: {found}"
     other = []
@@ -228,7 +228,7 @@ def lacking(found: Found | Exception) -> str:
 
 
 def _minor(version: str) -> str:
-    """Patches, and builds for other devices, understand each other.
+    """The part of a version that has to be equal; patches and builds may differ.
 
     Example:
         >>> _minor("2.8.1+cu128")

@@ -1,4 +1,7 @@
-"""What a fit has recorded: a row per epoch, a table of steps, and why it stopped."""
+"""What a fit records: a row per epoch, a sample of steps, and why it stopped.
+
+Rows of steps travel packed, and are thinned evenly where they become too many.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,18 +16,19 @@ Reason = Literal["not_finite", "target", "patience", "max_seconds"]
 
 @dataclass(frozen=True)
 class Stopping:
-    """What :class:`~daskdl.EarlyStopping` saw in a fit, and did; `history.stopping`.
+    """What :class:`~daskdl.EarlyStopping` saw and did in a fit; `history.stopping`.
 
     Attributes:
         monitor: The name of the score.
         reason: Why the fit ended before its last epoch: the score was
             ``"not_finite"``, it reached the ``"target"``, ``"patience"`` was used up,
-            or ``"max_seconds"`` were over. None: it did not, or for another reason.
+            or ``"max_seconds"`` had passed. None: it did not end early, or for another
+            reason.
         details: The reason in words; empty without one.
-        scores: The score of each epoch that was looked at, by epoch, from 0.
-        best_epoch: That had the best score; None: none was finite.
-        best_score: The score it had; NaN without one.
-        restored: Whether the model that came of the fit is that of the best epoch.
+        scores: The score of each epoch that was evaluated, by epoch, from 0.
+        best_epoch: The epoch with the best score; None: no score was finite.
+        best_score: Its score; NaN without one.
+        restored: Whether the fit returned the model of the best epoch.
     """
 
     monitor: str
@@ -40,13 +44,13 @@ T = TypeVar("T")
 
 
 class Thinned(Generic[T]):
-    """At most so many of numbered things, in the order in which they came.
+    """A bounded, evenly thinned sequence of numbered items, in order of arrival.
 
-    When there are more, those with odd numbers go; then only every fourth number is
-    kept, then every eighth, and so on. What is numbered alike is thinned alike.
+    When there are more than `most`, only items with even numbers stay; next only every
+    fourth number, then every eighth, and so on. Equal numbers are thinned alike.
 
     Args:
-        most: Things, >= 1.
+        most: Items, >= 1.
 
     Example:
         >>> thinned = Thinned(most=3)
@@ -71,11 +75,11 @@ class Thinned(Generic[T]):
         return (thing for _, thing in self._numbered)
 
     def wants(self, number: int) -> bool:
-        """Whether a thing of this number would be kept now."""
+        """Whether an item with this number would be kept now."""
         return number % self._stride == 0
 
     def add(self, number: int, thing: T) -> None:
-        """Keep it, if its number is one of those that are kept."""
+        """Add an item, if its number is among those that are kept."""
         if not self.wants(number):
             return
         self._numbered.append((number, thing))
@@ -84,11 +88,11 @@ class Thinned(Generic[T]):
             self._numbered = [kept for kept in self._numbered if self.wants(kept[0])]
 
     def numbered(self) -> list[tuple[int, T]]:
-        """What is there, with its numbers."""
+        """The items with their numbers."""
         return list(self._numbered)
 
     def take(self) -> list[tuple[int, T]]:
-        """Empty it; return what was there with its numbers. It goes on as sparsely."""
+        """Return the items with their numbers, and empty it; it stays as sparse."""
         taken, self._numbered = self._numbered, []
         return taken
 
@@ -152,7 +156,7 @@ LAYOUT = np.dtype(
 
 
 def pack_rows(numbered: Sequence[tuple[int, StepRow]]) -> bytes:
-    """Write rows and their numbers as bytes, 152 for each; nothing for none.
+    """Pack rows and their numbers, 152 bytes each; no rows are no bytes.
 
     Example:
         >>> row = StepRow(epoch=0, step=10, replica=1, loss=0.5, kind="GAPS")
@@ -173,11 +177,11 @@ def unpack_rows(
 
     Args:
         packed: Whole rows.
-        layout: With which they were written, perhaps by another release: columns that
-            it lacks are as in a row without them, and others are passed over.
+        layout: Of these rows, perhaps of another release: columns that it lacks have
+            their defaults, and unknown ones are ignored.
 
     Raises:
-        ValueError: If the bytes are no rows of it, or it lacks what a row must have.
+        ValueError: If the bytes do not fit the layout, or it lacks a required column.
     """
     names = layout.names or ()
     if "number" not in names:
@@ -196,12 +200,11 @@ def unpack_rows(
 
 
 class StepTable(Sequence[Row]):
-    """Steps of all replicas, a sample of them; a sequence of mappings.
+    """A sample of the steps of all replicas; a sequence of mappings.
 
-    Every row has the keys of :data:`STEP_COLUMNS`. The rows of an epoch come when it
-    ends, first those of the replica with the lowest number. There are at most 20,000:
-    beyond that every second one of each replica goes, and of what comes later every
-    second one is not taken in.
+    Every row has the keys of :data:`STEP_COLUMNS`. The rows of an epoch are added when
+    it ends, in ascending order of replica. There are at most 20,000 rows: beyond that
+    every second row of each replica is dropped, and from then on every second new one.
 
     Example:
         >>> table = StepTable()
@@ -219,7 +222,7 @@ class StepTable(Sequence[Row]):
             self._rows.add(number, row)
 
     def packed(self) -> bytes:
-        """The rows and their numbers as :func:`pack_rows` writes them."""
+        """The rows and their numbers, as :func:`pack_rows` packs them."""
         numbered = self._rows.numbered()
         return pack_rows(numbered) if numbered else b""
 
@@ -287,13 +290,13 @@ class History(Sequence[Row]):
     """Rows of a fit, oldest first; a sequence of mappings.
 
     Every row has the keys of :data:`COLUMNS`, and with validation data
-    ``val_loss`` and, for classification, ``val_accuracy``: NaN in epochs in which these
-    were not computed, see :class:`~daskdl.Evaluate`.
+    ``val_loss`` and, for classification, ``val_accuracy``: NaN in epochs without an
+    evaluation, see :class:`~daskdl.Evaluate`.
 
     Attributes:
         steps: A sample of the steps of each replica.
-        stopping: What early stopping saw and did; None without it, and while the fit
-            runs.
+        stopping: What early stopping saw and did; None without it, and until the fit
+            ends.
 
     Example:
         >>> history = History([{"epoch": 0, "loss": 0.5}, {"epoch": 1, "loss": 0.25}])

@@ -60,16 +60,14 @@ def evaluate(
     collate_fn: Callable[..., Any] | None = None,
     on_bad_batch: OnBad = "raise",
 ) -> Evaluation:
-    """Measure a model that daskdl did not train, in one pass.
-
-    It does what :meth:`Trainer.evaluate` does with the model it has trained.
+    """Evaluate any model in one pass, as :meth:`Trainer.evaluate` does its own.
 
     Args:
         model: Any module; not changed, whatever mode it is in.
         data: Inputs, or inputs and labels, of the kinds that ``Trainer.fit`` takes.
         labels: Likewise.
         loss: ``loss(model(x), labels)``, which also says what the outputs are; None:
-            it is not measured, and outputs are taken for what the first ones look like.
+            it is not measured, and the first outputs show what they are.
         metrics: See `Trainer.evaluate`.
         client: A synchronous `distributed.Client`; None: the default one, else a
             `LocalCluster` that is closed again; False: in this process.
@@ -77,10 +75,10 @@ def evaluate(
         transform: Of each batch.
         loader: For files.
         collate_fn: For datasets.
-        on_bad_batch: What to do about parts that cannot be read.
+        on_bad_batch: What to do about unreadable parts.
 
     Returns:
-        A dict of all that was measured, over all rows, which prints as a report.
+        A dict of all measures over all rows, which prints as a report.
 
     Raises:
         DataError: If the data cannot be used.
@@ -130,9 +128,7 @@ def predict(
     collate_fn: Callable[..., Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Apply a model that daskdl did not train to every row.
-
-    It does what :meth:`Trainer.predict` does with the model it has trained.
+    """Apply any model to every row, as :meth:`Trainer.predict` does its own.
 
     Args:
         model: Any module; not changed, whatever mode it is in.
@@ -194,33 +190,32 @@ class Trainer:
             `daskdl.keras`.
         loss: ``loss(model(x), y)``, a scalar tensor. Left out if `step` is given.
         optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
-            parameters; it has to be given. Between fits another one may take its
-            place: hyperparameters that are new count, and the state stays; with another
-            class, other parameters, or an option that needs another state, such as
-            amsgrad, it begins anew.
+            parameters; required. It may be replaced between fits: new hyperparameters
+            take effect and the state stays; with another class, other parameters, or an
+            option that needs other state, such as amsgrad, the state begins anew.
         master: The way of training.
         client: A synchronous `distributed.Client`; None: the default one, else a
             `LocalCluster` that is closed again; False: none, see above.
-        device: Where replicas compute: ``"auto"`` is CUDA where a worker has it, its
-            devices shared out evenly among its replicas, else the CPU; or a torch
+        device: Where replicas compute: ``"auto"`` is CUDA where a worker has it, with
+            its devices divided evenly among its replicas, else the CPU; or a torch
             device.
-        seed: Of the model's start (if it is a function), of shuffling and of
-            dropout: replica i seeds torch with ``seed + i``.
+        seed: For initialising the model (if it is a function), shuffling and dropout:
+            replica i seeds torch with ``seed + i``.
         callbacks: See :class:`daskdl.Callback`.
         progress: Show a bar while fitting; None: if standard error is a terminal.
         autocast: Training computes forward passes under `torch.autocast` in this
             dtype, ``torch.bfloat16``, or ``torch.float16`` with a
-            `torch.amp.GradScaler` of each replica. Whatever scores or predicts
-            computes in the model's own dtype.
-        accumulate: Batches of `batch_size` rows for each step of the optimizer, one
-            after the other; with a mean loss the step is that of one large batch.
+            `torch.amp.GradScaler` for each replica. Evaluation and prediction compute
+            in the model's own dtype.
+        accumulate: Batches of `batch_size` rows for each optimizer step; with a mean
+            loss the step is that of one large batch.
         clip_grad_norm: Largest norm of all gradients together, > 0, after
             accumulation and before the optimizer; None: any.
-        step: ``step(model, (x, y))``, the mean loss of a batch, a scalar tensor, for
-            models whose forward pass is not ``model(x)``. Of validation and
-            evaluation there is then the loss only.
-        scheduler: Makes a `torch.optim.lr_scheduler.LRScheduler` from an optimizer.
-            At the end of an epoch all go on from the one that is farthest, and
+        step: ``step(model, (x, y))`` returns the mean loss of a batch, a scalar tensor,
+            for models whose forward pass is not ``model(x)``. Validation and evaluation
+            then have the loss only.
+        scheduler: Makes a `torch.optim.lr_scheduler.LRScheduler` from an optimizer. At
+            the end of an epoch all replicas continue from the most advanced one, and
             `ReduceLROnPlateau` gets the validation loss, or the mean training loss.
         scheduler_every: Step it after each ``"epoch"``, or ``"step"`` of a replica.
         telemetry_every: Steps of a replica for each row of `history.steps`; ``"auto"``:
@@ -229,18 +224,18 @@ class Trainer:
             them, that returns such a batch; applied to every batch that this trainer
             trains on, scores or predicts, on the worker; y is None where there are
             no labels. A fitted `daskdl.data.Standardize`, for one.
-        max_loss_rise: A fit ends when a replica's loss stays above its first one by so
-            many times that, or 1 if that is larger; None: it does not.
+        max_loss_rise: A fit ends when a replica's loss stays above its first one by
+            this many times the first one, or 1 if that is larger; None: it does not.
 
     Attributes:
         model_: The trained model, an ordinary module on the CPU.
         optimizer_: Its optimizer, with the replicas' averaged state.
         scheduler_: Of that optimizer, or None; the next fit goes on from it.
         history_: The rows of the last fit.
-        classes_: Names of the labels 0, 1, ... if the data of the last fit have such.
+        classes_: Names of the labels 0, 1, ... if the data of the last fit have any.
 
     Raises:
-        OptionError: If an option is outside what is allowed.
+        OptionError: If an option is out of range.
 
     Example:
         >>> X, y = torch.randn(64, 3), torch.zeros(64, dtype=torch.int64)
@@ -318,9 +313,9 @@ class Trainer:
             validation: (X, y), or what has both, on which the agreed model is scored
                 after each epoch, or after those of an :class:`~daskdl.Evaluate`.
             shuffle: New random order in each epoch, from the seed.
-            drop_last: Leave out what does not fill a batch at the end of a replica's
-                epoch, and before rows of another shape, fewer than `batch_size` rows
-                each time. They are not among the `examples` of the history.
+            drop_last: Leave out incomplete batches, at the end of a replica's epoch and
+                before rows of another shape. `examples` in the history does not count
+                them.
             transform: Of each batch, before that of the trainer; of `validation` too.
             loader: Makes (x, y) of a file: a function of its path, or one of those in
                 `daskdl.data`; None: by the files' extension.
@@ -332,25 +327,25 @@ class Trainer:
             approach: ``"export"``: write batch files first, which all epochs read,
                 and which are deleted in the end; where: ``daskdl.export.url``.
             resume: Where a :class:`~daskdl.Checkpoint` has written: go on from the
-                newest one there, or from this one, in place of `model_`, and train
-                until `epochs` are done, those before it included. True: where the one
-                among `callbacks` writes, if there is one yet.
+                newest one there, or from this one, instead of `model_`, and train until
+                `epochs` are done, including those before it. True: where the one among
+                `callbacks` writes, if there is one yet.
 
         Returns:
             One row for each epoch, as in `history_`.
 
         Raises:
             SaveError: If there is no checkpoint to resume, or one cannot be written.
-            DataError: If the data cannot be trained on. What can be seen without
-                loading any is seen before a worker is touched.
+            DataError: If the data cannot be trained on. What can be checked without
+                loading data is checked before a worker is touched.
             ModelError: If model, loss, step or optimizer cannot be used, likewise.
-            OptionError: If another argument cannot, the scheduler included, likewise.
+            OptionError: If another argument cannot be used, likewise.
             ReplicaError: If the user's code raised on a worker.
-            DivergedError: If the loss became NaN or infinite, or ran away, or if
-                parameters did.
-            RunError: If the run ended early for another reason. In these three
-                cases `model_` is what all replicas agreed on last. If all of them
-                or the scheduler were lost, also by a WaitTimeoutError, it is the
+            DivergedError: If the loss, or a parameter, became NaN or infinite or ran
+                away.
+            RunError: If the run ended early for another reason. In these three cases
+                `model_` is the state that all replicas agreed on last. If all replicas
+                or the scheduler were lost, also with a WaitTimeoutError, it is the
                 newest such state that had reached the client; a note says which.
         """
         both = one_of(transform, self.transform)
@@ -390,10 +385,10 @@ class Trainer:
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
     ) -> Evaluation:
-        """Measure `model_` in one pass, on the cluster or in this process.
+        """Evaluate `model_` in one pass, on the cluster or in this process.
 
-        What parts of the data give is merged so that it does not matter how they are
-        cut; see the page on evaluation.
+        The result does not depend on how the data are partitioned; see the page on
+        evaluation.
 
         Args:
             data: Inputs, or inputs and labels, of the kinds that :meth:`fit` takes as
@@ -411,8 +406,8 @@ class Trainer:
             on_bad_batch: What to do about parts that cannot be read.
 
         Returns:
-            A dict of all that was measured, over all rows, which prints as a report;
-            ``"loss"`` is among it, and with a `step` it is all.
+            A dict of all measures over all rows, which prints as a report; with a
+            `step` it has ``"loss"`` only.
 
         Raises:
             DataError: If the data cannot be used, or there is a label that the loss or
@@ -603,15 +598,15 @@ class Trainer:
         queue_limit: int = 1024,
         transform: Transform | None = None,
     ) -> Predictor:
-        """Let `model_` answer calls from many threads, on the cluster or here.
+        """Serve `model_` to calls from many threads, on the cluster or here.
 
-        It answers by the model of now; see :class:`daskdl.Predictor`, also for what it
-        raises. It is to be closed, best by ``with``.
+        It serves the model as it is now; see :class:`daskdl.Predictor`, also for its
+        errors. Close it, best by ``with``.
 
         Args:
             replicas: Models in the workers' memory.
             batch_limit: Rows of a batch, and of one call.
-            wait_ms: How long a call waits for others to come at most.
+            wait_ms: How long a call waits for others at most.
             queue_limit: Rows that may wait for a replica.
             transform: See :meth:`fit`; y is None for it.
         """
@@ -626,15 +621,15 @@ class Trainer:
         )
 
     def save(self, url: Any, optimizer: bool = True) -> None:
-        """Save what is needed to predict, to evaluate and to fit on.
+        """Save everything needed to predict, evaluate and continue fitting.
 
-        Tensors become safetensors files, all else JSON; nothing is pickled. A save that
-        was there before is replaced at once, when all files are written.
+        Tensors become safetensors files, everything else JSON; nothing is pickled. An
+        earlier save is replaced atomically, once all files are written.
 
         Args:
             url: A folder: a path, or a URL of fsspec such as ``s3://bucket/run-17``.
-            optimizer: Also the state of optimizer, scheduler and thresholds, and what
-                replicas have not sent; without it the next fit begins these anew.
+            optimizer: Also save the state of optimizer, scheduler, thresholds and
+                residuals; without it they begin anew in the next fit.
 
         Raises:
             OptionError: If there is no `model_` yet, or something cannot be saved.
@@ -656,21 +651,20 @@ class Trainer:
         trusted: Sequence[str] = (),
         **passed: Any,
     ) -> Self:
-        """Make a trainer that goes on where the saved one was.
+        """Load a trainer that continues where the saved one was.
 
-        Executes nothing that the files contain and imports nothing that they name. Of
-        classes and functions it calls those that are known to make what is needed; the
-        page on saving says which.
+        Executes nothing that the files contain and imports nothing that they name. It
+        calls only known classes and functions; the page on saving lists them.
 
         Args:
             url: Where it was saved.
             client: See the class.
-            trusted: Names of modules, or of packages, such as ``["my_nets"]``: what a
-                save names there is imported, and called with the arguments it has.
-            passed: Other arguments of the class, in place of those that were saved.
+            trusted: Names of modules or packages, such as ``["my_nets"]``: what a save
+                names there is imported, and called with its saved arguments.
+            passed: Other arguments of the class, instead of the saved ones.
 
         Raises:
-            SaveError: If there is nothing, or it is damaged, foreign or too new.
+            SaveError: If there is no save, or it is damaged, foreign or too new.
             OptionError: Naming each argument that has to be passed, and why.
         """
         state = saves.load(url, passed, trusted)

@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
-    """Call something, and something else with the error it may raise.
+    """Call a function; if it raises an Exception, return what `failed` makes of it.
 
     Args:
-        action: What. An exception that is no error, as a KeyboardInterrupt, comes out.
-        failed: Says what is returned instead.
+        action: KeyboardInterrupt, SystemExit and their like come out.
+        failed: Gets the exception.
     """
     try:
         return action()
@@ -27,11 +27,11 @@ def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 async def answered(
     action: Callable[[], Awaitable[T]], failed: Callable[[Exception], T]
 ) -> T:
-    """Await something, or say with the error that it may raise what is answered.
+    """Await a function; if it raises an Exception, return what `failed` makes of it.
 
     Args:
-        action: What. Foreign bytes may make it raise anything.
-        failed: Says what is returned instead. That it is cancelled comes out.
+        action: May raise anything, if it reads foreign bytes. Cancellation comes out.
+        failed: Gets the exception.
     """
     try:
         return await action()
@@ -40,14 +40,14 @@ async def answered(
 
 
 def settle(future: "Future[T]", action: Callable[[], T]) -> None:
-    """Call something, and let a future have what it returns or raises.
+    """Call a function, and put what it returns or raises into a future.
 
-    In a thread it gets a SystemExit too: it would be waited for without an end.
+    SystemExit too: in a thread nobody else would learn of it, and wait for ever.
 
     Args:
-        future: Not done yet. The caller should not have a name for it: the error leads
-            to the caller's frame, and both would stay until a collection.
-        action: What.
+        future: Not done yet. The caller should not keep a name for it: the traceback
+            refers to the caller's frame, and both would stay until a collection.
+        action: Called once.
     """
     try:
         future.set_result(action())
@@ -82,11 +82,10 @@ _users: list[None] = []
 
 @contextlib.contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Keep what is freed for the next step, while inside.
+    """Keep freed memory for the next step, instead of returning it to the system.
 
-    Works for blocks up to 32 MiB, under glibc; elsewhere nothing happens, and
-    nothing has to. The last one to leave gives the memory back, and puts the
-    allocator back to what the environment asks for.
+    Works for blocks up to 32 MiB under glibc; has no effect elsewhere. The last user to
+    leave returns the memory and restores the settings of the environment.
     """
     with _lock:
         _users.append(None)

@@ -36,7 +36,7 @@ from benchmarks.questions import Question
 from benchmarks.recorded import Recorded, recorded
 from daskdl import codec
 from daskdl.channel.protocol import NAME, Endpoint
-from daskdl.training.gradient_sharing import Pace
+from daskdl.training.gradient_sharing import GradientSharing
 
 MOST_WORKERS = 8
 MAX_STALENESS = 8  # the default of `GradientSharing`
@@ -104,7 +104,9 @@ def member(own: Endpoint, case: Case, updates: Recorded) -> Told:
     """Take part in a run: as many steps as `compute`, with exchanges."""
     secede()
     channel = get_worker().extensions[NAME].open(own)
-    pace = Pace(MAX_STALENESS, case.exchange_every, warmup_steps=0)
+    pace = GradientSharing(
+        max_staleness=MAX_STALENESS, exchange_every=case.exchange_every
+    )
     leads = []
 
     def encode(stamp: codec.Stamp) -> NDArray[np.uint8]:
@@ -119,10 +121,10 @@ def member(own: Endpoint, case: Case, updates: Recorded) -> Told:
             exchanges = step % case.exchange_every == 0
             if exchanges:
                 channel.publish(encode, step)
-            if pace.says(step):
+            if pace.announces(step):
                 channel.progress(step)
             channel.drain()
-            leads.append(pace.lead(step, channel.wait_for_peers(step, 0, None)))
+            leads.append(pace.least_lead(step, channel.wait_for_peers(step, 0, None)))
             if exchanges:
                 channel.wait_for_peers(step, 0, MAX_STALENESS)
         seconds = time.monotonic() - started

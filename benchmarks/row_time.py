@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from daskdl.training.gradient_sharing import Sharer
-from daskdl.training.telemetry import Observer, StepLog, Stopwatch
+from daskdl.training.gradient_sharing import GradientSharingExchange
+from daskdl.training.telemetry import StepLog
 
 MAKERS = {
     StepLog: ("due", "add", "take"),
-    Sharer: ("step_stats",),
-    Observer: ("begin_step", "leads", "exchanged"),
-    Stopwatch: ("__enter__", "__exit__"),
+    GradientSharingExchange: ("step_stats",),
 }
 
 spent_s: list[float] = []  # in this process, since it was cleared

@@ -2,17 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.inbox import DrainResult
 from daskdl.channel.protocol import FAN_OUT, Barrier
 from daskdl.compression.compressor import (
@@ -57,244 +57,81 @@ from daskdl.training.base import (
     check_places,
     restoring,
 )
-from daskdl.training.telemetry import SAMPLE, Observer, StepClock
+from daskdl.training.telemetry import SAMPLE, mean, spread_of
 
 
-class Pace(NamedTuple):
-    """When a replica waits, when it shares, and until when it does so densely."""
-
-    max_staleness: int | None  # steps it may be ahead of the slowest; None: any
-    exchange_every: int  # steps between exchanges
-    warmup_steps: int  # what was made in these is sent whole
-
-    def says(self, step: int) -> bool:
-        """Tell whether others are told when a step is made: they may wait for it.
-
-        They do so only when they begin an interval, for what was made
-        ``max_staleness`` steps before.
-
-        Example:
-            >>> [step for step in range(1, 33) if Pace(4, 16, 0).says(step)]
-            [12, 16, 28, 32]
-        """
-        return any((step + ahead) % self.exchange_every == 0 for ahead in self._ahead)
-
-    def lead(self, step: int, known: int) -> int:
-        """Steps ahead of another at least: what it may not have said counts as made.
-
-        Args:
-            step: Steps made here.
-            known: How many more these are than the other has said it made.
-
-        Example:
-            >>> Pace(4, 16, 0).lead(16, 4), Pace(4, 16, 0).lead(16, 16)
-            (1, 5)
-            >>> Pace(8, 1, 0).lead(7, 3)
-            3
-        """
-        said, every = step - known, self.exchange_every
-        unsaid = min(every - 1 - (said + ahead) % every for ahead in self._ahead)
-        return max(0, known - unsaid)
-
-    @property
-    def _ahead(self) -> tuple[int, ...]:
-        """How far others are from beginning an interval when a step matters to them."""
-        return (0,) if self.max_staleness is None else (0, self.max_staleness)
-
-    @property
-    def in_step(self) -> bool:
-        """Whether everybody makes each step together."""
-        return self.max_staleness == 0
-
-
-class Sender:
-    """Gives a channel what a compressor proposes, and takes out what it accepted.
-
-    Args:
-        compressor: Of the replica's module.
-        channel: The replica's end of the run.
-        pace: When to wait, and when to share.
-        observer: Is told of each exchange.
-    """
-
-    due: bool  # steps were made since the last exchange was tried
-    unshared: int  # steps since the last one that was accepted
-
-    def __init__(
-        self,
-        compressor: Compressor,
-        channel: Channel,
-        pace: Pace,
-        observer: Observer,
-    ) -> None:
-        self._compressor = compressor
-        self._channel = channel
-        self._pace = pace
-        self._observer = observer
-        self._clock = StepClock()
-        self.due = False
-        self.unshared = 0
-
-    def begin_step(self) -> None:
-        """The replica waits for nobody now, and trains."""
-        self._clock.begin()
-
-    def end_step(self) -> None:
-        """The replica has made a step."""
-        self._clock.end()
-        self.unshared += 1
-        with self._observer.encoding:
-            self._compressor.vector.sync_from_parameters_()
-        self.due = True
-
-    def share(self, step: int, made: int) -> None:
-        """Send what is to be sent now; without room for it, all stays as it is.
-
-        Args:
-            step: Number of the last step, of all replicas alike.
-            made: Steps in all, with those of earlier fits.
-        """
-        self.due = False
-        self._clock.chance()
-        if not self._has_room():
-            return
-        with self._observer.encoding:
-            # All that was made in the warm-up goes densely, however late it can.
-            dense = made - self.unshared < self._pace.warmup_steps
-            updates = self._compressor.propose(dense=dense)
-        self._exchange(updates, step)
-
-    def pass_over(self) -> None:
-        """Nobody is there to send to; what was to be shared is dealt with."""
-        self.due = False
-        self.unshared = 0
-        self._clock.chance()
-        self._clock.take()
-
-    def _has_room(self) -> bool:
-        if not self._pace.in_step:
-            return self._channel.has_room()
-        with self._observer.waiting:
-            return self._channel.has_room(wait=True)
-
-    def _exchange(self, updates: Sequence[PendingUpdate], step: int) -> None:
-        """Send what there is to send, a frame each, as far as there is room."""
-        waiting = [update for update in updates if update.entries]
-        frames = self._send_all(waiting, step)
-        if waiting and not frames:
-            return
-        for update in updates:
-            if not update.entries:
-                self._compressor.commit_(update)
-        self.unshared = 0
-        entries = sum(update.entries for update in waiting[: len(frames)])
-        density = entries / self._compressor.vector.size
-        self._observer.exchanged(density, frames)
-        self._learn(density, frames, isinstance(updates[0], PendingDense))
-
-    def _learn(self, density: float, frames: Sequence[Frame], dense: bool) -> None:
-        """Tell the rules what the exchange took."""
-        measured = Measured(
-            self._compressor.vector.size,
-            density,
-            sum(frame.nbytes for frame in frames),
-            dense,
-            self._clock.take(),
-            self._channel.link_stats(),
-        )
-        self._compressor.learn(measured)
-
-    def _send_all(self, waiting: Sequence[PendingUpdate], step: int) -> list[Frame]:
-        """Return the frames that were accepted, of the first of these."""
-        frames: list[Frame] = []
-        for update in waiting:
-            if frames and self._pace.in_step:  # all, or it could not be repeated
-                self._has_room()
-
-            def encode(stamp: codec.Stamp, update: PendingUpdate = update) -> Frame:
-                frames.append(update.encode(stamp))
-                return frames[-1]
-
-            before, partial = len(frames), update is not waiting[-1]
-            with self._observer.encoding:
-                if not self._channel.publish(encode, step, partial=partial):
-                    return frames[:before]
-                # Only what is on its way leaves the residual.
-                self._compressor.commit_(update)
-        return frames
-
-    def state(self) -> dict[str, Any]:
-        """What it goes on from, as plain values; its clock begins anew."""
-        return {"unshared": self.unshared, "due": self.due}
-
-    def restore_(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` made; other keys are another's."""
-        self.unshared, self.due = state["unshared"], state["due"]
-
-
-class Sharer(Exchange):
+class GradientSharingExchange(Exchange):
     """One replica's part in sharing updates.
 
-    If a barrier finds it the only one that is there, shared is its own from then on: it
-    takes in the residual as a whole, and nothing is encoded. With the first snapshot
-    that it gives to a newcomer that ends.
+    If a barrier finds no other replica, shared is this one's own from then on: it takes
+    in the residual as a whole, and nothing is encoded. The first snapshot that it gives
+    to a joining replica ends that.
 
     Args:
         context: Of the replica.
-        compressor: Of the module there.
-        pace: When to wait, and when to share.
-        scale: How much an update of each of so many replicas counts.
-        made: Steps that were made before those that are counted here: in earlier
-            fits, or alone. A newcomer learns it from its snapshot.
+        options: Of all replicas.
     """
 
     kind = SHARER
 
-    def __init__(
-        self,
-        context: ReplicaContext,
-        compressor: Compressor,
-        pace: Pace,
-        scale: Callable[[int], float],
-        made: int,
-    ) -> None:
+    def __init__(self, context: ReplicaContext, options: "GradientSharing") -> None:
+        sent, made = context.compression or CompressionState({}, 0)
         self.context = context
-        self._pace = pace
-        self._scale = scale
-        self._module = context.module
-        self._frozen = context.frozen
+        self._options = options
         self._channel = context.channel
-        self._compressor = compressor
-        self._vector = compressor.vector
-        self._weigh(len(context.members))
-        self._made = made
-        self._step = 0
-        self._observer = Observer()
-        self._sender = Sender(compressor, context.channel, pace, self._observer)
-        self._frozen_bytes = 0  # in the last note
-        self._clipped_before = 0.0  # at the last `statistics`
-        self._own = False  # nobody else has shared, or will have what it was before
+        self._frozen = context.frozen
+        self._compressor = Compressor(
+            FlatParameters(context.module),
+            options.threshold,
+            options.residual,
+            options.apply,
+            sent,
+        )
+        self._vector = self._compressor.vector
+        self._in_step = options.max_staleness == 0
+        self._now = time.perf_counter
+        self._made = made  # steps before those counted here: in earlier fits, or alone
+        self._step = 0  # of this fit, aligned with all replicas at each sync
+        self._unshared = 0  # steps since the last exchange that was accepted
+        self._due = False  # steps were made since the last exchange was tried
+        self._sole = False  # shared is its own
         self._served = False  # a snapshot was given since the last barrier began
+        # For the threshold rules, since the last accepted exchange.
+        self._began = self._computed_s = 0.0
+        self._chances = 0  # exchanges that were due
+        # For the last step.
+        self._wait_s = self._encode_s = self._apply_s = 0.0
+        self._lead = 0
+        self._density = math.nan
+        self._frames: list[Frame] = []
+        # For the epoch, since the last `stats`.
+        self._exchanges = self._steps = self._lead_sum = 0
+        self._density_sum = 0.0
+        self._clipped_before = 0.0
+        self._frozen_bytes = 0  # at the last barrier
+
+        self._replicas = 0
+        self._scale_for(len(context.members))
         if context.snapshot is not None:
             self._begin(context.snapshot)
         if context.resumed is not None and context.resumed.kind == SHARER:
             self._resume(context.resumed)
         if context.residual is not None:
             members = context.members
-            place, founders = members.index(context.replica), len(members)
-            share_N = context.residual.share_N(place, founders)
+            place, initial = members.index(context.replica), len(members)
+            share_N = context.residual.share_N(place, initial)
             self._vector.add_residual_(share_N, context.residual.grid)
         self.keep_agreed()
 
-    def _weigh(self, replicas: int) -> None:
-        self.update_scale = self._scale(replicas)
+    def _scale_for(self, replicas: int) -> None:
+        self._replicas = replicas
+        self.update_scale = self._options.scale(replicas)
         self.learning_rate_scale = self._vector.set_scale_(self.update_scale)
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
-        self._vector.replace_shared_(snapshot["counts_N"], snapshot["grid"])
-        load_buffers_(
-            self._module, Buffers(snapshot["floating_F"], snapshot["integer_I"])
-        )
+        self._load(snapshot)
+        buffers = Buffers(snapshot["floating_F"], snapshot["integer_I"])
+        load_buffers_(self.context.module, buffers)
         self._frozen.load_(snapshot)
         self._made, self._step = snapshot["made"], snapshot["step"]
 
@@ -306,68 +143,140 @@ class Sharer(Exchange):
         with restoring(f"{' or '.join(resumed.own_at)}: exchange"):
             self._compressor.restore_(common["accumulator"], resumed.own)
             for part in resumed.own[:1]:
-                self._sender.restore_(part)
+                self._unshared, self._due = part["unshared"], part["due"]
+        self._replicas = 0  # what was restored has a scale of its own
         self._made, self._step = common["made"], common["step"]
         self._clipped_before = self._compressor.clipped
         self._channel.sync(self._step, self._vector.grid)
 
+    # ---- a step
+
     @override
     def before_step(self, interval: int) -> None:
-        pace = self._pace
-        self._observer.begin_step()
-        self._weigh(1 + len(self._channel.peers()))
-        bound = pace.max_staleness if self._step % pace.exchange_every == 0 else None
-        with self._observer.waiting:
-            lead = self._channel.wait_for_peers(self._step, interval, bound)
-        self._observer.leads(pace.lead(self._step, lead))
-        self._take_in(self._step if pace.in_step else None)
-        self._sender.begin_step()
+        options, started = self._options, self._now()
+        replicas = 1 + len(self._channel.peers())
+        if replicas != self._replicas:
+            self._scale_for(replicas)
+        begins = self._step % options.exchange_every == 0
+        bound = options.max_staleness if begins else None
+        ahead = self._channel.wait_for_peers(self._step, interval, bound)
+        waited = self._now()
+        self._lead = options.least_lead(self._step, ahead)
+        self._lead_sum += self._lead
+        self._steps += 1
+        self._density, self._frames, self._encode_s = math.nan, [], 0.0
+        self._apply(self._channel.drain(self._step if self._in_step else None))
+        self._began = self._now()
+        self._wait_s, self._apply_s = waited - started, self._began - waited
+
+    def _apply(self, pending: DrainResult) -> None:
+        if pending.folded_N is not None:
+            self._vector.apply_counts_(pending.folded_N)
+        for update in pending.updates:
+            self._vector.apply_(update)
 
     @override
     def after_step(self, interval: int, examples: int) -> None:
-        pace = self._pace
+        stepped = self._now()
+        self._computed_s += stepped - self._began
         self._step += 1
+        self._unshared += 1
+        self._due = True
         self._frozen.after_step()
-        self._sender.end_step()
-        self.exchanged = self._step % pace.exchange_every == 0
+        self._vector.sync_from_parameters_()
+        self._encode_s += self._now() - stepped
+        self.exchanged = self._step % self._options.exchange_every == 0
         if self.exchanged:
             self._share()
-        if pace.says(self._step):
+        if self._options.announces(self._step):
             self._channel.progress(self._step)
 
     def _share(self) -> None:
-        if self._own:
+        """Publish what is due; without room for it, all stays in the residual."""
+        self._due = False
+        self._chances += 1
+        if self._sole:
             if self._vector.strict:  # else it would not see its own progress
                 self._vector.flush_residual_()
-            self._sender.pass_over()
+            self._unshared, self._computed_s, self._chances = 0, 0.0, 0
             return
-        self._sender.share(self._step, self._made + self._step)
+        if not self._has_room():
+            return
+        started = self._now()
+        # All that was made in the warm-up goes densely, however late it can.
+        first = self._made + self._step - self._unshared
+        updates = self._compressor.propose(dense=first < self._options.warmup_steps)
+        waiting = [update for update in updates if update.entries]
+        self._encode_s += self._now() - started
+        frames = self._publish(waiting)
+        if waiting and not frames:
+            return
+        for update in updates:
+            if not update.entries:
+                self._compressor.commit_(update)
+        entries = sum(update.entries for update in waiting[: len(frames)])
+        density = entries / self._vector.size
+        self._density, self._frames = density, frames
+        self._density_sum += density
+        self._exchanges += 1
+        self._compressor.learn(
+            Measured(
+                self._vector.size,
+                density,
+                sum(frame.nbytes for frame in frames),
+                isinstance(updates[0], PendingDense),
+                self._computed_s / max(self._chances, 1),
+                self._channel.link_stats(),
+            )
+        )
+        self._unshared, self._computed_s, self._chances = 0, 0.0, 0
 
-    def _take_in(self, up_to_step: int | None = None) -> None:
-        self._apply(self._channel.drain(up_to_step))
+    def _has_room(self) -> bool:
+        started = self._now()
+        room = self._channel.has_room(wait=self._in_step)
+        self._wait_s += self._now() - started
+        return room
 
-    def _apply(self, arrived: DrainResult) -> None:
-        with self._observer.applying:
-            if arrived.folded_N is not None:
-                self._vector.apply_counts_(arrived.folded_N)
-            for update in arrived.updates:
-                self._vector.apply_(update)
+    def _publish(self, updates: Sequence[PendingUpdate]) -> list[Frame]:
+        """Return the frames that the channel accepted, of the first of these."""
+        frames: list[Frame] = []
+        for update in updates:
+            if frames and self._in_step:  # all, or it could not be repeated
+                self._has_room()
+            started = self._now()
+            frame: Frame | None = None
+
+            def encode(stamp: codec.Stamp, update: PendingUpdate = update) -> Frame:
+                nonlocal frame
+                frame = update.encode(stamp)
+                return frame
+
+            partial = update is not updates[-1]
+            if not self._channel.publish(encode, self._step, partial=partial):
+                break
+            # Only what is on its way leaves the residual.
+            self._compressor.commit_(update)
+            assert frame is not None, "it was published"
+            frames.append(frame)
+            self._encode_s += self._now() - started
+        return frames
+
+    # ---- sync points
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
-        if self._sender.due:
+        if self._due:
             self._share()
         self._channel.progress(self._step, interval)
-        if ended:
-            self._meet(interval, examples)
-
-    def _meet(self, interval: int, examples: int) -> None:
+        if not ended:
+            return
         self._frozen.look()
-        buffers, frozen = pack_buffers(self._module), self._frozen.take()
+        module = self.context.module
+        buffers, frozen = pack_buffers(module), self._frozen.take()
         self._frozen_bytes = sum(array.nbytes for array in frozen.values())
-        key = f"sync {interval}"
         self._served = False
-        gathered = self._channel.barrier(
+        key = f"sync {interval}"
+        met = self._channel.barrier(
             key,
             {
                 "sequence": self._channel.published,
@@ -379,45 +288,34 @@ class Sharer(Exchange):
             },
             Barrier.AGREE,
         )
-        self._agree(key, gathered)
-
-    def _agree(self, key: str, gathered: BarrierResult) -> None:
-        notes = gathered.payloads
-        published = {r: note["sequence"] for r, note in notes.items()}
-        self._channel.agree(key, published, gathered.gone, self._load)
-        self._take_in()
-        # Whoever joins later begins with a snapshot that is made later, unless one was
+        published = {r: own["sequence"] for r, own in met.payloads.items()}
+        self._channel.agree(key, published, met.gone, self._load)
+        self._apply(self._channel.drain())
+        # A replica that joins later gets a snapshot that is made later, unless one was
         # made while this replica was on its way here.
-        self._own = gathered.counted.get("present") == 1 and not self._served
-        if self._own:
+        self._sole = met.counted.get("present") == 1 and not self._served
+        if self._sole:
             self._vector.flush_residual_()
-        self._step = max(note["step"] for note in notes.values())
+        payloads = [met.payloads[replica] for replica in sorted(met.payloads)]
+        self._step = max(own["step"] for own in payloads)
         self._channel.sync(self._step, self._vector.regrid_())
         parts = [
-            (Buffers(note["floating"], note["integer"]), note["examples"])
-            for _, note in sorted(notes.items())
+            (Buffers(own["floating"], own["integer"]), own["examples"])
+            for own in payloads
         ]
-        load_buffers_(self._module, average_buffers(parts))
-        changed = [(note, note["examples"]) for _, note in sorted(notes.items())]
-        self._frozen.load_(average_frozen(changed))
+        load_buffers_(module, average_buffers(parts))
+        self._frozen.load_(average_frozen([(own, own["examples"]) for own in payloads]))
         self.keep_agreed()
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of another replica; what only this one has stays."""
+        """Take over the state of another replica; what only this one has stays."""
         self._vector.replace_shared_(snapshot["counts_N"], snapshot["grid"])
 
     @override
     def keep_agreed(self) -> None:
-        vector, buffers = self._vector, pack_buffers(self._module)
-        counts_N, frozen = vector.shared_counts(), self._frozen.take()
-        self.agreed = Parameters(None, counts_N, None, vector.grid, buffers, frozen)
-
-    @override
-    def excess(self, *, whole: bool) -> Excess | None:
-        far = self._vector.farthest() if whole else self._compressor.cut
-        if far <= self._vector.reach:
-            return None
-        return Excess(far, MAX_COUNT * self._vector.grid)
+        counts_N, grid = self._vector.shared_counts(), self._vector.grid
+        buffers, frozen = pack_buffers(self.context.module), self._frozen.take()
+        self.agreed = Parameters(None, counts_N, None, grid, buffers, frozen)
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:
@@ -428,29 +326,64 @@ class Sharer(Exchange):
         return self._vector.digest()
 
     @override
+    def excess(self, *, whole: bool) -> Excess | None:
+        far = self._vector.farthest() if whole else self._compressor.cut
+        if far <= self._vector.reach:
+            return None
+        return Excess(far, MAX_COUNT * self._vector.grid)
+
+    # ---- what it reports and leaves
+
+    @override
     def stats(self) -> ExchangeStats:
         compressor = self._compressor
-        thresholds = [sent.threshold for sent in compressor.sent.values()]
-        before, self._clipped_before = self._clipped_before, compressor.clipped
-        done = self._observer.statistics(thresholds, compressor.clipped - before)
-        return done._replace(frozen_bytes=self._frozen_bytes)
+        stats = ExchangeStats(
+            self._exchanges,
+            self._density_sum,
+            mean([sent.threshold for sent in compressor.sent.values()]),
+            compressor.clipped - self._clipped_before,
+            self._lead_sum,
+            self._steps,
+            self._frozen_bytes,
+        )
+        self._clipped_before = compressor.clipped
+        self._exchanges = self._steps = self._lead_sum = 0
+        self._density_sum = 0.0
+        return stats
 
     @override
     def step_stats(self) -> StepStats:
-        return self._observer.step(self._compressor.samples(SAMPLE))
+        samples = self._compressor.samples(SAMPLE)
+        thresholds = [s.threshold for s in samples if not math.isnan(s.threshold)]
+        largest = max(self._frames, key=len, default=None)
+        norm, p50, p90, p99 = spread_of(samples)
+        return StepStats(
+            threshold=mean(thresholds),
+            density=self._density,
+            sent_bytes=sum(frame.nbytes for frame in self._frames),
+            kind=None if largest is None else codec.read_kind(largest.data).name,
+            residual_norm=norm,
+            residual_p50=p50,
+            residual_p90=p90,
+            residual_p99=p99,
+            staleness=self._lead,
+            wait_s=self._wait_s,
+            encode_s=self._encode_s,
+            apply_s=self._apply_s,
+        )
 
     @override
     def snapshot(self) -> dict[str, Any]:
-        arrived = self._channel.drain()
-        self._apply(arrived)
-        if self._own:
+        pending = self._channel.drain()
+        self._apply(pending)
+        if self._sole:
             self._vector.flush_residual_()
-        self._own, self._served = False, True
+        self._sole, self._served = False, True
         self._frozen.look()
-        buffers = pack_buffers(self._module)
+        buffers = pack_buffers(self.context.module)
         return {
             "received": [
-                [o, last, list(more)] for o, (last, more) in arrived.received.items()
+                [o, last, list(more)] for o, (last, more) in pending.received.items()
             ],
             "counts_N": self._vector.shared_counts(),
             "grid": self._vector.grid,
@@ -465,16 +398,8 @@ class Sharer(Exchange):
     def state(self) -> State:
         shared, own = self._compressor.state()
         common = {"accumulator": shared, "made": self._made, "step": self._step}
-        return State(SHARER, common, {**own, **self._sender.state()})
-
-    @override
-    def leave(self) -> None:
-        self._take_in()
-        grid, counts_N = self._vector.grid, self._vector.flush_residual_()
-        self._channel.publish(
-            lambda stamp: codec.encode_dense(stamp, grid, counts_N),
-            self._step,
-            force=True,
+        return State(
+            SHARER, common, {**own, "unshared": self._unshared, "due": self._due}
         )
 
     @override
@@ -482,8 +407,19 @@ class Sharer(Exchange):
         residual_N = self._vector.residual_counts()
         parameters = dataclasses.replace(self.agreed, residual_N=residual_N)
         steps = self._made + self._step
-        sent = self._compressor.sent
-        return ExchangeResult(parameters, CompressionState(sent, steps))
+        return ExchangeResult(
+            parameters, CompressionState(self._compressor.sent, steps)
+        )
+
+    @override
+    def leave(self) -> None:
+        self._apply(self._channel.drain())
+        grid, counts_N = self._vector.grid, self._vector.flush_residual_()
+        self._channel.publish(
+            lambda stamp: codec.encode_dense(stamp, grid, counts_N),
+            self._step,
+            force=True,
+        )
 
 
 # Where "auto" changes over: relaying for 8 takes 41% of a scheduler's core, for 4 it
@@ -629,16 +565,39 @@ class GradientSharing(TrainingMaster):
 
     @override
     def attach(self, context: ReplicaContext) -> Exchange:
-        sent, made = context.compression or CompressionState({}, 0)
-        compressor = Compressor(
-            FlatParameters(context.module),
-            self.threshold,
-            self.residual,
-            self.apply,
-            sent,
-        )
-        pace = Pace(self.max_staleness, self.exchange_every, self.warmup_steps)
-        return Sharer(context, compressor, pace, self.scale, made)
+        return GradientSharingExchange(context, self)
+
+    def announces(self, step: int) -> bool:
+        """Whether replicas announce that they completed a step: others may wait for it.
+
+        They do so only when they begin an exchange interval, for what was made
+        `max_staleness` steps before.
+
+        Example:
+            >>> own = GradientSharing(max_staleness=4, exchange_every=16)
+            >>> [step for step in range(1, 33) if own.announces(step)]
+            [12, 16, 28, 32]
+        """
+        every, ahead = self.exchange_every, self.max_staleness or 0
+        return step % every == 0 or (step + ahead) % every == 0
+
+    def least_lead(self, step: int, known: int) -> int:
+        """Steps ahead of another replica at least: it may not have announced its last.
+
+        Args:
+            step: Steps made here.
+            known: How many more these are than the other one has announced.
+
+        Example:
+            >>> own = GradientSharing(max_staleness=4, exchange_every=16)
+            >>> own.least_lead(16, 4), own.least_lead(16, 16)
+            (1, 5)
+            >>> GradientSharing(max_staleness=8).least_lead(7, 3)
+            3
+        """
+        announced, every = step - known, self.exchange_every
+        since = max(announced % every, (announced + (self.max_staleness or 0)) % every)
+        return max(0, known - (every - 1 - since))
 
     def scale(self, replicas: int) -> float:
         """How much of its updates the group gets from each of so many replicas.

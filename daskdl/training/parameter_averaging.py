@@ -1,5 +1,6 @@
 """Synchronous training: replicas average their parameters every few steps."""
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -31,7 +32,6 @@ from daskdl.training.base import (
     restoring,
     trained_in,
 )
-from daskdl.training.telemetry import Stopwatch
 from daskdl.training.tree_reduce import (
     Key,
     Mean,
@@ -184,7 +184,7 @@ class AveragingExchange(Exchange):
         self._made = 0 if context.compression is None else context.compression.steps
         self._means = self._steps = 0  # since the last `stats`
         self._sent_bytes, self._sent_kind = 0, ""  # in this step
-        self._waiting = Stopwatch()  # in this step
+        self._wait_s = 0.0  # in this step
         self.exchanged = False
         if context.snapshot is not None:
             # What a replica was doing when it was asked. The common state is fetched
@@ -215,7 +215,7 @@ class AveragingExchange(Exchange):
 
     @override
     def before_step(self, interval: int) -> None:
-        self._waiting.seconds, self._sent_bytes = 0.0, 0
+        self._wait_s, self._sent_bytes = 0.0, 0
         while self._behind:
             latest = self._meet().latest
             self._behind = self._vote.mean < latest
@@ -264,8 +264,9 @@ class AveragingExchange(Exchange):
         if not self._vote.examples:
             self._publish_state()
         kind = Barrier.AGREE if ended else Barrier.ROUND
-        with self._waiting:
-            gathered = self._channel.barrier(MEETING, self._vote.to_wire(), kind)
+        started = time.perf_counter()
+        gathered = self._channel.barrier(MEETING, self._vote.to_wire(), kind)
+        self._wait_s += time.perf_counter() - started
         if self._replica in gathered.gone:
             raise Stopped("the others have gone on without this replica")
         decided = RoundDecision.of(Vote.by_replica(gathered.payloads), gathered.gone)
@@ -326,13 +327,13 @@ class AveragingExchange(Exchange):
     @override
     def step_stats(self) -> StepStats:
         if not self.exchanged:
-            return StepStats(wait_s=self._waiting.seconds)
+            return StepStats(wait_s=self._wait_s)
         return StepStats(
             density=1.0,
             sent_bytes=self._sent_bytes,
             kind=self._sent_kind or None,
             residual_norm=self._state.residual_norm(),
-            wait_s=self._waiting.seconds,
+            wait_s=self._wait_s,
         )
 
     @override

@@ -15,7 +15,6 @@ from daskdl.residuals import KeepResidual
 from daskdl.thresholds import Aim, Drained, FixedThreshold, Link, LinkAlgorithm, Sent
 from daskdl.training.base import CompressionState, ReplicaContext, SoloExchange
 from daskdl.training.gradient_sharing import GradientSharing
-from daskdl.training.telemetry import StepClock
 
 DENSE = codec.DenseUpdate
 SPARSE = codec.SparseUpdate
@@ -400,9 +399,9 @@ class TestMeasuring:
         [told] = rule.told
         assert (told.dense, told.drained) == (False, Drained())
 
-    def test_the_steps_are_timed_and_nothing_else(self, monkeypatch):
+    def test_the_steps_are_timed_and_nothing_else(self):
         rule, case = self.wired(exchange_every=2)
-        clock = Clock(monkeypatch, case.exchange)
+        clock = Clock(case.exchange)
         for _ in range(4):
             clock.now += 100.0  # between steps
             case.exchange.before_step(0)
@@ -411,9 +410,9 @@ class TestMeasuring:
 
         assert [told.step_s for told in rule.told] == [2.0, 2.0]
 
-    def test_chances_without_room_divide_the_time(self, monkeypatch):
+    def test_chances_without_room_divide_the_time(self):
         rule, case = self.wired()
-        clock = Clock(monkeypatch, case.exchange)
+        clock = Clock(case.exchange)
         for room in (0, 0, 1):
             case.channel.room = room
             case.exchange.before_step(0)
@@ -434,25 +433,22 @@ class TestMeasuring:
 class Clock:
     """Time that passes when it is told to."""
 
-    def __init__(self, monkeypatch, sharer):
+    def __init__(self, exchange):
         self.now = 0.0
-        monkeypatch.setattr(sharer._sender, "_clock", StepClock(now=lambda: self.now))
+        exchange._now = lambda: self.now
 
+    def spent(self, method, seconds):
+        """The same method, which takes so long."""
 
-class Watch:
-    """A stopwatch that only knows whether it runs."""
+        def slow(*args, **options):
+            self.now += seconds
+            return method(*args, **options)
 
-    running = False
-
-    def __enter__(self):
-        self.running = True
-
-    def __exit__(self, *error):
-        self.running = False
+        return slow
 
 
 class TestStep:
-    """What is told of the last step; the times are the observer's matter."""
+    """What is told of the last step."""
 
     def test_it_is_what_was_sent_and_what_is_left(self):
         case = Case()
@@ -505,34 +501,23 @@ class TestStep:
 
     def test_times_are_those_of_what_they_are_called(self):
         case = Case(MAPPING, max_staleness=0)
-        watches = {name: Watch() for name in ("waiting", "encoding", "applying")}
-        vars(case.exchange._observer).update(watches)
-        running = []
-
-        def note(name, method):
-            def noted(*args, **options):
-                running.append((name, {n for n, w in watches.items() if w.running}))
-                return method(*args, **options)
-
-            return noted
-
-        for name in ("wait_for_peers", "has_room", "publish"):
-            setattr(case.channel, name, note(name, getattr(case.channel, name)))
-        compressor, vector = case.exchange._compressor, case.exchange._vector
-        for name in ("propose", "commit_"):
-            setattr(compressor, name, note(name, getattr(compressor, name)))
-        for name in ("sync_from_parameters_", "apply_"):
-            setattr(vector, name, note(name, getattr(vector, name)))
         update = case.step()[0].update
         case.channel.drain = lambda up_to_step=None: DrainResult([update], None)
+        clock, exchange = Clock(case.exchange), case.exchange
+        for owner, costs in {
+            case.channel: {"wait_for_peers": 1, "has_room": 2, "publish": 10},
+            exchange._compressor: {"propose": 100, "commit_": 20},
+            exchange._vector: {"sync_from_parameters_": 200, "apply_": 1000},
+        }.items():
+            for name, seconds in costs.items():
+                setattr(owner, name, clock.spent(getattr(owner, name), seconds))
 
         case.step()
 
-        kinds = {"wait_for_peers": "waiting", "has_room": "waiting"}
-        assert {name for name, _ in running} >= {*kinds, "propose", "apply_", "commit_"}
-        for name, watch in running:
-            expected = "applying" if name == "apply_" else "encoding"
-            assert watch == {kinds.get(name, expected)}, name
+        stats = exchange.step_stats()
+        assert stats.wait_s == 1 + 3 * 2
+        assert stats.encode_s == 200 + 100 + 3 * (10 + 20)
+        assert stats.apply_s == 1000
 
 
 class TestWhatOthersAreTold:

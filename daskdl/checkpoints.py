@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -164,52 +164,6 @@ class Part:
         return found
 
 
-class Entry(NamedTuple):
-    """What decides whether a complete checkpoint is kept."""
-
-    number: int  # in its folder
-    ordinal: int  # in its fit, from 1, however often that was resumed
-    score: float  # NaN: none
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints of a fit are kept.
-
-    Attributes:
-        last: How many of the newest; None: all.
-        every: Each n-th is kept in any case; None: none.
-        best: Whether the one with the best score is kept; of equal ones the first.
-        largest_is_best: Whether a larger score is better.
-
-    Example:
-        >>> entries = [Entry(n, n, score=abs(n - 2.0)) for n in range(1, 8)]
-        >>> Retention(last=1, every=3, best=True).kept(entries)
-        {2, 3, 6, 7}
-    """
-
-    last: int | None = None
-    every: int | None = None
-    best: bool = False
-    largest_is_best: bool = False
-
-    def kept(self, entries: Sequence[Entry]) -> set[int]:
-        """Return the numbers of the checkpoints to keep.
-
-        Args:
-            entries: All complete checkpoints of one fit, in ascending order.
-        """
-        newest = entries if self.last is None else entries[-self.last :]
-        kept = {entry.number for entry in newest}
-        if self.every is not None:
-            kept |= {e.number for e in entries if e.ordinal % self.every == 0}
-        scored = [entry for entry in entries if math.isfinite(entry.score)]
-        if self.best and scored:
-            sign = -1.0 if self.largest_is_best else 1.0
-            kept.add(min(scored, key=lambda entry: sign * entry.score).number)
-        return kept
-
-
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
@@ -291,35 +245,12 @@ class Series:
                 return found
         return None
 
-    def prune(
-        self, origin: str, retention: Retention, score: Callable[[Whole], float]
-    ) -> None:
-        """Delete checkpoints of a fit that are not kept, and older incomplete ones.
+    def delete(self, number: int) -> None:
+        """Delete a checkpoint.
 
-        Args:
-            origin: Of the fit; complete checkpoints of other fits stay.
-            retention: Which ones are kept.
-            score: Of a checkpoint.
+        Raises:
+            SaveError: If it cannot be deleted.
         """
-        own: dict[int, Whole] = {}
-        broken_off: list[int] = []
-        for number in self.numbers():
-            try:
-                found = self.whole(number)
-            except SaveError as error:  # the user may want to look at it
-                logger.warning("%s is left where it is", error)
-                continue
-            if found is None:
-                broken_off.append(number)
-            elif found.stamp.origin == origin:
-                own[number] = found
-        entries = [Entry(n, one.header["count"], score(one)) for n, one in own.items()]
-        kept = retention.kept(entries)
-        stale = [number for number in broken_off if number < max(own, default=0)]
-        for number in (*stale, *(own.keys() - kept)):
-            self._delete(number)
-
-    def _delete(self, number: int) -> None:
         store = self.folder(number)
         try:
             store.delete([f"{COMMON}.json"])  # first: from now on it is not whole
@@ -390,25 +321,46 @@ class CheckpointPlan:
         return Stamp(self.origin, self.run, self.first + taken)
 
     @property
-    def retention(self) -> Retention:
-        """Which checkpoints are kept."""
-        rule = self.rule
-        best = rule.keep_best is not None
-        accuracy = rule.keep_best == "val_accuracy"
-        return Retention(rule.keep_last, rule.keep_every, best, accuracy)
-
-    @property
     def series(self) -> Series:
         """The folder of all checkpoints."""
         return Series.at(self.url)
 
     def prune(self) -> None:
-        """Delete checkpoints of the fit that are not kept.
+        """Delete checkpoints of the fit that are not kept, and older incomplete ones.
+
+        Complete checkpoints of other fits stay, and so do damaged ones.
 
         Raises:
-            SaveError: If they cannot be deleted.
+            SaveError: If one cannot be deleted.
         """
-        self.series.prune(self.origin, self.retention, self._score)
+        series, own, incomplete = self.series, dict[int, Whole](), []
+        for number in series.numbers():
+            try:
+                found = series.whole(number)
+            except SaveError as error:  # the user may want to look at it
+                logger.warning("%s is left where it is", error)
+                continue
+            if found is None:
+                incomplete.append(number)
+            elif found.stamp.origin == self.origin:
+                own[number] = found
+        stale = [number for number in incomplete if number < max(own, default=0)]
+        for number in (*stale, *(own.keys() - self._kept(own))):
+            series.delete(number)
+
+    def _kept(self, own: Mapping[int, Whole]) -> set[int]:
+        """The numbers of the checkpoints of this fit to keep."""
+        rule, numbers = self.rule, sorted(own)
+        kept = set(numbers if rule.keep_last is None else numbers[-rule.keep_last :])
+        if rule.keep_every is not None:
+            counts = {number: own[number].header["count"] for number in numbers}
+            kept |= {n for n, count in counts.items() if count % rule.keep_every == 0}
+        if rule.keep_best is not None:
+            sign = -1.0 if rule.keep_best == "val_accuracy" else 1.0
+            scores = {number: sign * self._score(own[number]) for number in numbers}
+            scored = [number for number in numbers if math.isfinite(scores[number])]
+            kept |= {min(scored, key=scores.__getitem__)} if scored else set()
+        return kept
 
     def conclude(self) -> None:
         """Prune, and check from the client that the run has left a checkpoint.

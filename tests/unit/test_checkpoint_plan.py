@@ -1,15 +1,17 @@
 """How one run writes checkpoints."""
 
+import math
 import pickle
 
 import pytest
 
 from daskdl import Checkpoint
-from daskdl.checkpoints import CheckpointPlan, Retention, Stamp
+from daskdl.checkpoints import CheckpointPlan, Stamp
 from daskdl.errors import OptionError, SaveError
 from daskdl.training.checkpointing import LOOKED_AT, Resumption, checkpoints_of
 from tests.support.written import put
 
+NAN, INF = math.nan, math.inf
 VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]
 
 
@@ -33,22 +35,27 @@ def test_numbers_go_on_from_the_first(series):
 
 
 @pytest.mark.parametrize(
-    ("options", "retention"),
+    ("options", "losses", "kept"),
     [
-        ({}, Retention(3)),
-        ({"keep_last": None}, Retention()),
-        ({"keep_last": 1, "keep_every": 4}, Retention(1, 4)),
-        ({"keep_best": "val_loss"}, Retention(3, best=True)),
-        ({"keep_best": "loss"}, Retention(3, best=True)),
-        (
-            {"keep_best": "val_accuracy"},
-            Retention(3, best=True, largest_is_best=True),
-        ),
+        ({"keep_last": None}, [3, 1, 2, 1, 4], [1, 2, 3, 4, 5]),
+        ({"keep_last": 2}, [3, 1, 2, 1, 4], [4, 5]),
+        ({"keep_last": 9}, [3, 1, 2, 1, 4], [1, 2, 3, 4, 5]),
+        ({"keep_last": 1, "keep_best": "loss"}, [3, 1, 2, 1, 4], [2, 5]),
+        ({"keep_last": 1, "keep_every": 3}, [3, 1, 2, 1], [3, 4]),
+        ({"keep_last": 1, "keep_best": "loss"}, [NAN, 3, 2, 5], [3, 4]),
+        ({"keep_last": 1, "keep_best": "loss"}, [-INF, 3, 2, 5], [3, 4]),
+        ({"keep_last": 1, "keep_best": "loss"}, [INF, NAN], [2]),
+        ({"keep_last": 1, "keep_best": "loss"}, [], []),
     ],
     ids=repr,
-)
-def test_what_is_kept_is_the_rules(series, options, retention):
-    assert plan_of(series, **options).retention == retention
+)  # fmt: skip
+def test_what_is_kept(series, options, losses, kept):
+    for number, loss in enumerate(losses, 1):
+        put(series, number, rows=[{"loss": loss}])
+
+    plan_of(series, **options).prune()
+
+    assert series.numbers() == kept
 
 
 @pytest.mark.parametrize(

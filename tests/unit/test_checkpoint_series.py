@@ -1,20 +1,19 @@
 """Checkpoints in a folder: which are whole, which is the newest, which go."""
 
 import logging
-import math
 
 import pytest
 
-from daskdl.checkpoints import COMMON, Part, Retention, Series, Stamp, whole_at
+from daskdl.callbacks import Checkpoint
+from daskdl.checkpoints import COMMON, CheckpointPlan, Part, Series, Stamp, whole_at
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError, SaveError
 from tests.support.written import damaged, put, put_part, write_part
 
-ONE = Retention(last=1)
 
-
-def unscored(one):
-    return math.nan
+def plan_of(series, keep_last=1, keep_every=None):
+    rule = Checkpoint(series.store.url, keep_last=keep_last, keep_every=keep_every)
+    return CheckpointPlan(rule.url, rule, "fit", "run", 1)
 
 
 class TestWhole:
@@ -143,29 +142,17 @@ class TestPrune:
         for number in range(1, 8):
             put(series, number)
 
-        series.prune("fit", Retention(last=2, every=3), unscored)
+        plan_of(series, keep_last=2, keep_every=3).prune()
 
         assert series.numbers() == [3, 6, 7]
         assert series.whole(3) is not None
         assert not [name for name in series.store.names() if "000005" in name]
 
-    def test_the_score_is_of_what_it_says(self, series):
-        for number, loss in {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}.items():
-            put(series, number, rows=[{"loss": loss}])
-
-        series.prune(
-            "fit",
-            Retention(last=1, best=True),
-            lambda one: one.header["rows"][0]["loss"],
-        )
-
-        assert series.numbers() == [2, 4]
-
     def test_it_counts_in_the_fit_and_not_in_the_folder(self, series):
         for number in range(11, 16):
             put(series, number, count=number - 10)
 
-        series.prune("fit", Retention(last=1, every=2), unscored)
+        plan_of(series, keep_every=2).prune()
 
         assert series.numbers() == [12, 14, 15]
 
@@ -175,7 +162,7 @@ class TestPrune:
         for number in (3, 4):
             put(series, number)
 
-        series.prune("fit", ONE, unscored)
+        plan_of(series).prune()
 
         assert series.numbers() == [1, 2, 4]
 
@@ -184,7 +171,7 @@ class TestPrune:
             put(series, number, run="earlier run")
         put(series, 3)
 
-        series.prune("fit", ONE, unscored)
+        plan_of(series).prune()
 
         assert series.numbers() == [3]
 
@@ -192,7 +179,7 @@ class TestPrune:
         put_part(series, Stamp("fit", "run", 1), 0)
         put(series, 2)
 
-        series.prune("fit", Retention(), unscored)
+        plan_of(series, keep_last=None).prune()
 
         assert series.numbers() == [2]
         assert not [name for name in series.store.names() if "000001" in name]
@@ -201,7 +188,7 @@ class TestPrune:
         put(series, 2)
         put_part(series, Stamp("fit", "run", 3), 1)
 
-        series.prune("fit", ONE, unscored)
+        plan_of(series).prune()
 
         assert series.numbers() == [2, 3]
 
@@ -211,7 +198,7 @@ class TestPrune:
         damaged(series.folder(1), "common.json")
 
         with caplog.at_level(logging.WARNING):
-            series.prune("fit", ONE, unscored)
+            plan_of(series).prune()
 
         assert series.numbers() == [1, 2]
         assert "is left where it is" in caplog.text
@@ -226,6 +213,6 @@ class TestPrune:
         monkeypatch.setattr(Store, "delete_all", dies)
 
         with pytest.raises(SaveError, match=r"cannot delete .*000001: gone away"):
-            series.prune("fit", ONE, unscored)
+            plan_of(series).prune()
         assert series.whole(1) is None
         assert series.folder(1).exists("replica-0.json")

@@ -488,7 +488,7 @@ class DynamicLeasing(Leasing):
             for stretch in stretches(part, share, sizes.step_rows)
         ]
         self._untouched = FreeList(len(self._parts))  # positions in `_parts`
-        self._rests: list[Range] = []  # of parts that lost replicas had
+        self._rests: list[Range] = []  # of parts that failed replicas had
         self._own: dict[int, Range] = {}  # what is free of the part a replica is on
         self._ample: set[int] = set()  # replicas that have enough of it to share
         self._reserved: dict[int, Range] = {}  # and the part that it goes on with
@@ -542,7 +542,7 @@ class DynamicLeasing(Leasing):
         rests = (self._go_to(replica, None), self._reserved.pop(replica, None))
         self._rests += [rest for rest in rests if rest is not None]
 
-    # ---- one piece
+    # ---- one lease
 
     def _cut(self, replica: int, is_near: IsNear | None) -> list[Range]:
         """The next rows of a replica that has some: of its part, and of those after."""
@@ -688,7 +688,7 @@ def split(own: Range, rows: int) -> tuple[Range, Range]:
 
 
 class Planned(NamedTuple):
-    """A piece that was not asked for yet."""
+    """A lease that nobody has asked for yet."""
 
     ranges: tuple[Range, ...]
     ahead: int | None  # the part of its share that comes next
@@ -700,7 +700,7 @@ class StaticPartition(Leasing):
     The rows of the epoch are numbered through in the order of the parts and cut into
     steps; each replica gets consecutive ones. So neither who makes a step nor what is
     in it depends on how the data are cut into parts, or on where they are. Parts of
-    unknown length are dealt out in turn. What a lost replica had goes to whoever asks.
+    unknown length are dealt out in turn. What a failed replica had goes to all others.
 
     Args:
         order: Of the parts.
@@ -844,8 +844,8 @@ def share_edges(rows: int, step_rows: int, replicas: int) -> list[int]:
     return [min(end * step_rows, rows) for end in itertools.accumulate([0, *shares])]
 
 
-def _ranges_of(pieces: Iterable[Planned]) -> tuple[Range, ...]:
-    return joined(one for piece in pieces for one in piece.ranges)
+def _ranges_of(planned: Iterable[Planned]) -> tuple[Range, ...]:
+    return joined(one for lease in planned for one in lease.ranges)
 
 
 class Schedule:
@@ -911,46 +911,54 @@ class Schedule:
             interval_rows *= self._intervals.replicas
         return DynamicLeasing(order, sizes, interval_rows, left)
 
+    def lease(
+        self, phase: str, replica: int, is_near: Callable[[str], bool]
+    ) -> Lease | None:
+        """Lease rows of the epoch that is open, with the keys of their parts.
+
+        Args:
+            phase: Of the data.
+            replica: Who asks.
+            is_near: Whether its worker holds the result of a task of Dask's.
+        """
+        keys, (_, leases) = self._keys[phase], self._leases[phase]
+
+        def is_near_part(part: int) -> bool:
+            return keys[part] != "" and is_near(keys[part])
+
+        lease = leases.take(replica, is_near_part if phase in self._held else None)
+        if lease is None:
+            return None
+        parts = dict.fromkeys(one.part for one in lease.ranges)
+        if lease.ahead is not None:
+            parts.setdefault(lease.ahead)
+        return lease._replace(keys={part: keys[part] for part in parts})
+
+    def held_key(self, phase: str, part: int) -> str:
+        """The Dask key of a part that a worker holds, as it is now.
+
+        Raises:
+            ValueError: If none ever has, or a LookupError if there is no such part.
+        """
+        key = self._keys[phase][part]
+        if not key:
+            raise ValueError(f"no worker holds part {part} of {phase}")
+        return key
+
+    def replace(self, phase: str, part: int, key: str) -> None:
+        """A part that was lost with its worker is computed again; see `held_key`."""
+        self.held_key(phase, part)
+        self._keys[phase][part] = key
+
     def end_interval(self) -> None:
-        """Let all that train come together, as soon as is possible."""
+        """Let all that train meet, as soon as possible."""
         if "train" in self._leases:
             self._leases["train"][1].end_interval()
 
     def begin_interval(self) -> None:
-        """All have come together: go on."""
+        """All have met: go on."""
         if "train" in self._leases:
             self._leases["train"][1].begin_interval()
-
-    def key(self, phase: str, part: int) -> str:
-        """The Dask key of a part, as it is now; "" if no worker holds it."""
-        return self._keys[phase][part]
-
-    def check_held(self, phase: str, part: int) -> None:
-        """Refuse a part that no worker has ever held.
-
-        Raises:
-            ValueError: If none has, or a LookupError if there is no such part.
-        """
-        if not self.key(phase, part):
-            raise ValueError(f"no worker holds part {part} of {phase}")
-
-    def keys(self, phase: str, lease: Lease) -> dict[int, str]:
-        """The keys of all parts that a lease names, the one ahead too."""
-        parts = dict.fromkeys(one.part for one in lease.ranges)
-        if lease.ahead is not None:
-            parts.setdefault(lease.ahead)
-        return {part: self.key(phase, part) for part in parts}
-
-    def replace(self, phase: str, part: int, key: str) -> None:
-        """A part was lost with its worker, and has been started again."""
-        self._keys[phase][part] = key
-
-    def nearest(self, phase: str, is_near: Callable[[str], bool]) -> IsNear | None:
-        """The same question of a part instead of its key; None if none has one."""
-        keys = self._keys[phase]
-        if phase not in self._held:
-            return None
-        return lambda part: keys[part] != "" and is_near(keys[part])
 
     def lose(self, replica: int) -> None:
         """What a replica held, or would have got, is free for the others."""
@@ -959,5 +967,5 @@ class Schedule:
 
     @property
     def repeated(self) -> int:
-        """Training pieces handed out again because their replica was lost."""
+        """Training leases granted again because their replica failed."""
         return self._leases["train"][1].repeated if "train" in self._leases else 0

@@ -615,7 +615,7 @@ class RunState:
     def lease(
         self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
     ) -> Lease | SyncPoint | None:
-        """Lease the next piece to a replica, which is idle no more.
+        """Lease the next rows to a replica, which is idle no more.
 
         Args:
             replica: Who asks.
@@ -631,9 +631,9 @@ class RunState:
         leases = self._leases(phase, epoch)
         if not self.has_enough or not self.members.is_here(replica):
             return None
-        lease = leases.take(replica, self.schedule.nearest(phase, is_near))
+        lease = self.schedule.lease(phase, replica, is_near)
         if lease is not None:
-            return lease._replace(keys=self.schedule.keys(phase, lease))
+            return lease
         over = leases.interval_is_over(self.members.expected)
         return SyncPoint(self.spec.order, leases.left()) if over else None
 

@@ -330,7 +330,6 @@ class LiveRun:
 
     async def handle_restore(self, phase: str, part: Whole, key: str) -> Fields:
         """A client has computed a lost part again, under another key."""
-        self.state.schedule.check_held(phase, part)
         self.state.schedule.replace(phase, part, key)
         await self.notify()
         return {"status": Answer.OK.value}
@@ -556,8 +555,7 @@ class LiveRun:
         state = self.state
         self.check_present(replica)
         schedule = state.schedule
-        schedule.check_held(phase, part)
-        if schedule.key(phase, part) == key and self._is_lost(key):
+        if schedule.held_key(phase, part) == key and self._is_lost(key):
             state.events.post(
                 "missing",
                 phase=phase,
@@ -567,8 +565,8 @@ class LiveRun:
                 avoid=sorted(self.hanging),
             )
             await self.notify()
-            await self.until(lambda: schedule.key(phase, part) != key)
-        return self.answer(key=schedule.key(phase, part))
+            await self.until(lambda: schedule.held_key(phase, part) != key)
+        return self.answer(key=schedule.held_key(phase, part))
 
     def _is_lost(self, key: str) -> bool:
         """Whether no worker that answers has the result of a task, or computes it."""

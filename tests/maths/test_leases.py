@@ -10,7 +10,6 @@ from daskdl.channel.leasing import (
     NOBODY,
     DynamicLeasing,
     FreeList,
-    Lease,
     PartitionSizes,
     Range,
     RemainingWork,
@@ -240,10 +239,12 @@ def order(own, phase, epoch, parts):
 def test_a_lease_has_the_keys_of_its_parts_and_of_the_one_ahead():
     own = schedule("a", "b", "c", "d")
     own.replace("train", 1, "b again")
+    own.open("train", 0, None)
 
-    lease = Lease(0, (Range(1, 0, 1), Range(2, 0, 1)), ahead=3)
+    lease = own.lease("train", 0, lambda key: key in ("b again", "d"))
 
-    assert own.keys("train", lease) == {1: "b again", 2: "c", 3: "d"}
+    assert ([one.part for one in lease.ranges], lease.ahead) == ([1], 3)
+    assert lease.keys == {1: "b again", 3: "d"}
 
 
 @pytest.mark.parametrize(("phase", "seed"), [("train", 5), ("validation", None)])
@@ -254,9 +255,12 @@ def test_only_training_parts_are_shuffled_and_in_each_fit_anew(phase, seed):
 
 
 def test_a_part_that_no_worker_holds_is_near_to_nobody():
-    is_near = schedule("", "b").nearest("train", lambda key: True)
+    own = schedule("", "b")
+    own.open("train", 0, None)
 
-    assert [is_near(0), is_near(1)] == [False, True]
+    assert own.lease("train", 0, lambda key: True).ranges[0].part == 1
+    with pytest.raises(ValueError, match="no worker holds part 0 of train"):
+        own.replace("train", 0, "a")
 
 
 def test_an_epoch_that_is_over_is_not_opened_again():

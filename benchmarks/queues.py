@@ -21,9 +21,9 @@ import numpy as np
 from distributed.protocol import dumps, loads
 
 from daskdl import codec
-from daskdl.channel.inbox import Pile
-from daskdl.channel.protocol import Message, compact, fields_of, owned
-from daskdl.channel.sender import Outbox, Ring, Unconfirmed
+from daskdl.channel.inbox import PendingUpdates
+from daskdl.channel.protocol import Message, compact, owned
+from daskdl.channel.sender import Outbox, RetransmitBuffer, UnackedBuffer
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 
@@ -51,7 +51,7 @@ def arrived(entries: int, deserialize: bool):
     """Items as they come out of a message, in batches."""
     source = published(entries)
     while True:
-        fields = [fields_of(next(source)) for _ in range(BATCH)]
+        fields = [next(source).to_wire() for _ in range(BATCH)]
         sent = dumps({"items": fields})
         ends = np.cumsum([memoryview(frame).nbytes for frame in sent])
         view = memoryview(bytearray().join(sent))
@@ -77,7 +77,7 @@ def resident_bytes(line: str = "VmRSS:") -> int:
     raise RuntimeError(f"/proc/self/status has no line {line}")
 
 
-def fill_ring(ring: Ring, items, bound: int) -> int:
+def fill_ring(ring: RetransmitBuffer, items, bound: int) -> int:
     for count, item in enumerate(items, start=1):
         ring.keep(item)
         if count == 2 * len(ring):  # as much again went through
@@ -97,7 +97,7 @@ def fill_outbox(outbox: Outbox, items, bound: int) -> int:
     raise AssertionError("items have no end")
 
 
-def fill_unconfirmed(own: Unconfirmed, items, bound: int) -> int:
+def fill_unconfirmed(own: UnackedBuffer, items, bound: int) -> int:
     full = 0
     for item in items:
         own.keep(item)
@@ -110,7 +110,7 @@ def fill_unconfirmed(own: Unconfirmed, items, bound: int) -> int:
     raise AssertionError("items have no end")
 
 
-def fill_pile(pile: Pile, items, bound: int) -> int:
+def fill_pile(pile: PendingUpdates, items, bound: int) -> int:
     for count, item in enumerate(items, start=1):
         pile.add(codec.decode(item.payload))
         if pile.nbytes + pile.nbytes // count >= bound:
@@ -120,19 +120,19 @@ def fill_pile(pile: Pile, items, bound: int) -> int:
 
 QUEUES = {
     "mesh: recent updates of others": (
-        lambda bound: Ring(bound),
+        lambda bound: RetransmitBuffer(bound),
         fill_ring,
         from_worker,
         INBOX_BYTES,
     ),
     "mesh: own, until all have them": (
-        lambda bound: Unconfirmed(bound),
+        lambda bound: UnackedBuffer(bound),
         fill_unconfirmed,
         published,
         OUTBOX_BYTES,
     ),
     "relayed: own recent updates": (
-        lambda bound: Ring(bound),
+        lambda bound: RetransmitBuffer(bound),
         fill_ring,
         published,
         OUTBOX_BYTES,
@@ -150,7 +150,7 @@ QUEUES = {
         RELAY_BYTES,
     ),
     "inbox: waiting to be applied": (
-        lambda bound: Pile(SIZE, THRESHOLD, bound),
+        lambda bound: PendingUpdates(SIZE, THRESHOLD, bound),
         fill_pile,
         from_worker,
         INBOX_BYTES,

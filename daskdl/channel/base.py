@@ -13,8 +13,7 @@ from typing_extensions import override
 from daskdl import codec
 from daskdl.channel.inbox import DrainResult, Inbox
 from daskdl.channel.leasing import Finished, Lease, SyncPoint
-from daskdl.channel.protocol import Arrays, Barrier, Endpoint, WaitCause
-from daskdl.config import Bound
+from daskdl.channel.protocol import Arrays, Barrier, Endpoint, Message, WaitCause
 from daskdl.errors import WaitTimeoutError
 from daskdl.thresholds import Drained
 
@@ -349,107 +348,23 @@ class Channel(ABC):
         """Raise :class:`Stopped` if the run was stopped. Cheap."""
 
 
-class Waits:
-    """The waits of one replica's training thread.
+class ReceivingChannel(Channel):
+    """The receiving half of a channel, and its bounded waits; subclasses send.
 
     Args:
-        inbox: Woken by whatever may end a wait.
+        inbox: What has arrived; woken by whatever may end a wait.
         endpoint: Which replica it is, and the bounds.
-
-    Attributes:
-        patience: For what others do.
-        waited_s: Seconds waited since the last `count_off`, by cause.
     """
-
-    patience: Bound
-    waited_s: dict[str, float]
 
     def __init__(self, inbox: Inbox, endpoint: Endpoint) -> None:
-        self.waited_s = {}
-        # The longest that a piece and a step of another may take.
-        self.patience = endpoint.timeouts.bound("data", "silence")
         self._inbox = inbox
-        self._timeouts = endpoint.timeouts
-        self._replica = endpoint.replica
-
-    def check(self) -> None:
-        """Raise if the run was stopped."""
-        if self._inbox.stopped is not None:
-            raise Stopped(self._inbox.stopped)
-
-    def until(
-        self, cause: WaitCause, ready: Callable[[], bool], state: Callable[[], Any]
-    ) -> None:
-        """Wait for what others do.
-
-        Args:
-            cause: For messages and counters.
-            ready: Checked whenever something arrives.
-            state: By replica, for the message.
-
-        Raises:
-            WaitTimeoutError: If it takes too long. Where there is a scheduler it gives
-                up who is silent; the bound is for one that says nothing either.
-        """
-        if not self.until_true(cause, ready, self.patience.seconds):
-            raise WaitTimeoutError(
-                f"replica {self._replica} waited {self.patience} for {cause}; by "
-                f"replica: {state()}; last heard: {self.last_heard()}"
-            )
-
-    def until_true(
-        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
-    ) -> bool:
-        """Wait, leave if the run is stopped, and say whether it was in time.
-
-        Args:
-            cause: For counters.
-            ready: Checked whenever something arrives.
-            timeout_s: Seconds. None: others have to do something first.
-        """
-        came = self._wait(cause, ready, timeout_s)
-        self.check()
-        return came
-
-    def last_heard(self) -> str:
-        """Of the other replicas, for messages."""
-        return "; ".join(self._inbox.last_words())
-
-    def count_off(self) -> dict[str, float]:
-        """Seconds waited since the last call, by cause."""
-        waited_s, self.waited_s = self.waited_s, {}
-        return waited_s
-
-    def _wait(
-        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
-    ) -> bool:
-        started = time.perf_counter()
-        came = self._until(ready, timeout_s)
-        more = time.perf_counter() - started
-        self.waited_s[cause.value] = self.waited_s.get(cause.value, 0.0) + more
-        return came
-
-    def _until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        return self._inbox.wait_for(ready, timeout_s)
-
-
-class Receiver(Channel):
-    """The receiving half of a replica's channel; how it sends is a subclass's matter.
-
-    Args:
-        inbox: What has arrived.
-        waits: Where it waits.
-        endpoint: Which replica it is, and the bounds.
-    """
-
-    def __init__(self, inbox: Inbox, waits: Waits, endpoint: Endpoint) -> None:
-        self._inbox = inbox
-        self._waits = waits
         self._endpoint = endpoint
         self._timeouts = endpoint.timeouts
         self._replica = endpoint.replica
+        # The longest that a lease and a step of another replica may take.
+        self._patience = endpoint.timeouts.bound("data", "silence")
         self._stats = ChannelStats()
-        self._published = 0
+        self._idle_payload: Any = None  # during the next wait for a lease
 
     @property
     @override
@@ -459,21 +374,125 @@ class Receiver(Channel):
     @property
     @override
     def published(self) -> int:
-        return self._published
+        return self._inbox.own.sequence
+
+    # ---- waits
 
     @override
-    def peers(self) -> Sequence[int]:
-        return self._inbox.others()
+    def check(self) -> None:
+        if self._inbox.stopped is not None:
+            raise Stopped(self._inbox.stopped)
 
-    def _stamp(self, step: int) -> codec.Stamp:
+    @override
+    def wait(self, cause: WaitCause, future: Any, timeout_s: float) -> bool:
+        future.add_done_callback(lambda _: self._inbox.wake())
+        self._wait_until(cause, future.done, timeout_s)
+        return bool(future.done())
+
+    def _wait_until(
+        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
+    ) -> bool:
+        """Wait, leave if the run is stopped, and return whether it was in time.
+
+        Args:
+            cause: What the wait counts as.
+            ready: Checked whenever something arrives.
+            timeout_s: Seconds. None: others have to do something first.
+        """
+        came = self._timed(cause, ready, timeout_s)
+        self.check()
+        return came
+
+    def _timed(
+        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
+    ) -> bool:
+        started, waits_s = time.perf_counter(), self._stats.waits_s
+        came = self._block(ready, timeout_s)
+        waited_s = time.perf_counter() - started
+        waits_s[cause.value] = waits_s.get(cause.value, 0.0) + waited_s
+        return came
+
+    def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        return self._inbox.wait_for(ready, timeout_s)
+
+    def _wait_for_others(
+        self, cause: WaitCause, ready: Callable[[], bool], state: Callable[[], Any]
+    ) -> None:
+        """Wait for what other replicas do.
+
+        Args:
+            cause: For messages and counters.
+            ready: Checked whenever something arrives.
+            state: By replica, for the message.
+
+        Raises:
+            WaitTimeoutError: If it takes too long. The scheduler, where there is one,
+                gives up silent replicas; the bound is for a scheduler that is silent.
+        """
+        if not self._wait_until(cause, ready, self._patience.seconds):
+            raise WaitTimeoutError(
+                f"replica {self._replica} waited {self._patience} for {cause}; by "
+                f"replica: {state()}; last heard: {self._last_heard()}"
+            )
+
+    def _last_heard(self) -> str:
+        return self._inbox.last_heard()
+
+    # ---- updates
+
+    @override
+    def publish(
+        self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
+    ) -> bool:
+        if not force and not self.has_room():
+            return False
         run, sequence = self._endpoint.run, self.published + 1
-        return codec.Stamp(run, self._replica, sequence, step)
+        stamp = codec.Stamp(run, self._replica, sequence, step)
+        frame = encode(stamp)
+        completed = step - 1 if partial else step
+        if not self._queue(
+            Message.update(stamp, completed, frame.nbytes), frame, force
+        ):
+            self._stats.withheld += 1
+            return False
+        self._stats.sent_bytes += frame.nbytes
+        self._stats.frames += 1
+        return True
+
+    @abstractmethod
+    def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
+        """Queue an update, without its frame so far; False if there is no room."""
+
+    @override
+    def sync(self, step: int, grid: float) -> None:
+        self._inbox.own = self._inbox.own._replace(step=step)
+        self._inbox.sync(step, grid)
 
     @override
     def drain(self, up_to_step: int | None = None) -> DrainResult:
         drained = self._inbox.drain(up_to_step)
         own = {self._replica: (self.published, ())}
         return drained._replace(received={**drained.received, **own})
+
+    def wait_for_updates(self, target: Mapping[int, int]) -> None:
+        """Block until all updates of others up to the target have been received."""
+        others = {o: s for o, s in target.items() if o != self._replica}
+        self._wait_for_others(
+            WaitCause.UPDATES,
+            lambda: not self._inbox.behind(others),
+            lambda: self._inbox.behind(others),
+        )
+
+    @override
+    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
+        # Of one that left since it arrived here, what it handed over counts too.
+        self.wait_for_updates({**published, **gone})
+
+    # ---- other replicas
+
+    @override
+    def peers(self) -> Sequence[int]:
+        return self._inbox.peers()
 
     @override
     def wait_for_peers(
@@ -486,52 +505,29 @@ class Receiver(Channel):
         ahead = lead()
         if max_staleness is None or ahead <= max_staleness:
             return ahead
-        self._waits.until(
+        self._wait_for_others(
             WaitCause.STALENESS, lambda: lead() <= max_staleness, self._inbox.steps
         )
         return lead()
 
-    def wait_for_updates(self, target: Mapping[int, int]) -> None:
-        """Block until all updates of others up to the target have been received."""
-        others = {o: s for o, s in target.items() if o != self._replica}
-        self._waits.until(
-            WaitCause.UPDATES,
-            lambda: not self._inbox.behind(others),
-            lambda: self._inbox.behind(others),
-        )
-
     @override
-    def wait(self, cause: WaitCause, future: Any, timeout_s: float) -> bool:
-        future.add_done_callback(lambda _: self._inbox.wake())
-        self._waits.until_true(cause, future.done, timeout_s)
-        return bool(future.done())
+    def set_idle(self, payload: Any) -> None:
+        self._idle_payload = payload
 
-    @override
-    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
-        # Of one that left since it arrived here, what it handed over counts too.
-        self.wait_for_updates({**published, **gone})
-
-    def _count_payloads(self, payloads: Mapping[int, Any]) -> None:
+    def _exchanged(self, payloads: Mapping[int, Any]) -> Mapping[int, Any]:
         """Count the arrays in the payloads of a barrier, which travel as frames do."""
-        for replica, note in payloads.items():
-            nbytes = _nbytes(note) if isinstance(note, Mapping) else 0
+        for replica, payload in payloads.items():
+            values = payload.values() if isinstance(payload, Mapping) else ()
+            nbytes = sum(v.nbytes for v in values if isinstance(v, np.ndarray))
             if replica == self._replica:
                 self._stats.sent_bytes += nbytes
             else:
                 self._stats.received_bytes += nbytes
+        return payloads
 
     @override
     def stats(self) -> ChannelStats:
         now, self._stats = self._stats, ChannelStats()
-        now.waits_s = self._waits.count_off()
         received_bytes, now.refused, now.folds = self._inbox.count_off()
         now.received_bytes += received_bytes
         return now
-
-    @override
-    def check(self) -> None:
-        self._waits.check()
-
-
-def _nbytes(note: Mapping[str, Any]) -> int:
-    return sum(v.nbytes for v in note.values() if isinstance(v, np.ndarray))

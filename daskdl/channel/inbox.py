@@ -8,22 +8,28 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from daskdl.channel.protocol import Message, MessageKind
+from daskdl.channel.protocol import Message, MessageKind, PeerProgress
 from daskdl.codec import SparseUpdate, Update
 from daskdl.compression.replica_vector import fold_
-from daskdl.errors import ChannelError
 
 # What was received of one origin: all up to a number, and those beyond a gap.
 Received = tuple[int, Sequence[int]]
+NOTHING: Received = (0, ())
 
 
-class Positions:
+def contains(received: Received, sequence: int) -> bool:
+    """Whether an update is among the received ones of its origin."""
+    complete, beyond = received
+    return sequence <= complete or sequence in beyond
+
+
+class ReceivedSet:
     """For each origin, which of its updates have been received.
 
     Updates of one origin are numbered from 1. Normally they come in order;
@@ -89,7 +95,7 @@ class Positions:
             beyond the first gap, ascending.
 
         Example:
-            >>> positions = Positions()
+            >>> positions = ReceivedSet()
             >>> [positions.accept(7, sequence) for sequence in (1, 2, 5)]
             [True, True, True]
             >>> positions.received()
@@ -101,220 +107,53 @@ class Positions:
         }
 
 
-# By replica and origin. Everyone's own updates count as received by itself.
-Have = Mapping[int, Mapping[int, Received]]
+class DeliveryBarrier:
+    """Which updates may still be delivered, once their origin has failed.
 
-NOTHING: Received = (0, ())
+    An update of a failed replica may arrive long after it, also in the answer to a
+    request for missing updates. If one survivor applied it after it had reported what
+    it has received, the others would never learn of it. Not thread-safe: it belongs
+    under the lock of the received set.
 
-
-def settle(have: Have) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Everything that any survivor has received: what all must have.
-
-    Args:
-        have: What each survivor has received, and nobody else: with what a lost
-            replica said it had, the target could be out of reach.
-
-    Returns:
-        By origin, in the form of :meth:`Positions.received`. It depends on
-        nothing but `have`, so that all come to the same.
+    Attributes:
+        holding: Whether nothing is delivered of anybody, during a barrier.
 
     Example:
-        >>> settle({0: {7: (5, (7,))}, 1: {7: (6, ())}, 2: {7: (2, (9,))}})
-        {7: (7, (9,))}
-    """
-    origins = sorted({origin for received in have.values() for origin in received})
-    return {
-        origin: _union([received.get(origin, NOTHING) for received in have.values()])
-        for origin in origins
-    }
-
-
-def _union(parts: Sequence[Received]) -> tuple[int, tuple[int, ...]]:
-    complete = max(part[0] for part in parts)
-    later = sorted({s for _, beyond in parts for s in beyond if s > complete})
-    filled = 0
-    while filled < len(later) and later[filled] == complete + 1:
-        complete += 1
-        filled += 1
-    return complete, tuple(later[filled:])
-
-
-def missing(
-    mine: Mapping[int, Received], target: Mapping[int, Received]
-) -> dict[int, list[int]]:
-    """What one replica lacks of a target, ascending, by origin.
-
-    Unlike :meth:`Positions.behind` it does not ask for what the target leaves out.
-
-    Example:
-        >>> missing({7: (2, (5,))}, {7: (3, (5, 8)), 9: (1, ())})
-        {7: [3, 8], 9: [1]}
-    """
-    lacking: dict[int, list[int]] = {}
-    for origin, (complete, beyond) in target.items():
-        done, taken = mine.get(origin, NOTHING)
-        if done >= complete and not beyond:  # nearly always
-            continue
-        wanted = [*range(done + 1, complete + 1), *(s for s in beyond if s > done)]
-        gaps = sorted(set(wanted) - set(taken))
-        if gaps:
-            lacking[origin] = gaps
-    return lacking
-
-
-def helpers(
-    origin: int,
-    sequences: Collection[int],
-    have: Have,
-    alive: Collection[int],
-    asker: int,
-) -> list[int]:
-    """Whom to ask for updates of one origin, one after the other.
-
-    The origin first, if it is alive: it keeps its own. Then those that have
-    received most of what is asked for. Among equals each asker begins with another
-    one, so that not all who miss the same ask the same.
-
-    Args:
-        origin: Whose updates are missing.
-        sequences: Their numbers.
-        have: What each replica has received, as far as it said.
-        alive: Replicas that can be asked.
-        asker: Replica that misses them; it is not among the helpers.
-
-    Returns:
-        Replicas that have received at least one of them; empty if nobody has.
-
-    Example:
-        >>> have = {0: {}, 1: {7: (5, ())}, 2: {7: (5, ())}, 3: {7: (4, ())}}
-        >>> helpers(7, [4, 5], have, alive=[0, 1, 2, 3], asker=0)
-        [1, 2, 3]
-        >>> helpers(7, [4, 5], have, alive=[0, 1, 2, 3, 7], asker=3)
-        [7, 2, 1]
-    """
-    tiers: dict[int, list[int]] = {}
-    for replica in sorted(set(alive) - {asker, origin}):
-        received = have.get(replica, {}).get(origin, NOTHING)
-        held = sum(_holds(received, sequence) for sequence in sequences)
-        tiers.setdefault(held, []).append(replica)
-    order = [origin] if origin in alive and origin != asker else []
-    for held in sorted(tiers.keys() - {0}, reverse=True):
-        order += _rotated(tiers[held], asker)
-    return order
-
-
-def donors(have: Have, asker: int) -> list[int]:
-    """Whose state to take when the rings could not help, one after the other.
-
-    The reference is the replica with most updates; if anybody has the whole target,
-    it does. All who have what it has are donors; everybody else takes their state,
-    and with it goes back on what it alone has (of lost replicas, see above).
-
-    Args:
-        have: What each survivor has received, after they have asked each other.
-        asker: Whose turn it is.
-
-    Returns:
-        Replicas, each asker beginning with another; empty if it has what they
-        have and needs nothing.
-
-    Raises:
-        ChannelError: If every state lacks an update of a survivor. That does not
-            happen while each keeps its own until all have them.
-
-    Example:
-        >>> have = {0: {0: (4, ()), 1: (2, ())}, 1: {0: (4, ()), 1: (2, ())}, 2: {}}
-        >>> donors(have, asker=2), donors(have, asker=0)
-        ([0, 1], [])
-    """
-    own = {replica: have[replica].get(replica, NOTHING) for replica in have}
-    groups: dict[Hashable, list[int]] = {}
-    for replica in sorted(have):
-        groups.setdefault(_comparable(have[replica]), []).append(replica)
-    fit = [group for group in groups.values() if not missing(have[group[0]], own)]
-    if not fit:
-        raise ChannelError(
-            "updates are out of reach: no replica has received all that the others "
-            f"have published, {own}, and those do not keep them any more"
-        )
-    same = max(fit, key=lambda group: _count(have[group[0]]))
-    return [] if asker in same else _rotated(same, asker)
-
-
-class Fence:
-    """Which updates may still be taken in, once their origin is lost.
-
-    What a lost replica sent may be under way for long, also in the answers of a
-    helper. If one survivor took it in after it told what it had, the others would
-    never hear of it. Who applies updates asks `admits` first, whatever way they
-    came; not thread-safe, it belongs under the same lock as the positions.
-
-    Example:
-        >>> fence = Fence()
-        >>> fence.close([7])
-        >>> fence.admits(7, 3), fence.admits(8, 3)
+        >>> barrier = DeliveryBarrier()
+        >>> barrier.close([7])
+        >>> barrier.admits(7, 3), barrier.admits(8, 3)
         (False, True)
-        >>> fence.open({7: (3, (5,))})
-        >>> [fence.admits(7, sequence) for sequence in (3, 4, 5)]
+        >>> barrier.open({7: (3, (5,))})
+        >>> [barrier.admits(7, sequence) for sequence in (3, 4, 5)]
         [True, False, True]
     """
 
+    holding: bool
+
     def __init__(self) -> None:
-        self._lost: set[int] = set()
+        self.holding = False
+        self._failed: set[int] = set()
         self._target: Mapping[int, Received] = {}
-        self._holding = False
 
-    @property
-    def holding(self) -> bool:
-        """Whether the fence is closed to everybody, for as long as a barrier."""
-        return self._holding
-
-    def hold(self) -> None:
-        """Admit nothing new of anybody: what one took in now, others might not."""
-        self._holding = True
-
-    def release(self) -> None:
-        """The barrier is over: only what lost replicas sent stays out."""
-        self._holding = False
-        self._target = {}
-
-    def close(self, lost: Iterable[int]) -> None:
-        """Admit nothing of these replicas and of those named before."""
-        self._lost |= set(lost)
+    def close(self, failed: Iterable[int]) -> None:
+        """Admit nothing of these replicas, and of those named before."""
+        self._failed |= set(failed)
         self._target = {}
 
     def open(self, target: Mapping[int, Received]) -> None:
-        """Admit what all have settled on, until the fence is closed again."""
+        """Admit what all have settled on, until the next `close`."""
         self._target = target
 
+    def release(self) -> None:
+        """The barrier is over: only updates of failed replicas stay out."""
+        self.holding = False
+        self._target = {}
+
     def admits(self, origin: int, sequence: int) -> bool:
-        """Whether an update may be taken in."""
-        if origin not in self._lost and not self._holding:
+        """Whether an update may be delivered."""
+        if origin not in self._failed and not self.holding:
             return True
-        return _holds(self._target.get(origin, NOTHING), sequence)
-
-
-def _holds(received: Received, sequence: int) -> bool:
-    complete, beyond = received
-    return sequence <= complete or sequence in beyond
-
-
-def _count(received: Mapping[int, Received]) -> int:
-    return sum(complete + len(beyond) for complete, beyond in received.values())
-
-
-def _comparable(received: Mapping[int, Received]) -> Hashable:
-    """Equal if the updates are, whatever the wire made of them."""
-    return frozenset(
-        (origin, complete, tuple(beyond))
-        for origin, (complete, beyond) in received.items()
-        if complete or beyond
-    )
-
-
-def _rotated(replicas: Sequence[int], turn: int) -> list[int]:
-    start = turn % len(replicas)
-    return [*replicas[start:], *replicas[:start]]
+        return contains(self._target.get(origin, NOTHING), sequence)
 
 
 UPDATE_BYTES = 440  # of memory around its entries, measured by `benchmarks/queues.py`
@@ -328,15 +167,15 @@ class DrainResult(NamedTuple):
     received: Mapping[int, Received] = {}  # by origin: what has been received in all
 
 
-class Pile:
-    """Updates that wait.
+class PendingUpdates:
+    """Updates that have arrived and are not applied yet.
 
-    Beyond the bound all of them are folded into one dense vector of counts, which is
-    exact, because sums of whole grid steps do not depend on their order.
+    Beyond the bound they are folded into one dense vector of counts. That is exact,
+    because sums of whole grid steps do not depend on their order.
 
-    In step the bound is one for each step, and what comes of a step that was folded is
-    folded too: whether it is applied as one vector, which rounds local otherwise, then
-    depends on how much is sent in the step, and not on what arrives when.
+    In step each step is a bucket with a bound of its own, and later updates of a folded
+    bucket are folded too. Whether a step is applied as one vector, which rounds local
+    differently, then depends on what is sent in it and not on when it arrives.
 
     Args:
         size: Parameters of the model.
@@ -376,26 +215,28 @@ class Pile:
 
     def add(self, update: Update) -> None:
         """Keep an update until it is taken."""
-        heap = self._heap_of(update)
+        bucket = self._bucket_of(update)
         self._updates.append(update)
-        self._bytes[heap] += _bytes_of(update)
-        again = self._in_step and heap in self._folded
-        if again or self._bytes[heap] > self._limit_bytes:
+        self._bytes[bucket] += _bytes_of(update)
+        again = self._in_step and bucket in self._folded
+        if again or self._bytes[bucket] > self._limit_bytes:
             self.folds += not again
-            self._fold(heap)
+            self._fold(bucket)
 
-    def take(self, up_to_step: int | None = None) -> DrainResult:
-        """Take all, or only what was sent up to a step, and what is folded."""
+    def take(
+        self, up_to_step: int | None = None
+    ) -> tuple[list[Update], NDArray[np.int32] | None]:
+        """Take all updates, or only those up to a step; see :class:`DrainResult`."""
         last = math.inf if up_to_step is None else up_to_step
         now = [u for u in self._updates if u.stamp.step <= last]
         self._updates = [u for u in self._updates if u.stamp.step > last]
         self._bytes.clear()
         for update in self._updates:
-            self._bytes[self._heap_of(update)] += _bytes_of(update)
-        due = [self._folded.pop(heap) for heap in [*self._folded] if heap <= last]
+            self._bytes[self._bucket_of(update)] += _bytes_of(update)
+        due = [self._folded.pop(bucket) for bucket in [*self._folded] if bucket <= last]
         for other_N in due[1:]:
             due[0] += other_N
-        return DrainResult(sorted(now, key=lambda u: u.stamp), due[0] if due else None)
+        return sorted(now, key=lambda u: u.stamp), due[0] if due else None
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -403,18 +244,18 @@ class Pile:
         self._bytes.clear()
         self._folded.clear()
 
-    def _heap_of(self, update: Update) -> int:
+    def _bucket_of(self, update: Update) -> int:
         return update.stamp.step if self._in_step else 0
 
-    def _fold(self, heap: int) -> None:
-        if heap not in self._folded:
-            self._folded[heap] = np.zeros(self._size, np.int32)
-        folded_N = self._folded[heap]
+    def _fold(self, bucket: int) -> None:
+        if bucket not in self._folded:
+            self._folded[bucket] = np.zeros(self._size, np.int32)
+        folded_N = self._folded[bucket]
         for update in self._updates:
-            if self._heap_of(update) == heap:
+            if self._bucket_of(update) == bucket:
                 fold_(folded_N, update, self.grid)
-        self._updates = [u for u in self._updates if self._heap_of(u) != heap]
-        self._bytes[heap] = 0
+        self._updates = [u for u in self._updates if self._bucket_of(u) != bucket]
+        self._bytes[bucket] = 0
 
 
 def _bytes_of(update: Update) -> int:
@@ -423,141 +264,135 @@ def _bytes_of(update: Update) -> int:
     return UPDATE_BYTES + update.counts_N.nbytes
 
 
-class Word(NamedTuple):
-    """What a replica said of itself."""
+class Peers:
+    """How far each other replica that trains is.
 
-    sequence: int  # of its last update by then
-    step: int  # completed
-    done: int = -1  # the last lap it is done with
-
-    def joined(self, other: "Word") -> "Word":
-        """What is known from both."""
-        return Word(*map(max, self, other))
-
-
-UNHEARD = Word(0, 0)
-
-
-class Heard:
-    """The last word of each other replica that trains.
+    What a replica announces counts once its updates up to then have arrived: until
+    then `progress` has less than `announced`.
 
     Args:
-        clock: Seconds, by which it is kept when there was news of somebody.
+        clock: Seconds, for the age of the last news in messages.
 
     Attributes:
-        lost: Replicas that are gone: nobody waits for them, whoever still names them.
+        failed: Replicas that are gone; nobody waits for them.
+        progress: What counts, by replica.
+        announced: The latest that each announced.
     """
 
-    lost: set[int]
+    failed: set[int]
+    progress: dict[int, PeerProgress]
+    announced: dict[int, PeerProgress]
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.lost = set()
+        self.failed = set()
+        self.progress = {}
+        self.announced = {}
         self._clock = clock
         self._news_at: dict[int, float] = {}
-        self._said: dict[int, Word] = {}
-        self._known: dict[int, Word] = {}
 
-    def hear(self, origin: int, word: Word, complete: int | None = None) -> bool:
-        """Take note of a word.
+    def announce(
+        self, origin: int, progress: PeerProgress, complete: int | None = None
+    ) -> bool:
+        """Note how far a replica says it is.
 
         Args:
-            origin: Who said it of itself.
-            word: What.
-            complete: All updates of the origin up to this one are here, and the
-                word counts once those are that it speaks of. None: it counts now.
+            origin: The replica.
+            progress: What it announces; fields never go back.
+            complete: All its updates up to this one have arrived. None: it counts now.
 
         Returns:
-            Whether it says more than any word before.
+            Whether this was news.
         """
-        if origin in self.lost:
+        if origin in self.failed:
             return False
-        former = self._said.get(origin)
-        latest = word if former is None else former.joined(word)
+        former = self.announced.get(origin)
+        latest = progress if former is None else _farther(former, progress)
         if latest != former:
             self._news_at[origin] = self._clock()
-        self._said[origin] = latest
-        if complete is None or word.sequence <= complete:
-            self._learn(origin, word)
+        self.announced[origin] = latest
+        if complete is None or progress.sequence <= complete:
+            self._count(origin, progress)
         return latest != former
 
     def catch_up(self, origin: int, complete: int) -> None:
-        """More updates of an origin are here: what it said of them counts now."""
-        said = self._said.get(origin)
-        if said is not None and said.sequence <= complete:
-            self._learn(origin, said)
+        """More updates of a replica have arrived: what it announced may count now."""
+        announced = self.announced.get(origin)
+        if announced is not None and announced.sequence <= complete:
+            self._count(origin, announced)
 
-    def _learn(self, origin: int, word: Word) -> None:
-        self._known[origin] = self._known.get(origin, UNHEARD).joined(word)
+    def _count(self, origin: int, progress: PeerProgress) -> None:
+        former = self.progress.get(origin, PeerProgress())
+        self.progress[origin] = _farther(former, progress)
 
-    def lose(self, origin: int) -> None:
+    def fail(self, origin: int) -> None:
         """A replica is gone."""
-        self.lost.add(origin)
-        self._said.pop(origin, None)
-        self._known.pop(origin, None)
+        self.failed.add(origin)
+        self.announced.pop(origin, None)
+        self.progress.pop(origin, None)
 
-    def described(self) -> list[str]:
-        """The last word of each in words, and when it came."""
+    def slowest(self, interval: int) -> int | None:
+        """Steps of the slowest replica that has not completed a sync interval."""
+        progress = self.progress.values()
+        return min((p.step for p in progress if p.interval < interval), default=None)
+
+    def described(self) -> str:
+        """The last news of each, and how old it is, for messages."""
         now = self._clock()
-        return [
-            f"replica {origin} at step {word.step}, update {word.sequence}, "
+        return "; ".join(
+            f"replica {origin} at step {announced.step}, update {announced.sequence}, "
             f"{now - self._news_at[origin]:.1f} s ago"
-            for origin, word in sorted(self._said.items())
-        ]
-
-    def others(self) -> list[int]:
-        """The other replicas that train, ascending."""
-        return sorted(self._known)
-
-    def last(self) -> dict[int, int]:
-        """The last update each has published, as far as it said."""
-        return {origin: word.sequence for origin, word in self._said.items()}
-
-    def steps(self) -> dict[int, int]:
-        """Steps completed by each."""
-        return {origin: word.step for origin, word in self._known.items()}
-
-    def slowest(self, lap: int) -> int | None:
-        """Steps completed by the slowest that is not done with a lap."""
-        words: Collection[Word] = self._known.values()
-        return min((w.step for w in words if w.done < lap), default=None)
+            for origin, announced in sorted(self.announced.items())
+        )
 
 
-class Early:
-    """Items that wait for a snapshot; bounded, first copies only."""
+def _farther(one: PeerProgress, other: PeerProgress) -> PeerProgress:
+    return PeerProgress(*map(max, one, other))
+
+
+class PreSnapshotBuffer:
+    """Items of a joining replica that wait for its snapshot; first copies only.
+
+    They are not folded, as a full inbox is: the snapshot may contain some of them.
+    """
 
     def __init__(self) -> None:
         self.items: list[Message] = []
-        self.nbytes = 0
-        self._positions = Positions()
+        self._nbytes = 0
+        self._received = ReceivedSet()
 
     def keep(self, item: Message, limit_bytes: int) -> bool | None:
         """Keep a first copy; whether it is one, None if there is no room for it."""
-        # Not folded, as a full inbox is: the snapshot may contain it.
-        if self.items and self.nbytes >= limit_bytes:
+        if self.items and self._nbytes >= limit_bytes:
             return None
-        if not self._positions.accept(item.origin, item.sequence):
+        if not self._received.accept(item.origin, item.sequence):
             return False
         self.items.append(item)
-        self.nbytes += item.weight()
+        self._nbytes += item.weight()
         return True
 
 
 class Inbox:
-    """What one replica has received.
+    """What one replica has received: each method may be called from any thread.
 
     Args:
         size: Parameters of the model.
         grid: Of the run, parameter units.
-        limit_bytes: Bytes of waiting updates beyond which they are folded.
-        in_order: Updates of one origin never overtake each other or what it says
-            of itself. If they may, a step counts once its updates are here.
-        in_step: Replicas go in step; see :class:`Pile`.
-        changed: Of whoever else has to know, and guards more than this; None: its own.
+        limit_bytes: Bytes of pending updates beyond which they are folded.
+        in_order: Messages of one origin never overtake each other. If they may, a
+            step counts once its updates have arrived.
+        in_step: Replicas go in step; see :class:`PendingUpdates`.
+        changed: A condition that guards more than this inbox; None: its own.
+
+    Attributes:
+        stopped: Why the replica has to leave; None while the run goes on.
+        joining: Whether it waits for its snapshot: nothing counts as received or
+            missing before.
+        own: How far this replica is itself; `sequence` is of its last update.
     """
 
-    received_bytes: int  # of frames, since they were counted off
-    refused: int  # frames that could not be read, likewise
-    stopped: str | None  # why the replica has to leave
+    stopped: str | None
+    joining: bool
+    own: PeerProgress
 
     def __init__(
         self,
@@ -569,210 +404,211 @@ class Inbox:
         in_step: bool = False,
         changed: threading.Condition | None = None,
     ) -> None:
-        self.received_bytes = 0
-        self.refused = 0
         self.stopped = None
+        self.joining = False
+        self.own = PeerProgress()
         self._in_order = in_order
-        self._positions = Positions()
-        self._fence = Fence()
-        self._heard = Heard()
-        self._pile = Pile(size, grid, limit_bytes, in_step=in_step)
+        self._received = ReceivedSet()
+        self._barrier = DeliveryBarrier()
+        self._peers = Peers()
+        self._pending = PendingUpdates(size, grid, limit_bytes, in_step=in_step)
+        self._received_bytes = 0
+        self._refused = 0
         self._changed = threading.Condition() if changed is None else changed
 
     @property
     def grid(self) -> float:
         """Of the run, parameter units."""
-        return self._pile.grid
+        return self._pending.grid
 
-    # ---- event loop
+    # ---- arriving messages
 
     def put(self, item: Message, update: Update) -> bool:
-        """Keep an update to be applied, once.
+        """Add a pending update, once.
 
         Returns:
-            False if it was received before, or must not be taken in, see
-            `holds_back`.
+            False if it was received before, or is not to be delivered now.
         """
+        origin, sequence = item.origin, item.sequence
         with self._changed:
-            if not self._fence.admits(item.origin, item.sequence):
+            if not self._barrier.admits(origin, sequence):
                 return False
-            if not self._positions.accept(item.origin, item.sequence):
+            if not self._received.accept(origin, sequence):
                 return False
-            self._pile.add(update)
-            self.received_bytes += item.nbytes
-            self._hear(item.origin, Word(item.sequence, item.step))
-            self._heard.catch_up(item.origin, self._complete(item.origin))
+            self._pending.add(update)
+            self._received_bytes += item.nbytes
+            self._announce(origin, PeerProgress(item.step, sequence))
+            self._peers.catch_up(origin, self._received.complete(origin))
             self._changed.notify_all()
             return True
 
     def holds_back(self, item: Message) -> bool:
-        """Whether an update has to come again later, when the barrier is over."""
+        """Whether an update has to be sent again, after the barrier."""
+        key = item.origin, item.sequence
         with self._changed:
-            key = item.origin, item.sequence
-            here = self._positions.has(*key) or self._fence.admits(*key)
-            return self._fence.holding and not here
+            here = self._received.has(*key) or self._barrier.admits(*key)
+            return self._barrier.holding and not here
 
     def note(self, item: Message) -> bool:
-        """Keep what a control item says; whether that is news of its origin."""
+        """Take in a control message; whether it is news of its origin."""
         news = True
         with self._changed:
             if item.kind == MessageKind.STOP:
                 self.stopped = self.stopped or str(item.payload)
             elif item.kind == MessageKind.LOST:
-                self._heard.lose(item.origin)
+                self._peers.fail(item.origin)
             else:
-                done = int(item.payload) if item.kind == MessageKind.PROGRESS else -1
-                word = Word(item.sequence, item.step, done)
-                news = self._hear(item.origin, word)
+                interval = item.payload if item.kind == MessageKind.PROGRESS else -1
+                progress = PeerProgress(item.step, item.sequence, interval)
+                news = self._announce(item.origin, progress)
             self._changed.notify_all()
         return news
 
-    def hear(self, words: Mapping[int, Word]) -> None:
-        """Keep what the scheduler says of the others."""
+    def announce(self, progress: Mapping[int, PeerProgress]) -> None:
+        """Note how far other replicas are."""
         with self._changed:
-            for origin, word in words.items():
-                self._hear(origin, word)
+            for origin, announced in progress.items():
+                self._announce(origin, announced)
             self._changed.notify_all()
 
+    def _announce(self, origin: int, progress: PeerProgress) -> bool:
+        complete = None if self._in_order else self._received.complete(origin)
+        return self._peers.announce(origin, progress, complete)
+
     def refuse(self) -> None:
-        """Count a frame that could not be read."""
+        """Count a frame that could not be decoded."""
         with self._changed:
-            self.refused += 1
+            self._refused += 1
 
     def stop(self, reason: str) -> None:
-        """Make every wait here end."""
+        """End every wait here."""
         with self._changed:
             self.stopped = self.stopped or reason
             self._changed.notify_all()
 
-    def _hear(self, origin: int, word: Word) -> bool:
-        complete = None if self._in_order else self._complete(origin)
-        return self._heard.hear(origin, word, complete)
+    def wake(self) -> None:
+        """Let whoever waits look again, because something else changed."""
+        with self._changed:
+            self._changed.notify_all()
 
-    def _complete(self, origin: int) -> int:
-        return self._positions.complete(origin)
+    # ---- what has been received
+
+    def received(self) -> dict[int, Received]:
+        """What exactly was received of each origin."""
+        with self._changed:
+            return dict(self._received.received())
+
+    def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
+        """Sequence numbers up to a target that have not been received, by origin."""
+        with self._changed:
+            return self._received.behind(target)
+
+    def reached(self, target: Mapping[int, int]) -> bool:
+        """Whether all up to a target has been received."""
+        with self._changed:
+            return self._received.reached(target)
 
     def gaps(self, most: int) -> dict[int, list[int]]:
-        """What those that are here have published, as they said, and is not here.
+        """Announced updates that have not been received, by origin.
 
         Args:
             most: How far to look beyond the first gap of each.
         """
         with self._changed:
             last = {
-                origin: min(last, self._complete(origin) + most)
-                for origin, last in self._heard.last().items()
+                origin: min(announced.sequence, self._received.complete(origin) + most)
+                for origin, announced in self._peers.announced.items()
             }
-            return self._positions.behind(last)
-
-    def received(self) -> dict[int, Received]:
-        """What exactly was received of each origin."""
-        with self._changed:
-            return dict(self._positions.received())
-
-    # ---- training thread
-
-    def begin(self, received: Mapping[int, Received], grid: float) -> None:
-        """Take over what another replica had applied, with its snapshot."""
-        with self._changed:
-            self._pile.grid = grid
-            self._pile.clear()
-            self._positions = Positions(received)
-            for origin in self._heard.last():
-                self._heard.catch_up(origin, self._complete(origin))
-
-    def hold(self, lost: Iterable[int]) -> dict[int, Received]:
-        """Take nothing in from now on; say what was received until now.
-
-        Args:
-            lost: Replicas of which nothing is taken in afterwards either.
-        """
-        with self._changed:
-            self._fence.close(lost)
-            self._fence.hold()
-            return dict(self._positions.received())
-
-    def open(self, target: Mapping[int, Received]) -> None:
-        """Take in what all have settled on, until the next `hold`."""
-        with self._changed:
-            self._fence.open(target)
-
-    def release(self) -> None:
-        """The barrier is over: take in what comes."""
-        with self._changed:
-            self._fence.release()
-
-    def sync(self, replicas: Iterable[int], step: int, grid: float) -> None:
-        """All replicas have met.
-
-        Args:
-            replicas: The others.
-            step: Steps each has made.
-            grid: Of the run, from now on.
-        """
-        with self._changed:
-            self._pile.grid = grid
-            for replica in replicas:
-                self._heard.hear(replica, Word(0, step))
-
-    def meet(self, steps: Mapping[int, int]) -> None:
-        """Get to know other replicas, and the steps they have made."""
-        with self._changed:
-            for replica, step in steps.items():
-                self._heard.hear(replica, Word(0, step))
-
-    def others(self) -> list[int]:
-        """The other replicas that train, ascending, as far as known."""
-        with self._changed:
-            return self._heard.others()
-
-    def lost(self) -> set[int]:
-        """Replicas that are gone, as far as known."""
-        with self._changed:
-            return set(self._heard.lost)
+            return self._received.behind(last)
 
     def drain(self, up_to_step: int | None = None) -> DrainResult:
-        """Take what waits, and say what has been received in all.
+        """Take pending updates, with what has been received in all.
 
         Args:
             up_to_step: For runs in step, in which an update from a replica's next
                 step must not be applied before one's own.
         """
         with self._changed:
-            drained = self._pile.take(up_to_step)
-            return drained._replace(received=self._positions.received())
+            updates, folded_N = self._pending.take(up_to_step)
+            return DrainResult(updates, folded_N, self._received.received())
 
-    def slowest(self, lap: int) -> int | None:
-        """Steps completed by the slowest other replica not done with a lap."""
+    def begin(self, received: Mapping[int, Received], grid: float) -> None:
+        """Take over what another replica had applied, with its snapshot."""
         with self._changed:
-            return self._heard.slowest(lap)
+            self._pending.grid = grid
+            self._pending.clear()
+            self._received = ReceivedSet(received)
+            for origin in self._peers.announced:
+                self._peers.catch_up(origin, self._received.complete(origin))
+
+    # ---- agreement
+
+    def hold(self, failed: Iterable[int]) -> dict[int, Received]:
+        """Deliver nothing from now on; return what was received until now.
+
+        Args:
+            failed: Replicas of which nothing is delivered afterwards either.
+        """
+        with self._changed:
+            self._barrier.close(failed)
+            self._barrier.holding = True
+            return dict(self._received.received())
+
+    def open(self, target: Mapping[int, Received]) -> None:
+        """Deliver what all have settled on, until the next `hold`."""
+        with self._changed:
+            self._barrier.open(target)
+
+    def release(self) -> None:
+        """The barrier is over: deliver what arrives."""
+        with self._changed:
+            self._barrier.release()
+
+    # ---- other replicas
+
+    def meet(self, steps: Mapping[int, int]) -> None:
+        """Get to know other replicas, and the steps they have completed."""
+        with self._changed:
+            for replica, step in steps.items():
+                self._peers.announce(replica, PeerProgress(step))
+
+    def sync(self, step: int, grid: float) -> None:
+        """All replicas have met, after so many steps, and go on with this grid."""
+        with self._changed:
+            self._pending.grid = grid
+            self.meet(dict.fromkeys(self._peers.progress, step))
+
+    def peers(self) -> list[int]:
+        """The other replicas that train, ascending, as far as known."""
+        with self._changed:
+            return sorted(self._peers.progress)
+
+    def failed(self) -> set[int]:
+        """Replicas that are gone, as far as known."""
+        with self._changed:
+            return set(self._peers.failed)
+
+    def slowest(self, interval: int) -> int | None:
+        """Steps of the slowest peer that has not completed a sync interval."""
+        with self._changed:
+            return self._peers.slowest(interval)
 
     def steps(self) -> dict[int, int]:
-        """Steps completed by each other replica, as far as known."""
+        """Steps completed by each peer, as far as known."""
         with self._changed:
-            return self._heard.steps()
+            return {origin: p.step for origin, p in self._peers.progress.items()}
 
-    def last_words(self) -> list[str]:
-        """What each other replica said last, and when, for messages."""
+    def last_heard(self) -> str:
+        """The last news of each peer, and how old it is, for messages."""
         with self._changed:
-            return self._heard.described()
+            return self._peers.described()
 
     def count_off(self) -> tuple[int, int, int]:
         """Bytes received, frames refused and folds since the last call."""
         with self._changed:
-            counted = (self.received_bytes, self.refused, self._pile.folds)
-            self.received_bytes = self.refused = self._pile.folds = 0
+            counted = (self._received_bytes, self._refused, self._pending.folds)
+            self._received_bytes = self._refused = self._pending.folds = 0
         return counted
-
-    def reached(self, target: Mapping[int, int]) -> bool:
-        """Whether all has been received of what others have sent up to a target."""
-        with self._changed:
-            return self._positions.reached(target)
-
-    def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
-        """What has not been received of what others have sent."""
-        with self._changed:
-            return self._positions.behind(target)
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Block until ready or stopped; False on time-out.
@@ -785,8 +621,3 @@ class Inbox:
             return self._changed.wait_for(
                 lambda: self.stopped is not None or ready(), timeout_s
             )
-
-    def wake(self) -> None:
-        """Let whoever waits look again, because something else changed."""
-        with self._changed:
-            self._changed.notify_all()

@@ -5,25 +5,21 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
-from daskdl import codec
 from daskdl.channel.base import (
     ActivateResult,
     BarrierResult,
     ChannelStats,
-    Encode,
+    Frame,
     JoinResult,
-    Receiver,
+    ReceivingChannel,
     Snapshot,
-    Waits,
 )
-from daskdl.channel.connection import UNREADABLE, Reader, SharedFrame
+from daskdl.channel.endpoint import UNREADABLE, SharedFrame, decoded, refuse
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.leasing import Finished, Lease, RunSpec, SyncPoint
 from daskdl.channel.protocol import (
@@ -201,35 +197,7 @@ class LocalRun:
             return sorted(self._inboxes)
 
 
-class LocalWaits(Waits):
-    """The waits of one replica among threads.
-
-    What has no bound of its own, because others have work to do first, ends when one
-    of them has said nothing for longer than a piece of data and a step may take:
-    there is no scheduler that would give it up.
-
-    Args:
-        run: That it is in, and has joined.
-        inbox: Its own.
-        endpoint: Which replica it is, and the bounds.
-    """
-
-    def __init__(self, run: LocalRun, inbox: Inbox, endpoint: Endpoint) -> None:
-        super().__init__(inbox, endpoint)
-        self._run = run
-
-    @override
-    def _until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        run = self._run
-        with run.changed, run.waiting(self._replica):
-            if timeout_s is not None:
-                return super()._until(ready, timeout_s)
-            while not super()._until(ready, run.patience_s(self.patience)):
-                run.look_for_silent(self.patience)
-            return True  # or the run was given up, which ends the wait too
-
-
-class LocalChannel(Receiver):
+class LocalChannel(ReceivingChannel):
     """The channel of one replica among threads.
 
     There are no newcomers: the replicas of a run are those it begins with. Nothing
@@ -245,20 +213,28 @@ class LocalChannel(Receiver):
     """
 
     def __init__(self, run: LocalRun, endpoint: Endpoint) -> None:
-        inbox = run.enter(endpoint)
-        super().__init__(inbox, LocalWaits(run, inbox, endpoint), endpoint)
+        super().__init__(run.enter(endpoint), endpoint)
         self._run = run
         self._record = run.record
         self._changed = run.changed
-        self._reader = Reader(endpoint, inbox)
         self._drained = Drained()
-        self._note: Any = None  # while it waits for a lease
-        self._step, self._done = 0, -1
 
     @property
     @override
     def closing(self) -> bool:
         return False
+
+    @override
+    def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        # A wait without a bound of its own ends when a replica is silent for longer
+        # than a lease and a step may take: no scheduler would give it up.
+        run = self._run
+        with run.changed, run.waiting(self._replica):
+            if timeout_s is not None:
+                return super()._block(ready, timeout_s)
+            while not super()._block(ready, run.patience_s(self._patience)):
+                run.look_for_silent(self._patience)
+            return True  # or the run was given up, which ends the wait too
 
     # ---- coming and going
 
@@ -272,8 +248,8 @@ class LocalChannel(Receiver):
             self._deliver(outbox)
             self._changed.notify_all()
             bound = self._timeouts.bound("join")
-            if not self._waits.until_true(
-                WaitCause.JOIN, lambda: self._met, bound.seconds
+            if not self._wait_until(
+                WaitCause.JOIN, lambda: record.members.started, bound.seconds
             ):
                 record.give_up_late(bound, self._run.now())
                 self._run.stop(str(record.stopped))
@@ -282,24 +258,17 @@ class LocalChannel(Receiver):
             self._inbox.meet({r: 0 for r in members if r != self._replica})
         return JoinResult(members, None)
 
-    @property
-    def _met(self) -> bool:
-        return self._record.members.started
-
     def _deliver(self, outbox: Outbox) -> None:
         """Put what others send where it is read; called by whoever sends it."""
         for item in outbox.head(outbox.nbytes):
             if item.kind == MessageKind.UPDATE:
-                self._put(item)
+                if isinstance(item.payload, Exception):
+                    refuse(item, item.payload, self._endpoint, self._inbox)
+                else:
+                    self._inbox.put(item, item.payload)
             elif item.kind != MessageKind.ROUTES:
                 self._inbox.note(item)
             outbox.drop(1)
-
-    def _put(self, item: Message) -> None:
-        if isinstance(item.payload, Exception):
-            self._reader.refuse(item, item.payload)
-        else:
-            self._inbox.put(item, item.payload)
 
     @override
     def activate(self, step: int) -> ActivateResult:
@@ -326,48 +295,30 @@ class LocalChannel(Receiver):
         return True
 
     @override
-    def publish(
-        self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
-    ) -> bool:
-        stamp = self._stamp(step)
-        frame = encode(stamp)
-        completed = step - 1 if partial else step
-        # Read once for all, and outside of the lock.
-        item = Message.update(stamp, completed, frame.nbytes)
-        item = item._replace(payload=self._read(item, frame))
+    def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
+        grid = self._inbox.grid
+        try:  # decoded once for all, and outside of the lock
+            update: Any = decoded(item, SharedFrame(frame), self._endpoint, grid)
+        except UNREADABLE as error:
+            update = error
         with self._changed:
-            self._run.hear(self._replica)
-            self._record.publish(
-                self._replica, [item], PeerProgress(self._step, 0, self._done)
-            )
-        self._published = stamp.sequence
+            self._send([item._replace(payload=update)])
+            self._inbox.own = self._inbox.own._replace(sequence=item.sequence)
         nbytes, frames = self._drained.nbytes + frame.nbytes, self._drained.frames + 1
         self._drained = Drained(nbytes, frames)
-        self._stats.sent_bytes += frame.nbytes
-        self._stats.frames += 1
         return True
 
-    def _read(
-        self, item: Message, frame: NDArray[np.uint8]
-    ) -> codec.Update | Exception:
-        try:
-            return self._reader.read_now(item, SharedFrame(frame))
-        except UNREADABLE as error:
-            return error
+    def _send(self, items: Sequence[Message]) -> None:
+        self._run.hear(self._replica)
+        self._record.publish(self._replica, items, self._inbox.own)
 
     @override
     def progress(self, step: int, interval: int = -1) -> None:
-        self._step, self._done = step, max(interval, self._done)
         with self._changed:
-            self._run.hear(self._replica)
-            self._record.publish(
-                self._replica, [], PeerProgress(self._step, 0, self._done)
-            )
-
-    @override
-    def sync(self, step: int, grid: float) -> None:
-        self._step = step
-        self._inbox.sync(self._inbox.others(), step, grid)
+            former = self._inbox.own
+            interval = max(interval, former.interval)
+            self._inbox.own = PeerProgress(step, former.sequence, interval)
+            self._send([])
 
     @override
     def link_stats(self) -> Drained:
@@ -386,16 +337,16 @@ class LocalChannel(Receiver):
             self.check()
             self._run.hear(replica)
             record.give_back(replica, phase, epoch, finished, self._run.now())
-            if wait and self._note is not None:
-                record.set_idle(replica, self._note)
+            if wait and self._idle_payload is not None:
+                record.set_idle(replica, self._idle_payload)
             self._changed.notify_all()
             if wait:
-                self._waits.until_true(
+                self._wait_until(
                     WaitCause.LEASE,
                     lambda: record.can_lease(replica, phase, epoch),
                     None,
                 )
-                self._note = None
+                self._idle_payload = None
             return record.lease(replica, phase, epoch, lambda key: False)
 
     @override
@@ -411,18 +362,13 @@ class LocalChannel(Receiver):
             self.check()
             barrier = record.arrive(key, self._replica, payload, client_payload, kind)
             self._changed.notify_all()
-            self._waits.until_true(
+            self._wait_until(
                 WaitCause.GATHER, lambda: record.all_arrived(barrier), None
             )
             if record.complete(key, barrier):
                 self._changed.notify_all()
-            payloads = dict(sorted(barrier.payloads.items()))
-            self._count_payloads(payloads)
+            payloads = self._exchanged(dict(sorted(barrier.payloads.items())))
             return BarrierResult(payloads, dict(barrier.gone or {}), barrier.counted)
-
-    @override
-    def set_idle(self, payload: Any) -> None:
-        self._note = payload
 
     @override
     def publish_blob(self, name: str, arrays: Arrays) -> None:
@@ -440,7 +386,7 @@ class LocalChannel(Receiver):
             return key in run.offers or not self._record.members.is_here(replica)
 
         with self._changed:
-            self._waits.until_true(WaitCause.FETCH, there_or_gone, None)
+            self._wait_until(WaitCause.FETCH, there_or_gone, None)
             arrays = run.offers.get(key)
             nbytes = sum(array.nbytes for array in (arrays or {}).values())
             run.fetched_bytes[replica] += nbytes

@@ -1,15 +1,23 @@
-"""After losses: missing updates are asked for again, or agreed to be lost."""
+"""After losses: which updates are missing, who has them, and what all settle on."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 from daskdl.channel import protocol
-from daskdl.channel.connection import Connection
-from daskdl.channel.inbox import Inbox
+from daskdl.channel.inbox import NOTHING, Inbox, Received, contains
 from daskdl.channel.protocol import Answer, Message, MessageKind
+from daskdl.channel.sender import Connection
+from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +74,14 @@ class Repairs:
     Attributes:
         workers: Address of the worker of each replica; set as members change.
         repaired: Updates that came, and were missing, in all.
-        paused: A newcomer misses nothing before it has a snapshot.
     """
 
     workers: Mapping[int, str]
     repaired: int
-    paused: bool
 
     def __init__(self, connection: Connection, inbox: Inbox, take: Take) -> None:
         self.workers = {}
         self.repaired = 0
-        self.paused = False
         self._connection = connection
         self._inbox = inbox
         self._take = take
@@ -88,7 +93,7 @@ class Repairs:
         while True:
             await asyncio.sleep(LOOK_S)
             now = self._connection.loop.time()
-            missed = {} if self.paused else self._inbox.gaps(MOST)
+            missed = {} if self._inbox.joining else self._inbox.gaps(MOST)
             for origin, missing in self._gaps.due(missed, now).items():
                 helper = self._helper(origin)
                 if helper is not None:
@@ -114,7 +119,7 @@ class Repairs:
         logger.info("asking replica %s for %s of %s", helper, sequences, origin)
         items: list[Message] = []
         with contextlib.suppress(OSError, TimeoutError, RuntimeError):
-            asking = self._connection.tell(
+            asking = self._connection.ask(
                 worker,
                 protocol.REPAIR,
                 replica=helper,
@@ -122,7 +127,7 @@ class Repairs:
                 sequences=list(sequences),
             )
             bound = self._connection.endpoint.timeouts.request
-            async with asyncio.timeout(bound):  # keeps that it was cancelled; see Pump
+            async with asyncio.timeout(bound):  # see SendLoop
                 items = _items_of(await asking, origin)
         for item in items:
             self.repaired += await self._take(item)
@@ -137,3 +142,159 @@ def _items_of(answer: Any, origin: int) -> list[Message]:
     with contextlib.suppress(TypeError, ValueError):
         items += [Message.from_wire(fields) for fields in answer["messages"]]
     return [i for i in items if i.kind == MessageKind.UPDATE and i.origin == origin]
+
+
+# By replica and origin. Everyone's own updates count as received by itself.
+Have = Mapping[int, Mapping[int, Received]]
+
+
+def settle(have: Have) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Everything that any survivor has received: what all must have.
+
+    Args:
+        have: What each survivor has received, and nobody else: with what a lost
+            replica said it had, the target could be out of reach.
+
+    Returns:
+        By origin, in the form of :meth:`ReceivedSet.received`. It depends on
+        nothing but `have`, so that all come to the same.
+
+    Example:
+        >>> settle({0: {7: (5, (7,))}, 1: {7: (6, ())}, 2: {7: (2, (9,))}})
+        {7: (7, (9,))}
+    """
+    origins = sorted({origin for received in have.values() for origin in received})
+    return {
+        origin: _union([received.get(origin, NOTHING) for received in have.values()])
+        for origin in origins
+    }
+
+
+def _union(parts: Sequence[Received]) -> tuple[int, tuple[int, ...]]:
+    complete = max(part[0] for part in parts)
+    later = sorted({s for _, beyond in parts for s in beyond if s > complete})
+    filled = 0
+    while filled < len(later) and later[filled] == complete + 1:
+        complete += 1
+        filled += 1
+    return complete, tuple(later[filled:])
+
+
+def missing(
+    mine: Mapping[int, Received], target: Mapping[int, Received]
+) -> dict[int, list[int]]:
+    """What one replica lacks of a target, ascending, by origin.
+
+    Unlike :meth:`ReceivedSet.behind` it does not ask for what the target leaves out.
+
+    Example:
+        >>> missing({7: (2, (5,))}, {7: (3, (5, 8)), 9: (1, ())})
+        {7: [3, 8], 9: [1]}
+    """
+    lacking: dict[int, list[int]] = {}
+    for origin, (complete, beyond) in target.items():
+        done, taken = mine.get(origin, NOTHING)
+        if done >= complete and not beyond:  # nearly always
+            continue
+        wanted = [*range(done + 1, complete + 1), *(s for s in beyond if s > done)]
+        gaps = sorted(set(wanted) - set(taken))
+        if gaps:
+            lacking[origin] = gaps
+    return lacking
+
+
+def helpers(
+    origin: int,
+    sequences: Collection[int],
+    have: Have,
+    alive: Collection[int],
+    asker: int,
+) -> list[int]:
+    """Whom to ask for updates of one origin, one after the other.
+
+    The origin first, if it is alive: it keeps its own. Then those that have
+    received most of what is asked for. Among equals each asker begins with another
+    one, so that not all who miss the same ask the same.
+
+    Args:
+        origin: Whose updates are missing.
+        sequences: Their numbers.
+        have: What each replica has received, as far as it said.
+        alive: Replicas that can be asked.
+        asker: Replica that misses them; it is not among the helpers.
+
+    Returns:
+        Replicas that have received at least one of them; empty if nobody has.
+
+    Example:
+        >>> have = {0: {}, 1: {7: (5, ())}, 2: {7: (5, ())}, 3: {7: (4, ())}}
+        >>> helpers(7, [4, 5], have, alive=[0, 1, 2, 3], asker=0)
+        [1, 2, 3]
+        >>> helpers(7, [4, 5], have, alive=[0, 1, 2, 3, 7], asker=3)
+        [7, 2, 1]
+    """
+    tiers: dict[int, list[int]] = {}
+    for replica in sorted(set(alive) - {asker, origin}):
+        received = have.get(replica, {}).get(origin, NOTHING)
+        held = sum(contains(received, sequence) for sequence in sequences)
+        tiers.setdefault(held, []).append(replica)
+    order = [origin] if origin in alive and origin != asker else []
+    for held in sorted(tiers.keys() - {0}, reverse=True):
+        order += _rotated(tiers[held], asker)
+    return order
+
+
+def donors(have: Have, asker: int) -> list[int]:
+    """Whose state to take when the rings could not help, one after the other.
+
+    The reference is the replica with most updates; if anybody has the whole target,
+    it does. All who have what it has are donors; everybody else takes their state,
+    and with it goes back on what it alone has (of lost replicas, see above).
+
+    Args:
+        have: What each survivor has received, after they have asked each other.
+        asker: Whose turn it is.
+
+    Returns:
+        Replicas, each asker beginning with another; empty if it has what they
+        have and needs nothing.
+
+    Raises:
+        ChannelError: If every state lacks an update of a survivor. That does not
+            happen while each keeps its own until all have them.
+
+    Example:
+        >>> have = {0: {0: (4, ()), 1: (2, ())}, 1: {0: (4, ()), 1: (2, ())}, 2: {}}
+        >>> donors(have, asker=2), donors(have, asker=0)
+        ([0, 1], [])
+    """
+    own = {replica: have[replica].get(replica, NOTHING) for replica in have}
+    groups: dict[Hashable, list[int]] = {}
+    for replica in sorted(have):
+        groups.setdefault(_comparable(have[replica]), []).append(replica)
+    fit = [group for group in groups.values() if not missing(have[group[0]], own)]
+    if not fit:
+        raise ChannelError(
+            "updates are out of reach: no replica has received all that the others "
+            f"have published, {own}, and those do not keep them any more"
+        )
+    same = max(fit, key=lambda group: _count(have[group[0]]))
+    return [] if asker in same else _rotated(same, asker)
+
+
+def _count(received: Mapping[int, Received]) -> int:
+    return sum(complete + len(beyond) for complete, beyond in received.values())
+
+
+def _comparable(received: Mapping[int, Received]) -> Hashable:
+    """Equal if the updates are, whatever the wire made of them."""
+    return frozenset(
+        (origin, complete, tuple(beyond))
+        for origin, (complete, beyond) in received.items()
+        if complete or beyond
+    )
+
+
+def _rotated(replicas: Sequence[int], turn: int) -> list[int]:
+    start = turn % len(replicas)
+    return [*replicas[start:], *replicas[:start]]

@@ -39,7 +39,7 @@ from daskdl.channel.protocol import (
     handlers_of,
 )
 from daskdl.channel.run_state import RunState
-from daskdl.channel.sender import BATCH_BYTES, Pump
+from daskdl.channel.sender import BATCH_BYTES, SendLoop
 from daskdl.config import VERSION, Bound
 from daskdl.errors import shown
 
@@ -431,7 +431,7 @@ class LiveRun:
             self._batchers[worker] = WorkerBatcher(worker, ask, bound)
         self._batchers[worker].replicas.add(replica)
         outbox = state.join(replica, self.now())
-        pump = Pump(
+        pump = SendLoop(
             outbox,
             functools.partial(self._batchers[worker].deliver, replica),
             pace_s=PACE_S,

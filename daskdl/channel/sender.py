@@ -1,15 +1,22 @@
-"""A replica's way out: a bounded queue, a paced loop, retransmission, a link meter."""
+"""The way out: requests over Dask, a bounded queue, a paced loop, retransmission."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
-from daskdl.channel.protocol import Message
+from distributed import Worker
+
+from daskdl.channel.protocol import Answer, Endpoint, Message
 from daskdl.config import Bound
 from daskdl.errors import (
+    ChannelError,
+    DaskDLError,
     OptionError,
     WaitTimeoutError,
 )
@@ -17,7 +24,101 @@ from daskdl.errors import (
 logger = logging.getLogger(__name__)
 
 
-class Ring:
+class Connection:
+    """Requests over Dask's own connections: no port, no address of its own.
+
+    Args:
+        worker: Where the replica trains.
+        endpoint: Which replica it is, and the bounds.
+        stop: Ends every wait of the replica, for a reason.
+
+    Attributes:
+        endpoint: As given.
+        failure: Why the connection does not work any more, or None.
+        loop: The event loop of the worker.
+    """
+
+    endpoint: Endpoint
+    failure: DaskDLError | None
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(
+        self, worker: Worker, endpoint: Endpoint, stop: Callable[[str], object]
+    ) -> None:
+        self.endpoint = endpoint
+        self.failure = None
+        self.loop = worker.loop.asyncio_loop
+        self._worker = worker
+        self._stop = stop
+        self._heard_at = time.monotonic()  # of the scheduler's last answer
+
+    # ---- event loop
+
+    async def ask(self, worker: str | None, operation: str, **fields: Any) -> Any:
+        """Send a request to another worker, or to the scheduler; return its answer.
+
+        Raises:
+            OSError: If it cannot be reached.
+        """
+        peer = self._worker.scheduler if worker is None else self._worker.rpc(worker)
+        return await getattr(peer, operation)(run=self.endpoint.run, **fields)
+
+    async def ask_scheduler(self, operation: str, **fields: Any) -> dict[str, Any]:
+        """Send a request to the scheduler; return its answer, see `checked`."""
+        return self.checked(await self.ask(None, operation, **fields))
+
+    def fail(self, error: DaskDLError | OSError) -> None:
+        """End every wait: nothing works without the scheduler."""
+        if not isinstance(error, DaskDLError):
+            error = ChannelError(f"the scheduler cannot be reached: {error}")
+        self.failure = error
+        self._stop(str(error))
+
+    # ---- any thread
+
+    def silent_s(self) -> float:
+        """Seconds since the scheduler's last answer, or since the beginning."""
+        return time.monotonic() - self._heard_at
+
+    def checked(self, answer: Any) -> dict[str, Any]:
+        """Return an answer of the scheduler; stop if the run was stopped.
+
+        Raises:
+            ChannelError: If there is no plugin there, or it refused the request.
+        """
+        if not isinstance(answer, dict):
+            raise ChannelError(
+                f"the scheduler answered {answer!r}: is daskdl installed there?"
+            )
+        self._heard_at = time.monotonic()
+        if answer["status"] == Answer.STOPPED or answer["status"] == Answer.UNKNOWN:
+            self._stop(answer["reason"])
+        elif answer["status"] == Answer.REFUSED:
+            raise ChannelError(f"the scheduler refused: {answer['reason']}")
+        return answer
+
+    def submit(
+        self,
+        worker: str | None,
+        operation: str,
+        on_answer: Callable[[], object],
+        **fields: Any,
+    ) -> concurrent.futures.Future[Any]:
+        """Send a request, as `ask` does, from another thread.
+
+        Args:
+            worker: Its address; None: the scheduler.
+            operation: Its name.
+            on_answer: Called on the event loop when the answer has come.
+            **fields: Of the message, beside the run.
+        """
+        asking = self.ask(worker, operation, **fields)
+        future = asyncio.run_coroutine_threadsafe(asking, self.loop)
+        future.add_done_callback(lambda _: on_answer())
+        return future
+
+
+class RetransmitBuffer:
     """Updates published or received, by origin and sequence, within a bound.
 
     At the bound the oldest are forgotten, whatever their origin; whoever asks for
@@ -25,7 +126,7 @@ class Ring:
     write to them, and they have to be compact: a view keeps alive what it is a view of.
 
     What a replica of a mesh has published itself must not be forgotten like that: it
-    belongs in an :class:`~daskdl.channel.sender.Unconfirmed`.
+    belongs in an :class:`~daskdl.channel.sender.UnackedBuffer`.
 
     All methods may be called from any thread.
 
@@ -41,7 +142,7 @@ class Ring:
         OptionError: If the bound is negative.
 
     Example:
-        >>> ring = Ring(limit_bytes=1000)
+        >>> ring = RetransmitBuffer(limit_bytes=1000)
         >>> for sequence in (1, 2, 3):
         ...     ring.keep(Message("update", 7, sequence, 0, nbytes=150))
         >>> [item.sequence for item in ring.find(7, [3, 2, 1])], ring.nbytes
@@ -57,9 +158,7 @@ class Ring:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
         self._items: deque[Message] = deque()  # oldest first
-        self._found: dict[
-            int, dict[int, Message]
-        ] = {}  # the same by origin and sequence
+        self._found: dict[int, dict[int, Message]] = {}  # by origin, sequence
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -88,12 +187,12 @@ class Ring:
             return [of_origin[sequence] for sequence in wanted if sequence in of_origin]
 
 
-class Unconfirmed:
-    """A replica's own updates, kept until everybody has them.
+class UnackedBuffer:
+    """A replica's own updates, kept until all others have acknowledged them.
 
-    Unlike a :class:`~daskdl.channel.sender.Ring` it forgets nothing at its bound: it
-    has no room then, and its owner publishes nothing. So no update of a replica that
-    is alive is ever out of reach. Below its bound it takes an update of any size.
+    At its bound it has no room, and its owner publishes nothing; a `RetransmitBuffer`
+    would forget the oldest. So no update of a replica that is alive is ever out of
+    reach. Below its bound it takes an update of any size.
 
     All methods may be called from any thread.
 
@@ -101,10 +200,10 @@ class Unconfirmed:
         limit_bytes: Most bytes kept, counted by `Message.weight`.
 
     Example:
-        >>> unconfirmed = Unconfirmed(limit_bytes=800)
+        >>> unacked = UnackedBuffer(limit_bytes=800)
         >>> for sequence in (1, 2):
-        ...     unconfirmed.keep(Message("update", 0, sequence, 0, nbytes=150))
-        >>> unconfirmed.has_room(), unconfirmed.confirm(1), unconfirmed.has_room()
+        ...     unacked.keep(Message("update", 0, sequence, 0, nbytes=150))
+        >>> unacked.has_room(), unacked.acknowledge(1), unacked.has_room()
         (False, True, True)
     """
 
@@ -121,7 +220,7 @@ class Unconfirmed:
 
     @property
     def pressed(self) -> bool:
-        """Whether it is half full, so that it is time to ask what is confirmed."""
+        """Whether it is half full, so that it is time to ask what is acknowledged."""
         return self.nbytes > self._limit_bytes // 2
 
     def has_room(self) -> bool:
@@ -136,7 +235,7 @@ class Unconfirmed:
             self._items[item.sequence] = item
             self.nbytes += item.weight()
 
-    def confirm(self, sequence: int) -> bool:
+    def acknowledge(self, sequence: int) -> bool:
         """Everybody has all up to this one; whether anything was forgotten."""
         with self._lock:
             before = len(self._items)
@@ -166,7 +265,7 @@ class Outbox:
     Attributes:
         nbytes: Bytes waiting now.
         on_offer: Called after each accepted item, from the offering thread; the
-            pump that empties the queue sets it.
+            loop that empties the queue sets it.
         on_drop: Called after items have arrived, from the dropping thread.
     """
 
@@ -224,10 +323,18 @@ class Outbox:
             self._changed.notify_all()
         self.on_drop()
 
-    def wait_for(self, ready: Callable[["Outbox"], bool], timeout_s: float) -> bool:
-        """Block until `ready(self)`, checked after each drop; False on time-out."""
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Block until `ready()`, checked after each drop; False on time-out."""
         with self._changed:
-            return self._changed.wait_for(lambda: ready(self), timeout_s)
+            return self._changed.wait_for(ready, timeout_s)
+
+    def sent(self) -> bool:
+        """Whether all items have arrived."""
+        return not self._items
+
+    def wait_until_sent(self, timeout_s: float) -> bool:
+        """Block until `sent`; False on time-out."""
+        return self.wait_for(self.sent, timeout_s)
 
 
 BATCH_BYTES = 4 * 2**20  # below Dask's 10 MiB offload to its one helper thread
@@ -238,7 +345,7 @@ BACK_OFF = 16  # most times the pace between two requests to a full destination
 Send = Callable[[Sequence[Message]], Awaitable[int]]
 
 
-class Pump:
+class SendLoop:
     """Carry one outbox to its destination, in order, until cancelled.
 
     Args:

@@ -10,8 +10,7 @@ from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
-from daskdl.channel.connection import SharedFrame
-from daskdl.channel.link import Link
+from daskdl.channel.endpoint import ReplicaEndpoint, SharedFrame
 from daskdl.channel.protocol import (
     NAME,
     Answer,
@@ -37,7 +36,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
 
     name = NAME
     idempotent = True
-    links: dict[tuple[int, int], Link]
+    links: dict[tuple[int, int], ReplicaEndpoint]
     refused: int  # messages for no replica of this worker, or not understood
 
     def __init__(self) -> None:
@@ -118,7 +117,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self, run: Identity, replica: Whole, origin: Whole, sequences: Sequence[Whole]
     ) -> Fields:
         """A replica elsewhere asks one here for updates that it missed."""
-        found = self._link(run, replica).find(origin, sequences)
+        found = self._link(run, replica).lookup(origin, sequences)
         return {"status": Answer.OK.value, "messages": [one.to_wire() for one in found]}
 
     async def handle_fetch(
@@ -127,7 +126,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         """A replica elsewhere fetches what one here has on its shelf, or will have."""
         link = self._link(run, replica)
         try:
-            answer = await link.shelf.answer(name, part, WAIT_S)
+            answer = await link.blobs.answer(name, part, WAIT_S)
         except TimeoutError:
             return _not_yet("it is not there yet")
         return {"status": Answer.OK.value, **answer}
@@ -138,7 +137,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         """The client fetches what all have agreed on, through the scheduler."""
         link = self._link(run, replica)
         try:
-            answer = await link.newest.answer(epoch, part, WAIT_S)
+            answer = await link.agreed_state.answer(epoch, part, WAIT_S)
         except TimeoutError:
             return _not_yet("it is not there yet")
         return {"status": Answer.OK.value, **answer}
@@ -154,7 +153,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
                 return
         self.refused += 1
 
-    def _link(self, run: int, replica: int) -> Link:
+    def _link(self, run: int, replica: int) -> ReplicaEndpoint:
         """The link of a replica here.
 
         Raises:
@@ -176,7 +175,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         links = self.links
         if key in links:
             raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
-        links[key] = Link(self._worker, endpoint)
+        links[key] = ReplicaEndpoint(self._worker, endpoint)
         return RemoteChannel(links[key], endpoint, lambda: links.pop(key, None))
 
 
@@ -201,7 +200,7 @@ def _shareable(fields: Any) -> Message | Exception:
     return message._replace(payload=SharedFrame(message.payload))
 
 
-async def _deliver(link: Link, messages: Sequence[Message]) -> Fields:
+async def _deliver(link: ReplicaEndpoint, messages: Sequence[Message]) -> Fields:
     """Give a replica messages, in order, until it takes no more."""
     accepted = 0
     for message in messages:

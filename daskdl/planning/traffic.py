@@ -72,7 +72,7 @@ class Crowd:
     def _direct(self, step_s: float) -> Traffic:
         # In trees too everybody sends, in all, as many copies as there are others.
         costs, n, every = self.costs, self.workers, self.master.exchange_every
-        cycle_s = self._cycle_s(routing.NEIGHBOUR_PACE_S)
+        cycle_s = self._cycle_s(routing.PACE_S)
         requests = 2 * (n - 1) * min(1.0, step_s / cycle_s)
         items = 2 * (n - 1) / every
         hops, latency_s = self._hops(), self.link.latency_s

@@ -6,6 +6,7 @@ import pytest
 from distributed import Client
 
 from daskdl import codec
+from daskdl.channel import endpoint as endpoint_end
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import NAME
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
@@ -84,10 +85,10 @@ async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
         frame = codec.encode_dense(stamp, run.endpoint.grid, counts_N)
         assert frame.nbytes > 2**20
 
-        decode, threads = run.link(1)._reader.read_now, []
+        decode, threads = endpoint_end.decoded, []
         monkeypatch.setattr(
-            run.link(1)._reader,
-            "read_now",
+            endpoint_end,
+            "decoded",
             lambda *frame: threads.append(threading.get_ident()) or decode(*frame),
         )
         assert run.channels[0].publish(lambda _: frame, stamp.step)

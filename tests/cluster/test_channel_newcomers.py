@@ -42,7 +42,7 @@ async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
         replica, channel = await newcomer(run, b)
         joining = begin(channel.join)
         link = run.link(0)
-        await wait_until(lambda: link.wanted)
+        await wait_until(lambda: link.snapshot_requests)
         assert publish(other, 3)  # on its way to both, before or after the snapshot
         await in_thread(donor.wait_for_updates, {1: 3})
         donor.check()
@@ -118,7 +118,7 @@ async def test_a_donor_that_is_behind_applies_first_what_a_newcomer_is_not_sent(
 
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
-        await wait_until(lambda: run.link(0).wanted)
+        await wait_until(lambda: run.link(0).snapshot_requests)
         donor.check()
         assert not joining.done()
 
@@ -161,7 +161,7 @@ async def test_another_donor_is_asked_if_the_first_has_gone(c, s, *workers, rout
 
         _, channel = await newcomer(run, workers[1])
         joining = begin(channel.join)
-        await wait_until(lambda: run.link(2).wanted)
+        await wait_until(lambda: run.link(2).snapshot_requests)
         run.vanish(2)
         await workers[2].close()
 
@@ -229,7 +229,7 @@ async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
         await meet(run, "end 0", Barrier.AGREE)
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
-        await wait_until(lambda: run.link(0).wanted)
+        await wait_until(lambda: run.link(0).snapshot_requests)
         donor.check()
         entry = await joining
         activating = begin(channel.activate, entry.snapshot["step"])

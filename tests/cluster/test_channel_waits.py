@@ -85,7 +85,7 @@ async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
 
         first = [publish(sender, step=step) for step in range(5)]
         await async_poll_for(lambda: len(run.record.outboxes[1]) == 4, PATIENCE_S)
-        await async_poll_for(lambda: run.link(0).carrier.sent(), PATIENCE_S)
+        await async_poll_for(lambda: run.link(0).routing.sent(), PATIENCE_S)
         more = [publish(sender, step=step) for step in range(4, 9)]
         assert first == more == [True] * 4 + [False]
         assert not sender.has_room()

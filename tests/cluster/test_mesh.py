@@ -9,7 +9,7 @@ import pytest
 
 from daskdl import Callback, FailureInjection
 from daskdl.channel import routing
-from daskdl.channel.sender import Ring
+from daskdl.channel.sender import RetransmitBuffer
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, delivered, records
 
@@ -50,7 +50,7 @@ class Killing(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Forgetful(Ring):
+class Forgetful(RetransmitBuffer):
     """Keeps nothing for those who ask for it."""
 
     def find(self, origin, sequences):
@@ -60,9 +60,9 @@ class Forgetful(Ring):
 @pytest.fixture
 def forgetful(three):
     """A client of three workers, which keep nothing of what others have sent."""
-    three.run(setattr, routing, "Ring", Forgetful)
+    three.run(setattr, routing, "RetransmitBuffer", Forgetful)
     yield three
-    three.run(setattr, routing, "Ring", Ring)
+    three.run(setattr, routing, "RetransmitBuffer", RetransmitBuffer)
 
 
 @pytest.mark.slow

@@ -126,10 +126,10 @@ OUTSIDE = {
 
 # The edges: everything else runs, and is tested, without a cluster.
 DISTRIBUTED = {
-    "channel.connection",  # a replica's: its worker's RPC and event loop
-    "channel.link",
+    "channel.endpoint",  # a replica's, on its worker's event loop
     "channel.protocol",  # Dask's wrappers, so that it does not touch the bytes
     "channel.scheduler",
+    "channel.sender",  # requests of a replica
     "channel.worker",
     "cluster",
     "data.futures",

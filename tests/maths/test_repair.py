@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.inbox import Fence, Positions, donors, helpers, missing, settle
+from daskdl.channel.inbox import DeliveryBarrier, ReceivedSet
+from daskdl.channel.recovery import donors, helpers, missing, settle
 from daskdl.errors import ChannelError
 
 UPDATES = st.sets(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=20)
@@ -12,7 +13,7 @@ HAVE = st.dictionaries(st.integers(0, 5), UPDATES, min_size=1)
 
 
 def received(updates):
-    positions = Positions()
+    positions = ReceivedSet()
     for update in sorted(updates):
         positions.accept(*update)
     return positions.received()
@@ -202,7 +203,7 @@ def test_after_all_took_a_state_they_are_the_same(have):
 
 
 def test_a_closed_fence_admits_nothing_of_the_lost_and_everything_of_others():
-    fence = Fence()
+    fence = DeliveryBarrier()
     before = fence.admits(7, 1)
 
     fence.close([7])
@@ -213,7 +214,7 @@ def test_a_closed_fence_admits_nothing_of_the_lost_and_everything_of_others():
 
 
 def test_an_open_fence_admits_what_was_settled_and_no_more():
-    fence = Fence()
+    fence = DeliveryBarrier()
     fence.close([7, 8])
     fence.open({7: (2, (4,))})
 
@@ -222,7 +223,7 @@ def test_an_open_fence_admits_what_was_settled_and_no_more():
 
 
 def test_closing_again_forgets_the_target_and_not_the_lost():
-    fence = Fence()
+    fence = DeliveryBarrier()
     fence.close([7])
     fence.open({7: (2, ())})
     fence.close([8])
@@ -232,8 +233,8 @@ def test_closing_again_forgets_the_target_and_not_the_lost():
 
 
 def test_while_it_holds_it_admits_of_everybody_only_what_was_settled():
-    fence = Fence()
-    fence.hold()
+    fence = DeliveryBarrier()
+    fence.holding = True
     fence.open({8: (2, ())})
 
     assert fence.holding
@@ -242,9 +243,9 @@ def test_while_it_holds_it_admits_of_everybody_only_what_was_settled():
 
 
 def test_after_a_release_only_the_lost_are_kept_out():
-    fence = Fence()
+    fence = DeliveryBarrier()
     fence.close([7])
-    fence.hold()
+    fence.holding = True
     fence.open({7: (2, ())})
 
     fence.release()

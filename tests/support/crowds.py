@@ -6,9 +6,10 @@ the middle of a flood and in the middle of a repair.
 
 from typing import NamedTuple
 
-from daskdl.channel.inbox import Fence, Positions, donors, helpers, missing, settle
+from daskdl.channel.inbox import DeliveryBarrier, ReceivedSet
 from daskdl.channel.protocol import Message, MessageKind, RouteBook, Routes
-from daskdl.channel.sender import Ring
+from daskdl.channel.recovery import donors, helpers, missing, settle
+from daskdl.channel.sender import RetransmitBuffer
 
 MOST = 64
 OWN = 6  # updates a replica keeps of its own, and has unconfirmed at most
@@ -32,10 +33,10 @@ class Member:
         self.number = number
         self.published = 0
         self.book = RouteBook(kept=3)
-        self.positions = Positions()
-        self.fence = Fence()
-        self.own = Ring(OWN * WEIGHT)
-        self.others = Ring(ring_items * WEIGHT)
+        self.positions = ReceivedSet()
+        self.fence = DeliveryBarrier()
+        self.own = RetransmitBuffer(OWN * WEIGHT)
+        self.others = RetransmitBuffer(ring_items * WEIGHT)
         self.applied = set()
 
     def take(self, item):
@@ -56,7 +57,7 @@ class Member:
 
     def take_state(self, donor):
         """A snapshot: the vector that the donor's updates add up to, and which."""
-        self.positions = Positions(donor.positions.received())
+        self.positions = ReceivedSet(donor.positions.received())
         self.applied = set(donor.applied)
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.channel.base import BarrierResult, Waits
+from daskdl.channel.base import BarrierResult
 from daskdl.channel.protocol import Endpoint
-from daskdl.channel.remote import Agreement
+from daskdl.channel.remote import RemoteChannel
 from daskdl.errors import WaitTimeoutError
 from tests.support.inboxes import GRID, SIZE, filled, item_of, sparse
 from tests.support.records import TIMEOUTS
@@ -18,13 +18,14 @@ BOUNDS = dataclasses.replace(TIMEOUTS, data=0.05, silence=0.05)
 ENDPOINT = Endpoint(7, 0, SIZE, GRID, 2**20, 2**20, BOUNDS, routing="mesh")
 
 
-class Link:
-    """As much of replica 0's link as agreeing needs; replica 1 keeps one update."""
+class End:
+    """As much of replica 0's endpoint as agreeing needs; replica 1 keeps one update."""
 
     def __init__(self, kept=()):
         self.inbox = filled()
-        self.carrier = SimpleNamespace(sequence=0)
-        self.connection = SimpleNamespace(endpoint=ENDPOINT)
+        self.routing = SimpleNamespace(relayed=False)
+        self.connection = SimpleNamespace(silent_s=lambda: 0.0, failure=None)
+        self.snapshot_requests = []
         self.repairs = SimpleNamespace(workers={})  # nobody answers
         self.asked = []
         self._kept = kept
@@ -38,32 +39,33 @@ class Link:
         return future
 
 
-def agree(link):
+def agree(end):
     """Meet a replica 1 that has the first update of itself, and say how often."""
     keys = []
 
-    def gather(key, note, kind):
+    def barrier(key, payload, kind):
         keys.append(key)
-        return BarrierResult({0: note, 1: {"received": [[1, 1, []]]}}, {})
+        return BarrierResult({0: payload, 1: {"received": [[1, 1, []]]}}, {})
 
-    agreement = Agreement(link, Waits(link.inbox, ENDPOINT), gather)
-    agreement.reach("end", {0: 0}, {}, lambda snapshot: None)
+    channel = RemoteChannel(end, ENDPOINT, lambda: None)
+    channel.barrier = barrier
+    channel.agree("end", {0: 0}, {}, lambda snapshot: None)
     return keys
 
 
 def test_what_is_missing_is_asked_for_and_told_again():
-    link = Link(kept=[sparse(1, 1, [1])])
+    end = End(kept=[sparse(1, 1, [1])])
 
-    assert agree(link) == ["end, round 0", "end, round 1"]
-    assert link.asked == [(1, 1, [1])]
-    assert link.inbox.received() == {1: (1, ())}
+    assert agree(end) == ["end, round 0", "end, round 1"]
+    assert end.asked == [(1, 1, [1])]
+    assert end.inbox.received() == {1: (1, ())}
 
 
 def test_replicas_that_never_have_the_same_end_the_run():
-    link = Link()
+    end = End()
 
     with pytest.raises(WaitTimeoutError) as caught:
-        agree(link)
+        agree(end)
 
     assert re.match(
         r"replicas \[0, 1\] did not come to the same updates within 0\.1 s "

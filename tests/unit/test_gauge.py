@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 
-from daskdl.channel import connection as gauge_module
-from daskdl.channel.connection import Gauge
+from daskdl.channel import routing as gauge_module
 from daskdl.channel.protocol import Message, MessageKind
+from daskdl.channel.routing import LinkMeter
 from daskdl.thresholds import Drained
 
 
@@ -28,7 +28,7 @@ def clock(monkeypatch):
 
 
 def test_time_counts_while_a_request_with_frames_is_under_way(clock):
-    gauge = Gauge()
+    gauge = LinkMeter()
 
     with gauge.request([update()]):
         clock.now += 2.0
@@ -40,7 +40,7 @@ def test_time_counts_while_a_request_with_frames_is_under_way(clock):
 
 
 def test_a_request_without_frames_takes_no_time(clock):
-    gauge = Gauge()
+    gauge = LinkMeter()
 
     with gauge.request([]):
         clock.now += 2.0
@@ -50,7 +50,7 @@ def test_a_request_without_frames_takes_no_time(clock):
 
 
 def test_requests_side_by_side_count_once_and_at_the_end_of_each(clock):
-    gauge = Gauge()
+    gauge = LinkMeter()
 
     first, second = gauge.request([update()]), gauge.request([update()])
     first.__enter__()
@@ -66,7 +66,7 @@ def test_requests_side_by_side_count_once_and_at_the_end_of_each(clock):
 
 
 def test_one_that_fails_took_its_time_all_the_same(clock):
-    gauge = Gauge()
+    gauge = LinkMeter()
 
     with contextlib.suppress(OSError), gauge.request([update()]):
         clock.now += 2.0
@@ -78,7 +78,7 @@ def test_one_that_fails_took_its_time_all_the_same(clock):
 
 
 def test_what_was_accepted_is_counted_without_the_queues_overhead():
-    gauge = Gauge()
+    gauge = LinkMeter()
 
     gauge.arrived([update(100), update(20)])
     gauge.arrived([update(3)])
@@ -87,7 +87,7 @@ def test_what_was_accepted_is_counted_without_the_queues_overhead():
 
 
 def test_each_is_counted_once():
-    gauge = Gauge()
+    gauge = LinkMeter()
     gauge.arrived([update()])
 
     first, second = gauge.take(1), gauge.take(1)

@@ -93,7 +93,7 @@ def test_a_fold_is_taken_once():
 
 def test_a_fold_uses_the_grid_of_the_last_barrier():
     inbox = filled(limit_bytes=0)
-    inbox.sync([1], 0, 4 * GRID)
+    inbox.sync(0, 4 * GRID)
 
     update = sparse(1, 1, [1], count=8)
     inbox.put(item_of(update), update)
@@ -142,7 +142,7 @@ def test_folded_or_not_what_is_taken_is_the_sum_of_what_was_put(
 
     for update in order:
         inbox.put(item_of(update), update)
-        waiting = inbox._pile._updates  # memory is what this test is about
+        waiting = inbox._pending._updates  # memory is what this test is about
         assert sum(u[-1].nbytes for u in waiting) <= limit_bytes
         if between:
             taken = inbox.drain()

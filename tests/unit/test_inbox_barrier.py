@@ -1,7 +1,7 @@
 """The inbox of a mesh: what it takes in around a barrier, and what it misses."""
 
-from daskdl.channel.inbox import UPDATE_BYTES, Inbox, Word
-from daskdl.channel.protocol import MessageKind
+from daskdl.channel.inbox import UPDATE_BYTES, Inbox
+from daskdl.channel.protocol import MessageKind, PeerProgress
 from tests.support.inboxes import GRID, SIZE, control, filled, item_of, sparse
 
 
@@ -78,30 +78,30 @@ def test_a_step_counts_when_a_state_has_the_updates_before_it():
     assert inbox.steps() == {1: 9}
 
 
-def test_gaps_are_known_from_later_updates_and_from_words():
+def test_gaps_are_known_from_later_updates_and_from_announcements():
     inbox = mesh()
     put(inbox, 1, 1)
     put(inbox, 1, 3)
-    inbox.hear({2: Word(2, 5), 3: Word(0, 5)})
+    inbox.announce({2: PeerProgress(5, 2), 3: PeerProgress(5, 0)})
 
     assert inbox.gaps(most=10) == {1: [2], 2: [1, 2]}
 
 
 def test_a_number_beyond_all_bounds_takes_no_memory():
     inbox = mesh()
-    inbox.hear({1: Word(10**12, 5)})
+    inbox.announce({1: PeerProgress(5, 10**12)})
 
     assert inbox.gaps(most=3) == {1: [1, 2, 3]}
 
 
 def test_the_lost_have_no_gaps():
     inbox = mesh()
-    inbox.hear({1: Word(2, 5)})
+    inbox.announce({1: PeerProgress(5, 2)})
 
     inbox.note(control(MessageKind.LOST, 1))
 
     assert inbox.gaps(most=3) == {}
-    assert inbox.lost() == {1}
+    assert inbox.failed() == {1}
 
 
 def test_news_are_told_from_what_is_known():

@@ -11,7 +11,7 @@ PATIENCE_S = 20
 
 def test_the_slowest_is_the_one_with_the_fewest_steps():
     inbox = filled()
-    inbox.sync([1, 2], 0, GRID)
+    inbox.meet({1: 0, 2: 0})
     inbox.note(control(MessageKind.PROGRESS, 1, 7, payload=-1))
     inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
@@ -21,7 +21,7 @@ def test_the_slowest_is_the_one_with_the_fewest_steps():
 
 def test_an_update_tells_how_far_its_origin_is():
     inbox = filled()
-    inbox.sync([1], 0, GRID)
+    inbox.meet({1: 0})
 
     update = sparse(1, 1, [1], step=9)
     inbox.put(item_of(update), update)
@@ -43,8 +43,8 @@ def test_who_is_done_with_an_epoch_is_not_waited_for_in_it():
     inbox.note(control(MessageKind.PROGRESS, 1, 3, payload=0))
     inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
-    assert inbox.slowest(lap=0) == 5
-    assert inbox.slowest(lap=1) == 3
+    assert inbox.slowest(interval=0) == 5
+    assert inbox.slowest(interval=1) == 3
 
 
 def test_with_nobody_else_there_is_no_slowest():
@@ -53,7 +53,7 @@ def test_with_nobody_else_there_is_no_slowest():
 
 def test_a_lost_replica_is_not_waited_for_any_more():
     inbox = filled()
-    inbox.sync([1, 2], 0, GRID)
+    inbox.meet({1: 0, 2: 0})
     inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
     inbox.note(control(MessageKind.LOST, 1, 3))
@@ -63,10 +63,10 @@ def test_a_lost_replica_is_not_waited_for_any_more():
 
 def test_a_lost_replica_stays_lost_when_the_others_meet():
     inbox = filled()
-    inbox.sync([1, 2], 0, GRID)
+    inbox.meet({1: 0, 2: 0})
     inbox.note(control(MessageKind.LOST, 1, 3))
 
-    inbox.sync([1, 2], 6, GRID)
+    inbox.meet({1: 6, 2: 6})
     inbox.note(control(MessageKind.PROGRESS, 2, 9, payload=0))
 
     assert inbox.steps() == {2: 9}
@@ -75,9 +75,10 @@ def test_a_lost_replica_stays_lost_when_the_others_meet():
 
 def test_at_a_barrier_everybody_has_made_the_same_steps():
     inbox = filled()
+    inbox.meet({1: 0, 2: 0})
     inbox.note(control(MessageKind.PROGRESS, 1, 3, payload=0))
 
-    inbox.sync([1, 2], 8, 4 * GRID)
+    inbox.sync(8, 4 * GRID)
 
     assert inbox.steps() == {1: 8, 2: 8}
     assert inbox.grid == 4 * GRID

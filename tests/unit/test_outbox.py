@@ -104,7 +104,7 @@ def test_a_waiting_thread_looks_again_when_something_has_arrived():
     waiting, changed = threading.Event(), threading.Event()
     came = []
 
-    def ready(looked_at):
+    def ready():
         waiting.set()
         return changed.is_set()
 
@@ -121,4 +121,4 @@ def test_a_waiting_thread_looks_again_when_something_has_arrived():
 def test_a_wait_for_room_ends_with_its_time():
     box = filled(1)
 
-    assert box.wait_for(lambda looked_at: len(looked_at) == 0, 0.01) is False
+    assert box.wait_for(lambda: len(box) == 0, 0.01) is False

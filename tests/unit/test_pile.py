@@ -2,14 +2,14 @@
 
 import pytest
 
-from daskdl.channel.inbox import UPDATE_BYTES, Pile
+from daskdl.channel.inbox import UPDATE_BYTES, PendingUpdates
 from tests.support.inboxes import GRID, SIZE, dense, sparse
 
 EACH = UPDATE_BYTES + 4  # of an update with one entry
 
 
 def piled(*updates, limit_bytes=10**9):
-    pile = Pile(SIZE, GRID, limit_bytes)
+    pile = PendingUpdates(SIZE, GRID, limit_bytes)
     for update in updates:
         pile.add(update)
     return pile
@@ -21,8 +21,8 @@ def test_all_is_taken_once_by_origin_and_sequence():
 
     taken = pile.take()
 
-    assert taken.updates == updates[::-1]
-    assert taken.folded_N is None
+    assert taken[0] == updates[::-1]
+    assert taken[1] is None
     assert pile.take() == ([], None)
 
 
@@ -30,7 +30,7 @@ def test_all_is_taken_once_by_origin_and_sequence():
 def test_what_is_of_a_later_step_stays(step, count):
     pile = piled(sparse(1, 1, [1], step=4), sparse(1, 2, [1], step=5))
 
-    assert len(pile.take(step).updates) == count
+    assert len(pile.take(step)[0]) == count
     assert len(pile) == 2 - count
 
 
@@ -66,8 +66,8 @@ def test_nothing_is_left_of_what_was_forgotten():
 
     assert pile.folds == 1
     taken = pile.take()
-    assert len(taken.updates) == 2
-    assert taken.folded_N is None
+    assert len(taken[0]) == 2
+    assert taken[1] is None
 
 
 def test_a_vector_counts_in_steps_of_the_grid_of_the_run():
@@ -76,12 +76,12 @@ def test_a_vector_counts_in_steps_of_the_grid_of_the_run():
 
     pile.add(sparse(1, 1, [1]))
 
-    assert pile.take().folded_N[0] == 2
+    assert pile.take()[1][0] == 2
 
 
 class TestInStep:
     def piled(self, *updates, limit_bytes=EACH):
-        pile = Pile(SIZE, GRID, limit_bytes, in_step=True)
+        pile = PendingUpdates(SIZE, GRID, limit_bytes, in_step=True)
         for update in updates:
             pile.add(update)
         return pile
@@ -95,8 +95,8 @@ class TestInStep:
         four, nothing, five = pile.take(4), pile.take(4), pile.take(5)
 
         assert nothing == ([], None)
-        assert (four.folded_N[:2].tolist(), four.updates) == ([2, 0], [])
-        assert (five.folded_N[:2].tolist(), five.updates) == ([0, 2], [])
+        assert (four[1][:2].tolist(), four[0]) == ([2, 0], [])
+        assert (five[1][:2].tolist(), five[0]) == ([0, 2], [])
 
     def test_one_step_does_not_count_for_the_bound_of_another(self):
         updates = [sparse(1, 1, [1], step=4), sparse(1, 2, [2], step=5)]
@@ -111,8 +111,8 @@ class TestInStep:
         first = self.piled(large, small).take(4)
         last = self.piled(small, large).take(4)
 
-        assert first.updates == last.updates == []
-        assert first.folded_N.tolist() == last.folded_N.tolist()
+        assert first[0] == last[0] == []
+        assert first[1].tolist() == last[1].tolist()
 
     def test_all_that_is_folded_is_taken_as_one(self):
         pile = self.piled(
@@ -120,5 +120,5 @@ class TestInStep:
             limit_bytes=0,
         )
 
-        assert pile.take().folded_N[:3].tolist() == [1, 1, 0]
+        assert pile.take()[1][:3].tolist() == [1, 1, 0]
         assert pile.folds == 2

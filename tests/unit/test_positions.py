@@ -1,14 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.inbox import Positions
+from daskdl.channel.inbox import ReceivedSet
 
 ARRIVALS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=60)
 TARGETS = st.dictionaries(st.integers(0, 3), st.integers(0, 14))
 
 
 def received(*arrivals):
-    positions = Positions()
+    positions = ReceivedSet()
     return positions, [positions.accept(*arrival) for arrival in arrivals]
 
 
@@ -36,8 +36,8 @@ def test_a_filled_gap_is_not_filled_again():
 
 
 def test_what_was_never_heard_of_is_behind_from_its_first_update():
-    assert Positions().behind({7: 2}) == {7: [1, 2]}
-    assert Positions().behind({7: 0}) == {}
+    assert ReceivedSet().behind({7: 2}) == {7: [1, 2]}
+    assert ReceivedSet().behind({7: 0}) == {}
 
 
 def test_a_gap_beyond_the_target_is_not_waited_for():
@@ -81,7 +81,7 @@ def test_what_was_received_is_the_run_without_a_gap_and_what_is_beyond():
 
 
 def test_positions_start_from_what_a_snapshot_has_received():
-    positions = Positions({0: (2, (4,)), 1: [3, []]})  # lists as from the wire
+    positions = ReceivedSet({0: (2, (4,)), 1: [3, []]})  # lists as from the wire
 
     assert positions.received() == {0: (2, (4,)), 1: (3, ())}
     assert [positions.accept(0, s) for s in (1, 2, 4)] == [False, False, False]
@@ -91,7 +91,7 @@ def test_positions_start_from_what_a_snapshot_has_received():
 
 def test_positions_that_start_from_others_are_their_own():
     source, _ = received((0, 1), (0, 3))
-    copy = Positions(source.received())
+    copy = ReceivedSet(source.received())
 
     copy.accept(0, 2)
 
@@ -104,7 +104,7 @@ def test_what_was_received_says_everything_in_one_form(arrivals):
     backward, _ = received(*reversed(arrivals))
 
     assert forward.received() == backward.received()
-    assert Positions(forward.received()).received() == forward.received()
+    assert ReceivedSet(forward.received()).received() == forward.received()
     named = {
         (origin, sequence)
         for origin, (complete, beyond) in forward.received().items()

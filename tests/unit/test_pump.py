@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from daskdl.channel.protocol import MESSAGE_BYTES, Message, MessageKind
-from daskdl.channel.sender import BATCH_BYTES, Outbox, Pump
+from daskdl.channel.sender import BATCH_BYTES, Outbox, SendLoop
 from daskdl.config import Bound
 from daskdl.errors import WaitTimeoutError
 
@@ -65,7 +65,7 @@ def box_of(*items):
 
 @contextlib.asynccontextmanager
 async def pumping(box, receiver, *, pace_s=0.0, beat_s=PATIENCE_S, timeout_s=5.0):
-    pump = Pump(
+    pump = SendLoop(
         box,
         receiver.send,
         pace_s=pace_s,

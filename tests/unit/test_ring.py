@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl.channel.protocol import MESSAGE_BYTES, Message, MessageKind
-from daskdl.channel.sender import Ring
+from daskdl.channel.sender import RetransmitBuffer
 from daskdl.errors import OptionError
 
 WEIGHT = 36 + MESSAGE_BYTES
@@ -18,7 +18,7 @@ def update(origin, sequence, nbytes=36, payload=None):
 
 
 def ring_of(*keys, limit_bytes=10**6):
-    ring = Ring(limit_bytes)
+    ring = RetransmitBuffer(limit_bytes)
     for key in keys:
         ring.keep(update(*key))
     return ring
@@ -71,7 +71,7 @@ def test_one_that_is_here_counts_once_and_stays_as_old_as_it_is():
 
 def test_a_payload_is_shared():
     frame = bytearray(36)
-    ring = Ring(10**6)
+    ring = RetransmitBuffer(10**6)
 
     ring.keep(update(0, 1, 36, frame))
 
@@ -84,12 +84,12 @@ def test_a_ring_without_room_keeps_nothing():
 
 def test_a_negative_bound_is_refused():
     with pytest.raises(OptionError, match="limit_bytes must be >= 0, got -1"):
-        Ring(-1)
+        RetransmitBuffer(-1)
 
 
 @given(KEPT, st.integers(0, 1000))
 def test_it_holds_the_latest_that_fit_and_counts_them(updates, limit_bytes):
-    ring, expected = Ring(limit_bytes), []
+    ring, expected = RetransmitBuffer(limit_bytes), []
 
     for key, nbytes in updates:
         item = update(*key, nbytes)
@@ -106,7 +106,7 @@ def test_it_holds_the_latest_that_fit_and_counts_them(updates, limit_bytes):
 
 
 def test_two_threads_lose_no_count():
-    ring = Ring(50 * WEIGHT)
+    ring = RetransmitBuffer(50 * WEIGHT)
 
     def fill(origin):
         for sequence in range(1, 3000):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from daskdl.channel import protocol
-from daskdl.channel.link import Shelf
+from daskdl.channel.endpoint import BlobServer
 from daskdl.channel.protocol import Parcel, join, unwrap
 
 WAIT_S = 30  # of a test that would fail otherwise
@@ -22,7 +22,7 @@ def on_a_loop(test):
     """Run a test that gets a shelf, on an event loop."""
 
     async def run():
-        await test(Shelf(asyncio.get_running_loop()))
+        await test(BlobServer(asyncio.get_running_loop()))
 
     return lambda: asyncio.run(run())
 

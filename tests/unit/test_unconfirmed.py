@@ -1,5 +1,5 @@
 from daskdl.channel.protocol import Message
-from daskdl.channel.sender import Unconfirmed
+from daskdl.channel.sender import UnackedBuffer
 
 WEIGHT = Message("update", 0, 1, 0, 100).weight()
 
@@ -9,7 +9,7 @@ def item(sequence):
 
 
 def kept(*sequences, limit_bytes=3 * WEIGHT):
-    own = Unconfirmed(limit_bytes)
+    own = UnackedBuffer(limit_bytes)
     for sequence in sequences:
         own.keep(item(sequence))
     return own
@@ -34,8 +34,8 @@ def test_nothing_is_forgotten_at_the_bound():
 def test_what_is_confirmed_is_forgotten_up_to_there():
     own = kept(1, 2, 3)
 
-    assert own.confirm(2) is True
-    assert own.confirm(2) is False
+    assert own.acknowledge(2) is True
+    assert own.acknowledge(2) is False
 
     assert [i.sequence for i in own.find([3, 2, 1])] == [3]
     assert (len(own), own.nbytes) == (1, WEIGHT)

@@ -4,40 +4,98 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import (
-    Callable,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distributed import Worker
 
-from daskdl.channel.connection import UNREADABLE, Connection, Reader, SharedFrame
-from daskdl.channel.inbox import Early, Inbox, Received, Word
+from daskdl import codec
+from daskdl.channel.inbox import Inbox, PreSnapshotBuffer, Received
 from daskdl.channel.protocol import (
+    RELAYED,
     Arrays,
     Endpoint,
     Message,
     MessageKind,
     Parcel,
-    Routes,
+    PeerProgress,
     owned,
+    unwrap,
     wrap,
 )
 from daskdl.channel.recovery import Repairs
-from daskdl.channel.routing import Carrier, Mesh, Relay
-from daskdl.channel.sender import BATCH_BYTES
-from daskdl.errors import (
-    WaitTimeoutError,
-)
+from daskdl.channel.routing import ROUTINGS, Routing
+from daskdl.channel.sender import BATCH_BYTES, Connection
+from daskdl.compression.replica_vector import count_of
+from daskdl.errors import CodecError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
+INLINE_BYTES = 2**20  # larger frames are decoded beside the event loop
 
-class Shelf:
+UNREADABLE = (CodecError, TypeError, ValueError, LookupError)  # of foreign bytes
+
+
+class SharedFrame:
+    """A frame that came for several replicas of a run: decoded once.
+
+    Args:
+        payload: As it came.
+    """
+
+    def __init__(self, payload: Any) -> None:
+        self._payload = payload
+        self._update: codec.Update | None = None
+
+    @property
+    def frame(self) -> Any:
+        """Its bytes, as the sender had them."""
+        return unwrap(self._payload)
+
+    def decode(self, run: int, size: int) -> codec.Update:
+        """The update, which nobody changes; see :func:`daskdl.codec.decode`."""
+        if self._update is None:
+            self._update = codec.decode(self.frame, run=run, size=size)
+        return self._update
+
+
+def decoded(
+    item: Message, shared: SharedFrame, endpoint: Endpoint, grid: float
+) -> codec.Update:
+    """Decode an update for one replica.
+
+    Args:
+        item: With which it came.
+        shared: Its frame.
+        endpoint: Of the replica.
+        grid: Of the run, parameter units.
+
+    Raises:
+        CodecError, TypeError, ValueError, LookupError: If it cannot be read.
+    """
+    update = shared.decode(endpoint.run, endpoint.size)
+    if update.stamp[1:3] != (item.origin, item.sequence):
+        raise CodecError(f"sent as {item[1:3]}, stamped {update.stamp[1:3]}")
+    if isinstance(update, codec.SparseUpdate):
+        count_of(update.threshold, grid)
+    elif update.grid != grid:
+        raise CodecError(f"grid must be {grid}, got {update.grid}")
+    return update
+
+
+def refuse(item: Message, error: Exception, endpoint: Endpoint, inbox: Inbox) -> None:
+    """Count and log an update that could not be decoded; it is dropped."""
+    inbox.refuse()
+    logger.warning(
+        "replica %s refused update %s of replica %s: %s",
+        endpoint.replica,
+        item.sequence,
+        item.origin,
+        error,
+    )
+
+
+class BlobServer:
     """Parcels by name. Whoever comes before one is there waits for it.
 
     Args:
@@ -103,7 +161,7 @@ class Shelf:
         self._loop.call_soon_threadsafe(self._clear, but)
 
 
-class Newest:
+class StateServer:
     """The newest state of a replica that all agreed on, for the client.
 
     Nothing is made of it before the first part is asked for. What the parts are cut
@@ -174,15 +232,15 @@ class Newest:
         asyncio.run_coroutine_threadsafe(self._keep(epoch, make), self._loop)
 
 
-class Wanted(NamedTuple):
-    """A newcomer waits for this replica's state."""
+class SnapshotRequest(NamedTuple):
+    """A joining replica waits for this replica's state."""
 
     cut: dict[int, int]  # updates that it has to contain, by origin
     answer: asyncio.Future[dict[str, Any]]
 
 
-class Link:
-    """One replica's connection to the others.
+class ReplicaEndpoint:
+    """Where the messages of one replica arrive, on its worker's event loop.
 
     Args:
         worker: Where the replica trains.
@@ -191,46 +249,40 @@ class Link:
     Attributes:
         inbox: What has arrived.
         connection: To the scheduler and to other workers.
-        carrier: Of what is to be sent.
-        repairs: Ask for what did not come.
+        routing: Where updates go.
+        repairs: Requests missing updates again.
         closing: The worker closes; the replica should hand over and leave.
-        shelf: What this replica lets others fetch.
-        newest: What it lets the client fetch.
-        wanted: Newcomers that wait for a snapshot; the training thread serves them.
+        blobs: What other replicas may fetch.
+        agreed_state: What the client may fetch.
+        snapshot_requests: Of joining replicas; the training thread answers them.
     """
 
     inbox: Inbox
     connection: Connection
-    carrier: Carrier
+    routing: Routing
     repairs: Repairs
     closing: bool
-    shelf: Shelf
-    newest: Newest
-    wanted: list["Wanted"]
+    blobs: BlobServer
+    agreed_state: StateServer
+    snapshot_requests: list[SnapshotRequest]
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
-        mesh = endpoint.routing == "mesh"
         self.inbox = Inbox(
             endpoint.size,
             endpoint.grid,
             endpoint.inbox_bytes,
-            in_order=not mesh and not endpoint.drops,
+            in_order=RELAYED[endpoint.routing] and not endpoint.drops,
             in_step=endpoint.in_step,
         )
-        self.connection = Connection(worker, endpoint, self.inbox)
-        self.carrier = (
-            Mesh(self.connection, self.inbox, self._complete)
-            if mesh
-            else Relay(self.connection, self.inbox)
-        )
+        self.connection = Connection(worker, endpoint, self.inbox.stop)
+        self.routing = ROUTINGS[endpoint.routing](self.connection, self.inbox)
         self.repairs = Repairs(self.connection, self.inbox, self._put)
         self.closing = False
-        self.shelf = Shelf(self.connection.loop)
-        self.newest = Newest(self.connection.loop)
-        self.wanted = []
-        self._reader = Reader(endpoint, self.inbox)
-        self._early: Early | None = None
-        self._routed = False  # the members are known, at least of one generation
+        self.blobs = BlobServer(self.connection.loop)
+        self.agreed_state = StateServer(self.connection.loop)
+        self.snapshot_requests = []
+        self._before_snapshot: PreSnapshotBuffer | None = None
+        self._routed = False  # the members of at least one generation are known
         self._endpoint = endpoint
         self._left = asyncio.Event()
         self._running: list[concurrent.futures.Future[None]] = []
@@ -238,21 +290,33 @@ class Link:
     # ---- event loop
 
     async def deliver(self, item: Message) -> bool:
-        """An item has arrived; what cannot be read is counted and dropped.
+        """Take in an item; one that cannot be read is counted and dropped.
 
         Returns:
             False if there is no room for it: it has to be sent again.
         """
         if item.kind == MessageKind.ROUTES:
-            self.adopt(item.payload)
+            self.on_members(item.payload)
             return True
         if item.kind != MessageKind.UPDATE:
             if self.inbox.note(item) and item.kind == MessageKind.PROGRESS:
-                self.carrier.forward(item)
+                self.routing.on_message(item)
             return True
         if self._dropped(item):
             return True
-        return await self._deliver_update(self._owned(item))
+        item = self._owned(item)
+        if self._before_snapshot is not None:
+            limit_bytes = self._endpoint.inbox_bytes
+            first = self._before_snapshot.keep(item, limit_bytes)
+            if first and self._routed:
+                self.routing.on_message(item)
+            return first is not None
+        if self.inbox.holds_back(item):
+            return False
+        if await self._put(item):
+            self.routing.on_message(item)
+            return True
+        return not self.inbox.holds_back(item)  # it may since it was decoded
 
     def _dropped(self, item: Message) -> bool:
         """Whether it gets lost here on purpose; the sender takes it for delivered."""
@@ -260,71 +324,53 @@ class Link:
         if not any(d.strikes(origin, number, own) for d in self._endpoint.drops):
             return False
         # That there is one is known: through a relay nothing else might say so.
-        self.inbox.hear({origin: Word(number, item.step)})
+        self.inbox.announce({origin: PeerProgress(item.step, number)})
         return True
-
-    async def _deliver_update(self, item: Message) -> bool:
-        if self._early is not None:
-            first = self._early.keep(item, self._endpoint.inbox_bytes)
-            if first and self._routed:
-                self.carrier.forward(item)
-            return first is not None
-        if self.inbox.holds_back(item):
-            return False
-        if await self._put(item):
-            self.carrier.forward(item)
-            return True
-        return not self.inbox.holds_back(item)  # it may since it was read
 
     def _owned(self, item: Message) -> Message:
         """The item with memory of its own: what it came in is as large as a batch."""
-        if self._endpoint.routing != "mesh" and self._early is None:
-            return item  # it is read, and not kept
+        if self.routing.relayed and self._before_snapshot is None:
+            return item  # it is decoded, and not kept
         shared = item.payload if isinstance(item.payload, SharedFrame) else None
         payload = item.payload if shared is None else shared.frame
         try:
             return item._replace(payload=owned(payload))
-        except (TypeError, ValueError):  # no bytes: whoever reads it says so
+        except (TypeError, ValueError):  # no bytes: `decoded` refuses it
             return item
 
     async def _put(self, item: Message) -> bool:
+        payload = item.payload
+        shared = payload if isinstance(payload, SharedFrame) else SharedFrame(payload)
+        arguments = item, shared, self._endpoint, self.inbox.grid
         try:
-            update = await self._reader.read(item)
+            if memoryview(shared.frame).nbytes > INLINE_BYTES:
+                update = await asyncio.to_thread(decoded, *arguments)
+            else:
+                update = decoded(*arguments)
         except UNREADABLE as error:
-            self._reader.refuse(item, error)
+            refuse(item, error, self._endpoint, self.inbox)
             return False
         if not self.inbox.put(item, update):
             return False
-        self.carrier.keep(item)
+        self.routing.on_update(item)
         return True
 
-    async def _put_early(self) -> None:
-        early, self._early = self._early, None
-        for item in early.items if early is not None else ():
-            await self._put(item)
-
-    def _complete(self) -> dict[int, int]:
-        if self._early is not None:  # nothing is here that could be counted on
-            return {}
-        return {origin: all_[0] for origin, all_ in self.inbox.received().items()}
-
-    def adopt(self, payload: Any) -> None:
-        """Take over what the scheduler says of the members: generation, who, where."""
+    def on_members(self, payload: Any) -> None:
+        """Take in the membership: its generation, and the worker of each member."""
         generation, members = payload
         workers = dict(members)
-        routes = Routes(generation, tuple(sorted(workers)), self._endpoint.fan_out)
-        self.carrier.adopt(routes, workers)
+        self.routing.on_members(generation, workers)
         self.repairs.workers = workers
-        if not self._routed and self._early is not None:
-            for item in self._early.items:
-                self.carrier.forward(item)
+        if not self._routed and self._before_snapshot is not None:
+            for item in self._before_snapshot.items:
+                self.routing.on_message(item)
         self._routed = True
 
-    def find(self, origin: int, sequences: Iterable[int]) -> list[Message]:
-        """What is here of what another replica misses, as much as fits a request."""
+    def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
+        """Updates that another replica misses, as many as fit a request."""
         found: list[Message] = []
         nbytes = 0
-        for item in self.carrier.find(origin, sequences):
+        for item in self.routing.lookup(origin, sequences):
             nbytes += item.weight()
             if found and nbytes > BATCH_BYTES:
                 break
@@ -332,15 +378,19 @@ class Link:
         return found
 
     async def snapshot(self, cut: dict[int, int]) -> dict[str, Any]:
-        """A newcomer asks for this replica's state; answered between two steps."""
-        wanted = Wanted(cut, self.connection.loop.create_future())
-        self.wanted.append(wanted)
+        """The state of this replica for a joining one, made between two steps.
+
+        Raises:
+            TimeoutError: If it was not made in time.
+        """
+        request = SnapshotRequest(cut, self.connection.loop.create_future())
+        self.snapshot_requests.append(request)
         self.inbox.wake()
         try:
-            bound = self._endpoint.timeouts.request
-            return await asyncio.wait_for(wanted.answer, bound)
+            bound_s = self._endpoint.timeouts.request
+            return await asyncio.wait_for(request.answer, bound_s)
         finally:
-            self._unwant(wanted)
+            self._forget(request)
 
     def close_soon(self) -> None:
         """The worker closes; the training thread leaves at its next step."""
@@ -361,34 +411,40 @@ class Link:
     # ---- training thread
 
     def start(self) -> None:
-        """Begin to send, and to look for what is missing."""
-        for work in (self.carrier.run(), self.repairs.run()):
+        """Begin to send, and to request what is missing."""
+        for work in (self.routing.run(), self.repairs.run()):
             future = asyncio.run_coroutine_threadsafe(work, self.connection.loop)
             self._running.append(future)
 
     def wait_for_snapshot(self) -> None:
-        """Keep updates as they come; what they change is not here yet."""
-        self._early = Early()
-        self.repairs.paused = True
+        """Keep updates as they come; the state that they change is not here yet."""
+        self._before_snapshot = PreSnapshotBuffer()
+        self.inbox.joining = True
 
     def enter(self, payload: Any) -> None:
-        """Know the members before anything is published; see `adopt`."""
+        """Know the members before anything is published; see `on_members`."""
 
         async def enter() -> None:
-            self.adopt(payload)
+            self.on_members(payload)
 
         self._now(enter())
 
     def begin(self, received: Mapping[int, Received], grid: float) -> None:
-        """The snapshot is here: updates that it does not contain may follow it."""
+        """The snapshot is here: deliver the updates that it does not contain."""
+
+        async def deliver() -> None:
+            kept, self._before_snapshot = self._before_snapshot, None
+            for item in kept.items if kept is not None else ():
+                await self._put(item)
+            self.inbox.joining = False
+
         self.inbox.begin(received, grid)
-        self._now(self._put_early())
-        self.repairs.paused = False
+        self._now(deliver())
 
     def pull(
         self, helper: int, origin: int, sequences: Sequence[int]
     ) -> concurrent.futures.Future[int]:
-        """Ask a replica for updates of an origin; done when what it has is here."""
+        """Request updates of an origin; done once those of the helper are here."""
         asking = self.repairs.ask(helper, origin, sequences)
         future = asyncio.run_coroutine_threadsafe(asking, self.connection.loop)
         future.add_done_callback(lambda _: self.inbox.wake())
@@ -406,17 +462,17 @@ class Link:
                 "of its own worker; is it busy, or closed?"
             ) from error
 
-    def _unwant(self, wanted: Wanted) -> None:
-        with contextlib.suppress(ValueError):  # it may have been served meanwhile
-            self.wanted.remove(wanted)
+    def _forget(self, request: SnapshotRequest) -> None:
+        with contextlib.suppress(ValueError):  # it may have been answered meanwhile
+            self.snapshot_requests.remove(request)
 
-    def serve(self, wanted: Wanted, snapshot: dict[str, Any]) -> None:
-        """Give a newcomer what it waits for, once."""
-        self._unwant(wanted)
+    def serve(self, request: SnapshotRequest, snapshot: dict[str, Any]) -> None:
+        """Answer a joining replica, once."""
+        self._forget(request)
 
         def answer() -> None:
-            if not wanted.answer.done():  # it may not have waited
-                wanted.answer.set_result(snapshot)
+            if not request.answer.done():  # it may not have waited
+                request.answer.set_result(snapshot)
 
         self.connection.loop.call_soon_threadsafe(answer)
 
@@ -424,7 +480,7 @@ class Link:
         """Send nothing more, not even a sign of life."""
         for future in self._running:
             future.cancel()
-        self.connection.loop.call_soon_threadsafe(self.carrier.end)
+        self.connection.loop.call_soon_threadsafe(self.routing.end)
 
     def end(self) -> None:
         """Whoever waits for the replica to leave may go on."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.channel.link import Link
+from daskdl.channel.endpoint import ReplicaEndpoint
 from daskdl.channel.protocol import Endpoint
 from daskdl.errors import WaitTimeoutError
 from tests.support.inboxes import GRID, SIZE
@@ -28,7 +28,7 @@ def loop():
 def test_an_event_loop_that_does_nothing_is_not_waited_for_without_end(loop):
     worker = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=loop))
     bounds = dataclasses.replace(TIMEOUTS, request=0.05)
-    link = Link(worker, dataclasses.replace(ENDPOINT, timeouts=bounds))
+    link = ReplicaEndpoint(worker, dataclasses.replace(ENDPOINT, timeouts=bounds))
 
     with pytest.raises(
         WaitTimeoutError,

@@ -46,26 +46,26 @@ class LocalRun:
         now: A clock, seconds.
 
     Attributes:
-        record: What is known of the run; looked at and changed under `changed`.
+        state: What the scheduler would know of the run; guarded by `changed`.
         changed: Notified after every change.
-        offers: What replicas let others fetch, by replica and name.
-        fetched_bytes: That others have fetched of each, since it counted them off.
+        blobs: Published ones, by replica and name.
+        fetched_bytes: Of each replica's blobs, since its last `stats`.
         now: The clock.
     """
 
-    record: RunState
+    state: RunState
     changed: threading.Condition
-    offers: dict[tuple[int, str], Arrays]
+    blobs: dict[tuple[int, str], Arrays]
     fetched_bytes: Counter[int]
     now: Callable[[], float]
 
     def __init__(
         self, plan: RunSpec, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.record = RunState(plan)
+        self.state = RunState(plan)
         self.changed = threading.Condition()
         self.now = now
-        self.offers = {}
+        self.blobs = {}
         self.fetched_bytes = Counter()
         self._inboxes: dict[int, Inbox] = {}
 
@@ -94,39 +94,33 @@ class LocalRun:
                 in_step=endpoint.in_step,
                 changed=self.changed,
             )
-            inbox.stopped = self.record.stopped
+            inbox.stopped = self.state.stopped
             self._inboxes[replica] = inbox
         return inbox
 
-    def offer(self, replica: int, name: str, arrays: Arrays) -> None:
-        """A replica lets others fetch something."""
+    def drop_blobs(self, replica: int, keep: str = "") -> None:
+        """Drop all blobs of a replica but the one of this name."""
         with self.changed:
-            self.offers[replica, name] = arrays
-            self.changed.notify_all()
-
-    def withdraw(self, replica: int, but: str = "") -> None:
-        """Keep nothing of what a replica has offered, but what has this name."""
-        with self.changed:
-            for origin, name in list(self.offers):
-                if origin == replica and name != but:
-                    del self.offers[origin, name]
+            for origin, name in list(self.blobs):
+                if origin == replica and name != keep:
+                    del self.blobs[origin, name]
 
     def forget(self, replica: int) -> None:
-        """A replica has left; the others learn of it."""
+        """A replica has left, and nobody waits for it any more."""
         with self.changed:
-            self.withdraw(replica)
+            self.drop_blobs(replica)
             if self._inboxes.pop(replica, None) is not None:
-                self.record.remove(replica)
+                self.state.remove(replica)
                 self.changed.notify_all()
 
-    def hear(self, replica: int) -> None:
-        """A replica shows that it lives. Call under `changed`."""
-        self.record.members.replicas[replica].heard_at = self.now()
+    def is_alive(self, replica: int) -> None:
+        """Note a sign of life of a replica. Call under `changed`."""
+        self.state.members.replicas[replica].heard_at = self.now()
 
     @contextlib.contextmanager
     def waiting(self, replica: int) -> Iterator[None]:
-        """Meanwhile a replica that has joined waits for others: it is not silent."""
-        member = self.record.members.replicas[replica]
+        """While it waits for others, a replica does not count as silent."""
+        member = self.state.members.replicas[replica]
         member.heard_at = math.inf
         try:
             yield
@@ -134,17 +128,17 @@ class LocalRun:
             member.heard_at = self.now()
 
     def patience_s(self, bound: Bound) -> float:
-        """How long until one may have been silent for longer than a bound, seconds."""
-        members = self.record.members
+        """Seconds until a replica may have been silent for longer than a bound."""
+        members = self.state.members
         heard = min(members.replicas[r].heard_at for r in members.present)
         return max(min(heard + bound.seconds - self.now(), bound.seconds), 0.0)
 
-    def look_for_silent(self, bound: Bound) -> None:
-        """Give the run up if one was silent for longer than a bound.
+    def check_silent(self, bound: Bound) -> None:
+        """Give the run up if a replica was silent for longer than a bound.
 
-        Its thread holds on to what it has, and nobody can come in its place.
+        Its thread keeps its lease, and no other replica can replace it.
         """
-        members, now = self.record.members, self.now()
+        members, now = self.state.members, self.now()
         silent = members.silent_since(now - bound.seconds)
         if silent:
             who = members.describe(silent, now)
@@ -153,7 +147,7 @@ class LocalRun:
     def describe(self, replica: int) -> str:
         """A replica in words: who, and what was last heard, and when."""
         with self.changed:
-            return self.record.members.describe([replica], self.now())
+            return self.state.members.describe([replica], self.now())
 
     def watch(
         self, seen: int, timeout_s: float, over: Callable[[], bool] = lambda: False
@@ -165,15 +159,15 @@ class LocalRun:
             timeout_s: Seconds.
             over: Whether not to wait, checked after each change.
         """
-        events = self.record.events
+        events = self.state.events
         with self.changed:
             self.changed.wait_for(lambda: len(events) > seen or over(), timeout_s)
             return events.since(seen)
 
     def stop(self, reason: str) -> None:
-        """Tell every replica to leave."""
+        """End the run: every replica leaves."""
         with self.changed:
-            self.record.stop(reason)
+            self.state.stop(reason)
             for inbox in self._inboxes.values():  # also of those that have not joined
                 inbox.stop(reason)
             self.changed.notify_all()
@@ -181,14 +175,14 @@ class LocalRun:
     def give_up(self, error: DaskDLError) -> None:
         """The run cannot go on; who started it learns why."""
         with self.changed:
-            self.record.give_up(error)
-            self.stop(str(self.record.stopped))
+            self.state.give_up(error)
+            self.stop(str(self.state.stopped))
 
     def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
         """A replica cannot go on; who started the run learns why."""
         with self.changed:
-            self.record.fail(replica, failure)
-            self.stop(str(self.record.stopped))
+            self.state.fail(replica, failure)
+            self.stop(str(self.state.stopped))
 
     @property
     def here(self) -> list[int]:
@@ -200,8 +194,8 @@ class LocalRun:
 class LocalChannel(ReceivingChannel):
     """The channel of one replica among threads.
 
-    There are no newcomers: the replicas of a run are those it begins with. Nothing
-    is dropped on purpose either: an update is there before its sender goes on.
+    No replica joins later, and no update is dropped on purpose: each has arrived
+    before its sender goes on.
 
     Args:
         run: That all are in.
@@ -215,7 +209,7 @@ class LocalChannel(ReceivingChannel):
     def __init__(self, run: LocalRun, endpoint: Endpoint) -> None:
         super().__init__(run.enter(endpoint), endpoint)
         self._run = run
-        self._record = run.record
+        self._state = run.state
         self._changed = run.changed
         self._drained = Drained()
 
@@ -233,28 +227,28 @@ class LocalChannel(ReceivingChannel):
             if timeout_s is not None:
                 return super()._block(ready, timeout_s)
             while not super()._block(ready, run.patience_s(self._patience)):
-                run.look_for_silent(self._patience)
+                run.check_silent(self._patience)
             return True  # or the run was given up, which ends the wait too
 
-    # ---- coming and going
+    # ---- joining and leaving
 
     @override
     def join(self) -> JoinResult:
-        record = self._record
+        state = self._state
         with self._changed:
             self.check()
-            outbox = record.join(self._replica, self._run.now())
+            outbox = state.join(self._replica, self._run.now())
             outbox.on_offer = lambda: self._deliver(outbox)
             self._deliver(outbox)
             self._changed.notify_all()
             bound = self._timeouts.bound("join")
             if not self._wait_until(
-                WaitCause.JOIN, lambda: record.members.started, bound.seconds
+                WaitCause.JOIN, lambda: state.members.started, bound.seconds
             ):
-                record.give_up_late(bound, self._run.now())
-                self._run.stop(str(record.stopped))
+                state.give_up_late(bound, self._run.now())
+                self._run.stop(str(state.stopped))
                 self.check()
-            members = record.members.present
+            members = state.members.present
             self._inbox.meet({r: 0 for r in members if r != self._replica})
         return JoinResult(members, None)
 
@@ -309,8 +303,8 @@ class LocalChannel(ReceivingChannel):
         return True
 
     def _send(self, items: Sequence[Message]) -> None:
-        self._run.hear(self._replica)
-        self._record.publish(self._replica, items, self._inbox.own)
+        self._run.is_alive(self._replica)
+        self._state.publish(self._replica, items, self._inbox.own)
 
     @override
     def progress(self, step: int, interval: int = -1) -> None:
@@ -331,23 +325,23 @@ class LocalChannel(ReceivingChannel):
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
     ) -> Lease | SyncPoint | None:
-        record, replica = self._record, self._replica
+        state, replica = self._state, self._replica
 
         with self._changed:
             self.check()
-            self._run.hear(replica)
-            record.give_back(replica, phase, epoch, finished, self._run.now())
+            self._run.is_alive(replica)
+            state.give_back(replica, phase, epoch, finished, self._run.now())
             if wait and self._idle_payload is not None:
-                record.set_idle(replica, self._idle_payload)
+                state.set_idle(replica, self._idle_payload)
             self._changed.notify_all()
             if wait:
                 self._wait_until(
                     WaitCause.LEASE,
-                    lambda: record.can_lease(replica, phase, epoch),
+                    lambda: state.can_lease(replica, phase, epoch),
                     None,
                 )
                 self._idle_payload = None
-            return record.lease(replica, phase, epoch, lambda key: False)
+            return state.lease(replica, phase, epoch, lambda key: False)
 
     @override
     def barrier(
@@ -357,37 +351,37 @@ class LocalChannel(ReceivingChannel):
         kind: Barrier = Barrier.MEET,
         client_payload: bytes = b"",
     ) -> BarrierResult:
-        record = self._record
+        state = self._state
         with self._changed:
             self.check()
-            barrier = record.arrive(key, self._replica, payload, client_payload, kind)
+            barrier = state.arrive(key, self._replica, payload, client_payload, kind)
             self._changed.notify_all()
-            self._wait_until(
-                WaitCause.GATHER, lambda: record.all_arrived(barrier), None
-            )
-            if record.complete(key, barrier):
+            self._wait_until(WaitCause.GATHER, lambda: state.all_arrived(barrier), None)
+            if state.complete(key, barrier):
                 self._changed.notify_all()
             payloads = self._exchanged(dict(sorted(barrier.payloads.items())))
             return BarrierResult(payloads, dict(barrier.gone or {}), barrier.counted)
 
     @override
     def publish_blob(self, name: str, arrays: Arrays) -> None:
-        self._run.offer(self._replica, name, arrays)
+        with self._changed:
+            self._run.blobs[self._replica, name] = arrays
+            self._changed.notify_all()
 
     @override
     def drop_blobs(self, keep: str = "") -> None:
-        self._run.withdraw(self._replica, keep)
+        self._run.drop_blobs(self._replica, keep)
 
     @override
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
         run, key = self._run, (replica, name)
 
         def there_or_gone() -> bool:
-            return key in run.offers or not self._record.members.is_here(replica)
+            return key in run.blobs or not self._state.members.is_here(replica)
 
         with self._changed:
             self._wait_until(WaitCause.FETCH, there_or_gone, None)
-            arrays = run.offers.get(key)
+            arrays = run.blobs.get(key)
             nbytes = sum(array.nbytes for array in (arrays or {}).values())
             run.fetched_bytes[replica] += nbytes
         self._stats.received_bytes += nbytes

@@ -135,8 +135,8 @@ async def test_a_frame_that_cannot_be_read_is_refused_by_each(c, s, a, b):
         )
 
         assert answer["status"] == Answer.OK
-        await wait_until(lambda: run.link(1).inbox.refused == 1)
-        assert run.link(2).inbox.refused == 1
+        await wait_until(lambda: run.channels[1].stats().refused == 1)
+        assert run.channels[2].stats().refused == 1
         assert (received(run, 1), received(run, 2)) == (0, 0)
 
 

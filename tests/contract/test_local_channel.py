@@ -203,13 +203,13 @@ class TestPatience:
         with run.waiting(1):
             run.clock.now = 115.0
             assert run.patience_s(self.BOUND) == 4.0
-            run.look_for_silent(self.BOUND)
+            run.check_silent(self.BOUND)
         run.clock.now = 118.0
         run.channels[0].progress(2)
         run.clock.now = 119.0
 
         assert run.patience_s(self.BOUND) == 6.0  # from the end of its wait
-        assert run.record.stopped is None
+        assert run.state.stopped is None
 
     def test_while_all_wait_it_is_the_bound(self, run):
         with run.waiting(0), run.waiting(1):
@@ -223,21 +223,21 @@ class TestPatience:
         run.clock.now = 111.0
 
         assert run.patience_s(self.BOUND) == 8.0
-        run.look_for_silent(self.BOUND)
-        assert run.record.stopped is None
+        run.check_silent(self.BOUND)
+        assert run.state.stopped is None
 
     def test_only_beyond_the_bound_somebody_is_silent(self, run):
         run.clock.now = 109.0
         run.channels[0].progress(1)
         run.clock.now = 110.0
-        run.look_for_silent(self.BOUND)
-        assert run.record.stopped is None
+        run.check_silent(self.BOUND)
+        assert run.state.stopped is None
 
         run.clock.now = 110.5
         assert run.patience_s(self.BOUND) == 0.0
-        run.look_for_silent(self.BOUND)
+        run.check_silent(self.BOUND)
 
-        assert run.record.stopped == (
+        assert run.state.stopped == (
             "nothing was heard for 10 s (daskdl.timeouts.data) of replica 1 on here, "
             "last heard at step 0, update 0, 10.5 s ago"
         )
@@ -260,11 +260,11 @@ def test_leaving_twice_changes_nothing():
     run = run_of()
     channel = channel_of(run)
     channel.leave()
-    generation = run.record.members.generation
+    generation = run.state.members.generation
 
     channel.leave()
 
-    assert run.record.members.generation == generation
+    assert run.state.members.generation == generation
     assert run.here == []
 
 

@@ -170,7 +170,7 @@ def lives_of(master, replicas, deaths, rows, piece):
     ]
     with ThreadPoolExecutor(replicas) as pool:
         ended = list(pool.map(Life.live, lives))
-    assert run.record.stopped is None
+    assert run.state.stopped is None
     both = {True: [], False: []}
     for life, whole in zip(lives, ended, strict=True):
         both[whole].append(life)

@@ -49,7 +49,7 @@ class ThreadsRun:
 
     @property
     def record(self):
-        return self._run.record
+        return self._run.state
 
     def where(self, replica):
         return f"chair {replica}"

@@ -524,21 +524,22 @@ class Stepper:
             The loss over all rows of the group.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        rows = rows_of(group)
-        parts = [self._backward(batch, rows) for batch in group]
+        rows = [rows_in(batch) for batch in group]
+        total = sum(rows)
+        parts = [self._backward(*each, total) for each in zip(group, rows, strict=True)]
         # Only now: reading one waits for an accelerator.
         return sum(float(part) for part in parts)
 
-    def _backward(self, batch: Batch, rows: int) -> Tensor:
+    def _backward(self, batch: Batch, rows: int, total: int) -> Tensor:
         batch = to_device(*batch, self._device, self._dtype)
         with self._autocast(), _one_row_named(batch):
             loss = batch_loss(self._objective, self._module, batch)
-            if rows_in(batch) != rows and not is_sum(self._objective):
+            if rows != total and not is_sum(self._objective):
                 # Not times a share: of equal batches this is the plain loss / k.
-                loss = loss / (rows / rows_in(batch))
+                loss = loss / (total / rows)
             penalty = penalty_of(self._objective, self._module)
             if penalty is not None:
-                loss = loss + penalty * (rows_in(batch) / rows)
+                loss = loss + penalty * (rows / total)
         scaled_loss = loss if self._scaler is None else self._scaler.scale(loss)
         scaled_loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()

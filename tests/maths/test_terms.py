@@ -246,3 +246,13 @@ def test_numbers_that_are_not_finite_reach_all():
 
     for module in team.modules:
         assert module[0].weight.isnan().nonzero().tolist() == [[3, 4]]
+
+
+def test_counters_are_the_largest_of_all():
+    team = Team()
+    team.train([1])
+    team.train([0, 1])
+
+    team.average({0: 0.5, 1: 0.5})  # at the second one, which adds its own first
+
+    assert {int(m[1].num_batches_tracked) for m in team.modules} == {2}

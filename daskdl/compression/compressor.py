@@ -312,7 +312,7 @@ class Compressor:
         left out.
         """
         shared, own = self.vector.state()
-        sections = {
+        groups = {
             pattern: {
                 "exchanges": group.exchanges,
                 "threshold": group.sent and group.sent.threshold,
@@ -320,7 +320,7 @@ class Compressor:
             }
             for pattern, group in self.groups.items()
         }
-        return shared, {**own, "clipped": self.clipped, "sections": sections}
+        return shared, {**own, "clipped": self.clipped, "groups": groups}
 
     def restore_(
         self, shared: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
@@ -335,9 +335,9 @@ class Compressor:
         """
         self.vector.restore_(shared, parts)
         self.clipped = sum(part["clipped"] for part in parts)
-        sections = parts[0]["sections"] if parts else {}
-        for pattern in self.groups.keys() & sections.keys():
-            group, own = self.groups[pattern], sections[pattern]
+        groups = parts[0]["groups"] if parts else {}
+        for pattern in self.groups.keys() & groups.keys():
+            group, own = self.groups[pattern], groups[pattern]
             group.exchanges = operator.index(own["exchanges"])
             if own["threshold"] is not None:
                 group.sent = Sent(float(own["threshold"]), float(own["density"]))

@@ -457,7 +457,7 @@ class ReplicaVector:
         """
         self._check_local()
         shared = {"grid": self.grid, "shared": [g.shared_N for g in self.groups]}
-        own = {"local": [g.local_N for g in self.groups], "weight": self.lead}
+        own = {"local": [g.local_N for g in self.groups], "lead": self.lead}
         return shared, own
 
     def restore_(
@@ -471,7 +471,7 @@ class ReplicaVector:
                 add up; of none, there is no residual.
         """
         self.grid = shared["grid"]
-        self.lead = parts[0]["weight"] if parts else self.lead
+        self.lead = parts[0]["lead"] if parts else self.lead
         for i, group in enumerate(self.groups):
             group.shared_N.copy_(shared["shared"][i])
             if parts:
@@ -482,7 +482,7 @@ class ReplicaVector:
                     group.local_N[where] = sent
                 for part in parts[1:]:
                     ahead = part["local"][i][where].to(sent) - sent
-                    group.local_N[where] += ahead * (self.lead / part["weight"])
+                    group.local_N[where] += ahead * (self.lead / part["lead"])
         self._show_all_()
 
     @contextlib.contextmanager

@@ -138,10 +138,10 @@ class GradientSharingExchange(Exchange):
     def _resume(self, resumed: Resumed) -> None:
         common, state = resumed.common, self.state()
         # Patterns may be other ones.
-        own = {**state.own, "sections": {}}
+        own = {**state.own, "groups": {}}
         resumed.check(state._replace(own=own))
         with restoring(f"{' or '.join(resumed.own_at)}: exchange"):
-            self._compressor.restore_(common["accumulator"], resumed.own)
+            self._compressor.restore_(common["compressor"], resumed.own)
             for part in resumed.own[:1]:
                 self._unshared, self._due = part["unshared"], part["due"]
         self._replicas = 0  # what was restored has a scale of its own
@@ -397,7 +397,7 @@ class GradientSharingExchange(Exchange):
     @override
     def state(self) -> State:
         shared, own = self._compressor.state()
-        common = {"accumulator": shared, "made": self._made, "step": self._step}
+        common = {"compressor": shared, "made": self._made, "step": self._step}
         return State(
             SHARER, common, {**own, "unshared": self._unshared, "due": self._due}
         )

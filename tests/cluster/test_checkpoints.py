@@ -126,11 +126,11 @@ def agreed_and_residual(whole):
     """The parameters that all agreed on, and the sum of what each has not sent."""
     _, common = Part(whole.store, COMMON).read()
     parts = [Part(whole.store, of_replica(r)).read()[1] for r in whole.members]
-    accumulator = common["exchange"]["accumulator"]
-    (shared,) = accumulator["shared"]
-    start = shared.numpy() * accumulator["grid"]
+    compressor = common["exchange"]["compressor"]
+    (shared,) = compressor["shared"]
+    start = shared.numpy() * compressor["grid"]
     owns = [part["exchange"] for part in parts]
-    residuals = [(own["local"][0].numpy() - start) / own["weight"] for own in owns]
+    residuals = [(own["local"][0].numpy() - start) / own["lead"] for own in owns]
     return start, sum(residuals)
 
 

@@ -17,7 +17,7 @@ from tests.golden.make_checkpoint_v1 import (
 )
 
 # Of their indexes, which have those of the other files.
-SHA256 = "bd168a27a15c31b71c245c645b8c80c47fb56417a8d7cb8c9d7d0e7ac8f867a6"
+SHA256 = "af277753ee949e1082efb1b639ca9097083f3635f27bdfaa37cfed6d84b63fc4"
 
 
 def test_they_are_the_first_ones_made():

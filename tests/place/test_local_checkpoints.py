@@ -426,7 +426,7 @@ def test_there_is_a_residual_that_could_be_lost(url):
     fits(one_of(url, master=sharing(3)), 2)
 
     store = Series.at(url).folder(2)
-    shared = Part(store, COMMON).read()[1]["exchange"]["accumulator"]
+    shared = Part(store, COMMON).read()[1]["exchange"]["compressor"]
     for replica in range(3):
         own = Part(store, of_replica(replica)).read()[1]["exchange"]
         residual = own["local"][0] - shared["shared"][0] * shared["grid"]

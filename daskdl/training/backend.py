@@ -251,7 +251,7 @@ class FitResult:
     Attributes:
         parameters: All replicas agree on them; with the sum of all residuals.
         optimizer: Averaged state; None if the run did not come to its end.
-        outcome: State of the compression; None if no replica left any.
+        compression: State of the compression; None if no replica left any.
         schedule: State of the scheduler; empty without scheduler or optimizer.
         steps: Packed rows of steps that were not reported before.
         restored: Whether the parameters are those of the best epoch.
@@ -260,7 +260,7 @@ class FitResult:
 
     parameters: Parameters
     optimizer: OptimizerState | None
-    outcome: CompressionState | None
+    compression: CompressionState | None
     schedule: bytes = b""
     steps: bytes = b""
     restored: bool = False
@@ -286,7 +286,7 @@ def merge(results: Sequence[Result]) -> Packed[FitResult]:
     final = FitResult(
         _sum(parts),
         add(states) if states else None,
-        average_outcome([result.outcome for result in results]),
+        average_compression([result.outcome for result in results]),
         ended[0].schedule if ended else b"",  # there all have agreed
         b"".join(result.steps for result in results),
         bool(restored),
@@ -295,17 +295,17 @@ def merge(results: Sequence[Result]) -> Packed[FitResult]:
     return Packed(final, "result")
 
 
-def average_outcome(
+def average_compression(
     outcomes: Iterable[CompressionState | None],
 ) -> CompressionState | None:
-    """Merge what several replicas leave to the next fit.
+    """Average the compression states of replicas, for the next fit.
 
     Args:
-        outcomes: One per replica; None where it did not even start.
+        outcomes: One per replica; None if it did not start.
 
     Returns:
-        The mean of each pattern over those that have sent, and the most steps; None
-        if there is nothing to merge.
+        The mean of each pattern over the replicas that have sent, and the largest
+        number of steps; None if there is no state.
     """
     used = [outcome for outcome in outcomes if outcome is not None]
     if not used:
@@ -376,7 +376,7 @@ class AgreedState(NamedTuple):
 
 
 def arrays_of(parameters: Parameters) -> Arrays:
-    """What a replica lets the client fetch; what is large is not copied."""
+    """What a replica offers the client to fetch; large arrays are not copied."""
     if parameters.shared_N is not None:
         rest = replace(parameters, shared_N=None)
         return {REST: Packed(rest, "model_").payload, SHARED: parameters.shared_N}
@@ -391,29 +391,29 @@ def arrays_of(parameters: Parameters) -> Arrays:
     return {**arrays, REST: Packed(rest, "model_").payload}
 
 
-def extent_for(
+def sizes_of(
     options: ReplicaSpec,
     phase: str,
     source: Source,
     replicas: int,
     keys: Sequence[str] | None = None,
 ) -> PartitionSizes:
-    """How much there is to train on in a phase, in portions; the log says how large.
+    """The sizes of the partitions and leases of a phase, which the log shows.
 
     Args:
         options: Of the run.
         phase: ``"train"`` or ``"validation"``.
-        source: Of which the lengths are known, if it is not sequential.
-        replicas: How many share it.
-        keys: Dask key of each part that a worker holds; None: none does.
+        source: Its lengths are known, if it is not sequential.
+        replicas: How many initial replicas there are.
+        keys: Dask key of each part that a worker holds; None: no worker holds any.
     """
     step = options.piece_rows(phase)
     if source.lengths is None:
         return partition_sizes([-1] * source.parts, step, replicas, keys)
-    extent = partition_sizes(source.lengths, step, replicas, keys)
-    piece = extent.lease_rows
-    small = sum(0 < rows < piece for rows in source.lengths)
-    large = sum(rows > piece for rows in source.lengths)
+    sizes = partition_sizes(source.lengths, step, replicas, keys)
+    lease = sizes.lease_rows
+    small = sum(0 < rows < lease for rows in source.lengths)
+    large = sum(rows > lease for rows in source.lengths)
     logger.info(
         "the %s data have %s parts of %s to %s rows and are leased in pieces of %s: %s "
         "smaller parts are put together, %s larger ones are split",
@@ -421,35 +421,35 @@ def extent_for(
         source.parts,
         min(source.lengths),
         max(source.lengths),
-        piece,
+        lease,
         small,
         large,
     )
-    return extent
+    return sizes
 
 
-def plan_of(
+def run_spec_of(
     options: ReplicaSpec,
-    seats: Mapping[int, str],
-    extents: Mapping[str, PartitionSizes],
+    workers: Mapping[int, str],
+    sizes: Mapping[str, PartitionSizes],
     relay_bytes: int,
 ) -> RunSpec:
-    """What is asked for when a run is opened.
+    """Describe a run to the run state.
 
     Args:
         options: Of the run.
-        seats: Where each founder is.
-        extents: Of each phase.
+        workers: Where each initial replica is.
+        sizes: Of the partitions of each phase.
         relay_bytes: Bound of the relay's queue for each replica.
 
     Raises:
-        OptionError: If checkpoints, to be written or to go on from, do not go with the
-            data.
+        OptionError: If the data do not allow the checkpoints to write, or differ from
+            those of the checkpoint to resume.
     """
     checkpoints, resume = options.checkpoints, options.resume
     rule = None if checkpoints is None else checkpoints.rule
     steps = None if rule is None else rule.steps
-    if steps is not None and min(extents["train"].rows) < 0:
+    if steps is not None and min(sizes["train"].rows) < 0:
         raise OptionError(
             f"{rule} needs data of a known length, which this has not; write one every "
             "epoch, or every so many minutes"
@@ -457,7 +457,7 @@ def plan_of(
     point = None if resume is None else resume.sync_point
     where = "" if resume is None else resume.url
     intervals = SyncIntervals(
-        replicas=len(seats),
+        replicas=len(workers),
         rows=None if steps is None else steps * options.step_rows,
         seconds=None if rule is None else rule.seconds,
         left=None if point is None else point.left,
@@ -465,8 +465,8 @@ def plan_of(
     )
     plan = RunSpec(
         run=options.run,
-        replicas=dict(seats),
-        sizes=extents,
+        replicas=dict(workers),
+        sizes=sizes,
         seed=options.shuffle_seed,
         epochs_before=options.epochs_before,
         synchronous=options.master.synchronous,

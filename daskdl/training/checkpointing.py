@@ -409,19 +409,19 @@ class RestoredState(NamedTuple):
         return found
 
 
-def inherit(plan: ResumePlan, place: int, founders: int) -> RestoredState:
+def inherit(plan: ResumePlan, place: int, initial: int) -> RestoredState:
     """Read the parts of a checkpoint that one initial replica takes over.
 
     Args:
         plan: Where the checkpoint is.
         place: Of the replica among the initial ones, from 0.
-        founders: How many initial replicas there are.
+        initial: How many initial replicas there are.
 
     Raises:
         SaveError: If it cannot be read.
     """
     members = plan.members
-    taken = members[place::founders]
+    taken = members[place::initial]
     donor = members[place % len(members)]
     common, common_at = _state(plan, COMMON)
     read = [_state(plan, of_replica(replica)) for replica in taken]

@@ -45,10 +45,10 @@ from daskdl.training.backend import (
     TaskFailed,
     WorkerArrived,
     event_of,
-    extent_for,
     merge,
     most_replicas,
-    plan_of,
+    run_spec_of,
+    sizes_of,
     useful,
 )
 from daskdl.training.base import TrainingMaster
@@ -64,9 +64,9 @@ def train_replica(
     sources: Mapping[str, Packed[Source]],
     options: ReplicaSpec,
     number: int,
-    seats: int,
+    on_worker: int,
     *,
-    founder: bool,
+    initial: bool,
 ) -> Result:
     """Train one replica on this worker, from start to end.
 
@@ -75,8 +75,8 @@ def train_replica(
         sources: Of the data that each worker has as a whole, by phase.
         options: The same for all replicas.
         number: Of this replica in the run.
-        seats: Replicas of this run on this worker.
-        founder: It is there from the start; nobody trains before it joins.
+        on_worker: Replicas of this run on this worker.
+        initial: No replica trains before all initial ones have joined.
     """
     # Frees the slot for other tasks, and keeps adaptive clusters from closing us.
     secede()
@@ -86,9 +86,9 @@ def train_replica(
     store = WorkerStore(sources, channel, options.timeouts, options.load_threads)
     result = None
     try:
-        threads = max(1, worker.state.nthreads // seats)
+        threads = max(1, worker.state.nthreads // on_worker)
         with surroundings(options.device, threads) as device:
-            if not founder:
+            if not initial:
                 warm_up(own, options.master, options.stepping, device)
             result = run_replica(number, options, own, channel, device, store)
             return result
@@ -380,13 +380,13 @@ class DaskBackend(Backend):
             # one of them has gone; `assign` then leaves that one out.
             logger.warning("a worker has gone while the run began: %s", error)
             self._client.run(_set_up, on_error="return")
-        extents = {
-            phase: extent_for(
+        sizes = {
+            phase: sizes_of(
                 self._options, phase, own.source, len(self.workers), own.keys
             )
             for phase, own in self._supplies.items()
         }
-        plan = plan_of(self._options, self.workers, extents, RELAY_BYTES)
+        plan = run_spec_of(self._options, self.workers, sizes, RELAY_BYTES)
         answer = self._ask(protocol.OPEN, spec=vars(plan), client=self._client.id)
         if answer.get("version") != VERSION:
             self._ask(protocol.CLOSE)
@@ -445,7 +445,7 @@ class DaskBackend(Backend):
                 self._options,
                 replica,
                 per_worker[worker],
-                founder=replica in self._initial,
+                initial=replica in self._initial,
                 key=f"daskdl-train-{self._options.run:x}-{replica}",
                 workers=[worker],
                 allow_other_workers=False,
@@ -490,7 +490,7 @@ class DaskBackend(Backend):
                 yield TaskFailed(replica, future.exception())
             elif future.status == "error":
                 error = future.exception()
-                logger.warning("a newcomer did not start: %s", error)
+                logger.warning("a joining replica did not start: %s", error)
                 self._unassign([replica])
         if ended and not posted:
             yield RunEnded()
@@ -507,7 +507,7 @@ class DaskBackend(Backend):
                 logger.info("replica %s trains on %s", replica, worker)
             case JoinFailed(replica, summary):
                 worker = self.workers[replica]
-                logger.warning("a newcomer on %s failed: %s", worker, summary)
+                logger.warning("a joining replica on %s failed: %s", worker, summary)
             case WorkerArrived(worker, found):
                 wrong = "" if found is None else lacking(found)
                 if wrong:
@@ -519,7 +519,7 @@ class DaskBackend(Backend):
                         REMEDY,
                     )
                 else:
-                    self._assign_newcomers(worker)
+                    self._assign_more(worker)
             case PartMissing():
                 self._restore(event)
             case NobodyLeft(waiting):
@@ -529,7 +529,7 @@ class DaskBackend(Backend):
                 self._fetcher.fetch(epoch)
                 self._warn_of_frozen(event)
 
-    def _assign_newcomers(self, worker: str) -> None:
+    def _assign_more(self, worker: str) -> None:
         """Let a worker take part that has come, or is free again."""
         room = self._most_replicas - len(self._futures)
         if room <= 0:
@@ -540,13 +540,13 @@ class DaskBackend(Backend):
             self._retry_later(worker, error)
             return
         answer = self._ask(protocol.ASSIGN, worker=worker, replicas=min(wanted, room))
-        newcomers = dict.fromkeys(answer.get("replicas", ()), worker)
-        self.workers |= newcomers
-        if newcomers:
+        joining = dict.fromkeys(answer.get("replicas", ()), worker)
+        self.workers |= joining
+        if joining:
             try:
-                self._submit(newcomers)
+                self._submit(joining)
             except OSError as error:
-                self._unassign(newcomers)
+                self._unassign(joining)
                 self._retry_later(worker, error)
 
     def _retry_later(self, worker: str, error: OSError) -> None:
@@ -561,7 +561,7 @@ class DaskBackend(Backend):
         for worker, due in list(self._retry_at.items()):
             if time.monotonic() >= due:
                 del self._retry_at[worker]
-                self._assign_newcomers(worker)
+                self._assign_more(worker)
 
     def _restore_lost_parts(self) -> None:
         """Replace parts that died with their worker, before a replica needs them."""

@@ -361,8 +361,8 @@ class FitRun:
             result, agreed = self.result, backend.agreed()
             # Nothing comes from replicas that had not agreed on anything, either.
             if agreed is not None and not (result and result.parameters):
-                outcome = None if result is None else result.outcome
-                self.result = FitResult(agreed.parameters, None, outcome)
+                compression = None if result is None else result.compression
+                self.result = FitResult(agreed.parameters, None, compression)
                 self._agreed_epoch = agreed.epoch
             backend.close()
 
@@ -453,7 +453,7 @@ class FitRun:
             residual = None
             if counts_N is not None:
                 residual = KeptResidual.beside(model, counts_N, grid)
-        compression = result.outcome or before.compression
+        compression = result.compression or before.compression
         return FitState(trained, compression, epochs, self._class_count, residual)
 
 

@@ -22,10 +22,10 @@ from daskdl.training.backend import (
     RunEnded,
     TaskFailed,
     event_of,
-    extent_for,
     merge,
     most_replicas,
-    plan_of,
+    run_spec_of,
+    sizes_of,
     useful,
 )
 from daskdl.training.base import TrainingMaster
@@ -78,12 +78,12 @@ class LocalBackend(Backend):
             phase: sharded(own, replicas) for phase, own in sources.items()
         }
         self._seen = 0  # events
-        extents = {
-            phase: extent_for(options, phase, own, replicas)
+        sizes = {
+            phase: sizes_of(options, phase, own, replicas)
             for phase, own in self._sources.items()
         }
         # Whoever fills a queue of the relay empties it: nothing waits there.
-        self._run = LocalRun(plan_of(options, self.workers, extents, relay_bytes=0))
+        self._run = LocalRun(run_spec_of(options, self.workers, sizes, relay_bytes=0))
         self._results: dict[int, concurrent.futures.Future[Result]] = {}
         self._threads: list[threading.Thread] = []
 

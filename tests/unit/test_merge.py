@@ -162,7 +162,7 @@ def test_if_nobody_has_anything_the_result_is_empty():
     final = merged(result(0, NOTHING, finished=False))
 
     assert final.parameters == NOTHING
-    assert (final.optimizer, final.outcome) == (None, None)
+    assert (final.optimizer, final.compression) == (None, None)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -205,7 +205,7 @@ def test_the_threshold_goes_on_from_the_mean_of_all_that_have_sent():
         result(3, NOTHING, finished=False),
     )
 
-    assert final.outcome == Left({"*": Sent(1.5, 0.5)}, steps=7)
+    assert final.compression == Left({"*": Sent(1.5, 0.5)}, steps=7)
 
 
 def test_each_pattern_goes_on_from_those_that_have_sent_it():
@@ -218,7 +218,7 @@ def test_each_pattern_goes_on_from_those_that_have_sent_it():
         result(1, shared([1], [0]), outcome=Left({"a": Sent(2.0, 0.75)}, 1)),
     )
 
-    assert final.outcome.sent == {"a": Sent(1.5, 0.5), "b": Sent(4.0, 0.5)}
+    assert final.compression.sent == {"a": Sent(1.5, 0.5), "b": Sent(4.0, 0.5)}
 
 
 def test_rows_of_steps_that_were_not_reported_come_in_order_of_replica():

@@ -16,7 +16,7 @@ from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import Timeouts
 from daskdl.data.in_memory import InMemory
 from daskdl.data.rehearsal import random_state_left_alone
-from daskdl.training.backend import extent_for, plan_of
+from daskdl.training.backend import run_spec_of, sizes_of
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.epoch_control import Judging
 from daskdl.training.replica import Replica, run_replica
@@ -92,8 +92,8 @@ def a_replica(make, begun, epoch=0):
         model, nn.CrossEntropyLoss(), sgd, None, [begun], (X[:2], Y[:2])
     )
     sources = {"train": InMemory(X, Y, 16)}
-    extents = {"train": extent_for(options, "train", sources["train"], 1)}
-    plan = plan_of(options, {0: "here"}, extents, 0)
+    extents = {"train": sizes_of(options, "train", sources["train"], 1)}
+    plan = run_spec_of(options, {0: "here"}, extents, 0)
     run = LocalRun(dataclasses.replace(plan, first_epoch=epoch))
     channel = make(run, options.endpoint(0, objects))
     store = LocalStore(sources, channel, options.timeouts, options.load_threads)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.training.backend import extent_for
+from daskdl.training.backend import sizes_of
 from tests.support.part_sources import Parts
 
 LOGGER = "daskdl.training.backend"
@@ -34,7 +34,7 @@ def source(*lengths):
 )
 def test_the_log_says_how_parts_are_leased(caplog, lengths, small, large):
     with caplog.at_level(logging.INFO, LOGGER):
-        extent = extent_for(options(), "train", source(*lengths), replicas=2)
+        extent = sizes_of(options(), "train", source(*lengths), replicas=2)
 
     piece = extent.lease_rows
     least, most = min(lengths), max(lengths)
@@ -49,7 +49,7 @@ def test_the_log_says_how_parts_are_leased(caplog, lengths, small, large):
 def test_each_phase_has_pieces_of_its_own_size(caplog):
     with caplog.at_level(logging.INFO, LOGGER):
         train, validation = (
-            extent_for(options(step=6, batch=5), phase, source(7), replicas=3)
+            sizes_of(options(step=6, batch=5), phase, source(7), replicas=3)
             for phase in ("train", "validation")
         )
 
@@ -60,13 +60,13 @@ def test_each_phase_has_pieces_of_its_own_size(caplog):
 
 def test_of_parts_whose_rows_are_not_known_nothing_is_said(caplog):
     with caplog.at_level(logging.INFO, LOGGER):
-        extent = extent_for(options(), "train", Parts(None, None, None), replicas=2)
+        extent = sizes_of(options(), "train", Parts(None, None, None), replicas=2)
 
     assert extent.rows == (-1, -1, -1)
     assert not caplog.records
 
 
 def test_keys_of_parts_that_workers_hold_are_passed_on():
-    extent = extent_for(options(), "train", source(8, 8), 2, keys=["", "key"])
+    extent = sizes_of(options(), "train", source(8, 8), 2, keys=["", "key"])
 
     assert extent.keys == ("", "key")

@@ -407,7 +407,7 @@ def sizes_of(
         replicas: How many initial replicas there are.
         keys: Dask key of each part that a worker holds; None: no worker holds any.
     """
-    step = options.piece_rows(phase)
+    step = options.lease_rows(phase)
     if source.lengths is None:
         return partition_sizes([-1] * source.parts, step, replicas, keys)
     sizes = partition_sizes(source.lengths, step, replicas, keys)

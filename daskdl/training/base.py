@@ -271,7 +271,7 @@ class KeptResidual:
         >>> layer = nn.Linear(2, 1, bias=False)
         >>> counts_N = np.array([5, -5], np.int32)
         >>> kept = KeptResidual.beside(layer, counts_N, 0.5)
-        >>> [kept.share_N(place, founders=2).tolist() for place in (0, 1)]
+        >>> [kept.share_N(place, replicas=2).tolist() for place in (0, 1)]
         [[3, -2], [2, -3]]
     """
 
@@ -292,15 +292,15 @@ class KeptResidual:
         same = list(self.layout.items()) == list(layout_of(module).items())
         return same and self.checksum == checksum_of(module)
 
-    def share_N(self, place: int, founders: int) -> NDArray[np.int32]:
-        """Return what a founder of a run begins with; the shares add up exactly.
+    def share_N(self, place: int, replicas: int) -> NDArray[np.int32]:
+        """Return the share of one initial replica of a run; the shares add up exactly.
 
         Args:
-            place: Of the founder among all, from 0. What cannot be divided goes to
+            place: Of the replica among them, from 0. What cannot be divided goes to
                 the first ones.
-            founders: How many there are.
+            replicas: How many there are.
         """
-        whole_N, left_N = np.divmod(self.counts_N, np.int32(founders))
+        whole_N, left_N = np.divmod(self.counts_N, np.int32(replicas))
         return whole_N + (left_N > place)
 
     def deliver_(self, module: nn.Module) -> None:

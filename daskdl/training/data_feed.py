@@ -442,43 +442,43 @@ class Reader:
         self._bad: set[int] = set()
         self._partial: set[int] = set()  # parts of which some files are left out
 
-    def chunks(self, piece: Lease) -> Iterator[Chunk]:
-        """Yield the rows of a piece in the order in which they are trained on."""
-        for i, one in enumerate(piece.ranges):
+    def chunks(self, lease: Lease) -> Iterator[Chunk]:
+        """Yield the rows of a lease in the order in which they are trained on."""
+        for i, one in enumerate(lease.ranges):
             if one.is_whole:
                 yield from self._stream(one.part)
                 continue
             if self._held is not None and self._held[0] != one.part:
                 self._held = None  # not two in memory that are done with
-            self._look_ahead(piece, i)
-            chunk = self._read(one, piece.keys)
+            self._look_ahead(lease, i)
+            chunk = self._read(one, lease.keys)
             if chunk is not None:
                 yield chunk
             del chunk  # or the part would stay while the next is waited for
 
-    def _look_ahead(self, piece: Lease, now: int) -> None:
+    def _look_ahead(self, lease: Lease, now: int) -> None:
         """Begin to load what comes next, and nothing that does not."""
-        wanted = self._wanted(piece, now)
+        wanted = self._wanted(lease, now)
         phase = self._reading.phase
         self._store.forget(phase, wanted)
         for part in wanted:
             new = self._held is None or part != self._held[0]
             if new and part not in self._bad:
-                self._store.begin(phase, part, piece.keys[part])
+                self._store.begin(phase, part, lease.keys[part])
 
-    def _wanted(self, piece: Lease, now: int) -> Mapping[int, None]:
+    def _wanted(self, lease: Lease, now: int) -> Mapping[int, None]:
         """The part that is read now and those after it, in order."""
-        wanted = {piece.ranges[now].part: None}
+        wanted = {lease.ranges[now].part: None}
         if self._reading.prefetch == 0:
             return wanted
         rows, enough = 0, self._reading.prefetch * self._reading.batch_size
-        at = now + 1  # no slice: a piece may have thousands of parts
-        while at < len(piece.ranges) and (rows < enough or len(wanted) == 1):
-            rows += piece.ranges[at].rows
-            wanted[piece.ranges[at].part] = None
+        at = now + 1  # no slice: a lease may have thousands of parts
+        while at < len(lease.ranges) and (rows < enough or len(wanted) == 1):
+            rows += lease.ranges[at].rows
+            wanted[lease.ranges[at].part] = None
             at += 1
-        if len(wanted) == 1 and piece.ahead is not None:
-            wanted[piece.ahead] = None
+        if len(wanted) == 1 and lease.ahead is not None:
+            wanted[lease.ahead] = None
         return wanted
 
     def _read(self, one: Range, keys: Mapping[int, str]) -> Chunk | None:
@@ -578,13 +578,13 @@ class Reader:
 class Feed:
     """Batches of one phase of one epoch, until nobody has anything left to do.
 
-    They come in groups, one for each step of the optimizer. A piece is given back when
-    the steps with all its rows have been made, so that nothing of it is left out if
-    this replica is lost before. Whoever comes to the end first waits for the others:
-    what a lost one held is then trained on here.
+    Batches come in groups, one for each step of the optimizer. A lease is returned once
+    all its rows were trained on, so that nothing of it is left out if this replica is
+    lost before. A replica that finishes first waits for the others, and takes over what
+    a lost one had leased.
 
     Args:
-        channel: Leases the pieces.
+        channel: Grants the leases.
         epoch: Counted from 0.
         store: Has the parts.
         reading: How they are read.
@@ -593,8 +593,8 @@ class Feed:
     Attributes:
         loss: Mean loss of this epoch so far, for the client's bar.
         dropped: Rows that filled no batch, and were left out for that.
-        sync_point: What is left of the epoch, if the last groups ended with a lap; else
-            None. When all have met, `groups` goes on.
+        sync_point: What is left of the epoch, if the last groups ended a sync interval
+            before its end; else None. Once all have met, `groups` goes on.
     """
 
     loss: float
@@ -646,21 +646,21 @@ class Feed:
             Pairs (x, y), see :func:`daskdl.data.batches.batches`.
         """
         self.sync_point = None
-        piece = self._lease(wait=False)
+        lease = self._lease(wait=False)
         while True:
-            made = self._batches(piece)
+            made = self._batches(lease)
             while group := list(itertools.islice(made, size)):
                 rows = rows_of(group)
                 yield self._transformed(group)
                 self._done += rows
             rest()
-            piece = self._lease(wait=True)
-            if piece is None:
+            lease = self._lease(wait=True)
+            if lease is None:
                 return
 
-    def _batches(self, piece: Lease | None) -> Iterator[Batch]:
+    def _batches(self, lease: Lease | None) -> Iterator[Batch]:
         size = self._reading.batch_size
-        for batch in batches(self._chunks(piece), size):
+        for batch in batches(self._chunks(lease), size):
             rows = rows_in(batch)
             if self._reading.drop_last and rows < size:
                 self._done += rows
@@ -676,9 +676,9 @@ class Feed:
     def _lease(self, *, wait: bool) -> Lease | None:
         finished = []
         while self._held and self._held[0][2] <= self._done:
-            piece, examples, _ = self._held.popleft()
+            lease, examples, _ = self._held.popleft()
             finished.append(
-                {"lease": piece.number, "examples": examples, "loss": self.loss}
+                {"lease": lease.number, "examples": examples, "loss": self.loss}
             )
         phase = self._reading.phase
         leased = self._channel.lease(phase, self._epoch, finished, wait=wait)
@@ -687,12 +687,12 @@ class Feed:
             return None
         return leased
 
-    def _chunks(self, piece: Lease | None) -> Iterator[Chunk]:
-        while piece is not None:
+    def _chunks(self, lease: Lease | None) -> Iterator[Chunk]:
+        while lease is not None:
             before = self._given
-            for chunk in self._reader.chunks(piece):
+            for chunk in self._reader.chunks(lease):
                 self._given += chunk.length
                 yield chunk
                 del chunk  # as in the reader
-            self._held.append((piece, self._given - before, self._given))
-            piece = self._lease(wait=False)
+            self._held.append((lease, self._given - before, self._given))
+            lease = self._lease(wait=False)

@@ -233,10 +233,10 @@ class LearningRate:
             self._step(validation(reports).get("val_loss", training_loss(reports)))
 
     def catch_up_(self, epoch: int) -> None:
-        """A newcomer begins with an epoch; the state it took over may be older.
+        """Step up to the epoch that a joining replica begins with.
 
-        That of ReduceLROnPlateau stays: the losses in between are not known here. At
-        the end of the epoch it goes on from the others.
+        ReduceLROnPlateau stays as it is: the losses in between are unknown here. At the
+        end of the epoch it goes on from the other replicas.
         """
         if self.scheduler is None or self._every == "step":
             return
@@ -554,7 +554,7 @@ class Stopper:
         return self._now() - self._began_at
 
     def snapshot(self) -> dict[str, Any]:
-        """What a newcomer begins with, beside the notes of the last epoch."""
+        """For a joining replica, which gets the reports of the last epoch as well."""
         best = None if self._best is None else Packed(self._best, "best").payload
         return {
             "elapsed_s": self.elapsed_s,

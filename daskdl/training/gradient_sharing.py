@@ -449,7 +449,7 @@ class GradientSharing(TrainingMaster):
         exchange_every: Steps between exchanges.
         warmup_steps: What the first so many steps make is sent whole, in eight bits
             per parameter, and without a threshold. They are counted over all fits of
-            a trainer, so that a later one does not begin again, nor does a newcomer.
+            a trainer: neither a later fit nor a replica that joins later begins again.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
             worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
             run starts.

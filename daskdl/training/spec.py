@@ -70,7 +70,7 @@ class ReplicaSpec:
         epochs_before: Of earlier fits of the same trainer.
         batch_size: Rows per batch.
         seed: Of shuffling and of torch's generator.
-        shuffle: Whether rows are shuffled within their pieces.
+        shuffle: Whether rows are shuffled within their leases.
         device: ``"auto"`` or a torch device.
         judging: In which epochs the agreed model is scored, and when the fit ends
             early.
@@ -156,13 +156,13 @@ class ReplicaSpec:
         """Rows per optimizer step."""
         return self.batch_size * self.stepping.accumulate
 
-    def piece_rows(self, phase: str) -> int:
-        """Pieces are multiples of so many rows, so that few steps cross their edges."""
+    def lease_rows(self, phase: str) -> int:
+        """Leases are multiples of so many rows, so that few steps cross their edges."""
         return self.step_rows if phase == "train" else self.batch_size
 
     @property
     def shuffle_seed(self) -> int | None:
-        """Of the order of rows and pieces; None keeps it."""
+        """Of the order of rows and leases; None keeps it."""
         return self.seed if self.shuffle else None
 
     def endpoint(self, replica: int, objects: UserObjects) -> Endpoint:

@@ -14,7 +14,7 @@ LOGGER = "daskdl.training.backend"
 def options(step=4, batch=2):
     """What is asked of the options of a run."""
     sizes = {"train": step, "validation": batch}
-    return SimpleNamespace(piece_rows=sizes.__getitem__)
+    return SimpleNamespace(lease_rows=sizes.__getitem__)
 
 
 def source(*lengths):

@@ -319,6 +319,14 @@ class TestLead:
         ahead = module.first.detach().numpy() - state * compressor.vector.grid
         np.testing.assert_allclose(ahead, [0.5, -0.25])
 
+    def test_a_residual_that_is_added_counts_once_whatever_the_lead(self):
+        _, compressor = scaled([0.5, 0.0], 0.25)
+
+        compressor.vector.add_residual_(np.array([8, -16], np.int32), 2.0**-10)
+
+        residual = compressor.vector.residual_counts() * compressor.vector.grid
+        assert residual.tolist() == [0.125 + 2.0**-7, -(2.0**-6)]
+
     def test_clipped_is_what_the_group_does_not_get(self):
         rule = ResidualClipping(1.0, 1)
         _, compressor = scaled([4.0], 0.25, residual=rule)

@@ -137,7 +137,8 @@ def test_a_foreign_run_is_unknown_to_a_worker(secured):
         request = dask_scheduler.rpc(worker).daskdl_deliver
         return await request(run=7, replica=0, messages=[])
 
-    assert secured.run_on_scheduler(deliver) == {"status": "unknown"}
+    answer = secured.run_on_scheduler(deliver)
+    assert answer == {"status": "unknown", "reason": "no replica 0 of run 7 here"}
 
 
 def state(client):

@@ -40,11 +40,11 @@ class Worker:
         return {"status": Answer.OK.value, "answers": answers}
 
 
-def courier_of(worker, *replicas, seconds=PATIENCE_S):
+def batcher_of(worker, *replicas, seconds=PATIENCE_S):
     bound = Bound(seconds, ("request",))
-    courier = WorkerBatcher("tcp://there", worker.ask, bound)
-    courier.replicas.update(replicas)
-    return courier
+    batcher = WorkerBatcher("tcp://there", worker.ask, bound)
+    batcher.replicas.update(replicas)
+    return batcher
 
 
 async def both(*deliveries):
@@ -56,13 +56,13 @@ async def both(*deliveries):
 class TestWhatIsSent:
     async def _together(self):
         worker, shared = Worker(), update(9, 1)
-        courier = courier_of(worker, 0, 1)
+        batcher = batcher_of(worker, 0, 1)
         accepted = await both(
-            courier.deliver(0, [shared, update(1, 5)]), courier.deliver(1, [shared])
+            batcher.deliver(0, [shared, update(1, 5)]), batcher.deliver(1, [shared])
         )
         return worker, accepted
 
-    def test_what_pumps_send_at_the_same_time_goes_in_one_request(self):
+    def test_what_is_sent_at_the_same_time_goes_in_one_request(self):
         worker, accepted = asyncio.run(self._together())
 
         assert worker.requests == [{0: [1, 5], 1: [1]}]
@@ -76,9 +76,9 @@ class TestWhatIsSent:
     def test_equal_items_that_are_not_the_same_both_go(self):
         async def run():
             worker = Worker()
-            courier = courier_of(worker, 0, 1)
+            batcher = batcher_of(worker, 0, 1)
             await both(
-                courier.deliver(0, [update(9, 1)]), courier.deliver(1, [update(9, 1)])
+                batcher.deliver(0, [update(9, 1)]), batcher.deliver(1, [update(9, 1)])
             )
             return worker.sent
 
@@ -87,11 +87,11 @@ class TestWhatIsSent:
     def test_one_that_is_some_turns_of_the_loop_late_goes_with_the_others(self):
         async def run():
             worker = Worker()
-            courier = courier_of(worker, 0, 1)
-            first = asyncio.ensure_future(courier.deliver(0, [update(9, 1)]))
+            batcher = batcher_of(worker, 0, 1)
+            first = asyncio.ensure_future(batcher.deliver(0, [update(9, 1)]))
             for _ in range(5):
                 await asyncio.sleep(0)
-            await both(first, courier.deliver(1, [update(9, 1)]))
+            await both(first, batcher.deliver(1, [update(9, 1)]))
             return worker.requests
 
         assert asyncio.run(run()) == [{0: [1], 1: [1]}]
@@ -100,10 +100,10 @@ class TestWhatIsSent:
         async def run():
             worker = Worker()
             worker.may_answer.clear()
-            courier = courier_of(worker, 0, 1)
-            first = asyncio.ensure_future(courier.deliver(0, [update(9, 1)]))
+            batcher = batcher_of(worker, 0, 1)
+            first = asyncio.ensure_future(batcher.deliver(0, [update(9, 1)]))
             await asyncio.wait_for(worker.asked.wait(), PATIENCE_S)
-            second = asyncio.ensure_future(courier.deliver(1, [update(9, 1)]))
+            second = asyncio.ensure_future(batcher.deliver(1, [update(9, 1)]))
             await asyncio.sleep(0)
             requests = len(worker.requests)
             worker.may_answer.set()
@@ -115,8 +115,8 @@ class TestWhatIsSent:
     def test_a_request_has_a_bound_in_bytes(self):
         async def run():
             worker, half = Worker(), BATCH_BYTES // 2
-            courier = courier_of(worker, 0, 1, 2)
-            await both(*(courier.deliver(r, [update(9, r, half)]) for r in range(3)))
+            batcher = batcher_of(worker, 0, 1, 2)
+            await both(*(batcher.deliver(r, [update(9, r, half)]) for r in range(3)))
             return worker.requests
 
         assert asyncio.run(run()) == [{0: [0]}, {1: [1]}, {2: [2]}]
@@ -124,8 +124,8 @@ class TestWhatIsSent:
     def test_what_is_for_several_counts_once_for_that_bound(self):
         async def run():
             worker, large = Worker(), update(9, 1, BATCH_BYTES - 1_000)
-            courier = courier_of(worker, 0, 1)
-            await both(courier.deliver(0, [large]), courier.deliver(1, [large]))
+            batcher = batcher_of(worker, 0, 1)
+            await both(batcher.deliver(0, [large]), batcher.deliver(1, [large]))
             return worker.requests
 
         assert asyncio.run(run()) == [{0: [1], 1: [1]}]
@@ -135,9 +135,9 @@ class TestWhatComesBack:
     def test_each_learns_what_was_accepted_of_its_own(self):
         async def run():
             worker = Worker(r0=taken(0))
-            courier = courier_of(worker, 0, 1)
+            batcher = batcher_of(worker, 0, 1)
             items = [update(9, 1), update(9, 2)]
-            return await both(courier.deliver(0, items), courier.deliver(1, items))
+            return await both(batcher.deliver(0, items), batcher.deliver(1, items))
 
         assert asyncio.run(run()) == [0, 2]
 
@@ -145,9 +145,9 @@ class TestWhatComesBack:
     def test_one_that_is_not_there_fails_alone(self, status):
         async def run():
             worker = Worker(r0={"status": status.value})
-            courier = courier_of(worker, 0, 1)
+            batcher = batcher_of(worker, 0, 1)
             items = [update(9, 1)]
-            return await both(courier.deliver(0, items), courier.deliver(1, items))
+            return await both(batcher.deliver(0, items), batcher.deliver(1, items))
 
         failed, accepted = asyncio.run(run())
 
@@ -165,8 +165,8 @@ class TestWhatComesBack:
                 return answer
 
         async def run():
-            courier = courier_of(Odd(), 0, 1)
-            return await both(*(courier.deliver(r, [update(9, 1)]) for r in (0, 1)))
+            batcher = batcher_of(Odd(), 0, 1)
+            return await both(*(batcher.deliver(r, [update(9, 1)]) for r in (0, 1)))
 
         told = asyncio.run(run())
 
@@ -182,9 +182,9 @@ class TestWhatComesBack:
                 return await super().ask(items, shares)
 
         async def run():
-            courier = courier_of(Failing(), 0)
-            told = await both(courier.deliver(0, [update(9, 1)]))
-            return told, await both(courier.deliver(0, [update(9, 1)]))
+            batcher = batcher_of(Failing(), 0)
+            told = await both(batcher.deliver(0, [update(9, 1)]))
+            return told, await both(batcher.deliver(0, [update(9, 1)]))
 
         assert asyncio.run(run()) == ([error], [1])
 
@@ -192,21 +192,21 @@ class TestWhatComesBack:
         async def run():
             worker = Worker()
             worker.may_answer.clear()
-            courier = courier_of(worker, 0, seconds=0.01)
-            return await both(courier.deliver(0, [update(9, 1)]))
+            batcher = batcher_of(worker, 0, seconds=0.01)
+            return await both(batcher.deliver(0, [update(9, 1)]))
 
         (error,) = asyncio.run(run())
 
         assert isinstance(error, TimeoutError)
 
-    def test_who_does_not_wait_any_more_is_not_carried(self):
+    def test_who_does_not_wait_any_more_is_not_sent_to(self):
         async def run():
             worker = Worker()
             worker.may_answer.clear()
-            courier = courier_of(worker, 0, 1)
-            first = asyncio.ensure_future(courier.deliver(0, [update(9, 1)]))
+            batcher = batcher_of(worker, 0, 1)
+            first = asyncio.ensure_future(batcher.deliver(0, [update(9, 1)]))
             await asyncio.wait_for(worker.asked.wait(), PATIENCE_S)
-            second = asyncio.ensure_future(courier.deliver(1, [update(9, 1)]))
+            second = asyncio.ensure_future(batcher.deliver(1, [update(9, 1)]))
             await asyncio.sleep(0)
             second.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -221,15 +221,15 @@ class TestWhatComesBack:
         async def run():
             worker = Worker()
             worker.may_answer.clear()
-            courier = courier_of(worker, 0, 1)
+            batcher = batcher_of(worker, 0, 1)
             waiting = [
-                asyncio.ensure_future(courier.deliver(r, [update(9, 1)]))
+                asyncio.ensure_future(batcher.deliver(r, [update(9, 1)]))
                 for r in (0, 1)
             ]
             await asyncio.wait_for(worker.asked.wait(), PATIENCE_S)
-            waiting.append(asyncio.ensure_future(courier.deliver(0, [update(9, 2)])))
+            waiting.append(asyncio.ensure_future(batcher.deliver(0, [update(9, 2)])))
             await asyncio.sleep(0)
-            courier.end()
+            batcher.end()
             return await both(*waiting)
 
         told = asyncio.run(run())

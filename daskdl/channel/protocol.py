@@ -472,7 +472,7 @@ GENERATIONS_KEPT = 32
 
 
 @dataclass(frozen=True)
-class Routes:
+class MeshTopology:
     """One tree for each origin over the members of one generation.
 
     In the tree of the origin with index `i` among the `n` members, the member
@@ -492,7 +492,7 @@ class Routes:
         OptionError: If an argument is outside what is allowed.
 
     Example:
-        >>> routes = Routes(generation=3, members=(0, 1, 2, 5), fan_out=2)
+        >>> routes = MeshTopology(generation=3, members=(0, 1, 2, 5), fan_out=2)
         >>> routes.children(origin=5, node=5), routes.children(origin=5, node=0)
         ((0, 1), (2,))
         >>> routes.neighbours(0)
@@ -544,7 +544,7 @@ class Routes:
         return index if found else None
 
 
-class RouteBook:
+class TopologyHistory:
     """The routes of the latest generations, as one replica has heard of them.
 
     An update carries the generation in which its origin sent it, and goes along
@@ -558,28 +558,28 @@ class RouteBook:
         kept: How many generations are kept, >= 1; older ones are forgotten.
 
     Attributes:
-        current: Routes of the highest generation heard of.
+        current: MeshTopology of the highest generation heard of.
 
     Example:
-        >>> book = RouteBook()
-        >>> book.adopt(Routes(1, (0, 1)))
+        >>> book = TopologyHistory()
+        >>> book.adopt(MeshTopology(1, (0, 1)))
         True
-        >>> book.adopt(Routes(2, (0, 1, 2)))
+        >>> book.adopt(MeshTopology(2, (0, 1, 2)))
         True
         >>> book.for_generation(1).members, book.for_generation(9).members
         ((0, 1), (0, 1, 2))
     """
 
-    current: Routes
+    current: MeshTopology
 
     def __init__(self, kept: int = GENERATIONS_KEPT) -> None:
         if kept < 1:
             raise OptionError(f"kept must be >= 1, got {kept}")
-        self.current = Routes(0, ())
+        self.current = MeshTopology(0, ())
         self._kept = kept
-        self._known: dict[int, Routes] = {}
+        self._known: dict[int, MeshTopology] = {}
 
-    def adopt(self, routes: Routes) -> bool:
+    def adopt(self, routes: MeshTopology) -> bool:
         """Note the routes of a generation; whether they are the current ones now.
 
         Words about members may overtake each other: an older generation is kept
@@ -594,7 +594,7 @@ class RouteBook:
             self.current = routes
         return newer
 
-    def for_generation(self, generation: int) -> Routes:
+    def for_generation(self, generation: int) -> MeshTopology:
         """The routes along which to forward what is stamped with a generation.
 
         One that is too old, or not heard of yet, falls back to the current one.

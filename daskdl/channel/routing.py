@@ -20,11 +20,11 @@ from daskdl.channel.inbox import Inbox
 from daskdl.channel.protocol import (
     RELAYED,
     Answer,
+    MeshTopology,
     Message,
     MessageKind,
     PeerProgress,
-    RouteBook,
-    Routes,
+    TopologyHistory,
 )
 from daskdl.channel.sender import (
     Connection,
@@ -479,7 +479,7 @@ class Neighbour:
 
 
 class MeshRouting(Routing):
-    """Replicas send to each other along one tree per origin, see `Routes`.
+    """Replicas send to each other along one tree per origin, see `MeshTopology`.
 
     Updates of others are passed on while there is room; those that are not are counted,
     and requested by the replicas that miss them. So nobody waits in a circle.
@@ -497,7 +497,7 @@ class MeshRouting(Routing):
         self.forwards_dropped = 0
         self._own = UnackedBuffer(endpoint.outbox_bytes)
         self._others = RetransmitBuffer(endpoint.inbox_bytes)
-        self._book = RouteBook()
+        self._book = TopologyHistory()
         self._adopted_at = 0  # last own update when the current routes came
         self._neighbours: dict[int, Neighbour] = {}  # replaced, never changed
         self._workers: Mapping[int, str] = {}
@@ -542,7 +542,7 @@ class MeshRouting(Routing):
     @override
     def on_members(self, generation: int, workers: Mapping[int, str]) -> None:
         fan_out = self._connection.endpoint.fan_out
-        routes = Routes(generation, tuple(sorted(workers)), fan_out)
+        routes = MeshTopology(generation, tuple(sorted(workers)), fan_out)
         with self._lock:
             if self._ended or not self._book.adopt(routes):
                 return

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import FAN_OUT, Barrier, Routes
+from daskdl.channel.protocol import FAN_OUT, Barrier, MeshTopology
 from daskdl.codec import Stamp
 from daskdl.config import check_whole
 from daskdl.errors import OptionError
@@ -283,7 +283,7 @@ class AveragingExchange(Exchange):
     def _average(self, decided: RoundDecision) -> None:
         stamp = Stamp(self._channel.run, self._replica, decided.number, self._made)
         mean = Mean(self._state, stamp, exact=decided.whole)
-        routes = Routes(decided.number, decided.members, self._fan_out)
+        routes = MeshTopology(decided.number, decided.members, self._fan_out)
         reduction = TreeAllReduce(self._channel, routes, decided.root, self._replica)
         late = set(decided.members) - set(decided.current)
         own = mean.own(decided.weights.get(self._replica))

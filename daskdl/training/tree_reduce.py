@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from daskdl import codec
 from daskdl.channel.base import Channel
-from daskdl.channel.protocol import Arrays, Routes
+from daskdl.channel.protocol import Arrays, MeshTopology
 from daskdl.codec import Kind, Stamp, counts_of, quantize
 from daskdl.compression.flat import (
     Buffers,
@@ -518,7 +518,7 @@ class TreeAllReduce:
     """
 
     def __init__(
-        self, channel: Channel, routes: Routes, root: int, replica: int
+        self, channel: Channel, routes: MeshTopology, root: int, replica: int
     ) -> None:
         self._channel = channel
         self._children = routes.children(root, replica)

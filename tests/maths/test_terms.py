@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.channel.protocol import Routes
+from daskdl.channel.protocol import MeshTopology
 from daskdl.codec import Stamp
 from daskdl.training.tree_reduce import (
     Key,
@@ -83,7 +83,7 @@ class Team:
         return terms
 
     def _reduce(self, weights, whole, fan_out):
-        board, routes = Board(), Routes(self.rounds, tuple(ALL), fan_out)
+        board, routes = Board(), MeshTopology(self.rounds, tuple(ALL), fan_out)
         root = self.rounds % REPLICAS
         terms = [
             Mean(self.states[r], Stamp(1, r, self.rounds, 1), exact=whole) for r in ALL

@@ -7,7 +7,7 @@ the middle of a flood and in the middle of a repair.
 from typing import NamedTuple
 
 from daskdl.channel.inbox import DeliveryBarrier, ReceivedSet
-from daskdl.channel.protocol import Message, MessageKind, RouteBook, Routes
+from daskdl.channel.protocol import MeshTopology, Message, MessageKind, TopologyHistory
 from daskdl.channel.recovery import donors, helpers, missing, settle
 from daskdl.channel.sender import RetransmitBuffer
 
@@ -23,7 +23,7 @@ class Sent(NamedTuple):
     sender: int
     receiver: int
     generation: int | None  # None: an answer, which nobody forwards
-    what: Message | Routes
+    what: Message | MeshTopology
 
 
 class Member:
@@ -32,7 +32,7 @@ class Member:
     def __init__(self, number, ring_items):
         self.number = number
         self.published = 0
-        self.book = RouteBook(kept=3)
+        self.book = TopologyHistory(kept=3)
         self.positions = ReceivedSet()
         self.fence = DeliveryBarrier()
         self.own = RetransmitBuffer(OWN * WEIGHT)
@@ -81,7 +81,7 @@ class Crowd:
 
     @property
     def routes(self):
-        return Routes(self.generation, tuple(sorted(self.members)), self.fan_out)
+        return MeshTopology(self.generation, tuple(sorted(self.members)), self.fan_out)
 
     def told(self):
         return {n: m.positions.received() for n, m in self.members.items()}
@@ -144,7 +144,7 @@ class Crowd:
             member = self.members.get(sent.receiver)
             if member is None:
                 continue
-            if isinstance(sent.what, Routes):
+            if isinstance(sent.what, MeshTopology):
                 member.book.adopt(sent.what)
             elif member.take(sent.what) and sent.generation is not None:
                 self._forward(member, sent.generation, sent.what)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.protocol import RouteBook, Routes
+from daskdl.channel.protocol import MeshTopology, TopologyHistory
 from daskdl.errors import OptionError
 
 COUNTS = [*range(1, 34), 63, 64, 65, 72, 73, 74, 127, 128]
@@ -42,7 +42,7 @@ class Flood:
     def run(self, until=float("inf")):
         while self._events and self._events[0][0] <= until:
             self._now, _, node, what = heapq.heappop(self._events)
-            if isinstance(what, Routes):
+            if isinstance(what, MeshTopology):
                 self.books[node].adopt(what)
                 continue
             origin, sequence, generation = what
@@ -63,14 +63,16 @@ class Flood:
 
 
 def books_for(routes, nodes):
-    books = {node: RouteBook() for node in nodes}
+    books = {node: TopologyHistory() for node in nodes}
     for book in books.values():
         book.adopt(routes)
     return books
 
 
 def flooded(members, fan_out, origins=None):
-    flood = Flood(books_for(Routes(1, members, fan_out), members), seed=len(members))
+    flood = Flood(
+        books_for(MeshTopology(1, members, fan_out), members), seed=len(members)
+    )
     for origin in members if origins is None else origins:
         flood.publish(origin, 1)
     flood.run()
@@ -99,7 +101,7 @@ def test_every_update_reaches_every_member_exactly_once(fan_out):
 def test_the_heaviest_member_sends_at_most_a_fifth_more_than_the_mean(fan_out):
     for count in COUNTS[1:]:
         members = members_of(count)
-        routes = Routes(1, members, fan_out)
+        routes = MeshTopology(1, members, fan_out)
 
         sent = [
             sum(len(routes.children(origin, node)) for origin in members)
@@ -117,7 +119,7 @@ def test_what_is_sent_in_a_flood_is_spread_evenly():
 
 @given(MEMBERS, st.integers(1, 10))
 def test_each_member_hangs_once_in_each_tree(members, fan_out):
-    routes = Routes(1, members, fan_out)
+    routes = MeshTopology(1, members, fan_out)
 
     for origin in members[:5]:
         trees = [routes.children(origin, node) for node in members]
@@ -129,7 +131,7 @@ def test_each_member_hangs_once_in_each_tree(members, fan_out):
 @pytest.mark.parametrize("count", [1, 2, 8, 9])
 def test_up_to_one_more_than_the_fan_out_nobody_forwards(count):
     members = members_of(count)
-    routes = Routes(1, members)
+    routes = MeshTopology(1, members)
 
     for origin in members:
         others = {m for m in members if m != origin}
@@ -139,7 +141,7 @@ def test_up_to_one_more_than_the_fan_out_nobody_forwards(count):
 
 
 def test_beyond_that_the_tree_of_an_origin_begins_with_itself():
-    routes = Routes(1, tuple(range(10, 20)))
+    routes = MeshTopology(1, tuple(range(10, 20)))
 
     assert routes.children(10, 10) == tuple(range(11, 19))
     assert routes.children(10, 11) == (19,)
@@ -150,7 +152,7 @@ def test_beyond_that_the_tree_of_an_origin_begins_with_itself():
 
 @given(MEMBERS, st.integers(1, 10))
 def test_neighbours_are_everyone_a_member_ever_has_to_send_to(members, fan_out):
-    routes = Routes(1, members, fan_out)
+    routes = MeshTopology(1, members, fan_out)
 
     for node in members[:3]:
         reached = {c for origin in members for c in routes.children(origin, node)}
@@ -159,12 +161,12 @@ def test_neighbours_are_everyone_a_member_ever_has_to_send_to(members, fan_out):
 
 
 def test_whoever_is_no_member_has_no_children_and_no_neighbours():
-    routes = Routes(1, (2, 4, 6))
+    routes = MeshTopology(1, (2, 4, 6))
 
     assert routes.children(3, 2) == routes.children(2, 3) == ()
     assert routes.children(9, 2) == routes.children(2, 9) == ()
     assert routes.neighbours(3) == routes.neighbours(9) == ()
-    assert Routes(0, ()).children(0, 0) == ()
+    assert MeshTopology(0, ()).children(0, 0) == ()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_whoever_is_no_member_has_no_children_and_no_neighbours():
 )
 def test_what_are_no_routes_is_refused(arguments, message):
     with pytest.raises(OptionError, match=message):
-        Routes(*arguments)
+        MeshTopology(*arguments)
 
 
 # ---- generations
@@ -193,7 +195,9 @@ def test_a_change_in_the_middle_of_a_flood_loses_nothing_for_who_is_in_both(seed
     generations = []
     for generation in range(1, 5):
         members = tuple(n for n in nodes if chance.random() < 0.8)
-        generations.append(Routes(generation, members, chance.choice([1, 2, 3, 8])))
+        generations.append(
+            MeshTopology(generation, members, chance.choice([1, 2, 3, 8]))
+        )
     flood = Flood(books_for(generations[0], nodes), seed)
 
     # Words of the later generations come while frames of the first are under way,
@@ -211,7 +215,10 @@ def test_a_change_in_the_middle_of_a_flood_loses_nothing_for_who_is_in_both(seed
 
 def test_whoever_published_before_and_after_a_change_reaches_the_members_of_each():
     nodes = range(30)
-    first, second = Routes(1, tuple(nodes[:20]), 2), Routes(2, tuple(nodes[5:]), 2)
+    first, second = (
+        MeshTopology(1, tuple(nodes[:20]), 2),
+        MeshTopology(2, tuple(nodes[5:]), 2),
+    )
     flood = Flood(books_for(first, nodes), seed=0)
 
     flood.publish(7, 1)
@@ -228,12 +235,12 @@ def test_whoever_published_before_and_after_a_change_reaches_the_members_of_each
 
 
 def test_a_book_without_routes_sends_to_nobody():
-    assert RouteBook().current == Routes(0, ())
+    assert TopologyHistory().current == MeshTopology(0, ())
 
 
 def test_an_older_generation_is_kept_and_does_not_become_current():
-    older, newer = Routes(3, (0, 1)), Routes(5, (0, 1, 2))
-    book = RouteBook()
+    older, newer = MeshTopology(3, (0, 1)), MeshTopology(5, (0, 1, 2))
+    book = TopologyHistory()
 
     adopted = [book.adopt(newer), book.adopt(older), book.adopt(newer)]
 
@@ -243,16 +250,16 @@ def test_an_older_generation_is_kept_and_does_not_become_current():
 
 
 def test_a_generation_not_heard_of_goes_along_the_current_routes():
-    book = RouteBook()
-    book.adopt(Routes(1, (0, 1)))
-    book.adopt(Routes(4, (0, 2)))
+    book = TopologyHistory()
+    book.adopt(MeshTopology(1, (0, 1)))
+    book.adopt(MeshTopology(4, (0, 2)))
 
     assert book.for_generation(2) == book.for_generation(9) == book.current
 
 
 def test_a_book_is_bounded_and_forgets_the_oldest_first():
-    book = RouteBook(kept=3)
-    every = [Routes(generation, (0, generation)) for generation in range(1, 8)]
+    book = TopologyHistory(kept=3)
+    every = [MeshTopology(generation, (0, generation)) for generation in range(1, 8)]
 
     for routes in every:
         book.adopt(routes)
@@ -262,9 +269,9 @@ def test_a_book_is_bounded_and_forgets_the_oldest_first():
 
 
 def test_a_late_word_about_a_forgotten_generation_displaces_nothing():
-    book = RouteBook(kept=2)
+    book = TopologyHistory(kept=2)
     for generation in (5, 6, 1):
-        book.adopt(Routes(generation, (0, generation)))
+        book.adopt(MeshTopology(generation, (0, generation)))
 
     assert book.for_generation(5).members == (0, 5)
     assert book.for_generation(1) == book.current
@@ -272,4 +279,4 @@ def test_a_late_word_about_a_forgotten_generation_displaces_nothing():
 
 def test_a_book_without_room_is_refused():
     with pytest.raises(OptionError, match="kept must be >= 1, got 0"):
-        RouteBook(kept=0)
+        TopologyHistory(kept=0)

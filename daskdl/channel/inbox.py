@@ -310,7 +310,9 @@ class Peers:
         if latest != former:
             self._news_at[origin] = self._clock()
         self.announced[origin] = latest
-        if complete is None or progress.sequence <= complete:
+        if complete is not None and latest.sequence <= complete:
+            self._count(origin, latest)
+        elif complete is None or progress.sequence <= complete:
             self._count(origin, progress)
         return latest != former
 
@@ -438,7 +440,6 @@ class Inbox:
             self._pending.add(update)
             self._received_bytes += item.nbytes
             self._announce(origin, PeerProgress(item.step, sequence))
-            self._peers.catch_up(origin, self._received.complete(origin))
             self._changed.notify_all()
             return True
 
@@ -446,8 +447,9 @@ class Inbox:
         """Whether an update has to be sent again, after the barrier."""
         key = item.origin, item.sequence
         with self._changed:
-            here = self._received.has(*key) or self._barrier.admits(*key)
-            return self._barrier.holding and not here
+            return self._barrier.holding and not (
+                self._received.has(*key) or self._barrier.admits(*key)
+            )
 
     def note(self, item: Message) -> bool:
         """Take in a control message; whether it is news of its origin."""

@@ -1,4 +1,4 @@
-"""How far a trainer has come: its standing and its history, as JSON and tensors."""
+"""The fit state and the history of a trainer, as JSON and tensors."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -101,12 +101,12 @@ def _fitted(saved: Saved, passed: Mapping[str, Any], trust: Trust) -> TrainerSta
         content["moved"], arguments, model, saved.tensors.get("optimizer", {})
     )
     epochs, classes = _count(content["epochs"]), content["class_count"]
-    standing = FitState(
+    fit_state = FitState(
         moved, sent, epochs, None if classes is None else _count(classes), residual
     )
     history = decode_history(content["history"], extra)
     return TrainerState(
-        arguments, model, standing, history, _classes(content["classes"])
+        arguments, model, fit_state, history, _classes(content["classes"])
     )
 
 

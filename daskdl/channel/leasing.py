@@ -97,8 +97,8 @@ class SyncPoint(NamedTuple):
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> Self:
         """Read one as it came over the wire, where a tuple has no names."""
-        order, left, *departed = fields  # earlier versions did not write the last
-        return cls(order, _remaining_of(left), *map(done_of, departed))
+        order, left, departed = fields
+        return cls(order, _remaining_of(left), done_of(departed))
 
     def to_wire(self) -> list[Any]:
         """The same as plain lists."""

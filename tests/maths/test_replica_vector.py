@@ -176,6 +176,21 @@ class TestResidual:
 
         assert look(vector) == expected
 
+    @pytest.mark.parametrize(
+        ("first", "second", "expected"),
+        [(3.0, -4.0, 4.0), (math.nan, 1.0, math.nan), (1.0, math.nan, math.nan)],
+    )
+    def test_farthest_is_over_all_groups_and_nan_if_one_is(
+        self, first, second, expected
+    ):
+        module = Vector([0.0], second=[0.0])
+        vector = whole(module)
+        with torch.no_grad():
+            module.first += first
+            module.second += second
+
+        assert vector.farthest() == pytest.approx(expected, nan_ok=True)
+
     def test_norm_is_over_all_groups(self):
         module = Vector([0.0], second=[0.0])
         vector = whole(module)

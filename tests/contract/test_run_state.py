@@ -526,3 +526,39 @@ def test_confirmed_events_are_forgotten_and_their_count_goes_on():
     assert len(events) == 4
     assert events.since(3) == [{"kind": "lost", "replica": 2}]
     assert events.since(99) == []
+
+
+def test_with_too_few_replicas_one_that_asks_for_a_lease_waits():
+    state = RunState(dataclasses.replace(plan_of(2), min_replicas=2))
+    for replica in range(2):
+        state.join(replica, 0.0)
+    assert state.can_lease(0, "train", 0)
+
+    state.remove(1)
+
+    assert not state.can_lease(0, "train", 0)
+
+
+def test_a_joining_replica_is_as_far_as_the_state_that_it_has_taken():
+    state = joined(1)
+    replica = newcomer(state)
+
+    state.activate(replica, 7)
+
+    assert state.members.replicas[replica].progress.step == 7
+
+
+def test_examples_of_a_lease_count_for_its_holder_alone():
+    state = joined(2)
+    lease = state.lease(0, "train", 0, **NOBODY_IS_NEAR)
+    for replica in (1, 0):
+        finished = [{"lease": lease.number, "examples": 5, "loss": 2.0}]
+        state.give_back(replica, "train", 0, finished, now=0.0)
+    state.remove(0)
+    state.remove(1)
+
+    barrier = state.arrive("end", 0, "note", b"", "report")
+    barrier.payloads.clear()
+    state.complete("end", barrier)
+
+    assert barrier.counted["departed"] == [Done(10.0, 5), Done(0.0, 0)]

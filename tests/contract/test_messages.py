@@ -28,6 +28,7 @@ from daskdl.channel.protocol import (
     wrap,
     wrap_arrays,
 )
+from tests.support.names import shown
 
 UPDATE = ("update", 1, 2, 3, 4, b"abcd")
 
@@ -123,7 +124,7 @@ MATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("hint", "good", "bad"), MATCHES, ids=lambda x: repr(x)[:30])
+@pytest.mark.parametrize(("hint", "good", "bad"), MATCHES, ids=lambda x: shown(x)[:30])
 def test_what_is_annotated_is_valid_and_nothing_else(hint, good, bad):
     valid = validator(hint)
 

@@ -19,7 +19,7 @@ from daskdl.metrics import (
     RegressionMetrics,
 )
 from daskdl.metrics.evaluation import Evaluation
-from daskdl.metrics.groups import PlainSection
+from daskdl.metrics.sections import PlainSection
 from tests.support.metric_parts import classes, random, section_of
 
 BEST = torch.tensor([0, 0, 1, 0])

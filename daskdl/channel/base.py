@@ -167,8 +167,8 @@ class Channel(ABC):
         """Send an update to all others; False if the outbox is full.
 
         Args:
-            encode: Makes the frame for a stamp; not called if the outbox is full.
-                Nobody may write to the frame any more.
+            encode: Makes the frame for a stamp, in vain if the outbox is full: ask
+                :meth:`has_room` first. Nobody may write to the frame any more.
             step: Steps completed; receivers take them for completed too.
             partial: More updates of this step follow, so receivers do not.
             force: Publish whatever the bounds, and wait until it is on its way. For a
@@ -444,10 +444,8 @@ class ReceivingChannel(Channel):
     def publish(
         self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
     ) -> bool:
-        if not force and not self.has_room():
-            return False
-        run, sequence = self._endpoint.run, self.published + 1
-        stamp = codec.Stamp(run, self._replica, sequence, step)
+        sequence = self._inbox.own.sequence + 1
+        stamp = codec.Stamp(self._endpoint.run, self._replica, sequence, step)
         frame = encode(stamp)
         completed = step - 1 if partial else step
         if not self._queue(
@@ -471,7 +469,7 @@ class ReceivingChannel(Channel):
     @override
     def drain(self, up_to_step: int | None = None) -> DrainResult:
         drained = self._inbox.drain(up_to_step)
-        own = {self._replica: (self.published, ())}
+        own = {self._replica: (self._inbox.own.sequence, ())}
         return drained._replace(received={**drained.received, **own})
 
     def wait_for_updates(self, target: Mapping[int, int]) -> None:

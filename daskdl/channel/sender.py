@@ -296,10 +296,11 @@ class Outbox:
             force: Accept beyond the bound: for the few control items of a run.
         """
         with self._changed:
-            if not force and not self.has_room(item.weight()):
+            nbytes = self.nbytes + item.weight()
+            if self._items and nbytes > self.limit_bytes and not force:
                 return False
             self._items.append(item)
-            self.nbytes += item.weight()
+            self.nbytes = nbytes
         self.on_offer()
         return True
 

@@ -56,7 +56,7 @@ class PendingSparse:
     rule: float  # what the algorithm chose, within what the grid can express
     entries_K: Counts  # +(i + 1) or -(i + 1), ascending in i
 
-    @property
+    @cached_property
     def threshold(self) -> float:
         """The quantum: on the grid, exact in float32, parameter units."""
         return self.count * self.grid
@@ -174,6 +174,7 @@ class Compressor:
     groups: Mapping[str, ParameterGroup]  # by pattern, in the order of the patterns
     clipped: float  # mass removed so far, parameter units
     cut: float  # by the last exchange, of each entry in the mean, parameter units
+    follows_link: bool  # an algorithm wants `learn` after each exchange
 
     def __init__(
         self,
@@ -200,6 +201,8 @@ class Compressor:
             )
             for pattern, algorithm in thresholds.items()
         }
+        rules = thresholds.values()
+        self.follows_link = any(isinstance(rule, LinkAlgorithm) for rule in rules)
 
     @property
     def sent(self) -> dict[str, Sent]:

@@ -39,7 +39,8 @@ class Chunk(NamedTuple):
             which = slice(which.start + start, which.start + stop)
         else:
             which = which[start:stop]
-        return trees.of_both(lambda tree: trees.rows(tree, which), self.rows)
+        x, y = self.rows
+        return trees.rows(x, which), None if y is None else trees.rows(y, which)
 
 
 def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
@@ -174,15 +175,12 @@ def _shapes(rows: Rows) -> list[tuple[int, ...]]:
 
 
 def _joined(parts: Sequence[Rows]) -> Batch:
-    def join(*leaves: np.ndarray) -> Tensor:
-        return _tensor(leaves)
-
-    x = trees.mapped(join, *(part[0] for part in parts))
-    y = None if parts[0][1] is None else trees.mapped(join, *(p[1] for p in parts))
+    x = trees.mapped(_tensor, *(part[0] for part in parts))
+    y = None if parts[0][1] is None else trees.mapped(_tensor, *(p[1] for p in parts))
     return x, y
 
 
-def _tensor(parts: Sequence[np.ndarray]) -> Tensor:
+def _tensor(*parts: np.ndarray) -> Tensor:
     """The rows in memory of their own; shuffled ones have it already.
 
     Row by row, as a table of columns is not: sums of floats depend on the order.

@@ -592,12 +592,14 @@ class Feed:
 
     Attributes:
         loss: Mean loss of this epoch so far, for the client's bar.
+        rows: Rows of the group yielded last.
         dropped: Rows that filled no batch, and were left out for that.
         sync_point: What is left of the epoch, if the last groups ended a sync interval
             before its end; else None. Once all have met, `groups` goes on.
     """
 
     loss: float
+    rows: int
     dropped: int
     sync_point: SyncPoint | None
 
@@ -617,7 +619,7 @@ class Feed:
         self._given = self._done = 0  # rows: passed to the batches, and done with
         self._held: deque[tuple[Lease, int, int]] = deque()  # rows, and `_given` after
         self.loss = 0.0
-        self.dropped = 0
+        self.rows = self.dropped = 0
         self.sync_point = None
 
     @property
@@ -650,9 +652,12 @@ class Feed:
         while True:
             made = self._batches(lease)
             while group := list(itertools.islice(made, size)):
-                rows = rows_of(group)
-                yield self._transformed(group)
-                self._done += rows
+                read = self.rows = rows_of(group)
+                if self._transform is not None:
+                    group = [self._transform(batch) for batch in group]
+                    self.rows = rows_of(group)
+                yield group
+                self._done += read
             rest()
             lease = self._lease(wait=True)
             if lease is None:
@@ -661,17 +666,11 @@ class Feed:
     def _batches(self, lease: Lease | None) -> Iterator[Batch]:
         size = self._reading.batch_size
         for batch in batches(self._chunks(lease), size):
-            rows = rows_in(batch)
-            if self._reading.drop_last and rows < size:
+            if self._reading.drop_last and (rows := rows_in(batch)) < size:
                 self._done += rows
                 self.dropped += rows
             else:
                 yield batch
-
-    def _transformed(self, group: Group) -> Group:
-        if self._transform is None:
-            return group
-        return [self._transform(batch) for batch in group]
 
     def _lease(self, *, wait: bool) -> Lease | None:
         finished = []

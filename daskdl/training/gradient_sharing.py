@@ -219,8 +219,8 @@ class GradientSharingExchange(Exchange):
         self._density, self._frames = density, frames
         self._density_sum += density
         self._exchanges += 1
-        self._compressor.learn(
-            Measured(
+        if self._compressor.follows_link:
+            measured = Measured(
                 self._vector.size,
                 density,
                 sum(frame.nbytes for frame in frames),
@@ -228,7 +228,7 @@ class GradientSharingExchange(Exchange):
                 self._computed_s / max(self._chances, 1),
                 self._channel.link_stats(),
             )
-        )
+            self._compressor.learn(measured)
         self._unshared, self._computed_s, self._chances = 0, 0.0, 0
 
     def _has_room(self) -> bool:

@@ -64,7 +64,6 @@ from daskdl.training.optimizer_step import (
     Symptoms,
     diagnosis,
     restore_optimizer_,
-    rows_of,
     state_of,
     weigh,
 )
@@ -568,19 +567,19 @@ class Replica:
             self.exchange.sync(self.interval, totals.examples, ended=False)
 
         for group in feed.groups(rest, self._options.stepping.accumulate):
-            self._step(epoch, group)
+            self._step(epoch, group, feed.rows)
             feed.loss = totals.loss_sum / totals.examples
         totals.seconds += time.perf_counter() - started
         totals.skipped += feed.skipped - skipped
         totals.dropped += feed.dropped - dropped
         totals.reason = totals.reason or feed.reason
 
-    def _step(self, epoch: int, group: Group) -> None:
+    def _step(self, epoch: int, group: Group, rows: int) -> None:
         self._channel.check()
         started = time.perf_counter()
         exchange, totals = self.exchange, self.totals
         exchange.before_step(self.interval)
-        loss, rows = self.stepper.backward(group), rows_of(group)
+        loss = self.stepper.backward(group)
         if not math.isfinite(loss) or self.watch.note(loss):
             raise self._diverged(epoch, loss)
         rate = self.rate.value * exchange.learning_rate_scale

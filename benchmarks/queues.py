@@ -106,7 +106,7 @@ def fill_unconfirmed(own: UnackedBuffer, items, bound: int) -> int:
         full += 1
         if full == 2:
             return len(own)
-        own.confirm(item.sequence)
+        own.acknowledge(item.sequence)
     raise AssertionError("items have no end")
 
 

@@ -12,9 +12,17 @@ import torch
 from distributed import Client
 from torch import nn
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.accuracy import has_accuracy
-from daskdl.data.batches import Chunk, Transform, auto_device, batches, whole
+from daskdl.data.batching import (
+    Chunk,
+    Kinds,
+    Rows,
+    Transform,
+    auto_device,
+    batches,
+    whole,
+)
 from daskdl.data.checks import check_rows, check_whole, output_rows, rows_like
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.faults import (
@@ -31,7 +39,6 @@ from daskdl.data.options import ReadOptions
 from daskdl.data.passes import each_part
 from daskdl.data.rehearsal import ShapeCheck
 from daskdl.data.source import Source, rows_of_part
-from daskdl.data.trees import Kinds, Rows
 from daskdl.errors import OptionError
 from daskdl.metrics.evaluation import Evaluation
 from daskdl.metrics.sections import Section
@@ -232,7 +239,7 @@ def _prepared(
         labels,
         read.skips,
         None if wanted is None else Packed(measures, "metrics"),
-        trees.kinds(rows_like(source)),
+        batching.kinds(rows_like(source)),
     )
     return scoring, measures
 

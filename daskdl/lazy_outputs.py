@@ -11,11 +11,11 @@ import numpy as np
 from dask.delayed import Delayed, delayed
 from distributed import Client
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import is_dask_array
+from daskdl.data.batching import Tree
 from daskdl.data.collections import Collections, Finish, is_bag
 from daskdl.data.futures import new_key
-from daskdl.data.trees import Tree
 from daskdl.outputs.arrays import lazy_array
 from daskdl.outputs.examples import Ask, Examples, Reading
 from daskdl.outputs.held import held
@@ -76,17 +76,19 @@ def lazy_outputs(
         from dask.bag import from_delayed
 
         return from_delayed(values)
-    first = trees.leaves(X)[0]
+    first = batching.leaves(X)[0]
     if kind == "array":
         rows = first.chunks[0]
-        leaves = enumerate(trees.leaves(empty))
-        return trees.filled(empty, [lazy_array(values, i, x, rows) for i, x in leaves])
+        leaves = enumerate(batching.leaves(empty))
+        return batching.filled(
+            empty, [lazy_array(values, i, x, rows) for i, x in leaves]
+        )
     partitions = first.to_delayed()
 
     def frame(boxed: list[Table]) -> Any:
         return lazy_table(boxed[0], values, empty, first, partitions)
 
-    return trees.mapped(frame, tables_of(empty, names))
+    return batching.mapped(frame, tables_of(empty, names))
 
 
 def lazy_parts(
@@ -111,7 +113,7 @@ def lazy_parts(
         task(shared, source.finish, part, *own, dask_key_name=(name, part))
         for part, own in enumerate(values)
     ]
-    return LazyParts("array" if is_dask_array(trees.leaves(X)[0]) else "table", made)
+    return LazyParts("array" if is_dask_array(batching.leaves(X)[0]) else "table", made)
 
 
 def outputs_of(
@@ -120,7 +122,7 @@ def outputs_of(
     """The outputs of one partition, leaf by leaf; the task behind it."""
     with Noted(f"in part {part}"):
         rows = finish(list(values), part)
-        return trees.leaves(ask.shared()(iter([rows])))
+        return batching.leaves(ask.shared()(iter([rows])))
 
 
 def answers_of(ask: Packed[Ask], reading: Reading, part: int, value: Any) -> Any:
@@ -135,7 +137,7 @@ def _partitions(X: Any, y: Any) -> list[Sequence[Any]]:
         return [X]
     if is_bag(X):
         return [X.to_delayed()]
-    leaves = list(trees.named_both((X, y)).values())
+    leaves = list(batching.named_both((X, y)).values())
     first = leaves[0]
     if is_dask_array(first) and not math.isnan(first.shape[0]):
         rows = {0: first.chunks[0]}

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from daskdl.data.accuracy import is_classification
-from daskdl.data.batches import Batch, floating_dtype, rows_in, to_device
+from daskdl.data.batching import Batch, Tree, floating_dtype, rows_in, to_device
 from daskdl.data.rehearsal import ignored_label
-from daskdl.data.trees import Tree
 from daskdl.errors import DataError
 from daskdl.objective import Loss, Objective, OwnStep, batch_loss, is_sum
 

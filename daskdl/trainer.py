@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks import Callback
 from daskdl.cluster import check_installed, check_outlives, client_or_process
-from daskdl.data.batches import Transform
+from daskdl.data.batching import Transform
 from daskdl.data.checks import check_same_classes
 from daskdl.data.collections import is_lazy
 from daskdl.data.formats.loaders import Loader
@@ -40,8 +40,7 @@ from daskdl.training.base import TrainingMaster
 from daskdl.training.checkpointing import resumption_of
 from daskdl.training.epoch_control import Scheduling
 from daskdl.training.fit import FitRun
-from daskdl.training.fit_spec import FitSpec
-from daskdl.training.fit_state import FitState, starting_model
+from daskdl.training.fit_spec import FitSpec, FitState, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
 

@@ -12,8 +12,8 @@ from distributed.utils import get_mp_context
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from daskdl.checkpoints import Series
 from daskdl.data.stores.store import store_of
+from daskdl.saving.checkpoints import Series
 
 _numbers = itertools.count()
 

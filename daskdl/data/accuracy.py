@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daskdl.data.batches import Transform
+from daskdl.data.batching import Transform, Tree
 from daskdl.data.checks import output_rows
-from daskdl.data.trees import Tree
 from daskdl.objective import Objective, OwnStep
 
 

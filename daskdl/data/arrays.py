@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daskdl.data import remedies, trees
-from daskdl.data.trees import Tree
+from daskdl.data import batching, remedies
+from daskdl.data.batching import Tree
 from daskdl.errors import DataError
 
 # What torch.from_numpy can take over as it is; longdouble is the one it cannot.
@@ -83,7 +83,7 @@ def check_structure(X: Tree, y: Tree) -> None:
         daskdl.errors.DataError: X must not be empty, got no array at all
     """
     for name, tree in (("X", X), ("y", y)):
-        if not trees.leaves(tree):
+        if not batching.leaves(tree):
             raise DataError(f"{name} must not be empty, got no array at all")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import check_array, check_structure
-from daskdl.data.batches import Batch, Transform
+from daskdl.data.batching import Batch, Rows, Transform, Tree
 from daskdl.data.frames.kinds import few
 from daskdl.data.in_memory import InMemory
 from daskdl.data.labels import ClassRange, LabelCheck
@@ -25,7 +25,6 @@ from daskdl.data.rehearsal import (
     rehearsed_batch,
 )
 from daskdl.data.source import Source
-from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Objective
 from daskdl.serialization import copied
@@ -52,7 +51,7 @@ def check_arrays(X: Tree, y: Tree) -> int:
         daskdl.errors.DataError: X and y must have the same length, got 3 and 4
     """
     check_structure(X, y)
-    named = trees.named_both((X, y))
+    named = batching.named_both((X, y))
     lengths = {name: int(check_array(leaf, name)) for name, leaf in named.items()}
     if len(set(lengths.values())) > 1:
         shown = " and ".join(map(str, lengths.values()))

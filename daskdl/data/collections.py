@@ -15,18 +15,18 @@ import numpy as np
 from dask.delayed import Delayed
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import (
     as_numpy,
     check_dtype,
     check_kind,
     is_dask_array,
 )
+from daskdl.data.batching import Rows
 from daskdl.data.frames.columns import columns_of, is_frame
 from daskdl.data.graphs import Tasks, is_future
 from daskdl.data.part_graph import Joined, Member, PartGraph
 from daskdl.data.source import Facts, Source
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 
@@ -55,7 +55,7 @@ def is_lazy(value: Any) -> bool:
     """Whether what a model makes of it is lazy: it is a collection, or of such."""
     if is_bag(value) or is_lazy_list(value):
         return True
-    leaves = trees.leaves(value) if isinstance(value, tuple | dict) else [value]
+    leaves = batching.leaves(value) if isinstance(value, tuple | dict) else [value]
     return any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves)
 
 
@@ -177,9 +177,9 @@ class _AsSeen:
 
     def __call__(self, values: list[Any]) -> Rows:
         made = self.finish(values)
-        if trees.length(made[0]) != self.rows:
+        if batching.length(made[0]) != self.rows:
             raise DataError(
-                f"part {self.part} has {trees.length(made[0])} rows, and had "
+                f"part {self.part} has {batching.length(made[0])} rows, and had "
                 f"{self.rows} when it was computed before; it must be the same each "
                 "time: persist() it, or export it"
             )
@@ -219,14 +219,14 @@ def checked(rows: Rows, part: int, promised: int | None) -> Rows:
         part: Its number, for messages.
         promised: How many there should be, or None.
     """
-    lengths = {name: len(leaf) for name, leaf in trees.named_both(rows).items()}
+    lengths = {name: len(leaf) for name, leaf in batching.named_both(rows).items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{count} of {name}" for name, count in lengths.items())
         raise DataError(
             f"part {part} has rows that do not go together: {shown}; partition X and y "
             "alike"
         )
-    found = trees.length(rows[0])
+    found = batching.length(rows[0])
     if promised is not None and found != promised:
         raise DataError(
             f"part {part} has {found} rows, but the chunks promise "

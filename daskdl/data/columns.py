@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import check_array, check_structure, is_dask_array
+from daskdl.data.batching import Rows, Tree
 from daskdl.data.collections import Collections, Finish, checked, is_dask_frame, plain
 from daskdl.data.frames.columns import check_columns, columns_of
 from daskdl.data.graphs import tasks_of
-from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError
 
 
@@ -46,7 +46,9 @@ class _Columns(Finish):
             ((number, name, classes, label),) = place
             return plain(values[number], f"{name} of part {part}", classes, label)
 
-        rows = trees.of_both(lambda tree: trees.mapped(rows_at, tree), (self.x, self.y))
+        rows = batching.of_both(
+            lambda tree: batching.mapped(rows_at, tree), (self.x, self.y)
+        )
         return checked(rows, part, None if self.lengths is None else self.lengths[part])
 
 
@@ -62,8 +64,8 @@ def columns(x: Tree, y: Tree) -> Collections:
             together.
     """
     check_structure(x, y)
-    labels = {} if y is None else dict(trees.named(y, "y"))
-    named = [*trees.named(x, "X"), *labels.items()]
+    labels = {} if y is None else dict(batching.named(y, "y"))
+    named = [*batching.named(x, "X"), *labels.items()]
     classes = {name: _check(value, name, name in labels) for name, value in named}
     aligned = _aligned(named)
     taken = [tasks_of(value) for value in aligned]
@@ -84,7 +86,7 @@ def columns(x: Tree, y: Tree) -> Collections:
 def _filled(rows: Rows, values: Sequence[Any]) -> Rows:
     """Trees of the same structure with these values in their places."""
     following = iter(values)
-    return trees.of_both(lambda tree: trees.filled(tree, following), rows)
+    return batching.of_both(lambda tree: batching.filled(tree, following), rows)
 
 
 def _check(value: Any, name: str, label: bool) -> tuple[str, ...] | None:

@@ -14,9 +14,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows
 from daskdl.data.rehearsal import MISFITS
-from daskdl.data.trees import Rows
 from daskdl.errors import DaskDLError, DataError, LostPieceError
 
 logger = logging.getLogger(__name__)
@@ -113,9 +113,9 @@ def joined_files(
         good.append((url, rows))
     if not good:
         return None, 0
-    ((most, _),) = Counter(trees.kinds(rows) for _, rows in good).most_common(1)
+    ((most, _),) = Counter(batching.kinds(rows) for _, rows in good).most_common(1)
     for url, rows in good:
-        if trees.kinds(rows) != most:
+        if batching.kinds(rows) != most:
             logger.warning("%s is left out: its rows have other shapes", url)
-    alike = [rows for _, rows in good if trees.kinds(rows) == most]
-    return trees.joined_rows(alike), len(alike)
+    alike = [rows for _, rows in good if batching.kinds(rows) == most]
+    return batching.joined_rows(alike), len(alike)

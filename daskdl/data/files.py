@@ -8,12 +8,12 @@ from typing import Any, Self
 import numpy as np
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows
 from daskdl.data.formats.extensions import loader_for
 from daskdl.data.formats.loaders import Loader, loader_of
 from daskdl.data.source import SHOWN_ROWS, Facts, FileSource
 from daskdl.data.stores.listing import Path, Place, listed
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, OptionError, ShapeError
 
 # Of files with one example each: enough rows that a part is worth a request, few
@@ -130,8 +130,12 @@ class Files(FileSource):
     def _joined(self, places: list[Place]) -> Rows:
         loaded = self._loaded(places)
         _check_same_shapes(loaded, places)
-        x = trees.joined([rows[0] for rows in loaded])
-        y = None if loaded[0][1] is None else trees.joined([rows[1] for rows in loaded])
+        x = batching.joined([rows[0] for rows in loaded])
+        y = (
+            None
+            if loaded[0][1] is None
+            else batching.joined([rows[1] for rows in loaded])
+        )
         return x, y
 
     def _loaded(self, places: list[Place]) -> list[Rows]:
@@ -167,5 +171,5 @@ def _check_same_shapes(loaded: list[Rows], places: list[Place]) -> None:
 
 def _shapes(rows: Rows) -> dict[str, tuple[int, ...]]:
     """Of one row, by name."""
-    leaves = trees.named_both(rows, ("x", "y"))
+    leaves = batching.named_both(rows, ("x", "y"))
     return {name: leaf.shape[1:] for name, leaf in leaves.items()}

@@ -7,8 +7,8 @@ import numpy as np
 from dask._task_spec import GraphNode, Task, TaskRef
 from dask.optimization import cull
 
+from daskdl.data.batching import Rows
 from daskdl.data.part_graph import PartGraph
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy
+from daskdl.data.batching import Rows, Tree
 from daskdl.data.source import SHOWN_ROWS, Source
-from daskdl.data.trees import Rows, Tree
 
 # Fine enough to be shared among some replicas, coarse enough that a part is worth a
 # message. Not by the number of replicas: the order of rows shall not depend on it.
@@ -37,19 +37,21 @@ class InMemory(Source):
     def __init__(
         self, x: Tree, y: Tree, batch_size: int, shuffle_seed: int | None = None
     ) -> None:
-        self._rows = trees.of_both(lambda tree: trees.mapped(as_numpy, tree), (x, y))
-        rows = trees.length(self._rows[0])
+        self._rows = batching.of_both(
+            lambda tree: batching.mapped(as_numpy, tree), (x, y)
+        )
+        rows = batching.length(self._rows[0])
         self._batch_size = batch_size
         self._cut(PARTS)
         few = slice(SHOWN_ROWS)
-        self.first = trees.of_both(lambda tree: trees.rows(tree, few), self._rows)
+        self.first = batching.of_both(lambda tree: batching.rows(tree, few), self._rows)
         self._order: np.ndarray | None = None
         if shuffle_seed is not None:
             self._order = np.random.default_rng(shuffle_seed).permutation(rows)
 
     def _cut(self, parts: int) -> None:
-        rows = trees.length(self._rows[0])
-        most = max(parts, -(-trees.nbytes(self._rows) // PART_BYTES))
+        rows = batching.length(self._rows[0])
+        most = max(parts, -(-batching.nbytes(self._rows) // PART_BYTES))
         self._bounds = cut(rows, self._batch_size, most)
         self.parts = len(self._bounds)
         self.lengths = [stop - start for start, stop in self._bounds]
@@ -75,13 +77,13 @@ class InMemory(Source):
         rows = slice(*self._bounds[part])
         if self._order is not None:
             order = self._order[rows]
-            return trees.of_both(lambda tree: trees.rows(tree, order), self._rows)
+            return batching.of_both(lambda tree: batching.rows(tree, order), self._rows)
 
         def cut_out(tree: Tree) -> Tree:
             # Contiguous, because Dask would otherwise pickle them.
-            return trees.mapped(lambda leaf: np.ascontiguousarray(leaf[rows]), tree)
+            return batching.mapped(lambda leaf: np.ascontiguousarray(leaf[rows]), tree)
 
-        return trees.of_both(cut_out, self._rows)
+        return batching.of_both(cut_out, self._rows)
 
     @override
     def packed(self, part: int) -> Any:

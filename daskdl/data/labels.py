@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.errors import DataError
 
 
@@ -47,7 +47,7 @@ class LabelCheck:
 examples, or fill them in
         """
         classes, ignored = self.accepted or (None, None)
-        for name, leaf in () if y is None else trees.named(y, "y"):
+        for name, leaf in () if y is None else batching.named(y, "y"):
             check_labels(leaf, classes, f"{name} of {of}" if of else name, ignored)
 
 

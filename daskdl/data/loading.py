@@ -11,9 +11,9 @@ from distributed import Client, Future, Worker, get_client, get_worker
 from distributed.client import FutureCancelledError
 from distributed.utils_comm import gather_from_workers
 
+from daskdl.data.batching import Rows
 from daskdl.data.futures import new_key
 from daskdl.data.part_graph import PartGraph
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
 

@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from distributed import Client
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Kinds
 from daskdl.data.faults import (
     UNREADABLE,
     is_left_out,
@@ -17,7 +18,6 @@ from daskdl.data.faults import (
 )
 from daskdl.data.passes import each_part
 from daskdl.data.source import Facts, Source, facts_of, is_known
-from daskdl.data.trees import Kinds
 from daskdl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def looked_at(
     known = source.known(in_order)
     known.left_out = sum(one.left_out for one in seen.values())
     firsts = [fact.first for fact in in_order if fact.rows]
-    kinds = [trees.kinds(first) for first in firsts]
+    kinds = [batching.kinds(first) for first in firsts]
     ((usual, _),) = Counter(kinds).most_common(1)
     if known.first is not None and source.first is None:
         known.first = firsts[kinds.index(usual)]
@@ -96,7 +96,7 @@ def small_together(source: Source) -> Source:
     lengths, first = source.lengths, source.first
     if not source.given or lengths is None or first is None:
         return source
-    row_bytes = max(trees.nbytes(first) // trees.length(first[0]), 1)
+    row_bytes = max(batching.nbytes(first) // batching.length(first[0]), 1)
     most = min(sum(lengths) // LEAST_PARTS, TOGETHER_ROWS, TOGETHER_BYTES // row_bytes)
     groups: list[list[int]] = []
     rows, kinds = most, None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from daskdl.config import check_count
-from daskdl.data.batches import Batch, Transform
+from daskdl.data.batching import Batch, Transform
 from daskdl.data.formats.loaders import Loader, loader_of
 from daskdl.errors import OptionError
 

@@ -8,11 +8,11 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy
+from daskdl.data.batching import Rows, Tree
 from daskdl.data.collections import Collections, Finish, checked, is_bag, plain
 from daskdl.data.graphs import tasks_of
-from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError
 
 
@@ -31,7 +31,7 @@ class _Pair(Finish):
         (value,) = values
         if self.examples:
             return checked(stacked(list(value), f"part {part}"), part, None)
-        rows = trees.of_both(lambda tree: tree, pair(value))
+        rows = batching.of_both(lambda tree: tree, pair(value))
         x, y = rows
         labels = None if y is None else _plain(y, "y", f"part {part}")
         return checked((_plain(x, "X", f"part {part}"), labels), part, None)
@@ -90,7 +90,7 @@ def _stacked(examples: Sequence[Tree], argument: str, part: str) -> Tree:
         return np.stack(arrays)
 
     try:
-        together = trees.mapped(stack, *examples)
+        together = batching.mapped(stack, *examples)
     except ValueError as error:
         raise DataError(
             f"the examples of {part} must all have one shape for {argument}: {error}"
@@ -100,6 +100,6 @@ def _stacked(examples: Sequence[Tree], argument: str, part: str) -> Tree:
 
 def _plain(tree: Tree, argument: str, part: str) -> Tree:
     label = argument == "y"
-    named = trees.named(tree, argument)
+    named = batching.named(tree, argument)
     made = [plain(leaf, f"{name} of {part}", label=label) for name, leaf in named]
-    return trees.filled(tree, made)
+    return batching.filled(tree, made)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from dask._task_spec import convert_legacy_graph
 
-from daskdl.data import trees
-from daskdl.data.trees import Rows
+from daskdl.data import batching
+from daskdl.data.batching import Rows
 
 
 @dataclass(frozen=True)
@@ -119,4 +119,4 @@ class Joined:
             member.finish(list(islice(following, member.values)))
             for member in self.members
         ]
-        return trees.joined_rows(loaded)
+        return batching.joined_rows(loaded)

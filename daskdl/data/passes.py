@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from daskdl.cluster import check_installed
 from daskdl.config import Timeouts
+from daskdl.data.batching import Rows
 from daskdl.data.futures import new_key, release, workers_of
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.scattering import scatter
 from daskdl.data.source import Source
 from daskdl.data.supplies import content_of
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, WaitTimeoutError
 from daskdl.serialization import Packed
 

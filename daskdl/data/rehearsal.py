@@ -16,11 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from daskdl.data import remedies, trees
+from daskdl.data import batching, remedies
 from daskdl.data.arrays import first_rows
-from daskdl.data.batches import Batch, Transform, floating_dtype, to_device
+from daskdl.data.batching import (
+    Batch,
+    Kinds,
+    Rows,
+    Transform,
+    Tree,
+    floating_dtype,
+    to_device,
+)
 from daskdl.data.labels import ClassRange, check_labels
-from daskdl.data.trees import Kinds, Rows, Tree
 from daskdl.errors import DataError, ModelError
 from daskdl.objective import Objective, OwnStep
 from daskdl.serialization import Packed
@@ -108,7 +115,7 @@ def rehearsed_batch(
     Raises:
         ModelError: If the transform fails.
     """
-    rows = trees.of_both(lambda tree: trees.mapped(_two, tree), (X, y))
+    rows = batching.of_both(lambda tree: batching.mapped(_two, tree), (X, y))
     return to_device(*transformed(rows, transform), "cpu", floating_dtype(module))
 
 
@@ -164,10 +171,10 @@ def forward(module: nn.Module, x: Tree) -> Any:
     try:
         with torch.no_grad():
             # Clones, because the first layer may work in place.
-            return module(trees.mapped(torch.clone, x))
+            return module(batching.mapped(torch.clone, x))
     except MISFITS as error:
         raise ModelError(
-            f"model failed on {trees.length(x)} rows of X, {_shown(x)}: {error}"
+            f"model failed on {batching.length(x)} rows of X, {_shown(x)}: {error}"
             f"{_then(remedies.of_inputs(x, error))}"
         ) from error
 
@@ -206,13 +213,13 @@ class ShapeCheck:
         Raises:
             DataError: Naming it.
         """
-        kinds = trees.kinds(rows)
-        if kinds in self._fit or not trees.length(rows[0]):
+        kinds = batching.kinds(rows)
+        if kinds in self._fit or not batching.length(rows[0]):
             return
         try:
             with random_state_left_alone(), _left_alone(module):
                 x, _ = rehearsed_batch(module, *rows, self._transform)
-                forward(module, trees.mapped(lambda leaf: leaf.to(device), x))
+                forward(module, batching.mapped(lambda leaf: leaf.to(device), x))
         except ModelError as error:
             first = ""
             if self._first is not None:
@@ -298,7 +305,7 @@ def _check_loss_value(argument: str, value: Any) -> None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple | dict):
-        named = trees.named(value, "")
+        named = batching.named(value, "")
         return ", ".join(f"{name}: {_shown(leaf)}" for name, leaf in named)
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)} and dtype {value.dtype}"

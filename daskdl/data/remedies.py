@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from daskdl.data import trees
-from daskdl.data.trees import Tree
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 
 TEXT = "text must be numbers first, as a tokenizer makes them"
 
@@ -232,7 +232,7 @@ def of_inputs(x: Tree, error: BaseException) -> str:
             "one argument: take it apart in forward(self, batch), wrap the model in a "
             "module that does, or give step= instead of loss="
         )
-    if any(leaf.is_floating_point() for leaf in trees.leaves(x)):
+    if any(leaf.is_floating_point() for leaf in batching.leaves(x)):
         return ""
-    names = [f"{name}.astype('float32')" for name, _ in trees.named(x, "X")]
+    names = [f"{name}.astype('float32')" for name, _ in batching.named(x, "X")]
     return f"if these are quantities, not indices, use {', '.join(names)}"

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Self
 
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Kinds, Rows
 from daskdl.data.part_graph import PartGraph
-from daskdl.data.trees import Kinds, Rows
 
 SHOWN_ROWS = 2  # of the first part, to rehearse a step with
 
@@ -45,7 +45,7 @@ class Source(ABC):
         here: Whether the rows are in this process's memory.
         left_out: Examples that cannot be read and are in no part any more; a part of
             which nobody knows how many it has counts as one for each of its files.
-        unlike: What the rows of each part are like, see `daskdl.data.trees.kinds`;
+        unlike: What the rows of each part are like, see `daskdl.data.batching.kinds`;
             None: all are alike.
         given: Whether the user has said what a part is, which then may be small.
         apart: Whether each part is sent by itself, as `packed` has it, to the one who
@@ -178,7 +178,7 @@ class Together(Source):
     @override
     def load(self, part: int) -> Rows:
         loaded = [self._source.load(own) for own in self._groups[part]]
-        return trees.joined_rows(loaded)
+        return batching.joined_rows(loaded)
 
     @override
     def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
@@ -224,10 +224,10 @@ def rows_in(source: Source) -> int | None:
 def facts_of(rows: Rows) -> Facts:
     """What is to be known of a part that is here; nothing of it is kept."""
 
-    def few(tree: trees.Tree) -> trees.Tree:
-        return trees.mapped(lambda leaf: leaf[:SHOWN_ROWS].copy(), tree)
+    def few(tree: batching.Tree) -> batching.Tree:
+        return batching.mapped(lambda leaf: leaf[:SHOWN_ROWS].copy(), tree)
 
-    return Facts(trees.length(rows[0]), trees.of_both(few, rows))
+    return Facts(batching.length(rows[0]), batching.of_both(few, rows))
 
 
 def shown_rows(rows: Any, count: int) -> Any:
@@ -238,4 +238,6 @@ def shown_rows(rows: Any, count: int) -> Any:
         >>> shown_rows({"a": np.array([7])}, 2)
         {'a': array([7, 7])}
     """
-    return trees.mapped(lambda leaf: leaf[[i % len(leaf) for i in range(count)]], rows)
+    return batching.mapped(
+        lambda leaf: leaf[[i % len(leaf) for i in range(count)]], rows
+    )

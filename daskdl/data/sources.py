@@ -9,8 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import is_dask_array
+from daskdl.data.batching import Tree
 from daskdl.data.checks import check_arrays
 from daskdl.data.collections import is_bag, is_dask_frame, is_lazy_list
 from daskdl.data.columns import columns
@@ -27,7 +28,6 @@ from daskdl.data.remedies import TEXT
 from daskdl.data.shards.source import Shards, is_shards
 from daskdl.data.source import Source
 from daskdl.data.stores.listing import are_paths, is_glob, is_path
-from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
 
 DEFAULT = SourceOptions()
@@ -60,7 +60,7 @@ def source_of(X: Any, y: Any = None, options: SourceOptions = DEFAULT) -> Source
             shown = f"paths or URLs of files, which bring their labels; {TEXT}"
         raise DataError(f"y must not be given with {shown}")
     _refuse(options, collate_fn="a torch Dataset", loader="paths and URLs")
-    leaves = trees.named_both((X, y)).values()
+    leaves = batching.named_both((X, y)).values()
     if any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves):
         return columns(X, y)
     return _in_memory(X, y, options)
@@ -117,9 +117,9 @@ def _in_memory(X: Tree, y: Tree, options: SourceOptions) -> Source:
 
 
 def _without_tables(tree: Tree, argument: str, classes: Any) -> Tree:
-    named = trees.named(tree, argument)
+    named = batching.named(tree, argument)
     label = argument == "y"
-    return trees.filled(tree, [_array(x, name, classes, label) for name, x in named])
+    return batching.filled(tree, [_array(x, name, classes, label) for name, x in named])
 
 
 def _array(leaf: Any, name: str, classes: Any, label: bool) -> Any:

@@ -14,7 +14,7 @@ from distributed import Client
 from typing_extensions import override
 
 from daskdl.config import Bound
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.futures import new_key, release
 from daskdl.data.part_graph import PartGraph
 from daskdl.data.scattering import scatter
@@ -212,7 +212,7 @@ def bytes_of(content: Any) -> int:
     """How much of the network and of memory that takes."""
     if isinstance(content, Packed):
         return int(content.payload.nbytes)
-    return trees.nbytes(content)
+    return batching.nbytes(content)
 
 
 def _holders(

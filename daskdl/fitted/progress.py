@@ -18,7 +18,7 @@ from daskdl.saving.plain import Json, Plain
 from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState, KeptResidual, described
 from daskdl.training.epoch_control import LearningRate, Scheduling
-from daskdl.training.fit_state import TrainedOptimizer, hyperparameters, parameters_of
+from daskdl.training.fit_spec import TrainedOptimizer, hyperparameters, parameters_of
 
 COLUMNS = {column[1] for column in LAYOUT.descr}  # kinds of columns of steps
 PARTS = {"rows", "stopping", "layout"}  # of a history

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from daskdl.data import trees
-from daskdl.data.batches import (
+from daskdl.data import batching
+from daskdl.data.batching import (
+    Rows,
     Transform,
+    Tree,
     auto_device,
     batches,
     floating_dtype,
@@ -18,7 +20,6 @@ from daskdl.data.batches import (
 )
 from daskdl.data.exports.origin import token_of
 from daskdl.data.source import Source, rows_of_part
-from daskdl.data.trees import Rows, Tree
 from daskdl.inference.form import as_formed, empty
 from daskdl.inference.options import Postprocess
 from daskdl.outputs.notes import Noted
@@ -77,7 +78,7 @@ class Asking:
                 x, _ = batch if self.transform is None else self.transform(batch)
                 output = module(inputs_to_device(x, device, dtype))
                 made.append(self._finished(output, rows_in(batch)))
-        return trees.joined(made) if made else empty(self.form)
+        return batching.joined(made) if made else empty(self.form)
 
     def _finished(self, output: Any, rows: int) -> Tree:
         if self.postprocess is not None:

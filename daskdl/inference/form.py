@@ -6,16 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy
-from daskdl.data.batches import Transform, rows_in
+from daskdl.data.batching import Transform, Tree, rows_in
 from daskdl.data.rehearsal import (
     MISFITS,
     forward,
     random_state_left_alone,
     rehearsed_batch,
 )
-from daskdl.data.trees import Tree
 from daskdl.errors import ModelError
 from daskdl.inference.options import Postprocess
 
@@ -55,7 +54,7 @@ def form_of(
             output = _rehearsed(postprocess, output)
     rows = rows_in(batch)
     blamed = "model" if postprocess is None else "postprocess"
-    if not isinstance(output, dict | tuple | Tensor) or not trees.leaves(output):
+    if not isinstance(output, dict | tuple | Tensor) or not batching.leaves(output):
         raise _refusal(blamed, type(output))
 
     def form(leaf: Any) -> list[Form]:
@@ -65,12 +64,12 @@ def form_of(
             raise _refusal(blamed, tuple(leaf.shape))
         return [Form(tuple(leaf.shape[1:]), leaf.dtype)]  # a tuple would be a tree
 
-    return trees.mapped(form, output)
+    return batching.mapped(form, output)
 
 
 def empty(form: Tree) -> Tree:
     """The outputs of no rows."""
-    return trees.mapped(lambda boxed: boxed[0].empty(), form)
+    return batching.mapped(lambda boxed: boxed[0].empty(), form)
 
 
 def as_formed(form: Tree, output: Any, rows: int, *, exact: bool) -> Tree:
@@ -103,7 +102,7 @@ def as_formed(form: Tree, output: Any, rows: int, *, exact: bool) -> Tree:
         return as_numpy(leaf)
 
     try:
-        return trees.mapped(checked, form, output)
+        return batching.mapped(checked, form, output)
     except ValueError as error:
         if isinstance(error, ModelError):
             raise
@@ -122,7 +121,9 @@ def _rehearsed(postprocess: Postprocess, output: Any) -> Any:
 
 def _shown(output: Any) -> str:
     if isinstance(output, dict | tuple):
-        return ", ".join(f"{n}: {_shown(x)}" for n, x in trees.named(output, "output"))
+        return ", ".join(
+            f"{n}: {_shown(x)}" for n, x in batching.named(output, "output")
+        )
     if isinstance(output, Tensor):
         return f"shape {tuple(output.shape)} and dtype {output.dtype}"
     return f"a {type(output).__name__}"

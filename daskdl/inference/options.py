@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from daskdl.data.batching import Tree
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.stores.urls import is_url
-from daskdl.data.trees import Tree
 from daskdl.errors import OptionError
 
 SAME = "same"

@@ -10,7 +10,7 @@ import torch
 from distributed import Client
 from torch import Tensor, nn
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.checks import rows_like
 from daskdl.data.collections import Collections, is_bag, is_lazy, is_lazy_list
 from daskdl.data.datasets.iterable_style import sharded
@@ -95,10 +95,10 @@ def predict(
     if client is not False and isinstance(source, InMemory):
         source = source.in_parts(PARTS_PER_THREAD * sum(client.nthreads().values()))
     parts = dict(each_part(source, asking, client, send=True))
-    outputs = trees.joined([parts[part] for part in sorted(parts)])
+    outputs = batching.joined([parts[part] for part in sorted(parts)])
     if not all(isinstance(leaf, Tensor) for leaf in _leaves(X)):
         return outputs
-    return trees.mapped(_as_tensor, asking.form, outputs)
+    return batching.mapped(_as_tensor, asking.form, outputs)
 
 
 def _source(X: Any, read: ReadOptions, keyed: bool | None) -> Source:
@@ -152,4 +152,4 @@ def _as_tensor(boxed: list[Form], outputs: np.ndarray) -> Tensor:
 
 
 def _leaves(X: Any) -> list[Any]:
-    return trees.leaves(X) if isinstance(X, tuple | dict) else [X]
+    return batching.leaves(X) if isinstance(X, tuple | dict) else [X]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.metrics.sections import PlainSection, Section
 
 if TYPE_CHECKING:

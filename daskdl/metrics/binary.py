@@ -9,7 +9,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryConfusionMatrix
 from typing_extensions import override
 
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.class_section import BinarySection
 from daskdl.metrics.classification import check_names, class_names

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daskdl.data.trees import Tree, outline
+from daskdl.data.batching import Tree, outline
 from daskdl.errors import DataError, ModelError
 from daskdl.metrics.base import Scale, Shown, probabilities
 

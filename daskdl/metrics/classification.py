@@ -13,7 +13,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix
 from typing_extensions import override
 
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.errors import OptionError
 from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.class_scores import check_classes, class_rows

@@ -6,7 +6,7 @@ B rows, L labels.
 import torch
 from torch import Tensor
 
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.errors import ModelError, OptionError
 from daskdl.metrics.base import Scale, Shown, probabilities
 from daskdl.metrics.class_scores import (

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torchmetrics import MetricCollection
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 from daskdl.data.rehearsal import MISFITS
-from daskdl.data.trees import Tree
 from daskdl.errors import DaskDLError, DataError, ModelError
 from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.states import States, restored, states_of, update_
@@ -56,7 +56,7 @@ def measure_of(metrics: MetricSet, shown: Shown) -> Measure:
             if isinstance(error, DaskDLError):
                 raise
             raise ModelError(
-                f"metrics failed on {trees.length(shown.y)} rows, the output being "
+                f"metrics failed on {batching.length(shown.y)} rows, the output being "
                 f"{_outline(shown.output)} and the labels {_outline(shown.y)}: {error}"
             ) from error
     return measure
@@ -95,10 +95,10 @@ class Meter:
             if self._waiting:
                 self._tell()
             self._shapes = shapes
-            row_bytes = trees.nbytes((output, y)) // max(trees.length(y), 1)
+            row_bytes = batching.nbytes((output, y)) // max(batching.length(y), 1)
             self._most = min(GATHERED_ROWS, GATHERED_BYTES // max(row_bytes, 1))
         self._waiting.append((output, y))
-        self._rows += trees.length(y)
+        self._rows += batching.length(y)
         if self._rows >= self._most:
             self._tell()
 
@@ -171,7 +171,7 @@ def joined(parts: Sequence[Tree]) -> Tree:
     Args:
         parts: Trees of tensors, at least one.
     """
-    return trees.mapped(_together, *parts)
+    return batching.mapped(_together, *parts)
 
 
 def _together(*leaves: Tensor) -> Tensor:
@@ -184,9 +184,9 @@ def _together(*leaves: Tensor) -> Tensor:
 def _shapes(output: Tree, y: Tree) -> Any:
     if isinstance(output, Tensor) and isinstance(y, Tensor):  # nearly always
         return output.shape[1:], y.shape[1:]
-    return [leaf.shape[1:] for leaf in trees.named_both((output, y)).values()]
+    return [leaf.shape[1:] for leaf in batching.named_both((output, y)).values()]
 
 
 def _outline(tree: Tree) -> str:
-    named = trees.named(tree, "")
+    named = batching.named(tree, "")
     return ", ".join(f"{name} {tuple(leaf.shape)} {leaf.dtype}" for name, leaf in named)

@@ -9,7 +9,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import Running
 from typing_extensions import override
 
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.errors import OptionError
 from daskdl.metrics.base import MetricSet, Shown, probabilities
 from daskdl.metrics.class_scores import checked

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from typing_extensions import override
 
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.errors import DataError, ModelError
 from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.class_scores import is_counted, one_tensor

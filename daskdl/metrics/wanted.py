@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 from daskdl.data.rehearsal import ignored_label
-from daskdl.data.trees import Tree
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.metrics.base import MetricSet, Shown
 from daskdl.metrics.scale import scale_of
@@ -81,7 +81,7 @@ class Wanted:
         """
         if y is None:
             raise DataError("labels must be given, or data that have them, for metrics")
-        for name, leaf in trees.named(output, "output"):
+        for name, leaf in batching.named(output, "output"):
             if not isinstance(leaf, Tensor):
                 raise ModelError(
                     "metrics need a model that returns tensors, or tuples and dicts of "

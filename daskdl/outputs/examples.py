@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows, Tree
 from daskdl.data.collections import Collections, Finish, is_bag
 from daskdl.data.graphs import tasks_of
 from daskdl.data.pairs import pair, pairs, stacked
 from daskdl.data.source import STREAMED_ROWS
-from daskdl.data.trees import Rows, Tree
 from daskdl.outputs import keys
 
 Ask = Callable[[Iterator[Rows]], Tree]  # of parts; the outputs of all their rows
@@ -98,8 +98,8 @@ class Reading:
         """Rows to rehearse with, or None if there are none; and whether it has keys."""
         if not self.is_list(value):
             rows = self.rows([value], part)
-            few = trees.of_both(lambda tree: trees.rows(tree, slice(2)), rows)
-            return (few if trees.length(rows[0]) else None), False
+            few = batching.of_both(lambda tree: batching.rows(tree, slice(2)), rows)
+            return (few if batching.length(rows[0]) else None), False
         examples = list(value)[:1]
         if not examples:
             return None, False
@@ -117,7 +117,7 @@ def _answers(ask: Ask, examples: Sequence[Any], name: str) -> list[Tree]:
         some = ([examples[i] for i in places[c : c + STREAMED_ROWS]] for c in cuts)
         outputs = ask(stacked(together, name) for together in some)
         for row, place in enumerate(places):
-            answers[place] = trees.rows(outputs, row)
+            answers[place] = batching.rows(outputs, row)
     return answers
 
 
@@ -130,7 +130,7 @@ def _by_shape(examples: Sequence[Any]) -> list[list[int]]:
     """
     places: defaultdict[Any, list[int]] = defaultdict(list)
     for place, example in enumerate(examples):
-        named = trees.named_both(pair(example))
+        named = batching.named_both(pair(example))
         shapes = tuple((name, *np.shape(leaf)) for name, leaf in named.items())
         places[shapes].append(place)
     return list(places.values())

@@ -10,9 +10,9 @@ from typing import Literal, TypeVar
 
 from distributed import Client
 
+from daskdl.data.batching import Rows
 from daskdl.data.passes import each_part
 from daskdl.data.source import Facts, Source
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 from daskdl.outputs.examples import Examples, Reading
 from daskdl.outputs.notes import Noted

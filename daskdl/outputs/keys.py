@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.pairs import pair
 from daskdl.errors import DataError
 
@@ -42,7 +42,7 @@ def is_keyed(example: Any) -> bool:
     if not _is_key(key):
         return False
     x, _ = pair(rest)
-    arrays = all(isinstance(leaf, np.ndarray | Tensor) for leaf in trees.leaves(x))
+    arrays = all(isinstance(leaf, np.ndarray | Tensor) for leaf in batching.leaves(x))
     return arrays or _is_name(key)
 
 

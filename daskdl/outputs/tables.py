@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from dask.delayed import Delayed, delayed
 
-from daskdl.data import trees
-from daskdl.data.trees import Tree
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 from daskdl.errors import ModelError
 
 
@@ -63,7 +63,7 @@ def tables_of(empty: Tree, names: Sequence[Any] | None) -> Tree:
         >>> tables_of({"a": zero, "b": zero}, None)
         [Table(leaves=(0, 1), columns=('a', 'b'), series=False)]
     """
-    leaves = trees.leaves(empty)
+    leaves = batching.leaves(empty)
     for leaf in leaves:
         if leaf.ndim > 2:
             raise ModelError(
@@ -79,7 +79,7 @@ def tables_of(empty: Tree, names: Sequence[Any] | None) -> Tree:
         fit = len(names) == empty.shape[1]
         return [Table((0,), tuple(names) if fit else None, series=False)]
     made = [[Table((i,), None, leaf.ndim == 1)] for i, leaf in enumerate(leaves)]
-    return trees.filled(empty, made)
+    return batching.filled(empty, made)
 
 
 def lazy_table(
@@ -104,7 +104,7 @@ def lazy_table(
     made = [make(table, *both) for both in zip(parts, partitions, strict=True)]
     return dask.dataframe.from_delayed(
         made,
-        meta=table.made(trees.leaves(empty), frame._meta.index),
+        meta=table.made(batching.leaves(empty), frame._meta.index),
         divisions=frame.divisions,
         verify_meta=False,
     )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from daskdl.data.accuracy import is_classification
+from daskdl.data.batching import Tree
 from daskdl.data.rehearsal import ignored_label
-from daskdl.data.trees import Tree
 from daskdl.keras.losses import CrossEntropyOfProbabilities
 
 

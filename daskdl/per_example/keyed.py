@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy, is_dask_array
 from daskdl.data.collections import is_bag, is_dask_frame, is_lazy
 from daskdl.data.frames.columns import is_frame
@@ -87,7 +87,7 @@ def _of_column(X: Any, key: str) -> Keyed:
 
 def _cut_alike(X: Any, key: Any) -> Any:
     """A ``dask.array`` of keys in the blocks of the first array of X."""
-    first = trees.leaves(X)[0] if isinstance(X, tuple | dict) else X
+    first = batching.leaves(X)[0] if isinstance(X, tuple | dict) else X
     if not is_dask_array(first) or key.ndim != 1:
         raise OptionError(
             "key must be a dask.array of one axis only where X is a dask.array, got "

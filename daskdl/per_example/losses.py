@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.accuracy import is_classification
-from daskdl.data.batches import Batch, rows_in
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Batch, Tree, rows_in
 from daskdl.keras.losses import CrossEntropyOfProbabilities
 from daskdl.objective import Loss, Objective, OwnStep, batch_loss
 
@@ -86,8 +85,8 @@ def has_rows(module: nn.Module, x: Tree) -> bool:
         >>> has_rows(nn.Linear(5, 3), x), has_rows(nn.Flatten(0), x)
         (True, False)
     """
-    three = trees.rows(x, [0, 1, 0])
-    outputs = [module(trees.mapped(torch.clone, rows)) for rows in (x, three)]
+    three = batching.rows(x, [0, 1, 0])
+    outputs = [module(batching.mapped(torch.clone, rows)) for rows in (x, three)]
     return all(map(_has_rows, outputs, (2, 3)))
 
 
@@ -104,7 +103,9 @@ def _losses_of(loss: Loss, output: Any, y: Tree) -> Tensor:
     together = _together(loss, output, y)
     if together is not None:
         return together.double().cpu()
-    return _plain([loss(_row(output, i), _row(y, i)) for i in range(trees.length(y))])
+    return _plain(
+        [loss(_row(output, i), _row(y, i)) for i in range(batching.length(y))]
+    )
 
 
 def _together(loss: Any, output: Any, y: Any) -> Tensor | None:
@@ -166,8 +167,8 @@ def _each(batch: Batch) -> range:
 
 def _one(batch: Batch, i: int) -> Batch:
     """A batch of one."""
-    return trees.of_both(lambda tree: _row(tree, i), batch)
+    return batching.of_both(lambda tree: _row(tree, i), batch)
 
 
 def _row(tree: Tree, i: int) -> Tree:
-    return trees.rows(tree, slice(i, i + 1))
+    return batching.rows(tree, slice(i, i + 1))

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from daskdl.data.batching import Rows
 from daskdl.data.faults import UNREADABLE, is_left_out
 from daskdl.data.labels import LabelCheck
 from daskdl.data.source import Source, rows_of_part
-from daskdl.data.trees import Rows
 from daskdl.per_example.scorer import ExampleScorer
 from daskdl.per_example.worst import Found, example_of, worst_of, worst_rows
 

@@ -7,7 +7,7 @@ import torch
 from distributed import Client
 from torch import nn
 
-from daskdl.data.batches import Batch
+from daskdl.data.batching import Batch
 from daskdl.data.checks import check_rows, check_same_classes, check_whole, rows_like
 from daskdl.data.collections import is_bag, is_lazy_list
 from daskdl.data.labels import LabelCheck

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from daskdl.data import trees
-from daskdl.data.batches import (
+from daskdl.data import batching
+from daskdl.data.batching import (
     Batch,
+    Rows,
     Transform,
     auto_device,
     batches,
@@ -23,7 +24,6 @@ from daskdl.data.batches import (
     to_device,
     whole,
 )
-from daskdl.data.trees import Rows
 from daskdl.errors import ModelError
 from daskdl.objective import Objective, OwnStep, on_device
 from daskdl.per_example.guesses import Guesses, guesses_of, ignored
@@ -113,7 +113,7 @@ def check_rows_kept(made: Batch, rows: int) -> None:
     Raises:
         ModelError: With the shape that has not as many rows as there were.
     """
-    for leaf in trees.named_both(made).values():
+    for leaf in batching.named_both(made).values():
         if tuple(leaf.shape[:1]) != (rows,):
             raise ModelError(
                 "transform must return as many rows as it gets, so that each has a "

@@ -12,7 +12,7 @@ from distributed import Client
 from torch import Tensor
 
 from daskdl.config import check_count
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.collections import Collections, is_bag, is_lazy
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.frames.columns import is_frame
@@ -161,7 +161,7 @@ def _with_keys_apart(
 
 def _like(X: Any, scores: np.ndarray) -> Any:
     """Scores as X is: a tensor, a series of pandas, or else an array."""
-    leaves = trees.leaves(X) if isinstance(X, tuple | dict) else [X]
+    leaves = batching.leaves(X) if isinstance(X, tuple | dict) else [X]
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return torch.from_numpy(scores)
     if is_frame(X) and hasattr(X, "index"):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from typing_extensions import override
 
-from daskdl.data import trees
-from daskdl.data.trees import Rows, Tree
+from daskdl.data import batching
+from daskdl.data.batching import Rows, Tree
 from daskdl.errors import OptionError
 from daskdl.per_example.scorer import Guessed, Scored
 
@@ -197,9 +197,9 @@ def example_of(
     """
 
     def copied(tree: Tree) -> Tree:
-        return trees.mapped(lambda leaf: np.array(leaf[row]), tree)
+        return batching.mapped(lambda leaf: np.array(leaf[row]), tree)
 
-    x, y = trees.of_both(copied, rows)
+    x, y = batching.of_both(copied, rows)
     loss = float(scored.scores[row])
     guess = _guess(scored.guessed, row)
     return WorstExample(loss, *where, **guess, x=x, y=y)

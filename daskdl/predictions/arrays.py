@@ -9,9 +9,9 @@ import safetensors.numpy
 from dask.delayed import Delayed
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 from daskdl.data.exports.schema import outline_of, restored
-from daskdl.data.trees import Tree
 from daskdl.outputs.arrays import lazy_array
 from daskdl.predictions.base import Encoded, Format
 
@@ -34,7 +34,7 @@ class Arrays(Format):
     @classmethod
     def of(cls, empty: Tree) -> "Arrays":
         """The format of outputs, of which these are those of no rows."""
-        leaves = tuple((x.dtype.name, x.shape[1:]) for x in trees.leaves(empty))
+        leaves = tuple((x.dtype.name, x.shape[1:]) for x in batching.leaves(empty))
         return cls(outline_of(empty), leaves)
 
     @override
@@ -71,4 +71,4 @@ class Arrays(Format):
 
     def _names(self) -> list[str]:
         tree = restored(self.outline, iter(range(len(self.leaves))))
-        return [name for name, _ in trees.named(tree, "y")]
+        return [name for name, _ in batching.named(tree, "y")]

@@ -15,9 +15,9 @@ import safetensors.numpy
 from dask.delayed import Delayed
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 from daskdl.data.exports.schema import restored
-from daskdl.data.trees import Tree
 from daskdl.outputs import keys
 from daskdl.predictions.base import Encoded, Format
 
@@ -45,8 +45,8 @@ class Examples(Format):
     @override
     def encoded(self, value: Any) -> Encoded:
         if not isinstance(value, list):
-            named = {n: np.ascontiguousarray(x) for n, x in trees.named(value, "y")}
-            return Encoded(trees.length(value), safetensors.numpy.save(named))
+            named = {n: np.ascontiguousarray(x) for n, x in batching.named(value, "y")}
+            return Encoded(batching.length(value), safetensors.numpy.save(named))
         arrays: dict[str, np.ndarray] = {_ROWS: np.array([len(value)])}
         outputs = value
         if self.keyed:
@@ -64,7 +64,7 @@ class Examples(Format):
         for name in [name for name in arrays if name.endswith(f"/{_ROWS}")]:
             tree = self._tree(arrays, name.removesuffix(_ROWS))
             for row, place in enumerate(arrays[name]):
-                outputs[place] = trees.rows(tree, row)
+                outputs[place] = batching.rows(tree, row)
         if not self.keyed:
             return outputs
         own = keys.read(arrays[_KEYS].tobytes())
@@ -102,7 +102,7 @@ class Examples(Format):
 
     def _tree(self, arrays: Mapping[str, np.ndarray], before: str) -> Tree:
         places = restored(self.outline, iter(range(len(arrays))))
-        named = trees.named(places, f"{before}y")
+        named = batching.named(places, f"{before}y")
         return restored(self.outline, iter([arrays[name] for name, _ in named]))
 
 
@@ -110,11 +110,11 @@ def _grouped(outputs: Sequence[Tree]) -> Iterator[tuple[str, np.ndarray]]:
     """Outputs of one shape as one array for each place in their tree, by name."""
     places: defaultdict[Any, list[int]] = defaultdict(list)
     for place, output in enumerate(outputs):
-        kinds = [(leaf.dtype.name, leaf.shape) for leaf in trees.leaves(output)]
+        kinds = [(leaf.dtype.name, leaf.shape) for leaf in batching.leaves(output)]
         places[tuple(kinds)].append(place)
     for group, chosen in enumerate(places.values()):
         yield f"{group}/{_ROWS}", np.array(chosen)
-        together = trees.mapped(
+        together = batching.mapped(
             lambda *leaves: np.stack(leaves), *(outputs[place] for place in chosen)
         )
-        yield from trees.named(together, f"{group}/y")
+        yield from batching.named(together, f"{group}/y")

@@ -13,13 +13,13 @@ import dask
 from dask.delayed import Delayed, delayed
 from distributed import Client, as_completed
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 from daskdl.data.collections import Collections
 from daskdl.data.exports.schema import outline_of
 from daskdl.data.futures import release
 from daskdl.data.passes import each_part
 from daskdl.data.source import Source
-from daskdl.data.trees import Tree
 from daskdl.errors import ModelError
 from daskdl.lazy_outputs import lazy_outputs, lazy_parts
 from daskdl.outputs import examples
@@ -61,15 +61,15 @@ class LazyBlocks:
             keyed = bool(self.source.reading.keyed)
             collection: Literal["bag", "list"] = "bag" if kind == "bag" else "list"
             return Examples(outline_of(self.empty), keyed, collection), values
-        first = trees.leaves(self.X)[0]
+        first = batching.leaves(self.X)[0]
         if not hasattr(first, "divisions"):
             kind, values = lazy_parts(self.X, self.source, self.ask, client)
             return Arrays.of(self.empty), values
         if not isinstance(tables_of(self.empty, self.names), list):
             raise ModelError(
                 "outputs must make one table to be written for a dask.dataframe, got "
-                f"{trees.outline(self.empty)}; give a postprocess that returns a dict "
-                "of outputs with one number for each row"
+                f"{batching.outline(self.empty)}; give a postprocess that returns a "
+                "dict of outputs with one number for each row"
             )
         made = lazy_outputs(
             self.X, self.source, self.ask, self.empty, client, names=self.names
@@ -133,7 +133,7 @@ class _Writing:
     form: Format
 
     def __call__(self, source: Source, part: int) -> PartFile:
-        outputs = trees.leaves(self.ask(source, part))
+        outputs = batching.leaves(self.ask(source, part))
         return self.target.write(self.form, part, outputs)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.errors import DaskDLError, ModelError
 from daskdl.serving.calls import Call
 
@@ -33,16 +33,16 @@ class Outputs(NamedTuple):
             >>> Outputs.of(torch.zeros(2), rows=2)
             Outputs(tree=array([0., 0.], dtype=float32), dtypes=('float32',))
         """
-        for leaf in trees.leaves(outputs):
+        for leaf in batching.leaves(outputs):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
                 raise ModelError(
                     "model must give one tensor with one row per example, or tuples "
                     f"and dicts of such, got {got} for {rows} rows"
                 )
-        dtypes = [str(leaf.dtype) for leaf in trees.leaves(outputs)]
+        dtypes = [str(leaf.dtype) for leaf in batching.leaves(outputs)]
         return cls(
-            trees.mapped(as_numpy, outputs),
+            batching.mapped(as_numpy, outputs),
             tuple(name.removeprefix("torch.") for name in dtypes),
         )
 
@@ -72,17 +72,17 @@ class Failure(NamedTuple):
 
 def inputs_of(calls: Sequence[Call]) -> Tree:
     """The rows of calls of one kind, one after the other."""
-    return trees.joined([call.x for call in calls])
+    return batching.joined([call.x for call in calls])
 
 
 def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
     """What each of the calls is answered, in memory of its own."""
     answers, start = [], 0
     for call in calls:
-        own = trees.rows(outputs.tree, slice(start, start + call.rows))
+        own = batching.rows(outputs.tree, slice(start, start + call.rows))
         start += call.rows
         if len(calls) > 1:
-            own = trees.mapped(np.copy, own)
+            own = batching.mapped(np.copy, own)
         answers.append(_tensors(own, outputs.dtypes) if call.tensors else own)
     return answers
 
@@ -90,6 +90,6 @@ def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
 def _tensors(tree: Tree, dtypes: Sequence[str]) -> Tree:
     made = [
         torch.from_numpy(leaf).to(getattr(torch, dtype))
-        for leaf, dtype in zip(trees.leaves(tree), dtypes, strict=True)
+        for leaf, dtype in zip(batching.leaves(tree), dtypes, strict=True)
     ]
-    return trees.filled(tree, made)
+    return batching.filled(tree, made)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy, check_array, check_structure, is_dask_array
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.errors import DataError
 from daskdl.serving.structures import structure_of
 
@@ -52,7 +52,7 @@ class Call:
         """As messages have it."""
         leaves = ", ".join(
             f"{name}: shape {leaf.shape} and dtype {leaf.dtype}"
-            for name, leaf in trees.named(self.x, "X")
+            for name, leaf in batching.named(self.x, "X")
         )
         return f"{self.rows} rows, {leaves}"
 
@@ -74,7 +74,7 @@ def call_of(x: Any, most: int, now: float) -> Call:
         3 rows, X: shape (3, 2) and dtype float32
     """
     check_structure(x, None)
-    rows = {name: _rows(leaf, name) for name, leaf in trees.named(x, "X")}
+    rows = {name: _rows(leaf, name) for name, leaf in batching.named(x, "X")}
     if len(set(rows.values())) > 1:
         raise DataError(f"X must have equally many rows everywhere, got {rows}")
     count = next(iter(rows.values()))
@@ -83,8 +83,8 @@ def call_of(x: Any, most: int, now: float) -> Call:
             f"X has {count} rows, of which one call may have batch_limit={most}; cut "
             "it into several calls, or use predict"
         )
-    copied = trees.mapped(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
-    tensors = all(isinstance(leaf, Tensor) for leaf in trees.leaves(x))
+    copied = batching.mapped(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
+    tensors = all(isinstance(leaf, Tensor) for leaf in batching.leaves(x))
     return Call(copied, count, _kind(copied), tensors, now)
 
 
@@ -95,5 +95,5 @@ def _rows(leaf: Any, name: str) -> int:
 
 
 def _kind(x: Tree) -> Hashable:
-    leaves = trees.leaves(x)
+    leaves = batching.leaves(x)
     return structure_of(x), *((leaf.shape[1:], leaf.dtype.str) for leaf in leaves)

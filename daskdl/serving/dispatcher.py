@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from daskdl.config import Timeouts
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.errors import ReplicaError, RunError, WaitTimeoutError
 from daskdl.serving.answers import Failure, answers_of, inputs_of
 from daskdl.serving.calls import Call

@@ -3,8 +3,7 @@
 import torch
 from typing_extensions import override
 
-from daskdl.data.batches import Transform
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Transform, Tree
 from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.answers import Failure, Outputs
 from daskdl.serving.replica import Ground, Replica

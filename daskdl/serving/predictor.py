@@ -13,7 +13,7 @@ from torch import nn
 
 from daskdl.cluster import check_installed, client_of
 from daskdl.config import Timeouts
-from daskdl.data.batches import Transform
+from daskdl.data.batching import Transform
 from daskdl.data.models import check_module
 from daskdl.errors import BusyError, RunError
 from daskdl.serialization import Packed, PackedModel

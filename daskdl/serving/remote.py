@@ -15,9 +15,8 @@ from distributed import Client
 from typing_extensions import override
 
 from daskdl.channel.protocol import Answer, unwrap, wrap
-from daskdl.data import trees
-from daskdl.data.batches import Transform
-from daskdl.data.trees import Tree
+from daskdl.data import batching
+from daskdl.data.batching import Transform, Tree
 from daskdl.errors import ChannelError
 from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.answers import Failure, Outputs
@@ -58,7 +57,7 @@ class RemoteReplica(Replica):
 
     @override
     async def ask(self, x: Tree) -> Outputs | Failure:
-        leaves = [wrap(leaf) for leaf in trees.leaves(x)]
+        leaves = [wrap(leaf) for leaf in batching.leaves(x)]
         answer = await self._request("ask", structure=structure_of(x), leaves=leaves)
         failure = _failure(answer)
         if failure is not None:

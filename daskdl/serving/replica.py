@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from daskdl.config import Bound
-from daskdl.data.trees import Tree
+from daskdl.data.batching import Tree
 from daskdl.errors import WaitTimeoutError
 from daskdl.serialization import PackedModel
 from daskdl.serving.answers import Failure, Outputs

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from daskdl.data.batches import (
+from daskdl.data.batching import (
     Transform,
+    Tree,
     auto_device,
     floating_dtype,
     inputs_to_device,
     rows_in,
     tensors,
 )
-from daskdl.data.trees import Tree
 from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.answers import Failure, Outputs
 from daskdl.serving.waits import awaited

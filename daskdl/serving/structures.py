@@ -5,8 +5,8 @@ from typing import Any
 
 import cloudpickle
 
-from daskdl.data import trees
-from daskdl.data.trees import Tree
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 
 ONE_LEAF: bytes = cloudpickle.dumps(0)
 
@@ -21,7 +21,7 @@ def structure_of(tree: Tree) -> bytes:
     """
     if not isinstance(tree, tuple | dict):
         return ONE_LEAF
-    numbered = trees.filled(tree, range(len(trees.leaves(tree))))
+    numbered = batching.filled(tree, range(len(batching.leaves(tree))))
     structure: bytes = cloudpickle.dumps(numbered)
     return structure
 
@@ -30,4 +30,4 @@ def tree_of(structure: bytes, leaves: Sequence[Any]) -> Tree:
     """The tree with its arrays, in order."""
     if structure == ONE_LEAF:
         return leaves[0]
-    return trees.mapped(lambda number: leaves[number], cloudpickle.loads(structure))
+    return batching.mapped(lambda number: leaves[number], cloudpickle.loads(structure))

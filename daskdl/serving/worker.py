@@ -23,8 +23,8 @@ from daskdl.channel.protocol import (
     unwrap,
     wrap,
 )
-from daskdl.data import trees
-from daskdl.data.batches import Transform
+from daskdl.data import batching
+from daskdl.data.batching import Transform
 from daskdl.serialization import Packed, PackedModel
 from daskdl.serving.answers import Failure
 from daskdl.serving.resident import Resident
@@ -118,7 +118,7 @@ class ReplicaEnd:
             return _failed(outputs)
         return {
             "structure": structure_of(outputs.tree),
-            "leaves": [wrap(leaf) for leaf in trees.leaves(outputs.tree)],
+            "leaves": [wrap(leaf) for leaf in batching.leaves(outputs.tree)],
             "dtypes": list(outputs.dtypes),
         }
 

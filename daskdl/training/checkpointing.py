@@ -22,7 +22,10 @@ from daskdl.callbacks import Callback, Checkpoint
 from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import SyncPoint
 from daskdl.channel.protocol import WaitCause
-from daskdl.checkpoints import (
+from daskdl.config import Bound, Timeouts
+from daskdl.data.stores.store import store_of
+from daskdl.errors import OptionError, SaveError, WaitTimeoutError
+from daskdl.saving.checkpoints import (
     COMMON,
     CheckpointPlan,
     Copy,
@@ -34,9 +37,6 @@ from daskdl.checkpoints import (
     of_replica,
     whole_at,
 )
-from daskdl.config import Bound, Timeouts
-from daskdl.data.stores.store import store_of
-from daskdl.errors import OptionError, SaveError, WaitTimeoutError
 from daskdl.training.base import (
     PARAMETERS,
     SHARER,

@@ -41,8 +41,11 @@ from daskdl.training.backend import (
     ReplicaJoined,
     ReplicaLost,
     ReplicaRemoved,
+    ReplicaSpec,
+    Result,
     RunEnded,
     TaskFailed,
+    UserObjects,
     WorkerArrived,
     event_of,
     merge,
@@ -54,7 +57,6 @@ from daskdl.training.backend import (
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.replica import run_replica, surroundings, warm_up
-from daskdl.training.spec import ReplicaSpec, Result, UserObjects
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from daskdl.channel.leasing import Lease, Range, SyncPoint
 from daskdl.channel.protocol import WaitCause
 from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
-from daskdl.data import trees
-from daskdl.data.batches import Batch, Chunk, Transform, batches, rows_in, whole
+from daskdl.data import batching
+from daskdl.data.batching import Batch, Chunk, Rows, Transform, batches, rows_in, whole
 from daskdl.data.faults import (
     UNREADABLE,
     blames_data,
@@ -33,7 +33,6 @@ from daskdl.data.faults import (
 from daskdl.data.labels import LabelCheck
 from daskdl.data.loading import ASK_S, Fetcher
 from daskdl.data.source import Source
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training.optimizer_step import Group, rows_of
@@ -488,7 +487,7 @@ class Reader:
             self.skipped += one.stop - one.start
             return None
         _, rows, order = self._held
-        count, stop = trees.length(rows[0]), one.stop
+        count, stop = batching.length(rows[0]), one.stop
         if one.part in self._partial:
             stop = max(min(stop, count), one.start)
             self.skipped += one.stop - stop
@@ -508,7 +507,7 @@ class Reader:
                 if left is None:
                     raise
                 rows = left
-            self._held = part, rows, self._order(part, trees.length(rows[0]))
+            self._held = part, rows, self._order(part, batching.length(rows[0]))
 
     def _left_of(self, part: int, key: str, error: BaseException) -> Rows | None:
         """What is left of a part without the files that are bad, if that may be.
@@ -645,7 +644,7 @@ class Feed:
             size: Batches of a group. The last before a wait may have fewer.
 
         Yields:
-            Pairs (x, y), see :func:`daskdl.data.batches.batches`.
+            Pairs (x, y), see :func:`daskdl.data.batching.batches`.
         """
         self.sync_point = None
         lease = self._lease(wait=False)

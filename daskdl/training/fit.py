@@ -27,10 +27,9 @@ from tqdm.auto import tqdm
 
 from daskdl import errors
 from daskdl.callbacks import Callback, FitBegin, FitEnd
-from daskdl.checkpoints import CheckpointPlan
 from daskdl.cluster import check_installed
 from daskdl.compression.flat import FlatParameters, grid_for
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.checks import of_validation, rows_like
 from daskdl.data.exports.options import ExportOptions
 from daskdl.data.exports.temporary import temporary_batches
@@ -38,6 +37,7 @@ from daskdl.data.looking import looked_at, small_together
 from daskdl.data.source import Source, is_known, rows_in, shown_rows
 from daskdl.errors import DaskDLError, ReplicaError, RunError, SaveError
 from daskdl.history import History, Row, Stopping, unpack_rows
+from daskdl.saving.checkpoints import CheckpointPlan
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.training.backend import (
     Backend,
@@ -45,20 +45,26 @@ from daskdl.training.backend import (
     Event,
     FitResult,
     ReplicaFailed,
+    ReplicaSpec,
     RunEnded,
     RunStopped,
     StepProgress,
     TaskFailed,
+    UserObjects,
 )
 from daskdl.training.base import KeptResidual, Parameters
 from daskdl.training.checkpointing import Resumption, checkpoints_of
 from daskdl.training.dask_backend import dask_backend
 from daskdl.training.epoch_control import Judging, Verdict
-from daskdl.training.fit_spec import Findings, FitSpec
-from daskdl.training.fit_state import FitState, parameters_of, trained_optimizer
+from daskdl.training.fit_spec import (
+    Findings,
+    FitSpec,
+    FitState,
+    parameters_of,
+    trained_optimizer,
+)
 from daskdl.training.local_backend import LocalBackend
 from daskdl.training.replica import check_device
-from daskdl.training.spec import ReplicaSpec, UserObjects
 from daskdl.training.telemetry import RowLog
 from daskdl.util import guarded
 
@@ -180,7 +186,7 @@ class FitRun:
             None if before is None else before.optimizer.state_dict(),
             # The others may hold what cannot be pickled.
             [callback for callback in spec.callbacks if callback.runs_on_workers],
-            trees.of_both(lambda tree: shown_rows(tree, 2), rows_like(train)),
+            batching.of_both(lambda tree: shown_rows(tree, 2), rows_like(train)),
             spec.scheduling,
             b"" if before is None else before.schedule(spec.scheduling),
             spec.read.transform,
@@ -470,7 +476,7 @@ def _ready(
         if spec.approach == "export":
             train, size = ready["train"], spec.read.batch_size
             rows = rows_like(train)
-            row_bytes = max(trees.nbytes(rows) // trees.length(rows[0]), 1)
+            row_bytes = max(batching.nbytes(rows) // batching.length(rows[0]), 1)
             batches = max(FILE_BYTES // (row_bytes * size), 1)
             seed = spec.seed if spec.shuffle else None
             options = ExportOptions(size, batches, seed)

@@ -19,8 +19,11 @@ from daskdl.training.backend import (
     Backend,
     Event,
     FitResult,
+    ReplicaSpec,
+    Result,
     RunEnded,
     TaskFailed,
+    UserObjects,
     event_of,
     merge,
     most_replicas,
@@ -31,7 +34,6 @@ from daskdl.training.backend import (
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.replica import run_replica, surroundings
-from daskdl.training.spec import ReplicaSpec, Result, UserObjects
 from daskdl.util import settle
 
 logger = logging.getLogger(__name__)

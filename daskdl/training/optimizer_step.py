@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daskdl.config import check_whole
-from daskdl.data.batches import floating_dtype, rows_in, to_device
+from daskdl.data.batching import floating_dtype, rows_in, to_device
 from daskdl.data.models import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
 from daskdl.objective import Batch, Objective, batch_loss, is_sum, on_device, penalty_of

@@ -23,17 +23,16 @@ from daskdl.channel.base import BarrierResult, Channel, JoinResult, Stopped
 from daskdl.channel.leasing import SyncPoint, done_of
 from daskdl.channel.protocol import Barrier
 from daskdl.compression.flat import Frozen
-from daskdl.data import trees
-from daskdl.data.batches import floating_dtype, tensors
+from daskdl.data import batching
+from daskdl.data.batching import Rows, floating_dtype, tensors
 from daskdl.data.models import trainable
 from daskdl.data.rehearsal import ShapeCheck, random_state_left_alone, transformed
-from daskdl.data.trees import Rows
 from daskdl.errors import ChannelError, DivergedError, OptionError
 from daskdl.history import StepRow
 from daskdl.objective import OwnStep
 from daskdl.scores import Score, score_batches
 from daskdl.serialization import Packed, copied
-from daskdl.training.backend import arrays_of
+from daskdl.training.backend import ReplicaSpec, Result, UserObjects, arrays_of
 from daskdl.training.base import (
     Excess,
     Parameters,
@@ -67,7 +66,6 @@ from daskdl.training.optimizer_step import (
     state_of,
     weigh,
 )
-from daskdl.training.spec import ReplicaSpec, Result, UserObjects
 from daskdl.training.telemetry import (
     EpochReport,
     EpochTotals,
@@ -417,7 +415,7 @@ class Replica:
         self._device = device
         self._store = store
         self._log = StepLog(options.telemetry_every)
-        self._shapes = ShapeCheck(trees.kinds(objects.rows), objects.transform)
+        self._shapes = ShapeCheck(batching.kinds(objects.rows), objects.transform)
         self.steps = self.seen = self.interval = 0
         self.weight = 0.0
         self.totals = EpochTotals()

@@ -9,7 +9,7 @@ import pytest
 from distributed.utils_test import poll_for
 
 from daskdl import Checkpoint, ParameterAveraging
-from daskdl.checkpoints import Series
+from daskdl.saving.checkpoints import Series
 from tests.support.problems import kept, parameters_of, rows, trainer
 from tests.support.script import Script, TookPart, enough
 from tests.support.watched import KillAt, TrainedRows

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from daskdl import Checkpoint, ParameterAveraging, SaveError, WaitTimeoutError
-from daskdl.checkpoints import COMMON, Part, Series, of_replica
+from daskdl.saving.checkpoints import COMMON, Part, Series, of_replica
 from tests.support import s3
 from tests.support.clusters import cluster_of
 from tests.support.problems import adam, kept, normalised, rows, trainer

@@ -14,7 +14,7 @@ import pytest
 import torch
 from distributed.utils_test import poll_for
 
-from daskdl.checkpoints import COMMON, Part, Series, of_replica
+from daskdl.saving.checkpoints import COMMON, Part, Series, of_replica
 from tests.support.killable import (
     ALL,
     CHECKPOINTS,

@@ -21,7 +21,7 @@ from daskdl import (
     SaveError,
     Trainer,
 )
-from daskdl.checkpoints import Part, Series
+from daskdl.saving.checkpoints import Part, Series
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()

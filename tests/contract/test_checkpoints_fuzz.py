@@ -22,7 +22,7 @@ from daskdl import (
     SaveError,
     Trainer,
 )
-from daskdl.checkpoints import Series
+from daskdl.saving.checkpoints import Series
 from daskdl.training.checkpointing import inherit, resumption_of
 from tests.support.fitted_trainers import signed
 from tests.support.tampering import WRONG, Bomb, Watch, flipped, places, replaced

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from daskdl.checkpoints import Series
+from daskdl.saving.checkpoints import Series
 from tests.golden.make_checkpoint_v1 import (
     EPOCHS,
     FOLDER,

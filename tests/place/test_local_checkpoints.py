@@ -27,7 +27,7 @@ from daskdl import (
     SaveError,
     Trainer,
 )
-from daskdl.checkpoints import COMMON, Part, Series, of_replica
+from daskdl.saving.checkpoints import COMMON, Part, Series, of_replica
 from tests.support.problems import adam, rows, sgd
 
 X, Y = rows(120, features=6)

@@ -14,7 +14,7 @@ from daskdl.saving.index import _digest
 from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState
 from daskdl.training.epoch_control import LearningRate
-from daskdl.training.fit_state import FitState, TrainedOptimizer, starting_model
+from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
 from daskdl.training.telemetry import EpochReport, EpochTotals
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from daskdl import data
-from daskdl.data import trees
+from daskdl.data import batching
 
 ROWS = 90
 NAMES = list("abcd")
@@ -74,7 +74,7 @@ class Joining(nn.Linear):
         super().__init__(4, 3)
 
     def forward(self, x):
-        parts = [leaf.reshape(len(leaf), -1) for leaf in trees.leaves(x)]
+        parts = [leaf.reshape(len(leaf), -1) for leaf in batching.leaves(x)]
         return super().forward(torch.cat([part.float() for part in parts], 1))
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.source import Source
 from daskdl.data.stores.store import Store
 
@@ -41,9 +41,9 @@ class Streamed(Parts):
 
     def stream(self, part, rows):
         x, y = super().load(part)
-        for start in range(0, trees.length(x), self.step):
+        for start in range(0, batching.length(x), self.step):
             few = slice(start, start + self.step)
-            yield trees.rows(x, few), None if y is None else trees.rows(y, few)
+            yield batching.rows(x, few), None if y is None else batching.rows(y, few)
 
 
 def unlabelled(*arrays, kind=Parts):

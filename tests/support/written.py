@@ -2,7 +2,7 @@
 
 import torch
 
-from daskdl.checkpoints import COMMON, Part, Stamp, of_replica
+from daskdl.saving.checkpoints import COMMON, Part, Stamp, of_replica
 
 
 def write_part(part, stamp, said, state):

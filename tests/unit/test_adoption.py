@@ -9,11 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from daskdl.errors import ModelError
 from daskdl.training.epoch_control import LearningRate, Scheduling
-from daskdl.training.fit_state import (
-    TrainedOptimizer,
-    starting_model,
-    trained_optimizer,
-)
+from daskdl.training.fit_spec import TrainedOptimizer, starting_model, trained_optimizer
 from daskdl.training.optimizer_step import weigh
 from daskdl.training.telemetry import EpochReport, EpochTotals
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from daskdl.data.batches import (
+from daskdl.data.batching import (
     Chunk,
     auto_device,
     batches,

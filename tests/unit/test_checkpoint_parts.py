@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from daskdl.checkpoints import COMMON, Part, Stamp, of_replica
 from daskdl.errors import OptionError, SaveError
+from daskdl.saving.checkpoints import COMMON, Part, Stamp, of_replica
 from tests.support.fitted_trainers import signed
 from tests.support.written import damaged, write_part
 

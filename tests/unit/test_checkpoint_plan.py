@@ -6,8 +6,8 @@ import pickle
 import pytest
 
 from daskdl import Checkpoint
-from daskdl.checkpoints import CheckpointPlan, Stamp
 from daskdl.errors import OptionError, SaveError
+from daskdl.saving.checkpoints import CheckpointPlan, Stamp
 from daskdl.training.checkpointing import LOOKED_AT, Resumption, checkpoints_of
 from tests.support.written import put
 

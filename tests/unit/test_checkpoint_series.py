@@ -5,9 +5,16 @@ import logging
 import pytest
 
 from daskdl.callbacks import Checkpoint
-from daskdl.checkpoints import COMMON, CheckpointPlan, Part, Series, Stamp, whole_at
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, OptionError, SaveError
+from daskdl.saving.checkpoints import (
+    COMMON,
+    CheckpointPlan,
+    Part,
+    Series,
+    Stamp,
+    whole_at,
+)
 from tests.support.written import damaged, put, put_part, write_part
 
 

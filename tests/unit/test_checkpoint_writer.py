@@ -9,9 +9,9 @@ import torch
 
 from daskdl import Checkpoint
 from daskdl.channel.base import BarrierResult
-from daskdl.checkpoints import COMMON, CheckpointPlan, Part, Stamp, of_replica
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, SaveError, WaitTimeoutError
+from daskdl.saving.checkpoints import COMMON, CheckpointPlan, Part, Stamp, of_replica
 from daskdl.training.checkpointing import CheckpointState, CheckpointWriter, plain
 from tests.support.records import TIMEOUTS
 from tests.support.written import put_part

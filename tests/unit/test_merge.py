@@ -8,11 +8,10 @@ from torch import nn
 from daskdl.compression.flat import Buffers
 from daskdl.serialization import Packed
 from daskdl.thresholds import Sent
-from daskdl.training.backend import merge
+from daskdl.training.backend import Result, merge
 from daskdl.training.base import CompressionState as Left
 from daskdl.training.base import Parameters
 from daskdl.training.optimizer_step import OptimizerState, weigh
-from daskdl.training.spec import Result
 
 GRID = 2.0**-24
 MOST = 2**31 - 1

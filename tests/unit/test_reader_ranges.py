@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from daskdl.channel.leasing import TO_ITS_END, Lease, Range
-from daskdl.data.batches import batches
+from daskdl.data.batching import batches
 from daskdl.errors import DataError, LostPieceError
 from daskdl.training.data_feed import Reader, Reading
 

@@ -16,11 +16,10 @@ from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import Timeouts
 from daskdl.data.in_memory import InMemory
 from daskdl.data.rehearsal import random_state_left_alone
-from daskdl.training.backend import run_spec_of, sizes_of
+from daskdl.training.backend import ReplicaSpec, UserObjects, run_spec_of, sizes_of
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.epoch_control import Judging
 from daskdl.training.replica import Replica, run_replica
-from daskdl.training.spec import ReplicaSpec, UserObjects
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 from tests.support.problems import rows, sgd
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl import Checkpoint, GradientSharing, ParameterAveraging
-from daskdl.checkpoints import ResumePlan, Stamp
 from daskdl.errors import OptionError, SaveError
+from daskdl.saving.checkpoints import ResumePlan, Stamp
 from daskdl.training.base import ALONE, AVERAGER, SHARER
 from daskdl.training.checkpointing import (
     Fingerprint,

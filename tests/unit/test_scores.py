@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from daskdl.data import batches as cutting
+from daskdl.data import batching as cutting
 from daskdl.errors import DataError
 from daskdl.objective import OwnStep
 from daskdl.scores import Score, score_batches

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from daskdl import GradientSharing
+from daskdl.training.backend import ReplicaSpec
 from daskdl.training.data_feed import Reading
 from daskdl.training.epoch_control import Judging
-from daskdl.training.spec import ReplicaSpec
 from tests.support.records import TIMEOUTS
 
 OPTIONS = ReplicaSpec(

@@ -16,9 +16,9 @@ from daskdl import (
     codec,
 )
 from daskdl.objective import OwnStep
+from daskdl.training.backend import UserObjects
 from daskdl.training.optimizer_step import Stepping
 from daskdl.training.replica import warm_up
-from daskdl.training.spec import UserObjects
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.errors import OptionError
 
 Shape = tuple[int | None, ...]  # of a row; None: any length
@@ -123,7 +123,7 @@ def _is_length(value: Any) -> bool:
 
 
 def _dtypes(tree: Any, name: str) -> Iterator[tuple[str, np.dtype[Any]]]:
-    for own, given in trees.named(tree, name):
+    for own, given in batching.named(tree, name):
         if given is None:
             continue
         plain = str(given).removeprefix("torch.")
@@ -137,7 +137,7 @@ def _dtypes(tree: Any, name: str) -> Iterator[tuple[str, np.dtype[Any]]]:
 
 
 def _all_labels(tree: Any) -> Iterator[tuple[str, Labels]]:
-    for name, given in trees.named(tree, "y"):
+    for name, given in batching.named(tree, "y"):
         if isinstance(given, int | np.integer) and not isinstance(given, bool):
             allowed: Any = range(given)
         else:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from daskdl.data.trees import Rows
+from daskdl.data.batching import Rows
 
 
 @runtime_checkable

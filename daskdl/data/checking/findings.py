@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from daskdl.data.batching import Rows
 from daskdl.data.checking.expectations import Expectations
 from daskdl.data.checking.files import OfFiles
 from daskdl.data.checking.report import OF_PARTS, SHOWN, Offender
 from daskdl.data.checking.rows import Examined, Wrong, examine
 from daskdl.data.faults import UNREADABLE, blames_data
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, ShapeError
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows
 from daskdl.data.checking.expectations import (
     Expectations,
     Labels,
@@ -16,7 +17,6 @@ from daskdl.data.checking.expectations import (
     shown_labels,
 )
 from daskdl.data.checking.report import SHOWN
-from daskdl.data.trees import Rows
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -51,8 +51,8 @@ def examine(rows: Rows, expectations: Expectations, start: int = 0) -> Examined:
         expectations: What they are to be like.
         start: Number of the first row, for the messages.
     """
-    x = dict(trees.named(rows[0], "x"))
-    y = {} if rows[1] is None else dict(trees.named(rows[1], "y"))
+    x = dict(batching.named(rows[0], "x"))
+    y = {} if rows[1] is None else dict(batching.named(rows[1], "y"))
     wrong = list(_wrong_forms(x, y, expectations))
     counts = Counter(one.kind for one in wrong)
     length = next((len(leaf) for leaf in x.values() if leaf.ndim), 0)

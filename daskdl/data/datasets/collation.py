@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy, check_array
-from daskdl.data.trees import Rows, Tree
+from daskdl.data.batching import Rows, Tree
 from daskdl.errors import DataError
 
 PAIR = "for several inputs ((x1, x2), y), or use a collate_fn that returns (x, y)"
@@ -136,7 +136,7 @@ def _check_rows(rows: Rows, items: int) -> None:
     for tree, argument in zip(rows, ("x", "y"), strict=True):
         if tree is None:
             continue
-        for name, leaf in trees.named(tree, argument):
+        for name, leaf in batching.named(tree, argument):
             if len(leaf) != items:
                 raise DataError(
                     f"collate_fn must return one row for each item, got {len(leaf)} "

@@ -17,11 +17,11 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from daskdl.config import check_whole
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows
 from daskdl.data.datasets.collation import Collation
 from daskdl.data.datasets.worker_info import WorkerShards
 from daskdl.data.source import SHOWN_ROWS, Source
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, OptionError
 
 
@@ -202,5 +202,5 @@ def is_iterable_style(value: Any) -> bool:
 
 
 def _equal(one: Rows, other: Rows) -> bool:
-    pairs = zip(trees.leaves(one[0]), trees.leaves(other[0]), strict=False)
+    pairs = zip(batching.leaves(one[0]), batching.leaves(other[0]), strict=False)
     return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows
 from daskdl.data.datasets.collation import Collation
 from daskdl.data.source import SHOWN_ROWS, Source
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 PARTS = 64  # wanted: an epoch ends within 1/64 of the data of being even
@@ -85,7 +85,7 @@ class MapStyle(Source):
             leaf.nbytes // len(leaf)
             for tree in first
             if tree is not None
-            for leaf in trees.leaves(tree)
+            for leaf in batching.leaves(tree)
         )
         most = min(MOST_ITEMS, max(1, MOST_BYTES // max(row_bytes, 1)))
         return min(max(-(-self._items // PARTS), LEAST_ITEMS), most)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from daskdl.data.batching import Rows
 from daskdl.data.exports.schema import Schema, named_arrays
 from daskdl.data.stores.store import Store
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 

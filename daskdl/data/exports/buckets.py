@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows
 from daskdl.data.exports.batch_file import BatchFile
 from daskdl.data.exports.dealing import Deal, Stretch
 from daskdl.data.exports.options import ExportOptions
@@ -18,7 +19,6 @@ from daskdl.data.exports.progress import Progress
 from daskdl.data.exports.schema import Schema, as_rows, joined
 from daskdl.data.source import Source
 from daskdl.data.stores.store import Store
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 KIND = "bucket"  # of a record of progress
@@ -113,18 +113,18 @@ def _is_there(record: Mapping[str, Any], buckets: Buckets) -> bool:
 
 
 def _taken(rows: Rows, indices: np.ndarray) -> Rows:
-    return trees.of_both(lambda tree: trees.rows(tree, indices), rows)
+    return batching.of_both(lambda tree: batching.rows(tree, indices), rows)
 
 
 def _transformed(rows: Rows, options: ExportOptions) -> Rows:
     if options.transform is None:
         return rows
-    size, count = options.batch_size, trees.length(rows[0])
+    size, count = options.batch_size, batching.length(rows[0])
     done = []
     for start in range(0, count, size):
         few = _taken(rows, np.arange(start, min(start + size, count)))
-        batch = as_rows(options.transform(trees.of_both(_tensors, few)))
-        got, want = trees.length(batch[0]), trees.length(few[0])
+        batch = as_rows(options.transform(batching.of_both(_tensors, few)))
+        got, want = batching.length(batch[0]), batching.length(few[0])
         if got != want:
             raise DataError(
                 f"transform must keep the rows of a batch, got {got} of {want}"
@@ -134,4 +134,4 @@ def _transformed(rows: Rows, options: ExportOptions) -> Rows:
 
 
 def _tensors(tree: Any) -> Any:
-    return trees.mapped(torch.from_numpy, tree)
+    return batching.mapped(torch.from_numpy, tree)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from daskdl.data.batching import Rows
 from daskdl.data.exports import manifest
 from daskdl.data.exports.manifest import Manifest
 from daskdl.data.exports.options import ExportOptions
@@ -14,7 +15,6 @@ from daskdl.data.exports.writing import export_source
 from daskdl.data.options import SourceOptions
 from daskdl.data.sources import source_of
 from daskdl.data.stores.store import Store, store_of
-from daskdl.data.trees import Rows
 from daskdl.errors import OptionError
 
 logger = logging.getLogger(__name__)

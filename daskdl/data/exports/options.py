@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from daskdl.config import check_count, check_whole
+from daskdl.data.batching import Rows
 from daskdl.data.exports.origin import token_of
-from daskdl.data.trees import Rows
 from daskdl.errors import OptionError
 
 

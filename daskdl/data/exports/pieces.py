@@ -8,12 +8,12 @@ A part becomes one *piece* or several, so that no more than a part and twice
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows
 from daskdl.data.exports.dealing import row_order
 from daskdl.data.exports.progress import FOLDER, Progress
 from daskdl.data.exports.schema import Schema, as_rows, joined, named_arrays
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 KIND = "part"  # of a record of progress
@@ -64,7 +64,7 @@ def write_pieces(
         except DataError as error:
             raise DataError(f"{source.name(part)}: {error}") from error
         schema = found
-        order = row_order(trees.length(block[0]), seed, part, index)
+        order = row_order(batching.length(block[0]), seed, part, index)
         step = max(PIECE_BYTES // schema.dtype.itemsize, 1)
         for start in range(0, len(order), step):
             records = schema.records(block, order[start : start + step])
@@ -117,7 +117,7 @@ def _blocks(source: Source, part: int) -> Iterator[Rows]:
     for rows in map(as_rows, rows_of_part(source, part, STREAMED_ROWS)):
         if any(len(array) for _, array in named_arrays(rows)):
             waiting.append(rows)
-            size += trees.nbytes(rows)
+            size += batching.nbytes(rows)
         if size >= PIECE_BYTES:
             yield joined(waiting)
             waiting, size = [], 0

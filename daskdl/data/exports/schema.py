@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy, check_array
-from daskdl.data.trees import Rows
+from daskdl.data.batching import Rows
 from daskdl.errors import DataError
 
 _ARRAY = "array"  # in an outline, where an array is
@@ -132,13 +132,13 @@ class Schema:
 
 def as_rows(batch: Rows) -> Rows:
     """A batch of tensors or arrays as numpy arrays; y may be None."""
-    return trees.of_both(partial(trees.mapped, as_numpy), batch)
+    return batching.of_both(partial(batching.mapped, as_numpy), batch)
 
 
 def joined(blocks: Sequence[Rows]) -> Rows:
     """Rows one after the other; all have labels or none."""
     xs, ys = zip(*blocks, strict=True)
-    return trees.joined(xs), None if ys[0] is None else trees.joined(ys)
+    return batching.joined(xs), None if ys[0] is None else batching.joined(ys)
 
 
 def named_arrays(rows: Rows) -> Iterator[tuple[str, Any]]:
@@ -149,9 +149,9 @@ def named_arrays(rows: Rows) -> Iterator[tuple[str, Any]]:
         [("x['image']", 1), ('y', 2)]
     """
     x, y = rows
-    yield from trees.named(x, "x")
+    yield from batching.named(x, "x")
     if y is not None:
-        yield from trees.named(y, "y")
+        yield from batching.named(y, "y")
 
 
 def _native(dtype: np.dtype) -> np.dtype:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from daskdl.data.batching import Rows
 from daskdl.data.exports import manifest
 from daskdl.data.exports.manifest import Manifest
 from daskdl.data.exports.progress import Progress
 from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.data.stores.store import Store, store_of
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 

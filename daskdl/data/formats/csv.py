@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
+from daskdl.data.batching import Rows
 from daskdl.data.formats.cells import Cells
 from daskdl.data.formats.columns import Chosen, Column, chosen
 from daskdl.data.formats.loaders import Format
 from daskdl.data.formats.results import reading, rows_of
 from daskdl.data.source import Facts
 from daskdl.data.stores.store import Store
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 

@@ -13,10 +13,10 @@ from typing import Any, cast
 from fsspec.core import strip_protocol
 from typing_extensions import override
 
+from daskdl.data.batching import Rows
 from daskdl.data.formats.results import reading, row_of, rows_of
 from daskdl.data.source import Facts, facts_of
 from daskdl.data.stores.store import Store
-from daskdl.data.trees import Rows
 from daskdl.errors import OptionError
 
 

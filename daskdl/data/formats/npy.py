@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
+from daskdl.data.batching import Rows
 from daskdl.data.formats.loaders import Format
 from daskdl.data.formats.results import header_facts, one_parses, reading, rows_of
 from daskdl.data.source import Facts
 from daskdl.data.stores.store import Store
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError
 
 # More than the header of any array of numbers: those are of 128 bytes, unless there

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows, Tree
 from daskdl.data.formats.loaders import Format
 from daskdl.data.formats.results import one_parses, reading, rows_of
-from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError
 
 
@@ -83,7 +83,7 @@ def wanted_names(wanted: tuple[Tree, Tree]) -> list[str]:
         >>> wanted_names((("a", "b"), None))
         ['a', 'b']
     """
-    return list(trees.named_both(wanted).values())
+    return list(batching.named_both(wanted).values())
 
 
 def picked(names: Tree, arrays: Mapping[str, Any]) -> Tree:
@@ -95,4 +95,4 @@ def picked(names: Tree, arrays: Mapping[str, Any]) -> Tree:
     """
     if names is None:
         return None
-    return trees.mapped(lambda name: arrays[name], names)
+    return batching.mapped(lambda name: arrays[name], names)

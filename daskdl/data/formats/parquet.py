@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from daskdl.data.batching import Rows
 from daskdl.data.formats.classes import as_indices
 from daskdl.data.formats.columns import Column, chosen
 from daskdl.data.formats.loaders import Format
 from daskdl.data.formats.results import header_facts, reading, rows_of
 from daskdl.data.source import Facts
 from daskdl.data.stores.store import Store
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, OptionError
 
 _MAGIC = b"PAR1"  # the first and the last bytes of a file

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.arrays import as_numpy, check_array
+from daskdl.data.batching import Rows, Tree
 from daskdl.data.source import SHOWN_ROWS, Facts
-from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError, OptionError
 
 # What a damaged file makes readers raise; Pillow even a SyntaxError. All else is a
@@ -88,7 +88,9 @@ def rows_of(result: Any, url: str) -> Rows:
     if len(set(lengths.values())) != 1:
         shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise DataError(f"all arrays of {url} must have as many rows, but {shown}")
-    return trees.mapped(as_numpy, x), None if y is None else trees.mapped(as_numpy, y)
+    return batching.mapped(as_numpy, x), None if y is None else batching.mapped(
+        as_numpy, y
+    )
 
 
 def row_of(result: Any, url: str) -> Rows:
@@ -119,8 +121,8 @@ def header_facts(rows: int, x: Tree, y: Tree) -> Facts:
     def zeros(leaf: np.ndarray) -> np.ndarray:
         return np.zeros((shown, *leaf.shape[1:]), leaf.dtype)
 
-    labels = None if y is None else trees.mapped(zeros, y)
-    return Facts(rows, (trees.mapped(zeros, x), labels))
+    labels = None if y is None else batching.mapped(zeros, y)
+    return Facts(rows, (batching.mapped(zeros, x), labels))
 
 
 def _pair(result: Any) -> tuple[Any, Any]:
@@ -130,7 +132,7 @@ def _pair(result: Any) -> tuple[Any, Any]:
 
 
 def _named(argument: str, tree: Tree, url: str) -> list[tuple[str, Any]]:
-    found = list(trees.named(tree, argument))
+    found = list(batching.named(tree, argument))
     if not found:
         raise DataError(f"{argument} of {url} must not be empty, got {tree!r}")
     return found
@@ -150,4 +152,4 @@ def _as_row(tree: Tree) -> Tree:
         # What is no array is refused when it is checked.
         return leaf[None] if isinstance(leaf, np.ndarray | Tensor) else leaf
 
-    return trees.mapped(one, tree)
+    return batching.mapped(one, tree)

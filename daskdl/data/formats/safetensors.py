@@ -9,12 +9,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from typing_extensions import override
 
+from daskdl.data.batching import Rows, Tree
 from daskdl.data.formats.loaders import Format
 from daskdl.data.formats.npz import check_names, named_rows, picked, wanted_names
 from daskdl.data.formats.results import header_facts, reading
 from daskdl.data.source import Facts
 from daskdl.data.stores.store import Store
-from daskdl.data.trees import Rows, Tree
 from daskdl.errors import DataError
 
 _LENGTH_BYTES = 8  # the file begins with the length of its header

@@ -12,6 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.config import check_count
+from daskdl.data.batching import Rows
 from daskdl.data.images.decoding import EIGHT_BITS, Decoding, pillow_modules
 from daskdl.data.images.layouts import (
     EXTENSIONS,
@@ -27,7 +28,6 @@ from daskdl.data.shards.index import Index
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.source import FileSource
 from daskdl.data.stores.store import Store, store_of
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, ShapeError
 
 # Of 64 x 64 pixels in three colours these are 3 MB: much more than a request costs, and

@@ -11,12 +11,12 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 from daskdl.data.normalising.normalisation import alike
 from daskdl.data.normalising.statistics import Per, Statistics, statistics_of
 from daskdl.data.passes import each_part
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
-from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
 
 T = TypeVar("T")
@@ -67,14 +67,14 @@ def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | N
         found = _of_rows(source, part, x, per, only, start)
         if found is not None:
             total = found if total is None else _merged(total, found, source, part)
-        start += trees.length(x)
+        start += batching.length(x)
     return total
 
 
 def _of_rows(
     source: Source, part: int, x: Tree, per: Per, only: Keys | None, start: int
 ) -> Tree | None:
-    if not trees.length(x):
+    if not batching.length(x):
         return None
 
     def found(leaf: np.ndarray, name: str | None) -> Statistics | None:
@@ -89,22 +89,22 @@ def _of_rows(
                 "finite numbers, remove such rows or fill them in"
             ) from error
 
-    return trees.mapped(found, x, _names(x, only))
+    return batching.mapped(found, x, _names(x, only))
 
 
 def _names(x: Tree, only: Keys | None) -> Tree:
     """A tree like x: the name of each array, None if it is left out."""
-    names = [name for name, _ in trees.named(x, "x")]
+    names = [name for name, _ in batching.named(x, "x")]
     if only is not None:
         for key in only:
             if not any(name.startswith(f"x[{key!r}]") for name in names):
                 raise OptionError(
                     f"only must hold keys of x, got {key!r} for x like "
-                    f"{trees.outline(x)}"
+                    f"{batching.outline(x)}"
                 )
     starts = ("x",) if only is None else tuple(f"x[{key!r}]" for key in only)
     shown = iter(name if name.startswith(starts) else None for name in names)
-    return trees.mapped(lambda _: next(shown), x)
+    return batching.mapped(lambda _: next(shown), x)
 
 
 def _merged(total: Tree, found: Tree, source: Source, part: int) -> Tree:
@@ -120,10 +120,10 @@ def _merged(total: Tree, found: Tree, source: Source, part: int) -> Tree:
 
     if not alike(total, found):
         raise DataError(
-            f"x of {source.name(part)} is like {trees.outline(found)}, "
-            f"those before are like {trees.outline(total)}"
+            f"x of {source.name(part)} is like {batching.outline(found)}, "
+            f"those before are like {batching.outline(total)}"
         )
-    return trees.mapped(merged, total, found)
+    return batching.mapped(merged, total, found)
 
 
 def _in_order(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:

@@ -6,9 +6,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Tree
 from daskdl.data.normalising.scaling import Scaling
-from daskdl.data.trees import Tree
 from daskdl.errors import DataError, OptionError
 
 
@@ -88,10 +88,10 @@ class Normalisation:
     def _mapped(self, function: Any, x: Tree) -> Tree:
         if not alike(x, self.scalings):
             raise DataError(
-                f"the normaliser was fitted on x like {trees.outline(self.scalings)}, "
-                f"got {trees.outline(x)}"
+                "the normaliser was fitted on x like "
+                f"{batching.outline(self.scalings)}, got {batching.outline(x)}"
             )
-        return trees.mapped(
+        return batching.mapped(
             lambda leaf, own: leaf if own is None else function(own, leaf),
             x,
             self.scalings,
@@ -105,7 +105,7 @@ def alike(one: Tree, two: Tree) -> bool:
         >>> alike({"a": 1, "b": 2}, {"b": 3, "a": 4}), alike((1,), 1)
         (True, False)
     """
-    first, second = ({name for name, _ in trees.named(t, "")} for t in (one, two))
+    first, second = ({name for name, _ in batching.named(t, "")} for t in (one, two))
     return first == second
 
 

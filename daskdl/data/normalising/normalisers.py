@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
 from daskdl.data.normalising.fitting import statistics_of_all
 from daskdl.data.normalising.normalisation import Normalisation
 from daskdl.data.normalising.scaling import Scaling
@@ -84,7 +84,9 @@ class Normaliser(ABC):
         source = source_of(X, y, SourceOptions(loader=loader, labelled=False))
         found = statistics_of_all(source, self.per, self.only, client)
         return Normalisation(
-            trees.mapped(lambda one: None if one is None else self.scaling(one), found)
+            batching.mapped(
+                lambda one: None if one is None else self.scaling(one), found
+            )
         )
 
 

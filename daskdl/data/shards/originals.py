@@ -11,12 +11,12 @@ import fsspec
 import numpy as np
 from typing_extensions import override
 
+from daskdl.data.batching import Rows
 from daskdl.data.shards.folder import LooseFiles
 from daskdl.data.source import Source
 from daskdl.data.stores.listing import Path, Place, is_path, listed
 from daskdl.data.stores.store import Store, store_of
 from daskdl.data.stores.urls import common_folder, parted
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, OptionError
 
 _DIGITS = 8  # of a digest in a file's name: two plans in one folder seldom share it

@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-from daskdl.data import trees
+from daskdl.data import batching
+from daskdl.data.batching import Rows
 from daskdl.data.formats.extensions import loader_for
 from daskdl.data.formats.loaders import (
     FromBytes,
@@ -21,7 +22,6 @@ from daskdl.data.shards.index import Index
 from daskdl.data.shards.sharded_files import ShardedFiles
 from daskdl.data.source import Facts, FileSource
 from daskdl.data.stores.store import Store, store_of
-from daskdl.data.trees import Rows
 from daskdl.errors import DataError, ShapeError
 
 
@@ -73,8 +73,8 @@ class Shards(FileSource):
         loaded = [self._loader.load(contents, name) for name in contents.files]
         for name, rows in zip(contents.files, loaded, strict=True):
             self._check_alike(contents.url_of(name), rows, loaded[0])
-        y = None if loaded[0][1] is None else trees.joined([y for _, y in loaded])
-        return trees.joined([x for x, _ in loaded]), y
+        y = None if loaded[0][1] is None else batching.joined([y for _, y in loaded])
+        return batching.joined([x for x, _ in loaded]), y
 
     @override
     def name(self, part: int) -> str:
@@ -153,7 +153,7 @@ def _kind(rows: Rows) -> str:
         >>> _kind((np.zeros((5, 2, 3)), None))
         'x of shape (2, 3), no y'
     """
-    leaves = trees.named_both(rows, ("x", "y"))
+    leaves = batching.named_both(rows, ("x", "y"))
     shown = [f"{name} of shape {leaf.shape[1:]}" for name, leaf in leaves.items()]
     return ", ".join([*shown, "no y"] if rows[1] is None else shown)
 

@@ -1,0 +1,375 @@
+"""Rows as trees of arrays, and batches cut from the rows of parts across borders.
+
+A tree is an array, or a tuple (also a named one) or a dict of trees. What an array is,
+is up to the caller: numpy's, torch's and Dask's are all used here.
+
+Every batch has memory of its own, at the price of one copy of its rows: the arrays of a
+part may stay in the worker's store, and a model whose first layer works in place would
+otherwise change what the next epoch, or the user's own array, has to say.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Tree = Any
+Rows = tuple[Tree, Tree]  # x and y; y is None where there are no labels
+Kinds = tuple[tuple[str, tuple[int, ...], str], ...]  # see `kinds`
+
+
+def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
+    """Each array with the name that a user would write for it, in order.
+
+    Example:
+        >>> list(named({"image": 1, "size": (2, 3)}, "X"))
+        [("X['image']", 1), ("X['size'][0]", 2), ("X['size'][1]", 3)]
+    """
+    for key, child in _children(tree):
+        if key is None:
+            yield name, child
+        else:
+            yield from named(child, f"{name}[{key!r}]")
+
+
+def named_both(both: Rows, names: tuple[str, str] = ("X", "y")) -> dict[str, Any]:
+    """Each array of x and, if there is one, of y by its name, in order.
+
+    Example:
+        >>> named_both(({"a": 1}, 2)), named_both((1, None))
+        ({"X['a']": 1, 'y': 2}, {'X': 1})
+    """
+    (x, y), (x_name, y_name) = both, names
+    return dict([*named(x, x_name), *(named(y, y_name) if y is not None else [])])
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """All arrays, in order.
+
+    Example:
+        >>> leaves(({"a": 1}, 2))
+        [1, 2]
+    """
+    return [leaf for _, leaf in named(tree, "")]
+
+
+def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """Apply a function to each array, and to those of others in the same places.
+
+    Args:
+        function: Of as many arrays as there are trees.
+        tree: Says what the result looks like.
+        others: Of the same structure.
+
+    Raises:
+        ValueError: If another one has another structure.
+
+    Example:
+        >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
+        {'a': 11, 'b': (22,)}
+    """
+    if not any(isinstance(one, dict | tuple) for one in (tree, *others)):
+        return function(tree, *others)  # nearly always, and several times a step
+    parts = [dict(_children(tree)), *(dict(_children(other)) for other in others)]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        shown = ", ".join(outline(other) for other in (tree, *others))
+        raise ValueError(f"trees must have the same structure, got {shown}")
+    if None in parts[0]:
+        return function(tree, *others)
+    inner = {key: mapped(function, *(p[key] for p in parts)) for key in parts[0]}
+    if isinstance(tree, dict):
+        return inner
+    if hasattr(tree, "_fields"):
+        return type(tree)(*inner.values())
+    return tuple(inner.values())
+
+
+def filled(tree: Tree, values: Iterable[Any]) -> Tree:
+    """The same structure with other values in its places, in order.
+
+    Example:
+        >>> filled({"a": 0, "b": (0, 0)}, [1, 2, 3])
+        {'a': 1, 'b': (2, 3)}
+    """
+    following = iter(values)
+    return mapped(lambda _: next(following), tree)
+
+
+def of_both(function: Callable[[Tree], Tree], rows: Rows) -> Rows:
+    """Apply a function to x and, if there is one, to y.
+
+    Example:
+        >>> of_both(len, ([1, 2], None))
+        (2, None)
+    """
+    x, y = rows
+    return function(x), None if y is None else function(y)
+
+
+def outline(tree: Tree) -> str:
+    """The structure without what is in it, for messages.
+
+    Example:
+        >>> outline({"a": 1, "b": (2, 3)})
+        "{'a': ., 'b': (., .)}"
+    """
+    children = list(_children(tree))
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{k!r}: {outline(v)}" for k, v in children) + "}"
+    if isinstance(tree, tuple):
+        return "(" + ", ".join(outline(v) for _, v in children) + ")"
+    return "."
+
+
+def length(tree: Tree) -> int:
+    """Rows: the length of the first array.
+
+    Example:
+        >>> length({"a": np.zeros((3, 2))})
+        3
+    """
+    return len(tree) if not isinstance(tree, dict | tuple) else len(leaves(tree)[0])
+
+
+def nbytes(both: Rows) -> int:
+    """Bytes of all arrays of x and y together.
+
+    Example:
+        >>> nbytes(({"a": np.zeros(3)}, None))
+        24
+    """
+    return sum(int(leaf.nbytes) for leaf in named_both(both).values())
+
+
+def rows(tree: Tree, which: Any) -> Tree:
+    """Some rows of each array: a slice, or indices.
+
+    Example:
+        >>> rows((np.arange(4),), slice(1, 3))
+        (array([1, 2]),)
+    """
+    if not isinstance(tree, dict | tuple):
+        return tree[which]  # nearly always, and several times a step
+    return mapped(lambda leaf: leaf[which], tree)
+
+
+def kinds(both: Rows) -> Kinds:
+    """Name, shape of a row and kind of dtype of each array of x and y.
+
+    Example:
+        >>> kinds((np.zeros((3, 2), np.float32), np.array([0, 1, 0])))
+        (('x', (2,), 'f'), ('y', (), 'i'))
+    """
+    leaves = named_both(both, ("x", "y"))
+    return tuple((name, x.shape[1:], x.dtype.kind) for name, x in leaves.items())
+
+
+def joined(trees: Sequence[Tree]) -> Tree:
+    """Numpy arrays one after the other, along the first axis.
+
+    Example:
+        >>> joined([{"a": np.array([1])}, {"a": np.array([2, 3])}])
+        {'a': array([1, 2, 3])}
+    """
+    if len(trees) == 1:
+        return trees[0]
+    return mapped(lambda *parts: np.concatenate(parts), *trees)
+
+
+def joined_rows(rows: Sequence[Rows]) -> Rows:
+    """The same of x and, if there is one, of y.
+
+    Example:
+        >>> joined_rows([(np.array([1]), None), (np.array([2]), None)])
+        (array([1, 2]), None)
+    """
+    y = None if rows[0][1] is None else joined([y for _, y in rows])
+    return joined([x for x, _ in rows]), y
+
+
+def _children(tree: Tree) -> Iterator[tuple[Any, Any]]:
+    """Parts with their keys; of an array itself, with None."""
+    if isinstance(tree, dict):
+        yield from tree.items()
+    elif isinstance(tree, tuple):
+        yield from enumerate(tree)
+    else:
+        yield None, tree
+
+
+Batch = tuple[Tree, Tree]  # x and y, trees of tensors; y None without labels
+Transform = Callable[[Batch], Batch]
+
+
+class Chunk(NamedTuple):
+    """Some rows of a part, in the order in which they are trained on."""
+
+    rows: Rows  # of the whole part; read only
+    chosen: slice | np.ndarray  # which; a slice has both ends
+
+    @property
+    def length(self) -> int:
+        """How many rows were chosen."""
+        if isinstance(self.chosen, slice):
+            return int(self.chosen.stop - self.chosen.start)
+        return len(self.chosen)
+
+    def between(self, start: int, stop: int) -> Rows:
+        """Those from one position to another among the chosen rows."""
+        which = self.chosen
+        if isinstance(which, slice):
+            which = slice(which.start + start, which.start + stop)
+        else:
+            which = which[start:stop]
+        x, y = self.rows
+        return rows(x, which), None if y is None else rows(y, which)
+
+
+def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
+    """Yield batches of exactly ``batch_size`` rows, cut across the chunks.
+
+    What the last chunk leaves over comes last, as a smaller batch; so does what is
+    before a chunk whose rows have another shape, padded to another length for one. The
+    next chunk is asked for only when the batch at hand cannot be filled without it.
+
+    Args:
+        chunks: Those without rows are passed over.
+        batch_size: Rows per batch, >= 1.
+
+    Yields:
+        Trees of tensors (x, y) in the chunks' dtypes, in memory of their own, on the
+        CPU.
+
+    Example:
+        >>> rows = np.arange(5), np.arange(5)
+        >>> chunks = [Chunk(rows, slice(0, 3)), Chunk(rows, slice(3, 5))]
+        >>> [x.tolist() for x, _ in batches(chunks, batch_size=2)]
+        [[0, 1], [2, 3], [4]]
+    """
+    waiting: list[Rows] = []
+    missing = batch_size
+    for chunk in chunks:
+        start = 0
+        if waiting and chunk.length and not _alike(waiting[-1], chunk.rows):
+            yield _joined(waiting)
+            waiting, missing = [], batch_size
+        while start < chunk.length:
+            stop = min(start + missing, chunk.length)
+            waiting.append(chunk.between(start, stop))
+            missing -= stop - start
+            start = stop
+            if missing == 0:
+                yield _joined(waiting)
+                waiting, missing = [], batch_size
+        del chunk  # a part that is done with need not be there for the next
+    if waiting:
+        yield _joined(waiting)
+
+
+def whole(rows: Rows) -> Chunk:
+    """All rows of a part, in their order."""
+    return Chunk(rows, slice(0, length(rows[0])))
+
+
+def rows_in(batch: Batch) -> int:
+    """How many rows a batch has.
+
+    Example:
+        >>> rows_in(({"a": torch.zeros(3, 2)}, None))
+        3
+    """
+    return length(batch[0])
+
+
+def to_device(
+    x: Tree, y: Tree, device: torch.device | str, dtype: torch.dtype
+) -> Batch:
+    """Return the batch on ``device`` in the dtypes that a model and a loss expect.
+
+    Floating inputs and labels take the model's floating dtype. Integer labels become
+    int64, as torch's losses want their class indices. Integer inputs, indices into
+    an embedding, stay as they are, and so does bool.
+
+    Args:
+        x: Inputs of a batch, a tree of tensors.
+        y: Labels of the same batch, or None.
+        device: Where the model is.
+        dtype: The model's floating dtype, see :func:`floating_dtype`.
+
+    Example:
+        >>> x, y = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int8)
+        >>> [t.dtype for t in to_device(x, y, "cpu", torch.float32)]
+        [torch.float32, torch.int64]
+    """
+
+    def labels(leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point() and leaf.dtype != torch.bool:
+            return leaf.to(device, torch.int64, non_blocking=True)
+        return _moved(leaf, device, dtype)
+
+    inputs = inputs_to_device(x, device, dtype)
+    return inputs, None if y is None else mapped(labels, y)
+
+
+def inputs_to_device(x: Tree, device: torch.device | str, dtype: torch.dtype) -> Tree:
+    """Return ``x`` on ``device``, what is floating in ``dtype``; see `to_device`."""
+    return mapped(lambda leaf: _moved(leaf, device, dtype), x)
+
+
+def _moved(leaf: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    wanted = dtype if leaf.is_floating_point() else leaf.dtype
+    return leaf.to(device, wanted, non_blocking=True)
+
+
+def floating_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype in which a model computes: that of its first floating parameter.
+
+    A model without one is taken at its first floating buffer, then at torch's default.
+
+    Example:
+        >>> floating_dtype(nn.Linear(1, 1).double())
+        torch.float64
+    """
+    for tensors in (module.parameters(), module.buffers()):
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                return tensor.dtype
+    return torch.get_default_dtype()
+
+
+def auto_device() -> torch.device:
+    """CUDA if this process can use one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def tensors(rows: Rows) -> Batch:
+    """The rows as tensors in memory of their own."""
+    return _joined([whole(rows).between(0, length(rows[0]))])
+
+
+def _alike(one: Rows, other: Rows) -> bool:
+    """Whether rows of both go into one batch."""
+    return _shapes(one) == _shapes(other)
+
+
+def _shapes(rows: Rows) -> list[tuple[int, ...]]:
+    return [leaf.shape[1:] for leaf in named_both(rows).values()]
+
+
+def _joined(parts: Sequence[Rows]) -> Batch:
+    x = mapped(_tensor, *(part[0] for part in parts))
+    y = None if parts[0][1] is None else mapped(_tensor, *(p[1] for p in parts))
+    return x, y
+
+
+def _tensor(*parts: np.ndarray) -> Tensor:
+    """The rows in memory of their own; shuffled ones have it already.
+
+    Row by row, as a table of columns is not: sums of floats depend on the order.
+    """
+    rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    if rows.flags.owndata and rows.flags.c_contiguous:
+        return torch.from_numpy(rows)
+    return torch.from_numpy(np.array(rows, order="C"))

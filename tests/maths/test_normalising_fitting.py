@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from daskdl.data import batching
 from daskdl.data.normalising import fitting
 from daskdl.data.normalising.fitting import statistics_of_all
 from daskdl.errors import DataError, OptionError
@@ -90,7 +91,7 @@ def test_each_array_of_a_tree_has_statistics_of_its_own():
 def test_only_the_keys_asked_for_count(tree, only, places):
     own = found(unlabelled(tree, tree), only)
 
-    assert [leaf is not None for leaf in fitting.trees.leaves(own)] == places
+    assert [leaf is not None for leaf in batching.leaves(own)] == places
 
 
 @pytest.mark.parametrize("x", [{"image": X}, (X,), X], ids=["dict", "tuple", "array"])

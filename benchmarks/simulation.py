@@ -20,9 +20,9 @@ from daskdl import ResidualClipping, codec
 from daskdl.compression.compressor import Compressor, PendingUpdate
 from daskdl.compression.flat import (
     FlatParameters,
-    average_buffers,
-    load_buffers_,
-    pack_buffers,
+    Untrained,
+    average_untrained,
+    load_untrained_,
 )
 from daskdl.compression.replica_vector import ReplicaVector
 from daskdl.residuals import ResidualPostProcessor
@@ -150,9 +150,9 @@ class Simulation:
         for _ in range(self._task.epochs):
             self._epoch()
             self._deliver(self._step + self._rules.delay)
-            parts = [(pack_buffers(m.module), 1) for m in self._members]
+            parts = [(Untrained(m.module).take(), 1) for m in self._members]
             for member in self._members:
-                load_buffers_(member.module, average_buffers(parts))
+                load_untrained_(member.module, average_untrained(parts))
             first = self._members[0]
             assert len({m.vector.digest() for m in self._members}) == 1
             with first.vector.showing_shared():

@@ -11,7 +11,7 @@ elements.
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -188,7 +188,11 @@ def grid_for(parameters: FlatParameters) -> float:
 
 
 def load_counts_(
-    module: nn.Module, counts_N: npt.NDArray[np.int32], grid: float
+    module: nn.Module,
+    counts_N: npt.NDArray[np.int32],
+    grid: float,
+    *,
+    add: bool = False,
 ) -> None:
     """Write a vector of counts into a module's trainable parameters.
 
@@ -198,6 +202,7 @@ def load_counts_(
         module: Built like the replicas' modules. Changed in place.
         counts_N: Values in steps of ``grid``, in the order of FlatParameters.
         grid: Size of one step, parameter units, a power of two.
+        add: Add the values to those of the module, instead of replacing them.
 
     Raises:
         ModelError: If the module has another number of trainable parameters.
@@ -205,164 +210,47 @@ def load_counts_(
     Example:
         >>> layer = torch.nn.Linear(2, 1)
         >>> load_counts_(layer, np.array([1, 2, -3], np.int32), grid=0.5)
+        >>> load_counts_(layer, np.array([1, 0, 0], np.int32), grid=0.25, add=True)
         >>> layer.weight.tolist(), layer.bias.tolist()
-        ([[0.5, 1.0]], [-1.5])
+        ([[0.75, 1.0]], [-1.5])
     """
-    with torch.no_grad():
-        for parameter, values in _values(module, counts_N, grid):
-            parameter.copy_(values)
-
-
-def add_counts_(
-    module: nn.Module, counts_N: npt.NDArray[np.int32], grid: float
-) -> None:
-    """Add a vector of counts to a module's trainable parameters.
-
-    Args:
-        module: As :func:`load_counts_` takes it. Changed in place.
-        counts_N: Likewise.
-        grid: Likewise.
-
-    Raises:
-        ModelError: Likewise.
-
-    Example:
-        >>> layer = torch.nn.Linear(1, 1)
-        >>> load_counts_(layer, np.array([2, 2], np.int32), grid=0.5)
-        >>> add_counts_(layer, np.array([1, -1], np.int32), grid=0.5)
-        >>> layer.weight.item(), layer.bias.item()
-        (1.5, 0.5)
-    """
-    with torch.no_grad():
-        for parameter, values in _values(module, counts_N, grid):
-            parameter.add_(values.to(parameter.device))
-
-
-def _values(
-    module: nn.Module, counts_N: npt.NDArray[np.int32], grid: float
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each trainable parameter with its values from a vector of counts."""
     parameters = [p for named in _layout(module) for _, p in named]
     numels = [parameter.numel() for parameter in parameters]
     if len(counts_N) != sum(numels):
         raise ModelError(f"need {sum(numels)} parameters, got {len(counts_N)} values")
     # Copied, because torch has no read-only tensors.
     parts = torch.split(torch.from_numpy(np.array(counts_N)), numels)
-    for parameter, part in zip(parameters, parts, strict=True):
-        values = part.to(working_dtype(parameter.dtype)) * grid  # as replicas do
-        yield parameter, values.view(parameter.shape)
-
-
-class Buffers(NamedTuple):
-    """The buffers of a module, as plain numbers."""
-
-    floating_F: npt.NDArray[np.float64]  # complex ones as pairs
-    integer_I: npt.NDArray[np.int64]  # bool ones as 0 and 1
-
-
-def pack_buffers(module: nn.Module) -> Buffers:
-    """Copy a module's buffers, persistent or not, into two arrays.
-
-    Args:
-        module: Read only. A buffer that is registered twice is copied once.
-
-    Returns:
-        The floating and complex ones, and the integer and bool ones, each in the order
-        of ``named_buffers``.
-
-    Example:
-        >>> pack_buffers(torch.nn.BatchNorm1d(2))
-        Buffers(floating_F=array([0., 0., 1., 1.]), integer_I=array([0]))
-    """
-    floating = [np.empty(0, np.float64)]
-    integer = [np.empty(0, np.int64)]
-    for buffer in module.buffers():
-        if buffer.is_floating_point() or buffer.is_complex():
-            floating.append(_real(buffer).cpu().double().numpy().ravel())
-        else:
-            integer.append(buffer.cpu().long().numpy().ravel())
-    return Buffers(np.concatenate(floating), np.concatenate(integer))
-
-
-def average_buffers(packed: Sequence[tuple[Buffers, int]]) -> Buffers:
-    """Average the buffers of several replicas.
-
-    Args:
-        packed: Buffers and number of examples trained on, one pair per replica; the
-            order decides the rounding.
-
-    Returns:
-        Floating ones: the mean weighted by examples, unweighted if all weights are 0;
-        values on which all replicas agree are unchanged, infinities included. Integer
-        ones: the maximum.
-
-    Raises:
-        ModelError: If there are none, or their sizes differ.
-
-    Example:
-        >>> one = Buffers(np.array([1.0]), np.array([3]))
-        >>> two = Buffers(np.array([4.0]), np.array([5]))
-        >>> average_buffers([(one, 20), (two, 10)])
-        Buffers(floating_F=array([2.]), integer_I=array([5]))
-    """
-    sizes = {(b.floating_F.size, b.integer_I.size) for b, _ in packed}
-    if len(sizes) != 1:
-        raise ModelError(f"need buffers of one size, got {sorted(sizes)}")
-    return Buffers(
-        _average([(buffers.floating_F, n) for buffers, n in packed]),
-        _average([(buffers.integer_I, n) for buffers, n in packed]),
-    )
-
-
-def load_buffers_(module: nn.Module, buffers: Buffers) -> None:
-    """Load packed buffers into a module.
-
-    Args:
-        module: Built like the one that was packed. Changed in place.
-        buffers: What :func:`pack_buffers` or :func:`average_buffers` returned.
-
-    Raises:
-        ModelError: If the module's buffers have other sizes; nothing is written.
-
-    Example:
-        >>> layer = torch.nn.BatchNorm1d(1)
-        >>> load_buffers_(layer, Buffers(np.array([0.5, 2.0]), np.array([7])))
-        >>> layer.running_mean.item(), layer.num_batches_tracked.item()
-        (0.5, 7)
-    """
-    got = [part.size for part in buffers]
-    want = [part.size for part in pack_buffers(module)]
-    if got != want:
-        raise ModelError(f"got [floating, integer] buffers {got}, model has {want}")
-    # Copied, because torch has no read-only tensors.
-    floating, integer = (torch.from_numpy(part.copy()) for part in buffers)
     with torch.no_grad():
-        for target in (_real(buffer) for buffer in module.buffers()):
-            if target.is_floating_point():
-                part, floating = floating.tensor_split([target.numel()])
+        for parameter, part in zip(parameters, parts, strict=True):
+            values = part.to(working_dtype(parameter.dtype)) * grid  # as replicas do
+            values = values.view(parameter.shape).to(parameter.device)
+            if add:
+                parameter.add_(values)
             else:
-                part, integer = integer.tensor_split([target.numel()])
-            target.copy_(part.view(target.shape))
+                parameter.copy_(values)
 
 
-FROZEN = "frozen "  # before the names of arrays
+# Names of arrays: all buffers of a kind in one, each frozen parameter in its own.
+FLOATING, INTEGER, FROZEN = "floating buffers", "integer buffers", "frozen "
 
 
-class Frozen:
-    """Tracks frozen parameters that a module changes itself, such as moving averages.
+class Untrained:
+    """The tensors of a module that are not trained and yet change.
 
-    Those that never change are neither copied nor sent, however large they are.
+    These are its buffers, and frozen parameters that it changes itself, such as moving
+    averages. Frozen parameters that never change are neither copied nor sent, however
+    large they are.
 
     Args:
         module: In the state in which the run starts, the same on the client.
 
     Example:
         >>> layer = torch.nn.Linear(1, 1).requires_grad_(False)
-        >>> frozen = Frozen(layer)
+        >>> untrained = Untrained(layer)
         >>> _ = layer.bias.data.fill_(0.5)
-        >>> frozen.look()
-        >>> frozen.take()
-        {'frozen bias': array([0.5], dtype=float32)}
+        >>> untrained.look()
+        >>> untrained.take()["frozen bias"]
+        array([0.5], dtype=float32)
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -370,28 +258,24 @@ class Frozen:
         self._forms = _forms(module)
         self._changed: dict[str, None] = {}  # at any time, in their order
         self._steps = 0
-        self._checksums = {n: _checksum(p) for n, p in self._parameters().items()}
-
-    def _parameters(self) -> dict[str, Tensor]:
-        named = self._module.named_parameters()
-        return {n: p.detach() for n, p in named if not p.requires_grad}
+        self._checksums = _checksums(module)
 
     def look(self) -> None:
-        """Find those that have changed; reads all frozen parameters.
+        """Find frozen parameters that have changed; reads all of them.
 
         Raises:
             ModelError: If the shape or dtype of one, or of a buffer, has changed.
         """
         self._check()
-        for name, parameter in self._parameters().items():
-            if _checksum(parameter) != self._checksums.get(name):
+        for name, checksum in _checksums(self._module).items():
+            if checksum != self._checksums.get(name):
                 self._changed[name] = None
 
     def after_step(self) -> None:
-        """Look after steps 1, 2, 4, 8 and so on.
+        """Look after steps 1, 2, 4, 8 and so on of this replica.
 
-        A pass after each step would be expensive, and a model that changes a frozen
-        parameter mostly does so in every step from some step on.
+        Looking costs a pass over memory, and a model that changes a frozen parameter
+        mostly does so in every step from some step on.
 
         Raises:
             ModelError: See `look`.
@@ -412,76 +296,123 @@ class Frozen:
                 )
 
     def take(self) -> dict[str, npt.NDArray[Any]]:
-        """Return copies of those that have changed, by `FROZEN` and their names.
+        """Copy the buffers, and those frozen parameters that have changed.
+
+        Returns:
+            One-dimensional arrays by name: float64 of all floating buffers (complex
+            ones as pairs), int64 of all integer and bool ones, each in the order of
+            ``named_buffers``, and each frozen parameter.
 
         Raises:
             ModelError: See `look`.
         """
         self._check()
-        own = self._parameters()
-        return {FROZEN + name: _array(own[name]) for name in self._changed}
+        arrays = {}
+        for name, (dtype, tensors) in _places(self._module).items():
+            if name in self._changed or not name.startswith(FROZEN):
+                parts = [tensor.cpu().reshape(-1).to(dtype) for tensor in tensors]
+                # The empty one, as there may be no buffers.
+                flat = torch.cat([torch.empty(0, dtype=dtype), *parts])
+                arrays[name] = flat.numpy()
+        return arrays
 
     def load_(self, arrays: Mapping[str, Any]) -> None:
-        """Load what `take` returned on any replica; other names are ignored."""
-        own = {n: a for n, a in arrays.items() if n.startswith(FROZEN)}
-        load_frozen_(self._module, own)
-        self._changed.update((n.removeprefix(FROZEN), None) for n in own)
+        """Load what `take` returned on any replica; see :func:`load_untrained_`."""
+        load_untrained_(self._module, arrays)
+        self._changed.update((name, None) for name in arrays if name.startswith(FROZEN))
 
 
-def average_frozen(
+def average_untrained(
     packed: Sequence[tuple[Mapping[str, Any], int]],
 ) -> dict[str, npt.NDArray[Any]]:
-    """Average each frozen parameter over the replicas that have changed it.
+    """Average the untrained tensors of several replicas.
 
     Args:
-        packed: What `Frozen.take` returned, other keys are ignored, and the number of
-            examples trained on, one pair per replica; the order decides the rounding.
+        packed: What `Untrained.take` returned, other keys are ignored, and the number
+            of examples trained on, one pair per replica; the order decides the
+            rounding.
 
     Returns:
-        As :func:`average_buffers`.
+        Each array averaged over the replicas that have it. Floating ones: the mean
+        weighted by examples, unweighted if all weights are 0; values on which all
+        replicas agree are unchanged, infinities included. Others: the maximum.
+
+    Raises:
+        ModelError: If arrays of one name have different sizes.
 
     Example:
         >>> one, two = {"frozen a": np.float32([1])}, {"frozen a": np.float32([4])}
-        >>> average_frozen([(one, 20), (two, 10), ({}, 5)])
+        >>> average_untrained([(one, 20), (two, 10), ({}, 5)])
         {'frozen a': array([2.], dtype=float32)}
     """
-    names = dict.fromkeys(n for a, _ in packed for n in a if n.startswith(FROZEN))
+    names = dict.fromkeys(
+        name
+        for arrays, _ in packed
+        for name in arrays
+        if name in (FLOATING, INTEGER) or name.startswith(FROZEN)
+    )
     return {
-        name: _average([(a[name], n) for a, n in packed if name in a]) for name in names
+        name: _average(name, [(own[name], n) for own, n in packed if name in own])
+        for name in names
     }
 
 
-def _average(packed: Sequence[tuple[npt.NDArray[Any], int]]) -> npt.NDArray[Any]:
-    """Average arrays as :func:`average_buffers` says, in their own dtype."""
-    arrays = [array for array, _ in packed]
-    first = arrays[0]
-    if first.dtype.kind not in "fc":
-        return np.asarray(np.max(arrays, axis=0))
+def _average(
+    name: str, packed: Sequence[tuple[npt.NDArray[Any], int]]
+) -> npt.NDArray[Any]:
+    sizes = {array.size for array, _ in packed}
+    if len(sizes) != 1:
+        raise ModelError(f"need {name} of one size, got {sorted(sizes)}")
+    if packed[0][0].dtype.kind != "f":
+        return np.asarray(np.max([array for array, _ in packed], axis=0))
     total = sum(examples for _, examples in packed)
     used = [(a, n if total else 1) for a, n in packed if n or not total]
     first = used[0][0]
-    wide = np.result_type(first, np.float64)
-    weighted, agreed = np.zeros(first.shape, wide), np.ones(first.shape, bool)
+    weighted, agreed = np.zeros(first.shape), np.ones(first.shape, bool)
     with np.errstate(invalid="ignore"):  # infinities of both signs: NaN is the answer
         for array, examples in used:
-            weighted += array * wide.type(examples)
+            weighted += array * np.float64(examples)
             agreed &= array == first
     mean = weighted / sum(examples for _, examples in used)
     return np.where(agreed, first, mean.astype(first.dtype))
 
 
-def load_frozen_(module: nn.Module, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Load frozen parameters into a module.
+def load_untrained_(module: nn.Module, arrays: Mapping[str, Any]) -> None:
+    """Load buffers and frozen parameters into a module.
 
     Args:
         module: Built like the one they come from. Changed in place.
-        arrays: What `Frozen.take` returned.
+        arrays: What `Untrained.take` or :func:`average_untrained` returned; other
+            names are ignored.
+
+    Raises:
+        ModelError: If the module's tensors have other sizes; nothing is written.
     """
-    own = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, array in arrays.items():
-            # Copied, because torch has no read-only tensors.
-            own[name.removeprefix(FROZEN)].copy_(torch.from_numpy(np.array(array)))
+    places = {n: place for n, place in _places(module).items() if n in arrays}
+    for name, (_, tensors) in places.items():
+        size = sum(tensor.numel() for tensor in tensors)
+        if arrays[name].size != size:
+            raise ModelError(f"got {arrays[name].size} {name}, model has {size}")
+    for name, (_, tensors) in places.items():
+        # Copied, because torch has no read-only tensors.
+        values = torch.from_numpy(np.array(arrays[name]))
+        parts = torch.split(values, [tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _places(module: nn.Module) -> dict[str, tuple[torch.dtype, list[Tensor]]]:
+    """Return the dtype of each array, and the tensors in it, one after the other."""
+    buffers = [_real(buffer.detach()) for buffer in module.buffers()]
+    floating = [buffer for buffer in buffers if buffer.is_floating_point()]
+    integer = [buffer for buffer in buffers if not buffer.is_floating_point()]
+    places = {FLOATING: (torch.float64, floating), INTEGER: (torch.int64, integer)}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            own = _real(parameter.detach())
+            half = own.dtype in (torch.bfloat16, torch.float16)  # unknown to numpy
+            places[FROZEN + name] = (torch.float32 if half else own.dtype, [own])
+    return places
 
 
 def _forms(module: nn.Module) -> dict[str, str]:
@@ -491,16 +422,16 @@ def _forms(module: nn.Module) -> dict[str, str]:
     }
 
 
-def _checksum(tensor: Tensor) -> int:
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(plain.view(torch.uint8).numpy().data)
+def _checksums(module: nn.Module) -> dict[str, int]:
+    """Return the CRC-32 of each frozen parameter, by the name of its array."""
+    checksums = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            plain = parameter.detach().cpu().contiguous().reshape(-1)
+            data = plain.view(torch.uint8).numpy().data
+            checksums[FROZEN + name] = zlib.crc32(data)
+    return checksums
 
 
-def _array(tensor: Tensor) -> npt.NDArray[Any]:
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        tensor = tensor.float()
-    return np.array(tensor.cpu().numpy())
-
-
-def _real(buffer: Tensor) -> Tensor:
-    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -25,13 +25,10 @@ from typing_extensions import override
 from daskdl.channel.base import Channel
 from daskdl.channel.protocol import FAN_OUT
 from daskdl.compression.flat import (
-    Buffers,
     FlatParameters,
-    Frozen,
-    add_counts_,
-    load_buffers_,
+    Untrained,
     load_counts_,
-    load_frozen_,
+    load_untrained_,
 )
 from daskdl.config import Timeouts, check_bound, check_whole
 from daskdl.errors import CodecError, DaskDLError, SaveError
@@ -48,7 +45,7 @@ class ExchangeStats(NamedTuple):
     clipped: float = 0.0  # mass removed by clipping, parameter units
     lead_sum: int = 0  # steps ahead of the slowest replica, summed over steps
     steps: int = 0
-    frozen_bytes: int = 0  # sent to all at the last barrier, see `Frozen`
+    frozen_bytes: int = 0  # sent to all at the last barrier, see `Untrained`
 
 
 class StepStats(NamedTuple):
@@ -149,8 +146,8 @@ class Parameters:
         residual_N: Steps of `grid` that have not been sent, of this replica, or of all
             together, int32, else None. They are no part of the model.
         grid: Parameter units per step.
-        buffers: Averaged buffers, where the parameters are not `exact`.
-        frozen: Frozen parameters that the model has changed, likewise.
+        untrained: Averaged buffers, and frozen parameters that the model has changed,
+            where the parameters are not `exact`; see `Untrained`.
         hidden: With `exact`, buffers that are not in the state dict, by name.
     """
 
@@ -158,8 +155,7 @@ class Parameters:
     shared_N: NDArray[np.int32] | None = None
     residual_N: NDArray[np.int32] | None = None
     grid: float = 0.0
-    buffers: Buffers | None = None
-    frozen: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    untrained: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -177,18 +173,13 @@ class Parameters:
 
     def values(self) -> dict[str, Any]:
         """The same as plain values and tensors."""
-        if self.shared_N is None or self.buffers is None:
+        if self.shared_N is None:
             exact = None if self.exact is None else dict(self.exact)
             return {"exact": exact, "hidden": dict(self.hidden)}
-        arrays = (self.shared_N, *self.buffers)
-        shared, floating, integer = (torch.from_numpy(array) for array in arrays)
-        frozen = {name: torch.from_numpy(a) for name, a in self.frozen.items()}
-        buffers = [floating, integer]
         return {
-            "shared": shared,
+            "shared": torch.from_numpy(self.shared_N),
             "grid": self.grid,
-            "buffers": buffers,
-            "frozen": frozen,
+            "untrained": {n: torch.from_numpy(a) for n, a in self.untrained.items()},
         }
 
     @classmethod
@@ -196,10 +187,9 @@ class Parameters:
         """Read what `values` made."""
         if "shared" not in values:
             return cls(exact=values["exact"], hidden=values.get("hidden", {}))
-        buffers = Buffers(*(tensor.numpy() for tensor in values["buffers"]))
-        frozen = {n: tensor.numpy() for n, tensor in values.get("frozen", {}).items()}
+        untrained = {n: tensor.numpy() for n, tensor in values["untrained"].items()}
         shared_N, grid = values["shared"].numpy(), values["grid"]
-        return cls(None, shared_N, None, grid, buffers, frozen)
+        return cls(None, shared_N, None, grid, untrained)
 
     def load_into(self, module: nn.Module) -> None:
         """Give a module these parameters and buffers; without any it stays as it is."""
@@ -209,10 +199,9 @@ class Parameters:
             own = dict(module.named_buffers())
             for name in own.keys() & self.hidden.keys():
                 own[name].copy_(self.hidden[name])
-        elif self.shared_N is not None and self.buffers is not None:
+        elif self.shared_N is not None:
             load_counts_(module, self.shared_N, self.grid)
-            load_buffers_(module, self.buffers)
-            load_frozen_(module, self.frozen)
+            load_untrained_(module, self.untrained)
 
 
 def _make_room_(
@@ -305,7 +294,7 @@ class KeptResidual:
 
     def deliver_(self, module: nn.Module) -> None:
         """Add all of it to a module's parameters."""
-        add_counts_(module, self.counts_N, self.grid)
+        load_counts_(module, self.counts_N, self.grid, add=True)
 
 
 def layout_of(module: nn.Module) -> dict[str, str]:
@@ -483,7 +472,7 @@ class ReplicaContext:
         resumed: What a checkpoint has for the exchange, or None.
         residual: Undelivered progress of an earlier fit, of all replicas together, for
             the initial ones to deliver; or None.
-        frozen: Finds frozen parameters that the model changes itself.
+        frozen: The buffers, and frozen parameters that the model changes itself.
     """
 
     module: nn.Module
@@ -495,11 +484,11 @@ class ReplicaContext:
     optimizer: Optimizer | None = None
     resumed: Resumed | None = None
     residual: KeptResidual | None = None
-    frozen: Frozen = None  # type: ignore[assignment]  # as the module is now
+    frozen: Untrained = None  # type: ignore[assignment]  # as the module is now
 
     def __post_init__(self) -> None:
         if self.frozen is None:
-            object.__setattr__(self, "frozen", Frozen(self.module))
+            object.__setattr__(self, "frozen", Untrained(self.module))
 
     @property
     def alone(self) -> bool:

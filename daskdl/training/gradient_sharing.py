@@ -22,12 +22,9 @@ from daskdl.compression.compressor import (
     PendingUpdate,
 )
 from daskdl.compression.flat import (
-    Buffers,
+    FROZEN,
     FlatParameters,
-    average_buffers,
-    average_frozen,
-    load_buffers_,
-    pack_buffers,
+    average_untrained,
 )
 from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.config import check_type, check_whole
@@ -79,7 +76,7 @@ class GradientSharingExchange(Exchange):
         self.context = context
         self._options = options
         self._channel = context.channel
-        self._frozen = context.frozen
+        self._untrained = context.frozen
         self._compressor = Compressor(
             FlatParameters(context.module),
             options.threshold,
@@ -130,9 +127,7 @@ class GradientSharingExchange(Exchange):
 
     def _begin(self, snapshot: Mapping[str, Any]) -> None:
         self._load(snapshot)
-        buffers = Buffers(snapshot["floating_F"], snapshot["integer_I"])
-        load_buffers_(self.context.module, buffers)
-        self._frozen.load_(snapshot)
+        self._untrained.load_(snapshot)
         self._made, self._step = snapshot["made"], snapshot["step"]
 
     def _resume(self, resumed: Resumed) -> None:
@@ -182,7 +177,7 @@ class GradientSharingExchange(Exchange):
         self._step += 1
         self._unshared += 1
         self._due = True
-        self._frozen.after_step()
+        self._untrained.after_step()
         self._vector.sync_from_parameters_()
         self._encode_s += self._now() - stepped
         self.exchanged = self._step % self._options.exchange_every == 0
@@ -270,10 +265,10 @@ class GradientSharingExchange(Exchange):
         self._channel.progress(self._step, interval)
         if not ended:
             return
-        self._frozen.look()
-        module = self.context.module
-        buffers, frozen = pack_buffers(module), self._frozen.take()
-        self._frozen_bytes = sum(array.nbytes for array in frozen.values())
+        self._untrained.look()
+        untrained = self._untrained.take()
+        frozen = [array for n, array in untrained.items() if n.startswith(FROZEN)]
+        self._frozen_bytes = sum(array.nbytes for array in frozen)
         self._served = False
         key = f"sync {interval}"
         met = self._channel.barrier(
@@ -282,9 +277,7 @@ class GradientSharingExchange(Exchange):
                 "sequence": self._channel.published,
                 "step": self._step,
                 "examples": examples,
-                "floating": buffers.floating_F,
-                "integer": buffers.integer_I,
-                **frozen,
+                **untrained,
             },
             Barrier.AGREE,
         )
@@ -299,12 +292,8 @@ class GradientSharingExchange(Exchange):
         payloads = [met.payloads[replica] for replica in sorted(met.payloads)]
         self._step = max(own["step"] for own in payloads)
         self._channel.sync(self._step, self._vector.regrid_())
-        parts = [
-            (Buffers(own["floating"], own["integer"]), own["examples"])
-            for own in payloads
-        ]
-        load_buffers_(module, average_buffers(parts))
-        self._frozen.load_(average_frozen([(own, own["examples"]) for own in payloads]))
+        parts = [(own, own["examples"]) for own in payloads]
+        self._untrained.load_(average_untrained(parts))
         self.keep_agreed()
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
@@ -314,8 +303,8 @@ class GradientSharingExchange(Exchange):
     @override
     def keep_agreed(self) -> None:
         counts_N, grid = self._vector.shared_counts(), self._vector.grid
-        buffers, frozen = pack_buffers(self.context.module), self._frozen.take()
-        self.agreed = Parameters(None, counts_N, None, grid, buffers, frozen)
+        untrained = self._untrained.take()
+        self.agreed = Parameters(None, counts_N, None, grid, untrained)
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:
@@ -379,8 +368,7 @@ class GradientSharingExchange(Exchange):
         if self._sole:
             self._vector.flush_residual_()
         self._sole, self._served = False, True
-        self._frozen.look()
-        buffers = pack_buffers(self.context.module)
+        self._untrained.look()
         return {
             "received": [
                 [o, last, list(more)] for o, (last, more) in pending.received.items()
@@ -389,9 +377,7 @@ class GradientSharingExchange(Exchange):
             "grid": self._vector.grid,
             "made": self._made,
             "step": self._step,
-            "floating_F": buffers.floating_F,
-            "integer_I": buffers.integer_I,
-            **self._frozen.take(),
+            **self._untrained.take(),
         }
 
     @override

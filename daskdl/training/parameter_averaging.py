@@ -179,7 +179,7 @@ class AveragingExchange(Exchange):
         self._state = state
         self._vote = Vote(seen=0, mean=0, examples=0)
         self._since = 0  # steps since the last mean
-        self._frozen = context.frozen
+        self._untrained = context.frozen
         self._behind = False  # others may have a later mean
         self._made = 0 if context.compression is None else context.compression.steps
         self._means = self._steps = 0  # since the last `stats`
@@ -226,7 +226,7 @@ class AveragingExchange(Exchange):
         self._made += 1
         self._steps += 1
         self._since += 1
-        self._frozen.after_step()
+        self._untrained.after_step()
         examples += self._vote.examples
         self._vote = self._vote._replace(examples=examples, rests=False)
         self.exchanged = self._since == self._frequency
@@ -249,7 +249,7 @@ class AveragingExchange(Exchange):
             self._channel.progress(self._made, interval)
             return
         # After the last step of an interval too: its mean is made now.
-        self._frozen.look()
+        self._untrained.look()
         self._vote = self._vote._replace(rests=True)
         self._average_all()
         self._publish_state()
@@ -447,7 +447,7 @@ class ParameterAveraging(TrainingMaster):
             context.optimizer if self.average_optimizer else None,
             self.outer,
             compressed=self.compression is not None,
-            frozen=context.frozen,
+            untrained=context.frozen,
         )
         exchange = AveragingExchange(context, state, self.frequency, self.fan_out)
         exchange.averages_optimizer = self.average_optimizer

@@ -22,7 +22,7 @@ from daskdl.callbacks import EpochBegin, Step
 from daskdl.channel.base import BarrierResult, Channel, JoinResult, Stopped
 from daskdl.channel.leasing import SyncPoint, done_of
 from daskdl.channel.protocol import Barrier
-from daskdl.compression.flat import Frozen
+from daskdl.compression.flat import Untrained
 from daskdl.data import batching
 from daskdl.data.batching import Rows, floating_dtype, tensors
 from daskdl.data.models import trainable
@@ -423,7 +423,7 @@ class Replica:
         self.met = False
 
         self.module = objects.model.to(device).train()
-        frozen = Frozen(self.module)  # as it is on the client
+        untrained = Untrained(self.module)  # as it is on the client
         if inherited is not None:
             inherited.check(self.module)
             with restoring(inherited.common_at):
@@ -443,7 +443,7 @@ class Replica:
             resumed,
             # The initial replicas deliver all of it.
             objects.residual if entry.snapshot is None else None,
-            frozen,
+            untrained,
         )
         scale = options.master.solo_scale
         self.exchange = (

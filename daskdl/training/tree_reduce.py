@@ -17,11 +17,9 @@ from daskdl.channel.base import Channel
 from daskdl.channel.protocol import Arrays, MeshTopology
 from daskdl.codec import Kind, Stamp, counts_of, quantize
 from daskdl.compression.flat import (
-    Buffers,
+    FROZEN,
     FlatParameters,
-    Frozen,
-    load_buffers_,
-    pack_buffers,
+    Untrained,
     working_dtype,
 )
 from daskdl.data.models import trainable
@@ -59,8 +57,8 @@ class Key(NamedTuple):
     """
 
     op: ReduceOp
-    part: str  # "parameters", "buffers", "frozen", "weight" or "optimizer"
-    name: str = ""  # of a frozen parameter, or of an optimizer's entry
+    part: str  # "parameters", "untrained", "weight" or "optimizer"
+    name: str = ""  # of an untrained array, or of an optimizer's entry
     number: int = 0  # of a flat vector, or of a parameter in the optimizer
     dtype: str = ""  # of an optimizer's tensor, or the type of a plain number
 
@@ -88,7 +86,7 @@ def total_of(states: Sequence[Reduced]) -> dict[Key, NDArray[Any]]:
         states: Not changed.
 
     Example:
-        >>> one, two = Key(ReduceOp.SUM, "buffers"), Key(ReduceOp.MAX, "buffers")
+        >>> one, two = Key(ReduceOp.SUM, "weight"), Key(ReduceOp.MAX, "untrained")
         >>> first = {one: np.array([0.5]), two: np.array([3])}
         >>> second = {one: np.array([1.0]), two: np.array([2])}
         >>> [array.tolist() for array in total_of([first, second]).values()]
@@ -274,7 +272,7 @@ class ReduceState:
         optimizer: Of the module; None: it is not averaged.
         outer: Makes the outer optimizer; None: there is none.
         compressed: Whether rounded differences are averaged.
-        frozen: What the module changes itself; None: from now on.
+        untrained: Of the module; None: as it is now.
 
     Attributes:
         feedback: What rounding has left.
@@ -292,7 +290,7 @@ class ReduceState:
         outer: Callable[[Any], Optimizer] | None,
         *,
         compressed: bool = False,
-        frozen: Frozen | None = None,
+        untrained: Untrained | None = None,
     ) -> None:
         self.compressed = compressed
         self.feedback = ErrorFeedback()
@@ -301,7 +299,7 @@ class ReduceState:
         self._module = module
         self._groups = FlatParameters(module).groups
         self._optimizer = optimizer
-        self._frozen = Frozen(module) if frozen is None else frozen
+        self._untrained = Untrained(module) if untrained is None else untrained
 
     def keep_common_(self) -> None:
         """Before a step: what is here after a mean, or at the start, is what all have.
@@ -326,16 +324,14 @@ class ReduceState:
             flat = group.flat.detach().to("cpu", working_dtype(group.flat.dtype))
             key = Key(ReduceOp.SUM, "parameters", number=number)
             arrays[key] = flat.numpy() * weight
-        buffers = pack_buffers(self._module)
-        arrays[Key(ReduceOp.SUM, "buffers")] = buffers.floating_F * weight
-        arrays[Key(ReduceOp.MAX, "buffers")] = buffers.integer_I
-        for name, array in self._frozen.take().items():
-            if array.dtype.kind in "fc":
-                share = np.asarray(array * array.dtype.type(weight))
-                arrays[Key(ReduceOp.SUM, "frozen", name)] = share
-                arrays[Key(ReduceOp.SUM, "weight", name)] = np.array([weight])
+        for name, array in self._untrained.take().items():
+            if array.dtype.kind == "f":
+                share = array * array.dtype.type(weight)
+                arrays[Key(ReduceOp.SUM, "untrained", name)] = share
+                if name.startswith(FROZEN):  # not all replicas may have changed it
+                    arrays[Key(ReduceOp.SUM, "weight", name)] = np.array([weight])
             else:
-                arrays[Key(ReduceOp.MAX, "frozen", name)] = array
+                arrays[Key(ReduceOp.MAX, "untrained", name)] = array
         if self._optimizer is not None:
             arrays.update(_optimizer_arrays(weigh(self._optimizer, weight)))
         return arrays
@@ -350,9 +346,7 @@ class ReduceState:
             for number, group in enumerate(self._groups):
                 key = Key(ReduceOp.SUM, "parameters", number=number)
                 group.flat.copy_(torch.from_numpy(np.array(arrays[key])))
-        buffers = (arrays[Key(op, "buffers")] for op in (ReduceOp.SUM, ReduceOp.MAX))
-        load_buffers_(self._module, Buffers(*buffers))
-        self._frozen.load_(_frozen_means(arrays))
+        self._untrained.load_(_untrained_means(arrays))
         if self._optimizer is not None:
             groups = self._optimizer.state_dict()["param_groups"]
             restore_(self._optimizer, _optimizer_state(arrays, groups))
@@ -381,10 +375,10 @@ class ReduceState:
         return math.sqrt(sum(float(np.dot(part, part)) for part in parts))
 
 
-def _frozen_means(arrays: Reduced) -> dict[str, NDArray[Any]]:
+def _untrained_means(arrays: Reduced) -> dict[str, NDArray[Any]]:
     means: dict[str, NDArray[Any]] = {}
     for key, array in arrays.items():
-        if key.part == "frozen":
+        if key.part == "untrained":
             weight = arrays.get(Key(ReduceOp.SUM, "weight", key.name), ONE)
             total = float(weight[0])
             # One whose weights add up to 1 but for rounding is as it is.

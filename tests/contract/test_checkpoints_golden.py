@@ -17,7 +17,7 @@ from tests.golden.make_checkpoint_v1 import (
 )
 
 # Of their indexes, which have those of the other files.
-SHA256 = "af277753ee949e1082efb1b639ca9097083f3635f27bdfaa37cfed6d84b63fc4"
+SHA256 = "f7721ac3dd79723f3ad0ed25948b1e7a8f8b0056cb22257bca35a2485ea6c74a"
 
 
 def test_they_are_the_first_ones_made():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.compression.flat import FlatParameters, load_buffers_, pack_buffers
+from daskdl.compression.flat import FLOATING, FlatParameters, Untrained
 from daskdl.errors import ModelError
 from daskdl.keras.library import library
 from daskdl.keras.module import KerasModule, as_module
@@ -191,9 +191,9 @@ class TestSharedMemory:
 
     def test_buffers_are_those_of_keras(self):
         module = KerasModule(normalised())
-        packed = pack_buffers(module)
+        untrained = Untrained(module)
 
-        load_buffers_(module, packed._replace(floating_F=packed.floating_F + 2.0))
+        untrained.load_({FLOATING: untrained.take()[FLOATING] + 2.0})
 
         mean, variance = module.keras.get_layer("normal").get_weights()[2:]
         assert (mean == 2.0).all()

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.compression.flat import Buffers
 from daskdl.serialization import Packed
 from daskdl.thresholds import Sent
 from daskdl.training.backend import Result, merge
@@ -20,8 +19,8 @@ NOTHING = Parameters()
 
 def shared(counts, residual=None, mark=0.0):
     residual_N = None if residual is None else np.array(residual, np.int32)
-    buffers = Buffers(np.array([mark]), np.zeros(0, np.int64))
-    return Parameters(None, np.array(counts, np.int32), residual_N, GRID, buffers)
+    untrained = {"floating buffers": np.array([mark])}
+    return Parameters(None, np.array(counts, np.int32), residual_N, GRID, untrained)
 
 
 def result(replica, parameters, *, finished=True, outcome=None, optimizer=None):
@@ -99,7 +98,7 @@ def test_buffers_are_those_on_which_all_agreed():
         result(0, shared([1], [0], mark=0.25)), result(1, shared([1], [0], mark=0.25))
     ).parameters
 
-    assert parameters.buffers.floating_F.tolist() == [0.25]
+    assert parameters.untrained["floating buffers"].tolist() == [0.25]
 
 
 def test_a_replica_without_a_residual_adds_nothing():

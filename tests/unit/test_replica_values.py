@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl.callbacks import EarlyStopping
-from daskdl.compression.flat import Buffers
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.objective import objective_of
 from daskdl.saving.plain import Plain
@@ -24,8 +23,8 @@ CPU = torch.device("cpu")
 
 def model(epoch):
     """What all agreed on, told by its one parameter."""
-    buffers = Buffers(np.zeros(1, np.float32), np.zeros(0, np.int64))
-    return Parameters(None, np.array([epoch], np.int32), None, 0.5, buffers)
+    untrained = {"floating buffers": np.zeros(1)}
+    return Parameters(None, np.array([epoch], np.int32), None, 0.5, untrained)
 
 
 def train(loss_by_epoch, stopper):

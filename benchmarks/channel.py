@@ -31,6 +31,7 @@ from benchmarks.plots import bars
 from benchmarks.questions import Question
 from daskdl import codec
 from daskdl.channel.protocol import NAME, Endpoint
+from daskdl.channel.remote import RemoteChannel
 
 MOST_WORKERS = 8
 DENSITY = 100  # parameters for each entry
@@ -61,7 +62,7 @@ def member(own: Endpoint, entries_K: np.ndarray, rate: float, seconds: float):
     """Publish at a rate; returns when what was published, and when what arrived."""
     secede()
     plugin = get_worker().extensions[NAME]
-    channel = plugin.open(own)
+    channel = RemoteChannel(plugin, own)
     inbox = plugin.links[own.run, own.replica].inbox
     arrivals, published, offered = {}, {}, 0
     put = inbox.put

@@ -36,6 +36,7 @@ from benchmarks.questions import Question
 from benchmarks.recorded import Recorded, recorded
 from daskdl import codec
 from daskdl.channel.protocol import NAME, Endpoint
+from daskdl.channel.remote import RemoteChannel
 from daskdl.training.gradient_sharing import GradientSharing
 
 MOST_WORKERS = 8
@@ -103,7 +104,7 @@ def compute(case: Case) -> float:
 def member(own: Endpoint, case: Case, updates: Recorded) -> Told:
     """Take part in a run: as many steps as `compute`, with exchanges."""
     secede()
-    channel = get_worker().extensions[NAME].open(own)
+    channel = RemoteChannel(get_worker().extensions[NAME], own)
     pace = GradientSharing(
         max_staleness=MAX_STALENESS, exchange_every=case.exchange_every
     )

@@ -4,22 +4,45 @@ Duplicates are dropped, gaps are noticed, and updates of one peer are applied in
 order. A full inbox folds updates together instead of growing.
 """
 
+import logging
 import math
 import threading
 import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from daskdl.channel.protocol import Message, MessageKind, PeerProgress
+from daskdl import codec
+from daskdl.channel.base import (
+    Channel,
+    ChannelStats,
+    DrainResult,
+    Encode,
+    Frame,
+    Last,
+    Load,
+    Received,
+    Stopped,
+)
+from daskdl.channel.protocol import (
+    Endpoint,
+    Message,
+    MessageKind,
+    PeerProgress,
+    WaitCause,
+    unwrap,
+)
 from daskdl.codec import SparseUpdate, Update
-from daskdl.compression.replica_vector import fold_
+from daskdl.compression.replica_vector import count_of, fold_
+from daskdl.errors import CodecError, WaitTimeoutError
 
-# What was received of one origin: all up to a number, and those beyond a gap.
-Received = tuple[int, Sequence[int]]
+logger = logging.getLogger(__name__)
+
 NOTHING: Received = (0, ())
 
 
@@ -157,14 +180,6 @@ class DeliveryBarrier:
 
 
 UPDATE_BYTES = 440  # of memory around its entries, measured by `benchmarks/queues.py`
-
-
-class DrainResult(NamedTuple):
-    """Updates to apply, in an order that does not depend on arrival."""
-
-    updates: list[Update]
-    folded_N: NDArray[np.int32] | None  # counts of the grid; None if nothing folded
-    received: Mapping[int, Received] = {}  # by origin: what has been received in all
 
 
 class PendingUpdates:
@@ -623,3 +638,248 @@ class Inbox:
             return self._changed.wait_for(
                 lambda: self.stopped is not None or ready(), timeout_s
             )
+
+
+UNREADABLE = (CodecError, TypeError, ValueError, LookupError)  # of foreign bytes
+
+
+class SharedFrame:
+    """A frame that came for several replicas of a run: decoded once.
+
+    Args:
+        payload: As it came.
+    """
+
+    def __init__(self, payload: Any) -> None:
+        self._payload = payload
+        self._update: codec.Update | None = None
+
+    @property
+    def frame(self) -> Any:
+        """Its bytes, as the sender had them."""
+        return unwrap(self._payload)
+
+    def decode(self, run: int, size: int) -> codec.Update:
+        """The update, which nobody changes; see :func:`daskdl.codec.decode`."""
+        if self._update is None:
+            self._update = codec.decode(self.frame, run=run, size=size)
+        return self._update
+
+
+def decoded(
+    item: Message, shared: SharedFrame, endpoint: Endpoint, grid: float
+) -> codec.Update:
+    """Decode an update for one replica.
+
+    Args:
+        item: With which it came.
+        shared: Its frame.
+        endpoint: Of the replica.
+        grid: Of the run, parameter units.
+
+    Raises:
+        CodecError, TypeError, ValueError, LookupError: If it cannot be read.
+    """
+    update = shared.decode(endpoint.run, endpoint.size)
+    if update.stamp[1:3] != (item.origin, item.sequence):
+        raise CodecError(f"sent as {item[1:3]}, stamped {update.stamp[1:3]}")
+    if isinstance(update, codec.SparseUpdate):
+        count_of(update.threshold, grid)
+    elif update.grid != grid:
+        raise CodecError(f"grid must be {grid}, got {update.grid}")
+    return update
+
+
+def refuse(item: Message, error: Exception, endpoint: Endpoint, inbox: Inbox) -> None:
+    """Count and log an update that could not be decoded; it is dropped."""
+    inbox.refuse()
+    logger.warning(
+        "replica %s refused update %s of replica %s: %s",
+        endpoint.replica,
+        item.sequence,
+        item.origin,
+        error,
+    )
+
+
+class ReceivingChannel(Channel):
+    """The receiving half of a channel, and its bounded waits; subclasses send.
+
+    Args:
+        inbox: What has arrived; woken by whatever may end a wait.
+        endpoint: Which replica it is, and the bounds.
+    """
+
+    def __init__(self, inbox: Inbox, endpoint: Endpoint) -> None:
+        self._inbox = inbox
+        self._endpoint = endpoint
+        self._timeouts = endpoint.timeouts
+        self._replica = endpoint.replica
+        # The longest that a lease and a step of another replica may take.
+        self._patience = endpoint.timeouts.bound("data", "silence")
+        self._stats = ChannelStats()
+        self._idle_payload: Any = None  # during the next wait for a lease
+
+    @property
+    @override
+    def run(self) -> int:
+        return self._endpoint.run
+
+    @property
+    @override
+    def published(self) -> int:
+        return self._inbox.own.sequence
+
+    # ---- waits
+
+    @override
+    def check(self) -> None:
+        if self._inbox.stopped is not None:
+            raise Stopped(self._inbox.stopped)
+
+    @override
+    def wait(self, cause: WaitCause, future: Any, timeout_s: float) -> bool:
+        future.add_done_callback(lambda _: self._inbox.wake())
+        self._wait_until(cause, future.done, timeout_s)
+        return bool(future.done())
+
+    def _wait_until(
+        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
+    ) -> bool:
+        """Wait, leave if the run is stopped, and return whether it was in time.
+
+        Args:
+            cause: What the wait counts as.
+            ready: Checked whenever something arrives.
+            timeout_s: Seconds. None: others have to do something first.
+        """
+        came = self._timed(cause, ready, timeout_s)
+        self.check()
+        return came
+
+    def _timed(
+        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
+    ) -> bool:
+        started, waits_s = time.perf_counter(), self._stats.waits_s
+        came = self._block(ready, timeout_s)
+        waited_s = time.perf_counter() - started
+        waits_s[cause.value] = waits_s.get(cause.value, 0.0) + waited_s
+        return came
+
+    def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        return self._inbox.wait_for(ready, timeout_s)
+
+    def _wait_for_others(
+        self, cause: WaitCause, ready: Callable[[], bool], state: Callable[[], Any]
+    ) -> None:
+        """Wait for what other replicas do.
+
+        Args:
+            cause: For messages and counters.
+            ready: Checked whenever something arrives.
+            state: By replica, for the message.
+
+        Raises:
+            WaitTimeoutError: If it takes too long. The scheduler, where there is one,
+                gives up silent replicas; the bound is for a scheduler that is silent.
+        """
+        if not self._wait_until(cause, ready, self._patience.seconds):
+            raise WaitTimeoutError(
+                f"replica {self._replica} waited {self._patience} for {cause}; by "
+                f"replica: {state()}; last heard: {self._last_heard()}"
+            )
+
+    def _last_heard(self) -> str:
+        return self._inbox.last_heard()
+
+    # ---- updates
+
+    @override
+    def publish(
+        self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
+    ) -> bool:
+        sequence = self._inbox.own.sequence + 1
+        stamp = codec.Stamp(self._endpoint.run, self._replica, sequence, step)
+        frame = encode(stamp)
+        completed = step - 1 if partial else step
+        if not self._queue(
+            Message.update(stamp, completed, frame.nbytes), frame, force
+        ):
+            self._stats.withheld += 1
+            return False
+        self._stats.sent_bytes += frame.nbytes
+        self._stats.frames += 1
+        return True
+
+    @abstractmethod
+    def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
+        """Queue an update, without its frame so far; False if there is no room."""
+
+    @override
+    def sync(self, step: int, grid: float) -> None:
+        self._inbox.own = self._inbox.own._replace(step=step)
+        self._inbox.sync(step, grid)
+
+    @override
+    def drain(self, up_to_step: int | None = None) -> DrainResult:
+        drained = self._inbox.drain(up_to_step)
+        own = {self._replica: (self._inbox.own.sequence, ())}
+        return drained._replace(received={**drained.received, **own})
+
+    def wait_for_updates(self, target: Mapping[int, int]) -> None:
+        """Block until all updates of others up to the target have been received."""
+        others = {o: s for o, s in target.items() if o != self._replica}
+        self._wait_for_others(
+            WaitCause.UPDATES,
+            lambda: not self._inbox.behind(others),
+            lambda: self._inbox.behind(others),
+        )
+
+    @override
+    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
+        # Of one that left since it arrived here, what it handed over counts too.
+        self.wait_for_updates({**published, **gone})
+
+    # ---- other replicas
+
+    @override
+    def peers(self) -> Sequence[int]:
+        return self._inbox.peers()
+
+    @override
+    def wait_for_peers(
+        self, step: int, interval: int, max_staleness: int | None
+    ) -> int:
+        def lead() -> int:
+            slowest = self._inbox.slowest(interval)
+            return 0 if slowest is None else max(step - slowest, 0)
+
+        ahead = lead()
+        if max_staleness is None or ahead <= max_staleness:
+            return ahead
+        self._wait_for_others(
+            WaitCause.STALENESS, lambda: lead() <= max_staleness, self._inbox.steps
+        )
+        return lead()
+
+    @override
+    def set_idle(self, payload: Any) -> None:
+        self._idle_payload = payload
+
+    def _exchanged(self, payloads: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Count the arrays in the payloads of a barrier, which travel as frames do."""
+        for replica, payload in payloads.items():
+            values = payload.values() if isinstance(payload, Mapping) else ()
+            nbytes = sum(v.nbytes for v in values if isinstance(v, np.ndarray))
+            if replica == self._replica:
+                self._stats.sent_bytes += nbytes
+            else:
+                self._stats.received_bytes += nbytes
+        return payloads
+
+    @override
+    def stats(self) -> ChannelStats:
+        now, self._stats = self._stats, ChannelStats()
+        received_bytes, now.refused, now.folds = self._inbox.count_off()
+        now.received_bytes += received_bytes
+        return now

@@ -16,11 +16,16 @@ from daskdl.channel.base import (
     ChannelStats,
     Frame,
     JoinResult,
-    ReceivingChannel,
     Snapshot,
 )
-from daskdl.channel.endpoint import UNREADABLE, SharedFrame, decoded, refuse
-from daskdl.channel.inbox import Inbox
+from daskdl.channel.inbox import (
+    UNREADABLE,
+    Inbox,
+    ReceivingChannel,
+    SharedFrame,
+    decoded,
+    refuse,
+)
 from daskdl.channel.leasing import Finished, Lease, RunSpec, SyncPoint
 from daskdl.channel.protocol import (
     Arrays,

@@ -14,7 +14,8 @@ from collections.abc import (
 from typing import Any
 
 from daskdl.channel import protocol
-from daskdl.channel.inbox import NOTHING, Inbox, Received, contains
+from daskdl.channel.base import Received
+from daskdl.channel.inbox import NOTHING, Inbox, contains
 from daskdl.channel.protocol import Answer, Message, MessageKind
 from daskdl.channel.sender import Connection
 from daskdl.errors import ChannelError

@@ -24,12 +24,11 @@ from daskdl.channel.base import (
     JoinResult,
     Last,
     Load,
-    ReceivingChannel,
+    Received,
     Snapshot,
     Stopped,
 )
-from daskdl.channel.endpoint import ReplicaEndpoint, SnapshotRequest
-from daskdl.channel.inbox import Received
+from daskdl.channel.inbox import ReceivingChannel
 from daskdl.channel.leasing import Finished, Lease, Range, SyncPoint
 from daskdl.channel.protocol import (
     Answer,
@@ -47,6 +46,7 @@ from daskdl.channel.protocol import (
     wrap_arrays,
 )
 from daskdl.channel.recovery import Have, donors, helpers, missing, settle
+from daskdl.channel.worker import ChannelWorkerPlugin, SnapshotRequest
 from daskdl.config import VERSION, Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.thresholds import Drained
@@ -60,19 +60,20 @@ class RemoteChannel(ReceivingChannel):
     """The channel of one replica, over Dask's connections.
 
     Args:
-        end: Its half on the event loop.
+        plugin: Of the worker where the replica trains.
         endpoint: Which replica it is, and the bounds.
-        forget: Called when the replica has left.
+
+    Raises:
+        ChannelError: If the replica is on this worker already.
     """
 
-    def __init__(
-        self, end: ReplicaEndpoint, endpoint: Endpoint, forget: Callable[[], object]
-    ) -> None:
+    def __init__(self, plugin: ChannelWorkerPlugin, endpoint: Endpoint) -> None:
+        end = plugin.open(endpoint)
         super().__init__(end.inbox, endpoint)
+        self._plugin = plugin
         self._end = end
         self._connection = end.connection
         self._routing = end.routing
-        self._forget = forget
         self._make: Snapshot | None = None  # makes a snapshot; None: not now
         self._repaired = 0  # at the last `stats`
 
@@ -282,8 +283,7 @@ class RemoteChannel(ReceivingChannel):
     def leave(self, *, retires: bool = False) -> None:
         self._end.stop_sending()
         self._tell(protocol.LEAVE, retires=retires)
-        self._forget()
-        self._end.end()
+        self._plugin.close(self._endpoint)
 
     # ---- updates
 

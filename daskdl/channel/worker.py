@@ -1,19 +1,36 @@
-"""The channel's end on a worker: a plugin that delivers messages to its replicas."""
+"""The channel's end on a worker: the plugin, and the event loop's end of each replica.
+
+The plugin answers requests of the scheduler and of other workers. Behind it each
+replica has an endpoint on the event loop, where its messages arrive and leave.
+"""
 
 import asyncio
 import atexit
+import concurrent.futures
+import contextlib
 import gc
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
-from daskdl.channel.endpoint import ReplicaEndpoint, SharedFrame
+from daskdl.channel.base import Received
+from daskdl.channel.inbox import (
+    UNREADABLE,
+    Inbox,
+    PreSnapshotBuffer,
+    SharedFrame,
+    decoded,
+    refuse,
+)
 from daskdl.channel.protocol import (
     NAME,
+    RELAYED,
     Answer,
+    Arrays,
     Endpoint,
     Fields,
     GoneError,
@@ -21,11 +38,414 @@ from daskdl.channel.protocol import (
     Identity,
     Message,
     MessageKind,
+    Parcel,
+    PeerProgress,
     Whole,
     handlers_of,
+    owned,
+    wrap,
 )
-from daskdl.channel.remote import RemoteChannel
-from daskdl.errors import ChannelError
+from daskdl.channel.recovery import Repairs
+from daskdl.channel.routing import ROUTINGS, Routing
+from daskdl.channel.sender import BATCH_BYTES, Connection
+from daskdl.errors import ChannelError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 2**20  # larger frames are decoded beside the event loop
+
+
+class BlobServer:
+    """Parcels by name. Whoever comes before one is there waits for it.
+
+    Args:
+        loop: Of the worker.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._parcels: dict[str, asyncio.Future[Parcel]] = {}
+        self._sent_bytes = 0
+
+    # ---- event loop
+
+    async def answer(self, name: str, part: int, timeout_s: float) -> dict[str, Any]:
+        """One part of a parcel, as it is sent.
+
+        Args:
+            name: Of the parcel.
+            part: Counted from 0.
+            timeout_s: How long to wait for it, seconds.
+
+        Raises:
+            TimeoutError: If it did not come.
+        """
+        parcel = await asyncio.wait_for(asyncio.shield(self._named(name)), timeout_s)
+        content = parcel.part(part)
+        self._sent_bytes += content.nbytes
+        return {
+            "forms": parcel.forms if part == 0 else [],
+            "parts": parcel.parts,
+            "bytes": wrap(content),
+        }
+
+    def _named(self, name: str) -> asyncio.Future[Parcel]:
+        if name not in self._parcels:
+            self._parcels[name] = self._loop.create_future()
+        return self._parcels[name]
+
+    def _put(self, name: str, parcel: Parcel) -> None:
+        future = self._named(name)
+        if not future.done():
+            future.set_result(parcel)
+
+    def _clear(self, but: str) -> None:
+        # Who waits for what is not there yet goes on waiting.
+        for name, future in list(self._parcels.items()):
+            if future.done() and name != but:
+                del self._parcels[name]
+
+    # ---- training thread
+
+    def put(self, name: str, parcel: Parcel) -> None:
+        """Let others fetch it; a second one of the same name changes nothing."""
+        self._loop.call_soon_threadsafe(self._put, name, parcel)
+
+    def count_off(self) -> int:
+        """Bytes that others have fetched since the last call."""
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        return sent_bytes
+
+    def clear(self, but: str) -> None:
+        """Keep nothing of what is there, but what has this name."""
+        self._loop.call_soon_threadsafe(self._clear, but)
+
+
+class StateServer:
+    """The newest state of a replica that all agreed on, for the client.
+
+    Nothing is made of it before the first part is asked for. What the parts are cut
+    from stays until the last of them has gone: that is one copy at most.
+
+    Args:
+        loop: Of the worker.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._epoch = -1
+        self._make: Callable[[], Arrays] | None = None
+        self._came = asyncio.Condition()
+        self._cut: tuple[int, Parcel] | None = None  # with its epoch
+
+    # ---- event loop
+
+    async def answer(self, epoch: int, part: int, timeout_s: float) -> dict[str, Any]:
+        """One part of it, as it is sent.
+
+        Args:
+            epoch: At the end of which it was agreed on; for the first part, that one
+                or a later one.
+            part: Counted from 0.
+            timeout_s: How long to wait for the first part, seconds.
+
+        Raises:
+            TimeoutError: If it did not come.
+            ValueError: If this is not what is being fetched.
+        """
+        if part == 0:
+            epoch, make = await asyncio.wait_for(self._there(epoch), timeout_s)
+            self._cut = epoch, Parcel(await asyncio.to_thread(make))
+        if self._cut is None or self._cut[0] != epoch:
+            raise ValueError(f"epoch {epoch} is not being fetched")
+        parcel = self._cut[1]
+        content = parcel.part(part)
+        if part == parcel.parts - 1:
+            self._cut = None
+        return {
+            "epoch": epoch,
+            "forms": parcel.forms if part == 0 else [],
+            "parts": parcel.parts,
+            "bytes": wrap(content),
+        }
+
+    async def _there(self, epoch: int) -> tuple[int, Callable[[], Arrays]]:
+        async with self._came:
+            while self._make is None or self._epoch < epoch:
+                await self._came.wait()
+            return self._epoch, self._make
+
+    async def _keep(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
+        async with self._came:
+            self._epoch, self._make = epoch, make
+            self._came.notify_all()
+
+    # ---- training thread
+
+    def keep(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
+        """Let the client fetch this, and what was before only if it is under way.
+
+        Args:
+            epoch: That has ended.
+            make: Makes it; None: not yet.
+        """
+        asyncio.run_coroutine_threadsafe(self._keep(epoch, make), self._loop)
+
+
+class SnapshotRequest(NamedTuple):
+    """A joining replica waits for this replica's state."""
+
+    cut: dict[int, int]  # updates that it has to contain, by origin
+    answer: asyncio.Future[dict[str, Any]]
+
+
+class ReplicaEndpoint:
+    """Where the messages of one replica arrive, on its worker's event loop.
+
+    Args:
+        worker: Where the replica trains.
+        endpoint: Which replica it is, and the bounds.
+
+    Attributes:
+        inbox: What has arrived.
+        connection: To the scheduler and to other workers.
+        routing: Where updates go.
+        repairs: Requests missing updates again.
+        closing: The worker closes; the replica should hand over and leave.
+        blobs: What other replicas may fetch.
+        agreed_state: What the client may fetch.
+        snapshot_requests: Of joining replicas; the training thread answers them.
+    """
+
+    inbox: Inbox
+    connection: Connection
+    routing: Routing
+    repairs: Repairs
+    closing: bool
+    blobs: BlobServer
+    agreed_state: StateServer
+    snapshot_requests: list[SnapshotRequest]
+
+    def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
+        self.inbox = Inbox(
+            endpoint.size,
+            endpoint.grid,
+            endpoint.inbox_bytes,
+            in_order=RELAYED[endpoint.routing] and not endpoint.drops,
+            in_step=endpoint.in_step,
+        )
+        self.connection = Connection(worker, endpoint, self.inbox.stop)
+        self.routing = ROUTINGS[endpoint.routing](self.connection, self.inbox)
+        self.repairs = Repairs(self.connection, self.inbox, self._put)
+        self.closing = False
+        self.blobs = BlobServer(self.connection.loop)
+        self.agreed_state = StateServer(self.connection.loop)
+        self.snapshot_requests = []
+        self._before_snapshot: PreSnapshotBuffer | None = None
+        self._routed = False  # the members of at least one generation are known
+        self._endpoint = endpoint
+        self._left = asyncio.Event()
+        self._running: list[concurrent.futures.Future[None]] = []
+
+    # ---- event loop
+
+    async def deliver(self, item: Message) -> bool:
+        """Take in an item; one that cannot be read is counted and dropped.
+
+        Returns:
+            False if there is no room for it: it has to be sent again.
+        """
+        if item.kind == MessageKind.ROUTES:
+            self.on_members(item.payload)
+            return True
+        if item.kind != MessageKind.UPDATE:
+            if self.inbox.note(item) and item.kind == MessageKind.PROGRESS:
+                self.routing.on_message(item)
+            return True
+        if self._dropped(item):
+            return True
+        item = self._owned(item)
+        if self._before_snapshot is not None:
+            limit_bytes = self._endpoint.inbox_bytes
+            first = self._before_snapshot.keep(item, limit_bytes)
+            if first and self._routed:
+                self.routing.on_message(item)
+            return first is not None
+        if self.inbox.holds_back(item):
+            return False
+        if await self._put(item):
+            self.routing.on_message(item)
+            return True
+        return not self.inbox.holds_back(item)  # it may since it was decoded
+
+    def _dropped(self, item: Message) -> bool:
+        """Whether it gets lost here on purpose; the sender takes it for delivered."""
+        own, origin, number = self._endpoint.replica, item.origin, item.sequence
+        if not any(d.strikes(origin, number, own) for d in self._endpoint.drops):
+            return False
+        # That there is one is known: through a relay nothing else might say so.
+        self.inbox.announce({origin: PeerProgress(item.step, number)})
+        return True
+
+    def _owned(self, item: Message) -> Message:
+        """The item with memory of its own: what it came in is as large as a batch."""
+        if self.routing.relayed and self._before_snapshot is None:
+            return item  # it is decoded, and not kept
+        shared = item.payload if isinstance(item.payload, SharedFrame) else None
+        payload = item.payload if shared is None else shared.frame
+        try:
+            return item._replace(payload=owned(payload))
+        except (TypeError, ValueError):  # no bytes: `decoded` refuses it
+            return item
+
+    async def _put(self, item: Message) -> bool:
+        payload = item.payload
+        shared = payload if isinstance(payload, SharedFrame) else SharedFrame(payload)
+        arguments = item, shared, self._endpoint, self.inbox.grid
+        try:
+            if memoryview(shared.frame).nbytes > INLINE_BYTES:
+                update = await asyncio.to_thread(decoded, *arguments)
+            else:
+                update = decoded(*arguments)
+        except UNREADABLE as error:
+            refuse(item, error, self._endpoint, self.inbox)
+            return False
+        if not self.inbox.put(item, update):
+            return False
+        self.routing.on_update(item)
+        return True
+
+    def on_members(self, payload: Any) -> None:
+        """Take in the membership: its generation, and the worker of each member."""
+        generation, members = payload
+        workers = dict(members)
+        self.routing.on_members(generation, workers)
+        self.repairs.workers = workers
+        if not self._routed and self._before_snapshot is not None:
+            for item in self._before_snapshot.items:
+                self.routing.on_message(item)
+        self._routed = True
+
+    def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
+        """Updates that another replica misses, as many as fit a request."""
+        found: list[Message] = []
+        nbytes = 0
+        for item in self.routing.lookup(origin, sequences):
+            nbytes += item.weight()
+            if found and nbytes > BATCH_BYTES:
+                break
+            found.append(item)
+        return found
+
+    async def snapshot(self, cut: dict[int, int]) -> dict[str, Any]:
+        """The state of this replica for a joining one, made between two steps.
+
+        Raises:
+            TimeoutError: If it was not made in time.
+        """
+        request = SnapshotRequest(cut, self.connection.loop.create_future())
+        self.snapshot_requests.append(request)
+        self.inbox.wake()
+        try:
+            bound_s = self._endpoint.timeouts.request
+            return await asyncio.wait_for(request.answer, bound_s)
+        finally:
+            self._forget(request)
+
+    def close_soon(self) -> None:
+        """The worker closes; the training thread leaves at its next step."""
+        self.closing = True
+        self.inbox.stop("its worker closes")
+
+    async def left(self, timeout_s: float) -> None:
+        """Wait until the replica has left, but not for long."""
+        try:
+            await asyncio.wait_for(self._left.wait(), timeout_s)
+        except TimeoutError:
+            logger.warning(
+                "replica %s did not leave within %s s",
+                self._endpoint.replica,
+                timeout_s,
+            )
+
+    # ---- training thread
+
+    def start(self) -> None:
+        """Begin to send, and to request what is missing."""
+        for work in (self.routing.run(), self.repairs.run()):
+            future = asyncio.run_coroutine_threadsafe(work, self.connection.loop)
+            self._running.append(future)
+
+    def wait_for_snapshot(self) -> None:
+        """Keep updates as they come; the state that they change is not here yet."""
+        self._before_snapshot = PreSnapshotBuffer()
+        self.inbox.joining = True
+
+    def enter(self, payload: Any) -> None:
+        """Know the members before anything is published; see `on_members`."""
+
+        async def enter() -> None:
+            self.on_members(payload)
+
+        self._now(enter())
+
+    def begin(self, received: Mapping[int, Received], grid: float) -> None:
+        """The snapshot is here: deliver the updates that it does not contain."""
+
+        async def deliver() -> None:
+            kept, self._before_snapshot = self._before_snapshot, None
+            for item in kept.items if kept is not None else ():
+                await self._put(item)
+            self.inbox.joining = False
+
+        self.inbox.begin(received, grid)
+        self._now(deliver())
+
+    def pull(
+        self, helper: int, origin: int, sequences: Sequence[int]
+    ) -> concurrent.futures.Future[int]:
+        """Request updates of an origin; done once those of the helper are here."""
+        asking = self.repairs.ask(helper, origin, sequences)
+        future = asyncio.run_coroutine_threadsafe(asking, self.connection.loop)
+        future.add_done_callback(lambda _: self.inbox.wake())
+        return future
+
+    def _now(self, work: Coroutine[Any, Any, None]) -> None:
+        future = asyncio.run_coroutine_threadsafe(work, self.connection.loop)
+        bound = self._endpoint.timeouts.bound("request")
+        try:
+            future.result(bound.seconds)
+        except TimeoutError as error:
+            future.cancel()
+            raise WaitTimeoutError(
+                f"replica {self._endpoint.replica} waited {bound} for the event loop "
+                "of its own worker; is it busy, or closed?"
+            ) from error
+
+    def _forget(self, request: SnapshotRequest) -> None:
+        with contextlib.suppress(ValueError):  # it may have been answered meanwhile
+            self.snapshot_requests.remove(request)
+
+    def serve(self, request: SnapshotRequest, snapshot: dict[str, Any]) -> None:
+        """Answer a joining replica, once."""
+        self._forget(request)
+
+        def answer() -> None:
+            if not request.answer.done():  # it may not have waited
+                request.answer.set_result(snapshot)
+
+        self.connection.loop.call_soon_threadsafe(answer)
+
+    def stop_sending(self) -> None:
+        """Send nothing more, not even a sign of life."""
+        for future in self._running:
+            future.cancel()
+        self.connection.loop.call_soon_threadsafe(self.routing.end)
+
+    def end(self) -> None:
+        """Whoever waits for the replica to leave may go on."""
+        self.connection.loop.call_soon_threadsafe(self._left.set)
+
 
 WAIT_S = 1.0  # for what is not there yet; then who wants it asks again
 LEAVE_S = 2.0  # batch systems kill soon after they ask a worker to close
@@ -165,18 +585,23 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             raise GoneError(f"no replica {replica} of run {run} here")
         return link
 
-    def open(self, endpoint: Endpoint) -> RemoteChannel:
-        """Make the channel of a replica; messages for it are kept from now on.
+    def open(self, endpoint: Endpoint) -> ReplicaEndpoint:
+        """Make the end of a replica; messages for it are kept from now on.
 
         Raises:
             ChannelError: If the replica is on this worker already.
         """
         key = (endpoint.run, endpoint.replica)
-        links = self.links
-        if key in links:
+        if key in self.links:
             raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
-        links[key] = ReplicaEndpoint(self._worker, endpoint)
-        return RemoteChannel(links[key], endpoint, lambda: links.pop(key, None))
+        self.links[key] = ReplicaEndpoint(self._worker, endpoint)
+        return self.links[key]
+
+    def close(self, endpoint: Endpoint) -> None:
+        """A replica has left: whoever waits for that may go on."""
+        link = self.links.pop((endpoint.run, endpoint.replica), None)
+        if link is not None:
+            link.end()
 
 
 def set_up(worker: Worker) -> None:

@@ -108,7 +108,7 @@ def _open_channel(
         raise ChannelError(
             f"the daskdl plugin is not set up on {worker.address}; see the worker's log"
         )
-    return plugin.open(options.endpoint(number, own))
+    return RemoteChannel(plugin, options.endpoint(number, own))
 
 
 COLLECT_LOOK_S = 1.0  # between two looks whether a result was lost

@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.inbox import DrainResult
+from daskdl.channel.base import DrainResult
 from daskdl.channel.protocol import FAN_OUT, Barrier
 from daskdl.compression.compressor import (
     Compressor,

@@ -6,7 +6,7 @@ import pytest
 from distributed import Client
 
 from daskdl import codec
-from daskdl.channel import endpoint as endpoint_end
+from daskdl.channel import worker as worker_end
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import NAME
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
@@ -85,9 +85,9 @@ async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
         frame = codec.encode_dense(stamp, run.endpoint.grid, counts_N)
         assert frame.nbytes > 2**20
 
-        decode, threads = endpoint_end.decoded, []
+        decode, threads = worker_end.decoded, []
         monkeypatch.setattr(
-            endpoint_end,
+            worker_end,
             "decoded",
             lambda *frame: threads.append(threading.get_ident()) or decode(*frame),
         )

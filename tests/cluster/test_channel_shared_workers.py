@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl import codec
-from daskdl.channel import endpoint, protocol
+from daskdl.channel import inbox, protocol
 from daskdl.channel.protocol import Answer
 from tests.support.channels import (
     RUN,
@@ -75,7 +75,7 @@ async def test_it_is_decoded_once(c, s, a, b, monkeypatch):
 
     async with a_run(c, s, a, b, b, b) as run:
         monkeypatch.setattr(
-            endpoint, "codec", SimpleNamespace(**{**vars(codec), "decode": decode})
+            inbox, "codec", SimpleNamespace(**{**vars(codec), "decode": decode})
         )
 
         assert publish(run.channels[0])

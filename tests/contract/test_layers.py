@@ -125,7 +125,6 @@ OUTSIDE = {
 
 # The edges: everything else runs, and is tested, without a cluster.
 DISTRIBUTED = {
-    "channel.endpoint",  # a replica's, on its worker's event loop
     "channel.protocol",  # Dask's wrappers, so that it does not touch the bytes
     "channel.scheduler",
     "channel.sender",  # requests of a replica

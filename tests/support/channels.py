@@ -12,6 +12,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 from daskdl import codec
 from daskdl.channel.leasing import WHOLE_EPOCHS
 from daskdl.channel.protocol import NAME, Barrier, Endpoint, Message, MessageKind, wrap
+from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
@@ -148,7 +149,7 @@ class Run:
 
     def open_channel(self, replica):
         endpoint = dataclasses.replace(self.endpoint, replica=replica)
-        channel = self.worker_plugin(replica).open(endpoint)
+        channel = RemoteChannel(self.worker_plugin(replica), endpoint)
         self.channels[replica] = channel
         return channel
 

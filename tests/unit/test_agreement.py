@@ -47,7 +47,7 @@ def agree(end):
         keys.append(key)
         return BarrierResult({0: payload, 1: {"received": [[1, 1, []]]}}, {})
 
-    channel = RemoteChannel(end, ENDPOINT, lambda: None)
+    channel = RemoteChannel(SimpleNamespace(open=lambda _: end), ENDPOINT)
     channel.barrier = barrier
     channel.agree("end", {0: 0}, {}, lambda snapshot: None)
     return keys

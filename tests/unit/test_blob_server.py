@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from daskdl.channel import protocol
-from daskdl.channel.endpoint import BlobServer
 from daskdl.channel.protocol import Parcel, join, unwrap
+from daskdl.channel.worker import BlobServer
 
 WAIT_S = 30  # of a test that would fail otherwise
 ARRAYS = {"a": np.arange(40, dtype=np.int64)}

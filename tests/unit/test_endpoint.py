@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.channel.endpoint import ReplicaEndpoint
 from daskdl.channel.protocol import Endpoint
+from daskdl.channel.worker import ReplicaEndpoint
 from daskdl.errors import WaitTimeoutError
 from tests.support.inboxes import GRID, SIZE
 from tests.support.records import TIMEOUTS

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from daskdl import codec
-from daskdl.channel.base import Channel
-from daskdl.channel.inbox import DrainResult
+from daskdl.channel.base import Channel, DrainResult
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import Aim, Drained, FixedThreshold, Link, LinkAlgorithm, Sent
 from daskdl.training.base import CompressionState, ReplicaContext, SoloExchange

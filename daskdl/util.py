@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
@@ -20,21 +20,6 @@ def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
     """
     try:
         return action()
-    except Exception as error:
-        return failed(error)
-
-
-async def answered(
-    action: Callable[[], Awaitable[T]], failed: Callable[[Exception], T]
-) -> T:
-    """Await a function; if it raises an Exception, return what `failed` makes of it.
-
-    Args:
-        action: May raise anything, if it reads foreign bytes. Cancellation comes out.
-        failed: Gets the exception.
-    """
-    try:
-        return await action()
     except Exception as error:
         return failed(error)
 

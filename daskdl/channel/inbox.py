@@ -61,7 +61,7 @@ class ReceivedSet:
     sequence number may be anything.
 
     Args:
-        received: Where to start, as :meth:`received` gave it: that of a snapshot.
+        received: Where to start, as :meth:`by_origin` gave it: that of a snapshot.
     """
 
     def __init__(self, received: Mapping[int, Received] | None = None) -> None:
@@ -72,6 +72,11 @@ class ReceivedSet:
             self._beyond[origin] = set()
             for sequence in beyond:
                 self.accept(origin, sequence)
+
+    def has(self, origin: int, sequence: int) -> bool:
+        """Whether an update has been received."""
+        beyond = self._beyond.get(origin, ())
+        return sequence <= self.complete(origin) or sequence in beyond
 
     def accept(self, origin: int, sequence: int) -> bool:
         """Note an update; False if it was noted before (a duplicate)."""
@@ -85,11 +90,6 @@ class ReceivedSet:
             beyond.remove(complete)
         self._complete[origin] = complete
         return True
-
-    def has(self, origin: int, sequence: int) -> bool:
-        """Whether an update has been received."""
-        beyond = self._beyond.get(origin, ())
-        return sequence <= self.complete(origin) or sequence in beyond
 
     def complete(self, origin: int) -> int:
         """All updates of an origin up to this one have been received."""
@@ -110,7 +110,7 @@ class ReceivedSet:
                 behind[origin] = gaps
         return behind
 
-    def received(self) -> dict[int, tuple[int, tuple[int, ...]]]:
+    def by_origin(self) -> dict[int, Received]:
         """What exactly was received of each origin, in plain values for the wire.
 
         Returns:
@@ -121,7 +121,7 @@ class ReceivedSet:
             >>> positions = ReceivedSet()
             >>> [positions.accept(7, sequence) for sequence in (1, 2, 5)]
             [True, True, True]
-            >>> positions.received()
+            >>> positions.by_origin()
             {7: (2, (5,))}
         """
         return {
@@ -215,13 +215,12 @@ class PendingUpdates:
         self._size = size
         self._limit_bytes = limit_bytes
         self._in_step = in_step
-        self._updates: list[Update] = []
-        # By step where they go in step, else all at 0.
-        self._bytes: Counter[int] = Counter()
+        self._waiting: list[tuple[int, int, Update]] = []  # bucket, bytes
+        self._bytes: Counter[int] = Counter()  # of each bucket
         self._folded: dict[int, NDArray[np.int32]] = {}
 
     def __len__(self) -> int:
-        return len(self._updates)
+        return len(self._waiting)
 
     @property
     def nbytes(self) -> int:
@@ -230,9 +229,11 @@ class PendingUpdates:
 
     def add(self, update: Update) -> None:
         """Keep an update until it is taken."""
-        bucket = self._bucket_of(update)
-        self._updates.append(update)
-        self._bytes[bucket] += _bytes_of(update)
+        bucket = update.stamp.step if self._in_step else 0
+        own = update.entries_K if isinstance(update, SparseUpdate) else update.counts_N
+        nbytes = UPDATE_BYTES + own.nbytes
+        self._waiting.append((bucket, nbytes, update))
+        self._bytes[bucket] += nbytes
         again = self._in_step and bucket in self._folded
         if again or self._bytes[bucket] > self._limit_bytes:
             self.folds += not again
@@ -243,11 +244,11 @@ class PendingUpdates:
     ) -> tuple[list[Update], NDArray[np.int32] | None]:
         """Take all updates, or only those up to a step; see :class:`DrainResult`."""
         last = math.inf if up_to_step is None else up_to_step
-        now = [u for u in self._updates if u.stamp.step <= last]
-        self._updates = [u for u in self._updates if u.stamp.step > last]
+        now = [update for *_, update in self._waiting if update.stamp.step <= last]
+        self._waiting = [one for one in self._waiting if one[-1].stamp.step > last]
         self._bytes.clear()
-        for update in self._updates:
-            self._bytes[self._bucket_of(update)] += _bytes_of(update)
+        for bucket, nbytes, _ in self._waiting:
+            self._bytes[bucket] += nbytes
         due = [self._folded.pop(bucket) for bucket in [*self._folded] if bucket <= last]
         for other_N in due[1:]:
             due[0] += other_N
@@ -255,28 +256,18 @@ class PendingUpdates:
 
     def clear(self) -> None:
         """Forget what waits."""
-        self._updates.clear()
+        self._waiting.clear()
         self._bytes.clear()
         self._folded.clear()
-
-    def _bucket_of(self, update: Update) -> int:
-        return update.stamp.step if self._in_step else 0
 
     def _fold(self, bucket: int) -> None:
         if bucket not in self._folded:
             self._folded[bucket] = np.zeros(self._size, np.int32)
-        folded_N = self._folded[bucket]
-        for update in self._updates:
-            if self._bucket_of(update) == bucket:
-                fold_(folded_N, update, self.grid)
-        self._updates = [u for u in self._updates if self._bucket_of(u) != bucket]
+        for of_bucket, _, update in self._waiting:
+            if of_bucket == bucket:
+                fold_(self._folded[bucket], update, self.grid)
+        self._waiting = [one for one in self._waiting if one[0] != bucket]
         self._bytes[bucket] = 0
-
-
-def _bytes_of(update: Update) -> int:
-    if isinstance(update, SparseUpdate):
-        return UPDATE_BYTES + update.entries_K.nbytes
-    return UPDATE_BYTES + update.counts_N.nbytes
 
 
 class Peers:
@@ -306,14 +297,14 @@ class Peers:
         self._news_at: dict[int, float] = {}
 
     def announce(
-        self, origin: int, progress: PeerProgress, complete: int | None = None
+        self, origin: int, progress: PeerProgress, complete: float = math.inf
     ) -> bool:
         """Note how far a replica says it is.
 
         Args:
             origin: The replica.
             progress: What it announces; fields never go back.
-            complete: All its updates up to this one have arrived. None: it counts now.
+            complete: All its updates up to this one have arrived.
 
         Returns:
             Whether this was news.
@@ -321,25 +312,15 @@ class Peers:
         if origin in self.failed:
             return False
         former = self.announced.get(origin)
-        latest = progress if former is None else _farther(former, progress)
+        latest = PeerProgress(*map(max, former or progress, progress))
         if latest != former:
             self._news_at[origin] = self._clock()
-        self.announced[origin] = latest
-        if complete is not None and latest.sequence <= complete:
-            self._count(origin, latest)
-        elif complete is None or progress.sequence <= complete:
-            self._count(origin, progress)
+            self.announced[origin] = latest
+        counted = latest if latest.sequence <= complete else progress
+        if counted.sequence <= complete:
+            before = self.progress.get(origin, counted)
+            self.progress[origin] = PeerProgress(*map(max, before, counted))
         return latest != former
-
-    def catch_up(self, origin: int, complete: int) -> None:
-        """More updates of a replica have arrived: what it announced may count now."""
-        announced = self.announced.get(origin)
-        if announced is not None and announced.sequence <= complete:
-            self._count(origin, announced)
-
-    def _count(self, origin: int, progress: PeerProgress) -> None:
-        former = self.progress.get(origin, PeerProgress())
-        self.progress[origin] = _farther(former, progress)
 
     def fail(self, origin: int) -> None:
         """A replica is gone."""
@@ -360,10 +341,6 @@ class Peers:
             f"{now - self._news_at[origin]:.1f} s ago"
             for origin, announced in sorted(self.announced.items())
         )
-
-
-def _farther(one: PeerProgress, other: PeerProgress) -> PeerProgress:
-    return PeerProgress(*map(max, one, other))
 
 
 class PreSnapshotBuffer:
@@ -389,7 +366,11 @@ class PreSnapshotBuffer:
 
 
 class Inbox:
-    """What one replica has received: each method may be called from any thread.
+    """What one replica has received, and how far the others are.
+
+    The event loop fills it and the training thread empties it. Methods may be called
+    from any thread; whoever uses an attribute holds `changed` meanwhile, but for the
+    first three.
 
     Args:
         size: Parameters of the model.
@@ -405,11 +386,25 @@ class Inbox:
         joining: Whether it waits for its snapshot: nothing counts as received or
             missing before.
         own: How far this replica is itself; `sequence` is of its last update.
+        changed: Notified after each change; may be entered more than once.
+        received: Which updates have arrived.
+        barrier: Which of them may be delivered.
+        pending: Those that are not applied yet.
+        peers: How far the others are.
+        received_bytes: Of frames, since the counters were read.
+        refused: Frames that could not be decoded, since the counters were read.
     """
 
     stopped: str | None
     joining: bool
     own: PeerProgress
+    changed: threading.Condition
+    received: ReceivedSet
+    barrier: DeliveryBarrier
+    pending: PendingUpdates
+    peers: Peers
+    received_bytes: int
+    refused: int
 
     def __init__(
         self,
@@ -424,21 +419,14 @@ class Inbox:
         self.stopped = None
         self.joining = False
         self.own = PeerProgress()
+        self.changed = threading.Condition() if changed is None else changed
+        self.received = ReceivedSet()
+        self.barrier = DeliveryBarrier()
+        self.pending = PendingUpdates(size, grid, limit_bytes, in_step=in_step)
+        self.peers = Peers()
+        self.received_bytes = 0
+        self.refused = 0
         self._in_order = in_order
-        self._received = ReceivedSet()
-        self._barrier = DeliveryBarrier()
-        self._peers = Peers()
-        self._pending = PendingUpdates(size, grid, limit_bytes, in_step=in_step)
-        self._received_bytes = 0
-        self._refused = 0
-        self._changed = threading.Condition() if changed is None else changed
-
-    @property
-    def grid(self) -> float:
-        """Of the run, parameter units."""
-        return self._pending.grid
-
-    # ---- arriving messages
 
     def put(self, item: Message, update: Update) -> bool:
         """Add a pending update, once.
@@ -447,118 +435,54 @@ class Inbox:
             False if it was received before, or is not to be delivered now.
         """
         origin, sequence = item.origin, item.sequence
-        with self._changed:
-            if not self._barrier.admits(origin, sequence):
+        with self.changed:
+            if not self.barrier.admits(origin, sequence):
                 return False
-            if not self._received.accept(origin, sequence):
+            if not self.received.accept(origin, sequence):
                 return False
-            self._pending.add(update)
-            self._received_bytes += item.nbytes
-            self._announce(origin, PeerProgress(item.step, sequence))
-            self._changed.notify_all()
+            self.pending.add(update)
+            self.received_bytes += item.nbytes
+            self.announce(origin, PeerProgress(item.step, sequence))
             return True
 
     def holds_back(self, item: Message) -> bool:
         """Whether an update has to be sent again, after the barrier."""
         key = item.origin, item.sequence
-        with self._changed:
-            return self._barrier.holding and not (
-                self._received.has(*key) or self._barrier.admits(*key)
+        with self.changed:
+            return self.barrier.holding and not (
+                self.received.has(*key) or self.barrier.admits(*key)
             )
 
     def note(self, item: Message) -> bool:
         """Take in a control message; whether it is news of its origin."""
-        news = True
-        with self._changed:
-            if item.kind == MessageKind.STOP:
-                self.stopped = self.stopped or str(item.payload)
-            elif item.kind == MessageKind.LOST:
-                self._peers.fail(item.origin)
-            else:
-                interval = item.payload if item.kind == MessageKind.PROGRESS else -1
-                progress = PeerProgress(item.step, item.sequence, interval)
-                news = self._announce(item.origin, progress)
-            self._changed.notify_all()
-        return news
+        if item.kind == MessageKind.STOP:
+            self.stop(str(item.payload))
+        elif item.kind == MessageKind.LOST:
+            with self.changed:
+                self.peers.fail(item.origin)
+                self.changed.notify_all()
+        else:
+            interval = item.payload if item.kind == MessageKind.PROGRESS else -1
+            progress = PeerProgress(item.step, item.sequence, interval)
+            return self.announce(item.origin, progress)
+        return True
 
-    def announce(self, progress: Mapping[int, PeerProgress]) -> None:
-        """Note how far other replicas are."""
-        with self._changed:
-            for origin, announced in progress.items():
-                self._announce(origin, announced)
-            self._changed.notify_all()
-
-    def _announce(self, origin: int, progress: PeerProgress) -> bool:
-        complete = None if self._in_order else self._received.complete(origin)
-        return self._peers.announce(origin, progress, complete)
-
-    def refuse(self) -> None:
-        """Count a frame that could not be decoded."""
-        with self._changed:
-            self._refused += 1
-
-    def stop(self, reason: str) -> None:
-        """End every wait here."""
-        with self._changed:
-            self.stopped = self.stopped or reason
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Let whoever waits look again, because something else changed."""
-        with self._changed:
-            self._changed.notify_all()
-
-    # ---- what has been received
-
-    def received(self) -> dict[int, Received]:
-        """What exactly was received of each origin."""
-        with self._changed:
-            return dict(self._received.received())
-
-    def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
-        """Sequence numbers up to a target that have not been received, by origin."""
-        with self._changed:
-            return self._received.behind(target)
-
-    def reached(self, target: Mapping[int, int]) -> bool:
-        """Whether all up to a target has been received."""
-        with self._changed:
-            return self._received.reached(target)
-
-    def gaps(self, most: int) -> dict[int, list[int]]:
-        """Announced updates that have not been received, by origin.
-
-        Args:
-            most: How far to look beyond the first gap of each.
-        """
-        with self._changed:
-            last = {
-                origin: min(announced.sequence, self._received.complete(origin) + most)
-                for origin, announced in self._peers.announced.items()
-            }
-            return self._received.behind(last)
-
-    def drain(self, up_to_step: int | None = None) -> DrainResult:
-        """Take pending updates, with what has been received in all.
-
-        Args:
-            up_to_step: For runs in step, in which an update from a replica's next
-                step must not be applied before one's own.
-        """
-        with self._changed:
-            updates, folded_N = self._pending.take(up_to_step)
-            return DrainResult(updates, folded_N, self._received.received())
+    def announce(self, origin: int, progress: PeerProgress) -> bool:
+        """Note how far another replica is; whether this was news."""
+        with self.changed:
+            complete = math.inf if self._in_order else self.received.complete(origin)
+            news = self.peers.announce(origin, progress, complete)
+            self.changed.notify_all()
+            return news
 
     def begin(self, received: Mapping[int, Received], grid: float) -> None:
         """Take over what another replica had applied, with its snapshot."""
-        with self._changed:
-            self._pending.grid = grid
-            self._pending.clear()
-            self._received = ReceivedSet(received)
-            for origin in self._peers.announced:
-                self._peers.catch_up(origin, self._received.complete(origin))
-
-    # ---- agreement
+        with self.changed:
+            self.pending.grid = grid
+            self.pending.clear()
+            self.received = ReceivedSet(received)
+            for origin, announced in self.peers.announced.items():
+                self.announce(origin, announced)
 
     def hold(self, failed: Iterable[int]) -> dict[int, Received]:
         """Deliver nothing from now on; return what was received until now.
@@ -566,76 +490,31 @@ class Inbox:
         Args:
             failed: Replicas of which nothing is delivered afterwards either.
         """
-        with self._changed:
-            self._barrier.close(failed)
-            self._barrier.holding = True
-            return dict(self._received.received())
+        with self.changed:
+            self.barrier.close(failed)
+            self.barrier.holding = True
+            return self.received.by_origin()
 
-    def open(self, target: Mapping[int, Received]) -> None:
-        """Deliver what all have settled on, until the next `hold`."""
-        with self._changed:
-            self._barrier.open(target)
+    def stop(self, reason: str) -> None:
+        """End every wait here; the first reason stays."""
+        with self.changed:
+            self.stopped = self.stopped or reason
+            self.changed.notify_all()
 
-    def release(self) -> None:
-        """The barrier is over: deliver what arrives."""
-        with self._changed:
-            self._barrier.release()
-
-    # ---- other replicas
-
-    def meet(self, steps: Mapping[int, int]) -> None:
-        """Get to know other replicas, and the steps they have completed."""
-        with self._changed:
-            for replica, step in steps.items():
-                self._peers.announce(replica, PeerProgress(step))
-
-    def sync(self, step: int, grid: float) -> None:
-        """All replicas have met, after so many steps, and go on with this grid."""
-        with self._changed:
-            self._pending.grid = grid
-            self.meet(dict.fromkeys(self._peers.progress, step))
-
-    def peers(self) -> list[int]:
-        """The other replicas that train, ascending, as far as known."""
-        with self._changed:
-            return sorted(self._peers.progress)
-
-    def failed(self) -> set[int]:
-        """Replicas that are gone, as far as known."""
-        with self._changed:
-            return set(self._peers.failed)
-
-    def slowest(self, interval: int) -> int | None:
-        """Steps of the slowest peer that has not completed a sync interval."""
-        with self._changed:
-            return self._peers.slowest(interval)
-
-    def steps(self) -> dict[int, int]:
-        """Steps completed by each peer, as far as known."""
-        with self._changed:
-            return {origin: p.step for origin, p in self._peers.progress.items()}
-
-    def last_heard(self) -> str:
-        """The last news of each peer, and how old it is, for messages."""
-        with self._changed:
-            return self._peers.described()
-
-    def count_off(self) -> tuple[int, int, int]:
-        """Bytes received, frames refused and folds since the last call."""
-        with self._changed:
-            counted = (self._received_bytes, self._refused, self._pending.folds)
-            self._received_bytes = self._refused = self._pending.folds = 0
-        return counted
+    def wake(self) -> None:
+        """Let whoever waits look again, because something else changed."""
+        with self.changed:
+            self.changed.notify_all()
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Block until ready or stopped; False on time-out.
 
         Args:
-            ready: Checked after each change; may call the methods above.
+            ready: Checked after each change.
             timeout_s: Seconds; None: no bound.
         """
-        with self._changed:
-            return self._changed.wait_for(
+        with self.changed:
+            return self.changed.wait_for(
                 lambda: self.stopped is not None or ready(), timeout_s
             )
 
@@ -692,7 +571,7 @@ def decoded(
 
 def refuse(item: Message, error: Exception, endpoint: Endpoint, inbox: Inbox) -> None:
     """Count and log an update that could not be decoded; it is dropped."""
-    inbox.refuse()
+    inbox.refused += 1
     logger.warning(
         "replica %s refused update %s of replica %s: %s",
         endpoint.replica,
@@ -784,13 +663,15 @@ class ReceivingChannel(Channel):
                 gives up silent replicas; the bound is for a scheduler that is silent.
         """
         if not self._wait_until(cause, ready, self._patience.seconds):
-            raise WaitTimeoutError(
-                f"replica {self._replica} waited {self._patience} for {cause}; by "
-                f"replica: {state()}; last heard: {self._last_heard()}"
-            )
+            with self._inbox.changed:
+                raise WaitTimeoutError(
+                    f"replica {self._replica} waited {self._patience} for {cause}; by "
+                    f"replica: {state()}; last heard: {self._last_heard()}"
+                )
 
     def _last_heard(self) -> str:
-        return self._inbox.last_heard()
+        with self._inbox.changed:
+            return self._inbox.peers.described()
 
     # ---- updates
 
@@ -817,22 +698,30 @@ class ReceivingChannel(Channel):
 
     @override
     def sync(self, step: int, grid: float) -> None:
-        self._inbox.own = self._inbox.own._replace(step=step)
-        self._inbox.sync(step, grid)
+        inbox = self._inbox
+        with inbox.changed:
+            inbox.own = inbox.own._replace(step=step)
+            inbox.pending.grid = grid
+            for peer in list(inbox.peers.progress):
+                inbox.announce(peer, PeerProgress(step))
 
     @override
     def drain(self, up_to_step: int | None = None) -> DrainResult:
-        drained = self._inbox.drain(up_to_step)
-        own = {self._replica: (self._inbox.own.sequence, ())}
-        return drained._replace(received={**drained.received, **own})
+        inbox = self._inbox
+        with inbox.changed:
+            updates, folded_N = inbox.pending.take(up_to_step)
+            received = inbox.received.by_origin()
+        received[self._replica] = (inbox.own.sequence, ())
+        return DrainResult(updates, folded_N, received)
 
     def wait_for_updates(self, target: Mapping[int, int]) -> None:
         """Block until all updates of others up to the target have been received."""
         others = {o: s for o, s in target.items() if o != self._replica}
+        inbox = self._inbox
         self._wait_for_others(
             WaitCause.UPDATES,
-            lambda: not self._inbox.behind(others),
-            lambda: self._inbox.behind(others),
+            lambda: inbox.received.reached(others),
+            lambda: inbox.received.behind(others),
         )
 
     @override
@@ -844,21 +733,27 @@ class ReceivingChannel(Channel):
 
     @override
     def peers(self) -> Sequence[int]:
-        return self._inbox.peers()
+        with self._inbox.changed:
+            return sorted(self._inbox.peers.progress)
 
     @override
     def wait_for_peers(
         self, step: int, interval: int, max_staleness: int | None
     ) -> int:
+        inbox = self._inbox
+
         def lead() -> int:
-            slowest = self._inbox.slowest(interval)
+            with inbox.changed:
+                slowest = inbox.peers.slowest(interval)
             return 0 if slowest is None else max(step - slowest, 0)
 
         ahead = lead()
         if max_staleness is None or ahead <= max_staleness:
             return ahead
         self._wait_for_others(
-            WaitCause.STALENESS, lambda: lead() <= max_staleness, self._inbox.steps
+            WaitCause.STALENESS,
+            lambda: lead() <= max_staleness,
+            lambda: {peer: p.step for peer, p in inbox.peers.progress.items()},
         )
         return lead()
 
@@ -880,6 +775,9 @@ class ReceivingChannel(Channel):
     @override
     def stats(self) -> ChannelStats:
         now, self._stats = self._stats, ChannelStats()
-        received_bytes, now.refused, now.folds = self._inbox.count_off()
-        now.received_bytes += received_bytes
+        inbox = self._inbox
+        with inbox.changed:
+            now.received_bytes += inbox.received_bytes
+            now.refused, now.folds = inbox.refused, inbox.pending.folds
+            inbox.received_bytes = inbox.refused = inbox.pending.folds = 0
         return now

@@ -254,7 +254,9 @@ class LocalChannel(ReceivingChannel):
                 self._run.stop(str(state.stopped))
                 self.check()
             members = state.members.present
-            self._inbox.meet({r: 0 for r in members if r != self._replica})
+            for peer in members:
+                if peer != self._replica:
+                    self._inbox.announce(peer, PeerProgress())
         return JoinResult(members, None)
 
     def _deliver(self, outbox: Outbox) -> None:
@@ -295,7 +297,7 @@ class LocalChannel(ReceivingChannel):
 
     @override
     def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
-        grid = self._inbox.grid
+        grid = self._inbox.pending.grid
         try:  # decoded once for all, and outside of the lock
             update: Any = decoded(item, SharedFrame(frame), self._endpoint, grid)
         except UNREADABLE as error:

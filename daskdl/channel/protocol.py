@@ -37,7 +37,6 @@ from daskdl.callbacks import FailureInjection
 from daskdl.codec import Stamp
 from daskdl.config import Timeouts
 from daskdl.errors import OptionError, shown
-from daskdl.util import answered
 
 logger = logging.getLogger(__name__)
 
@@ -211,8 +210,21 @@ class GoneError(Exception):
     """The run or replica is not here any more: the request may have been in time."""
 
 
+# What a handler raises for a message that it cannot read; errors of daskdl are among
+# them. Anything else is a bug: Dask logs it and answers with it.
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 class Guard:
-    """Makes handlers of requests that validate, and always answer.
+    """Makes handlers of requests that validate, and refuse what they cannot read.
 
     Dask logs a traceback for each request whose handler raises; here it is refused and
     counted. Fields have to be as the handler annotates its arguments.
@@ -226,30 +238,27 @@ class Guard:
         self._logged_at = -LOG_S
 
     def of(self, handler: Handler) -> Handler:
-        """A handler that always answers."""
+        """A handler that answers a message that it cannot read, too."""
         hints = {"run": Identity, **hints_of(handler)}
         valid = message_validator(hints)
 
         @functools.wraps(handler)
         async def guarded(**fields: Any) -> Fields:
-            async def handle() -> Fields:
+            try:
                 if not valid(fields):
                     check(fields, hints)
                 return await handler(**fields)
-
-            def refuse(error: Exception) -> Fields:
-                if isinstance(error, GoneError):
-                    return {"status": Answer.UNKNOWN.value, "reason": str(error)}
+            except GoneError as error:
+                return {"status": Answer.UNKNOWN.value, "reason": str(error)}
+            except UNREADABLE as error:
                 what = f"{type(error).__name__}: {error}"
-                reason = shown(f"{handler.__name__}: {what}", 500)
-                self._refused(fields)
-                now = asyncio.get_running_loop().time()
-                if now - self._logged_at >= LOG_S:
-                    self._logged_at = now
-                    logger.warning("refused a message: %s", reason)
-                return {"status": Answer.REFUSED.value, "reason": reason}
-
-            return await answered(handle, refuse)
+            reason = shown(f"{handler.__name__}: {what}", 500)
+            self._refused(fields)
+            now = asyncio.get_running_loop().time()
+            if now - self._logged_at >= LOG_S:
+                self._logged_at = now
+                logger.warning("refused a message: %s", reason)
+            return {"status": Answer.REFUSED.value, "reason": reason}
 
         return guarded
 

@@ -64,6 +64,19 @@ LOOK_S = 0.25  # between two looks for what is missing
 Take = Callable[[Message], Awaitable[bool]]
 
 
+def gaps(inbox: Inbox, most: int) -> dict[int, list[int]]:
+    """Announced updates that have not been received, by origin.
+
+    Args:
+        inbox: Knows what was announced, and what has been received.
+        most: How far to look beyond the first gap of each.
+    """
+    with inbox.changed:
+        received, announced = inbox.received, inbox.peers.announced.items()
+        last = {o: min(p.sequence, received.complete(o) + most) for o, p in announced}
+        return received.behind(last)
+
+
 class Repairs:
     """Asks others for updates that did not come.
 
@@ -94,7 +107,7 @@ class Repairs:
         while True:
             await asyncio.sleep(LOOK_S)
             now = self._connection.loop.time()
-            missed = {} if self._inbox.joining else self._inbox.gaps(MOST)
+            missed = {} if self._inbox.joining else gaps(self._inbox, MOST)
             for origin, missing in self._gaps.due(missed, now).items():
                 helper = self._helper(origin)
                 if helper is not None:

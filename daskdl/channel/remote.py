@@ -121,11 +121,11 @@ class RemoteChannel(ReceivingChannel):
         # Without a relay, updates of a failed replica may have reached nobody.
         without = {self._replica}
         if not self._routing.relayed:
-            without |= self._inbox.failed()
+            without |= self._inbox.peers.failed
         return [
             request
             for request in list(self._end.snapshot_requests)
-            if self._inbox.reached(
+            if self._inbox.received.reached(
                 {o: s for o, s in request.cut.items() if o not in without}
             )
         ]
@@ -227,7 +227,7 @@ class RemoteChannel(ReceivingChannel):
         self._end.enter(answer["topology"])
         members = dict(answer["members"])
         if members:
-            self._inbox.meet({r: s for r, s in members.items() if r != self._replica})
+            self._meet(members)
             self._end.begin({}, self._endpoint.grid)
             self._end.start()
             return JoinResult(list(members), None)
@@ -237,6 +237,11 @@ class RemoteChannel(ReceivingChannel):
         received.pop(self._replica, None)
         self._end.begin(received, snapshot["grid"])
         return JoinResult([self._replica], snapshot)
+
+    def _meet(self, steps: Mapping[int, int]) -> None:
+        """Get to know the members, and the steps that each has completed."""
+        for replica in steps.keys() - {self._replica}:
+            self._inbox.announce(replica, PeerProgress(steps[replica]))
 
     def _ask_to_join(self) -> dict[str, Any]:
         bound = self._timeouts.bound("join", "request")
@@ -271,7 +276,7 @@ class RemoteChannel(ReceivingChannel):
         answer = self._ask(WaitCause.ACTIVATE, protocol.ACTIVATE, None, step=step)
         members, interval = dict(answer["members"]), answer["interval"]
         self._inbox.own = PeerProgress(step, self.published, interval - 1)
-        self._inbox.meet({r: s for r, s in members.items() if r != self._replica})
+        self._meet(members)
         report = {r: unwrap_arrays(payload) for r, payload in answer["report"]}
         return ActivateResult(sorted(members), answer["epoch"], report, interval)
 
@@ -283,7 +288,7 @@ class RemoteChannel(ReceivingChannel):
     def leave(self, *, retires: bool = False) -> None:
         self._end.stop_sending()
         self._tell(protocol.LEAVE, retires=retires)
-        self._plugin.close(self._endpoint)
+        self._plugin.forget(self._endpoint)
 
     # ---- updates
 
@@ -393,7 +398,7 @@ class RemoteChannel(ReceivingChannel):
             kind=kind.value,
         )
         if kind != Barrier.AGREE:
-            self._inbox.release()
+            self._inbox.barrier.release()
         payloads = {r: unwrap_arrays(payload) for r, payload in answer["payloads"]}
         gone, counted = dict(answer["gone"]), answer["counted"]
         return BarrierResult(self._exchanged(payloads), gone, counted)
@@ -450,7 +455,7 @@ class RemoteChannel(ReceivingChannel):
         return None
 
     def _worker_of(self, replica: int) -> str | None:
-        failed = replica in self._inbox.failed()
+        failed = replica in self._inbox.peers.failed
         return None if failed else self._end.repairs.workers.get(replica)
 
     # ---- agreement after losses
@@ -487,9 +492,9 @@ class RemoteChannel(ReceivingChannel):
 
     def _wait_for_survivors(self, published: Last, gone: Last) -> None:
         def behind() -> Mapping[int, Sequence[int]]:
-            without = {self._replica, *gone, *self._inbox.failed()}
+            without = {self._replica, *gone, *self._inbox.peers.failed}
             target = {o: s for o, s in published.items() if o not in without}
-            return self._inbox.behind(target)
+            return self._inbox.received.behind(target)
 
         self._wait_for_others(WaitCause.UPDATES, lambda: not behind(), behind)
 
@@ -506,7 +511,7 @@ class RemoteChannel(ReceivingChannel):
     def _pull_all(self, have: Have) -> None:
         """Request what is missing from one replica after the other."""
         target = settle(have)
-        self._inbox.open(target)
+        self._inbox.barrier.open(target)
         for origin, sequences in missing(have[self._replica], target).items():
             for helper in helpers(origin, sequences, have, have, self._replica):
                 if self._pull(helper, origin, target[origin]):
@@ -516,7 +521,9 @@ class RemoteChannel(ReceivingChannel):
         """Request updates of one replica until it has no more; whether all are here."""
         former: Sequence[int] = []
         while True:
-            lacking = missing(self._inbox.received(), {origin: target})
+            with self._inbox.changed:
+                received = self._inbox.received.by_origin()
+            lacking = missing(received, {origin: target})
             if not lacking or lacking[origin] == former:
                 return not lacking
             former = lacking[origin]

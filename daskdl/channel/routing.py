@@ -510,24 +510,25 @@ class MeshRouting(Routing):
     @override
     def acknowledgement(self) -> Mapping[str, Any]:
         self._unreported.clear()
-        received = () if self._inbox.joining else self._inbox.received().items()
+        with self._inbox.changed:
+            received = self._inbox.received.by_origin()
         return {
             "acknowledgement": {
                 "generation": self._book.current.generation,
                 "adopted_at": self._adopted_at,
-                "received": [(origin, complete) for origin, (complete, _) in received],
+                "received": [
+                    (origin, complete)
+                    for origin, (complete, _) in received.items()
+                    if not self._inbox.joining
+                ],
             }
         }
 
     @override
     def on_answer(self, answer: Mapping[str, Any]) -> None:
-        self._inbox.announce(
-            {
-                replica: PeerProgress(*progress)
-                for replica, *progress in answer.get("peers", ())
-                if replica != self._replica
-            }
-        )
+        for replica, *progress in answer.get("peers", ()):
+            if replica != self._replica:
+                self._inbox.announce(replica, PeerProgress(*progress))
         if self._own.acknowledge(answer.get("received_by_all", 0)):
             self._inbox.wake()
         if self._own.pressed:

@@ -271,7 +271,7 @@ class ReplicaEndpoint:
             if first and self._routed:
                 self.routing.on_message(item)
             return first is not None
-        if self.inbox.holds_back(item):
+        if self.inbox.barrier.holding and self.inbox.holds_back(item):
             return False
         if await self._put(item):
             self.routing.on_message(item)
@@ -284,7 +284,7 @@ class ReplicaEndpoint:
         if not any(d.strikes(origin, number, own) for d in self._endpoint.drops):
             return False
         # That there is one is known: through a relay nothing else might say so.
-        self.inbox.announce({origin: PeerProgress(item.step, number)})
+        self.inbox.announce(origin, PeerProgress(item.step, number))
         return True
 
     def _owned(self, item: Message) -> Message:
@@ -301,7 +301,7 @@ class ReplicaEndpoint:
     async def _put(self, item: Message) -> bool:
         payload = item.payload
         shared = payload if isinstance(payload, SharedFrame) else SharedFrame(payload)
-        arguments = item, shared, self._endpoint, self.inbox.grid
+        arguments = item, shared, self._endpoint, self.inbox.pending.grid
         try:
             if memoryview(shared.frame).nbytes > INLINE_BYTES:
                 update = await asyncio.to_thread(decoded, *arguments)
@@ -569,7 +569,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             replica = None
         for (of_run, number), link in self.links.items():
             if isinstance(run, int) and of_run == run and replica in (None, number):
-                link.inbox.refuse()
+                link.inbox.refused += 1
                 return
         self.refused += 1
 
@@ -597,7 +597,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self.links[key] = ReplicaEndpoint(self._worker, endpoint)
         return self.links[key]
 
-    def close(self, endpoint: Endpoint) -> None:
+    def forget(self, endpoint: Endpoint) -> None:
         """A replica has left: whoever waits for that may go on."""
         link = self.links.pop((endpoint.run, endpoint.replica), None)
         if link is not None:

@@ -216,7 +216,7 @@ class TestUpdates:
 
 def has(run, sequence):
     """Whether replica 1 has an update of replica 0."""
-    complete, beyond = run.channels[1]._inbox.received().get(0, (0, ()))
+    complete, beyond = run.channels[1]._inbox.received.by_origin().get(0, (0, ()))
     return sequence <= complete or sequence in beyond
 
 

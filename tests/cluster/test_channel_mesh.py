@@ -140,8 +140,8 @@ async def test_what_all_have_is_forgotten(c, s, *workers):
 
         await wait_until(lambda: len(own) == 0)
 
-        assert run.link(1).inbox.received() == {0: (1, ())}
-        assert run.link(2).inbox.received() == {0: (1, ())}
+        assert run.link(1).inbox.received.by_origin() == {0: (1, ())}
+        assert run.link(2).inbox.received.by_origin() == {0: (1, ())}
 
 
 @two_workers()
@@ -186,8 +186,8 @@ async def test_what_one_survivor_has_of_a_lost_one_all_get(c, s, *workers):
         await run.deliver(0, third)  # it was long on its way
         await meet(run, "report", Barrier.REPORT)
         await run.deliver(1, third)
-        assert run.link(0).inbox.received()[2] == (2, ())
-        assert run.link(1).inbox.received()[2] == (2, ())
+        assert run.link(0).inbox.received.by_origin()[2] == (2, ())
+        assert run.link(1).inbox.received.by_origin()[2] == (2, ())
 
 
 @three_workers()
@@ -207,8 +207,8 @@ async def test_who_cannot_get_an_update_any_more_takes_a_state(c, s, *workers):
         (state,) = loaded
         assert state["total_N"].tolist() == [1, 1] + [0] * (SIZE - 2)
         assert rest == [0] * SIZE
-        assert run.link(0).inbox.received()[2] == (2, ())
-        assert run.link(1).inbox.received()[2] == (2, ())
+        assert run.link(0).inbox.received.by_origin()[2] == (2, ())
+        assert run.link(1).inbox.received.by_origin()[2] == (2, ())
 
 
 @three_workers()
@@ -239,7 +239,7 @@ async def test_a_state_that_is_older_than_what_was_told_is_not_taken(c, s, *work
         assert state["total_N"].tolist() == offered[0]["total_N"].tolist()
         assert (2, 2, ()) in state["received"]
         for replica in (0, 1):
-            assert run.link(replica).inbox.received()[2] == (2, ())
+            assert run.link(replica).inbox.received.by_origin()[2] == (2, ())
 
 
 @three_workers()
@@ -258,7 +258,7 @@ async def test_one_that_is_lost_while_the_others_agree_is_left_out(c, s, *worker
         assert one == other == [0] * 4 + [1] + [0] * (SIZE - 5)
         await meet(run, "report", Barrier.REPORT)
         await run.deliver(0, second)  # it was long on its way
-        assert run.link(0).inbox.received()[2] == (1, ())
+        assert run.link(0).inbox.received.by_origin()[2] == (1, ())
 
 
 @two_workers()
@@ -284,7 +284,7 @@ async def test_how_far_a_replica_is_is_passed_on(c, s, *workers):
 
         run.channels[0].progress(9)
 
-        await wait_until(lambda: run.link(2).inbox.steps().get(0) == 9)
+        await wait_until(lambda: run.link(2).inbox.peers.progress[0].step == 9)
 
 
 @two_workers()

@@ -64,7 +64,7 @@ async def test_a_newcomer_waits_until_all_know_that_it_is_there(c, s, a, b):
         waiting = begin(donor.wait_for_updates, {1: 2})
         await wait_until(lambda: run.link(0).routing._book.current.members == (0, 1, 2))
         assert publish(other, 1)  # by the old routes
-        await wait_until(lambda: 1 in run.link(0).inbox.received())
+        await wait_until(lambda: 1 in run.link(0).inbox.received.by_origin())
         assert not joining.done()
 
         routes = [i for i in run.record.outboxes[1].head(10**6) if i.kind == "routes"]

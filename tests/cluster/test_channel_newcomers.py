@@ -190,7 +190,7 @@ async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(
         assert seating == ([0, 1, 2], 1, {0: 0, 1: 1}, 1)
         assert run.record.members.expected == [0, 1, 2]
         await wait_until(lambda: replica in run.channels[1].peers())
-        assert run.link(1).inbox.steps()[replica] == 3
+        assert run.link(1).inbox.peers.progress[replica].step == 3
         others = [in_thread(run.channels[r].barrier, "end 1", r) for r in (1, replica)]
         for gathered in await asyncio.gather(waiting, *others):
             assert gathered.payloads == {0: 0, 1: 1, 2: 2}

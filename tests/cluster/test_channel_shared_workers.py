@@ -35,7 +35,7 @@ def recorded(handlers, operation, monkeypatch):
 
 
 def received(run, replica, origin=0):
-    return run.link(replica).inbox.received().get(origin, (0, ()))[0]
+    return run.link(replica).inbox.received.by_origin().get(origin, (0, ()))[0]
 
 
 @two_workers()
@@ -93,7 +93,7 @@ async def test_one_that_holds_back_holds_up_nobody_on_its_worker(c, s, a, b):
         assert publish(run.channels[0])
         await in_thread(run.channels[2].wait_for_updates, {0: 1})
         before = received(run, 1)
-        run.link(1).inbox.release()
+        run.link(1).inbox.barrier.release()
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
         assert before == 0

@@ -16,7 +16,7 @@ def received(updates):
     positions = ReceivedSet()
     for update in sorted(updates):
         positions.accept(*update)
-    return positions.received()
+    return positions.by_origin()
 
 
 def updates_in(received):

@@ -57,7 +57,7 @@ class Member:
 
     def take_state(self, donor):
         """A snapshot: the vector that the donor's updates add up to, and which."""
-        self.positions = ReceivedSet(donor.positions.received())
+        self.positions = ReceivedSet(donor.positions.by_origin())
         self.applied = set(donor.applied)
 
 
@@ -84,7 +84,7 @@ class Crowd:
         return MeshTopology(self.generation, tuple(sorted(self.members)), self.fan_out)
 
     def told(self):
-        return {n: m.positions.received() for n, m in self.members.items()}
+        return {n: m.positions.by_origin() for n, m in self.members.items()}
 
     def adopt(self):
         for member in self.members.values():
@@ -207,7 +207,7 @@ class Crowd:
             for helper in helpers(origin, sequences, told, self.members, asker):
                 for item in self.members[helper].find(origin, sequences):
                     member.take(item)
-                if not missing(member.positions.received(), {origin: target[origin]}):
+                if not missing(member.positions.by_origin(), {origin: target[origin]}):
                     break
 
     def _take_state(self, asker, told):

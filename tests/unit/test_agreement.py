@@ -58,7 +58,7 @@ def test_what_is_missing_is_asked_for_and_told_again():
 
     assert agree(end) == ["end, round 0", "end, round 1"]
     assert end.asked == [(1, 1, [1])]
-    assert end.inbox.received() == {1: (1, ())}
+    assert end.inbox.received.by_origin() == {1: (1, ())}
 
 
 def test_replicas_that_never_have_the_same_end_the_run():

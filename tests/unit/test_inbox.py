@@ -27,8 +27,8 @@ def test_what_was_put_is_taken_once():
     update = sparse(1, 1, [1, -4])
     inbox = filled(update)
 
-    assert inbox.drain()[:2] == ([update], None)
-    assert inbox.drain()[:2] == ([], None)
+    assert inbox.pending.take() == ([update], None)
+    assert inbox.pending.take() == ([], None)
 
 
 def test_a_duplicate_is_dropped_and_not_counted():
@@ -36,10 +36,10 @@ def test_a_duplicate_is_dropped_and_not_counted():
     inbox = filled(update)
 
     assert inbox.put(item_of(update), update) is False
-    assert len(inbox.drain().updates) == 1
+    assert len(inbox.pending.take()[0]) == 1
     assert inbox.put(item_of(update), update) is False
-    assert inbox.drain().updates == []
-    assert inbox.count_off() == (64, 0, 0)
+    assert inbox.pending.take()[0] == []
+    assert inbox.received_bytes == 64
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -47,58 +47,58 @@ def test_the_order_of_what_is_taken_does_not_depend_on_arrival(seed):
     updates = [sparse(origin, s, [1]) for origin in (0, 1, 2) for s in (1, 2, 3)]
     shuffled = random.Random(seed).sample(updates, len(updates))
 
-    assert filled(*shuffled).drain().updates == updates
+    assert filled(*shuffled).pending.take()[0] == updates
 
 
 def test_updates_of_a_later_step_are_held_back():
     early, late = sparse(1, 1, [1], step=4), sparse(1, 2, [2], step=5)
     inbox = filled(early, late)
 
-    assert inbox.drain(up_to_step=4).updates == [early]
-    assert inbox.drain(up_to_step=4).updates == []
-    assert inbox.drain(up_to_step=5).updates == [late]
+    assert inbox.pending.take(4)[0] == [early]
+    assert inbox.pending.take(4)[0] == []
+    assert inbox.pending.take(5)[0] == [late]
 
 
 def test_what_is_held_back_still_counts_towards_the_bound():
     late = sparse(1, 1, range(1, 11), step=5)
     inbox = filled(late, limit_bytes=UPDATE_BYTES + 40)
-    inbox.drain(up_to_step=4)
+    inbox.pending.take(4)
 
     more = sparse(2, 1, [1], step=5)
     inbox.put(item_of(more), more)
 
-    assert inbox.count_off()[2] == 1
+    assert inbox.pending.folds == 1
 
 
 def test_at_the_bound_nothing_is_folded_and_beyond_it_everything():
     first, second = sparse(1, 1, [1, 2]), sparse(2, 1, [-2, 3], count=5)
     inbox = filled(first, limit_bytes=UPDATE_BYTES + 8)
-    assert inbox.count_off()[2] == 0
+    assert inbox.pending.folds == 0
 
     inbox.put(item_of(second), second)
-    updates, folded_N, _ = inbox.drain()
+    updates, folded_N = inbox.pending.take()
 
     assert updates == []
     assert folded_N.dtype == np.int32
     assert folded_N.tolist() == [1, -4, 5] + [0] * 17
-    assert inbox.count_off()[2] == 1
+    assert inbox.pending.folds == 1
 
 
 def test_a_fold_is_taken_once():
     inbox = filled(sparse(1, 1, [1]), limit_bytes=0)
 
-    assert inbox.drain().folded_N is not None
-    assert inbox.drain()[:2] == ([], None)
+    assert inbox.pending.take()[1] is not None
+    assert inbox.pending.take() == ([], None)
 
 
 def test_a_fold_uses_the_grid_of_the_last_barrier():
     inbox = filled(limit_bytes=0)
-    inbox.sync(0, 4 * GRID)
+    inbox.pending.grid = 4 * GRID
 
     update = sparse(1, 1, [1], count=8)
     inbox.put(item_of(update), update)
 
-    assert inbox.drain().folded_N[0] == 2
+    assert inbox.pending.take()[1][0] == 2
 
 
 def test_a_fold_leaves_the_updates_alone():
@@ -142,20 +142,12 @@ def test_folded_or_not_what_is_taken_is_the_sum_of_what_was_put(
 
     for update in order:
         inbox.put(item_of(update), update)
-        waiting = inbox._pending._updates  # memory is what this test is about
+        waiting = inbox.pending._waiting  # memory is what this test is about
         assert sum(u[-1].nbytes for u in waiting) <= limit_bytes
         if between:
-            taken = inbox.drain()
-            part = counts_of(*taken[:2])
+            taken = inbox.pending.take()
+            part = counts_of(*taken)
             got = [a + b for a, b in zip(got, part, strict=True)]
-    got = [a + b for a, b in zip(got, counts_of(*inbox.drain()[:2]), strict=True)]
+    got = [a + b for a, b in zip(got, counts_of(*inbox.pending.take()), strict=True)]
 
     assert got == counts_of(updates)
-
-
-def test_counters_start_again_when_they_are_read():
-    inbox = filled(sparse(1, 1, [1]), sparse(1, 2, [1]), limit_bytes=UPDATE_BYTES + 4)
-    inbox.refuse()
-
-    assert inbox.count_off() == (128, 1, 1)
-    assert inbox.count_off() == (0, 0, 0)

@@ -2,7 +2,12 @@
 
 from daskdl.channel.inbox import UPDATE_BYTES, Inbox
 from daskdl.channel.protocol import MessageKind, PeerProgress
+from daskdl.channel.recovery import gaps
 from tests.support.inboxes import GRID, SIZE, control, filled, item_of, sparse
+
+
+def steps(inbox):
+    return {origin: p.step for origin, p in inbox.peers.progress.items()}
 
 
 def put(inbox, origin, sequence, step=None):
@@ -20,7 +25,7 @@ def test_holding_says_what_was_received_and_takes_nothing_more():
     assert inbox.hold([]) == {1: (1, ())}
     assert not put(inbox, 1, 2)
 
-    assert inbox.received() == {1: (1, ())}
+    assert inbox.received.by_origin() == {1: (1, ())}
     assert inbox.holds_back(item_of(sparse(1, 2, [1])))
     assert not inbox.holds_back(item_of(sparse(1, 1, [1])))  # it need not come again
 
@@ -29,7 +34,7 @@ def test_what_all_settled_on_is_taken_meanwhile():
     inbox = filled()
     inbox.hold([])
 
-    inbox.open({1: (1, ())})
+    inbox.barrier.open({1: (1, ())})
 
     assert not inbox.holds_back(item_of(sparse(1, 1, [1])))
     assert put(inbox, 1, 1)
@@ -40,7 +45,7 @@ def test_afterwards_only_the_lost_are_kept_out_and_are_not_asked_to_come_again()
     inbox = filled()
     inbox.hold([7])
 
-    inbox.release()
+    inbox.barrier.release()
 
     assert put(inbox, 1, 1)
     assert not put(inbox, 7, 1)
@@ -49,59 +54,60 @@ def test_afterwards_only_the_lost_are_kept_out_and_are_not_asked_to_come_again()
 
 def test_a_state_of_another_takes_the_place_of_what_waits():
     inbox = filled(sparse(1, 1, [1]), sparse(1, 2, [2]), limit_bytes=UPDATE_BYTES + 4)
-    assert inbox.count_off()[2] == 1
+    assert inbox.pending.folds == 1
 
     inbox.begin({1: (5, (7,))}, GRID)
 
-    assert inbox.drain()[:2] == ([], None)
-    assert inbox.received() == {1: (5, (7,))}
+    assert inbox.pending.take() == ([], None)
+    assert inbox.received.by_origin() == {1: (5, (7,))}
 
 
 def test_a_step_counts_when_no_update_before_it_is_missing():
     inbox = mesh()
     put(inbox, 1, 1, step=1)
     put(inbox, 1, 3, step=3)
-    assert inbox.steps() == {1: 1}
+    assert steps(inbox) == {1: 1}
 
     put(inbox, 1, 2, step=2)
 
-    assert inbox.steps() == {1: 3}
+    assert steps(inbox) == {1: 3}
 
 
 def test_a_step_counts_when_a_state_has_the_updates_before_it():
     inbox = mesh()
     inbox.note(control(MessageKind.PROGRESS, 1, 9, payload=0)._replace(sequence=4))
-    assert inbox.steps() == {}
+    assert steps(inbox) == {}
 
     inbox.begin({1: (4, ())}, GRID)
 
-    assert inbox.steps() == {1: 9}
+    assert steps(inbox) == {1: 9}
 
 
 def test_gaps_are_known_from_later_updates_and_from_announcements():
     inbox = mesh()
     put(inbox, 1, 1)
     put(inbox, 1, 3)
-    inbox.announce({2: PeerProgress(5, 2), 3: PeerProgress(5, 0)})
+    inbox.announce(2, PeerProgress(5, 2))
+    inbox.announce(3, PeerProgress(5, 0))
 
-    assert inbox.gaps(most=10) == {1: [2], 2: [1, 2]}
+    assert gaps(inbox, most=10) == {1: [2], 2: [1, 2]}
 
 
 def test_a_number_beyond_all_bounds_takes_no_memory():
     inbox = mesh()
-    inbox.announce({1: PeerProgress(5, 10**12)})
+    inbox.announce(1, PeerProgress(5, 10**12))
 
-    assert inbox.gaps(most=3) == {1: [1, 2, 3]}
+    assert gaps(inbox, most=3) == {1: [1, 2, 3]}
 
 
 def test_the_lost_have_no_gaps():
     inbox = mesh()
-    inbox.announce({1: PeerProgress(5, 2)})
+    inbox.announce(1, PeerProgress(5, 2))
 
     inbox.note(control(MessageKind.LOST, 1))
 
-    assert inbox.gaps(most=3) == {}
-    assert inbox.failed() == {1}
+    assert gaps(inbox, most=3) == {}
+    assert inbox.peers.failed == {1}
 
 
 def test_news_are_told_from_what_is_known():

@@ -3,30 +3,35 @@ import threading
 import pytest
 
 from daskdl.channel.inbox import Inbox
-from daskdl.channel.protocol import MessageKind
-from tests.support.inboxes import GRID, control, filled, item_of, sparse
+from daskdl.channel.protocol import MessageKind, PeerProgress
+from tests.support.inboxes import control, filled, item_of, sparse
 
 PATIENCE_S = 20
 
 
+def steps(inbox):
+    return {origin: p.step for origin, p in inbox.peers.progress.items()}
+
+
 def test_the_slowest_is_the_one_with_the_fewest_steps():
     inbox = filled()
-    inbox.meet({1: 0, 2: 0})
+    inbox.announce(1, PeerProgress(0))
+    inbox.announce(2, PeerProgress(0))
     inbox.note(control(MessageKind.PROGRESS, 1, 7, payload=-1))
     inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
-    assert inbox.slowest(0) == 5
-    assert inbox.steps() == {1: 7, 2: 5}
+    assert inbox.peers.slowest(0) == 5
+    assert steps(inbox) == {1: 7, 2: 5}
 
 
 def test_an_update_tells_how_far_its_origin_is():
     inbox = filled()
-    inbox.meet({1: 0})
+    inbox.announce(1, PeerProgress(0))
 
     update = sparse(1, 1, [1], step=9)
     inbox.put(item_of(update), update)
 
-    assert inbox.slowest(0) == 9
+    assert inbox.peers.slowest(0) == 9
 
 
 def test_progress_never_goes_back():
@@ -34,8 +39,8 @@ def test_progress_never_goes_back():
     inbox.note(control(MessageKind.PROGRESS, 1, 7, payload=2))
     inbox.note(control(MessageKind.PROGRESS, 1, 6, payload=1))
 
-    assert inbox.steps() == {1: 7}
-    assert inbox.slowest(2) is None
+    assert steps(inbox) == {1: 7}
+    assert inbox.peers.slowest(2) is None
 
 
 def test_who_is_done_with_an_epoch_is_not_waited_for_in_it():
@@ -43,52 +48,44 @@ def test_who_is_done_with_an_epoch_is_not_waited_for_in_it():
     inbox.note(control(MessageKind.PROGRESS, 1, 3, payload=0))
     inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
-    assert inbox.slowest(interval=0) == 5
-    assert inbox.slowest(interval=1) == 3
+    assert inbox.peers.slowest(interval=0) == 5
+    assert inbox.peers.slowest(interval=1) == 3
 
 
 def test_with_nobody_else_there_is_no_slowest():
-    assert filled().slowest(0) is None
+    assert filled().peers.slowest(0) is None
 
 
 def test_a_lost_replica_is_not_waited_for_any_more():
     inbox = filled()
-    inbox.meet({1: 0, 2: 0})
+    inbox.announce(1, PeerProgress(0))
+    inbox.announce(2, PeerProgress(0))
     inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
     inbox.note(control(MessageKind.LOST, 1, 3))
 
-    assert inbox.slowest(0) == 5
+    assert inbox.peers.slowest(0) == 5
 
 
 def test_a_lost_replica_stays_lost_when_the_others_meet():
     inbox = filled()
-    inbox.meet({1: 0, 2: 0})
+    inbox.announce(1, PeerProgress(0))
+    inbox.announce(2, PeerProgress(0))
     inbox.note(control(MessageKind.LOST, 1, 3))
 
-    inbox.meet({1: 6, 2: 6})
+    inbox.announce(1, PeerProgress(6))
+    inbox.announce(2, PeerProgress(6))
     inbox.note(control(MessageKind.PROGRESS, 2, 9, payload=0))
 
-    assert inbox.steps() == {2: 9}
-    assert inbox.slowest(0) is None
-
-
-def test_at_a_barrier_everybody_has_made_the_same_steps():
-    inbox = filled()
-    inbox.meet({1: 0, 2: 0})
-    inbox.note(control(MessageKind.PROGRESS, 1, 3, payload=0))
-
-    inbox.sync(8, 4 * GRID)
-
-    assert inbox.steps() == {1: 8, 2: 8}
-    assert inbox.grid == 4 * GRID
+    assert steps(inbox) == {2: 9}
+    assert inbox.peers.slowest(0) is None
 
 
 def test_it_knows_what_it_has_not_received():
     inbox = filled(sparse(1, 1, [1]), sparse(1, 3, [1]))
 
-    assert inbox.behind({1: 3, 2: 1}) == {1: [2], 2: [1]}
-    assert inbox.received() == {1: (1, (3,))}
+    assert inbox.received.behind({1: 3, 2: 1}) == {1: [2], 2: [1]}
+    assert inbox.received.by_origin() == {1: (1, (3,))}
 
 
 def test_the_first_word_to_stop_is_the_one_that_counts():

@@ -8,9 +8,9 @@ def test_progress_that_overtook_its_updates_counts_when_they_are_here():
 
     peers.announce(1, PeerProgress(7, 4), complete=2)
     assert peers.progress[1].step == 3
-    peers.catch_up(1, complete=3)
+    peers.announce(1, PeerProgress(), complete=3)
     assert peers.progress[1].step == 3
-    peers.catch_up(1, complete=4)
+    peers.announce(1, PeerProgress(), complete=4)
 
     assert peers.progress[1].step == 7
 

@@ -16,7 +16,7 @@ def test_updates_in_order_are_accepted_once_each():
     positions, accepted = received((0, 1), (0, 2), (1, 1), (0, 2), (1, 1))
 
     assert accepted == [True, True, True, False, False]
-    assert positions.received() == {0: (2, ()), 1: (1, ())}
+    assert positions.by_origin() == {0: (2, ()), 1: (1, ())}
 
 
 def test_a_gap_is_missing_until_it_is_filled():
@@ -77,25 +77,25 @@ def test_each_update_is_accepted_exactly_once_whatever_order_they_come_in(
 def test_what_was_received_is_the_run_without_a_gap_and_what_is_beyond():
     positions, _ = received((0, 1), (0, 2), (0, 6), (0, 4), (1, 3), (2, 1))
 
-    assert positions.received() == {0: (2, (4, 6)), 1: (0, (3,)), 2: (1, ())}
+    assert positions.by_origin() == {0: (2, (4, 6)), 1: (0, (3,)), 2: (1, ())}
 
 
 def test_positions_start_from_what_a_snapshot_has_received():
     positions = ReceivedSet({0: (2, (4,)), 1: [3, []]})  # lists as from the wire
 
-    assert positions.received() == {0: (2, (4,)), 1: (3, ())}
+    assert positions.by_origin() == {0: (2, (4,)), 1: (3, ())}
     assert [positions.accept(0, s) for s in (1, 2, 4)] == [False, False, False]
     assert positions.accept(0, 3)
-    assert positions.received() == {0: (4, ()), 1: (3, ())}
+    assert positions.by_origin() == {0: (4, ()), 1: (3, ())}
 
 
 def test_positions_that_start_from_others_are_their_own():
     source, _ = received((0, 1), (0, 3))
-    copy = ReceivedSet(source.received())
+    copy = ReceivedSet(source.by_origin())
 
     copy.accept(0, 2)
 
-    assert source.received() == {0: (1, (3,))}
+    assert source.by_origin() == {0: (1, (3,))}
 
 
 @given(ARRIVALS)
@@ -103,11 +103,11 @@ def test_what_was_received_says_everything_in_one_form(arrivals):
     forward, _ = received(*arrivals)
     backward, _ = received(*reversed(arrivals))
 
-    assert forward.received() == backward.received()
-    assert ReceivedSet(forward.received()).received() == forward.received()
+    assert forward.by_origin() == backward.by_origin()
+    assert ReceivedSet(forward.by_origin()).by_origin() == forward.by_origin()
     named = {
         (origin, sequence)
-        for origin, (complete, beyond) in forward.received().items()
+        for origin, (complete, beyond) in forward.by_origin().items()
         for sequence in [*range(1, complete + 1), *beyond]
     }
     assert named == set(arrivals)

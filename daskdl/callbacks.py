@@ -110,7 +110,8 @@ class Callback:
     def on_step_end(self, step: Step) -> None:
         """Run on a worker, in the training thread, after each step.
 
-        An exception ends the run like one in the model.
+        The step is shared afterwards, with what the hook changes in the model's
+        parameters. An exception ends the run like one in the model.
         """
 
     def on_epoch_end(self, row: Mapping[str, Any]) -> None:

@@ -81,18 +81,6 @@ class Penalised(ABC):
         """What it adds after a forward pass, whatever the number of rows, or None."""
 
 
-def penalty_of(objective: Objective, module: nn.Module) -> Tensor | None:
-    """What a module adds to the loss of a step; a step of the user's own does itself.
-
-    Example:
-        >>> penalty_of(nn.MSELoss(), nn.Linear(1, 1)) is None
-        True
-    """
-    if isinstance(objective, OwnStep) or not isinstance(module, Penalised):
-        return None
-    return module.penalty()
-
-
 def on_device(objective: Objective, device: torch.device) -> Objective:
     """Move what it holds, class weights for one; a module is changed in place."""
     holder = objective.function if isinstance(objective, OwnStep) else objective

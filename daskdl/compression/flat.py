@@ -257,11 +257,14 @@ class Untrained:
         self._module = module
         self._forms = _forms(module)
         self._changed: dict[str, None] = {}  # at any time, in their order
-        self._steps = 0
         self._checksums = _checksums(module)
 
     def look(self) -> None:
         """Find frozen parameters that have changed; reads all of them.
+
+        An exchange looks before it sends them, and after steps 1, 2, 4, 8 and so on: a
+        model that changes a frozen parameter mostly does so in every step from some
+        step on, and a pass after each step would be expensive.
 
         Raises:
             ModelError: If the shape or dtype of one, or of a buffer, has changed.
@@ -270,19 +273,6 @@ class Untrained:
         for name, checksum in _checksums(self._module).items():
             if checksum != self._checksums.get(name):
                 self._changed[name] = None
-
-    def after_step(self) -> None:
-        """Look after steps 1, 2, 4, 8 and so on of this replica.
-
-        Looking costs a pass over memory, and a model that changes a frozen parameter
-        mostly does so in every step from some step on.
-
-        Raises:
-            ModelError: See `look`.
-        """
-        self._steps += 1
-        if self._steps & (self._steps - 1) == 0:
-            self.look()
 
     def _check(self) -> None:
         forms = _forms(self._module)

@@ -8,6 +8,7 @@ part may stay in the worker's store, and a model whose first layer works in plac
 otherwise change what the next epoch, or the user's own array, has to say.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -251,12 +252,12 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
     waiting: list[Rows] = []
     missing = batch_size
     for chunk in chunks:
-        start = 0
-        if waiting and chunk.length and not _alike(waiting[-1], chunk.rows):
+        start, end = 0, chunk.length
+        if waiting and end and not _alike(waiting[-1], chunk.rows):
             yield _joined(waiting)
             waiting, missing = [], batch_size
-        while start < chunk.length:
-            stop = min(start + missing, chunk.length)
+        while start < end:
+            stop = min(start + missing, end)
             waiting.append(chunk.between(start, stop))
             missing -= stop - start
             start = stop
@@ -303,24 +304,28 @@ def to_device(
         >>> [t.dtype for t in to_device(x, y, "cpu", torch.float32)]
         [torch.float32, torch.int64]
     """
-
-    def labels(leaf: Tensor) -> Tensor:
-        if not leaf.is_floating_point() and leaf.dtype != torch.bool:
-            return leaf.to(device, torch.int64, non_blocking=True)
-        return _moved(leaf, device, dtype)
-
     inputs = inputs_to_device(x, device, dtype)
+    labels = functools.partial(_moved, device, dtype, torch.int64)
     return inputs, None if y is None else mapped(labels, y)
 
 
 def inputs_to_device(x: Tree, device: torch.device | str, dtype: torch.dtype) -> Tree:
     """Return ``x`` on ``device``, what is floating in ``dtype``; see `to_device`."""
-    return mapped(lambda leaf: _moved(leaf, device, dtype), x)
+    return mapped(functools.partial(_moved, device, dtype, None), x)
 
 
-def _moved(leaf: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    wanted = dtype if leaf.is_floating_point() else leaf.dtype
-    return leaf.to(device, wanted, non_blocking=True)
+def _moved(
+    device: torch.device | str,
+    floating: torch.dtype,
+    integer: torch.dtype | None,
+    leaf: Tensor,
+) -> Tensor:
+    """`integer` is None where integers keep their dtype, as bool always does."""
+    if leaf.is_floating_point():
+        dtype = floating
+    else:
+        dtype = leaf.dtype if leaf.dtype == torch.bool else integer or leaf.dtype
+    return leaf.to(device, dtype, non_blocking=True)
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype:

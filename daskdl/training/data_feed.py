@@ -22,7 +22,7 @@ from daskdl.channel.protocol import WaitCause
 from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
 from daskdl.data import batching
-from daskdl.data.batching import Batch, Chunk, Rows, Transform, batches, rows_in, whole
+from daskdl.data.batching import Batch, Chunk, Rows, Transform, batches, whole
 from daskdl.data.faults import (
     UNREADABLE,
     blames_data,
@@ -35,7 +35,7 @@ from daskdl.data.loading import ASK_S, Fetcher
 from daskdl.data.source import Source
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
-from daskdl.training.optimizer_step import Group, rows_of
+from daskdl.training.optimizer_step import Group
 from daskdl.util import settle
 
 T = TypeVar("T")
@@ -651,10 +651,10 @@ class Feed:
         while True:
             made = self._batches(lease)
             while group := list(itertools.islice(made, size)):
-                read = self.rows = rows_of(group)
+                read = self.rows = sum(batching.length(x) for x, _ in group)
                 if self._transform is not None:
                     group = [self._transform(batch) for batch in group]
-                    self.rows = rows_of(group)
+                    self.rows = sum(batching.length(x) for x, _ in group)
                 yield group
                 self._done += read
             rest()
@@ -665,7 +665,7 @@ class Feed:
     def _batches(self, lease: Lease | None) -> Iterator[Batch]:
         size = self._reading.batch_size
         for batch in batches(self._chunks(lease), size):
-            if self._reading.drop_last and (rows := rows_in(batch)) < size:
+            if self._reading.drop_last and (rows := batching.length(batch[0])) < size:
                 self._done += rows
                 self.dropped += rows
             else:

@@ -125,9 +125,11 @@ class LearningRate:
 
     Attributes:
         scheduler: That was made, or None.
+        per_step: Whether `step_` has to follow each step of the optimizer.
     """
 
     scheduler: LRScheduler | None
+    per_step: bool
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class LearningRate:
         epochs: int = 1,
     ) -> None:
         self._optimizer = optimizer
-        self._every = scheduling.every
+        self.per_step = scheduling.every == "step"
         self.scheduler = scheduling.of(optimizer)
         self._count = self._count_before = 0  # how often it was stepped, over all fits
         self.load_(before)
@@ -211,11 +213,6 @@ class LearningRate:
             "schedule": self.state(),
         }
 
-    def after_step(self) -> None:
-        """The optimizer has made a step."""
-        if self._every == "step":
-            self._step()
-
     def end_epoch(self, reports: Reports, *, judged: bool = True) -> None:
         """Go on from the replica that is farthest, and step if the epoch counts.
 
@@ -229,8 +226,8 @@ class LearningRate:
         farthest = max(reports, key=lambda report: report.scheduled)
         if farthest.scheduled > self._count:
             self.load_(farthest.schedule)
-        if self._every == "epoch" and (judged or not self._judges):
-            self._step(validation(reports).get("val_loss", training_loss(reports)))
+        if not self.per_step and (judged or not self._judges):
+            self.step_(validation(reports).get("val_loss", training_loss(reports)))
 
     def catch_up_(self, epoch: int) -> None:
         """Step up to the epoch that a joining replica begins with.
@@ -238,16 +235,17 @@ class LearningRate:
         ReduceLROnPlateau stays as it is: the losses in between are unknown here. At the
         end of the epoch it goes on from the other replicas.
         """
-        if self.scheduler is None or self._every == "step":
+        if self.scheduler is None or self.per_step:
             return
         while not self._judges and self._count < self._count_before + epoch:
-            self._step()
+            self.step_()
 
     @property
     def _judges(self) -> bool:
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
-    def _step(self, loss: float = math.nan) -> None:
+    def step_(self, loss: float = math.nan) -> None:
+        """Step the scheduler; ReduceLROnPlateau needs the loss of an epoch."""
         self._count += 1
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
@@ -261,7 +259,7 @@ class LearningRate:
             scheduler.step()
         except ValueError as error:
             total = self._count - 1
-            if self._every == "epoch":
+            if not self.per_step:
                 needed = (
                     f"{self._count_before + self._epochs} or more, one for each epoch"
                 )

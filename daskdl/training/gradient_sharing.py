@@ -149,6 +149,8 @@ class GradientSharingExchange(Exchange):
     @override
     def before_step(self, interval: int) -> None:
         options, started = self._options, self._now()
+        if not self._steps:  # callbacks have run since the end of the epoch before
+            self._vector.sync_from_parameters_()
         replicas = 1 + len(self._channel.peers())
         if replicas != self._replicas:
             self._scale_for(replicas)
@@ -177,7 +179,8 @@ class GradientSharingExchange(Exchange):
         self._step += 1
         self._unshared += 1
         self._due = True
-        self._untrained.after_step()
+        if self._step.bit_count() == 1:
+            self._untrained.look()
         self._vector.sync_from_parameters_()
         self._encode_s += self._now() - stepped
         self.exchanged = self._step % self._options.exchange_every == 0

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daskdl.config import check_whole
-from daskdl.data.batching import floating_dtype, rows_in, to_device
+from daskdl.data.batching import floating_dtype, length, to_device
 from daskdl.data.models import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
-from daskdl.objective import Batch, Objective, batch_loss, is_sum, on_device, penalty_of
+from daskdl.objective import Batch, Objective, OwnStep, Penalised, is_sum, on_device
 from daskdl.serialization import Packed
 from daskdl.training.base import Excess, check_like
 
@@ -427,6 +427,7 @@ def _of_sharing(s: Symptoms) -> Iterator[str]:
 
 
 Group = Sequence[Batch]
+ONE_ROW = "Expected more than 1 value per channel"  # so torch's batch norm begins
 
 
 @dataclass(frozen=True)
@@ -507,6 +508,17 @@ class Stepper:
         self._device = device
         self._dtype = floating_dtype(module)
         self._parameters = trainable(module)
+        # Found out once, and not in each step.
+        self._own_step = objective.function if isinstance(objective, OwnStep) else None
+        own = self._own_step is not None  # adds to its loss what there is to add
+        self._penalty = (
+            module.penalty if isinstance(module, Penalised) and not own else None
+        )
+        self._autocast: contextlib.AbstractContextManager[Any] = (
+            contextlib.nullcontext()
+            if stepping.autocast is None
+            else torch.autocast(device.type, stepping.autocast)
+        )
         # Gradients in float16 are too small without; this finds the factor by itself.
         scaling = stepping.autocast is torch.float16
         self._scaler = torch.amp.GradScaler(device.type) if scaling else None
@@ -524,30 +536,38 @@ class Stepper:
             The loss over all rows of the group.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        rows = [rows_in(batch) for batch in group]
+        rows = [length(x) for x, _ in group]
         total = sum(rows)
         parts = [self._backward(*each, total) for each in zip(group, rows, strict=True)]
         # Only now: reading one waits for an accelerator.
         return sum(float(part) for part in parts)
 
     def _backward(self, batch: Batch, rows: int, total: int) -> Tensor:
-        batch = to_device(*batch, self._device, self._dtype)
-        with self._autocast(), _one_row_named(batch):
-            loss = batch_loss(self._objective, self._module, batch)
+        x, y = to_device(*batch, self._device, self._dtype)
+        with self._autocast:
+            try:
+                if self._own_step is not None:
+                    loss = self._own_step(self._module, (x, y))
+                else:
+                    loss = self._objective(self._module(x), y)  # type: ignore[operator]
+            except ValueError as error:
+                if rows == 1 and str(error).startswith(ONE_ROW):
+                    raise ModelError(
+                        f"batch norm cannot train on a batch of one row: {error}; the "
+                        "last batch of a replica's epoch has the rows that are left "
+                        "over: leave those out with fit(drop_last=True), or take a "
+                        "batch_size > 1 that leaves none"
+                    ) from error
+                raise
             if rows != total and not is_sum(self._objective):
                 # Not times a share: of equal batches this is the plain loss / k.
                 loss = loss / (total / rows)
-            penalty = penalty_of(self._objective, self._module)
+            penalty = None if self._penalty is None else self._penalty()
             if penalty is not None:
                 loss = loss + penalty * (rows / total)
         scaled_loss = loss if self._scaler is None else self._scaler.scale(loss)
         scaled_loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._stepping.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._stepping.autocast)
 
     def values(self) -> dict[str, Any]:
         """The state of the factor on float16 gradients; empty where there is none."""
@@ -600,22 +620,6 @@ class Stepper:
                 self._scaler.update()
 
 
-@contextlib.contextmanager
-def _one_row_named(batch: Batch) -> Iterator[None]:
-    """Say what to do where batch norm refuses a batch of one row."""
-    try:
-        yield
-    except ValueError as error:
-        is_batch_norm = str(error).startswith("Expected more than 1 value per channel")
-        if rows_in(batch) != 1 or not is_batch_norm:
-            raise
-        raise ModelError(
-            f"batch norm cannot train on a batch of one row: {error}; the last batch of"
-            " a replica's epoch has the rows that are left over: leave those out with "
-            "fit(drop_last=True), or take a batch_size > 1 that leaves none"
-        ) from error
-
-
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """All gradients, of sparse ones the values, which may be changed in place."""
     gradients = []
@@ -629,16 +633,6 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         else:
             gradients.append(parameter.grad)
     return gradients
-
-
-def rows_of(group: Group) -> int:
-    """How many rows a group of batches has.
-
-    Example:
-        >>> rows_of([(torch.zeros(4, 2), torch.zeros(4)), (torch.zeros(3, 2),) * 2])
-        7
-    """
-    return sum(rows_in(batch) for batch in group)
 
 
 @contextlib.contextmanager

@@ -178,6 +178,7 @@ class AveragingExchange(Exchange):
         self._fan_out = fan_out
         self._state = state
         self._vote = Vote(seen=0, mean=0, examples=0)
+        self._trained = 0  # steps of this fit
         self._since = 0  # steps since the last mean
         self._untrained = context.frozen
         self._behind = False  # others may have a later mean
@@ -226,7 +227,9 @@ class AveragingExchange(Exchange):
         self._made += 1
         self._steps += 1
         self._since += 1
-        self._untrained.after_step()
+        self._trained += 1
+        if self._trained.bit_count() == 1:
+            self._untrained.look()
         examples += self._vote.examples
         self._vote = self._vote._replace(examples=examples, rests=False)
         self.exchanged = self._since == self._frequency

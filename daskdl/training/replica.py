@@ -580,23 +580,31 @@ class Replica:
         loss = self.stepper.backward(group)
         if not math.isfinite(loss) or self.watch.note(loss):
             raise self._diverged(epoch, loss)
-        rate = self.rate.value * exchange.learning_rate_scale
+        callbacks, rate = self._objects.callbacks, math.nan
+        if callbacks or self.steps + 1 >= self._log.next_step:
+            rate = self.rate.value * exchange.learning_rate_scale
         self.stepper.update(exchange.learning_rate_scale)
-        self.rate.after_step()
-        exchange.after_step(self.interval, rows)
         self.steps += 1
+        if self.rate.per_step:
+            self.rate.step_()
+        if callbacks:
+            # Before the exchange: it shares what they change like the optimizer's move.
+            paused = time.perf_counter()
+            step = Step(self._number, epoch, self.steps, loss, rows, rate)
+            for callback in callbacks:
+                callback.on_step_end(step)
+            started += time.perf_counter() - paused
+        exchange.after_step(self.interval, rows)
         self._check_reach(epoch, whole=False)
         totals.loss_sum += loss * rows
         totals.examples += rows
         step_s = time.perf_counter() - started
-        if self._log.due(self.steps, exchange.exchanged):
+        if self.steps >= self._log.next_step and self._log.due(
+            self.steps, exchange.exchanged
+        ):
             stats = exchange.step_stats()
             row = StepRow(epoch, self.steps, self._number, loss, rate, *stats, step_s)
             self._log.add(row)
-        if self._objects.callbacks:
-            step = Step(self._number, epoch, self.steps, loss, rows, rate)
-            for callback in self._objects.callbacks:
-                callback.on_step_end(step)
 
     def _feed(self, phase: str, epoch: int) -> Feed:
         reading = self._options.reading(phase, epoch)

@@ -79,11 +79,16 @@ class StepLog:
             them would take more than a share of the time. None: no step.
         now: Seconds, of a clock that never goes back.
 
+    Attributes:
+        next_step: No step before this one is due.
+
     Example:
         >>> log = StepLog(every=5)
         >>> [step for step in range(1, 16) if log.due(step)]
         [5, 10, 15]
     """
+
+    next_step: float
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class StepLog:
         self._now = now
         self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
         self._number = 0  # of the last row, in the life of this replica
-        self._step = 1 - SPACING  # that had it
+        self.next_step = math.inf if every is None else 1
         self._began = 0.0
         self._next_at = -math.inf
 
@@ -105,21 +110,19 @@ class StepLog:
             step: Steps this replica has made with this one.
             exchange_tried: In this step; then there is more to say of it.
         """
-        if self._every is None:
+        if self._every is None or step < self.next_step:
             return False
-        if self._every == "auto":
-            return self._due_by_cost(step, exchange_tried)
-        self._number, rest = divmod(step, self._every)
-        return rest == 0 and self._rows.wants(self._number)
-
-    def _due_by_cost(self, step: int, exchange_tried: bool) -> bool:
-        if step - self._step < SPACING or not exchange_tried:
+        if self._every != "auto":
+            self._number, rest = divmod(step, self._every)
+            self.next_step = step - rest + self._every
+            return rest == 0 and self._rows.wants(self._number)
+        if not exchange_tried:
             return False
+        self.next_step = step + SPACING
         self._began = self._now()
         if self._began < self._next_at:
             return False
         self._number += 1
-        self._step = step
         return self._rows.wants(self._number)
 
     def add(self, row: StepRow) -> None:

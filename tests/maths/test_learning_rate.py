@@ -54,6 +54,12 @@ def rate_of(rate):
     return groups(rate)[0]["lr"]
 
 
+def made_step(rate):
+    """The optimizer has made one."""
+    if rate.per_step:
+        rate.step_()
+
+
 def end_epoch(*rates, loss=1.0, scores=None):
     """All replicas meet; what each reports is read by all."""
     scores = scores or [None] * len(rates)
@@ -71,7 +77,7 @@ class TestSteps:
     def test_each_epoch(self):
         rate = LearningRate(sgd(), Scheduling(halved))
 
-        rate.after_step()
+        made_step(rate)
         before = rate_of(rate)
         end_epoch(rate)
 
@@ -80,7 +86,7 @@ class TestSteps:
     def test_each_step(self):
         rate = LearningRate(sgd(), Scheduling(halved, "step"))
 
-        rate.after_step()
+        made_step(rate)
         before = rate_of(rate)
         end_epoch(rate)
 
@@ -89,7 +95,7 @@ class TestSteps:
     def test_without_a_scheduler_nothing_changes(self):
         rate = LearningRate(sgd(), Scheduling())
 
-        rate.after_step()
+        made_step(rate)
         end_epoch(rate)
         rate.catch_up_(3)
 
@@ -115,7 +121,7 @@ class TestSteps:
     def test_a_step_before_the_optimizers_is_no_reason_to_warn(self, every):
         rate = LearningRate(sgd(), Scheduling(halved, every))
 
-        rate.after_step()
+        made_step(rate)
         end_epoch(rate)
 
 
@@ -185,13 +191,13 @@ class TestAgreement:
         rates = [LearningRate(sgd(), Scheduling(make, "step")) for _ in range(3)]
         for rate, steps in zip(rates, (2, 5, 0), strict=True):
             for _ in range(steps):
-                rate.after_step()
+                made_step(rate)
         expected = groups_of(rates[1])
 
         end_epoch(*rates)
         after = [groups_of(rate) for rate in rates]
         for rate in rates:
-            rate.after_step()
+            made_step(rate)
 
         assert after == [expected] * 3
         assert [groups_of(rate) for rate in rates] == [groups_of(rates[1])] * 3

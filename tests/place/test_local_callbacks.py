@@ -1,14 +1,19 @@
 """The hooks of callbacks around and in fits among threads."""
 
+import functools
+import threading
 import time
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
-from daskdl import Callback, LearningRateMonitor, PrintProgress
+from daskdl import Callback, FixedThreshold, LearningRateMonitor, PrintProgress
 from tests.support.endings import Interrupt
 from tests.support.problems import kept, rows, trainer
-from tests.support.recording import vector
+from tests.support.recording import delivered, vector
 
 X, Y = rows()
 OTHER = rows(seed=5)
@@ -225,6 +230,89 @@ class TestHooks:
         rates = {t.learning_rate for _, t, _ in ToldThere.seen if hasattr(t, "loss")}
         assert rates == {0.025}
         assert set(steps.column("learning_rate")) == {0.025}
+
+
+HERE = threading.local()  # the module that a replica trains
+AHEAD = threading.Event()  # the other replica has made steps of the second epoch
+
+
+class Known(nn.Linear):
+    """A callback can reach it."""
+
+    def forward(self, x):
+        HERE.module = self
+        return super().forward(x)
+
+
+class Nudges(Callback):
+    """Changes a parameter of one replica, once."""
+
+    def __init__(self, hook):
+        self.hook, self.ahead = hook, 0
+
+    def on_epoch_begin(self, epoch):
+        if self.hook == "epoch" and (epoch.replica, epoch.epoch) == (0, 1):
+            assert AHEAD.wait(30)
+            self.nudge()
+
+    def on_step_end(self, step):
+        if self.hook == "step" and (step.replica, step.number) == (0, 3):
+            self.nudge()
+        self.ahead += (step.replica, step.epoch) == (1, 1)
+        if self.ahead == 5:
+            AHEAD.set()
+
+    def nudge(self):
+        with torch.no_grad():
+            HERE.module.weight.add_(0.5)
+
+
+class TestChanges:
+    """Every step moves every parameter by a quantum, so each update has all of them."""
+
+    QUANTUM = 2.0**-5
+
+    def trained(self, dtype, *callbacks, **options):
+        master = kept(
+            replicas_per_worker=2,
+            threshold=FixedThreshold(self.QUANTUM),
+            update_scale="sum",
+            **options,
+        )
+        own = trainer(
+            False,
+            model=functools.partial(Known, 3, 1, bias=False, dtype=dtype),
+            loss=lambda output, y: output.mean(),  # its gradient: the mean row
+            optimizer=lambda own: torch.optim.SGD(own, lr=self.QUANTUM),
+            master=master,
+            callbacks=callbacks,
+        )
+        X = np.random.default_rng(0).uniform(1.0, 1.1, (2 * 20 * 4, 3))
+        own.fit(X.astype(np.float32), np.zeros(len(X)), epochs=2, batch_size=4)
+        return delivered(own)
+
+    @pytest.mark.parametrize(
+        ("hook", "staleness"), [("step", 0), ("epoch", None)], ids=["step", "epoch"]
+    )
+    @pytest.mark.parametrize(
+        ("dtype", "options"),
+        [
+            pytest.param(torch.float32, {}, id="eager"),
+            pytest.param(torch.float32, {"apply": "strict"}, id="strict"),
+            pytest.param(torch.bfloat16, {}, id="bfloat16"),
+        ],
+    )
+    def test_what_a_callback_changes_reaches_the_other_replica(
+        self, hook, staleness, dtype, options
+    ):
+        AHEAD.clear()
+        options = {**options, "max_staleness": staleness}
+        plain = self.trained(dtype, **options)
+
+        nudged = self.trained(dtype, Nudges(hook), **options)
+
+        moved = (nudged - plain) / self.QUANTUM
+        np.testing.assert_allclose(moved, np.full(3, 0.5 / self.QUANTUM), atol=2)
 
 
 def test_the_monitor_and_the_printer_see_a_fit(capsys):

@@ -165,7 +165,7 @@ class TestRows:
     def test_after_an_error_those_that_were_not_reported_are_there(self):
         class FailLater(Callback):
             def on_step_end(self, step):
-                if step.replica == 1 and step.number == 40:
+                if step.replica == 1 and step.number == 41:
                     raise RuntimeError("enough")
 
         master = two(max_staleness=0)

@@ -86,7 +86,8 @@ class TestLearningRate:
 
     def steps(self, rate, count):
         for _ in range(count):
-            rate.after_step()
+            if rate.per_step:
+                rate.step_()
             end_epoch(rate)
 
     def test_a_plateau_knows_what_it_has_seen(self):

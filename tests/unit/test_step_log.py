@@ -78,8 +78,8 @@ class TestByCost:
 
         had = run(log, clock, range(2, 400), 1.0)
 
-        assert had[0] == 200
-        assert had[1] == 210
+        assert had[0] == 201
+        assert had[1] == 211
 
     def test_a_step_without_an_exchange_has_none(self):
         log = StepLog("auto")

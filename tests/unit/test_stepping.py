@@ -10,7 +10,7 @@ from torch import nn
 
 from daskdl.errors import ModelError, OptionError
 from daskdl.objective import OwnStep, Penalised
-from daskdl.training.optimizer_step import Stepper, Stepping, rows_of, scaled
+from daskdl.training.optimizer_step import Stepper, Stepping, scaled
 
 CPU = torch.device("cpu")
 
@@ -135,9 +135,6 @@ class TestAccumulation:
         group[0][0][0, 0] = math.nan
 
         assert math.isnan(stepper(linear()).backward(group))
-
-    def test_rows_are_counted_over_all_batches(self):
-        assert rows_of(batches(4, 3)) == 7
 
 
 class TestUpdate:

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from typing_extensions import override
@@ -35,7 +35,7 @@ TO_ITS_END = -1  # where a range stops whose part has no known length
 
 NOBODY = -1  # the replica of rows that anybody may take
 
-IsNear = Callable[[int], bool]  # whether the worker of who asks holds a part
+IsNear = Callable[[str], bool]  # whether a worker holds the result of a Dask task
 
 
 class Range(NamedTuple):
@@ -46,14 +46,9 @@ class Range(NamedTuple):
     stop: FromMinusOne  # exclusive, or `TO_ITS_END`
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is a part of unknown length, which nobody can share."""
-        return self.stop == TO_ITS_END
-
-    @property
     def rows(self) -> int:
         """How many; a part of unknown length counts as one."""
-        return 1 if self.is_whole else self.stop - self.start
+        return 1 if self.stop == TO_ITS_END else self.stop - self.start
 
 
 class Lease(NamedTuple):
@@ -71,9 +66,9 @@ class Lease(NamedTuple):
 
 
 class RemainingWork(NamedTuple):
-    """Rows that a replica would have trained on next."""
+    """Rows that are in no lease."""
 
-    replica: FromMinusOne  # or `NOBODY`
+    replica: FromMinusOne  # that would train on them next, or `NOBODY`
     ranges: tuple[Range, ...]  # in the order to train on them
 
 
@@ -91,19 +86,28 @@ class SyncPoint(NamedTuple):
     """Where an epoch is when all replicas meet between two sync intervals."""
 
     order: int  # checksum of what ranges depend on, see `RunSpec.order`
-    left: Sequence[RemainingWork]
-    departed: Sequence[Done] = ()  # of those that trained in it, and are not there
+    remaining: Sequence[RemainingWork]
+    departed: Sequence[Done] = ()  # of replicas that trained in it and have gone
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> Self:
         """Read one as it came over the wire, where a tuple has no names."""
-        order, left, departed = fields
-        return cls(order, _remaining_of(left), done_of(departed))
+        order, remaining, departed = fields
+        work = [
+            RemainingWork(replica, tuple(Range(*one) for one in ranges))
+            for replica, ranges in remaining
+        ]
+        return cls(order, work, done_of(departed))
 
     def to_wire(self) -> list[Any]:
         """The same as plain lists."""
-        left = [[r, [list(one) for one in own]] for r, own in self.left]
-        return [self.order, left, [list(one) for one in self.departed]]
+        remaining = [[r, [list(one) for one in own]] for r, own in self.remaining]
+        return [self.order, remaining, [list(one) for one in self.departed]]
+
+
+def done_of(fields: Iterable[Any]) -> list[Done]:
+    """Read what was done as it came over the wire, where a tuple has no names."""
+    return [Done(*one) for one in fields]
 
 
 class PartitionSizes(NamedTuple):
@@ -121,27 +125,7 @@ class SyncIntervals(NamedTuple):
     replicas: Positive = 1  # that the run begins with
     rows: Positive | None = None  # of each in one interval; None: as many as there are
     seconds: float | None = None  # after which an interval is ended; None: it is not
-    left: Sequence[RemainingWork] | None = None  # of the first epoch; None: all of it
-    departed: Sequence[Done] = ()  # of those that trained in that, in another run
-
-    @classmethod
-    def from_wire(cls, fields: Sequence[Any]) -> Self:
-        """Read them as they came over the wire, where a tuple has no names."""
-        replicas, rows, seconds, left, departed = fields
-        left = None if left is None else _remaining_of(left)
-        return cls(replicas, rows, seconds, left, done_of(departed))
-
-
-def _remaining_of(fields: Iterable[Any]) -> list[RemainingWork]:
-    return [
-        RemainingWork(replica, tuple(Range(*one) for one in ranges))
-        for replica, ranges in fields
-    ]
-
-
-def done_of(fields: Iterable[Any]) -> list[Done]:
-    """Read what was done as it came over the wire, where a tuple has no names."""
-    return [Done(*one) for one in fields]
+    resumed: SyncPoint | None = None  # where the first epoch begins; None: at its start
 
 
 WHOLE_EPOCHS = SyncIntervals()
@@ -224,7 +208,10 @@ class RunSpec:
         """
         check(fields, hints_of(cls))
         sizes = {phase: PartitionSizes(*own) for phase, own in fields["sizes"].items()}
-        intervals = SyncIntervals.from_wire(fields.get("intervals", WHOLE_EPOCHS))
+        intervals = SyncIntervals(*fields.get("intervals", WHOLE_EPOCHS))
+        if intervals.resumed is not None:
+            resumed = SyncPoint.from_wire(intervals.resumed)
+            intervals = intervals._replace(resumed=resumed)
         spec = cls(**{**fields, "sizes": sizes, "intervals": intervals})
         if not spec.replicas or "train" not in sizes:
             raise ValueError("a run needs replicas, and data to train on")
@@ -273,78 +260,138 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """
     found: list[Range] = []
     for one in ranges:
-        before = found[-1] if found else None
-        if before is not None and before[::2] == (one.part, one.start):
-            found[-1] = before._replace(stop=one.stop)
+        if found and found[-1][::2] == (one.part, one.start):
+            found[-1] = found[-1]._replace(stop=one.stop)
         else:
             found.append(one)
     return tuple(found)
 
 
-def ranges_in(left: Iterable[RemainingWork]) -> list[Range]:
-    """All that remains, whoever would have got it."""
-    return [one for each in left for one in each.ranges]
+def split(own: Range, rows: int) -> tuple[Range, Range]:
+    """The first rows of a range, and the others."""
+    middle = own.start + rows
+    return own._replace(stop=middle), own._replace(start=middle)
+
+
+def portions(ranges: Iterable[Range], sizes: Iterable[int]) -> Iterator[list[Range]]:
+    """Cut ranges, one after the other, into portions of so many rows.
+
+    Args:
+        ranges: Of known length.
+        sizes: Rows of each portion; the last ones may get fewer, or none.
+
+    Example:
+        >>> for portion in portions([Range(7, 0, 6), Range(2, 0, 4)], [8, 8]):
+        ...     print(portion)
+        [Range(part=7, start=0, stop=6), Range(part=2, start=0, stop=2)]
+        [Range(part=2, start=2, stop=4)]
+    """
+    rest = deque(ranges)
+    for size in sizes:
+        portion = []
+        while rest and size > 0:
+            own = rest.popleft()
+            if own.rows > size:
+                own, later = split(own, size)
+                rest.appendleft(later)
+            portion.append(own)
+            size -= own.rows
+        yield portion
 
 
 class Leasing(ABC):
-    """Leases of one epoch, handed out one at a time.
+    """The leases of one phase, epoch after epoch.
 
     Args:
-        rows: To be leased in all; a part of unknown length counts as one.
-        interval_rows: Limit of one sync interval, see `_counted`; None: no limit.
+        sizes: How much there is.
+        seed: Of the order of the parts, another one in each epoch; None: as they are.
+        epochs_before: Of earlier fits, so that each has an order of its own.
+        intervals: How the epochs are divided.
 
     Attributes:
-        repeated: Leases granted again because their replica failed.
+        epoch: That runs, counted from 0; -1 before the first.
+        repeated: Leases granted again in this epoch because their replica failed.
+        unfinished: Rows of this epoch that nobody has finished yet.
     """
 
-    repeated: int
+    shared_limit: ClassVar[bool]  # of a sync interval: for all together, or for each
 
-    def __init__(self, rows: int, interval_rows: int | None = None) -> None:
-        self.repeated = 0
-        self._interval_rows = self._limit = interval_rows
-        self._granted: Counter[int] = Counter()  # rows in this interval, by replica
-        self._count = 0  # leases cut so far
-        self._free = rows  # in no lease yet
-        self._unfinished = rows
-        self._held: dict[int, dict[int, Lease]] = {}  # by replica, and by number
-        self._again: deque[Lease] = deque()  # those of failed replicas
+    epoch: int
+    repeated: int
+    unfinished: int
+    _limit: int | None  # of rows leased in a sync interval
+
+    def __init__(
+        self,
+        sizes: PartitionSizes,
+        seed: int | None = None,
+        epochs_before: int = 0,
+        intervals: SyncIntervals = WHOLE_EPOCHS,
+    ) -> None:
+        self.epoch = -1
+        self._sizes = sizes
+        self._keys = list(sizes.keys)
+        self._any_held = any(sizes.keys)
+        self._seed = seed
+        self._epochs_before = epochs_before
+        self._resumed = intervals.resumed
+        self._interval_rows = intervals.rows
+        if intervals.rows is not None and self.shared_limit:
+            self._interval_rows = intervals.rows * intervals.replicas
+        self._begin([], [], [])
+
+    def open(self, epoch: int, replicas: Sequence[int]) -> None:
+        """Begin an epoch, unless it has begun.
+
+        Args:
+            epoch: Counted from 0; never one before the last one.
+            replicas: That train now.
+
+        Raises:
+            ValueError: If the epoch is over.
+        """
+        if epoch < self.epoch:
+            raise ValueError(f"epoch {epoch} is over, this is {self.epoch}")
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        rows = self._sizes.rows
+        order = part_order(len(rows), self._epochs_before + epoch, self._seed)
+        remaining = [RemainingWork(NOBODY, tuple(whole_parts(order, rows)))]
+        if self._resumed is not None:
+            remaining, self._resumed = list(self._resumed.remaining), None
+        self._begin(order, remaining, replicas)
 
     def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
-        """Lease rows to a replica; None if there are none left for it.
+        """Lease rows to a replica, with the keys of their parts; None: not now.
 
         Args:
             replica: Who asks.
-            is_near: Tells parts that its worker holds from others; None: all are
+            is_near: Whether its worker holds the part of a key; None: all parts are
                 equally far.
         """
-        return self._take(replica, is_near) if self._has_room(replica) else None
+        if not self.has_one_for(replica):
+            return None
+        lease = self._take(replica, is_near if self._any_held else None)
+        parts = dict.fromkeys(one.part for one in lease.ranges)
+        if lease.ahead is not None:
+            parts.setdefault(lease.ahead)
+        lease = lease._replace(keys={part: self._keys[part] for part in parts})
+        self._leased[self._counted(replica)] += lease.rows
+        self._held.setdefault(replica, {})[lease.number] = lease
+        return lease
 
     def has_one_for(self, replica: int) -> bool:
         """Whether `take` would lease this replica rows now."""
-        return self._has_room(replica) and self._has_one_for(replica)
-
-    def end_interval(self) -> None:
-        """End the sync interval as soon as nobody is behind in it."""
-        self._limit = max(map(self._counted, self._granted), default=0)
-
-    def begin_interval(self) -> None:
-        """All have met: go on."""
-        self._granted.clear()
-        self._limit = self._interval_rows
-
-    def interval_is_over(self, members: Iterable[int]) -> bool:
-        """Whether there is more, but for nobody before the next interval."""
-        return (
-            self._limit is not None
-            and self._unfinished > 0
-            and not any(self._held.values())
-            and not any(self.has_one_for(replica) for replica in members)
+        within = (
+            self._limit is None or self._leased[self._counted(replica)] < self._limit
         )
+        return within and (bool(self._again) or self._has_free(replica))
 
     def finish(self, replica: int, number: int) -> bool:
         """A replica has finished its lease; False if it was not its own."""
         lease = self._held.get(replica, {}).pop(number, None)
-        self._unfinished -= 0 if lease is None else lease.rows
+        self.unfinished -= 0 if lease is None else lease.rows
         return lease is not None
 
     def lose(self, replica: int) -> None:
@@ -352,97 +399,83 @@ class Leasing(ABC):
         held = self._held.pop(replica, {})
         self._again.extend(held[number] for number in sorted(held))
 
-    def unfinished(self) -> int:
-        """Rows that nobody has finished yet."""
-        return self._unfinished
+    def end_interval(self) -> None:
+        """End the sync interval as soon as nobody is behind in it."""
+        self._limit = max(self._leased.values(), default=0)
+
+    def begin_interval(self) -> None:
+        """All have met: go on."""
+        self._leased.clear()
+        self._limit = self._interval_rows
+
+    def interval_is_over(self, replicas: Iterable[int]) -> bool:
+        """Whether there is more, but for nobody before the next interval."""
+        return (
+            self._limit is not None
+            and self.unfinished > 0
+            and not any(self._held.values())
+            and not any(self.has_one_for(replica) for replica in replicas)
+        )
+
+    def held_key(self, part: int) -> str:
+        """The Dask key of a part that a worker holds, as it is now.
+
+        Raises:
+            ValueError: If none ever has, or a LookupError if there is no such part.
+        """
+        if not self._keys[part]:
+            raise ValueError(f"no worker holds part {part}")
+        return self._keys[part]
+
+    def replace_key(self, part: int, key: str) -> None:
+        """A part that was lost with its worker is computed again; see `held_key`."""
+        self.held_key(part)
+        self._keys[part] = key
 
     @abstractmethod
-    def left(self) -> list[RemainingWork]:
+    def remaining(self) -> list[RemainingWork]:
         """Rows that nobody has trained on, while nobody holds a lease."""
 
-    @abstractmethod
-    def _counted(self, replica: int) -> int:
-        """Rows leased in this interval that count towards a replica's limit."""
-
-    @abstractmethod
-    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
-        """See `take`; within an interval."""
-
-    @abstractmethod
-    def _has_one_for(self, replica: int) -> bool:
-        """See `has_one_for`; within an interval."""
-
-    def _has_room(self, replica: int) -> bool:
-        return self._limit is None or self._counted(replica) < self._limit
-
-    def _cut_lease(
-        self, replica: int, ranges: Sequence[Range], ahead: int | None
-    ) -> Lease:
-        lease = Lease(self._count, tuple(ranges), ahead=ahead)
-        self._count += 1
-        self._free -= lease.rows
-        return self._grant(replica, lease)
-
-    def _repeat(self, replica: int) -> Lease | None:
-        """Lease again, as it was, what was lost first; nothing is known to follow."""
-        if not self._again:
-            return None
-        self.repeated += 1
-        return self._grant(replica, self._again.popleft()._replace(ahead=None))
-
-    def _grant(self, replica: int, lease: Lease) -> Lease:
-        self._granted[replica] += lease.rows
-        self._held.setdefault(replica, {})[lease.number] = lease
-        return lease
-
-
-class FreeList:
-    """Positions 0 to n - 1, of which there are ever fewer.
-
-    Finding the next one takes amortised constant time, however many have gone: each
-    position that has gone points on towards the next that is left, and the way is
-    shortened when it is walked.
-
-    Args:
-        count: How many there are at first.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._next = list(range(count + 1))
-        self._end = count
-        self._left = count
-
-    def __len__(self) -> int:
-        return self._left
-
-    def first(self, start: int = 0) -> int | None:
-        """The first that is left from a position on, None if there is none."""
-        at, following = start, self._next
-        while following[at] != at:
-            following[at] = following[following[at]]
-            at = following[at]
-        return None if at == self._end else at
-
-    def remove(self, position: int) -> None:
-        """One that is left goes."""
-        self._next[position] = position + 1
-        self._left -= 1
-
-    def round(self, start: int, most: int) -> Iterator[int]:
-        """Those that are left, from a position on and round, but not too many.
+    def _begin(
+        self,
+        order: Sequence[int],
+        remaining: Sequence[RemainingWork],
+        replicas: Sequence[int],
+    ) -> None:
+        """Begin an epoch with what remains of it, which may be all.
 
         Args:
-            start: Where to begin, below the count.
-            most: So many, or all if there are fewer.
+            order: Of the parts.
+            remaining: Of the epoch.
+            replicas: That train now.
         """
-        at = start
-        for _ in range(min(most, self._left)):
-            position = self.first(at)
-            if position is None:
-                position = self.first()
-            assert position is not None  # some are left
-            yield position
-            at = position + 1
+        self.repeated = 0
+        self.unfinished = sum(one.rows for work in remaining for one in work.ranges)
+        self._count = 0  # leases cut so far
+        self._limit = self._interval_rows
+        self._leased: Counter[int] = Counter()  # in this interval, by replica
+        self._held: dict[int, dict[int, Lease]] = {}  # by replica, and by number
+        self._again: deque[Lease] = deque()  # those of failed replicas
+
+    @abstractmethod
+    def _has_free(self, replica: int) -> bool:
+        """Whether a replica could get rows that are in no lease."""
+
+    @abstractmethod
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease:
+        """Lease the replica what it gets; there is something."""
+
+    def _counted(self, replica: int) -> int:
+        return NOBODY if self.shared_limit else replica
+
+    def _cut_lease(self, ranges: Sequence[Range], ahead: int | None) -> Lease:
+        self._count += 1
+        return Lease(self._count - 1, tuple(ranges), ahead=ahead)
+
+    def _repeat(self) -> Lease:
+        """Lease again, as it was, what was lost first; nothing is known to follow."""
+        self.repeated += 1
+        return self._again.popleft()._replace(ahead=None)
 
 
 # Enough that of parts spread over the workers at random one is found nearly always
@@ -462,121 +495,93 @@ class DynamicLeasing(Leasing):
     one replica's share, several replicas get stretches. At the end, when all parts are
     reserved or begun, who has nothing left takes reserved ones, then shares begun ones,
     and leases become smaller, so that all come to the end at about the same time.
-
-    Args:
-        order: Of the parts.
-        sizes: How much there is.
-        interval_rows: Of all replicas together in one sync interval; None: all.
-        left: Of an epoch that was broken off; None: all of it.
     """
 
-    def __init__(
+    shared_limit = True
+
+    @override
+    def _begin(
         self,
         order: Sequence[int],
-        sizes: PartitionSizes,
-        interval_rows: int | None = None,
-        left: Sequence[RemainingWork] | None = None,
+        remaining: Sequence[RemainingWork],
+        replicas: Sequence[int],
     ) -> None:
-        parts = whole_parts(order, sizes.rows) if left is None else ranges_in(left)
-        super().__init__(sum(part.rows for part in parts), interval_rows)
+        super()._begin(order, remaining, replicas)
         self._order = {part: i for i, part in enumerate(order)}
-        self._sizes = sizes
-        share = LEASES_PER_REPLICA * sizes.lease_rows
+        self._unleased = self.unfinished  # rows
+        most = LEASES_PER_REPLICA * self._sizes.lease_rows
+        # The next one is the last, so that it goes without moving the others.
         self._parts = [
             stretch
-            for part in parts
-            for stretch in stretches(part, share, sizes.step_rows)
-        ]
-        self._untouched = FreeList(len(self._parts))  # positions in `_parts`
+            for work in remaining
+            for part in work.ranges
+            for stretch in stretches(part, most, self._sizes.step_rows)
+        ][::-1]
+        self._free = list(range(len(self._parts)))  # positions of those nobody begun
         self._rests: list[Range] = []  # of parts that failed replicas had
         self._own: dict[int, Range] = {}  # what is free of the part a replica is on
-        self._ample: set[int] = set()  # replicas that have enough of it to share
         self._reserved: dict[int, Range] = {}  # and the part that it goes on with
         self._far: set[int] = set()  # replicas whose reserved part is elsewhere
         self._looked: dict[int, int] = {}  # where a replica looks on for a near part
         self._takers: set[int] = set()
 
     @override
-    def _counted(self, replica: int) -> int:
-        return self._granted.total()
-
-    @override
-    def left(self) -> list[RemainingWork]:
-        positions = self._untouched.round(0, len(self._untouched))
-        untouched = (self._parts[position] for position in positions)
+    def remaining(self) -> list[RemainingWork]:
+        free = (self._parts[position] for position in self._free)
         begun = (*self._rests, *self._own.values(), *self._reserved.values())
         again = (one for lease in self._again for one in lease.ranges)
-        ranges = [*untouched, *begun, *again]
+        ranges = [*free, *begun, *again]
         ranges.sort(key=lambda one: (self._order[one.part], one.start))
         return [RemainingWork(NOBODY, joined(ranges))]
 
     @override
-    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
-        self._takers.add(replica)
-        if not self._go_on(replica, is_near):
-            again = self._repeat(replica)
-            if again is not None or not self._join_in(replica):
-                return again
-        ranges = self._cut(replica, is_near)
-        reserved = self._reserved.get(replica)
-        ahead = None if reserved is None else reserved.part
-        if ahead == ranges[-1].part:  # it is on it already
-            ahead = None
-        return self._cut_lease(replica, ranges, ahead)
-
-    @override
-    def _has_one_for(self, replica: int) -> bool:
+    def _has_free(self, replica: int) -> bool:
         return bool(
             replica in self._own
-            or self._untouched
+            or self._free
             or self._rests
-            or self._again
             or self._reserved
-            or self._ample
+            or self._ample()
         )
 
     @override
     def lose(self, replica: int) -> None:
         super().lose(replica)
         self._takers.discard(replica)
-        rests = (self._go_to(replica, None), self._reserved.pop(replica, None))
-        self._rests += [rest for rest in rests if rest is not None]
+        for parts in (self._own, self._reserved):
+            if replica in parts:
+                self._rests.append(parts.pop(replica))
 
-    # ---- one lease
-
-    def _cut(self, replica: int, is_near: IsNear | None) -> list[Range]:
-        """The next rows of a replica that has some: of its part, and of those after."""
+    @override
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease:
+        self._takers.add(replica)
+        if not self._go_on(replica, is_near):
+            if self._again:
+                return self._repeat()
+            self._join_in(replica)
         ranges: list[Range] = []
-        room = self._lease_rows()
-        while room > 0 and self._go_on(replica, is_near):
-            own = self._own[replica]
-            if own.is_whole and ranges:
-                break
-            rest = None
-            if own.rows > room:
-                own, rest = split(own, room)
-            self._go_to(replica, rest)
+        rows, most = 0, self._lease_rows()
+        while rows < most and self._go_on(replica, is_near):
+            own = self._own.pop(replica)
+            if own.stop == TO_ITS_END:
+                if ranges:  # it is leased alone
+                    self._own[replica] = own
+                    break
+                most = 0
+            elif own.rows > most - rows:
+                own, self._own[replica] = split(own, most - rows)
             ranges.append(own)
-            room = 0 if own.is_whole else room - own.rows
-        return ranges
-
-    def _go_to(self, replica: int, part: Range | None) -> Range | None:
-        """From now on a replica is on a part, or on none; returns what it was on."""
-        former = self._own.pop(replica, None)
-        self._ample.discard(replica)
-        if part is not None:
-            self._own[replica] = part
-            if part.rows > LOADING * self._sizes.rows[part.part]:
-                self._ample.add(replica)
-        return former
+            rows += own.rows
+        self._unleased -= rows
+        ahead = self._reserved[replica].part if replica in self._reserved else None
+        return self._cut_lease(ranges, None if ahead == ranges[-1].part else ahead)
 
     def _lease_rows(self) -> int:
         """The size aimed at, but half of a fair share of what is free at the end."""
-        step = self._sizes.step_rows
-        free = self._free
+        step, rows = self._sizes.step_rows, self._unleased
         if self._limit is not None:
-            free = min(free, self._limit - self._granted.total())
-        share = -(-free // (2 * len(self._takers) * step)) * step
+            rows = min(rows, self._limit - self._leased[NOBODY])
+        share = -(-rows // (2 * len(self._takers) * step)) * step
         return min(self._sizes.lease_rows, share)
 
     # ---- parts of its own
@@ -586,83 +591,77 @@ class DynamicLeasing(Leasing):
         if replica not in self._own:
             if not self._reserve(replica, is_near):
                 return False
-            self._go_to(replica, self._reserved.pop(replica))
+            self._own[replica] = self._reserved.pop(replica)
         self._reserve(replica, is_near)
         return True
 
     def _reserve(self, replica: int, is_near: IsNear | None) -> bool:
-        if replica in self._reserved:
-            return True
-        part = None if is_near is None else self._choose_near(replica, is_near)
-        self._far.discard(replica)
-        if part is None:
-            part = self._choose_next()
-            self._far.add(replica)
-        if part is not None:
+        if replica not in self._reserved:
+            part = None if is_near is None else self._find_near(replica, is_near)
+            self._far.discard(replica)
+            if part is None:
+                self._far.add(replica)
+                if self._rests:
+                    part = self._rests.pop(0)
+                elif self._free:
+                    part = self._parts[self._free.pop()]
+                else:
+                    return False
             self._reserved[replica] = part
-        return part is not None
-
-    def _choose_next(self) -> Range | None:
-        if self._rests:
-            return self._rests.pop(0)
-        position = self._untouched.first()
-        if position is None:
-            return None
-        self._untouched.remove(position)
-        return self._parts[position]
-
-    def _choose_near(self, replica: int, is_near: IsNear) -> Range | None:
-        for rest in self._rests:
-            if is_near(rest.part):
-                self._rests.remove(rest)
-                return rest
-        return self._find_near(replica, is_near) or self._claim_near(replica, is_near)
+        return True
 
     def _find_near(self, replica: int, is_near: IsNear) -> Range | None:
-        """Look at some untouched parts; the next time from there on."""
-        most = max(LOOKS_PER_REPLICA * len(self._takers), LEAST_LOOKS)
-        position = -1
-        for position in self._untouched.round(self._looked.get(replica, 0), most):
-            if is_near(self._parts[position].part):
-                self._untouched.remove(position)
-                self._looked[replica] = position
-                return self._parts[position]
-        self._looked[replica] = position + 1
-        return None
+        """A part that its worker holds, and nobody is on, as far as is looked for."""
 
-    def _claim_near(self, replica: int, is_near: IsNear) -> Range | None:
-        """Take what is reserved for one that would have to fetch it from here."""
-        for other in self._far & self._reserved.keys():
-            if is_near(self._reserved[other].part):
+        def near(part: Range) -> bool:
+            key = self._keys[part.part]
+            return key != "" and is_near(key)
+
+        for rest in self._rests:
+            if near(rest):
+                self._rests.remove(rest)
+                return rest
+        # It looks at some, and the next time goes on from there.
+        most = max(LOOKS_PER_REPLICA * len(self._takers), LEAST_LOOKS)
+        first = self._looked.get(replica, len(self._parts))
+        at = bisect.bisect_right(self._free, first) - 1
+        for index in range(at, at - min(most, len(self._free)), -1):
+            self._looked[replica] = self._free[index] - 1
+            if near(self._parts[self._free[index]]):
+                return self._parts[self._free.pop(index)]
+        # What is reserved for one that would have to fetch it from here.
+        for other in sorted(self._far & self._reserved.keys()):
+            if near(self._reserved[other]):
                 return self._reserved.pop(other)
         return None
 
     # ---- what others have
 
-    def _join_in(self, replica: int) -> bool:
-        """Take over some of what others would do next; False if there is nothing."""
+    def _ample(self) -> list[int]:
+        """Replicas that have enough of their part left to share it."""
+        rows = self._sizes.rows
+        own = self._own.items()
+        return [r for r, part in own if part.rows > LOADING * rows[part.part]]
+
+    def _join_in(self, replica: int) -> None:
+        """Take over some of what others would do next."""
+
+        def to_do(other: int) -> int:
+            parts = (self._own.get(other), self._reserved.get(other))
+            return sum(part.rows for part in parts if part is not None)
+
         if self._reserved:
-            busiest = max(self._reserved, key=self._to_do)
-            self._go_to(replica, self._reserved.pop(busiest))
-        elif self._ample:
-            self._go_to(replica, self._share(max(self._ample, key=self._to_do)))
-        return replica in self._own
-
-    def _to_do(self, replica: int) -> int:
-        parts = (self._own.get(replica), self._reserved.get(replica))
-        return sum(part.rows for part in parts if part is not None)
-
-    def _share(self, other: int) -> Range:
-        """Halve what another has, in whole steps; take it if that is too little."""
-        own, step = self._own[other], self._sizes.step_rows
-        rest = None
-        if own.rows >= 2 * step:
+            busiest = max(self._reserved, key=to_do)
+            self._own[replica] = self._reserved.pop(busiest)
+            return
+        busiest = max(sorted(self._ample()), key=to_do)
+        own, step = self._own.pop(busiest), self._sizes.step_rows
+        if own.rows >= 2 * step:  # half of it, in whole steps; else all
             loading = int(LOADING * self._sizes.rows[own.part])
             kept = (own.rows + loading + step) // (2 * step)
             most = own.rows // step - 1
-            rest, own = split(own, min(kept, most) * step)
-        self._go_to(other, rest)
-        return own
+            self._own[busiest], own = split(own, min(kept, most) * step)
+        self._own[replica] = own
 
 
 def stretches(part: Range, most: int, step_rows: int) -> list[Range]:
@@ -672,26 +671,12 @@ def stretches(part: Range, most: int, step_rows: int) -> list[Range]:
         >>> stretches(Range(7, 0, 100), most=40, step_rows=8)
         [Range(part=7, start=0, stop=56), Range(part=7, start=56, stop=100)]
     """
+    if part.stop == TO_ITS_END:
+        return [part]
     count = max(round(part.rows / most), 1)
-    size = -(-part.rows // (count * step_rows)) * step_rows
-    found = []
-    while part.rows > size:
-        first, part = split(part, size)
-        found.append(first)
-    return [*found, part]
-
-
-def split(own: Range, rows: int) -> tuple[Range, Range]:
-    """The first rows of a range, and the others."""
-    middle = own.start + rows
-    return own._replace(stop=middle), own._replace(start=middle)
-
-
-class Planned(NamedTuple):
-    """A lease that nobody has asked for yet."""
-
-    ranges: tuple[Range, ...]
-    ahead: int | None  # the part of its share that comes next
+    size = max(-(-part.rows // (count * step_rows)), 1) * step_rows
+    starts = range(part.start, part.stop, size)
+    return [Range(part.part, at, min(at + size, part.stop)) for at in starts]
 
 
 class StaticPartition(Leasing):
@@ -702,120 +687,78 @@ class StaticPartition(Leasing):
     in it depends on how the data are cut into parts, or on where they are. Parts of
     unknown length are dealt out in turn. What a failed replica had goes to all others.
 
-    Args:
-        order: Of the parts.
-        sizes: How much there is.
-        share_among: Replicas with a share each, >= 1.
-        interval_rows: Of each replica in one sync interval; None: all it gets.
-        left: Of an epoch that was broken off; None: all of it. As many replicas as
-            there were then go on with what each had left, others share it anew.
+    Of an epoch that is resumed each goes on with what a replica had left if there are
+    as many of them as then; else all share it anew.
     """
 
-    def __init__(
+    shared_limit = False
+
+    @override
+    def _begin(
         self,
         order: Sequence[int],
-        sizes: PartitionSizes,
-        share_among: Sequence[int],
-        interval_rows: int | None = None,
-        left: Sequence[RemainingWork] | None = None,
+        remaining: Sequence[RemainingWork],
+        replicas: Sequence[int],
     ) -> None:
-        parts = whole_parts(order, sizes.rows) if left is None else ranges_in(left)
-        super().__init__(sum(part.rows for part in parts), interval_rows)
-        self._sizes = sizes
-        replicas = sorted(share_among)
-        own = [one for one in left or () if one.replica != NOBODY]
-        self._orphans: deque[Planned] = deque()
-        self._shares: dict[int, deque[Planned]]
-        if len(own) == len(replicas):
-            own.sort(key=lambda one: one.replica)
-            shares: list[Sequence[Range]] = [one.ranges for one in own]
-            self._orphans = self._cut(
-                ranges_in(one for one in left or () if one.replica == NOBODY)
-            )
-        else:
-            shares = [*shared_out(parts, sizes.step_rows, len(replicas))]
-        cut = [self._cut(ranges) for ranges in shares]
-        self._shares = dict(zip(replicas, cut, strict=True))
+        super()._begin(order, remaining, replicas)
+        own = sorted(work for work in remaining if work.replica != NOBODY)
+        free = [work for work in remaining if work.replica == NOBODY]
+        shares: list[Sequence[Range]] = [work.ranges for work in own]
+        if len(own) != len(replicas):
+            parts = [one for work in remaining for one in work.ranges]
+            free = []
+            shares = [*shared_out(parts, self._sizes.step_rows, len(replicas))]
+        self._orphans = self._cut([one for work in free for one in work.ranges])
+        cut = map(self._cut, shares)
+        self._shares = dict(zip(sorted(replicas), cut, strict=True))
 
-    def _cut(self, share: Sequence[Range]) -> deque[Planned]:
+    def _cut(self, share: Sequence[Range]) -> deque[tuple[Range, ...]]:
         """The leases of a share; none crosses the end of a sync interval."""
-        known = RowSequence([part for part in share if not part.is_whole])
-        interval_rows = self._interval_rows or max(known.rows, 1)
-        leases: list[tuple[Range, ...]] = []
-        for start in range(0, known.rows, interval_rows):
-            end = min(start + interval_rows, known.rows)
-            for first in range(start, end, self._sizes.lease_rows):
-                stop = min(first + self._sizes.lease_rows, end)
-                leases.append(tuple(known.between(first, stop)))
-        leases += [(part,) for part in share if part.is_whole]
-        parts = dict.fromkeys(one.part for ranges in leases for one in ranges)
-        following = dict(itertools.pairwise(parts))
-        return deque(Planned(own, following.get(own[-1].part)) for own in leases)
+        known = [one for one in share if one.stop != TO_ITS_END]
+        rows, most = sum(one.rows for one in known), self._sizes.lease_rows
+        interval = self._interval_rows or max(rows, 1)
+        sizes = [min(most, interval - at) for at in range(0, interval, most)]
+        intervals = -(-rows // interval)
+        leases = map(tuple, portions(known, sizes * intervals))
+        whole = ((one,) for one in share if one.stop == TO_ITS_END)
+        return deque([*filter(None, leases), *whole])
 
     @override
-    def _counted(self, replica: int) -> int:
-        return self._granted[replica]
+    def remaining(self) -> list[RemainingWork]:
+        flat = itertools.chain.from_iterable
+        work = [RemainingWork(r, joined(flat(own))) for r, own in self._shares.items()]
+        again = (lease.ranges for lease in self._again)
+        free = joined(flat([*again, *self._orphans]))
+        return [*work, RemainingWork(NOBODY, free)] if free else work
 
     @override
-    def left(self) -> list[RemainingWork]:
-        shares = [
-            RemainingWork(replica, _ranges_of(share))
-            for replica, share in self._shares.items()
-        ]
-        again = tuple(one for lease in self._again for one in lease.ranges)
-        free = (*again, *_ranges_of(self._orphans))
-        return [*shares, RemainingWork(NOBODY, free)] if free else shares
-
-    @override
-    def _take(self, replica: int, is_near: IsNear | None) -> Lease | None:
-        # Where copies happen to be must not change a run that is to be repeatable.
-        share = self._shares.get(replica) or self._orphans
-        if not share:
-            return self._repeat(replica)
-        return self._cut_lease(replica, *share.popleft())
-
-    @override
-    def _has_one_for(self, replica: int) -> bool:
-        return bool(self._shares.get(replica) or self._orphans or self._again)
+    def _has_free(self, replica: int) -> bool:
+        return bool(self._shares.get(replica) or self._orphans)
 
     @override
     def lose(self, replica: int) -> None:
         super().lose(replica)
         self._orphans.extend(self._shares.pop(replica, ()))
 
-
-class RowSequence:
-    """The rows of several parts, one part after the other, numbered through.
-
-    Args:
-        parts: Of known length.
-
-    Attributes:
-        rows: How many there are.
-    """
-
-    rows: int
-
-    def __init__(self, parts: Sequence[Range]) -> None:
-        self._parts = parts
-        self._ends = list(itertools.accumulate(part.rows for part in parts))
-        self.rows = self._ends[-1] if parts else 0
-
-    def between(self, start: int, stop: int) -> Iterator[Range]:
-        """Yield the ranges between two rows."""
-        at = bisect.bisect_right(self._ends, start)
-        while start < stop:
-            part, end = self._parts[at], self._ends[at]
-            before = end - part.rows
-            offset = part.start - before
-            yield Range(part.part, offset + start, offset + min(end, stop))
-            start, at = end, at + 1
+    @override
+    def _take(self, replica: int, is_near: IsNear | None) -> Lease:
+        # Where copies happen to be must not change a run that is to be repeatable.
+        share = self._shares.get(replica) or self._orphans
+        if not share:
+            return self._repeat()
+        ranges = share.popleft()
+        later = (
+            one.part for own in share for one in own if one.part != ranges[-1].part
+        )
+        return self._cut_lease(ranges, next(later, None))
 
 
 def shared_out(
     parts: Sequence[Range], step_rows: int, replicas: int
 ) -> list[list[Range]]:
-    """Cut the rows of some parts into a share for each replica.
+    """Cut the rows of some parts into a share for each replica, in whole steps.
+
+    The first shares may have one step more than the others.
 
     Example:
         >>> for share in shared_out([Range(7, 0, 6), Range(2, 0, 4)], 2, replicas=2):
@@ -823,149 +766,10 @@ def shared_out(
         [Range(part=7, start=0, stop=6)]
         [Range(part=2, start=0, stop=4)]
     """
-    known = RowSequence([part for part in parts if not part.is_whole])
-    whole = [part for part in parts if part.is_whole]
-    edges = share_edges(known.rows, step_rows, replicas)
-    return [
-        [*known.between(start, stop), *whole[i::replicas]]
-        for i, (start, stop) in enumerate(itertools.pairwise(edges))
-    ]
-
-
-def share_edges(rows: int, step_rows: int, replicas: int) -> list[int]:
-    """Where shares begin and end, in whole steps; the first may have one step more.
-
-    Example:
-        >>> share_edges(rows=13, step_rows=2, replicas=3)
-        [0, 6, 10, 13]
-    """
+    known = [part for part in parts if part.stop != TO_ITS_END]
+    whole = [part for part in parts if part.stop == TO_ITS_END]
+    rows = sum(part.rows for part in known)
     steps, more = divmod(-(-rows // step_rows), replicas)
-    shares = [steps + (i < more) for i in range(replicas)]
-    return [min(end * step_rows, rows) for end in itertools.accumulate([0, *shares])]
-
-
-def _ranges_of(planned: Iterable[Planned]) -> tuple[Range, ...]:
-    return joined(one for lease in planned for one in lease.ranges)
-
-
-class Schedule:
-    """The leases of each phase, epoch after epoch.
-
-    Args:
-        sizes: Of each phase ("train", "validation").
-        seed: Of the order of the training parts; None keeps their order.
-        epochs_before: Of earlier fits, so that each has an order of its own.
-        intervals: How the training epochs are divided.
-    """
-
-    def __init__(
-        self,
-        sizes: Mapping[str, PartitionSizes],
-        seed: int | None,
-        epochs_before: int,
-        intervals: SyncIntervals = WHOLE_EPOCHS,
-    ) -> None:
-        self._sizes = sizes
-        self._keys = {phase: list(own.keys) for phase, own in sizes.items()}
-        self._held = {phase for phase, keys in self._keys.items() if any(keys)}
-        self._seed = seed
-        self._epochs_before = epochs_before
-        self._intervals = intervals
-        self._left = intervals.left  # of the first epoch
-        self._leases: dict[str, tuple[int, Leasing]] = {}
-
-    def open(
-        self, phase: str, epoch: int, share_among: Sequence[int] | None
-    ) -> Leasing:
-        """The leases of an epoch; they are made when first asked for.
-
-        Args:
-            phase: Of the data.
-            epoch: Counted from 0; never one before the last one asked for.
-            share_among: Replicas with a fixed share each, if it is made now.
-
-        Raises:
-            ValueError: If the epoch is over.
-        """
-        current = self._leases[phase][0] if phase in self._leases else -1
-        if epoch < current:
-            raise ValueError(f"epoch {epoch} of {phase} is over, this is {current}")
-        if epoch > current:
-            self._leases[phase] = (epoch, self._make(phase, epoch, share_among))
-        return self._leases[phase][1]
-
-    def _make(
-        self, phase: str, epoch: int, share_among: Sequence[int] | None
-    ) -> Leasing:
-        sizes = self._sizes[phase]
-        trains = phase == "train"
-        seed = self._seed if trains else None
-        order = part_order(len(sizes.rows), self._epochs_before + epoch, seed)
-        left, interval_rows = None, None
-        if trains:
-            left, self._left = self._left, None
-            interval_rows = self._intervals.rows
-        if share_among is not None:
-            return StaticPartition(order, sizes, share_among, interval_rows, left)
-        if interval_rows is not None:
-            interval_rows *= self._intervals.replicas
-        return DynamicLeasing(order, sizes, interval_rows, left)
-
-    def lease(
-        self, phase: str, replica: int, is_near: Callable[[str], bool]
-    ) -> Lease | None:
-        """Lease rows of the epoch that is open, with the keys of their parts.
-
-        Args:
-            phase: Of the data.
-            replica: Who asks.
-            is_near: Whether its worker holds the result of a task of Dask's.
-        """
-        keys, (_, leases) = self._keys[phase], self._leases[phase]
-
-        def is_near_part(part: int) -> bool:
-            return keys[part] != "" and is_near(keys[part])
-
-        lease = leases.take(replica, is_near_part if phase in self._held else None)
-        if lease is None:
-            return None
-        parts = dict.fromkeys(one.part for one in lease.ranges)
-        if lease.ahead is not None:
-            parts.setdefault(lease.ahead)
-        return lease._replace(keys={part: keys[part] for part in parts})
-
-    def held_key(self, phase: str, part: int) -> str:
-        """The Dask key of a part that a worker holds, as it is now.
-
-        Raises:
-            ValueError: If none ever has, or a LookupError if there is no such part.
-        """
-        key = self._keys[phase][part]
-        if not key:
-            raise ValueError(f"no worker holds part {part} of {phase}")
-        return key
-
-    def replace(self, phase: str, part: int, key: str) -> None:
-        """A part that was lost with its worker is computed again; see `held_key`."""
-        self.held_key(phase, part)
-        self._keys[phase][part] = key
-
-    def end_interval(self) -> None:
-        """Let all that train meet, as soon as possible."""
-        if "train" in self._leases:
-            self._leases["train"][1].end_interval()
-
-    def begin_interval(self) -> None:
-        """All have met: go on."""
-        if "train" in self._leases:
-            self._leases["train"][1].begin_interval()
-
-    def lose(self, replica: int) -> None:
-        """What a replica held, or would have got, is free for the others."""
-        for _, leases in self._leases.values():
-            leases.lose(replica)
-
-    @property
-    def repeated(self) -> int:
-        """Training leases granted again because their replica failed."""
-        return self._leases["train"][1].repeated if "train" in self._leases else 0
+    sizes = [(steps + (i < more)) * step_rows for i in range(replicas)]
+    shares = portions(known, sizes)
+    return [[*share, *whole[i::replicas]] for i, share in enumerate(shares)]

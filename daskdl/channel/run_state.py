@@ -11,11 +11,12 @@ from typing import Any
 
 from daskdl.channel.leasing import (
     Done,
+    DynamicLeasing,
     Finished,
     Lease,
     Leasing,
     RunSpec,
-    Schedule,
+    StaticPartition,
     SyncPoint,
 )
 from daskdl.channel.protocol import (
@@ -239,7 +240,7 @@ class RunState:
         members: Who takes part.
         outboxes: What waits for each present replica.
         events: For the client, in order.
-        schedule: What there is to train on, and who holds which part of it.
+        leases: Who trains on which rows, by phase ("train", "validation").
         barriers: Open ones, by key. A key may be used again once all have arrived.
         stopped: Why the run was stopped; None while it runs.
         refused: Messages that were not understood.
@@ -254,7 +255,7 @@ class RunState:
     members: Membership
     outboxes: dict[int, Outbox]
     events: EventLog
-    schedule: Schedule
+    leases: Mapping[str, Leasing]
     barriers: dict[str, OpenBarrier]
     stopped: str | None
     refused: int
@@ -269,9 +270,12 @@ class RunState:
         self.members = Membership(spec.replicas)
         self.outboxes = {}
         self.events = EventLog()
-        self.schedule = Schedule(
-            spec.sizes, spec.seed, spec.epochs_before, spec.intervals
-        )
+        kind = StaticPartition if spec.synchronous else DynamicLeasing
+        trained = spec.seed, spec.epochs_before, spec.intervals
+        self.leases = {
+            phase: kind(sizes, *(trained if phase == "train" else ()))
+            for phase, sizes in spec.sizes.items()
+        }
         self.barriers = {}
         self.stopped = None
         self.refused = 0
@@ -285,7 +289,8 @@ class RunState:
         self._interval_began_at: float | None = None
         # Of this epoch, by replica: examples of finished leases, mean loss.
         self._trained: dict[int, tuple[int, float]] = {}
-        self._departed_before = spec.intervals.departed
+        resumed = spec.intervals.resumed
+        self._departed_before = () if resumed is None else resumed.departed
         self._refused_before = 0  # this epoch
         self._departed: dict[int, str] = {}  # those that trained, in words
         self._all_retired = True
@@ -341,7 +346,8 @@ class RunState:
         member.gone = True
         self.members.generation += 1
         self.outboxes.pop(replica, None)
-        self.schedule.lose(replica)
+        for leases in self.leases.values():
+            leases.lose(replica)
         self._idle.pop(replica, None)
         self._send(Message(MessageKind.LOST.value, replica, 0, member.progress.step, 0))
         self._send_members()
@@ -536,13 +542,13 @@ class RunState:
         if kind in (Barrier.REPORT, Barrier.SYNC):
             self.interval += 1
             self._interval_began_at = None
-            self.schedule.begin_interval()
+            self.leases["train"].begin_interval()
         return True
 
     def _end_epoch(self, key: str, barrier: OpenBarrier) -> None:
         barrier.counted = {
             "refused": self.refused - self._refused_before,
-            "repeated": self.schedule.repeated,
+            "repeated": self.leases["train"].repeated,
             "departed": self._trained_by_departed(barrier.payloads),
         }
         self.report = [[r, payload] for r, payload in sorted(barrier.payloads.items())]
@@ -592,7 +598,7 @@ class RunState:
             self._interval_began_at = now
         bound_s = self.spec.intervals.seconds
         if bound_s is not None and now - self._interval_began_at >= bound_s:
-            self.schedule.end_interval()
+            self.leases["train"].end_interval()
 
     def set_idle(self, replica: int, payload: Any) -> None:
         """A replica waits for a lease: rounds take this as its payload meanwhile."""
@@ -609,7 +615,7 @@ class RunState:
         return self.has_enough and (
             leases.has_one_for(replica)
             or leases.interval_is_over(self.members.expected)
-            or not leases.unfinished()
+            or not leases.unfinished
         )
 
     def lease(
@@ -631,15 +637,16 @@ class RunState:
         leases = self._leases(phase, epoch)
         if not self.has_enough or not self.members.is_here(replica):
             return None
-        lease = self.schedule.lease(phase, replica, is_near)
+        lease = leases.take(replica, is_near)
         if lease is not None:
             return lease
         over = leases.interval_is_over(self.members.expected)
-        return SyncPoint(self.spec.order, leases.left()) if over else None
+        return SyncPoint(self.spec.order, leases.remaining()) if over else None
 
     def _leases(self, phase: str, epoch: int) -> Leasing:
-        shares = self.members.expected if self.spec.synchronous else None
-        return self.schedule.open(phase, epoch, shares)
+        leases = self.leases[phase]
+        leases.open(epoch, self.members.expected)
+        return leases
 
     # ---- the end
 

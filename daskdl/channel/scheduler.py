@@ -330,7 +330,7 @@ class LiveRun:
 
     async def handle_restore(self, phase: str, part: Whole, key: str) -> Fields:
         """A client has computed a lost part again, under another key."""
-        self.state.schedule.replace(phase, part, key)
+        self.state.leases[phase].replace_key(part, key)
         await self.notify()
         return {"status": Answer.OK.value}
 
@@ -554,8 +554,8 @@ class LiveRun:
         """A part does not arrive; if it is lost, answered once it has another key."""
         state = self.state
         self.check_present(replica)
-        schedule = state.schedule
-        if schedule.held_key(phase, part) == key and self._is_lost(key):
+        leases = state.leases[phase]
+        if leases.held_key(part) == key and self._is_lost(key):
             state.events.post(
                 "missing",
                 phase=phase,
@@ -565,8 +565,8 @@ class LiveRun:
                 avoid=sorted(self.hanging),
             )
             await self.notify()
-            await self.until(lambda: schedule.held_key(phase, part) != key)
-        return self.answer(key=schedule.held_key(phase, part))
+            await self.until(lambda: leases.held_key(part) != key)
+        return self.answer(key=leases.held_key(part))
 
     def _is_lost(self, key: str) -> bool:
         """Whether no worker that answers has the result of a task, or computes it."""

@@ -665,8 +665,7 @@ def run_spec_of(
         replicas=len(workers),
         rows=None if steps is None else steps * options.step_rows,
         seconds=None if rule is None else rule.seconds,
-        left=None if point is None else point.left,
-        departed=() if point is None else point.departed,
+        resumed=point,
     )
     plan = RunSpec(
         run=options.run,

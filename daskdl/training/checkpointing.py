@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks import Callback, Checkpoint
 from daskdl.channel.base import BarrierResult, Channel
-from daskdl.channel.leasing import SyncPoint
+from daskdl.channel.leasing import TO_ITS_END, SyncPoint
 from daskdl.channel.protocol import WaitCause
 from daskdl.config import Bound, Timeouts
 from daskdl.data.stores.store import store_of
@@ -600,14 +600,14 @@ def _sync_point_of(fields: Any) -> SyncPoint | None:
     if fields is None:
         return None
     point = SyncPoint.from_wire(fields)
-    ranges = [one for left in point.left for one in left.ranges]
+    ranges = [one for work in point.remaining for one in work.ranges]
     numbers = [number for one in ranges for number in one]
-    numbers += [point.order, *(left.replica for left in point.left)]
+    numbers += [point.order, *(work.replica for work in point.remaining)]
     numbers += [done.examples for done in point.departed]
     whole = all(type(number) is int for number in numbers)
     whole &= all(type(done.loss_sum) in (int, float) for done in point.departed)
     ordered = (min(part, start) >= 0 for part, start, _ in ranges)
-    ends = (one.is_whole or one.start <= one.stop for one in ranges)
+    ends = (one.stop == TO_ITS_END or one.start <= one.stop for one in ranges)
     if not (whole and all(ordered) and all(ends)):
         raise ValueError(f"{fields!r:.80} is left")
     return point

@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.channel.base import Channel
-from daskdl.channel.leasing import Lease, Range, SyncPoint
+from daskdl.channel.leasing import TO_ITS_END, Lease, Range, SyncPoint
 from daskdl.channel.protocol import WaitCause
 from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
@@ -444,7 +444,7 @@ class Reader:
     def chunks(self, lease: Lease) -> Iterator[Chunk]:
         """Yield the rows of a lease in the order in which they are trained on."""
         for i, one in enumerate(lease.ranges):
-            if one.is_whole:
+            if one.stop == TO_ITS_END:
                 yield from self._stream(one.part)
                 continue
             if self._held is not None and self._held[0] != one.part:
@@ -473,8 +473,9 @@ class Reader:
         rows, enough = 0, self._reading.prefetch * self._reading.batch_size
         at = now + 1  # no slice: a lease may have thousands of parts
         while at < len(lease.ranges) and (rows < enough or len(wanted) == 1):
-            rows += lease.ranges[at].rows
-            wanted[lease.ranges[at].part] = None
+            part, start, stop = lease.ranges[at]
+            rows += max(stop - start, 1)  # of a part of unknown length one
+            wanted[part] = None
             at += 1
         if len(wanted) == 1 and lease.ahead is not None:
             wanted[lease.ahead] = None

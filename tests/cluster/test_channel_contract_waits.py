@@ -187,7 +187,7 @@ class TestLeases:
             assert gathered.payloads == {0: {"from": 0}, 1: {"from": 1}}
             assert gathered.gone.keys() == {2}
             await in_thread(run.channels[1].wait_for_updates, {2: 1})
-            assert run.record.schedule.repeated == 1
+            assert run.record.leases["train"].repeated == 1
 
     @every_channel()
     async def test_with_too_few_replicas_nobody_gets_a_piece(self, a_run):

@@ -58,7 +58,7 @@ async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers, routing):
         again = [await in_thread(run.channels[0].lease, "train", 0, [])]
         again += [await in_thread(run.channels[0].lease, "train", 0, [])]
         assert [of_one(piece) for piece in again] == [(1, "q"), (0, "p")]
-        assert run.record.schedule.repeated == 1
+        assert run.record.leases["train"].repeated == 1
 
 
 @EITHER

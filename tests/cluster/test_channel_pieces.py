@@ -24,9 +24,7 @@ async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b, routing
         its = await in_thread(two, "train", 0, [])
         done = {"lease": mine.number, "examples": 1, "loss": 0.0}
         waiting = begin(one, "train", 0, [done], wait=True)
-        await wait_until(
-            lambda: run.record.schedule.open("train", 0, None).unfinished() == 1
-        )
+        await wait_until(lambda: run.record.leases["train"].unfinished == 1)
         assert not waiting.done()
 
         await run.live.lose(1, "for the test")

@@ -150,7 +150,7 @@ def test_a_piece_is_finished_by_its_holder_only():
     for replica, rows_left in ((1, 4), (0, 3)):
         finished = [{"lease": number, "examples": 1}]
         record.give_back(replica, "train", 0, finished, now=0.0)
-        assert record.schedule.open("train", 0, None).unfinished() == rows_left
+        assert record.leases["train"].unfinished == rows_left
 
 
 def test_repeated_pieces_of_the_validation_are_not_counted():
@@ -161,7 +161,7 @@ def test_repeated_pieces_of_the_validation_are_not_counted():
     for _ in range(4):
         record.lease(1, "validation", 0, lambda key: False)
 
-    assert record.schedule.repeated == 0
+    assert record.leases["train"].repeated == 0
 
 
 def test_a_barrier_is_the_same_for_all_until_it_is_complete():
@@ -339,7 +339,7 @@ def test_a_lap_ends_when_it_has_taken_long_enough():
     finish(record, 1, second)
     assert record.can_lease(0, "train", 0)
     pause = pause_of(record, 0)
-    assert sum(one.rows for left in pause.left for one in left.ranges) == 2
+    assert sum(one.rows for work in pause.remaining for one in work.ranges) == 2
 
 
 def test_after_a_pause_all_go_on_in_the_same_epoch_and_time_begins_anew():
@@ -369,6 +369,14 @@ def test_the_end_of_an_epoch_is_that_of_a_lap_too():
     assert take(record, 0, epoch=1) is not None
 
 
+def test_validation_is_not_divided_into_intervals_and_keeps_its_order():
+    record = in_intervals(rows=1, seed=3)
+
+    taken = [take(record, 0, "validation").ranges[0].part for _ in range(4)]
+
+    assert taken == [0, 1, 2, 3]
+
+
 def test_at_the_end_of_an_epoch_there_is_no_pause():
     record = in_intervals(rows=2)
 
@@ -389,7 +397,7 @@ def test_what_is_held_when_a_replica_is_lost_is_left():
 
     assert record.can_lease(0, "train", 0)
     pause = pause_of(record, 0)
-    assert sum(one.rows for left in pause.left for one in left.ranges) == 4
+    assert sum(one.rows for work in pause.remaining for one in work.ranges) == 4
 
 
 def test_plan_and_pause_come_over_the_wire_as_they_were():
@@ -398,7 +406,7 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
     finish(record, 1, take(record, 1))
     pause = pause_of(record, 0)
     pause = pause._replace(departed=[Done(0.5, 3)])
-    intervals = SyncIntervals(2, 1, 0.5, pause.left, pause.departed)
+    intervals = SyncIntervals(2, 1, 0.5, pause)
     plan = dataclasses.replace(record.spec, intervals=intervals)
 
     def sent(value):

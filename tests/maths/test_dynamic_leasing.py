@@ -12,20 +12,15 @@ from hypothesis import strategies as st
 
 from daskdl.channel.leasing import (
     DynamicLeasing,
-    PartitionSizes,
     Range,
     part_order,
     partition_sizes,
 )
+from tests.support.leases import leases_of, near
 
 
-def first_come(rows, step_rows=1, lease_rows=1, order=None):
-    extent = PartitionSizes(tuple(rows), ("",) * len(rows), step_rows, lease_rows)
-    return DynamicLeasing(order or range(len(rows)), extent)
-
-
-def near(*parts):
-    return lambda part: part in parts
+def first_come(rows, step_rows=1, lease_rows=1, seed=None):
+    return leases_of(DynamicLeasing, rows, step_rows, lease_rows, seed=seed)
 
 
 def parts(lease):
@@ -56,9 +51,10 @@ def test_small_parts_are_merged_to_pieces_of_the_size_aimed_at():
 
 
 def test_parts_come_in_the_order_of_the_epoch():
-    leases = first_come([1, 1, 1], order=[2, 0, 1])
+    leases = first_come([1] * 9, seed=7)
 
-    assert [parts(leases.take(0)) for _ in range(3)] == [[2], [0], [1]]
+    order = [[part] for part in part_order(9, 0, 7)]
+    assert [parts(leases.take(0)) for _ in range(9)] == order
 
 
 def test_the_part_that_comes_next_is_named_and_kept_for_its_replica():
@@ -166,7 +162,7 @@ class TestTheEnd:
 
     def test_too_little_of_a_part_to_load_it_again_for_is_not_shared(self):
         leases = first_come([1000], lease_rows=500)
-        while leases.unfinished() > 5:  # as many as are trained on while it is loaded
+        while leases.unfinished > 5:  # as many as are trained on while it is loaded
             leases.finish(0, leases.take(0).number)
 
         assert not leases.has_one_for(1)
@@ -263,9 +259,8 @@ def work(rows, workers, loading, seed=0):
         seed: Of the speeds, and of the order of the parts.
     """
     speeds = np.random.default_rng(seed).uniform(0.5, 1.5, workers)
-    leases = DynamicLeasing(
-        part_order(len(rows), 0, seed), partition_sizes(rows, 32, workers)
-    )
+    leases = DynamicLeasing(partition_sizes(rows, 32, workers), seed)
+    leases.open(0, range(workers))
     queue = [(0.0, worker) for worker in range(workers)]
     here, ready, held = {}, {}, {}
     trained = busy = end = 0.0
@@ -288,7 +283,7 @@ def work(rows, workers, loading, seed=0):
             ready.setdefault((worker, lease.ahead), now + loading * rows[lease.ahead])
         busy += at - now
         heapq.heappush(queue, (at, worker))
-    assert leases.unfinished() == 0
+    assert leases.unfinished == 0
     return Outcome(busy / (workers * end), trained / (workers * end), loads)
 
 
@@ -326,7 +321,7 @@ def calls_per_lease(parts, replicas, held):
         replicas: That ask in turn.
         held: Whether each part is held by one of the workers; else by none.
     """
-    leases = first_come([8] * parts, 8, 8, part_order(parts, 0, 0))
+    leases = first_come([8] * parts, 8, 8, seed=0)
     count = leased = 0
 
     def profile(frame, event, argument):
@@ -339,7 +334,7 @@ def calls_per_lease(parts, replicas, held):
         for replica in itertools.cycle(range(replicas)):
             mine = replica if held else -1
             # Not bound late: it is called before the next replica has its turn.
-            if leases.take(replica, lambda part: part % replicas == mine) is None:  # noqa: B023
+            if leases.take(replica, lambda key: int(key) % replicas == mine) is None:  # noqa: B023
                 return count / leased
             leased += 1
     finally:

@@ -4,16 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.leasing import PartitionSizes, Range, StaticPartition, share_edges
+from daskdl.channel.leasing import Range, StaticPartition, shared_out
+from tests.support.leases import drained, leases_of, near
 
 
-def shares(rows, replicas=(0, 1), step_rows=1, lease_rows=1, order=None):
-    extent = PartitionSizes(tuple(rows), ("",) * len(rows), step_rows, lease_rows)
-    return StaticPartition(order or range(len(rows)), extent, replicas)
-
-
-def drained(leases, replica):
-    return list(iter(lambda: leases.take(replica), None))
+def shares(rows, replicas=(0, 1), step_rows=1, lease_rows=1, seed=None):
+    own = step_rows, lease_rows, replicas, seed
+    return leases_of(StaticPartition, rows, *own)
 
 
 def rows_of(leases, replica, starts):
@@ -51,25 +48,25 @@ def test_steps_do_not_depend_on_how_the_data_are_cut_into_parts(
 
 @given(st.integers(0, 200), st.integers(1, 7), st.integers(1, 9))
 def test_all_have_equally_many_steps_but_for_one(rows, step_rows, replicas):
-    edges = share_edges(rows, step_rows, replicas)
+    shares = shared_out([Range(0, 0, rows)] if rows else [], step_rows, replicas)
 
-    steps = [-(-(b - a) // step_rows) for a, b in itertools.pairwise(edges)]
+    sizes = [sum(one.rows for one in share) for share in shares]
+    steps = [-(-size // step_rows) for size in sizes]
     assert max(steps) - min(steps) <= 1
-    assert edges[0] == 0
-    assert edges[-1] == rows
-    assert all(edge % step_rows == 0 for edge in edges[:-1] if edge < rows)
+    assert sum(sizes) == rows
+    assert all(size % step_rows == 0 for size in sizes[: sum(map(bool, sizes)) - 1])
 
 
 def test_pieces_go_across_parts_in_the_order_of_the_epoch():
-    leases = shares([3, 5, 4], [4, 2], step_rows=2, lease_rows=4, order=[2, 0, 1])
+    leases = shares([4, 3, 5], [4, 2], step_rows=2, lease_rows=4)
 
     assert [lease.ranges for lease in drained(leases, 2)] == [
-        (Range(2, 0, 4),),
-        (Range(0, 0, 2),),
+        (Range(0, 0, 4),),
+        (Range(1, 0, 2),),
     ]
     assert [lease.ranges for lease in drained(leases, 4)] == [
-        (Range(0, 2, 3), Range(1, 0, 3)),
-        (Range(1, 3, 5),),
+        (Range(1, 2, 3), Range(2, 0, 3)),
+        (Range(2, 3, 5),),
     ]
 
 
@@ -84,18 +81,18 @@ def test_it_is_said_which_part_of_the_share_comes_next():
 def test_neither_who_asks_first_nor_what_is_near_changes_a_share():
     leases = shares([2, 2])
 
-    assert leases.take(1, lambda part: part == 0).ranges == (Range(1, 0, 1),)
-    assert leases.take(0, lambda part: part == 1).ranges == (Range(0, 0, 1),)
+    assert leases.take(1, near(0)).ranges == (Range(1, 0, 1),)
+    assert leases.take(0, near(1)).ranges == (Range(0, 0, 1),)
 
 
 def test_parts_of_unknown_length_are_dealt_out_whole_and_in_turn():
-    leases = shares([-1, -1, -1], [0, 1], order=[2, 0, 1])
+    leases = shares([-1, -1, -1], [0, 1])
 
     assert [lease.ranges for lease in drained(leases, 0)] == [
+        (Range(0, 0, -1),),
         (Range(2, 0, -1),),
-        (Range(1, 0, -1),),
     ]
-    assert [lease.ranges for lease in drained(leases, 1)] == [(Range(0, 0, -1),)]
+    assert [lease.ranges for lease in drained(leases, 1)] == [(Range(1, 0, -1),)]
 
 
 def test_what_a_lost_replica_would_have_got_goes_to_others_and_is_no_repetition():

@@ -1,5 +1,6 @@
 """Epochs in laps: what is handed out, what is left, and going on from that."""
 
+import functools
 import random
 from collections import Counter
 
@@ -7,32 +8,30 @@ import pytest
 
 from daskdl.channel.leasing import (
     NOBODY,
+    TO_ITS_END,
     DynamicLeasing,
     Range,
     RemainingWork,
     StaticPartition,
-    part_order,
     partition_sizes,
 )
+from tests.support.leases import leases_of
 
 STEP = 4
 
 
-def shared(rows, replicas, seed=0, interval_rows=None, left=None):
-    """Leasing of fixed shares, of which `interval_rows` is for each replica."""
-    extent = partition_sizes(rows, STEP, len(replicas))
-    order = part_order(len(rows), 0, seed)
-    return StaticPartition(order, extent, replicas, interval_rows, left)
+def made(kind, rows, replicas, seed=0, interval_rows=None, remaining=None):
+    """Leases of which `interval_rows` are for each replica in an interval."""
+    size = partition_sizes(rows, STEP, len(replicas)).lease_rows
+    own = STEP, size, replicas, seed, interval_rows, remaining
+    return leases_of(kind, rows, *own)
 
 
-def first_come(rows, replicas, seed=0, interval_rows=None, left=None):
-    extent = partition_sizes(rows, STEP, len(replicas))
-    order = part_order(len(rows), 0, seed)
-    total = None if interval_rows is None else interval_rows * len(replicas)
-    return DynamicLeasing(order, extent, total, left)
+shared = functools.partial(made, StaticPartition)
+first_come = functools.partial(made, DynamicLeasing)
 
 
-BOTH = pytest.mark.parametrize("make", [shared, first_come])
+BOTH = pytest.mark.parametrize("make", [shared, first_come], ids=["static", "dynamic"])
 
 
 class Crowd:
@@ -80,7 +79,7 @@ class Crowd:
 
 
 def rows_of(each):
-    return ["all"] if each.is_whole else range(each.start, each.stop)
+    return ["all"] if each.stop == TO_ITS_END else range(each.start, each.stop)
 
 
 def everything(rows):
@@ -89,7 +88,7 @@ def everything(rows):
 
 
 def left_in(leases):
-    ranges = [each for left in leases.left() for each in left.ranges]
+    ranges = [each for work in leases.remaining() for each in work.ranges]
     return Counter((each.part, row) for each in ranges for row in rows_of(each))
 
 
@@ -106,12 +105,12 @@ def test_each_row_is_trained_on_once_and_the_others_are_left(make, seed):
     while crowd.run_lap(
         losses=chance.randint(0, 1), end_after=chance.choice([None, 2])
     ):
-        assert leases.unfinished() == left_in(leases).total() > 0
+        assert leases.unfinished == left_in(leases).total() > 0
         assert crowd.trained + left_in(leases) == everything(rows)
         leases.begin_interval()
 
     assert crowd.trained == everything(rows)
-    assert leases.unfinished() == 0
+    assert leases.unfinished == 0
 
 
 @BOTH
@@ -123,7 +122,7 @@ def test_others_go_on_with_what_is_left(make, replicas, seed):
     crowd = Crowd(before, range(3), seed)
     assert crowd.run_lap()
 
-    after = make(rows, range(replicas), seed, 2 * STEP, before.left())
+    after = make(rows, range(replicas), seed, 2 * STEP, before.remaining())
     others = Crowd(after, range(replicas), seed)
     while others.run_lap():
         after.begin_interval()
@@ -149,17 +148,17 @@ def test_fixed_shares_go_on_as_if_nothing_had_been(ended):
 
     whole = shared(rows, replicas, interval_rows=2 * STEP)
     Crowd(whole, replicas, 0).run_lap(end_after=ended)
-    left = whole.left()
+    left = whole.remaining()
     whole.begin_interval()
     # Numbered anew, as those of another run are.
-    again = shared(rows, range(3), interval_rows=2 * STEP, left=left)
+    again = shared(rows, range(3), interval_rows=2 * STEP, remaining=left)
 
     assert pieces(again, range(3)) == pieces(whole, replicas)
 
 
 def test_each_goes_on_with_its_own_share_however_much_that_is():
     left = [RemainingWork(5, (Range(0, 4, 40),)), RemainingWork(2, (Range(1, 36, 40),))]
-    leases = shared([40, 40], range(2), left=left)
+    leases = shared([40, 40], range(2), remaining=left)
 
     (ranges,) = {one.ranges for one in [leases.take(0)]}
 
@@ -215,7 +214,7 @@ def test_what_lost_ones_had_belongs_to_nobody():
     assert crowd.run_lap()
     leases.lose(1)
 
-    owners = {left.replica: left.ranges for left in leases.left()}
+    owners = {work.replica: work.ranges for work in leases.remaining()}
 
     assert owners[NOBODY] == (Range(0, 24, 40),)
-    assert RemainingWork(0, (Range(0, 4, 20),)) in leases.left()
+    assert RemainingWork(0, (Range(0, 4, 20),)) in leases.remaining()

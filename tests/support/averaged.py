@@ -1,12 +1,11 @@
 """Parameter averaging as one would write it down, in one thread and without daskdl."""
 
 import copy
-import itertools
 
 import torch
 from torch import nn
 
-from daskdl.channel.leasing import share_edges
+from daskdl.channel.leasing import Range, shared_out
 
 
 def averaged_loop(made, x, y, *, replicas, batch_size, epochs, frequency, **more):
@@ -24,15 +23,16 @@ def averaged_loop(made, x, y, *, replicas, batch_size, epochs, frequency, **more
     optimizers = [optimizer(module.parameters()) for module in modules]
     common = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     outer = more["outer"](common) if more.get("outer") else None
-    edges = share_edges(len(x), batch_size, replicas)
-
-    def starts(start, stop):
-        return range(start, stop, batch_size)
+    cut = shared_out([Range(0, 0, len(x))], batch_size, replicas)
 
     for _ in range(epochs):
         shares = [
-            [slice(at, min(at + batch_size, stop)) for at in starts(start, stop)]
-            for start, stop in itertools.pairwise(edges)
+            [
+                slice(at, min(at + batch_size, stop))
+                for _, start, stop in share
+                for at in range(start, stop, batch_size)
+            ]
+            for share in cut
         ]
         while any(shares):
             weights = [0] * replicas

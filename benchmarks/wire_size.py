@@ -17,16 +17,15 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 
-import lz4.block
 import numpy as np
 
 from benchmarks.plots import bars
 from benchmarks.questions import Question
-from daskdl.codec import Stamp, decode, encode, golomb, sparse
-from daskdl.codec.sparse import positions_of
+from daskdl.codec import Kind, Stamp, decode, encode, golomb, payload_sizes
 
 STAMP = Stamp(run=1, origin=0, sequence=1, step=1)
 THRESHOLD = 2.0**-10
+HEADER_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Row:
     bound: float  # bytes
     raw32: int  # bytes, the baseline
     varint: int
-    sparse: int
+    bitmap: int
     bitmap_lz4: int
     one: int  # GAPS with one Rice parameter
     blocks: int  # GAPS with one for each block
@@ -69,10 +68,6 @@ def varint_bytes(positions_K) -> int:
     return int(sum((values >= 2**shift).sum() for shift in (7, 14, 21, 28)))
 
 
-def smaller(body) -> int:
-    return min(len(body), len(lz4.block.compress(body.data, store_size=False)))
-
-
 def median_ms(work, repeat: int) -> float:
     """Median of single runs, the first left out: it may compile."""
     times = []
@@ -86,12 +81,17 @@ def median_ms(work, repeat: int) -> float:
 def measure(case: str, size: int, positions, repeat: int) -> Row:
     signs = np.random.default_rng(1).choice([-1, 1], len(positions))
     entries = ((positions + 1) * signs).astype(np.int32)
-    positions_K = positions_of(entries, size)
+    positions_K = positions.astype(np.int32)
+    sizes = payload_sizes(size, entries)
+    sign_bytes = (len(entries) + 7) // 8
     one, blocks = (
-        golomb.plan_with(b, size, positions_K) for b in (golomb.WHOLE, golomb.BLOCK)
+        golomb.plan_with(b, size, positions_K).length + sign_bytes
+        for b in (golomb.WHOLE, golomb.BLOCK)
     )
-    best = golomb.pack(golomb.plan(size, positions_K), entries)
-    bits = sparse.pack_bitmap(size, positions_K, entries)
+    gaps_lz4, bitmap_lz4 = (
+        len(encode(STAMP, size, THRESHOLD, entries, kind)) - HEADER_BYTES
+        for kind in (Kind.GAPS, Kind.BITMAP)
+    )
     frame = encode(STAMP, size, THRESHOLD, entries)
 
     def there_and_back():
@@ -104,13 +104,13 @@ def measure(case: str, size: int, positions, repeat: int) -> Row:
         size=size,
         entries=len(entries),
         bound=bound_bytes(size, len(entries)),
-        raw32=4 * len(entries),
+        raw32=sizes[Kind.RAW32],
         varint=len(entries) + varint_bytes(positions_K),
-        bitmap=len(bits),
-        bitmap_lz4=smaller(bits),
-        one=one.length,
-        blocks=blocks.length,
-        gaps_lz4=smaller(best),
+        bitmap=sizes[Kind.BITMAP],
+        bitmap_lz4=bitmap_lz4,
+        one=one,
+        blocks=blocks,
+        gaps_lz4=gaps_lz4,
         frame=len(frame),
         kind=update.kind.name + "+" * bool(frame[6]),
         ms=median_ms(there_and_back, repeat),

@@ -1,10 +1,10 @@
 """Updates as bytes and back: numpy in, numpy out; no torch, no Dask, no state.
 
 :func:`encode` writes entries as the smallest frame, :func:`decode` reads a frame and
-checks every byte of it: it is the only place where what comes from another process is
-checked, so that nothing behind it looks again. Behind the two lie a module for each way
-to pack: Golomb-Rice coded gaps (:mod:`daskdl.codec.golomb`), a bitmap
-(:mod:`daskdl.codec.sparse`) and eight bits per parameter (:mod:`daskdl.codec.dense8`).
+checks every byte of it. Updates of other processes are checked there and nowhere else.
+Frames, entries and bitmaps are in :mod:`daskdl.codec.frame`; two kinds of body have a
+module of their own: Golomb-Rice coded gaps (:mod:`daskdl.codec.golomb`) and eight bits
+per parameter (:mod:`daskdl.codec.dense8`).
 """
 
 from daskdl.codec.dense8 import Quantized, counts_of, quantize
@@ -17,7 +17,6 @@ from daskdl.codec.frame import (
     decode,
     encode,
     encode_dense,
-    encode_dense8,
     payload_sizes,
     read_kind,
 )
@@ -33,7 +32,6 @@ __all__ = [
     "decode",
     "encode",
     "encode_dense",
-    "encode_dense8",
     "payload_sizes",
     "quantize",
     "read_kind",

@@ -12,15 +12,14 @@ import enum
 import math
 import struct
 import zlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lz4.block
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-from daskdl.codec import dense8, golomb, sparse
+from daskdl.codec import dense8, golomb
 from daskdl.codec.dense8 import Quantized
 from daskdl.errors import CodecError
 
@@ -49,86 +48,7 @@ class Kind(enum.IntEnum):
     DENSE32 = 5  # an int32 count of grid steps per parameter
 
 
-class Packing(NamedTuple):
-    """How the body of one kind is written and read."""
-
-    pack: Callable[[Any], Bytes]  # of `Entries`, or what a dense kind is made of
-    unpack: Callable[[Bytes, int, int], Integers]  # of N and K
-    lengths: Callable[[int, int], tuple[int, int]]  # of N and K: fewest and most bytes
-
-
-class Entries(NamedTuple):
-    """What sparse kinds pack."""
-
-    size: int  # N
-    positions_K: Integers  # zero-based
-    entries_K: Integers  # signed, one-based
-    plan: golomb.Plan
-
-    @classmethod
-    def of(cls, size: int, entries_K: Integers) -> "Entries":
-        """Check entries and count the bits of their gaps.
-
-        Raises:
-            CodecError: If an entry is impossible.
-        """
-        positions_K = sparse.positions_of(entries_K, size)
-        return cls(size, positions_K, entries_K, golomb.plan(size, positions_K))
-
-    def sizes(self) -> dict[Kind, int]:
-        """Count the bytes each sparse kind would take."""
-        count = len(self.entries_K)
-        return {
-            Kind.RAW32: 4 * count,
-            Kind.GAPS: self.plan.length,
-            Kind.BITMAP: sparse.bitmap_length(self.size, count),
-        }
-
-
-def _integers_packed(values: Integers) -> Bytes:
-    return np.ascontiguousarray(values, "<i4").view(np.uint8)
-
-
-def _integers_unpacked(body: Bytes) -> Integers:
-    return body.view("<i4").astype(np.int32)
-
-
-def _entries_unpacked(body: Bytes, size: int, _: int) -> Integers:
-    entries_K = _integers_unpacked(body)
-    sparse.positions_of(entries_K, size)
-    return entries_K
-
-
-SPARSE = {
-    Kind.RAW32: Packing(
-        lambda entries: _integers_packed(entries.entries_K),
-        _entries_unpacked,
-        lambda _, count: (4 * count, 4 * count),
-    ),
-    Kind.GAPS: Packing(
-        lambda entries: golomb.pack(entries.plan, entries.entries_K),
-        golomb.unpack,
-        golomb.length_range,
-    ),
-    Kind.BITMAP: Packing(
-        lambda entries: sparse.pack_bitmap(*entries[:3]),
-        sparse.unpack_bitmap,
-        lambda size, count: (sparse.bitmap_length(size, count),) * 2,
-    ),
-}
-DENSE = {
-    Kind.DENSE8: Packing(
-        dense8.pack,
-        lambda body, size, _: dense8.unpack(body, size),
-        lambda size, _: (dense8.length(size),) * 2,
-    ),
-    Kind.DENSE32: Packing(
-        _integers_packed,
-        lambda body, _size, _count: _integers_unpacked(body),
-        lambda size, _: (4 * size, 4 * size),
-    ),
-}
-PACKINGS = {**SPARSE, **DENSE}
+SPARSE = (Kind.RAW32, Kind.GAPS, Kind.BITMAP)
 
 
 class Stamp(NamedTuple):
@@ -203,22 +123,37 @@ def encode(
         sign bit are our signed int32.
     """
     if kind is not None and kind not in SPARSE:
-        raise CodecError(f"kind must be one of {tuple(SPARSE)}, got {kind!r}")
-    _check_given(stamp, Kind.RAW32, size, threshold)
-    entries = Entries.of(size, entries_K)
+        raise CodecError(f"kind must be one of {SPARSE}, got {kind!r}")
+    _check_given(stamp, size, threshold)
+    positions_K = _positions(entries_K, size)
+    plan = golomb.plan(size, positions_K)
     if kind is None:
-        sizes = entries.sizes()
+        sizes = _sizes(size, plan)
         kind = min(sizes, key=sizes.__getitem__)  # of equals the first
-    return _seal(stamp, kind, size, len(entries_K), threshold, entries)
+    if kind is Kind.RAW32:
+        body = _bytes(entries_K)
+    elif not len(entries_K):
+        body = np.empty(0, np.uint8)
+    else:
+        if kind is Kind.GAPS:
+            where = golomb.pack(plan)
+        else:
+            present_N = np.zeros(size, bool)
+            present_N[positions_K] = True
+            where = np.packbits(present_N, bitorder="little")
+        body = np.concatenate([where, np.packbits(entries_K < 0, bitorder="little")])
+    return _framed(stamp, kind, size, len(entries_K), threshold, body)
 
 
-def encode_dense(stamp: Stamp, grid: float, counts_N: Integers) -> Bytes:
-    """Write a count of grid steps for every parameter as a DENSE32 frame.
+def encode_dense(stamp: Stamp, grid: float, counts_N: Integers | Quantized) -> Bytes:
+    """Write a count of grid steps for every parameter as a frame.
 
     Args:
         stamp: Which update this is.
         grid: One step, parameter units, > 0 and exact in float32.
-        counts_N: Steps, int32, any value; one-dimensional and not empty.
+        counts_N: Steps, int32, any value, one-dimensional and not empty, as DENSE32; or
+            what :func:`quantize` made of them, as DENSE8, which is read as
+            :func:`counts_of` the same.
 
     Returns:
         The frame, uint8, one-dimensional, an array of its own.
@@ -228,42 +163,22 @@ def encode_dense(stamp: Stamp, grid: float, counts_N: Integers) -> Bytes:
 
     Example:
         >>> import numpy as np
-        >>> frame = encode_dense(Stamp(7, 1, 12, 40), 0.25, np.array([3, -1], np.int32))
-        >>> decode(frame).counts_N
-        array([ 3, -1], dtype=int32)
-    """
-    dense8.check_counts(counts_N)
-    _check_given(stamp, Kind.DENSE32, len(counts_N), grid)
-    return _seal(stamp, Kind.DENSE32, len(counts_N), 0, grid, counts_N)
-
-
-def encode_dense8(stamp: Stamp, grid: float, quantized: Quantized) -> Bytes:
-    """Write counts rounded to eight bits as a DENSE8 frame.
-
-    Args:
-        stamp: Which update this is.
-        grid: One step, parameter units, > 0 and exact in float32.
-        quantized: What :func:`quantize` returned; not empty.
-
-    Returns:
-        The frame, uint8, one-dimensional, an array of its own. It is read as
-        :func:`counts_of` the same.
-
-    Raises:
-        CodecError: If an argument is not as above.
-
-    Example:
-        >>> import numpy as np
-        >>> quantized = dense8.quantize(np.array([300, -1], np.int32))
-        >>> decode(encode_dense8(Stamp(7, 1, 12, 40), 0.25, quantized)).counts_N
+        >>> stamp, counts = Stamp(7, 1, 12, 40), np.array([300, -1], np.int32)
+        >>> decode(encode_dense(stamp, 0.25, counts)).counts_N
+        array([300,  -1], dtype=int32)
+        >>> decode(encode_dense(stamp, 0.25, dense8.quantize(counts))).counts_N
         array([300,   0], dtype=int32)
     """
-    size = len(quantized.values_N)
-    _check_given(stamp, Kind.DENSE8, size, grid)
-    return _seal(stamp, Kind.DENSE8, size, 0, grid, quantized)
+    if isinstance(counts_N, Quantized):
+        kind, size, body = Kind.DENSE8, len(counts_N.values_N), dense8.pack(counts_N)
+    else:
+        dense8.check_counts(counts_N)
+        kind, size, body = Kind.DENSE32, len(counts_N), _bytes(counts_N)
+    _check_given(stamp, size, grid)
+    return _framed(stamp, kind, size, 0, grid, body)
 
 
-def _check_given(stamp: Stamp, kind: Kind, size: int, threshold: float) -> None:
+def _check_given(stamp: Stamp, size: int, threshold: float) -> None:
     """Refuse what would not come back from the wire as it was given.
 
     Raises:
@@ -273,7 +188,7 @@ def _check_given(stamp: Stamp, kind: Kind, size: int, threshold: float) -> None:
     for name, value, bits in zip(Stamp._fields, stamp, STAMP_BITS, strict=True):
         if not 0 <= value < 2**bits:
             raise CodecError(f"{name} must be in 0 .. 2**{bits} - 1, got {value}")
-    _check_numbers(kind, size, 0, threshold)
+    _check_numbers(size, threshold)
     # A rounded threshold would move the receivers by another quantum than the
     # sender, and what is lost that way no residual remembers.
     with np.errstate(over="ignore"):
@@ -285,35 +200,72 @@ def _check_given(stamp: Stamp, kind: Kind, size: int, threshold: float) -> None:
         )
 
 
-def _check_numbers(kind: Kind, size: int, count: int, threshold: float) -> None:
-    """Refuse N, K and thresholds that no update can have.
-
-    Raises:
-        CodecError: If one of them is out of range.
-    """
+def _check_numbers(size: int, threshold: float) -> None:
     if not 1 <= size <= MAX_SIZE:
         raise CodecError(f"parameters must be in 1 .. 2**31 - 1, got {size}")
-    most = size if kind in SPARSE else 0
-    if not 0 <= count <= most:
-        raise CodecError(
-            f"entries of a {kind.name} frame of {size} parameters "
-            f"must be in 0 .. {most}, got {count}"
-        )
     if not (math.isfinite(threshold) and threshold > 0):
         raise CodecError(f"threshold must be finite and > 0, got {threshold}")
 
 
-def _seal(
-    stamp: Stamp, kind: Kind, size: int, count: int, threshold: float, content: Any
+def _positions(entries_K: Integers, size: int) -> Integers:
+    """Return the zero-based positions of entries, an array of its own.
+
+    Raises:
+        CodecError: If the entries are not one-dimensional int32, or one is
+            zero, beyond N, or not farther along than the one before it.
+    """
+    if entries_K.ndim != 1 or entries_K.dtype != np.int32:
+        raise CodecError(
+            "entries must be one-dimensional int32, "
+            f"got {entries_K.dtype} of shape {entries_K.shape}"
+        )
+    # Zero and the one int32 without an absolute value both come out negative.
+    positions_K: Integers = np.abs(entries_K) - np.int32(1)
+    # As unsigned numbers the negative ones are the largest: one comparison.
+    outside_K = positions_K.view(np.uint32) >= size
+    if outside_K.any():
+        i = int(outside_K.argmax())
+        raise CodecError(
+            f"entries of {size} parameters must be in 1 .. {size} or negative, "
+            f"got {entries_K[i]} at {i}"
+        )
+    falling_K = positions_K[1:] <= positions_K[:-1]
+    if falling_K.any():
+        i = int(falling_K.argmax())
+        raise CodecError(
+            "entries must be strictly ascending in position, "
+            f"got {entries_K[i]} and then {entries_K[i + 1]} at {i + 1}"
+        )
+    return positions_K
+
+
+def _sizes(size: int, plan: golomb.Plan) -> dict[Kind, int]:
+    count = len(plan.gaps_K)
+    if not count:
+        return dict.fromkeys(SPARSE, 0)
+    signs = (count + 7) // 8
+    bitmap = (size + 7) // 8
+    return {
+        Kind.RAW32: 4 * count,
+        Kind.GAPS: plan.length + signs,
+        Kind.BITMAP: bitmap + signs,
+    }
+
+
+def _bytes(values: Integers) -> Bytes:
+    return np.ascontiguousarray(values, "<i4").view(np.uint8)
+
+
+def _framed(
+    stamp: Stamp, kind: Kind, size: int, count: int, threshold: float, body: Bytes
 ) -> Bytes:
-    """Pack a body, with lz4 where that is smaller, and put the header before it.
+    """Compress a body with lz4 where that is smaller, and put the header before it.
 
     lz4 is not tried on RAW32: ascending positions hold no four bytes twice in a way
     that pays, not even when built to. On GAPS of independent positions it saves nothing
     but takes a hundredth of the packing; of clustered ones it takes another 4 to 60 %
     off (``benchmarks/wire_size.py``).
     """
-    body = PACKINGS[kind].pack(content)
     payload, flags = body, 0
     if kind is not Kind.RAW32 and 0 < len(body) <= LZ4_MOST:
         packed = lz4.block.compress(body.data, store_size=False)
@@ -357,8 +309,8 @@ def payload_sizes(size: int, entries_K: Integers) -> dict[Kind, int]:
         >>> payload_sizes(1000, np.arange(1, 1001, 10, dtype=np.int32))
         {<Kind.RAW32: 1>: 400, <Kind.GAPS: 2>: 77, <Kind.BITMAP: 3>: 138}
     """
-    _check_numbers(Kind.RAW32, size, 0, threshold=1.0)
-    return Entries.of(size, entries_K).sizes()
+    _check_numbers(size, threshold=1.0)
+    return _sizes(size, golomb.plan(size, _positions(entries_K, size)))
 
 
 def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) -> Update:
@@ -394,18 +346,35 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
         raise CodecError(
             f"checksum is {found:#010x}, the header says {header.checksum:#010x}"
         )
-    kind = _kind_of(header, reserved=(header.reserved_byte, header.reserved_word))
-    _check_numbers(kind, header.size, header.entries, header.threshold)
+    kind = _kind_of(header)
+    reserved = header.reserved_byte, header.reserved_word
+    if any(reserved):
+        raise CodecError(f"reserved bytes must be 0, got {reserved}")
+    count, threshold = header.entries, header.threshold
+    _check_numbers(header.size, threshold)
+    most = header.size if kind in SPARSE else 0
+    if count > most:
+        raise CodecError(
+            f"entries of a {kind.name} frame of {header.size} parameters "
+            f"must be in 0 .. {most}, got {count}"
+        )
     if run is not None and header.run != run:
         raise CodecError(f"frame of run {header.run}, this is run {run}")
     if size is not None and header.size != size:
         raise CodecError(f"frame for {header.size} parameters, this model has {size}")
-    body = _body_of(kind, header, view[LAYOUT.size :])
-    values = PACKINGS[kind].unpack(body, header.size, header.entries)
     stamp = Stamp(header.run, header.origin, header.sequence, header.step)
-    if kind in DENSE:
-        return DenseUpdate(stamp, header.size, header.threshold, values)
-    return SparseUpdate(stamp, kind, header.size, header.threshold, values)
+    body = _body_of(kind, header, view[LAYOUT.size :])
+    if kind in (Kind.GAPS, Kind.BITMAP) and count:
+        values = _signed_entries(kind, body, header.size, count)
+    elif kind is Kind.DENSE8:
+        values = dense8.unpack(body, header.size)
+    else:
+        values = body.view("<i4").astype(np.int32)
+    if kind not in SPARSE:
+        return DenseUpdate(stamp, header.size, threshold, values)
+    if kind is Kind.RAW32:
+        _positions(values, header.size)
+    return SparseUpdate(stamp, kind, header.size, threshold, values)
 
 
 def read_kind(frame: Buffer) -> Kind:
@@ -418,8 +387,7 @@ def read_kind(frame: Buffer) -> Kind:
         CodecError: If the frame is too short, its magic or version is wrong, or its
             kind is unknown.
     """
-    _, header = _open(frame)
-    return _kind_of(header, reserved=(0, 0))
+    return _kind_of(_open(frame)[1])
 
 
 class Header(NamedTuple):
@@ -467,12 +435,7 @@ def _open(frame: Buffer) -> tuple[memoryview, Header]:
     return view, header
 
 
-def _kind_of(header: Header, reserved: tuple[int, int]) -> Kind:
-    """Refuse kinds, flags and reserved bytes that this version does not know.
-
-    Raises:
-        CodecError: If one of them is unknown or not zero.
-    """
+def _kind_of(header: Header) -> Kind:
     known = [member.value for member in Kind]
     if header.kind not in known:
         raise CodecError(f"kind must be one of {known}, got {header.kind}")
@@ -480,8 +443,6 @@ def _kind_of(header: Header, reserved: tuple[int, int]) -> Kind:
         raise CodecError(
             f"flags must be 0 or {FLAG_LZ4} (lz4), got {header.flags:#04x}"
         )
-    if any(reserved):
-        raise CodecError(f"reserved bytes must be 0, got {reserved}")
     return Kind(header.kind)
 
 
@@ -495,7 +456,7 @@ def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
         CodecError: If a length is impossible or the lz4 block is damaged.
     """
     length = header.body_length
-    least, most = PACKINGS[kind].lengths(header.size, header.entries)
+    least, most = _length_range(kind, header.size, header.entries)
     if not least <= length <= most:
         raise CodecError(
             f"body of a {kind.name} frame of {header.entries} entries and "
@@ -521,3 +482,53 @@ def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
     if len(body) != length:
         raise CodecError(f"lz4 made {len(body)} bytes, the header says {length}")
     return np.frombuffer(body, np.uint8)
+
+
+def _length_range(kind: Kind, size: int, count: int) -> tuple[int, int]:
+    """Return the fewest and the most bytes that a body of a kind can have."""
+    signs = (count + 7) // 8
+    if kind is Kind.GAPS and count:
+        least, most = golomb.length_range(size, count)
+        return least + signs, most + signs
+    length = {
+        Kind.RAW32: 4 * count,
+        Kind.GAPS: 0,
+        Kind.BITMAP: (size + 7) // 8 + signs if count else 0,
+        Kind.DENSE8: dense8.length(size),
+        Kind.DENSE32: 4 * size,
+    }[kind]
+    return length, length
+
+
+def _signed_entries(kind: Kind, body: Bytes, size: int, count: int) -> Integers:
+    """Read positions, and after them one sign bit for each.
+
+    Raises:
+        CodecError: If the positions are not as their kind allows, or a bit after the
+            last sign is not zero.
+    """
+    signs_at = len(body) - (count + 7) // 8
+    if kind is Kind.GAPS:
+        entries_K = golomb.unpack(body[:signs_at], size, count)
+    else:
+        # As bool: numpy looks for what is set in those 7 times as fast.
+        present = np.unpackbits(body[:signs_at], bitorder="little").view(bool)
+        positions = np.flatnonzero(present)
+        if len(positions) and positions[-1] >= size:
+            raise CodecError(
+                f"padding after {size} bits of the map must be 0, "
+                f"got a bit at {positions[-1]}"
+            )
+        if len(positions) != count:
+            raise CodecError(f"the map has {len(positions)} bits for {count} entries")
+        entries_K = positions.astype(np.int32)
+    negative = np.unpackbits(body[signs_at:], bitorder="little")
+    if negative[count:].any():
+        raise CodecError(
+            f"padding after {count} sign bits must be 0, "
+            f"got {negative[count:].tolist()}"
+        )
+    entries_K += 1
+    # A product, not np.negative(where=...): a third of the time.
+    entries_K *= 1 - 2 * negative[:count].view(np.int8)
+    return entries_K

@@ -1,4 +1,4 @@
-"""GAPS bodies: positions as Golomb-Rice coded gaps, then one sign bit per entry.
+"""GAPS bodies without their signs: positions as Golomb-Rice coded gaps.
 
 A gap is the number of parameters without an entry before the next one. Its
 code with Rice parameter r is ``gap >> r`` zero bits, a one bit, and the low r
@@ -26,7 +26,6 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from daskdl.codec.sparse import pack_signs, signed
 from daskdl.errors import CodecError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -174,8 +173,7 @@ class Plan(NamedTuple):
     gaps_K: npt.NDArray[np.int32]  # the first of a block counts from its start
     counts_B: npt.NDArray[np.int32]  # entries of each block
     rices_B: npt.NDArray[np.int32]  # Rice parameter of each block
-    stream_length: int  # bytes of the codes
-    length: int  # bytes of the body
+    length: int  # bytes of the body: one, and those of the codes
 
 
 def plan(size: int, positions_K: npt.NDArray[np.int32]) -> Plan:
@@ -200,29 +198,24 @@ def plan_with(block: int, size: int, positions_K: npt.NDArray[np.int32]) -> Plan
     bits = plan_blocks(positions_K, block, gaps_K, counts_B, rices_B)
     if block == BLOCK:
         bits += blocks + HEADER_BITS * int(np.count_nonzero(counts_B))
-    stream_length = (bits + 7) // 8
-    count = len(positions_K)
-    length = 1 + stream_length + (count + 7) // 8 if count else 0
-    return Plan(block, gaps_K, counts_B, rices_B, stream_length, length)
+    return Plan(block, gaps_K, counts_B, rices_B, 1 + (bits + 7) // 8)
 
 
-def pack(found: Plan, entries_K: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    """Write a body as planned from the positions of these entries.
+def pack(found: Plan) -> npt.NDArray[np.uint8]:
+    """Write a body as planned, of one entry or more.
 
     Example:
         >>> import numpy as np
-        >>> entries = np.array([1, -4, 10], np.int32)
-        >>> pack(plan(10, np.abs(entries) - 1), entries).tobytes().hex(" ")
-        '01 89 01 02'
+        >>> pack(plan(10, np.array([0, 3, 9], np.int32))).tobytes().hex(" ")
+        '01 89 01'
     """
-    if not len(entries_K):
-        return np.empty(0, np.uint8)
-    words = np.zeros(found.stream_length // 4 + 1, np.uint32)
+    words = np.zeros((found.length - 1) // 4 + 1, np.uint32)
     per_block = found.block == BLOCK
     write_stream(words, found.gaps_K, found.counts_B, found.rices_B, per_block)
-    stream = words.astype("<u4", copy=False).view(np.uint8)[: found.stream_length]
-    mode = np.uint8(PER_BLOCK if per_block else found.rices_B[0])
-    return np.concatenate([[mode], stream, pack_signs(entries_K)])
+    body = np.empty(found.length, np.uint8)
+    body[0] = PER_BLOCK if per_block else found.rices_B[0]
+    body[1:] = words.astype("<u4", copy=False).view(np.uint8)[: found.length - 1]
+    return body
 
 
 # A reading function returns the next bit, or -(8 * got + one of these).
@@ -238,16 +231,13 @@ FAULTS = {
 
 
 def length_range(size: int, count: int) -> tuple[int, int]:
-    """Return the fewest and the most bytes a body can have.
+    """Return the fewest and the most bytes a body of one entry or more can have.
 
     At least one bit for each gap. At most what one Rice parameter as long as
     N makes, since packing takes the shorter way.
     """
-    if not count:
-        return 0, 0
-    sign_length = (count + 7) // 8
     longest = count * (1 + min(size.bit_length(), MAX_RICE)) + 1
-    return 1 + 2 * sign_length, 1 + (longest + 7) // 8 + sign_length
+    return 1 + (count + 7) // 8, 1 + (longest + 7) // 8
 
 
 @compiled
@@ -333,19 +323,16 @@ def unpack(body: npt.NDArray[np.uint8], size: int, count: int) -> npt.NDArray[np
     Args:
         body: Bytes, as many as ``length_range`` allows.
         size: N.
-        count: K.
+        count: K, 1 or more.
 
     Returns:
-        Entries, int32, shape (K,), an array of their own.
+        Zero-based positions, int32, shape (K,), ascending, an array of their own.
 
     Raises:
         CodecError: If the codes run past their end or leave the vector, leave
             bytes over, or padding is not zero.
     """
-    if not count:
-        return np.empty(0, np.int32)
-    signs_at = len(body) - (count + 7) // 8
-    stream = body[1:signs_at]
+    stream = body[1:]
     # Whole words, and one more that only zeros are read from.
     padded = np.zeros(4 * (len(stream) // 4 + 2), np.uint8)
     padded[: len(stream)] = stream
@@ -375,4 +362,4 @@ def unpack(body: npt.NDArray[np.uint8], size: int, count: int) -> npt.NDArray[np
             f"padding after {end} bits of codes must be 0, "
             f"got the last byte {int(stream[-1]):#04x}"
         )
-    return signed(positions_K, body[signs_at:])
+    return positions_K

@@ -87,7 +87,7 @@ class PendingDense:
 
     def encode(self, stamp: Stamp) -> Frame:
         """Write it as a DENSE8 frame."""
-        return codec.encode_dense8(stamp, self.grid, self.quantized)
+        return codec.encode_dense(stamp, self.grid, self.quantized)
 
 
 PendingUpdate = PendingSparse | PendingDense

@@ -191,7 +191,7 @@ def _frame(
     grid = math.ldexp(1.0, exponent)
     steps_N = array.reshape(-1) / grid
     quantized = quantize(np.rint(steps_N, out=steps_N).astype(np.int32))
-    frame = codec.encode_dense8(stamp, grid, quantized)
+    frame = codec.encode_dense(stamp, grid, quantized)
     if frame.nbytes >= array.nbytes:
         return None
     return frame, _values(counts_of(quantized), grid, array.dtype)

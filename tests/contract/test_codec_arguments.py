@@ -11,7 +11,6 @@ from daskdl.codec import (
     Stamp,
     encode,
     encode_dense,
-    encode_dense8,
     payload_sizes,
     quantize,
 )
@@ -103,7 +102,7 @@ def test_eight_bits_that_could_not_be_read_back_are_not_written(
     grid, quantized, message
 ):
     with pytest.raises(CodecError, match=re.escape(message)):
-        encode_dense8(STAMP, grid, quantized)
+        encode_dense(STAMP, grid, quantized)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from daskdl.codec import (
     decode,
     encode,
     encode_dense,
-    encode_dense8,
     quantize,
 )
 from daskdl.errors import CodecError
@@ -39,7 +38,7 @@ def sound_frames():
     yield encode(STAMP, 20_000, 0.5, clustered, Kind.GAPS).tobytes()
     yield encode_dense(STAMP, 0.5, np.arange(20, dtype=np.int32)).tobytes()
     few = quantize(np.array([300, -7, 0, 20, 0, 0], np.int32))
-    yield encode_dense8(STAMP, 0.5, few).tobytes()
+    yield encode_dense(STAMP, 0.5, few).tobytes()
 
 
 FRAMES = list(sound_frames())

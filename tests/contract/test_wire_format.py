@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from daskdl.codec import Kind, Stamp, decode, encode, encode_dense8, quantize
+from daskdl.codec import Kind, Stamp, decode, encode, encode_dense, quantize
 from daskdl.codec.dense8 import MAX_SCALE
 from daskdl.codec.frame import LAYOUT, MAGIC, VERSION
 
@@ -29,7 +29,7 @@ def test_the_worked_examples_are_what_is_written():
         for kind, size, entries in EXAMPLES
     ]
     eight = quantize(np.array([381, -381, 1, 127], np.int32))
-    written.append(encode_dense8(STAMP, 2.0**-24, eight).tobytes())
+    written.append(encode_dense(STAMP, 2.0**-24, eight).tobytes())
 
     assert [frame.hex(" ") for frame in examples()] == [f.hex(" ") for f in written]
 

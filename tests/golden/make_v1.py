@@ -16,7 +16,6 @@ from daskdl.codec import (
     Stamp,
     encode,
     encode_dense,
-    encode_dense8,
     quantize,
 )
 
@@ -82,7 +81,7 @@ UPDATES = {
 def frame_of(update):
     if isinstance(update, Dense8Update):
         quantized = quantize(update.counts_N)
-        return encode_dense8(update.stamp, update.grid, quantized)
+        return encode_dense(update.stamp, update.grid, quantized)
     if isinstance(update, DenseUpdate):
         return encode_dense(update.stamp, update.grid, update.counts_N)
     return encode(

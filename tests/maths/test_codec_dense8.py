@@ -13,7 +13,7 @@ from daskdl.codec import (
     Stamp,
     counts_of,
     decode,
-    encode_dense8,
+    encode_dense,
     quantize,
 )
 from daskdl.codec.dense8 import BLOCK, MAX_SCALE
@@ -35,7 +35,7 @@ INT32 = np.iinfo(np.int32)
 def test_a_frame_is_exactly_the_documented_layout():
     counts = np.array([381, -381, 1, 127], np.int32)
 
-    frame = encode_dense8(STAMP, 2.0**-24, quantize(counts))
+    frame = encode_dense(STAMP, 2.0**-24, quantize(counts))
 
     assert frame.tobytes().hex(" ") == LITERAL.hex(" ")
 
@@ -65,7 +65,7 @@ def vectors(draw):
 def test_each_count_comes_back_within_half_a_scale(counts):
     quantized = quantize(counts)
 
-    back = decode(encode_dense8(STAMP, 2.0**-24, quantized)).counts_N
+    back = decode(encode_dense(STAMP, 2.0**-24, quantized)).counts_N
 
     np.testing.assert_array_equal(back, counts_of(quantized))
     scales = np.repeat(quantized.scales_B.astype(np.int64), BLOCK)[: len(counts)]
@@ -128,14 +128,14 @@ def test_the_body_takes_a_byte_for_each_and_four_for_each_block(size):
     generator = np.random.default_rng(0)
     counts = generator.integers(-(2**30), 2**30, size).astype(np.int32)
 
-    frame = encode_dense8(STAMP, 0.5, quantize(counts))
+    frame = encode_dense(STAMP, 0.5, quantize(counts))
 
     blocks = (size + BLOCK - 1) // BLOCK
     assert frame[48:56].view("<u8").item() == size + 4 * blocks
 
 
 def test_lz4_is_kept_where_it_is_smaller():
-    frame = encode_dense8(STAMP, 0.5, quantize(np.zeros(10_000, np.int32)))
+    frame = encode_dense(STAMP, 0.5, quantize(np.zeros(10_000, np.int32)))
 
     assert (frame[6], len(frame) < 200) == (1, True)
     assert not decode(frame).counts_N.any()
@@ -154,7 +154,7 @@ def integers(*values):
 
 
 # Blocks of 256 and of 4 parameters: scales 3 and 2, then the values.
-DENSE8 = encode_dense8(
+DENSE8 = encode_dense(
     STAMP, 0.5, quantize(np.array([381, *[0] * 255, 2, 0, -254, 0], np.int32))
 ).tobytes()
 DENSE8_BODY = integers(3, 2) + b"\x7f" + bytes(255) + b"\x01\x00\x81\x00"

@@ -53,7 +53,7 @@ def test_a_dense_frame_is_as_large_as_foreseen(size):
     # Random, so that lz4 does not make it smaller.
     counts_N = np.random.default_rng(0).integers(-(10**6), 10**6, size, np.int32)
 
-    frame = codec.encode_dense8(
+    frame = codec.encode_dense(
         codec.Stamp(1, 0, 1, 1), 2.0**-24, codec.quantize(counts_N)
     )
 

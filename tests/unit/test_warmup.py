@@ -123,13 +123,13 @@ def test_the_exchange_sends_something_and_takes_it_in(apply, dtype, monkeypatch)
 
 
 def test_where_the_run_may_send_densely_the_exchange_does_too(monkeypatch):
-    sizes, encode = [], codec.encode_dense8
+    sizes, encode = [], codec.encode_dense
 
     def counted(stamp, grid, quantized):
         sizes.append(np.count_nonzero(quantized.values_N))
         return encode(stamp, grid, quantized)
 
-    monkeypatch.setattr(codec, "encode_dense8", counted)
+    monkeypatch.setattr(codec, "encode_dense", counted)
     rule = FixedThreshold(1e-3)
 
     for warmup_steps in (0, 1):
@@ -155,14 +155,14 @@ def test_averages_are_written_and_read_where_they_are_compressed(monkeypatch):
 
         monkeypatch.setattr(codec, name, call)
 
-    for name in ("encode_dense8", "decode"):
+    for name in ("encode_dense", "decode"):
         noted(name)
 
     ParameterAveraging().warm_up(CPU, torch.float32)
     assert calls == []
 
     ParameterAveraging(compression="dense8").warm_up(CPU, torch.float32)
-    assert calls == ["encode_dense8", "decode"]
+    assert calls == ["encode_dense", "decode"]
 
 
 def test_a_transform_at_random_takes_nothing_from_the_run():

@@ -45,7 +45,7 @@ class Row:
     undisturbed_ms: float  # the longest of a run in which nobody is killed
     longest_ms: float  # of a survivor's steps after the kill
     ratio: float  # of the longest after the kill to the median before
-    newcomer_s: float  # from the kill to the first step of the worker started again
+    rejoin_s: float  # from the kill to the first step of the worker started again
 
 
 class Clock(daskdl.Callback):
@@ -120,14 +120,14 @@ def measure(routing: str, step_s: float) -> Row:
     killed, ends = run(routing, step_s, kills=True)
     before, after = survivors(killed, ends)
     median = float(np.median(before))
-    newcomers = [end.min() for replica, end in ends.items() if replica >= WORKERS]
+    joined = [end.min() for replica, end in ends.items() if replica >= WORKERS]
     return Row(
         routing,
         1e3 * median,
         1e3 * float(undisturbed.max()),
         1e3 * float(after.max()),
         float(after.max()) / median,
-        min(newcomers) - killed if newcomers else float("nan"),
+        min(joined) - killed if joined else float("nan"),
     )
 
 
@@ -156,12 +156,12 @@ def main() -> None:
     print(f"# torch {torch.__version__}, {platform.machine()}, {WORKERS} workers")
     print(
         f"{'routing':8}{'median ms':>11}{'undisturbed':>13}{'longest':>9}{'ratio':>7}"
-        f"{'newcomer s':>12}"
+        f"{'rejoin s':>12}"
     )
     for row in rows:
         print(
             f"{row.routing:8}{row.median_ms:11.1f}{row.undisturbed_ms:13.1f}"
-            f"{row.longest_ms:9.1f}{row.ratio:7.2f}{row.newcomer_s:12.1f}"
+            f"{row.longest_ms:9.1f}{row.ratio:7.2f}{row.rejoin_s:12.1f}"
         )
 
 

@@ -37,10 +37,11 @@ from daskdl.per_example.weight_decay import penalty_of
 from daskdl.per_example.worst import WorstExamples
 from daskdl.serving.predictor import Predictor
 from daskdl.training.base import TrainingMaster
-from daskdl.training.checkpointing import resumption_of
+from daskdl.training.checkpointing import resume_plan
 from daskdl.training.epoch_control import Scheduling
 from daskdl.training.fit import FitRun
-from daskdl.training.fit_spec import FitSpec, FitState, starting_model
+from daskdl.training.fit_spec import FitSpec
+from daskdl.training.fit_state import FitState, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
 
@@ -356,7 +357,7 @@ class Trainer:
             prefetch=prefetch,
             approach=approach,
         )
-        resumed = resumption_of(resume, self.callbacks)
+        resumed = resume_plan(resume, self.callbacks)
         sources = spec.sources(X, y, validation)
         model = getattr(self, "model_", None) if resumed is None else None
         if model is None:

@@ -11,7 +11,7 @@ from daskdl.data.models import trainable
 from daskdl.data.rehearsal import MISFITS
 from daskdl.errors import OptionError
 from daskdl.history import History
-from daskdl.training.fit_spec import FitState
+from daskdl.training.fit_state import FitState
 
 
 @dataclass(frozen=True, eq=False)

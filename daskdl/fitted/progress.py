@@ -18,7 +18,7 @@ from daskdl.saving.plain import Json, Plain
 from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState, KeptResidual, described
 from daskdl.training.epoch_control import LearningRate, Scheduling
-from daskdl.training.fit_spec import TrainedOptimizer, hyperparameters, parameters_of
+from daskdl.training.fit_state import TrainedOptimizer
 
 COLUMNS = {column[1] for column in LAYOUT.descr}  # kinds of columns of steps
 PARTS = {"rows", "stopping", "layout"}  # of a history
@@ -71,10 +71,7 @@ def decode_moved(
         OptionError: If optimizer or scheduler are of another class than those saved.
     """
     optimizer, scheduling = new_optimizer(arguments, model), scheduling_of(arguments)
-    made = hyperparameters(optimizer)
-    rate = LearningRate(optimizer, scheduling)
-    named = parameters_of(optimizer, model)
-    moved = TrainedOptimizer(optimizer, rate, scheduling, made, named)
+    moved = TrainedOptimizer.new(optimizer, scheduling, model)
     if content is None:
         return moved, None, None
     plain = Plain(tensors=dict(given))
@@ -85,12 +82,12 @@ def decode_moved(
         raise SaveError(f"the optimizer refuses its state: {error}") from error
     position = plain.decode(content["position"])
     if position is not None:
-        _check_class("scheduler", rate.scheduler, content["scheduler"])
-        _go_on_(rate, position)
+        _check_class("scheduler", moved.rate.scheduler, content["scheduler"])
+        _go_on_(moved.rate, position)
     sent = content["sent"]
     before = plain.decode(content.get("made"))
     if before is not None:
-        moved = moved._replace(made=_made_of(before, len(made)))
+        moved = moved._replace(made=_made_of(before, len(moved.made)))
     residual = _residual_of(plain.decode(content.get("residual")), model)
     return moved, None if sent is None else _decoded_sent(sent), residual
 

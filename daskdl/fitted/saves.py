@@ -24,7 +24,7 @@ from daskdl.saving.module_state import ModuleState
 from daskdl.saving.plain import Json
 from daskdl.saving.references import FAILURES
 from daskdl.saving.trust import Trust
-from daskdl.training.fit_spec import FitState, starting_model
+from daskdl.training.fit_state import FitState, starting_model
 
 TRAINER = Kind("daskdl trainer", 1, "trainer.json", ("model", "optimizer", "extra"))
 _HIDDEN = "hidden."  # before the names of buffers that are not in the state dict

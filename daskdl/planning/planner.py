@@ -25,7 +25,7 @@ from daskdl.planning.rehearsal import rehearse
 from daskdl.planning.scene import Script
 from daskdl.serialization import Packed
 from daskdl.thresholds import LinkAlgorithm
-from daskdl.training.fit_spec import starting_model
+from daskdl.training.fit_state import starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 
 MOST_PROCESSES = 8  # that measure at once; each imports torch

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from daskdl.callbacks import Checkpoint
-from daskdl.channel.leasing import SyncPoint
 from daskdl.config import VERSION
 from daskdl.data.stores.listing import is_path
 from daskdl.data.stores.store import Store, store_of
@@ -167,7 +166,7 @@ class Part:
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
-class Whole(NamedTuple):
+class CompleteCheckpoint(NamedTuple):
     """A complete checkpoint."""
 
     store: Store
@@ -224,15 +223,7 @@ class Series:
         except DataError as error:
             raise SaveError(f"cannot list {self.store.url}: {error}") from error
 
-    def whole(self, number: int) -> Whole | None:
-        """Return a checkpoint; None if it is not complete.
-
-        Raises:
-            SaveError: If it is damaged or too new.
-        """
-        return whole_at(self.folder(number))
-
-    def newest(self) -> Whole | None:
+    def newest(self) -> CompleteCheckpoint | None:
         """Return the newest complete checkpoint, or None.
 
         Raises:
@@ -240,7 +231,7 @@ class Series:
                 user can give the URL of an older one.
         """
         for number in reversed(self.numbers()):
-            found = self.whole(number)
+            found = complete_at(self.folder(number))
             if found is not None:
                 return found
         return None
@@ -259,7 +250,7 @@ class Series:
             raise SaveError(f"cannot delete {store.url}: {error}") from error
 
 
-def whole_at(store: Store) -> Whole | None:
+def complete_at(store: Store) -> CompleteCheckpoint | None:
     """Return the checkpoint in a folder; None if it is not complete.
 
     Raises:
@@ -277,7 +268,7 @@ def whole_at(store: Store) -> Whole | None:
                 return None
     except DataError as error:
         raise SaveError(f"cannot read {store.url}: {error}") from error
-    return Whole(store, stamp, header)
+    return CompleteCheckpoint(store, stamp, header)
 
 
 def _check_header(store: Store, header: Mapping[str, Any]) -> None:
@@ -333,10 +324,10 @@ class CheckpointPlan:
         Raises:
             SaveError: If one cannot be deleted.
         """
-        series, own, incomplete = self.series, dict[int, Whole](), []
+        series, own, incomplete = self.series, dict[int, CompleteCheckpoint](), []
         for number in series.numbers():
             try:
-                found = series.whole(number)
+                found = complete_at(series.folder(number))
             except SaveError as error:  # the user may want to look at it
                 logger.warning("%s is left where it is", error)
                 continue
@@ -348,7 +339,7 @@ class CheckpointPlan:
         for number in (*stale, *(own.keys() - self._kept(own))):
             series.delete(number)
 
-    def _kept(self, own: Mapping[int, Whole]) -> set[int]:
+    def _kept(self, own: Mapping[int, CompleteCheckpoint]) -> set[int]:
         """The numbers of the checkpoints of this fit to keep."""
         rule, numbers = self.rule, sorted(own)
         kept = set(numbers if rule.keep_last is None else numbers[-rule.keep_last :])
@@ -378,26 +369,7 @@ class CheckpointPlan:
                 "while it wrote"
             )
 
-    def _score(self, one: Whole) -> float:
+    def _score(self, one: CompleteCheckpoint) -> float:
         rows: Sequence[Mapping[str, Any]] = one.header["rows"]
         score = rows[-1].get(self.rule.keep_best or "") if rows else None
         return math.nan if score is None else float(score)
-
-
-@dataclass(frozen=True)
-class ResumePlan:
-    """The checkpoint that a run resumes.
-
-    Attributes:
-        url: Of the checkpoint, absolute.
-        stamp: Of the checkpoint.
-        members: Replicas that have a part in it, ascending.
-        epoch: The first one to train, counted from 0.
-        sync_point: What is left of that epoch, if it has begun; None: all.
-    """
-
-    url: str
-    stamp: Stamp
-    members: tuple[int, ...]
-    epoch: int
-    sync_point: SyncPoint | None = None

@@ -1,8 +1,7 @@
-"""What a replica is sent, where replicas run, and what comes back from them.
+"""Where replicas run, what happens there, and what comes back.
 
-A :class:`ReplicaSpec` and the user's objects go to each replica. A :class:`Backend`
-assigns them to workers, reports typed events while they train, and collects a
-:class:`FitResult`.
+A :class:`Backend` assigns replicas to workers, yields typed events while they train,
+and collects a :class:`FitResult`.
 """
 
 import functools
@@ -10,237 +9,26 @@ import logging
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
-from torch.optim import Optimizer
 
-from daskdl.callbacks import Callback, FailureInjection
-from daskdl.channel.leasing import (
-    PartitionSizes,
-    RunSpec,
-    SyncIntervals,
-    partition_sizes,
-)
-from daskdl.channel.protocol import Arrays, Endpoint
-from daskdl.config import Timeouts
-from daskdl.data.batching import Rows, Transform
-from daskdl.data.labels import LabelCheck
+from daskdl.channel.leasing import RunSpec, SyncIntervals, partition_sizes
+from daskdl.channel.protocol import Arrays
 from daskdl.data.source import Source, rows_in
 from daskdl.errors import OptionError
-from daskdl.objective import Objective
-from daskdl.saving.checkpoints import CheckpointPlan, ResumePlan
 from daskdl.serialization import Packed
 from daskdl.thresholds import average_sent
-from daskdl.training.base import (
-    CompressionState,
-    KeptResidual,
-    Parameters,
-    TrainingMaster,
-)
-from daskdl.training.data_feed import Reading
-from daskdl.training.epoch_control import Judging, Scheduling
-from daskdl.training.optimizer_step import OptimizerState, Stepping, add
+from daskdl.training.base import CompressionState, Parameters
+from daskdl.training.fit_spec import ReplicaSpec
+from daskdl.training.optimizer_step import OptimizerState, add
 from daskdl.training.telemetry import Reports, reports_of
 
 logger = logging.getLogger(__name__)
-
-# Small files on a far store come sooner several at a time; a replica has one core.
-MOST_LOAD_THREADS = 4
-
-
-@dataclass
-class UserObjects:
-    """The user's objects, which each replica unpacks; packed once for all.
-
-    Attributes:
-        model: At its start, on the CPU.
-        objective: What to make small.
-        optimizer: Makes an optimizer from an iterable of parameters.
-        optimizer_state: A state dict to begin with, or None.
-        callbacks: Those that run on workers.
-        rows: Two rows of X and y, to warm up with.
-        scheduling: Makes the scheduler of an optimizer.
-        schedule: Where its earlier fits have left it; empty: at its start.
-        transform: What is made of each batch before, or None.
-        residual: That its earlier fits have kept, or None.
-    """
-
-    model: nn.Module
-    objective: Objective
-    optimizer: Callable[[Any], Optimizer]
-    optimizer_state: dict[str, Any] | None
-    callbacks: Sequence[Callback]
-    rows: Rows
-    scheduling: Scheduling = field(default_factory=Scheduling)
-    schedule: bytes = b""
-    transform: Transform | None = None
-    residual: KeptResidual | None = None
-
-
-@dataclass(frozen=True)
-class ReplicaSpec:
-    """What each replica of a run is told: plain values, the same for all.
-
-    Attributes:
-        run: Identity of the run.
-        master: The way of training.
-        epochs: How many times to go through the data, at most.
-        epochs_before: Of earlier fits of the same trainer.
-        batch_size: Rows per batch.
-        seed: Of shuffling and of torch's generator.
-        shuffle: Whether rows are shuffled within their leases.
-        device: ``"auto"`` or a torch device.
-        judging: In which epochs the agreed model is scored, and when the fit ends
-            early.
-        labels: What labels of parts are held to; None: they are not looked at.
-        size: Trainable parameters of the model.
-        grid: Of the run at its start, parameter units.
-        last: What an earlier fit left, or None.
-        outbox_bytes: Bound of what waits to be sent.
-        inbox_bytes: Bound of what waits to be applied.
-        timeouts: Bounds on waiting.
-        routing: ``"plain"`` or ``"mesh"``.
-        stepping: How an optimizer step is made.
-        telemetry_every: Steps from one row of `history.steps` to the next; ``"auto"``,
-            or None for no rows.
-        max_loss_rise: How far above its first value the loss may stay; None: any.
-        prefetch: Parts with rows of so many batches are loaded meanwhile.
-        skips_bad: Whether parts that cannot be read are left out.
-        drop_last: Whether batches of fewer rows are not trained on.
-        left_out: Examples that were found to be bad before, and are in no part.
-        checkpoints: How they are written; None: they are not.
-        resume: Where the run goes on from; None: from the user's model.
-    """
-
-    run: int
-    master: TrainingMaster
-    epochs: int
-    epochs_before: int
-    batch_size: int
-    seed: int
-    shuffle: bool
-    device: str
-    judging: Judging
-    labels: LabelCheck | None
-    size: int
-    grid: float
-    last: CompressionState | None
-    outbox_bytes: int
-    inbox_bytes: int
-    timeouts: Timeouts
-    routing: str = "plain"
-    stepping: Stepping = field(default_factory=Stepping)
-    telemetry_every: int | Literal["auto"] | None = "auto"
-    max_loss_rise: float | None = 10.0
-    prefetch: int = 2
-    skips_bad: bool = False
-    drop_last: bool = False
-    left_out: int = 0
-    checkpoints: CheckpointPlan | None = None
-    resume: ResumePlan | None = None
-
-    @property
-    def first_epoch(self) -> int:
-        """That is trained, counted from 0."""
-        return 0 if self.resume is None else self.resume.epoch
-
-    @property
-    def load_threads(self) -> int:
-        """Parts that a replica loads at the same time."""
-        return min(max(self.prefetch, 1), MOST_LOAD_THREADS)
-
-    def reading(self, phase: str, epoch: int) -> Reading:
-        """How the parts of a phase are read.
-
-        Args:
-            phase: ``"train"`` or ``"validation"``.
-            epoch: Counted from 0.
-        """
-        seed = None
-        if phase == "train" and self.shuffle:
-            seed = (self.seed, self.epochs_before + epoch)
-        return Reading(
-            phase,
-            seed,
-            self.batch_size,
-            self.prefetch,
-            self.labels,
-            self.skips_bad,
-            drop_last=self.drop_last and phase == "train",
-        )
-
-    @property
-    def step_rows(self) -> int:
-        """Rows per optimizer step."""
-        return self.batch_size * self.stepping.accumulate
-
-    def lease_rows(self, phase: str) -> int:
-        """Leases are multiples of so many rows, so that few steps cross their edges."""
-        return self.step_rows if phase == "train" else self.batch_size
-
-    @property
-    def shuffle_seed(self) -> int | None:
-        """Of the order of rows and leases; None keeps it."""
-        return self.seed if self.shuffle else None
-
-    def endpoint(self, replica: int, objects: UserObjects) -> Endpoint:
-        """What the channel of a replica has to know.
-
-        Args:
-            replica: Its number.
-            objects: Says which updates are to be dropped on purpose.
-        """
-        injected = [c for c in objects.callbacks if isinstance(c, FailureInjection)]
-        return Endpoint(
-            self.run,
-            replica,
-            self.size,
-            self.grid,
-            self.outbox_bytes,
-            self.inbox_bytes,
-            self.timeouts,
-            self.routing,
-            self.master.fan_out,
-            [failure for failure in injected if failure.kind == "drop"],
-            self.master.synchronous,
-        )
-
-
-@dataclass
-class Result:
-    """What a replica leaves behind; stays on its worker until it is merged.
-
-    Attributes:
-        replica: Its number.
-        finished: Whether it came to the end; else the rest is of the last epoch
-            on which all agreed.
-        parameters: As a pack, so that Dask never serialises a tensor.
-        optimizer: The replica's weighted share, or None.
-        outcome: What it leaves to the next fit, or None.
-        schedule: Where it stands, the same for all that finished.
-        steps: Rows of steps that it has not reported, packed.
-        restored: Whether the parameters are those of the best epoch.
-        met: Whether it has agreed with the others, after the start of the run.
-    """
-
-    replica: int
-    finished: bool
-    parameters: Packed[Parameters]
-    optimizer: Packed[OptimizerState] | None = None
-    outcome: CompressionState | None = None
-    schedule: bytes = b""
-    steps: bytes = b""
-    restored: bool = False
-    met: bool = True
-
-
-INT32 = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True)
@@ -286,18 +74,11 @@ class TaskFailed:
 
 
 @dataclass(frozen=True)
-class ReplicaRemoved:
-    """Dask has removed the worker of a replica."""
-
-    replica: int
-
-
-@dataclass(frozen=True)
 class ReplicaLost:
-    """A replica takes no part any more: it was lost, or retired with its worker."""
+    """A replica takes no part any more: it failed, or retired with its worker."""
 
     replica: int
-    summary: str
+    summary: str = ""  # empty: Dask has removed its worker
 
 
 @dataclass(frozen=True)
@@ -359,7 +140,6 @@ Event = (
     | EpochEnded
     | ReplicaFailed
     | TaskFailed
-    | ReplicaRemoved
     | ReplicaLost
     | ReplicaJoined
     | JoinFailed
@@ -373,7 +153,7 @@ Event = (
 _KINDS: Mapping[str, type[Event]] = {
     "progress": StepProgress,
     "failed": ReplicaFailed,
-    "removed": ReplicaRemoved,
+    "removed": ReplicaLost,
     "lost": ReplicaLost,
     "retired": ReplicaLost,
     "joined": ReplicaJoined,
@@ -409,12 +189,8 @@ class Backend(ABC):
         """Open the run; `close` has to follow."""
 
     @abstractmethod
-    def assign(self, objects: Packed[UserObjects]) -> None:
-        """Start the initial replicas on their workers.
-
-        Args:
-            objects: The user's objects.
-        """
+    def assign(self) -> None:
+        """Start the initial replicas on their workers."""
 
     @abstractmethod
     def poll_events(self, timeout_s: float) -> Iterator[Event]:
@@ -440,39 +216,40 @@ class Backend(ABC):
     def close(self) -> None:
         """Leave nothing of the run."""
 
-    def lost(self) -> Sequence[int]:
-        """Replicas that nothing is expected of any more, ascending."""
-        return ()
-
+    @property
     def agreed(self) -> "AgreedState | None":
-        """Return the newest state that all agreed on and that the client has."""
+        """The newest agreed state that has reached the client."""
         return None
 
 
 @dataclass
 class FitResult:
-    """What a run ends with.
+    """What one replica leaves behind, or all of them together.
 
     Attributes:
-        parameters: All replicas agree on them; with the sum of all residuals.
-        optimizer: Averaged state; None if the run did not come to its end.
+        parameters: The agreed ones, with what was not sent.
+        optimizer: Of a replica its weighted share, of all the sum; None if the run did
+            not come to its end.
         compression: State of the compression; None if no replica left any.
         schedule: State of the scheduler; empty without scheduler or optimizer.
         steps: Packed rows of steps that were not reported before.
         restored: Whether the parameters are those of the best epoch.
         met: Whether the parameters are of an epoch; else they are those of the start.
+        finished: Whether the end was reached; else the rest is of the last epoch on
+            which all agreed.
     """
 
     parameters: Parameters
-    optimizer: OptimizerState | None
-    compression: CompressionState | None
+    optimizer: OptimizerState | None = None
+    compression: CompressionState | None = None
     schedule: bytes = b""
     steps: bytes = b""
     restored: bool = False
     met: bool = True
+    finished: bool = True
 
 
-def merge(results: Sequence[Result]) -> Packed[FitResult]:
+def merge(results: Sequence[FitResult]) -> FitResult:
     """Merge what the replicas left behind.
 
     The parameters are those that all agreed on last, and that were validated. Replicas
@@ -485,48 +262,34 @@ def merge(results: Sequence[Result]) -> Packed[FitResult]:
     """
     ended = [result for result in results if result.finished]
     restored = [result for result in ended if result.restored][:1]
-    used = restored or ended or _agreed(results)
-    parts = [result.parameters.unpack() for result in used]
-    states = [r.optimizer.unpack() for r in ended if r.optimizer is not None]
-    final = FitResult(
-        _sum(parts),
+    # Replicas that failed at their start have no parameters.
+    agreed = [result for result in results if result.parameters][:1]
+    used = restored or ended or agreed or results[:1]
+    states = [one.optimizer for one in ended if one.optimizer is not None]
+    left = [one.compression for one in results if one.compression is not None]
+    return FitResult(
+        _sum([result.parameters for result in used]),
         add(states) if states else None,
-        average_compression([result.outcome for result in results]),
+        average_compression(left) if left else None,
         ended[0].schedule if ended else b"",  # there all have agreed
         b"".join(result.steps for result in results),
         bool(restored),
         used[0].met,
+        bool(ended),
     )
-    return Packed(final, "result")
 
 
-def average_compression(
-    outcomes: Iterable[CompressionState | None],
-) -> CompressionState | None:
+def average_compression(states: Sequence[CompressionState]) -> CompressionState:
     """Average the compression states of replicas, for the next fit.
-
-    Args:
-        outcomes: One per replica; None if it did not start.
 
     Returns:
         The mean of each pattern over the replicas that have sent, and the largest
-        number of steps; None if there is no state.
+        number of steps.
     """
-    used = [outcome for outcome in outcomes if outcome is not None]
-    if not used:
-        return None
-    patterns = dict.fromkeys(p for outcome in used for p in outcome.sent)
-    means = {p: average_sent([o.sent.get(p) for o in used]) for p in patterns}
-    sent = {p: mean for p, mean in means.items() if mean is not None}
-    return CompressionState(sent, max(outcome.steps for outcome in used))
-
-
-def _agreed(results: Sequence[Result]) -> Sequence[Result]:
-    for result in results:
-        parameters = result.parameters.unpack()
-        if parameters:
-            return [result]
-    return results[:1]  # those that failed at their start have nothing
+    patterns = dict.fromkeys(pattern for state in states for pattern in state.sent)
+    means = {p: average_sent([one.sent.get(p) for one in states]) for p in patterns}
+    sent = {pattern: mean for pattern, mean in means.items() if mean is not None}
+    return CompressionState(sent, max(state.steps for state in states))
 
 
 def _sum(parts: Sequence[Parameters]) -> Parameters:
@@ -537,15 +300,15 @@ def _sum(parts: Sequence[Parameters]) -> Parameters:
     for part in parts:
         if part.residual_N is not None:
             total_N += part.residual_N
-    residual_N = np.clip(total_N, INT32.min, INT32.max).astype(np.int32)
-    left = residual_N if residual_N.any() else None
-    return replace(first, residual_N=left)
+    bounds = np.iinfo(np.int32)
+    residual_N = np.clip(total_N, bounds.min, bounds.max).astype(np.int32)
+    return replace(first, residual_N=residual_N if residual_N.any() else None)
 
 
-def most_replicas(source: Source, options: ReplicaSpec) -> int:
+def most_replicas(source: Source, spec: ReplicaSpec) -> int:
     """One replica for each step of an epoch; more would have nothing to do."""
     rows = rows_in(source)
-    return sys.maxsize if rows is None else math.ceil(rows / options.step_rows)
+    return sys.maxsize if rows is None else math.ceil(rows / spec.step_rows)
 
 
 def useful(wanted: int, most: int) -> int:
@@ -556,7 +319,6 @@ def useful(wanted: int, most: int) -> int:
 
 
 SHARED, REST = ".shared", ".rest"  # no tensor of a module has such a name
-REST_TIMES = 4.0  # as long as the last one took: most of the network is for updates
 
 
 class AgreedState(NamedTuple):
@@ -596,95 +358,85 @@ def arrays_of(parameters: Parameters) -> Arrays:
     return {**arrays, REST: Packed(rest, "model_").payload}
 
 
-def sizes_of(
-    options: ReplicaSpec,
-    phase: str,
-    source: Source,
-    replicas: int,
-    keys: Sequence[str] | None = None,
-) -> PartitionSizes:
-    """The sizes of the partitions and leases of a phase, which the log shows.
-
-    Args:
-        options: Of the run.
-        phase: ``"train"`` or ``"validation"``.
-        source: Its lengths are known, if it is not sequential.
-        replicas: How many initial replicas there are.
-        keys: Dask key of each part that a worker holds; None: no worker holds any.
-    """
-    step = options.lease_rows(phase)
-    if source.lengths is None:
-        return partition_sizes([-1] * source.parts, step, replicas, keys)
-    sizes = partition_sizes(source.lengths, step, replicas, keys)
-    lease = sizes.lease_rows
-    small = sum(0 < rows < lease for rows in source.lengths)
-    large = sum(rows > lease for rows in source.lengths)
-    logger.info(
-        "the %s data have %s parts of %s to %s rows and are leased in pieces of %s: %s "
-        "smaller parts are put together, %s larger ones are split",
-        phase,
-        source.parts,
-        min(source.lengths),
-        max(source.lengths),
-        lease,
-        small,
-        large,
-    )
-    return sizes
-
-
 def run_spec_of(
-    options: ReplicaSpec,
+    spec: ReplicaSpec,
     workers: Mapping[int, str],
-    sizes: Mapping[str, PartitionSizes],
-    relay_bytes: int,
+    sources: Mapping[str, Source],
+    keys: Mapping[str, Sequence[str]] | None = None,
+    routing: str = "plain",
+    relay_bytes: int = 0,
 ) -> RunSpec:
-    """Describe a run to the run state.
+    """Describe a run to the run state; the log shows how the data are leased.
 
     Args:
-        options: Of the run.
+        spec: Of the replicas.
         workers: Where each initial replica is.
-        sizes: Of the partitions of each phase.
+        sources: Data of each phase; their lengths are known, if not sequential.
+        keys: By phase, the Dask key of each part that a worker holds; None: no worker
+            holds any.
+        routing: ``"plain"`` or ``"mesh"``.
         relay_bytes: Bound of the relay's queue for each replica.
 
     Raises:
         OptionError: If the data do not allow the checkpoints to write, or differ from
             those of the checkpoint to resume.
     """
-    checkpoints, resume = options.checkpoints, options.resume
-    rule = None if checkpoints is None else checkpoints.rule
+    sizes = {}
+    for phase, source in sources.items():
+        # Leases are multiples of so many rows, so that few steps cross their edges.
+        step_rows = spec.step_rows if phase == "train" else spec.read.batch_size
+        lengths = source.lengths
+        sizes[phase] = partition_sizes(
+            [-1] * source.parts if lengths is None else lengths,
+            step_rows,
+            len(workers),
+            None if keys is None else keys[phase],
+        )
+        if lengths is not None:
+            lease_rows = sizes[phase].lease_rows
+            logger.info(
+                "the %s data have %s parts of %s to %s rows and are leased in pieces "
+                "of %s: %s smaller parts are put together, %s larger ones are split",
+                phase,
+                source.parts,
+                min(lengths),
+                max(lengths),
+                lease_rows,
+                sum(0 < rows < lease_rows for rows in lengths),
+                sum(rows > lease_rows for rows in lengths),
+            )
+    rule = None if spec.checkpoints is None else spec.checkpoints.rule
     steps = None if rule is None else rule.steps
     if steps is not None and min(sizes["train"].rows) < 0:
         raise OptionError(
             f"{rule} needs data of a known length, which this has not; write one every "
             "epoch, or every so many minutes"
         )
+    resume = spec.resume
     point = None if resume is None else resume.sync_point
-    where = "" if resume is None else resume.url
-    intervals = SyncIntervals(
-        replicas=len(workers),
-        rows=None if steps is None else steps * options.step_rows,
-        seconds=None if rule is None else rule.seconds,
-        resumed=point,
-    )
-    plan = RunSpec(
-        run=options.run,
+    run = RunSpec(
+        run=spec.run,
         replicas=dict(workers),
         sizes=sizes,
-        seed=options.shuffle_seed,
-        epochs_before=options.epochs_before,
-        synchronous=options.master.synchronous,
+        seed=spec.seed if spec.shuffle else None,
+        epochs_before=spec.epochs_before,
+        synchronous=spec.master.synchronous,
         relay_bytes=relay_bytes,
-        min_replicas=options.master.min_replicas,
-        timeouts=vars(options.timeouts),
-        routing=options.routing,
-        first_epoch=options.first_epoch,
-        intervals=intervals,
+        min_replicas=spec.master.min_replicas,
+        timeouts=vars(spec.timeouts),
+        routing=routing,
+        first_epoch=spec.first_epoch,
+        intervals=SyncIntervals(
+            replicas=len(workers),
+            rows=None if steps is None else steps * spec.step_rows,
+            seconds=None if rule is None else rule.seconds,
+            resumed=point,
+        ),
     )
-    if point is not None and point.order != plan.order:
+    if resume is not None and point is not None and point.order != run.order:
         raise OptionError(
-            f"{where} was written in the middle of an epoch, and the data, their "
+            f"{resume.url} was written in the middle of an epoch, and the data, their "
             "parts, seed or shuffle are other ones now; resume with the same, or from "
             "a checkpoint of the end of an epoch"
         )
-    return plan
+    return run

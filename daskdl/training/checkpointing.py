@@ -28,14 +28,13 @@ from daskdl.errors import OptionError, SaveError, WaitTimeoutError
 from daskdl.saving.checkpoints import (
     COMMON,
     CheckpointPlan,
+    CompleteCheckpoint,
     Copy,
     Part,
-    ResumePlan,
     Series,
     Stamp,
-    Whole,
+    complete_at,
     of_replica,
-    whole_at,
 )
 from daskdl.training.base import (
     PARAMETERS,
@@ -233,7 +232,7 @@ class CheckpointWriter:
         store = self._series.folder(number)
         for name, copy in self._copies.items():
             before = self._series.folder(number - 1)
-            if name == COMMON and expected and whole_at(before) is None:
+            if name == COMMON and expected and complete_at(before) is None:
                 raise SaveError(
                     f"all replicas have written their parts of {before.url}, and they "
                     "are not all there; it has to be the same place for all workers"
@@ -335,6 +334,187 @@ class Fingerprint:
                 )
 
 
+# Columns of a history that are read; others are only shown.
+LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """A checkpoint that a fit resumes, as its header describes it.
+
+    Attributes:
+        url: Of the checkpoint, absolute.
+        stamp: Of the checkpoint.
+        members: Replicas that have a part in it, ascending.
+        epoch: The first one to train, counted from 0.
+        sync_point: What is left of that epoch, if it has begun; None: all.
+        rows: Of the history so far.
+        verdict: Of early stopping, on the last row.
+        epochs_before: Of earlier fits of the trainer.
+        count: Checkpoints of the fit up to this one.
+        kind: Of the replicas' exchanges.
+        fingerprint: What the fit was made of.
+    """
+
+    url: str
+    stamp: Stamp
+    members: Sequence[int]
+    epoch: int
+    sync_point: SyncPoint | None
+    rows: Sequence[Mapping[str, Any]]
+    verdict: Verdict
+    epochs_before: int
+    count: int
+    kind: str
+    fingerprint: Fingerprint
+
+    @classmethod
+    def of(cls, found: CompleteCheckpoint) -> Self:
+        """Read the header of a checkpoint.
+
+        Raises:
+            SaveError: If it is damaged.
+        """
+        header = found.header
+        with restoring(found.store.url_of(f"{COMMON}.json")):
+            _check_header(header)
+            return cls(
+                found.store.url,
+                found.stamp,
+                header["members"],
+                header["epoch"],
+                _sync_point_of(header["sync_point"]),
+                header["rows"],
+                Verdict.of(header["stopping"]),
+                header["epochs_before"],
+                header["count"],
+                header["kind"],
+                Fingerprint.from_values(header["fingerprint"]),
+            )
+
+    def check(
+        self,
+        master: TrainingMaster,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+    ) -> None:
+        """Refuse to resume with something else.
+
+        Args:
+            master: Of the fit, like the others.
+            model: At its start.
+            optimizer: Over its trainable parameters.
+            scheduler: Of that.
+
+        Raises:
+            OptionError: If the checkpoint is of another way of training, model,
+                optimizer or scheduler.
+        """
+        if self.kind not in master.resumes:
+            raise OptionError(
+                f"{self.url} is of replicas of another way of training than "
+                f"{type(master).__name__}; resume with the same master"
+            )
+        own = Fingerprint.of(model, optimizer, scheduler)
+        own.check(self.fingerprint, self.url)
+
+
+def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None:
+    """Find the checkpoint that a fit resumes; None: it begins anew.
+
+    Args:
+        resume: The argument of `Trainer.fit`.
+        callbacks: Of the trainer.
+
+    Raises:
+        OptionError: If `resume` is no URL, or True without a
+            :class:`~daskdl.Checkpoint`.
+        SaveError: If there is no checkpoint at the URL, or it is damaged.
+    """
+    if resume is None or resume is False:
+        return None
+    url = resume
+    if resume is True:
+        rule: Checkpoint | None = only(Checkpoint, callbacks)
+        if rule is None:
+            raise OptionError(
+                "resume=True needs a Checkpoint among the callbacks, got none; give "
+                "the URL of the checkpoints"
+            )
+        url = rule.url
+    series = Series.at(url)
+    found = complete_at(series.store) or series.newest()
+    if found is not None:
+        return ResumePlan.of(found)
+    if resume is True:  # the first checkpoint is still to come
+        return None
+    raise SaveError(f"there is no checkpoint in {series.store.url}")
+
+
+def checkpoints_of(
+    callbacks: Sequence[Callback], resume: ResumePlan | None
+) -> CheckpointPlan | None:
+    """How a fit writes checkpoints; None: it does not.
+
+    Args:
+        callbacks: Of the trainer.
+        resume: The checkpoint that it resumes, or None.
+
+    Raises:
+        OptionError: If there is more than one :class:`~daskdl.Checkpoint`.
+        SaveError: If the folder cannot be listed.
+    """
+    rule: Checkpoint | None = only(Checkpoint, callbacks)
+    if rule is None:
+        return None
+    series, run = Series.at(rule.url), secrets.token_hex(8)
+    first = max(series.numbers(), default=0) + 1
+    origin, before = (run, 0) if resume is None else (resume.stamp.origin, resume.count)
+    return CheckpointPlan(series.store.url, rule, origin, run, first, before)
+
+
+def _check_header(header: Mapping[str, Any]) -> None:
+    """Refuse impossible values.
+
+    Raises:
+        LookupError: If a field is missing.
+        ValueError: If a value is impossible.
+    """
+    epoch, before, rows = header["epoch"], header["epochs_before"], header["rows"]
+    # If only replicas that joined later are left, some rows may be missing.
+    if type(epoch) is not int or epoch < len(rows):
+        raise ValueError(f"{epoch!r:.80} epochs, and {len(rows)} rows")
+    if type(before) is not int or before < 0:
+        raise ValueError(f"{before!r:.80} epochs before")
+    numbers = [row[name] for row in rows for name in LOOKED_AT]
+    wrong = [number for number in numbers if type(number) not in (int, float)]
+    if wrong or not isinstance(header["kind"], str):
+        raise ValueError(f"{wrong!r:.80}, {header['kind']!r:.80}")
+
+
+def _sync_point_of(fields: Any) -> SyncPoint | None:
+    """Read a sync point, which may have been written by hand.
+
+    Raises:
+        TypeError: If it is of another form, or a ValueError.
+    """
+    if fields is None:
+        return None
+    point = SyncPoint.from_wire(fields)
+    ranges = [one for work in point.remaining for one in work.ranges]
+    numbers = [number for one in ranges for number in one]
+    numbers += [point.order, *(work.replica for work in point.remaining)]
+    numbers += [done.examples for done in point.departed]
+    whole = all(type(number) is int for number in numbers)
+    whole &= all(type(done.loss_sum) in (int, float) for done in point.departed)
+    ordered = (min(part, start) >= 0 for part, start, _ in ranges)
+    ends = (one.stop == TO_ITS_END or one.start <= one.stop for one in ranges)
+    if not (whole and all(ordered) and all(ends)):
+        raise ValueError(f"{fields!r:.80} is left")
+    return point
+
+
 # Fields that the state of each part has at least; None: of any type.
 _COMMON = {
     "kind": "",
@@ -409,7 +589,7 @@ class RestoredState(NamedTuple):
         return found
 
 
-def inherit(plan: ResumePlan, place: int, initial: int) -> RestoredState:
+def restored_state(plan: ResumePlan, place: int, initial: int) -> RestoredState:
     """Read the parts of a checkpoint that one initial replica takes over.
 
     Args:
@@ -437,177 +617,3 @@ def _state(plan: ResumePlan, name: str) -> tuple[Mapping[str, Any], str]:
     if stamp != plan.stamp:
         raise SaveError(f"{at} is of another checkpoint")
     return state, at
-
-
-# Columns of a history that are read; others are only shown.
-LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """A checkpoint that a fit resumes, as far as the client reads it.
-
-    Attributes:
-        plan: For the replicas.
-        rows: Of the history so far.
-        verdict: Of early stopping, on the last row.
-        epochs_before: Of earlier fits of the trainer.
-        ordinal: Of the checkpoint in its fit, from 1.
-        kind: Of the replicas' exchanges.
-        fingerprint: What the fit was made of.
-    """
-
-    plan: ResumePlan
-    rows: Sequence[Mapping[str, Any]]
-    verdict: Verdict
-    epochs_before: int
-    ordinal: int
-    kind: str
-    fingerprint: Fingerprint
-
-    @classmethod
-    def of(cls, found: Whole) -> "Resumption":
-        """Read the header of a checkpoint.
-
-        Raises:
-            SaveError: If it is damaged.
-        """
-        header, members = found.header, tuple(found.members)
-        with restoring(found.store.url_of(f"{COMMON}.json")):
-            _check_header(header)
-            return cls(
-                ResumePlan(
-                    found.store.url,
-                    found.stamp,
-                    members,
-                    header["epoch"],
-                    _sync_point_of(header["sync_point"]),
-                ),
-                header["rows"],
-                Verdict.of(header["stopping"]),
-                header["epochs_before"],
-                header["count"],
-                header["kind"],
-                Fingerprint.from_values(header["fingerprint"]),
-            )
-
-    def check(
-        self,
-        master: TrainingMaster,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-    ) -> None:
-        """Refuse to resume with something else.
-
-        Args:
-            master: Of the fit, like the others.
-            model: At its start.
-            optimizer: Over its trainable parameters.
-            scheduler: Of that.
-
-        Raises:
-            OptionError: If the checkpoint is of another way of training, model,
-                optimizer or scheduler.
-        """
-        if self.kind not in master.resumes:
-            raise OptionError(
-                f"{self.plan.url} is of replicas of another way of training than "
-                f"{type(master).__name__}; resume with the same master"
-            )
-        own = Fingerprint.of(model, optimizer, scheduler)
-        own.check(self.fingerprint, self.plan.url)
-
-
-def resumption_of(resume: Any, callbacks: Sequence[Callback]) -> Resumption | None:
-    """Find the checkpoint that a fit resumes; None: it begins anew.
-
-    Args:
-        resume: The argument of `Trainer.fit`.
-        callbacks: Of the trainer.
-
-    Raises:
-        OptionError: If `resume` is no URL, or True without a
-            :class:`~daskdl.Checkpoint`.
-        SaveError: If there is no checkpoint at the URL, or it is damaged.
-    """
-    if resume is None or resume is False:
-        return None
-    if resume is not True:
-        found = whole_at(Series.at(resume).store) or Series.at(resume).newest()
-        if found is None:
-            raise SaveError(f"there is no checkpoint in {Series.at(resume).store.url}")
-        return Resumption.of(found)
-    rule: Checkpoint | None = only(Checkpoint, callbacks)
-    if rule is None:
-        raise OptionError(
-            "resume=True needs a Checkpoint among the callbacks, got none; give the "
-            "URL of the checkpoints"
-        )
-    newest = Series.at(rule.url).newest()
-    return None if newest is None else Resumption.of(newest)
-
-
-def checkpoints_of(
-    callbacks: Sequence[Callback], resumed: Resumption | None
-) -> CheckpointPlan | None:
-    """How a fit writes checkpoints; None: it does not.
-
-    Args:
-        callbacks: Of the trainer.
-        resumed: The checkpoint it resumes, or None.
-
-    Raises:
-        OptionError: If there is more than one :class:`~daskdl.Checkpoint`.
-        SaveError: If the folder cannot be listed.
-    """
-    rule: Checkpoint | None = only(Checkpoint, callbacks)
-    if rule is None:
-        return None
-    series, run = Series.at(rule.url), secrets.token_hex(8)
-    first = max(series.numbers(), default=0) + 1
-    if resumed is None:
-        return CheckpointPlan(series.store.url, rule, run, run, first)
-    origin, before = resumed.plan.stamp.origin, resumed.ordinal
-    return CheckpointPlan(series.store.url, rule, origin, run, first, before)
-
-
-def _check_header(header: Mapping[str, Any]) -> None:
-    """Refuse impossible values.
-
-    Raises:
-        LookupError: If a field is missing.
-        ValueError: If a value is impossible.
-    """
-    epoch, before, rows = header["epoch"], header["epochs_before"], header["rows"]
-    # If only replicas that joined later are left, some rows may be missing.
-    if type(epoch) is not int or epoch < len(rows):
-        raise ValueError(f"{epoch!r:.80} epochs, and {len(rows)} rows")
-    if type(before) is not int or before < 0:
-        raise ValueError(f"{before!r:.80} epochs before")
-    numbers = [row[name] for row in rows for name in LOOKED_AT]
-    wrong = [number for number in numbers if type(number) not in (int, float)]
-    if wrong or not isinstance(header["kind"], str):
-        raise ValueError(f"{wrong!r:.80}, {header['kind']!r:.80}")
-
-
-def _sync_point_of(fields: Any) -> SyncPoint | None:
-    """Read a sync point, which may have been written by hand.
-
-    Raises:
-        TypeError: If it is of another form, or a ValueError.
-    """
-    if fields is None:
-        return None
-    point = SyncPoint.from_wire(fields)
-    ranges = [one for work in point.remaining for one in work.ranges]
-    numbers = [number for one in ranges for number in one]
-    numbers += [point.order, *(work.replica for work in point.remaining)]
-    numbers += [done.examples for done in point.departed]
-    whole = all(type(number) is int for number in numbers)
-    whole &= all(type(done.loss_sum) in (int, float) for done in point.departed)
-    ordered = (min(part, start) >= 0 for part, start, _ in ranges)
-    ends = (one.stop == TO_ITS_END or one.start <= one.stop for one in ranges)
-    if not (whole and all(ordered) and all(ends)):
-        raise ValueError(f"{fields!r:.80} is left")
-    return point

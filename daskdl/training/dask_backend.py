@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import Counter
@@ -17,11 +16,10 @@ from typing_extensions import override
 
 from daskdl.channel import protocol
 from daskdl.channel.protocol import NAME, Answer, join, unwrap
-from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.cluster import OWN, REMEDY, arrivals, lacking
-from daskdl.config import VERSION, Bound, Timeouts
+from daskdl.config import VERSION, Bound
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.futures import answers_of, new_key, workers_of
 from daskdl.data.scattering import scatter
@@ -40,111 +38,109 @@ from daskdl.training.backend import (
     PartMissing,
     ReplicaJoined,
     ReplicaLost,
-    ReplicaRemoved,
-    ReplicaSpec,
-    Result,
     RunEnded,
     TaskFailed,
-    UserObjects,
     WorkerArrived,
     event_of,
     merge,
     most_replicas,
     run_spec_of,
-    sizes_of,
     useful,
 )
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
+from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import run_replica, surroundings, warm_up
 
 logger = logging.getLogger(__name__)
 
 
 def train_replica(
-    objects: Packed[UserObjects],
+    packed: Packed[ReplicaSpec],
     sources: Mapping[str, Packed[Source]],
-    options: ReplicaSpec,
     number: int,
     on_worker: int,
+    routing: str,
     *,
     initial: bool,
-) -> Result:
+) -> Packed[FitResult]:
     """Train one replica on this worker, from start to end.
 
     Args:
-        objects: The user's objects.
+        packed: The same for all replicas.
         sources: Of the data that each worker has as a whole, by phase.
-        options: The same for all replicas.
         number: Of this replica in the run.
         on_worker: Replicas of this run on this worker.
+        routing: ``"plain"`` or ``"mesh"``.
         initial: No replica trains before all initial ones have joined.
+
+    Returns:
+        What the replica leaves, packed: Dask never serialises a tensor.
     """
     # Frees the slot for other tasks, and keeps adaptive clusters from closing us.
     secede()
     worker = get_worker()
-    own = objects.unpack()
-    channel = _open_channel(worker, options, number, own)
-    store = WorkerStore(sources, channel, options.timeouts, options.load_threads)
-    result = None
-    try:
-        threads = max(1, worker.state.nthreads // on_worker)
-        with surroundings(options.device, threads) as device:
-            if not initial:
-                warm_up(own, options.master, options.stepping, device)
-            result = run_replica(number, options, own, channel, device, store)
-            return result
-    finally:
-        store.close()
-        finished = result is not None and result.finished
-        channel.leave(retires=channel.closing and not finished)
-
-
-def _open_channel(
-    worker: Worker, options: ReplicaSpec, number: int, own: UserObjects
-) -> RemoteChannel:
+    spec = packed.unpack()
     plugin = worker.extensions.get(NAME)
     if not isinstance(plugin, ChannelWorkerPlugin):
         raise ChannelError(
             f"the daskdl plugin is not set up on {worker.address}; see the worker's log"
         )
-    return RemoteChannel(plugin, options.endpoint(number, own))
+    channel = RemoteChannel(plugin, spec.endpoint(number, routing))
+    store = WorkerStore(sources, channel, spec.timeouts, spec.load_threads)
+    finished = False
+    try:
+        threads = max(1, worker.state.nthreads // on_worker)
+        with surroundings(str(spec.device), threads) as device:
+            if not initial:
+                warm_up(spec, device)
+            result = run_replica(number, spec, channel, device, store)
+            finished = result.finished
+            return Packed(result, "result")
+    finally:
+        store.close()
+        channel.leave(retires=channel.closing and not finished)
 
 
 COLLECT_LOOK_S = 1.0  # between two looks whether a result was lost
 
 
+def merge_packed(results: Sequence[Packed[FitResult]]) -> Packed[FitResult]:
+    """Merge what the replicas left, on a worker."""
+    return Packed(merge([result.unpack() for result in results]), "result")
+
+
 def collect(
-    client: Client, tasks: Mapping[str, Future], options: ReplicaSpec
+    client: Client, tasks: Mapping[str, Future], spec: ReplicaSpec
 ) -> FitResult | None:
-    """Wait for the tasks of a run to end, and join what they left.
+    """Wait for the tasks of a run to end, and merge what they left.
 
     A result may be lost with its worker when it is there already; then the others
-    are joined without it.
+    are merged without it.
 
     Args:
         client: Synchronous, of the cluster.
-        tasks: Of the replicas that have not been given up, by whose they are.
-        options: Of the run.
+        tasks: Of the replicas that have not been given up, by their names in messages.
+        spec: Of the replicas.
 
     Returns:
         What the run ended with; None if no task has come to its end.
 
     Raises:
-        WaitTimeoutError: If they were not joined in time.
+        WaitTimeoutError: If they were not merged in time.
     """
     futures = tasks.values()
-    _wait_for(client, futures, options.timeouts.stop)
-    bound = options.timeouts.bound("data")
+    _wait_for(client, futures, spec.timeouts.stop)
+    bound = spec.timeouts.bound("data")
     deadline = time.monotonic() + bound.seconds
     while results := [task for task in futures if task.status == "finished"]:
-        packed = _join(client, results, options.run, deadline)
+        packed = _merge(client, results, spec.run, deadline)
         if packed is not None:
             return packed.unpack()
         if time.monotonic() > deadline:
             whose = "; of ".join(f"{who}: {task.status}" for who, task in tasks.items())
             raise WaitTimeoutError(
-                f"the replicas' results were not joined within {bound}; Dask says of "
+                f"the replicas' results were not merged within {bound}; Dask says of "
                 f"{whose}; was a worker lost at the very end, or are all busy with "
                 "other tasks?"
             )
@@ -163,11 +159,11 @@ def _wait_for(client: Client, tasks: Collection[Future], timeout_s: float) -> No
                 return
 
 
-def _join(
+def _merge(
     client: Client, results: Sequence[Future], run: int, deadline: float
 ) -> Packed[FitResult] | None:
-    """Join results; None if one of them was lost, or it takes too long."""
-    merged = client.submit(merge, list(results), key=new_key(f"merge-{run:x}"))
+    """Merge results; None if one of them was lost, or it takes too long."""
+    merged = client.submit(merge_packed, list(results), key=new_key(f"merge-{run:x}"))
 
     async def fetch() -> Any:
         # Once: over a slow link it takes long, and would take longer every time.
@@ -306,25 +302,18 @@ class AgreedStateFetcher:
         """Ask one replica after the other; None: none has the whole state."""
         avoid: list[int] = []
         while True:
-            first = await self._ask(self._wanted, 0, avoid)
+            first = answer = await self._ask(self._wanted, 0, avoid)
             if first.get("replica") is None:
                 return None
-            state = await self._whole(first)
-            if state is not None:
-                return state
+            payloads = []
+            while answer["status"] == Answer.OK:
+                payloads.append(np.frombuffer(unwrap(answer["bytes"]), np.uint8))
+                if len(payloads) == first["parts"]:
+                    return AgreedState(first["epoch"], join(first["forms"], payloads))
+                answer = await self._ask(
+                    first["epoch"], len(payloads), (), first["replica"]
+                )
             avoid.append(first["replica"])
-
-    async def _whole(self, first: dict[str, Any]) -> AgreedState | None:
-        if first["status"] != Answer.OK:
-            return None
-        epoch, replica, parts = first["epoch"], first["replica"], [first["bytes"]]
-        while len(parts) < first["parts"]:
-            answer = await self._ask(epoch, len(parts), (), replica)
-            if answer["status"] != Answer.OK:
-                return None
-            parts.append(answer["bytes"])
-        arrays = [np.frombuffer(unwrap(part), np.uint8) for part in parts]
-        return AgreedState(epoch, join(first["forms"], arrays))
 
     async def _ask(
         self, epoch: int, part: int, avoid: Any, replica: int | None = None
@@ -342,7 +331,8 @@ class DaskBackend(Backend):
 
     Args:
         client: Synchronous client of the cluster.
-        options: Of the run.
+        spec: Of the replicas.
+        packed: The same, as it is sent to them.
         workers: Address of the worker of each initial replica.
         supplies: Data of each phase.
         most_replicas: More would have nothing to do.
@@ -351,15 +341,17 @@ class DaskBackend(Backend):
     def __init__(
         self,
         client: Client,
-        options: ReplicaSpec,
+        spec: ReplicaSpec,
+        packed: Packed[ReplicaSpec],
         workers: Mapping[int, str],
         supplies: Mapping[str, Supply],
         most_replicas: int,
     ) -> None:
         self.workers = dict(workers)
         self._client = client
-        routing = options.master.routing_for(len(set(workers.values())))
-        self._options = dataclasses.replace(options, routing=routing)
+        self._spec = spec
+        self._packed = packed
+        self._routing = spec.master.routing_for(len(set(workers.values())))
         self._initial = set(workers)
         self._supplies = supplies
         self._most_replicas = most_replicas
@@ -369,8 +361,8 @@ class DaskBackend(Backend):
         self._answered_at = time.monotonic()  # by the scheduler
         self._address = client.scheduler.address
         self._scheduler_lost = self._warned = False
-        bound = options.timeouts.bound("request")
-        self._fetcher = AgreedStateFetcher(client, options.run, bound)
+        bound = spec.timeouts.bound("request")
+        self._fetcher = AgreedStateFetcher(client, spec.run, bound)
 
     @override
     def open(self) -> None:
@@ -382,14 +374,15 @@ class DaskBackend(Backend):
             # one of them has gone; `assign` then leaves that one out.
             logger.warning("a worker has gone while the run began: %s", error)
             self._client.run(_set_up, on_error="return")
-        sizes = {
-            phase: sizes_of(
-                self._options, phase, own.source, len(self.workers), own.keys
-            )
-            for phase, own in self._supplies.items()
-        }
-        plan = run_spec_of(self._options, self.workers, sizes, RELAY_BYTES)
-        answer = self._ask(protocol.OPEN, spec=vars(plan), client=self._client.id)
+        run = run_spec_of(
+            self._spec,
+            self.workers,
+            {phase: own.source for phase, own in self._supplies.items()},
+            {phase: own.keys for phase, own in self._supplies.items()},
+            self._routing,
+            RELAY_BYTES,
+        )
+        answer = self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
         if answer.get("version") != VERSION:
             self._ask(protocol.CLOSE)
             raise ChannelError(
@@ -398,12 +391,11 @@ class DaskBackend(Backend):
             )
 
     @override
-    def assign(self, objects: Packed[UserObjects]) -> None:
-        self._objects = objects
+    def assign(self) -> None:
         replicas = dict(self.workers)
         while True:
             try:
-                self._submit(replicas)
+                return self._submit(replicas)
             except OSError as error:
                 there = set(self._client.nthreads())
                 gone = [r for r, worker in replicas.items() if worker not in there]
@@ -418,37 +410,34 @@ class DaskBackend(Backend):
                 logger.warning("replicas %s are not started: %s", gone, error)
                 self._unassign(gone)
                 replicas = {r: w for r, w in replicas.items() if r not in gone}
-            else:
-                return
 
     def _submit(self, replicas: Mapping[int, str]) -> None:
         """Scatter the model and submit one task for each replica."""
-        workers = sorted(set(replicas.values()))
-        name = f"daskdl-objects-{self._options.run:x}-{min(replicas)}"
+        workers, run = sorted(set(replicas.values())), self._spec.run
+        name = f"daskdl-replica-{run:x}-{min(replicas)}"
         carried = {p: own.packed for p, own in self._supplies.items() if own.packed}
         values: dict[str, Packed[Any]] = {
-            name: self._objects,
-            **{f"{name}-{p}": v for p, v in carried.items()},
+            name: self._packed,
+            **{f"{name}-{phase}": source for phase, source in carried.items()},
         }
-        initial = self._initial.issuperset(replicas)
         # While a worker that comes later does not take it, no event is handled.
-        bound = self._options.timeouts.bound("join" if initial else "request")
+        initial = self._initial.issuperset(replicas)
+        bound = self._spec.timeouts.bound("join" if initial else "request")
         nbytes = sum(value.payload.nbytes for value in values.values())
         what = f"the model ({nbytes} bytes)"
         sent = scatter(self._client, values, workers, bound, what)
-        sources = {phase: sent[f"{name}-{phase}"] for phase in carried}
         there = {*self._futures, *replicas}
         per_worker = Counter(self.workers[replica] for replica in there)
         for replica, worker in replicas.items():
             self._futures[replica] = self._client.submit(
                 train_replica,
                 sent[name],
-                sources,
-                self._options,
+                {phase: sent[f"{name}-{phase}"] for phase in carried},
                 replica,
                 per_worker[worker],
+                self._routing,
                 initial=replica in self._initial,
-                key=f"daskdl-train-{self._options.run:x}-{replica}",
+                key=f"daskdl-train-{run:x}-{replica}",
                 workers=[worker],
                 allow_other_workers=False,
                 pure=False,
@@ -488,6 +477,7 @@ class DaskBackend(Backend):
                 # Its worker has gone, perhaps before the task arrived there.
                 logger.info("Dask has given up the task of replica %s", replica)
                 self._cancel(replica)
+                yield ReplicaLost(replica)
             elif future.status == "error" and replica in self._initial:
                 yield TaskFailed(replica, future.exception())
             elif future.status == "error":
@@ -499,11 +489,10 @@ class DaskBackend(Backend):
 
     def _handle_event(self, event: Event) -> None:
         match event:
-            case ReplicaRemoved(replica):
-                # Pinned to a worker that is gone, the task would wait for ever.
-                self._cancel(replica)
             case ReplicaLost(replica, summary):
-                logger.warning("%s", summary)
+                if summary:
+                    logger.warning("%s", summary)
+                # Pinned to a worker that is gone, the task would wait for ever.
                 self._cancel(replica)
             case ReplicaJoined(replica, worker):
                 logger.info("replica %s trains on %s", replica, worker)
@@ -537,7 +526,7 @@ class DaskBackend(Backend):
         if room <= 0:
             return
         try:
-            wanted = replicas_on(self._options.master, self._client, [worker])[worker]
+            wanted = replicas_on(self._spec.master, self._client, [worker])[worker]
         except OSError as error:
             self._retry_later(worker, error)
             return
@@ -556,7 +545,7 @@ class DaskBackend(Backend):
         logger.warning("no replica on %s: %s", worker, error)
         if worker in self._client.nthreads():
             # Not at once: while waiting for it no event is handled.
-            bound_s = self._options.timeouts.request
+            bound_s = self._spec.timeouts.request
             self._retry_at[worker] = time.monotonic() + bound_s
 
     def _retry_workers(self) -> None:
@@ -607,10 +596,6 @@ class DaskBackend(Backend):
     # ---- the end
 
     @override
-    def lost(self) -> Sequence[int]:
-        return [replica for replica in self.workers if replica not in self._futures]
-
-    @override
     def stop(self, reason: str) -> None:
         if not self._scheduler_lost:
             self._ask(protocol.STOP, reason=reason)
@@ -623,8 +608,9 @@ class DaskBackend(Backend):
             f"replica {replica} on {self.workers[replica]}": future
             for replica, future in self._futures.items()
         }
-        return collect(self._client, tasks, self._options)
+        return collect(self._client, tasks, self._spec)
 
+    @property
     @override
     def agreed(self) -> AgreedState | None:
         return self._fetcher.state
@@ -642,17 +628,17 @@ class DaskBackend(Backend):
             return
         still_here = self._ask(protocol.CLOSE).get("still_here")
         if still_here:
-            bound = self._options.timeouts.bound("stop")
+            bound = self._spec.timeouts.bound("stop")
             logger.warning("after %s these have not left: %s", bound, still_here)
 
     async def _say_farewell(self) -> None:
         """The scheduler does not answer, and may still read this."""
         with contextlib.suppress(OSError):
-            await self._client.scheduler.daskdl_close(run=self._options.run)
+            await self._client.scheduler.daskdl_close(run=self._spec.run)
 
     def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
         if operation != protocol.OPEN:
-            fields["run"] = self._options.run
+            fields["run"] = self._spec.run
         answer = self._answer(operation, **fields)
         if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:
             raise ChannelError(f"the scheduler answered {answer!r} to {operation}")
@@ -685,7 +671,7 @@ class DaskBackend(Backend):
             finally:
                 asking.cancel()
 
-        bound = self._options.timeouts.bound("request")
+        bound = self._spec.timeouts.bound("request")
         try:
             answer = self._client.sync(ask)
         except TimeoutError as error:
@@ -716,19 +702,23 @@ class DaskBackend(Backend):
 
 @contextlib.contextmanager
 def dask_backend(
-    client: Client, options: ReplicaSpec, sources: Mapping[str, Source]
+    client: Client, spec: ReplicaSpec, sources: Mapping[str, Source]
 ) -> Iterator[DaskBackend]:
     """Choose the workers of a run, and put the data where they are.
 
     Args:
         client: A synchronous client.
-        options: Of the run.
+        spec: Of the replicas.
         sources: By phase.
+
+    Raises:
+        ModelError: If something of the user's cannot be pickled.
     """
-    most = most_replicas(sources["train"], options)
-    assigned = assign_workers(options.master, client, most)
+    packed = Packed(spec, "trainer")
+    most = most_replicas(sources["train"], spec)
+    assigned = assign_workers(spec.master, client, most)
     workers = sorted(set(assigned.values()))
-    bound = Timeouts.from_config().bound("request")
+    bound = spec.timeouts.bound("request")
     with contextlib.ExitStack() as stack:
         supplies = {
             phase: stack.enter_context(
@@ -736,7 +726,7 @@ def dask_backend(
             )
             for phase, own in sources.items()
         }
-        yield DaskBackend(client, options, assigned, supplies, most)
+        yield DaskBackend(client, spec, packed, assigned, supplies, most)
 
 
 async def _set_up(dask_worker: Worker) -> None:

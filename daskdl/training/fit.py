@@ -30,40 +30,38 @@ from daskdl.callbacks import Callback, FitBegin, FitEnd
 from daskdl.cluster import check_installed
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.data import batching
-from daskdl.data.checks import of_validation, rows_like
+from daskdl.data.accuracy import has_accuracy
+from daskdl.data.checks import check_rows, check_step, of_validation, rows_like
+from daskdl.data.checks import check_whole as check_all_labels
 from daskdl.data.exports.options import ExportOptions
 from daskdl.data.exports.temporary import temporary_batches
+from daskdl.data.labels import LabelCheck
 from daskdl.data.looking import looked_at, small_together
 from daskdl.data.source import Source, is_known, rows_in, shown_rows
-from daskdl.errors import DaskDLError, ReplicaError, RunError, SaveError
+from daskdl.errors import DaskDLError, DataError, ReplicaError, RunError, SaveError
 from daskdl.history import History, Row, Stopping, unpack_rows
-from daskdl.saving.checkpoints import CheckpointPlan
-from daskdl.serialization import Packed, PackedModel, copied
+from daskdl.saving.plain import Plain
+from daskdl.serialization import PackedModel, copied
 from daskdl.training.backend import (
     Backend,
     EpochEnded,
     Event,
     FitResult,
     ReplicaFailed,
-    ReplicaSpec,
+    ReplicaLost,
     RunEnded,
     RunStopped,
     StepProgress,
     TaskFailed,
-    UserObjects,
 )
 from daskdl.training.base import KeptResidual, Parameters
-from daskdl.training.checkpointing import Resumption, checkpoints_of
+from daskdl.training.checkpointing import ResumePlan, checkpoints_of
 from daskdl.training.dask_backend import dask_backend
-from daskdl.training.epoch_control import Judging, Verdict
-from daskdl.training.fit_spec import (
-    Findings,
-    FitSpec,
-    FitState,
-    parameters_of,
-    trained_optimizer,
-)
+from daskdl.training.epoch_control import Judging, LearningRate, Verdict
+from daskdl.training.fit_spec import FitSpec, ReplicaSpec
+from daskdl.training.fit_state import FitState, TrainedOptimizer
 from daskdl.training.local_backend import LocalBackend
+from daskdl.training.optimizer_step import restore_
 from daskdl.training.replica import check_device
 from daskdl.training.telemetry import RowLog
 from daskdl.util import guarded
@@ -85,7 +83,7 @@ class FitRun:
         spec: What is asked for.
         model: At its start; not changed.
         state: What earlier fits of the trainer have left.
-        resumed: The checkpoint to go on from, or None.
+        resume: The checkpoint to go on from, or None.
 
     Attributes:
         history: Gets a row after each epoch.
@@ -103,19 +101,19 @@ class FitRun:
         spec: FitSpec,
         model: nn.Module,
         state: FitState,
-        resumed: Resumption | None = None,
+        resume: ResumePlan | None = None,
     ) -> None:
-        self.history = History(() if resumed is None else resumed.rows)
+        self.history = History(() if resume is None else resume.rows)
         self.classes = self.result = None
         self._spec = spec
         self._model = model
-        self._state = (
-            state if resumed is None else FitState(epochs=resumed.epochs_before)
-        )
-        self._resumed = resumed
+        self._state = state if resume is None else FitState(epochs=resume.epochs_before)
+        self._resume = resume
         self._assigned = False  # the replicas were told to begin
         self._agreed_epoch: int | None = None  # of `result`, if later ones were lost
         self._failure: Exception | None = None
+        self._class_count: int | None = None
+        self._gone: dict[int, None] = {}  # replicas that were lost
 
     # ---- before
 
@@ -134,104 +132,121 @@ class FitRun:
                 loading data is seen before a worker is touched.
         """
         spec, model = self._spec, self._model
-        findings = None
         if client is False:
             check_device(str(spec.device))
         else:
             PackedModel(model)  # refused here if it cannot travel
-        if all(is_known(source) for source in sources.values()):
-            findings = spec.check(model, sources)
+        known = all(is_known(source) for source in sources.values())
+        if known:
+            self._dry_run(sources)
         if client is not False:
             check_installed(client)
-        with _ready(sources, spec, client) as ready:
-            train = ready["train"]
-            findings = findings or spec.check(model, ready)
-            spec.check_rows(train)
-            optimizer = spec.optimizer_for(model)
-            self._state = self._state.continued(model, optimizer, spec.scheduling)
+        with _ready(sources, spec, client) as ready, contextlib.ExitStack() as stack:
+            if not known:
+                self._dry_run(ready)
+            train, size = ready["train"], spec.read.batch_size
             self.classes, self._rows = train.classes, rows_in(train)
-            self._class_count = findings.class_count
+            if spec.drop_last and self._rows is not None and self._rows < size:
+                raise DataError(
+                    f"drop_last=True leaves nothing to train on: batch_size={size}, "
+                    f"and the data have {self._rows} rows; take a batch_size of at "
+                    f"most {self._rows}"
+                )
             if self._class_count is None and train.classes is not None:
                 self._class_count = len(train.classes)
-            self._objects = self._pack(train, here=client is False)
-            self._options = self._task_options(findings, train.left_out)
-            with contextlib.ExitStack() as stack:
-                if client is False:
-                    self._backend: Backend = LocalBackend(self._options, ready)
-                else:
-                    opened = dask_backend(client, self._options, ready)
-                    self._backend = stack.enter_context(opened)
-                begin = FitBegin(
-                    replicas=len(self._backend.workers),
-                    epochs=spec.epochs,
-                    epochs_before=self._state.epochs,
-                    batch_size=spec.read.batch_size,
-                    examples=self._rows,
-                    parameters=self._options.size,
-                )
-                stack.enter_context(callback_scope(spec.callbacks, begin, self.history))
-                yield
+            optimizer = spec.optimizer_for(model)
+            self._state = self._state.continued(model, optimizer, spec.scheduling)
+            self._sent = self._replica_spec(train)
+            if client is False:
+                self._backend: Backend = LocalBackend(self._sent, ready)
+            else:
+                opened = dask_backend(client, self._sent, ready)
+                self._backend = stack.enter_context(opened)
+            begin = FitBegin(
+                replicas=len(self._backend.workers),
+                epochs=spec.epochs,
+                epochs_before=self._state.epochs,
+                batch_size=size,
+                examples=self._rows,
+                parameters=self._sent.size,
+            )
+            stack.enter_context(callback_scope(spec.callbacks, begin, self.history))
+            yield
 
-    def _pack(self, train: Source, *, here: bool) -> Packed[UserObjects]:
-        """Pack the user's objects for the replicas; `here`: they are not copied.
+    def _dry_run(self, sources: Sources) -> None:
+        """Try model, optimizer and loss on a few rows; no worker is touched.
+
+        Args:
+            sources: By phase; some rows of each are known.
 
         Raises:
-            ModelError: If one of them cannot be pickled.
+            DaskDLError: Naming what does not fit together.
         """
-        spec, before = self._spec, self._state.optimizer
-        objects = UserObjects(
-            self._model,
-            spec.objective,
-            spec.optimizer,
-            None if before is None else before.optimizer.state_dict(),
-            # The others may hold what cannot be pickled.
-            [callback for callback in spec.callbacks if callback.runs_on_workers],
-            batching.of_both(lambda tree: shown_rows(tree, 2), rows_like(train)),
-            spec.scheduling,
-            b"" if before is None else before.schedule(spec.scheduling),
-            spec.read.transform,
-            self._state.residual,
+        spec, model, train = self._spec, self._model, sources["train"]
+        objective, transform = spec.objective, spec.read.transform
+        accepted = check_step(
+            model, objective, spec.optimizer, *rows_like(train), transform
         )
-        return Packed(objects, "trainer", here=here)
+        labels = None if transform else LabelCheck(accepted)
+        if labels is not None:
+            check_all_labels(train, labels)
+        spec.stepping.check_model(model)
+        spec.scheduling.check(spec.optimizer, model)
+        validation, accuracy = sources.get("validation"), False
+        if validation is not None:
+            with of_validation():
+                rows = rows_like(validation)
+                check_rows(model, objective, *rows, transform)
+                if labels is not None:
+                    check_all_labels(validation, labels)
+            accuracy = has_accuracy(model, objective, *rows, transform)
+        self._judging = Judging.of(
+            spec.callbacks,
+            spec.epochs,
+            validates=validation is not None,
+            accuracy=accuracy,
+        )
+        self._labels = labels
+        self._class_count = None if accepted is None else accepted.classes
 
-    def _task_options(self, findings: Findings, left_out: int) -> ReplicaSpec:
-        """The plain options of the run, the same for all replicas."""
-        spec, resumed = self._spec, self._resumed
-        flat = FlatParameters(copied(self._model))
+    def _replica_spec(self, train: Source) -> ReplicaSpec:
+        """What the replicas are sent."""
+        spec, state, resume = self._spec, self._state, self._resume
+        flat, trained = FlatParameters(copied(self._model)), state.optimizer
         spec.master.check(flat)
-        if resumed is not None:
+        if resume is not None:
             optimizer = spec.optimizer_for(self._model)
             scheduler = spec.scheduling.of(optimizer)
-            resumed.check(spec.master, self._model, optimizer, scheduler)
-        checkpoints = checkpoints_of(spec.callbacks, resumed)
-        if checkpoints is not None:
-            spec.check_saveable(self._model)
+            resume.check(spec.master, self._model, optimizer, scheduler)
+        checkpoints = checkpoints_of(spec.callbacks, resume)
+        if checkpoints is not None:  # refused here if it cannot be written
+            optimizer, plain = spec.optimizer_for(copied(self._model)), Plain()
+            plain.encode(optimizer.state_dict(), "the state of the optimizer")
+            rate = LearningRate(optimizer, spec.scheduling)
+            plain.encode(rate.values(), "the state of the scheduler")
+        # Other callbacks, and a loader, may hold what cannot be pickled.
+        callbacks = [one for one in spec.callbacks if one.runs_on_workers]
+        read = replace(spec.read, loader=None, collate_fn=None)
         return ReplicaSpec(
+            **{**vars(spec), "callbacks": callbacks, "read": read},
             run=secrets.randbits(63),
-            master=spec.master,
-            epochs=spec.epochs,
-            epochs_before=self._state.epochs,
-            batch_size=spec.read.batch_size,
-            seed=spec.seed,
-            shuffle=spec.shuffle,
-            device=str(spec.device),
-            judging=findings.judging,
-            labels=findings.labels,
+            model=self._model,
+            optimizer_state=None if trained is None else trained.optimizer.state_dict(),
+            schedule=b"" if trained is None else trained.schedule(spec.scheduling),
+            compression=state.compression,
+            residual=state.residual,
+            epochs_before=state.epochs,
+            rows=batching.of_both(lambda tree: shown_rows(tree, 2), rows_like(train)),
+            judging=self._judging,
+            labels=self._labels,
+            left_out=train.left_out,
             size=flat.size,
             grid=grid_for(flat),
-            last=self._state.compression,
             outbox_bytes=OUTBOX_BYTES,
             inbox_bytes=INBOX_BYTES,
             timeouts=spec.master.timeouts(),
-            stepping=spec.stepping,
-            telemetry_every=spec.telemetry_every,
-            max_loss_rise=spec.max_loss_rise,
-            prefetch=spec.prefetch,
-            skips_bad=spec.read.skips,
-            drop_last=spec.drop_last,
-            left_out=left_out,
             checkpoints=checkpoints,
-            resume=None if resumed is None else resumed.plan,
+            resume=resume,
         )
 
     # ---- training
@@ -244,9 +259,8 @@ class FitRun:
                 Whatever a callback raises, and Ctrl-C, end it too and come out as they
                 are.
         """
-        spec, options = self._spec, self._options
-        if spec.master.averages:
-            optimizer = spec.optimizer_for(self._model)
+        if self._spec.master.averages:
+            optimizer = self._spec.optimizer_for(self._model)
             warn_of_short_steps(optimizer, len(self._backend.workers))
         try:
             self._run()
@@ -258,35 +272,24 @@ class FitRun:
         finally:
             if self.result is not None:
                 self.history.steps.extend(unpack_rows(self.result.steps))
-            elif self._assigned and self._resumed is None:
+            elif self._assigned and self._resume is None:
                 # All replicas had agreed on the start.
-                self.result = FitResult(Parameters(), None, None, met=False)
+                self.result = FitResult(Parameters(), met=False)
         self._note_restored(self.result)
-        if self._has_trained() and options.checkpoints is not None:
-            options.checkpoints.conclude()
+        if self._has_trained() and self._sent.checkpoints is not None:
+            self._sent.checkpoints.conclude()
         hint_at_small_threshold(self.history[-1])
 
     def _run(self) -> None:
         """Open the backend, follow its events to the end, and leave nothing of it."""
-        resumed, options, backend = self._resumed, self._options, self._backend
-        reporter = ProgressReporter(
-            self.history,
-            self._spec.callbacks,
-            options.size,
-            None if self._rows is None else self._rows * options.epochs,
-            self._spec.progress,
-            options.judging,
-            0 if resumed is None else resumed.plan.epoch,
-            Verdict() if resumed is None else resumed.verdict,
-            options.left_out,
-        )
-        with reporter:
+        backend, callbacks = self._backend, self._spec.callbacks
+        with ProgressReporter(self._sent, self.history, callbacks, self._rows) as shown:
             backend.open()
             with contextlib.ExitStack() as ending:
                 ending.push(self._leave)
-                backend.assign(self._objects)
+                backend.assign()
                 self._assigned = True
-                while not self._poll(reporter):
+                while not self._poll(shown):
                     pass
             failure, self._failure = self._failure, None
             try:
@@ -298,10 +301,8 @@ class FitRun:
 
     def _poll(self, reporter: "ProgressReporter") -> bool:
         """Handle the events that have come; return whether the run has ended."""
-        for event in self._backend.poll_events(POLL_S):
-            if self._handle_event(event, reporter):
-                return True
-        return False
+        events = self._backend.poll_events(POLL_S)
+        return any(self._handle_event(event, reporter) for event in events)
 
     def _handle_event(self, event: Event, reporter: "ProgressReporter") -> bool:
         """Return whether the run has ended with this event."""
@@ -310,6 +311,8 @@ class FitRun:
                 reporter.show(event)
             case EpochEnded():
                 reporter.end_epoch(event)
+            case ReplicaLost(replica):
+                self._gone[replica] = None
             case ReplicaFailed():
                 self._failure = self._failure or self._error_of(event)
             case TaskFailed(replica, error):
@@ -334,10 +337,10 @@ class FitRun:
         if event.replica is None:
             return kind(event.summary)
         message = f"replica {event.replica} on {event.worker}: {event.summary}"
-        workers, gone = self._backend.workers, self._backend.lost()
-        if gone:  # which may be why another one failed
-            where = ", ".join(f"replica {r} on {workers[r]}" for r in gone)
-            message += f"; gone before: {where}"
+        if self._gone:  # which may be why another one failed
+            workers = self._backend.workers
+            where = (f"replica {r} on {workers[r]}" for r in sorted(self._gone))
+            message += f"; gone before: {', '.join(where)}"
         if kind is ReplicaError:
             message += f"\n\nTraceback of the worker:\n{event.traceback}"
         error = kind(message)
@@ -351,24 +354,19 @@ class FitRun:
             # The cause's traceback knows this frame.
             del error
 
-    def _leave(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop and collect the replicas; an exception that is under way goes on."""
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Collect what the replicas leave; stop them first after an exception."""
         backend = self._backend
         try:
             if kind is not None:
                 backend.stop(f"the client stopped it: {kind.__name__}")
             self.result = backend.collect()
         finally:
-            result, agreed = self.result, backend.agreed()
+            result, agreed = self.result, backend.agreed
             # Nothing comes from replicas that had not agreed on anything, either.
             if agreed is not None and not (result and result.parameters):
                 compression = None if result is None else result.compression
-                self.result = FitResult(agreed.parameters, None, compression)
+                self.result = FitResult(agreed.parameters, compression=compression)
                 self._agreed_epoch = agreed.epoch
             backend.close()
 
@@ -381,12 +379,12 @@ class FitRun:
                 "client"
             )
         elif self._assigned and not self.result:
-            when = "before" if self._resumed else "at the start of"
+            when = "before" if self._resume else "at the start of"
             error.add_note(
                 "nothing that all replicas agreed on later had reached the client: "
                 f"model_ is as it was {when} this fit"
             )
-        plan: CheckpointPlan | None = self._options.checkpoints
+        plan = self._sent.checkpoints
         if plan is None:
             return
         try:
@@ -399,7 +397,7 @@ class FitRun:
             error.add_note(f"the last checkpoint, for fit(resume=...), is {where}")
 
     def _note_restored(self, result: FitResult) -> None:
-        stopping, rule = self.history.stopping, self._options.judging.stopping
+        stopping, rule = self.history.stopping, self._sent.judging.stopping
         if stopping is None or rule is None:
             return
         self.history.stopping = replace(stopping, restored=result.restored)
@@ -417,13 +415,13 @@ class FitRun:
         Raises:
             RunError: If there was, and no replica has trained.
         """
-        options, stopping = self._options, self.history.stopping
-        rows = self.history[options.first_epoch :]
+        sent, stopping = self._sent, self.history.stopping
+        rows = self.history[sent.first_epoch :]
         # A checkpoint in the middle of an epoch may leave nothing of that epoch.
-        if any(row["examples"] or options.resume is not None for row in rows):
+        if any(row["examples"] or sent.resume is not None for row in rows):
             return True
         stopped_before = stopping is not None and stopping.reason is not None
-        if options.first_epoch < options.epochs and not stopped_before:
+        if sent.first_epoch < sent.epochs and not stopped_before:
             raise RunError(
                 "the run came to its end, and no replica has trained on anything; see "
                 "the logs of the workers for what they were refused"
@@ -448,11 +446,14 @@ class FitRun:
         if result is None:
             return replace(before, epochs=epochs)
         result.parameters.load_into(model)
-        optimizer = self._spec.optimizer_for(model)
-        trained = trained_optimizer(
-            optimizer, scheduling, result.optimizer, result.schedule, before.optimizer
-        )
-        trained = trained._replace(parameters=parameters_of(optimizer, model))
+        optimizer, former = self._spec.optimizer_for(model), before.optimizer
+        trained = TrainedOptimizer.new(optimizer, scheduling, model)
+        if result.optimizer is not None:
+            restore_(optimizer, result.optimizer)
+            trained.rate.load_(result.schedule)
+        elif former is not None:  # the run ended early
+            optimizer.load_state_dict(former.optimizer.state_dict())
+            trained.rate.load_(former.schedule(scheduling))
         residual = before.residual  # it belongs to the start
         if result.met:
             counts_N, grid = result.parameters.residual_N, result.parameters.grid
@@ -529,40 +530,32 @@ class ProgressReporter:
     """Turns events into rows of a history, and shows a bar.
 
     Args:
+        spec: Of the replicas.
         history: Gets a row after each epoch, and in the end what early stopping did.
         callbacks: Their `on_epoch_end` is called with the row.
-        size: Parameters of the model.
-        examples: Of all epochs together, for the bar; None: unknown.
-        progress: Show a bar; None: if standard error is a terminal.
-        judging: In which epochs the model is scored, and when the fit ends early.
-        epoch: The first one.
-        verdict: Of early stopping, before this epoch.
-        left_out: Examples that were in no part from the beginning.
+        examples: Of one epoch, for the bar; None: unknown.
     """
 
     def __init__(
         self,
+        spec: ReplicaSpec,
         history: History,
         callbacks: Sequence[Callback],
-        size: int,
         examples: int | None,
-        progress: bool | None,
-        judging: Judging,
-        epoch: int = 0,
-        verdict: Verdict = Verdict(),  # noqa: B008  # immutable
-        left_out: int = 0,
     ) -> None:
         self._history = history
         self._callbacks = callbacks
-        self._judging = judging
-        self._rows = RowLog(size, judging.columns, left_out=left_out)
-        self._epoch = epoch
-        self._verdict = verdict
-        self._scores = judging.scores(history)
-        shown = sys.stderr.isatty() if progress is None else progress
-        examples_before = sum(history.column("examples"))
+        self._judging = spec.judging
+        self._rows = RowLog(spec.size, spec.judging.columns, left_out=spec.left_out)
+        self._epoch = spec.first_epoch
+        self._verdict = Verdict() if spec.resume is None else spec.resume.verdict
+        self._scores = spec.judging.scores(history)
+        shown = sys.stderr.isatty() if spec.progress is None else spec.progress
         self._bar = tqdm(
-            total=examples, initial=examples_before, unit="ex", disable=not shown
+            total=None if examples is None else examples * spec.epochs,
+            initial=sum(history.column("examples")),
+            unit="ex",
+            disable=not shown,
         )
 
     def __enter__(self) -> Self:
@@ -662,7 +655,7 @@ def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
 DENSE = 0.5
 
 
-def hint_at_small_threshold(last: Row) -> bool:
+def hint_at_small_threshold(last: Row) -> None:
     """Say in the log how to begin, if the last epoch was sent in too small quanta.
 
     What an entry is behind by more than some quanta, residual clipping drops: then a
@@ -670,23 +663,15 @@ def hint_at_small_threshold(last: Row) -> bool:
 
     Args:
         last: Row of the history.
-
-    Returns:
-        Whether there was something to say.
-
-    Example:
-        >>> hint_at_small_threshold({"density": 0.004, "clipped": 3.0})
-        False
     """
-    if last["density"] < DENSE or not last["clipped"] > 0:
-        return False
-    logger.warning(
-        "in the last epoch %.0f %% of all entries were sent, in quanta of %.1e that "
-        "are too small for the steps of this model, and a mass of %.1e was dropped by "
-        "clipping; begin with a larger threshold, as AdaptiveThreshold(initial=1e-2), "
-        "or keep the residual, residual=KeepResidual()",
-        100 * last["density"],
-        last["threshold"],
-        last["clipped"],
-    )
-    return True
+    if last["density"] >= DENSE and last["clipped"] > 0:
+        logger.warning(
+            "in the last epoch %.0f %% of all entries were sent, in quanta of %.1e "
+            "that are too small for the steps of this model, and a mass of %.1e was "
+            "dropped by clipping; begin with a larger threshold, as "
+            "AdaptiveThreshold(initial=1e-2), or keep the residual, "
+            "residual=KeepResidual()",
+            100 * last["density"],
+            last["threshold"],
+            last["clipped"],
+        )

@@ -1,64 +1,39 @@
-"""What a fit is asked for, checked before anything starts, and what it leaves.
+"""What a fit is asked for, and what each of its replicas is sent.
 
-A :class:`FitSpec` holds all arguments; a :class:`FitState` what the next fit of the
-same trainer goes on from.
+A :class:`FitSpec` holds the options of one fit, checked before anything starts. A
+:class:`ReplicaSpec` adds what the client finds when it prepares the fit.
 """
 
-import functools
-import logging
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.callbacks import Callback
-from daskdl.config import check_whole, is_number, is_whole
-from daskdl.data.accuracy import has_accuracy
-from daskdl.data.checks import (
-    check_rows,
-    check_same_classes,
-    check_step,
-    of_validation,
-    rows_like,
-)
-from daskdl.data.checks import check_whole as check_all_labels
+from daskdl.callbacks import Callback, FailureInjection
+from daskdl.channel.protocol import Endpoint
+from daskdl.config import Timeouts, check_whole, is_number, is_whole
+from daskdl.data.batching import Rows
+from daskdl.data.checks import check_same_classes, of_validation
 from daskdl.data.labels import LabelCheck
-from daskdl.data.models import check_module, trainable
+from daskdl.data.models import trainable
 from daskdl.data.options import Approach, ReadOptions, check_choice
 from daskdl.data.pairs import pair
-from daskdl.data.rehearsal import random_state_left_alone
-from daskdl.data.source import Source, rows_in
+from daskdl.data.source import Source
 from daskdl.data.sources import source_of
-from daskdl.errors import DataError, OptionError
-from daskdl.keras.module import as_module
+from daskdl.errors import OptionError
 from daskdl.objective import Objective, OwnStep
-from daskdl.saving.plain import Plain
-from daskdl.serialization import copied, made
-from daskdl.training.base import (
-    CompressionState,
-    KeptResidual,
-    TrainingMaster,
-    described,
-)
-from daskdl.training.epoch_control import Judging, LearningRate, Scheduling
-from daskdl.training.optimizer_step import OptimizerState, Stepping, restore_
-
-logger = logging.getLogger(__name__)
+from daskdl.saving.checkpoints import CheckpointPlan
+from daskdl.training.base import CompressionState, KeptResidual, TrainingMaster
+from daskdl.training.checkpointing import ResumePlan
+from daskdl.training.data_feed import Reading
+from daskdl.training.epoch_control import Judging, Scheduling
+from daskdl.training.optimizer_step import Stepping
 
 SEED_BELOW = 2**63  # with a replica's number added it still fits torch's 64 bits
-
-
-class Findings(NamedTuple):
-    """What trying model and data on a few rows has shown."""
-
-    labels: LabelCheck | None  # which labels of parts are accepted; None: any
-    class_count: int | None  # of the labels that the loss gets, if they are classes
-    judging: Judging
 
 
 @dataclass(frozen=True)
@@ -161,7 +136,7 @@ class FitSpec:
             DataError: If it is of no kind that can be trained on.
             OptionError: If a callback needs validation data, and there are none.
         """
-        self._judging(validation is not None)
+        Judging.of(self.callbacks, self.epochs, validates=validation is not None)
         labelled = not isinstance(self.objective, OwnStep)
         seed = self.seed if self.shuffle else None
         options = self.read.source(seed, labelled, self.stepping.accumulate)
@@ -172,72 +147,6 @@ class FitSpec:
                 sources["validation"] = source_of(*pair(validation), own)
                 check_same_classes(sources["validation"], sources["train"].classes)
         return sources
-
-    def check(self, model: nn.Module, sources: Mapping[str, Source]) -> Findings:
-        """Try everything out on a few rows; no worker is touched.
-
-        Args:
-            model: Not changed.
-            sources: By phase; some rows of each are known.
-
-        Raises:
-            DaskDLError: Naming what does not fit together.
-        """
-        objective, transform, train = (
-            self.objective,
-            self.read.transform,
-            sources["train"],
-        )
-        accepted = check_step(
-            model, objective, self.optimizer, *rows_like(train), transform
-        )
-        labels = None if transform else LabelCheck(accepted)
-        if labels is not None:
-            check_all_labels(train, labels)
-        self.stepping.check_model(model)
-        self.scheduling.check(self.optimizer, model)
-        validation, accuracy = sources.get("validation"), False
-        if validation is not None:
-            with of_validation():
-                rows = rows_like(validation)
-                check_rows(model, objective, *rows, transform)
-                if labels is not None:
-                    check_all_labels(validation, labels)
-            accuracy = has_accuracy(model, objective, *rows, transform)
-        judging = self._judging(validation is not None, accuracy)
-        return Findings(labels, None if accepted is None else accepted.classes, judging)
-
-    def check_rows(self, train: Source) -> None:
-        """Refuse data of which nothing would be trained on.
-
-        Raises:
-            DataError: If `drop_last` would leave out all of it.
-        """
-        rows, size = rows_in(train), self.read.batch_size
-        if self.drop_last and rows is not None and rows < size:
-            raise DataError(
-                f"drop_last=True leaves nothing to train on: batch_size={size}, and "
-                f"the data have {rows} rows; take a batch_size of at most {rows}"
-            )
-
-    def check_saveable(self, model: nn.Module) -> None:
-        """Refuse an optimizer or a scheduler that a checkpoint cannot hold.
-
-        Args:
-            model: Not changed.
-
-        Raises:
-            OptionError: Naming the state that cannot be written without code.
-        """
-        optimizer, plain = self.optimizer_for(copied(model)), Plain()
-        plain.encode(optimizer.state_dict(), "the state of the optimizer")
-        rate = LearningRate(optimizer, self.scheduling)
-        plain.encode(rate.values(), "the state of the scheduler")
-
-    def _judging(self, validates: bool, accuracy: bool | None = None) -> Judging:
-        return Judging.of(
-            self.callbacks, self.epochs, validates=validates, accuracy=accuracy
-        )
 
 
 def _check_callbacks(callbacks: Any) -> None:
@@ -263,229 +172,109 @@ def _check_device(device: Any) -> None:
         ) from error
 
 
-# Options of torch's optimizers that change how a step is made, and not the state.
-STATELESS = frozenset(
-    {
-        "capturable",
-        "decoupled_weight_decay",
-        "foreach",
-        "fused",
-        "maximize",
-        "nesterov",
-    }
-)
+# Small files on a far store come sooner several at a time; a replica has one core.
+MOST_LOAD_THREADS = 4
 
 
-class TrainedOptimizer(NamedTuple):
-    """An optimizer with the state that a fit gave it, and its learning rate schedule.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicaSpec(FitSpec):
+    """What each replica of a run is sent, the same for all: a fit, prepared.
+
+    `callbacks` are those that run on workers, and `read` has no loader.
 
     Attributes:
-        optimizer: With state.
-        rate: Its learning rate.
-        scheduling: How the rate changes.
-        made: Hyperparameters of each group as the trainer's function set them; None:
-            unknown.
-        parameters: The parameters of each group, as `parameters_of` names them; None:
-            unknown.
+        run: Identity of the run.
+        model: At its start, on the CPU.
+        optimizer_state: A state dict to begin with, or None.
+        schedule: State of the scheduler after earlier fits; empty: at its start.
+        compression: State of thresholds that an earlier fit left, or None.
+        residual: What the replicas of an earlier fit have not sent, or None.
+        epochs_before: Epochs of earlier fits of the same trainer.
+        rows: Two rows of X and y, to warm up with.
+        judging: In which epochs the agreed model is scored, and when the fit ends
+            early.
+        labels: What labels of parts are held to; None: they are not looked at.
+        left_out: Examples that were found to be bad before, and are in no part.
+        size: Trainable parameters of the model.
+        grid: Of the run at its start, parameter units.
+        outbox_bytes: Bound of what waits to be sent.
+        inbox_bytes: Bound of what waits to be applied.
+        timeouts: Bounds on waiting.
+        checkpoints: How they are written; None: they are not.
+        resume: The checkpoint that the run resumes; None: it starts from `model`.
     """
 
-    optimizer: Optimizer
-    rate: LearningRate
-    scheduling: Scheduling
-    made: list[dict[str, Any]] | None = None
-    parameters: list[list[str]] | None = None
-
-    def schedule(self, scheduling: Scheduling) -> bytes:
-        """The state of the scheduler; empty if the next fit has another one."""
-        return self.rate.state() if scheduling == self.scheduling else b""
-
-    def continued(
-        self, optimizer: Optimizer, scheduling: Scheduling, model: nn.Module
-    ) -> "TrainedOptimizer | None":
-        """Carry the state over to the next fit; None: its optimizer begins anew.
-
-        The state stays; hyperparameters that the user has changed take effect.
-
-        Args:
-            optimizer: Just made for the next fit, over the model's parameters.
-            scheduling: Of the next fit.
-            model: The next fit starts from it.
-        """
-        if type(optimizer) is not type(self.optimizer):
-            _log_anew(f"optimizer makes a {type(optimizer).__name__} now")
-            return None
-        parameters = parameters_of(optimizer, model)
-        if self.parameters is not None and parameters != self.parameters:
-            _log_anew("optimizer has other parameters or groups now")
-            return None
-        made = hyperparameters(optimizer)
-        former = made if self.made is None else self.made
-        changed = [
-            {n: v for n, v in new.items() if n not in old or not _same(v, old[n])}
-            for new, old in zip(made, former, strict=True)
-        ]
-        if not any(changed):
-            return self
-        if any(map(_needs_other_state, changed, former)):
-            _log_anew(f"optimizer needs another state for {changed}")
-            return None
-        logger.info("optimizer goes on with its state and %s", changed)
-        state: dict[str, Any] = self.optimizer.state_dict()
-        for group, new in zip(state["param_groups"], changed, strict=True):
-            group.update(new)
-        position = self.rate.position() if scheduling == self.scheduling else None
-        if any("lr" in group for group in changed):
-            if position is not None:
-                logger.warning(
-                    "the learning rate is a new one: its schedule begins anew"
-                )
-            position = None
-            for group, new in zip(state["param_groups"], made, strict=True):
-                group.pop("initial_lr", None)  # or a scheduler would start from it
-                group["lr"] = new["lr"]
-        if position is None:
-            optimizer.load_state_dict(state)
-            rate = LearningRate(optimizer, scheduling)
-        else:
-            rate = LearningRate(optimizer, scheduling)
-            optimizer.load_state_dict(state)
-            rate.go_on_(*position)
-        return TrainedOptimizer(optimizer, rate, scheduling, made, self.parameters)
-
-
-@dataclass(frozen=True)
-class FitState:
-    """What the fits of a trainer so far leave to the next one, beside the model.
-
-    Attributes:
-        optimizer: Of the last fit, or None.
-        compression: State of thresholds after the last fit that had any.
-        epochs: Of all fits.
-        class_count: Of the labels of the last fit, if they are classes; else None.
-        residual: What the replicas of the last fit have not sent; None: nothing.
-    """
-
-    optimizer: TrainedOptimizer | None = None
+    run: int
+    model: nn.Module
+    optimizer_state: dict[str, Any] | None = None
+    schedule: bytes = b""
     compression: CompressionState | None = None
-    epochs: int = 0
-    class_count: int | None = None
     residual: KeptResidual | None = None
+    epochs_before: int = 0
+    rows: Rows
+    judging: Judging
+    labels: LabelCheck | None = None
+    left_out: int = 0
+    size: int
+    grid: float
+    outbox_bytes: int
+    inbox_bytes: int
+    timeouts: Timeouts
+    checkpoints: CheckpointPlan | None = None
+    resume: ResumePlan | None = None
 
-    def continued(
-        self, model: nn.Module, optimizer: Optimizer, scheduling: Scheduling
-    ) -> "FitState":
-        """Drop, with a line in the log, what does not fit the next fit.
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch to train, counted from 0."""
+        return 0 if self.resume is None else self.resume.epoch
+
+    @property
+    def load_threads(self) -> int:
+        """Parts that a replica loads at the same time."""
+        return min(max(self.prefetch, 1), MOST_LOAD_THREADS)
+
+    @property
+    def step_rows(self) -> int:
+        """Rows per optimizer step."""
+        return self.read.batch_size * self.stepping.accumulate
+
+    def reading(self, phase: str, epoch: int) -> Reading:
+        """How the parts of a phase are read.
 
         Args:
-            model: The next fit starts from it; not changed.
-            optimizer: Just made for it.
-            scheduling: Of its learning rate.
+            phase: ``"train"`` or ``"validation"``.
+            epoch: Counted from 0.
         """
-        trained = self.optimizer
-        if trained is not None:
-            trained = trained.continued(optimizer, scheduling, model)
-        residual = self.residual
-        if residual is not None and not residual.fits(model):
-            logger.warning(
-                "model_ has other trainable parameters, or other values in them, than "
-                "at the end of the fit before: what its replicas had not sent yet is "
-                "dropped"
-            )
-            residual = None
-        return replace(self, optimizer=trained, residual=residual)
+        trains = phase == "train"
+        shuffled = trains and self.shuffle
+        return Reading(
+            phase,
+            (self.seed, self.epochs_before + epoch) if shuffled else None,
+            self.read.batch_size,
+            self.prefetch,
+            self.labels,
+            self.read.skips,
+            drop_last=self.drop_last and trains,
+        )
 
+    def endpoint(self, replica: int, routing: str = "plain") -> Endpoint:
+        """What the channel of a replica needs.
 
-def trained_optimizer(
-    optimizer: Optimizer,
-    scheduling: Scheduling,
-    state: OptimizerState | None,
-    schedule: bytes,
-    former: TrainedOptimizer | None,
-) -> TrainedOptimizer:
-    """Give a new optimizer, and its scheduler, the state that a run ended with.
-
-    Args:
-        optimizer: Over the model's parameters; changed in place.
-        scheduling: Of the run.
-        state: Of the optimizer; None if the run ended early: then the state before it
-            counts.
-        schedule: State of the scheduler at the end of the run.
-        former: Optimizer of the fit before, if there was one.
-    """
-    made = hyperparameters(optimizer)
-    rate = LearningRate(optimizer, scheduling)
-    if state is not None:
-        restore_(optimizer, state)
-        rate.load_(schedule)
-    elif former is not None:
-        before: dict[str, Any] = former.optimizer.state_dict()
-        optimizer.load_state_dict(before)
-        rate.load_(former.schedule(scheduling))
-    return TrainedOptimizer(optimizer, rate, scheduling, made)
-
-
-def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return what each group has beside its parameters."""
-    return [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def parameters_of(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Name, dtype and shape of the parameters of each group.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> parameters_of(torch.optim.SGD([layer.bias]), layer)
-        [['bias float32 (1,)']]
-    """
-    named = {id(p): f"{n} {described(p)}" for n, p in model.named_parameters()}
-    groups = [group["params"] for group in optimizer.param_groups]
-    return [[named.get(id(p), described(p)) for p in group] for group in groups]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return bool(one == other)
-
-
-def _needs_other_state(changed: dict[str, Any], old: dict[str, Any]) -> bool:
-    """Whether the state may lack something now, or have too much.
-
-    A momentum that was zero needs a buffer, and so does an option that was off.
-    """
-    return any(
-        bool(new) != bool(old.get(name))
-        for name, new in changed.items()
-        if name == "momentum" or (type(new) is bool and name not in STATELESS)
-    )
-
-
-def _log_anew(why: str) -> None:
-    logger.warning("%s: its state, and the schedule of its rate, begin anew", why)
-
-
-def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Copy the user's module, or make it; a Keras model becomes a module of torch.
-
-    Args:
-        model: Not changed.
-        seed: For the generators of torch and Python, which are left as they were.
-
-    Raises:
-        ModelError: If it is no module, or cannot be copied.
-    """
-    model = as_module(model)
-    if isinstance(model, nn.Module) or not callable(model):
-        check_module(model)
-        return copied(model)
-    return made(functools.partial(_made_from, model, seed))
-
-
-def _made_from(function: Callable[[], Any], seed: int) -> Any:
-    with random_state_left_alone():
-        torch.manual_seed(seed)
-        random.seed(seed)  # from it Keras draws a seed for each of its initialisers
-        return as_module(function())
+        Args:
+            replica: Its number.
+            routing: ``"plain"`` or ``"mesh"``.
+        """
+        injected = [c for c in self.callbacks if isinstance(c, FailureInjection)]
+        return Endpoint(
+            self.run,
+            replica,
+            self.size,
+            self.grid,
+            self.outbox_bytes,
+            self.inbox_bytes,
+            self.timeouts,
+            routing,
+            self.master.fan_out,
+            [failure for failure in injected if failure.kind == "drop"],
+            self.master.synchronous,
+        )

@@ -19,20 +19,17 @@ from daskdl.training.backend import (
     Backend,
     Event,
     FitResult,
-    ReplicaSpec,
-    Result,
     RunEnded,
     TaskFailed,
-    UserObjects,
     event_of,
     merge,
     most_replicas,
     run_spec_of,
-    sizes_of,
     useful,
 )
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import LocalStore
+from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import run_replica, surroundings
 from daskdl.util import settle
 
@@ -67,26 +64,27 @@ class LocalBackend(Backend):
     """Threads of this process, one for each replica.
 
     Args:
-        options: Of the run; there is nothing to route.
+        spec: Of the replicas.
         sources: Data of each phase.
+
+    Raises:
+        ModelError: If something of the user's can neither be pickled nor copied.
+        OptionError: If there can be fewer replicas than `min_replicas`.
     """
 
-    def __init__(self, options: ReplicaSpec, sources: Mapping[str, Source]) -> None:
-        most = most_replicas(sources["train"], options)
-        replicas = replicas_here(options.master, most)
+    def __init__(self, spec: ReplicaSpec, sources: Mapping[str, Source]) -> None:
+        self._packed = Packed(spec, "trainer", here=True)
+        most = most_replicas(sources["train"], spec)
+        replicas = replicas_here(spec.master, most)
         self.workers = dict.fromkeys(range(replicas), HERE)
-        self._options = options
+        self._spec = spec
         self._sources = {
             phase: sharded(own, replicas) for phase, own in sources.items()
         }
         self._seen = 0  # events
-        sizes = {
-            phase: sizes_of(options, phase, own, replicas)
-            for phase, own in self._sources.items()
-        }
         # Whoever fills a queue of the relay empties it: nothing waits there.
-        self._run = LocalRun(run_spec_of(options, self.workers, sizes, relay_bytes=0))
-        self._results: dict[int, concurrent.futures.Future[Result]] = {}
+        self._run = LocalRun(run_spec_of(spec, self.workers, self._sources))
+        self._results: dict[int, concurrent.futures.Future[FitResult]] = {}
         self._threads: list[threading.Thread] = []
 
     @override
@@ -94,13 +92,13 @@ class LocalBackend(Backend):
         pass  # the run is there
 
     @override
-    def assign(self, objects: Packed[UserObjects]) -> None:
+    def assign(self) -> None:
         threads = max(1, torch.get_num_threads() // len(self.workers))
         for replica in self.workers:
             self._results[replica] = concurrent.futures.Future()
             thread = threading.Thread(
                 target=self._end_with_result,
-                args=(objects, replica, threads),
+                args=(replica, threads),
                 name=f"daskdl-replica-{replica}",
                 # One that hangs in the user's code must not keep Python from ending.
                 daemon=True,
@@ -109,24 +107,19 @@ class LocalBackend(Backend):
         for thread in self._threads:
             thread.start()
 
-    def _end_with_result(
-        self, objects: Packed[UserObjects], replica: int, threads: int
-    ) -> None:
-        train = functools.partial(self._train, objects, replica, threads)
+    def _end_with_result(self, replica: int, threads: int) -> None:
+        train = functools.partial(self._train, replica, threads)
         settle(self._results[replica], train)
         with self._run.changed:
             self._run.changed.notify_all()
 
-    def _train(self, objects: Packed[UserObjects], number: int, threads: int) -> Result:
-        options = self._options
-        own = objects.unpack()
-        channel = LocalChannel(self._run, options.endpoint(number, own))
-        store = LocalStore(
-            self._sources, channel, options.timeouts, options.load_threads
-        )
+    def _train(self, number: int, threads: int) -> FitResult:
+        spec = self._packed.unpack()
+        channel = LocalChannel(self._run, spec.endpoint(number))
+        store = LocalStore(self._sources, channel, spec.timeouts, spec.load_threads)
         try:
-            with surroundings(options.device, threads) as device:
-                return run_replica(number, options, own, channel, device, store)
+            with surroundings(str(spec.device), threads) as device:
+                return run_replica(number, spec, channel, device, store)
         finally:
             store.close()
             channel.leave()
@@ -153,18 +146,18 @@ class LocalBackend(Backend):
 
     @override
     def collect(self) -> FitResult | None:
-        deadline = time.monotonic() + self._options.timeouts.stop
+        deadline = time.monotonic() + self._spec.timeouts.stop
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         results = []
         for replica, result in self._results.items():
             if not result.done():
-                bound = self._options.timeouts.bound("stop")
+                bound = self._spec.timeouts.bound("stop")
                 who = self._run.describe(replica)
                 logger.warning("after %s it has not left: %s", bound, who)
             elif result.exception() is None:
                 results.append(result.result())
-        return merge(results).unpack() if results else None
+        return merge(results) if results else None
 
     @override
     def close(self) -> None:

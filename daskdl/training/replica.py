@@ -32,13 +32,12 @@ from daskdl.history import StepRow
 from daskdl.objective import OwnStep
 from daskdl.scores import Score, score_batches
 from daskdl.serialization import Packed, copied
-from daskdl.training.backend import ReplicaSpec, Result, UserObjects, arrays_of
+from daskdl.training.backend import FitResult, arrays_of
 from daskdl.training.base import (
     Excess,
     Parameters,
     ReplicaContext,
     SoloExchange,
-    TrainingMaster,
     check_like,
     load_tensors_,
     others_in,
@@ -49,17 +48,17 @@ from daskdl.training.checkpointing import (
     CheckpointWriter,
     Fingerprint,
     RestoredState,
-    inherit,
+    restored_state,
     run_in_thread,
     wait_for,
 )
 from daskdl.training.data_feed import Feed, Store
 from daskdl.training.epoch_control import LearningRate, Stopper
+from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import (
     Group,
     LossWatch,
     Stepper,
-    Stepping,
     Symptoms,
     diagnosis,
     restore_optimizer_,
@@ -255,30 +254,23 @@ def surroundings(device: str, threads: int) -> Iterator[torch.device]:
         yield found
 
 
-def warm_up(
-    objects: UserObjects,
-    master: TrainingMaster,
-    stepping: Stepping,
-    device: torch.device,
-) -> None:
+def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
     """Do once, on a copy of the model, what the first step does.
 
     What the user's code raises comes out as it is: the real step would raise it too.
 
     Args:
-        objects: Callables with a state of their own are called once more.
-        master: Warms up what it does between steps.
-        stepping: How a step is made.
+        spec: Callables with a state of their own are called once more.
         device: Where the replica computes.
     """
-    module = copied(objects.model).to(device)
+    module = copied(spec.model).to(device)
     with random_state_left_alone():
-        batch = transformed(tensors(objects.rows), objects.transform)
-        optimizer = objects.optimizer(trainable(module))
-        stepper = Stepper(module, objects.objective, optimizer, stepping, device)
+        batch = transformed(tensors(spec.rows), spec.read.transform)
+        optimizer = spec.optimizer(trainable(module))
+        stepper = Stepper(module, spec.objective, optimizer, spec.stepping, device)
         stepper.backward([batch])
         stepper.update(scale=1.0)
-        master.warm_up(device, floating_dtype(module))
+        spec.master.warm_up(device, floating_dtype(module))
 
 
 def failure_of(error: Exception, step: int) -> dict[str, Any]:
@@ -303,17 +295,15 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
 def run_replica(
     number: int,
     options: ReplicaSpec,
-    objects: UserObjects,
     channel: Channel,
     device: torch.device,
     store: Store,
-) -> Result:
+) -> FitResult:
     """What happens on a worker: join the run, train, and leave.
 
     Args:
         number: Of the replica in the run.
-        options: The same for all replicas.
-        objects: The user's objects, this replica's own copies.
+        options: This replica's own copy; its objects are changed in place.
         channel: This replica's end of the run.
         device: Where to compute.
         store: Where the data are.
@@ -324,18 +314,18 @@ def run_replica(
     """
     replica: Replica | None = None
 
-    def train() -> Result:
+    def train() -> FitResult:
         nonlocal replica
-        replica = Replica.join(number, options, objects, channel, device, store)
+        replica = Replica.join(number, options, channel, device, store)
         replica.train()
         return replica.result(finished=True)
 
-    def leave() -> Result:
+    def leave() -> FitResult:
         if replica is not None:
             return replica.result(finished=False)
-        return Result(number, False, Packed(Parameters(), "result"), met=False)
+        return FitResult(Parameters(), met=False, finished=False)
 
-    def fail(error: Exception) -> Result:
+    def fail(error: Exception) -> FitResult:
         """The error may be the user's, of any kind."""
         channel.fail(failure_of(error, 0 if replica is None else replica.steps))
         return leave()
@@ -377,7 +367,6 @@ class Replica:
         cls,
         number: int,
         options: ReplicaSpec,
-        objects: UserObjects,
         channel: Channel,
         device: torch.device,
         store: Store,
@@ -387,9 +376,7 @@ class Replica:
         inherited = None
         if options.resume is not None and entry.snapshot is None:
             inherited = _read_checkpoint(options, number, entry.members, channel)
-        replica = cls(
-            number, options, objects, channel, device, store, entry, inherited
-        )
+        replica = cls(number, options, channel, device, store, entry, inherited)
         if inherited is not None:
             replica._resume(inherited)
         if entry.snapshot is not None:
@@ -401,7 +388,6 @@ class Replica:
         self,
         number: int,
         options: ReplicaSpec,
-        objects: UserObjects,
         channel: Channel,
         device: torch.device,
         store: Store,
@@ -410,39 +396,38 @@ class Replica:
     ) -> None:
         self._number = number
         self._options = options
-        self._objects = objects
         self._channel = channel
         self._device = device
         self._store = store
         self._log = StepLog(options.telemetry_every)
-        self._shapes = ShapeCheck(batching.kinds(objects.rows), objects.transform)
+        self._shapes = ShapeCheck(batching.kinds(options.rows), options.read.transform)
         self.steps = self.seen = self.interval = 0
         self.weight = 0.0
         self.totals = EpochTotals()
         self.first_epoch = options.first_epoch
         self.met = False
 
-        self.module = objects.model.to(device).train()
+        self.module = options.model.to(device).train()
         untrained = Untrained(self.module)  # as it is on the client
         if inherited is not None:
             inherited.check(self.module)
             with restoring(inherited.common_at):
                 load_tensors_(self.module, inherited.tensors)
-        self.optimizer: Optimizer = objects.optimizer(trainable(self.module))
-        if objects.optimizer_state is not None:
-            self.optimizer.load_state_dict(objects.optimizer_state)
+        self.optimizer: Optimizer = options.optimizer(trainable(self.module))
+        if options.optimizer_state is not None:
+            self.optimizer.load_state_dict(options.optimizer_state)
         resumed = None if inherited is None else inherited.exchange
         context = ReplicaContext(
             self.module,
             channel,
             number,
             entry.members,
-            options.last if resumed is None else resumed.last,
+            options.compression if resumed is None else resumed.last,
             entry.snapshot,
             self.optimizer,
             resumed,
             # The initial replicas deliver all of it.
-            objects.residual if entry.snapshot is None else None,
+            options.residual if entry.snapshot is None else None,
             untrained,
         )
         scale = options.master.solo_scale
@@ -452,10 +437,10 @@ class Replica:
             else SoloExchange(context, scale)
         )
         self.rate = LearningRate(
-            self.optimizer, objects.scheduling, objects.schedule, options.epochs
+            self.optimizer, options.scheduling, options.schedule, options.epochs
         )
         self.stepper = Stepper(
-            self.module, objects.objective, self.optimizer, options.stepping, device
+            self.module, options.objective, self.optimizer, options.stepping, device
         )
         torch.manual_seed(options.seed + number)
         self.watch = LossWatch(options.max_loss_rise)
@@ -548,7 +533,7 @@ class Replica:
     def _train_epoch(self, epoch: int) -> None:
         replicas = 1 + len(self._channel.peers())
         begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
-        for callback in self._objects.callbacks:
+        for callback in self._options.callbacks:
             callback.on_epoch_begin(begin)
         feed = self._feed("train", epoch)
         while True:
@@ -580,7 +565,7 @@ class Replica:
         loss = self.stepper.backward(group)
         if not math.isfinite(loss) or self.watch.note(loss):
             raise self._diverged(epoch, loss)
-        callbacks, rate = self._objects.callbacks, math.nan
+        callbacks, rate = self._options.callbacks, math.nan
         if callbacks or self.steps + 1 >= self._log.next_step:
             rate = self.rate.value * exchange.learning_rate_scale
         self.stepper.update(exchange.learning_rate_scale)
@@ -608,9 +593,9 @@ class Replica:
 
     def _feed(self, phase: str, epoch: int) -> Feed:
         reading = self._options.reading(phase, epoch)
-        if not isinstance(self._objects.objective, OwnStep):
+        if not isinstance(self._options.objective, OwnStep):
             reading = dataclasses.replace(reading, fits=self._check_shapes)
-        transform = self._objects.transform
+        transform = self._options.read.transform
         return Feed(self._channel, epoch, self._store, reading, transform)
 
     def _check_shapes(self, rows: Rows, name: str) -> None:
@@ -689,7 +674,7 @@ class Replica:
         feed = self._feed("validation", epoch)
         self._channel.serve_snapshot(None)  # the module shows something else meanwhile
         with self.exchange.showing_agreed():
-            objective, batches = self._objects.objective, feed.batches()
+            objective, batches = self._options.objective, feed.batches()
             score = score_batches(self.module, objective, batches, self._device)
         self._channel.serve_snapshot(self.snapshot)
         return score, feed.reason
@@ -735,7 +720,7 @@ class Replica:
 
     # ---- leave
 
-    def result(self, *, finished: bool) -> Result:
+    def result(self, *, finished: bool) -> FitResult:
         """What this replica leaves at the end.
 
         Args:
@@ -744,20 +729,17 @@ class Replica:
         """
         left = self.exchange.result()
         if not finished:
-            return Result(
-                self._number,
-                finished,
-                Packed(self.exchange.agreed, "result"),
-                outcome=left.compression,
+            return FitResult(
+                self.exchange.agreed,
+                compression=left.compression,
                 steps=self._log.take(),
                 met=self.met,
+                finished=False,
             )
         best = self.stopper.best()
-        return Result(
-            self._number,
-            finished,
-            Packed(left.parameters if best is None else best, "result"),
-            Packed(weigh(self.optimizer, self.weight), "optimizer state"),
+        return FitResult(
+            left.parameters if best is None else best,
+            weigh(self.optimizer, self.weight),
             left.compression,
             self.rate.state(),
             restored=best is not None,
@@ -801,7 +783,9 @@ def _read_checkpoint(
     """Read what an initial replica of a resumed run goes on from."""
     plan, place = options.resume, sorted(members).index(number)
     assert plan is not None, "the run is resumed"
-    reading = run_in_thread(lambda: inherit(plan, place, len(members)), "daskdl-resume")
+    reading = run_in_thread(
+        lambda: restored_state(plan, place, len(members)), "daskdl-resume"
+    )
     bound = options.timeouts.bound("data")
     return wait_for(channel, reading, bound, f"reading {plan.url}")
 

@@ -9,6 +9,7 @@ from distributed import Event
 
 from daskdl.config import Timeouts
 from daskdl.errors import WaitTimeoutError
+from daskdl.serialization import Packed
 from daskdl.training.dask_backend import collect
 from tests.unit.test_merge import result, shared
 
@@ -24,7 +25,7 @@ def left(client, worker, replica, residual):
     """A replica's task that has come to its end."""
 
     def task():
-        return result(replica, shared([1, 1], residual))
+        return Packed(result(shared([1, 1], residual)), "result")
 
     future = client.submit(task, key=f"daskdl-left-{replica}", workers=[worker])
     future.result(PATIENCE_S)

@@ -22,8 +22,8 @@ from daskdl import (
     SaveError,
     Trainer,
 )
-from daskdl.saving.checkpoints import Series
-from daskdl.training.checkpointing import inherit, resumption_of
+from daskdl.saving.checkpoints import Series, complete_at
+from daskdl.training.checkpointing import restored_state, resume_plan
 from tests.support.fitted_trainers import signed
 from tests.support.tampering import WRONG, Bomb, Watch, flipped, places, replaced
 
@@ -59,7 +59,7 @@ def original(tmp_path_factory):
     series = Series.at(url)
     [last] = [
         one
-        for one in map(series.whole, series.numbers())
+        for one in map(complete_at, map(series.folder, series.numbers()))
         if one.header["epoch"] == 1 and one.header["sync_point"] is not None
     ]
     return {name: last.store.read(name) for name in last.store.names()}
@@ -99,8 +99,8 @@ def outcome(folder):
     before = sorted((p.name, p.read_bytes()) for p in folder.iterdir())
     WATCH.watching = threading.get_ident()
     try:
-        plan = resumption_of(folder.parent, []).plan
-        return [inherit(plan, place, 2) for place in range(2)]
+        plan = resume_plan(folder.parent, [])
+        return [restored_state(plan, place, 2) for place in range(2)]
     except DaskDLError as error:
         return error
     finally:

@@ -27,7 +27,7 @@ from daskdl import (
     SaveError,
     Trainer,
 )
-from daskdl.saving.checkpoints import COMMON, Part, Series, of_replica
+from daskdl.saving.checkpoints import COMMON, Part, Series, complete_at, of_replica
 from tests.support.problems import adam, rows, sgd
 
 X, Y = rows(120, features=6)
@@ -219,7 +219,9 @@ def test_so_is_one_in_the_middle_of_an_epoch(which, master, url, one_thread):
     fits(whole)
     series = Series.at(url)
     found = [
-        n for n in series.numbers() if series.whole(n).header["sync_point"] is not None
+        n
+        for n in series.numbers()
+        if complete_at(series.folder(n)).header["sync_point"] is not None
     ]
     number = found[which]
 
@@ -282,7 +284,7 @@ class TestWhere:
         fits(third, resume=True)
 
         assert_same(third, whole)
-        found = [Series.at(url).whole(number) for number in (1, 2, 3)]
+        found = [complete_at(Series.at(url).folder(number)) for number in (1, 2, 3)]
         assert len({one.stamp.origin for one in found}) == 1
         assert len({one.stamp.run for one in found}) == 3
         assert [one.header["count"] for one in found] == [1, 2, 3]
@@ -526,7 +528,7 @@ def test_what_is_kept_is_there_at_the_end(url, tmp_path, keep, numbers):
         numbers = sorted({losses.index(min(losses)) + 1, 5})
     series = Series.at(tmp_path / "kept")
     assert series.numbers() == numbers
-    assert all(series.whole(number) is not None for number in numbers)
+    assert all(complete_at(series.folder(number)) is not None for number in numbers)
     folders = {path.name for path in (tmp_path / "kept").iterdir()}
     assert folders == {f"checkpoint-{number:06d}" for number in numbers}
 

@@ -13,8 +13,7 @@ from daskdl.history import StepRow
 from daskdl.saving.index import _digest
 from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState
-from daskdl.training.epoch_control import LearningRate
-from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
+from daskdl.training.fit_state import FitState, TrainedOptimizer, starting_model
 from daskdl.training.telemetry import EpochReport, EpochTotals
 
 
@@ -40,7 +39,7 @@ def fitted(model=lambda: layers(), steps=3, **options):
     arguments = {name: getattr(trainer, name) for name in NAMES}
     module = starting_model(model, 0)
     optimizer, scheduling = new_optimizer(arguments, module), scheduling_of(arguments)
-    rate = LearningRate(optimizer, scheduling)
+    trained = TrainedOptimizer.new(optimizer, scheduling, module)
     generator = torch.Generator().manual_seed(1)
     for i in range(steps):
         for p in module.parameters():
@@ -48,10 +47,10 @@ def fitted(model=lambda: layers(), steps=3, **options):
                 p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         optimizer.step()
         totals = EpochTotals(loss_sum=3.0 - i, examples=1)
-        rate.end_epoch([EpochReport(totals=totals, scheduled=i)])
+        trained.rate.end_epoch([EpochReport(totals=totals, scheduled=i)])
     optimizer.zero_grad(set_to_none=True)
     sent = CompressionState({"*": Sent(1e-3, 0.25)}, 7)
-    standing = FitState(TrainedOptimizer(optimizer, rate, scheduling), sent, 2, 2)
+    standing = FitState(trained, sent, 2, 2)
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
     history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])
     return TrainerState(arguments, module, standing, history, ["no", "yes"])

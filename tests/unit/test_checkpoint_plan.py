@@ -8,7 +8,7 @@ import pytest
 from daskdl import Checkpoint
 from daskdl.errors import OptionError, SaveError
 from daskdl.saving.checkpoints import CheckpointPlan, Stamp
-from daskdl.training.checkpointing import LOOKED_AT, Resumption, checkpoints_of
+from daskdl.training.checkpointing import LOOKED_AT, ResumePlan, checkpoints_of
 from tests.support.written import put
 
 NAN, INF = math.nan, math.inf
@@ -89,7 +89,7 @@ def saying(**said):
 
 def resumption(series, number):
     put(series, number, **saying())
-    return Resumption.of(series.newest())
+    return ResumePlan.of(series.newest())
 
 
 def test_a_fit_has_a_new_origin_and_new_numbers(series):
@@ -176,7 +176,7 @@ def test_one_that_does_not_say_all_is_damaged(series, name):
     del found.header[name]
 
     with pytest.raises(SaveError, match=r"checkpoint-000001.* is damaged"):
-        Resumption.of(found)
+        ResumePlan.of(found)
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
@@ -184,14 +184,14 @@ def test_one_that_says_what_cannot_be_is_damaged(series, name, value):
     put(series, 1, **saying(**{name: value}))
 
     with pytest.raises(SaveError, match=r"checkpoint-000001.* is damaged"):
-        Resumption.of(series.newest())
+        ResumePlan.of(series.newest())
 
 
 def test_all_that_is_said_is_read(series):
     rows = [{**dict.fromkeys(LOOKED_AT, 1.0), "epoch": epoch} for epoch in (0, 1)]
     put(series, 4, members=[1, 3], **saying(epoch=2, rows=rows, epochs_before=5))
 
-    found = Resumption.of(series.newest())
+    found = ResumePlan.of(series.newest())
 
-    assert (found.plan.members, found.plan.epoch) == ((1, 3), 2)
-    assert (found.ordinal, found.epochs_before, found.rows) == (4, 5, rows)
+    assert (found.members, found.epoch) == ([1, 3], 2)
+    assert (found.count, found.epochs_before, found.rows) == (4, 5, rows)

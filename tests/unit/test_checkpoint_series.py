@@ -13,7 +13,7 @@ from daskdl.saving.checkpoints import (
     Part,
     Series,
     Stamp,
-    whole_at,
+    complete_at,
 )
 from tests.support.written import damaged, put, put_part, write_part
 
@@ -27,7 +27,7 @@ class TestWhole:
     def test_it_is_when_all_parts_are_there(self, series):
         stamp = put(series, 3, members=[0, 2], epoch=5)
 
-        found = series.whole(3)
+        found = complete_at(series.folder(3))
 
         assert (found.stamp, found.members) == (stamp, [0, 2])
         assert found.header["epoch"] == 5
@@ -38,20 +38,20 @@ class TestWhole:
         put(series, 3)
         series.folder(3).delete([name])
 
-        assert series.whole(3) is None
+        assert complete_at(series.folder(3)) is None
         assert series.newest() is None
 
     def test_one_with_a_part_of_another_run_is_not(self, series):
         put(series, 3)
         put_part(series, Stamp("fit", "another run", 3), 1)
 
-        assert series.whole(3) is None
+        assert complete_at(series.folder(3)) is None
 
     def test_parts_of_replicas_that_are_not_in_it_do_not_count(self, series):
         put(series, 3)
         put_part(series, Stamp("fit", "another run", 3), 2)
 
-        assert series.whole(3).members == [0, 1]
+        assert complete_at(series.folder(3)).members == [0, 1]
 
     @pytest.mark.parametrize("name", ["common.json", "replica-1.json"])
     def test_one_that_is_damaged_is_an_error(self, series, name):
@@ -59,7 +59,7 @@ class TestWhole:
         damaged(series.folder(3), name)
 
         with pytest.raises(SaveError, match=r"cannot read .*checkpoint-000003"):
-            series.whole(3)
+            complete_at(series.folder(3))
 
     @pytest.mark.parametrize(
         "members",
@@ -72,17 +72,17 @@ class TestWhole:
         write_part(Part(series.folder(3), COMMON), Stamp("fit", "run", 3), said, {})
 
         with pytest.raises(SaveError, match="is damaged: its replicas are"):
-            series.whole(3)
+            complete_at(series.folder(3))
 
     @pytest.mark.parametrize("count", [None, "1", 0, True, 1.0], ids=repr)
     def test_a_count_that_cannot_be_is_refused(self, series, count):
         put(series, 3, count=count)
 
         with pytest.raises(SaveError, match="is damaged: it is number"):
-            series.whole(3)
+            complete_at(series.folder(3))
 
     def test_a_folder_without_any_is_none(self, store):
-        assert whole_at(store) is None
+        assert complete_at(store) is None
 
     def test_a_store_that_cannot_be_read_is_an_error(self, series, monkeypatch):
         def fails(self, name):
@@ -91,7 +91,7 @@ class TestWhole:
         monkeypatch.setattr(Store, "exists", fails)
 
         with pytest.raises(SaveError, match=r"cannot read .*: no permission"):
-            series.whole(1)
+            complete_at(series.folder(1))
 
 
 class TestNewest:
@@ -127,7 +127,7 @@ class TestNewest:
 
         with pytest.raises(SaveError, match="checkpoint-000002"):
             series.newest()
-        assert series.whole(1) is not None
+        assert complete_at(series.folder(1)) is not None
 
     def test_a_folder_that_cannot_be_listed_is_an_error(self, series, monkeypatch):
         def fails(self):
@@ -152,7 +152,7 @@ class TestPrune:
         plan_of(series, keep_last=2, keep_every=3).prune()
 
         assert series.numbers() == [3, 6, 7]
-        assert series.whole(3) is not None
+        assert complete_at(series.folder(3)) is not None
         assert not [name for name in series.store.names() if "000005" in name]
 
     def test_it_counts_in_the_fit_and_not_in_the_folder(self, series):
@@ -221,5 +221,5 @@ class TestPrune:
 
         with pytest.raises(SaveError, match=r"cannot delete .*000001: gone away"):
             plan_of(series).prune()
-        assert series.whole(1) is None
+        assert complete_at(series.folder(1)) is None
         assert series.folder(1).exists("replica-0.json")

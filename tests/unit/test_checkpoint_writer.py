@@ -11,7 +11,14 @@ from daskdl import Checkpoint
 from daskdl.channel.base import BarrierResult
 from daskdl.data.stores.store import Store
 from daskdl.errors import DataError, SaveError, WaitTimeoutError
-from daskdl.saving.checkpoints import COMMON, CheckpointPlan, Part, Stamp, of_replica
+from daskdl.saving.checkpoints import (
+    COMMON,
+    CheckpointPlan,
+    Part,
+    Stamp,
+    complete_at,
+    of_replica,
+)
 from daskdl.training.checkpointing import CheckpointState, CheckpointWriter, plain
 from tests.support.records import TIMEOUTS
 from tests.support.written import put_part
@@ -98,7 +105,7 @@ class TestParts:
         first.take(met(-1, -1), having(x=torch.zeros(1)))
         first.finish()
 
-        found = series.whole(1)
+        found = complete_at(series.folder(1))
         assert (found.members, found.header["count"]) == ([0, 1], 1)
         assert found.stamp == Stamp("fit", "run", 1)
         assert Part(found.store, of_replica(1)).read()[1]["x"].tolist() == [1.0]
@@ -119,7 +126,7 @@ class TestParts:
         second.take(met(-1, -1, gone=[0]), having())
         second.finish()
 
-        assert series.whole(1).members == [1]
+        assert complete_at(series.folder(1)).members == [1]
 
     def test_those_that_are_not_kept_are_deleted(self, series):
         own = writer(series, keep_last=1)

@@ -15,10 +15,12 @@ from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import Timeouts
 from daskdl.data.in_memory import InMemory
+from daskdl.data.options import ReadOptions
 from daskdl.data.rehearsal import random_state_left_alone
-from daskdl.training.backend import ReplicaSpec, UserObjects, run_spec_of, sizes_of
+from daskdl.training.backend import run_spec_of
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.epoch_control import Judging
+from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import Replica, run_replica
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 from tests.support.problems import rows, sgd
@@ -70,34 +72,31 @@ def a_replica(make, begun, epoch=0):
     model = nn.Linear(20, 4)
     flat = FlatParameters(model)
     options = ReplicaSpec(
+        objective=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        callbacks=[begun],
+        read=ReadOptions(16),
         run=7,
+        model=model,
+        rows=(X[:2], Y[:2]),
         master=GradientSharing(),
         epochs=EPOCHS,
-        epochs_before=0,
-        batch_size=16,
-        seed=0,
         shuffle=False,
         device="cpu",
         judging=Judging(EPOCHS, stopping=RULE),
-        labels=None,
         size=flat.size,
         grid=grid_for(flat),
-        last=None,
         outbox_bytes=2**20,
         inbox_bytes=2**20,
         timeouts=Timeouts.from_config(),
     )
-    objects = UserObjects(
-        model, nn.CrossEntropyLoss(), sgd, None, [begun], (X[:2], Y[:2])
-    )
     sources = {"train": InMemory(X, Y, 16)}
-    extents = {"train": sizes_of(options, "train", sources["train"], 1)}
-    plan = run_spec_of(options, {0: "here"}, extents, 0)
+    plan = run_spec_of(options, {0: "here"}, sources)
     run = LocalRun(dataclasses.replace(plan, first_epoch=epoch))
-    channel = make(run, options.endpoint(0, objects))
+    channel = make(run, options.endpoint(0))
     store = LocalStore(sources, channel, options.timeouts, options.load_threads)
     with random_state_left_alone(), contextlib.closing(store):
-        yield 0, options, objects, channel, torch.device("cpu"), store
+        yield 0, options, channel, torch.device("cpu"), store
 
 
 @pytest.fixture
@@ -125,7 +124,7 @@ def test_one_that_comes_when_the_others_have_stopped_begins_no_epoch(snapshot):
     assert begun.epochs == []
     assert result.finished
     assert result.restored
-    best = result.parameters.unpack().exact
+    best = result.parameters.exact
     np.testing.assert_array_equal(best["weight"].numpy(), snapshot["start"])
 
 

@@ -7,13 +7,13 @@ from torch.optim import lr_scheduler
 
 from daskdl import Checkpoint, GradientSharing, ParameterAveraging
 from daskdl.errors import OptionError, SaveError
-from daskdl.saving.checkpoints import ResumePlan, Stamp
+from daskdl.saving.checkpoints import Stamp
 from daskdl.training.base import ALONE, AVERAGER, SHARER
 from daskdl.training.checkpointing import (
     Fingerprint,
-    Resumption,
-    inherit,
-    resumption_of,
+    ResumePlan,
+    restored_state,
+    resume_plan,
 )
 from daskdl.training.epoch_control import Verdict
 from tests.support.written import put, put_part
@@ -35,62 +35,68 @@ def written(series, number=1, **said):
     )
 
 
+def plan_of(url, stamp, members, kind=ALONE, fingerprint=FINGERPRINT):
+    return ResumePlan(
+        url, stamp, members, 1, None, [], Verdict(), 0, 1, kind, fingerprint
+    )
+
+
 class TestFound:
     def test_at_the_url_of_a_series_it_is_the_newest(self, series):
         written(series, 1)
         written(series, 2)
 
-        assert resumption_of(series.store.url, []).plan.stamp.number == 2
+        assert resume_plan(series.store.url, []).stamp.number == 2
 
     def test_or_the_one_at_the_url(self, series):
         written(series, 1)
         written(series, 2)
 
-        found = resumption_of(series.folder(1).url, [])
+        found = resume_plan(series.folder(1).url, [])
 
-        assert found.plan.stamp.number == 1
-        assert found.plan.url == series.folder(1).url
+        assert found.stamp.number == 1
+        assert found.url == series.folder(1).url
 
     def test_rows_may_be_missing_that_no_replica_that_is_left_has_seen(self, series):
         written(series, epoch=2)
 
-        assert resumption_of(series.store.url, []).plan.epoch == 2
+        assert resume_plan(series.store.url, []).epoch == 2
 
     @pytest.mark.parametrize("nothing", [None, False])
     def test_no_url_is_a_new_beginning(self, nothing):
-        assert resumption_of(nothing, []) is None
+        assert resume_plan(nothing, []) is None
 
     def test_a_url_without_any_is_an_error(self, series):
         with pytest.raises(SaveError, match=r"there is no checkpoint in .*checkpoints"):
-            resumption_of(series.store.url, [])
+            resume_plan(series.store.url, [])
 
     def test_one_that_is_not_whole_is_an_error_at_its_own_url(self, series):
         written(series, 1)
         series.folder(1).delete(["replica-1.json"])
 
         with pytest.raises(SaveError, match=r"there is no checkpoint in .*000001"):
-            resumption_of(series.folder(1).url, [])
+            resume_plan(series.folder(1).url, [])
 
     @pytest.mark.parametrize("url", [3, 1.5, b"x", ["x"]], ids=repr)
     def test_what_is_no_url_is_refused(self, url):
         with pytest.raises(OptionError, match="must be a URL or a path"):
-            resumption_of(url, [])
+            resume_plan(url, [])
 
 
 class TestTrue:
     def test_it_is_where_the_callback_writes(self, series):
         written(series)
 
-        found = resumption_of(True, [Checkpoint(series.store.url)])
+        found = resume_plan(True, [Checkpoint(series.store.url)])
 
-        assert found.plan.stamp.number == 1
+        assert found.stamp.number == 1
 
     def test_where_there_is_none_yet_it_is_a_new_beginning(self, series):
-        assert resumption_of(True, [Checkpoint(series.store.url)]) is None
+        assert resume_plan(True, [Checkpoint(series.store.url)]) is None
 
     def test_without_the_callback_it_is_refused(self):
         with pytest.raises(OptionError, match="resume=True needs a Checkpoint among"):
-            resumption_of(True, [])
+            resume_plan(True, [])
 
 
 def fitted(model=None, scheduler=None):
@@ -104,8 +110,7 @@ class TestCheck:
     """The rest of what it refuses is what a `Fingerprint` does."""
 
     def resumed(self, kind, fingerprint=FINGERPRINT):
-        plan = ResumePlan("memory://x/1", Stamp("", "", 1), (0,), 1)
-        return Resumption(plan, [], Verdict(), 0, 1, kind, fingerprint)
+        return plan_of("memory://x/1", Stamp("", "", 1), [0], kind, fingerprint)
 
     def test_the_same_way_and_model_are_accepted(self):
         self.resumed(SHARER).check(GradientSharing(), *fitted())
@@ -139,9 +144,9 @@ class TestInherit:
     def parts(self, series, members, founders):
         """Which parts each founder takes, and whose optimizer."""
         stamp = put(series, 1, members=members)
-        plan = ResumePlan(series.folder(1).url, stamp, tuple(members), 1)
+        plan = plan_of(series.folder(1).url, stamp, members)
         for place in range(founders):
-            own = inherit(plan, place, founders)
+            own = restored_state(plan, place, founders)
             taken = [int(part["own"][0]) for part in own.own]
             yield taken, int(own.donor["own"][0])
 
@@ -161,17 +166,17 @@ class TestInherit:
 
     def test_a_part_that_another_was_put_for_is_refused(self, series):
         stamp = put(series, 1)
-        plan = ResumePlan(series.folder(1).url, stamp, (0, 1), 1)
+        plan = plan_of(series.folder(1).url, stamp, [0, 1])
         put_part(series, Stamp("fit", "another run", 1), 1)
 
-        inherit(plan, 0, 2)
+        restored_state(plan, 0, 2)
         with pytest.raises(SaveError, match=r"replica-1.json is of another checkpoint"):
-            inherit(plan, 1, 2)
+            restored_state(plan, 1, 2)
 
     def test_a_part_that_is_missing_is_named(self, series):
         stamp = put(series, 1)
-        plan = ResumePlan(series.folder(1).url, stamp, (0, 1), 1)
+        plan = plan_of(series.folder(1).url, stamp, [0, 1])
         series.folder(1).delete(["replica-1.json"])
 
         with pytest.raises(SaveError, match=r"replica-1.json: there is no such file"):
-            inherit(plan, 1, 2)
+            restored_state(plan, 1, 2)

@@ -3,32 +3,33 @@
 import dataclasses
 
 import pytest
+import torch
 
 from daskdl import GradientSharing
-from daskdl.training.backend import ReplicaSpec
+from daskdl.data.options import ReadOptions
 from daskdl.training.data_feed import Reading
 from daskdl.training.epoch_control import Judging
+from daskdl.training.fit_spec import ReplicaSpec
 from tests.support.records import TIMEOUTS
 
 OPTIONS = ReplicaSpec(
+    objective=torch.nn.functional.mse_loss,
+    optimizer=torch.optim.SGD,
+    read=ReadOptions(8, on_bad_batch="skip"),
+    model=torch.nn.Linear(1, 1),
+    rows=(None, None),
     run=1,
     master=GradientSharing(),
     epochs=3,
     epochs_before=4,
-    batch_size=8,
     seed=7,
-    shuffle=True,
-    device="cpu",
     judging=Judging(3, validates=True),
-    labels=None,
     size=10,
     grid=1e-3,
-    last=None,
     outbox_bytes=1,
     inbox_bytes=1,
     timeouts=TIMEOUTS,
     prefetch=5,
-    skips_bad=True,
 )
 
 

@@ -15,8 +15,11 @@ from daskdl import (
     ParameterAveraging,
     codec,
 )
+from daskdl.config import Timeouts
+from daskdl.data.options import ReadOptions
 from daskdl.objective import OwnStep
-from daskdl.training.backend import UserObjects
+from daskdl.training.epoch_control import Judging
+from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import Stepping
 from daskdl.training.replica import warm_up
 
@@ -37,13 +40,24 @@ class Counting(nn.Module):
         return self.layers(x)
 
 
-def objects(**changes):
-    rows = np.ones((2, 3), np.float32), np.array([0, 3])
-    optimizer = functools.partial(torch.optim.Adam, lr=0.1)
-    loss = nn.CrossEntropyLoss()
-    parts = {"model": Counting(), "objective": loss, "optimizer": optimizer}
-    return UserObjects(
-        **{**parts, **changes}, optimizer_state=None, callbacks=(), rows=rows
+def spec(transform=None, **changes):
+    parts = {
+        "model": Counting(),
+        "objective": nn.CrossEntropyLoss(),
+        "optimizer": functools.partial(torch.optim.Adam, lr=0.1),
+        "master": GradientSharing(),
+    }
+    return ReplicaSpec(
+        **{**parts, **changes},
+        read=ReadOptions(32, transform),
+        run=1,
+        rows=(np.ones((2, 3), np.float32), np.array([0, 3])),
+        judging=Judging(1),
+        size=1,
+        grid=1.0,
+        outbox_bytes=1,
+        inbox_bytes=1,
+        timeouts=Timeouts.from_config(),
     )
 
 
@@ -58,11 +72,11 @@ def test_the_model_is_called_and_nothing_of_it_is_changed(monkeypatch):
             )
             super().step()
 
-    own = objects(optimizer=Noted)
+    own = spec(optimizer=Noted)
     before = {k: v.clone() for k, v in own.model.state_dict().items()}
     state = torch.get_rng_state()
 
-    warm_up(own, GradientSharing(), Stepping(), CPU)
+    warm_up(own, CPU)
 
     assert Counting.training_modes == (True,)
     assert steps == [[True] * 4]
@@ -77,16 +91,16 @@ def test_what_the_users_code_raises_comes_out():
         raise ValueError("not today")
 
     with pytest.raises(ValueError, match="not today"):
-        warm_up(objects(objective=loss), GradientSharing(), Stepping(), CPU)
+        warm_up(spec(objective=loss), CPU)
 
 
 def test_the_transform_is_called_before_the_model():
     def widened(batch):
         return torch.cat([batch[0], batch[0]], dim=1), batch[1]
 
-    own = objects(model=nn.Linear(6, 4), transform=widened)
+    own = spec(model=nn.Linear(6, 4), transform=widened)
 
-    warm_up(own, GradientSharing(), Stepping(), CPU)
+    warm_up(own, CPU)
 
     assert [leaf.shape for leaf in own.rows] == [(2, 3), (2,)]
 
@@ -101,7 +115,7 @@ def test_it_is_the_step_that_will_be_made():
         return output.float().mean()
 
     stepping = Stepping(autocast=torch.bfloat16, clip_grad_norm=1.0)
-    warm_up(objects(objective=OwnStep(step)), GradientSharing(), stepping, CPU)
+    warm_up(spec(objective=OwnStep(step), stepping=stepping), CPU)
 
     assert seen == [(torch.bfloat16, torch.int64)]
 
@@ -174,9 +188,9 @@ def test_a_transform_at_random_takes_nothing_from_the_run():
         legacy = np.random.get_state()[1:]
         return torch.get_rng_state().tolist(), random.getstate(), legacy
 
-    own = objects(transform=noisy)
+    own = spec(transform=noisy)
     before = states()
 
-    warm_up(own, GradientSharing(), Stepping(), CPU)
+    warm_up(own, CPU)
 
     np.testing.assert_equal(states(), before)

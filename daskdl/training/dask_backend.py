@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from daskdl.channel import protocol
 from daskdl.channel.protocol import NAME, Answer, join, unwrap
+from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.cluster import OWN, REMEDY, arrivals, lacking

@@ -49,15 +49,6 @@ class Measured(NamedTuple):
     drained: Drained
 
 
-class Carried(NamedTuple):
-    """One delivery of frames."""
-
-    nbytes: int
-    frames: int
-    requests: int
-    busy_s: float
-
-
 class Request(NamedTuple):
     """One request: its duration and its size."""
 
@@ -69,68 +60,58 @@ class Request(NamedTuple):
         return (self.seconds - floor.seconds) / (self.nbytes - floor.nbytes)
 
 
-class Aim(NamedTuple):
-    """The current decision, with the state that the next one depends on."""
+class Link(NamedTuple):
+    """What a replica has learned of its outgoing link, and the density for it.
 
+    Example:
+        >>> drained = Drained(nbytes=300, frames=2, requests=1, busy_s=0.003)
+        >>> measured = Measured(1000, 0.01, 90, False, 0.5, drained)
+        >>> link = Link(size=1000, density=0.01).after(measured)
+        >>> link.request(), link.request().price_s(floor=Request(0.001, 100))
+        (Request(seconds=0.003, nbytes=300.0), 1e-05)
+    """
+
+    size: int  # parameters
+    # The current decision, with the state that the next one depends on.
     density: float  # entries to send / parameters
     dense: bool = False  # send a number for every parameter instead
     floor: Request = Request(math.inf, math.inf)  # with the smallest frames
     price_s: float | None = None  # seconds for each byte beyond that; None: unknown
     rest: int = 0  # deliveries to wait before growing beyond what was too much
     hold: int = 0  # deliveries to wait the next time
-
-
-class Link(NamedTuple):
-    """The last few measurements of one replica's outgoing link.
-
-    Example:
-        >>> link = Link(size=1000, aim=Aim(density=0.01))
-        >>> drained = Drained(nbytes=300, frames=2, requests=1, busy_s=0.003)
-        >>> link = link.after(Measured(1000, 0.01, 90, False, 0.5, drained))
-        >>> link.request(), link.request().price_s(floor=Request(0.001, 100))
-        (Request(seconds=0.003, nbytes=300.0), 1e-05)
-    """
-
-    size: int  # parameters
-    aim: Aim
-    copies: int = 1  # see `Drained`
+    # The last few measurements, the newest last.
     packing: float = 1.0  # bytes of a frame / of one with independent positions
     steps_s: tuple[float, ...] = ()
-    carried: tuple[Carried, ...] = ()  # the newest last
+    delivered: tuple[Drained, ...] = ()  # `busy_s` since the delivery before
     idle_s: float = 0.0  # spent on requests that have not delivered anything yet
-    arrivals: int = 0  # deliveries so far
 
     def after(self, measured: Measured) -> "Link":
         """Return the link with the measurements of one more exchange."""
         drained = measured.drained
-        packing, carried = self.packing, self.carried
+        packing, delivered = self.packing, self.delivered
         busy_s = self.idle_s + drained.busy_s
         if measured.frame_bytes and measured.density and not measured.dense:
             packing = measured.frame_bytes / plain_bytes(self.size, measured.density)
         if drained.frames:
-            more = Carried(drained.nbytes, drained.frames, drained.requests, busy_s)
-            carried, busy_s = (*carried, more)[-WINDOW:], 0.0
+            delivered = (*delivered, drained._replace(busy_s=busy_s))[-WINDOW:]
+            busy_s = 0.0
         return self._replace(
-            copies=drained.copies,
             packing=packing,
             steps_s=(*self.steps_s, measured.step_s)[-WINDOW:],
-            carried=carried,
+            delivered=delivered,
             idle_s=busy_s,
-            arrivals=self.arrivals + bool(drained.frames),
         )
 
-    @property
-    def step_s(self) -> float:
-        """Seconds of computing between two exchanges."""
-        return median(self.steps_s)
+    def _requests(self) -> list[Request]:
+        counts = [(d, max(d.requests, 1)) for d in self.delivered]
+        return [Request(d.busy_s / n, d.nbytes / n) for d, n in counts]
 
     def request(self) -> Request:
         """Return the median request."""
-        requests = self._requests()
-        seconds = median(r.seconds for r in requests)
-        return Request(seconds, median(r.nbytes for r in requests))
+        seconds, nbytes = zip(*self._requests(), strict=True)
+        return Request(median(seconds), median(nbytes))
 
-    def telling(self, floor: Request) -> Request | None:
+    def request_with_price(self, floor: Request) -> Request | None:
         """Return the request whose price is that of the median byte.
 
         None if no request is large enough, compared with a smallest one, to show a
@@ -144,23 +125,9 @@ class Link(NamedTuple):
                 return request
         return None
 
-    def _requests(self) -> list[Request]:
-        return [
-            Request(c.busy_s / max(c.requests, 1), c.nbytes / max(c.requests, 1))
-            for c in self.carried
-        ]
-
-    def largest_frame(self) -> float:
-        """Bytes of a frame in the delivery with the largest ones."""
-        return max(c.nbytes / c.frames for c in self.carried)
-
     def frame_bytes(self, density: float) -> float:
         """Estimate the bytes of a frame of a density from the last one."""
         return self.packing * plain_bytes(self.size, density)
-
-    def dense_bytes(self) -> int:
-        """Bytes of a DENSE8 frame."""
-        return HEADER_BYTES + dense8.length(self.size)
 
 
 def plain_bytes(size: int, density: float) -> float:
@@ -339,6 +306,14 @@ def _check_decay(decay: float) -> None:
         raise OptionError(f"decay must be in [0.5, 1), got {decay!r}")
 
 
+def _steered(last: Sent, low: float, high: float, decay: float) -> float:
+    if last.density < low:
+        return last.threshold * decay
+    if last.density > high:
+        return last.threshold / decay
+    return last.threshold
+
+
 @dataclass(frozen=True)
 class AdaptiveThreshold(ThresholdAlgorithm):
     """Steer the sent fraction into ``[min_density, max_density]``.
@@ -386,11 +361,7 @@ class AdaptiveThreshold(ThresholdAlgorithm):
         if last is None:
             middle = math.sqrt(self.min_density * self.max_density)
             return first_threshold(self.initial, middle, residual)
-        if last.density < self.min_density:
-            return last.threshold * self.decay
-        if last.density > self.max_density:
-            return last.threshold / self.decay
-        return last.threshold
+        return _steered(last, self.min_density, self.max_density, self.decay)
 
 
 @dataclass(frozen=True)
@@ -454,11 +425,7 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
     def next_threshold(self, residual: Residual, last: Sent | None) -> float:
         if last is None:
             return first_threshold(self.initial, self.target, residual)
-        if last.density < self.target:
-            return last.threshold * self.decay
-        if last.density > self.target:
-            return last.threshold / self.decay
-        return last.threshold
+        return _steered(last, self.target, self.target, self.decay)
 
 
 GROWTH = 1.9  # largest factor on density and bytes, from one delivery to the next
@@ -508,7 +475,7 @@ class LinkThreshold(LinkAlgorithm):
         0.001
         >>> from daskdl.thresholds import Drained
         >>> link = rule.learn(None, Measured(10**6, 0.002, 3000, False, 0.1, Drained()))
-        >>> link.aim.density, rule.sends_dense(Sent(0.001, 0.002, link))
+        >>> link.density, rule.sends_dense(Sent(0.001, 0.002, link))
         (0.0001, False)
     """
 
@@ -531,48 +498,47 @@ class LinkThreshold(LinkAlgorithm):
             return first_threshold(self.initial, self.min_density, residual)
         if last.link is None:  # carried on from another link
             return last.threshold
-        return threshold_for(last.link.aim.density, residual) or last.threshold
+        return threshold_for(last.link.density, residual) or last.threshold
 
     @override
     def sends_dense(self, last: Sent | None) -> bool:
-        return last is not None and last.link is not None and last.link.aim.dense
+        return last is not None and last.link is not None and last.link.dense
 
     @override
     def learn(self, link: Link | None, measured: Measured) -> Link:
-        former = link or Link(
-            measured.size, Aim(self.min_density, rest=WINDOW, hold=HOLD)
-        )
-        link = former.after(measured)
-        if link.arrivals == former.arrivals:
+        if link is None:
+            link = Link(measured.size, self.min_density, rest=WINDOW, hold=HOLD)
+        link = link.after(measured)
+        if not measured.drained.frames:
             return link
         if not measured.drained.requests:  # nothing but memory lies between
-            return link._replace(aim=Aim(MOST, dense=True))
-        aim = link.aim._replace(rest=max(link.aim.rest - 1, 0))
-        return link._replace(aim=self._decide(link, aim))
-
-    def _decide(self, link: Link, aim: Aim) -> Aim:
-        if aim.density == self.min_density:
-            aim = aim._replace(floor=link.request(), price_s=None)
-            return aim if aim.rest else self._grow(link, aim, math.inf)
-        aim = _priced(link, aim)
+            return link._replace(density=MOST, dense=True)
+        link = link._replace(rest=max(link.rest - 1, 0))
+        if link.density == self.min_density:
+            link = link._replace(floor=link.request(), price_s=None)
+            return link if link.rest else self._grown(link, math.inf)
+        link = _priced(link)
         budget_bytes = math.inf
-        if aim.price_s is not None and aim.price_s > 0:
-            budget_bytes = self.share * link.step_s / (aim.price_s * link.copies)
-        fits = MARGIN * link.dense_bytes() <= budget_bytes
-        if aim.dense:
-            if link.dense_bytes() <= MARGIN * budget_bytes:
-                return aim
-            aim = _too_much(aim._replace(dense=False))
-        elif aim.density == MOST and not aim.rest and fits:
-            return aim._replace(dense=True)
-        return self._grow(link, aim, budget_bytes)
+        if link.price_s is not None and link.price_s > 0:
+            budget_s = self.share * median(link.steps_s)
+            budget_bytes = budget_s / (link.price_s * measured.drained.copies)
+        dense_bytes = HEADER_BYTES + dense8.length(link.size)
+        fits = MARGIN * dense_bytes <= budget_bytes
+        if link.dense:
+            if dense_bytes <= MARGIN * budget_bytes:
+                return link
+            link = _too_much(link._replace(dense=False))
+        elif fits and link.density == MOST and not link.rest:
+            return link._replace(dense=True)
+        return self._grown(link, budget_bytes)
 
-    def _grow(self, link: Link, aim: Aim, budget_bytes: float) -> Aim:
-        most_bytes = min(budget_bytes, GROWTH * link.largest_frame())
-        density = min(self._density_of(link, most_bytes), GROWTH * aim.density)
+    def _grown(self, link: Link, budget_bytes: float) -> Link:
+        largest = max(drained.nbytes / drained.frames for drained in link.delivered)
+        most_bytes = min(budget_bytes, GROWTH * largest)
+        density = min(self._density_of(link, most_bytes), GROWTH * link.density)
         if density == self.min_density:
-            aim = _too_much(aim)
-        return aim._replace(density=density)
+            link = _too_much(link)
+        return link._replace(density=density)
 
     def _density_of(self, link: Link, most_bytes: float) -> float:
         """Return the highest density whose frames have at most so many bytes."""
@@ -588,26 +554,27 @@ class LinkThreshold(LinkAlgorithm):
         return low
 
 
-def _priced(link: Link, aim: Aim) -> Aim:
-    request, floor, former_s = link.request(), aim.floor, aim.price_s
+def _priced(link: Link) -> Link:
+    """Follow the price of a byte, and the floor where requests got faster."""
+    request, floor, former_s = link.request(), link.floor, link.price_s
     if request.seconds < NEAR * floor.seconds:
         floor = floor._replace(seconds=request.seconds)
-        aim = aim._replace(floor=floor)
-    telling = link.telling(floor)
-    if telling is None:
-        return aim
-    price_s = telling.price_s(floor)
+        link = link._replace(floor=floor)
+    larger = link.request_with_price(floor)
+    if larger is None:
+        return link
+    price_s = larger.price_s(floor)
     if former_s is None:
-        seen = telling.seconds > SEEN * floor.seconds
-        return aim._replace(price_s=price_s) if seen else aim
+        seen = larger.seconds > SEEN * floor.seconds
+        return link._replace(price_s=price_s) if seen else link
     foreseen_s = floor.seconds + former_s * max(request.nbytes - floor.nbytes, 0.0)
     if not foreseen_s / CHANGED < request.seconds < CHANGED * foreseen_s:
-        return aim._replace(price_s=price_s, hold=HOLD, rest=0)
-    return aim._replace(price_s=former_s + CALM * (price_s - former_s))
+        return link._replace(price_s=price_s, hold=HOLD, rest=0)
+    return link._replace(price_s=former_s + CALM * (price_s - former_s))
 
 
-def _too_much(aim: Aim) -> Aim:
-    return aim._replace(rest=aim.hold, hold=min(2 * aim.hold, LONGEST_HOLD))
+def _too_much(link: Link) -> Link:
+    return link._replace(rest=link.hold, hold=min(2 * link.hold, LONGEST_HOLD))
 
 
 ALL = "*"  # the pattern of a single algorithm

@@ -8,7 +8,6 @@ from daskdl.errors import OptionError
 from daskdl.thresholds import (
     DENSE_DENSITY,
     AdaptiveThreshold,
-    Aim,
     FixedThreshold,
     Link,
     LinkThreshold,
@@ -224,7 +223,7 @@ class TestAverageSent:
         assert average_sent(sent) == average_sent(sent[::-1])
 
     def test_nobody_carries_on_with_the_link_of_another(self):
-        sent = Sent(0.5, 0.25, Link(10, Aim(0.25)))
+        sent = Sent(0.5, 0.25, Link(10, 0.25))
 
         assert average_sent([sent, sent]) == Sent(0.5, 0.25)
 

@@ -10,8 +10,16 @@ from torch import nn
 
 from daskdl import codec
 from daskdl.channel.base import Channel, DrainResult
+from daskdl.codec import dense8
 from daskdl.residuals import KeepResidual
-from daskdl.thresholds import Aim, Drained, FixedThreshold, Link, LinkAlgorithm, Sent
+from daskdl.thresholds import (
+    HEADER_BYTES,
+    Drained,
+    FixedThreshold,
+    Link,
+    LinkAlgorithm,
+    Sent,
+)
 from daskdl.training.base import CompressionState, ReplicaContext, SoloExchange
 from daskdl.training.gradient_sharing import GradientSharing
 
@@ -325,7 +333,7 @@ class Wired(LinkAlgorithm):
     def learn(self, link, measured):
         self.links.append(link)
         self.told.append(measured)
-        return Link(measured.size, Aim(0.5), arrivals=len(self.told))
+        return Link(measured.size, 0.5, rest=len(self.told))
 
 
 class TestMeasuring:
@@ -359,9 +367,9 @@ class TestMeasuring:
         for _ in range(3):
             case.step()
 
-        assert [link and link.arrivals for link in rule.links] == [None, 1, 2]
-        assert [last and last.link.arrivals for last in rule.asked] == [None, 1, 2]
-        assert case.exchange.result().compression.sent["*"].link.arrivals == 3
+        assert [link and link.rest for link in rule.links] == [None, 1, 2]
+        assert [last and last.link.rest for last in rule.asked] == [None, 1, 2]
+        assert case.exchange.result().compression.sent["*"].link.rest == 3
 
     def test_nothing_is_learned_from_a_refused_exchange(self):
         rule, case = self.wired()
@@ -388,7 +396,7 @@ class TestMeasuring:
         rule.dense = False
         assert kinds(case, 1) == [[SPARSE]]
         assert [told.dense for told in rule.told] == [False, True, True, False]
-        assert rule.told[1][1:3] == (1.0, Link(12, Aim(1.0)).dense_bytes())
+        assert rule.told[1][1:3] == (1.0, HEADER_BYTES + dense8.length(12))
 
     def test_the_warm_up_is_not_told(self):
         rule, case = self.wired(warmup_steps=2)

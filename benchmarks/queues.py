@@ -23,7 +23,7 @@ from distributed.protocol import dumps, loads
 from daskdl import codec
 from daskdl.channel.inbox import PendingUpdates
 from daskdl.channel.protocol import Message, compact, owned
-from daskdl.channel.sender import Outbox, RetransmitBuffer, UnackedBuffer
+from daskdl.channel.sender import Outbox, RetransmitBuffer
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 
@@ -97,7 +97,7 @@ def fill_outbox(outbox: Outbox, items, bound: int) -> int:
     raise AssertionError("items have no end")
 
 
-def fill_unconfirmed(own: UnackedBuffer, items, bound: int) -> int:
+def fill_unconfirmed(own: RetransmitBuffer, items, bound: int) -> int:
     full = 0
     for item in items:
         own.keep(item)
@@ -126,7 +126,7 @@ QUEUES = {
         INBOX_BYTES,
     ),
     "mesh: own, until all have them": (
-        lambda bound: UnackedBuffer(bound),
+        lambda bound: RetransmitBuffer(bound, evicts=False),
         fill_unconfirmed,
         published,
         OUTBOX_BYTES,

@@ -30,6 +30,7 @@ from daskdl.channel.base import (
     Stopped,
 )
 from daskdl.channel.protocol import (
+    MESSAGE_BYTES,
     Endpoint,
     Message,
     MessageKind,
@@ -361,7 +362,7 @@ class PreSnapshotBuffer:
         if not self._received.accept(item.origin, item.sequence):
             return False
         self.items.append(item)
-        self._nbytes += item.weight()
+        self._nbytes += item.nbytes + MESSAGE_BYTES
         return True
 
 

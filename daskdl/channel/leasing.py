@@ -21,7 +21,6 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.channel.protocol import (
-    RELAYED,
     FromMinusOne,
     Identity,
     Positive,
@@ -217,9 +216,6 @@ class RunSpec:
             raise ValueError("a run needs replicas, and data to train on")
         if any(len(rows) != len(keys) for rows, keys, *_ in sizes.values()):
             raise ValueError("each part has one number of rows and one key")
-        if spec.routing not in RELAYED:
-            known = " or ".join(RELAYED)
-            raise ValueError(f"routing must be {known}, got {spec.routing!r}")
         Timeouts(**spec.timeouts)
         return spec
 

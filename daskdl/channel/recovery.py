@@ -17,7 +17,7 @@ from daskdl.channel import protocol
 from daskdl.channel.base import Received
 from daskdl.channel.inbox import NOTHING, Inbox, contains
 from daskdl.channel.protocol import Answer, Message, MessageKind
-from daskdl.channel.sender import Connection
+from daskdl.channel.routing import Routing
 from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
@@ -81,23 +81,20 @@ class Repairs:
     """Asks others for updates that did not come.
 
     Args:
-        connection: Of this replica.
-        inbox: Knows what is missing.
+        routing: Of this replica; knows the workers of the others.
         take: Called with each update that was asked for and came.
 
     Attributes:
-        workers: Address of the worker of each replica; set as members change.
         repaired: Updates that came, and were missing, in all.
     """
 
-    workers: Mapping[int, str]
     repaired: int
 
-    def __init__(self, connection: Connection, inbox: Inbox, take: Take) -> None:
-        self.workers = {}
+    def __init__(self, routing: Routing, take: Take) -> None:
         self.repaired = 0
-        self._connection = connection
-        self._inbox = inbox
+        self._routing = routing
+        self._connection = routing.connection
+        self._inbox = routing.inbox
         self._take = take
         self._gaps = Gaps()
         self._vain: dict[int, int] = {}  # times asked for nothing, by origin
@@ -117,8 +114,9 @@ class Repairs:
     def _helper(self, origin: int) -> int | None:
         """The origin at first, which has it for sure; if in vain, others in turn."""
         own = self._connection.endpoint.replica
-        others = [r for r in sorted(self.workers) if r not in (own, origin)]
-        helpers = [origin, *others] if origin in self.workers else others
+        workers = self._routing.workers
+        others = [r for r in sorted(workers) if r not in (own, origin)]
+        helpers = [origin, *others] if origin in workers else others
         return helpers[self._vain.get(origin, 0) % len(helpers)] if helpers else None
 
     async def ask(self, helper: int, origin: int, sequences: Sequence[int]) -> int:
@@ -127,7 +125,7 @@ class Repairs:
         Returns:
             How many came.
         """
-        worker = self.workers.get(helper)
+        worker = self._routing.workers.get(helper)
         if worker is None:
             return 0
         logger.info("asking replica %s for %s of %s", helper, sequences, origin)

@@ -295,7 +295,7 @@ class RemoteChannel(ReceivingChannel):
     @override
     def has_room(self, *, wait: bool = False) -> bool:
         if wait:
-            ready = lambda: self._routing.has_room(for_any=True)  # noqa: E731
+            ready = lambda: self._routing.has_room(math.inf)  # noqa: E731
             self._wait_until_sent(WaitCause.ROOM, ready)
             return True
         room = self._routing.has_room()
@@ -456,7 +456,7 @@ class RemoteChannel(ReceivingChannel):
 
     def _worker_of(self, replica: int) -> str | None:
         failed = replica in self._inbox.peers.failed
-        return None if failed else self._end.repairs.workers.get(replica)
+        return None if failed else self._routing.workers.get(replica)
 
     # ---- agreement after losses
 
@@ -533,7 +533,7 @@ class RemoteChannel(ReceivingChannel):
 
     def _take_state(self, have: Have, load: Load) -> None:
         """Begin again from a replica that has what this one cannot get."""
-        workers = self._end.repairs.workers
+        workers = self._routing.workers
         for donor in donors(have, self._replica):
             if donor not in workers:
                 continue

@@ -1,16 +1,17 @@
 """Which way updates go: over the scheduler (relay) or between replicas (mesh).
 
 A routing is one class and one entry of `ROUTINGS`. It says where a replica's own
-updates go, what it passes on for others, and which updates it can send again.
+updates go and what it passes on for others; what all routings do alike lies in
+`Routing`.
 """
 
 import asyncio
-import contextlib
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import override
@@ -18,92 +19,217 @@ from typing_extensions import override
 from daskdl.channel import protocol
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.protocol import (
-    RELAYED,
+    MESSAGE_BYTES,
     Answer,
     MeshTopology,
     Message,
     MessageKind,
     PeerProgress,
-    TopologyHistory,
 )
 from daskdl.channel.sender import (
     Connection,
+    LinkMeter,
     Outbox,
     RetransmitBuffer,
     SendLoop,
-    UnackedBuffer,
 )
 from daskdl.errors import DaskDLError
-from daskdl.thresholds import Drained
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0  # most time between two signs of life
 PACE_S = 0.005  # least time between two requests to one destination
 BEAT_PACE_S = 0.05  # least time between two signs of life without updates
+IDLE_S = 60.0  # between neighbours nothing is sent only to show a sign of life
+RETRY_S = 1.0  # after a neighbour could not be reached
 
 
-class LinkMeter:
-    """Counts what leaves one replica, over all its destinations.
+class Destination(ABC):
+    """A queue of one replica to one place, and the loop that sends it.
 
-    Time counts once where requests are under way side by side: they share the link.
-    The pause between two requests is not counted, nor is a request without frames.
+    Args:
+        routing: Of the replica.
+        name: Of the place, for messages.
+        limit_bytes: Of the queue.
+        pace_s: Least time between two requests, seconds.
+        beat_s: Most time between two requests, seconds.
+
+    Attributes:
+        outbox: The queue.
     """
 
-    def __init__(self) -> None:
-        self._drained = Drained()
-        self._under_way = 0
-        self._since = 0.0  # until then the time is counted
-        self._lock = threading.Lock()
+    outbox: Outbox
 
-    # ---- event loop
+    def __init__(
+        self,
+        routing: "Routing",
+        name: str,
+        *,
+        limit_bytes: float,
+        pace_s: float,
+        beat_s: float,
+    ) -> None:
+        self._routing = routing
+        self._connection = routing.connection
+        self.outbox = Outbox(limit_bytes)
+        self.outbox.on_offer, self.outbox.on_drop = self.wake, routing.inbox.wake
+        self._loop = SendLoop(
+            self.outbox,
+            self._send,
+            pace_s=pace_s,
+            beat_s=beat_s,
+            bound=routing.connection.endpoint.timeouts.bound("request"),
+            destination=name,
+        )
 
-    @contextlib.contextmanager
-    def request(self, items: Sequence[Message]) -> Iterator[None]:
-        """Count the time of a request that carries these."""
-        if not items:
-            yield
-            return
-        with self._lock:
-            self._count_time()
-            self._under_way += 1
+    @abstractmethod
+    async def _send(self, messages: Sequence[Message]) -> int:
+        """Send a batch; return how many of its messages were accepted."""
+
+    @abstractmethod
+    def announce(self, progress: Message) -> None:
+        """Send the progress of a replica soon; of each replica only the latest."""
+
+    def offer(self, message: Message) -> None:
+        """Queue an update; the routing has looked for room."""
+        self.outbox.offer(message, force=True)
+
+    def wake(self) -> None:
+        """There is something to send. Any thread."""
+        self._connection.loop.call_soon_threadsafe(self._loop.wake)
+
+    def sent(self) -> bool:
+        """Whether all updates of this replica have arrived there."""
+        return not self.outbox.bytes_of(self._connection.endpoint.replica)
+
+
+class ToScheduler(Destination):
+    """Shows the scheduler that the replica lives, and how far it is.
+
+    It carries updates if the scheduler passes them on; without it nothing works.
+    """
+
+    async def run(self) -> None:
+        """Send until cancelled."""
         try:
-            yield
-        finally:
-            with self._lock:
-                self._count_time()
-                self._under_way -= 1
+            await self._loop.run()
+        except (DaskDLError, OSError) as error:
+            self._connection.fail(error)
 
-    def arrived(self, items: Sequence[Message]) -> None:
-        """Count a request that was answered, and the items it accepted."""
-        if not items:
-            return
-        with self._lock:
-            former = self._drained
-            self._drained = former._replace(
-                nbytes=former.nbytes + sum(item.nbytes for item in items),
-                frames=former.frames + len(items),
-                requests=former.requests + 1,
+    @override
+    def announce(self, progress: Message) -> None:
+        self.wake()
+
+    @override
+    async def _send(self, messages: Sequence[Message]) -> int:
+        # Progress beyond the batch would overtake the updates still waiting. It is
+        # read first: what was queued before it was set is then counted as waiting.
+        routing = self._routing
+        progress, more = routing.inbox.own, routing.acknowledgement()
+        if len(messages) != len(self.outbox):
+            progress = PeerProgress()
+        with routing.meter.request(messages):
+            answer = await self._connection.ask_scheduler(
+                protocol.PUBLISH,
+                replica=self._connection.endpoint.replica,
+                messages=[message.to_wire() for message in messages],
+                progress=progress,
+                **more,
             )
+        accepted = int(answer.get("accepted", 0))
+        routing.meter.arrived(messages[:accepted])
+        routing.on_answer(answer)
+        return accepted
 
-    def _count_time(self) -> None:
-        now = time.perf_counter()
-        if self._under_way:
-            busy_s = self._drained.busy_s + now - self._since
-            self._drained = self._drained._replace(busy_s=busy_s)
-        self._since = now
 
-    # ---- training thread
+class Neighbour(Destination):
+    """Sends to another replica.
 
-    def take(self, copies: int) -> Drained:
-        """Counts since the last call.
+    One that cannot be reached holds nobody up: its queue is dropped, and it requests
+    those updates later if it lives. The scheduler decides who has failed. The queue has
+    no bound of its own: what waits there of this replica is not acknowledged, and the
+    routing bounds what it passes on.
 
-        Args:
-            copies: Of one published frame that leave this replica.
-        """
-        with self._lock:
-            drained, self._drained = self._drained, Drained()
-        return drained._replace(copies=copies)
+    Args:
+        routing: Of the replica that sends.
+        replica: Its number.
+        worker: Address of its worker.
+    """
+
+    def __init__(self, routing: "Routing", replica: int, worker: str) -> None:
+        name = f"replica {replica} on {worker}"
+        super().__init__(
+            routing, name, limit_bytes=math.inf, pace_s=PACE_S, beat_s=IDLE_S
+        )
+        self._replica = replica
+        self._worker = worker
+        self._progress: dict[int, Message] = {}  # the latest of each origin
+        self._announced: dict[int, Message] = {}  # the last that has arrived
+        self._down = False
+        self._sending = asyncio.run_coroutine_threadsafe(
+            self._run(), self._connection.loop
+        )
+
+    def end(self) -> None:
+        """It is a member no more: nothing waits for it, and nobody for it."""
+        self._down = True
+        self.outbox.drop(len(self.outbox))
+        self._sending.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._loop.run()
+            except (OSError, RuntimeError, DaskDLError) as error:
+                # RuntimeError is what Dask's pool raises once a worker closes.
+                own = self._connection.endpoint.replica
+                logger.info("replica %s sends no more: %s", own, error)
+            self._down = True
+            self.outbox.drop(len(self.outbox))
+            await asyncio.sleep(RETRY_S)
+            self._down = False
+
+    @override
+    async def _send(self, messages: Sequence[Message]) -> int:
+        # Not before what was published earlier, or that would seem to be missing.
+        progress = [
+            latest
+            for latest in list(self._progress.values())
+            if self._announced.get(latest.origin) is not latest
+        ]
+        if len(messages) != len(self.outbox):
+            progress = []
+        if not messages and not progress:
+            return 0
+        meter = self._routing.meter
+        with meter.request(messages):
+            answer = await self._connection.ask(
+                self._worker,
+                protocol.DELIVER,
+                replica=self._replica,
+                messages=[message.to_wire() for message in (*messages, *progress)],
+            )
+        if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
+            raise OSError(f"{self._worker} answered {answer!r}")
+        accepted = min(int(answer["accepted"]), len(messages))
+        if answer["accepted"] == len(messages) + len(progress):
+            self._announced.update((latest.origin, latest) for latest in progress)
+        meter.arrived(messages[:accepted])
+        return accepted
+
+    @override
+    def announce(self, progress: Message) -> None:
+        self._progress[progress.origin] = progress
+        self.wake()
+
+    @override
+    def offer(self, message: Message) -> None:
+        if not self._down:
+            super().offer(message)
+
+    @override
+    def sent(self) -> bool:
+        return self._down or super().sent()
 
 
 class Backlog(NamedTuple):
@@ -117,8 +243,10 @@ class Backlog(NamedTuple):
 class Routing(ABC):
     """Where one replica's updates go, and what it does for the updates of others.
 
-    Every replica has a loop to the scheduler. It shows that the replica lives and how
-    far it is, and carries updates if the scheduler is their destination.
+    A routing decides where its own updates go (`destinations`) and what it passes on
+    (`on_message`); `relayed` says whether the scheduler does that. If it does not,
+    updates are kept until all others have acknowledged them, and the queues to other
+    replicas are made as they are needed (`neighbour`).
 
     Args:
         connection: Of this replica.
@@ -127,146 +255,213 @@ class Routing(ABC):
     Attributes:
         relayed: Whether the scheduler passes updates on: they arrive in order then,
             and those of a failed replica reach all or nobody.
-        pace_s: Least time between two requests to the scheduler.
+        generation: Of the membership; 0 until the first is known.
+        workers: Address of the worker of each member.
+        own: Updates of this replica that others may request again.
+        others: Those of others, where the scheduler does not pass them on.
         meter: Counts what leaves.
-        to_scheduler: Queue of the loop to the scheduler.
+        to_scheduler: Shows that the replica lives, whatever the routing.
     """
 
-    relayed: bool
-    pace_s: ClassVar[float]
+    relayed: ClassVar[bool]
+    generation: int
+    workers: Mapping[int, str]
+    own: RetransmitBuffer
+    others: RetransmitBuffer
     meter: LinkMeter
-    to_scheduler: Outbox
+    to_scheduler: ToScheduler
 
     def __init__(self, connection: Connection, inbox: Inbox) -> None:
         endpoint = connection.endpoint
-        self.relayed = RELAYED[endpoint.routing]
+        self.connection = connection
+        self.inbox = inbox
+        self.generation = 0
+        self.workers = {}
+        self.own = RetransmitBuffer(endpoint.outbox_bytes, evicts=self.relayed)
+        self.others = RetransmitBuffer(endpoint.inbox_bytes)
         self.meter = LinkMeter()
-        self.to_scheduler = Outbox(endpoint.outbox_bytes)
-        self.to_scheduler.on_drop = inbox.wake
-        self._connection = connection
-        self._inbox = inbox
-        self._replica = endpoint.replica
-        self._loop = SendLoop(
-            self.to_scheduler,
-            self._send,
-            pace_s=self.pace_s,
+        self.to_scheduler = ToScheduler(
+            self,
+            "the scheduler",
+            limit_bytes=endpoint.outbox_bytes,
+            pace_s=PACE_S if self.relayed else BEAT_PACE_S,
             beat_s=min(BEAT_S, endpoint.timeouts.silence / 4),
-            bound=endpoint.timeouts.bound("request"),
-            destination="the scheduler",
         )
-        self.to_scheduler.on_offer = self.wake
+        self._replica = endpoint.replica
+        self._lock = threading.RLock()  # an update is of one generation
+        self._neighbours: dict[int, Neighbour] = {}
+        self._ended = False
+        self._adopted_at = 0  # last own update when the current generation came
+        self._published_step = -1
+        self._unreported: dict[int, int] = {}  # bytes by origin since the last beat
 
     # ---- what a routing decides
 
     @abstractmethod
-    def destinations(self) -> Sequence["Destination"]:
-        """Where the next update of this replica goes. Training thread."""
+    def destinations(self) -> Sequence[Destination]:
+        """Where the next update of this replica goes. Any thread."""
 
-    @abstractmethod
-    def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
-        """Kept updates, for replicas that miss them; ascending. Event loop."""
+    def on_message(self, message: Message) -> None:  # noqa: B027
+        """Pass on what another replica sent, if this one has to. Event loop.
 
-    def on_members(self, generation: int, workers: Mapping[int, str]) -> None:  # noqa: B027
+        Args:
+            message: The first copy of an update, or news of progress.
+        """
+
+    def on_members(self, generation: int, workers: Mapping[int, str]) -> None:
         """The members are now these, each on its worker. Event loop.
 
         Args:
             generation: Of the membership; not always later than the former one.
             workers: Address of each member's worker.
         """
+        with self._lock:
+            if self._ended or generation <= self.generation:
+                return
+            self.generation, self.workers = generation, workers
+            self._adopted_at = self.inbox.own.sequence
+            gone = self._neighbours.keys() - workers.keys()
+            former = [self._neighbours.pop(replica) for replica in gone]
+        for neighbour in former:
+            neighbour.end()
+        if not self.relayed:
+            self.to_scheduler.wake()  # a joining replica waits for this
+            self.inbox.wake()
 
-    def on_message(self, item: Message) -> None:  # noqa: B027
-        """Pass on what another replica sent, if this one has to. Event loop.
+    def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
+        """Kept updates, for replicas that miss them; ascending. Event loop."""
+        kept = self.own if origin == self._replica else self.others
+        return kept.find(origin, sequences)
 
-        Args:
-            item: The first copy of an update, or news of progress.
-        """
+    # ---- any thread
 
-    def on_update(self, item: Message) -> None:  # noqa: B027
-        """Keep an update of another replica that was delivered. Event loop."""
-
-    def on_answer(self, answer: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take in what the scheduler says of the others. Event loop."""
-
-    def acknowledgement(self) -> Mapping[str, Any]:
-        """Fields of a request to the scheduler, besides progress. Event loop."""
-        return {}
-
-    @abstractmethod
-    def publish(self, item: Message, *, force: bool = False) -> bool:
-        """Queue an update for its destinations; False if there is no room.
-
-        Args:
-            item: Of this replica, the next in sequence.
-            force: Queue it whatever the bounds.
-        """
-
-    @abstractmethod
-    def announce(self, progress: PeerProgress) -> None:
-        """Announce how far this replica is."""
-
-    @abstractmethod
-    def has_room(self, *, for_any: bool = False) -> bool:
-        """Whether an update may be published now; with `for_any`, of whatever size."""
-
-    @abstractmethod
-    def backlog(self) -> Backlog:
-        """What waits to be sent."""
-
-    @property
-    def copies(self) -> int:
-        """Of one published frame that leave this replica."""
-        return 1
-
-    # ---- the same for all
-
-    async def run(self) -> None:
-        """Send to the scheduler until cancelled; without it nothing works."""
-        try:
-            await self._loop.run()
-        except (DaskDLError, OSError) as error:
-            self._connection.fail(error)
-
-    def end(self) -> None:  # noqa: B027
-        """Send nothing more; `run` is cancelled too. Event loop."""
-
-    def wake(self) -> None:
-        """There is something to say to the scheduler. Any thread."""
-        self._connection.loop.call_soon_threadsafe(self._loop.wake)
-
-    async def _send(self, items: Sequence[Message]) -> int:
-        # Progress beyond the batch would overtake the updates still waiting. It is
-        # read first: what was queued before it was set is then counted as waiting.
-        progress, more = self._inbox.own, self.acknowledgement()
-        if len(items) != len(self.to_scheduler):
-            progress = PeerProgress()
-        with self.meter.request(items):
-            answer = await self._connection.ask_scheduler(
-                protocol.PUBLISH,
-                replica=self._replica,
-                messages=[item.to_wire() for item in items],
-                progress=progress,
-                **more,
-            )
-        accepted = int(answer.get("accepted", 0))
-        self.meter.arrived(items[:accepted])
-        self.on_answer(answer)
-        return accepted
+    def neighbour(self, replica: int) -> Neighbour | None:
+        """The queue to another member, made when it is first needed."""
+        with self._lock:
+            known = replica in self.workers and not self._ended
+            if known and replica not in self._neighbours:
+                worker = self.workers[replica]
+                self._neighbours[replica] = Neighbour(self, replica, worker)
+            return self._neighbours.get(replica)
 
     def sent(self) -> bool:
         """Whether all updates of this replica have arrived where they go first."""
-        return all(destination.sent() for destination in self._all())
+        everywhere = [self.to_scheduler, *list(self._neighbours.values())]
+        return all(destination.sent() for destination in everywhere)
+
+    # ---- training thread
+
+    def has_room(self, nbytes: float = 1) -> bool:
+        """Whether an update of so many bytes may be published now."""
+        if self.relayed:
+            return self.to_scheduler.outbox.has_room(nbytes)
+        # What waits for a neighbour is not acknowledged: this bounds that too.
+        return self.own.has_room()
+
+    def publish(self, message: Message, *, force: bool = False) -> bool:
+        """Queue an update for its destinations; False if there is no room.
+
+        Args:
+            message: Of this replica, the next in sequence.
+            force: Queue it whatever the bounds.
+        """
+        with self._lock:
+            if not (force or self.has_room(message.nbytes + MESSAGE_BYTES)):
+                return False
+            message = message._replace(generation=self.generation)
+            self.own.keep(message)
+            self.inbox.own = self.inbox.own._replace(sequence=message.sequence)
+            self._published_step = message.step
+            for destination in self.destinations():
+                destination.offer(message)
+        if not self.relayed and self.own.nbytes > self.own.limit_bytes // 2:
+            self.to_scheduler.wake()  # its answer says what is acknowledged
+        return True
+
+    def announce(self, progress: PeerProgress) -> None:
+        """Announce how far this replica is."""
+        former, self.inbox.own = self.inbox.own, progress
+        step, sequence, interval = progress
+        # A published update of this step says the same.
+        if interval > former.interval or step != self._published_step:
+            kind = MessageKind.PROGRESS.value
+            with self._lock:
+                message = Message(
+                    kind, self._replica, sequence, step, 0, interval, self.generation
+                )
+                for destination in self.destinations():
+                    destination.announce(message)
 
     def wait_until_sent(self, timeout_s: float) -> bool:
         """Block until `sent`, whether the run was stopped or not; False on time-out."""
         deadline = time.monotonic() + timeout_s
+        everywhere = [self.to_scheduler, *list(self._neighbours.values())]
         return all(
-            destination.wait_until_sent(deadline - time.monotonic())
-            for destination in self._all()
+            destination.outbox.wait_for(destination.sent, deadline - time.monotonic())
+            for destination in everywhere
         )
 
-    def _all(self) -> Iterable["Destination"]:
-        """Destinations that may still have updates of this replica to deliver."""
-        return self.destinations()
+    def backlog(self) -> Backlog:
+        """What waits to be sent."""
+        if self.relayed:
+            queue = self.to_scheduler.outbox
+            return Backlog(len(queue), queue.nbytes, "the scheduler")
+        return Backlog(len(self.own), self.own.nbytes, "all others")
+
+    @property
+    def copies(self) -> int:
+        """Of one published frame that leave this replica.
+
+        In a round of all, a replica of a mesh sends as many frames as there are others:
+        those of its own that others pass on are as many as it passes on for them.
+        """
+        return 1 if self.relayed else max(len(self.workers) - 1, 1)
+
+    # ---- event loop
+
+    def keep(self, message: Message) -> None:
+        """Keep an update of another replica that was delivered, unless relayed."""
+        if self.relayed:
+            return
+        self.others.keep(message)
+        more = self._unreported.get(message.origin, 0) + message.nbytes + MESSAGE_BYTES
+        self._unreported[message.origin] = more
+        # Its origin can publish no more than so much before this is acknowledged.
+        if more > self.connection.endpoint.outbox_bytes // 4:
+            self.to_scheduler.wake()
+
+    def acknowledgement(self) -> Mapping[str, Any]:
+        """Fields of a request to the scheduler, besides progress."""
+        if self.relayed:
+            return {}
+        self._unreported.clear()
+        with self.inbox.changed:
+            received = {} if self.inbox.joining else self.inbox.received.by_origin()
+        return {
+            "acknowledgement": {
+                "generation": self.generation,
+                "adopted_at": self._adopted_at,
+                "received": [(origin, upto) for origin, (upto, _) in received.items()],
+            }
+        }
+
+    def on_answer(self, answer: Mapping[str, Any]) -> None:
+        """Take in what the scheduler says of the others."""
+        if self.relayed:
+            return
+        for replica, *progress in answer.get("peers", ()):
+            if replica != self._replica:
+                self.inbox.announce(replica, PeerProgress(*progress))
+        if self.own.acknowledge(answer.get("received_by_all", 0)):
+            self.inbox.wake()
+        if self.own.nbytes > self.own.limit_bytes // 2:
+            self.to_scheduler.wake()
+
+    def end(self) -> None:
+        """Send nothing more."""
+        self._ended = True
+        for neighbour in list(self._neighbours.values()):
+            neighbour.end()
 
 
 # Updates that are kept though they fill more than an outbox. Who misses one asks for it
@@ -277,205 +472,85 @@ RECENT = 16
 class RelayRouting(Routing):
     """One destination: the scheduler, which passes updates on to all others."""
 
-    pace_s = PACE_S
-
-    def __init__(self, connection: Connection, inbox: Inbox) -> None:
-        super().__init__(connection, inbox)
-        self._kept = RetransmitBuffer(connection.endpoint.outbox_bytes)
-        self._most_kept = connection.endpoint.inbox_bytes
-        self._last_step = 0
+    relayed = True
 
     @override
-    def destinations(self) -> Sequence["Destination"]:
+    def destinations(self) -> Sequence[Destination]:
         return [self.to_scheduler]
 
     @override
-    def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
-        return self._kept.find(origin, sequences)
-
-    @override
-    def publish(self, item: Message, *, force: bool = False) -> bool:
-        if not self.to_scheduler.offer(item, force=force):
-            return False
+    def publish(self, message: Message, *, force: bool = False) -> bool:
         # Never less again: small ones may follow before it is asked for.
-        wanted = min(RECENT * item.weight(), self._most_kept)
-        self._kept.limit_bytes = max(self._kept.limit_bytes, wanted)
-        self._kept.keep(item)
-        self._inbox.own = self._inbox.own._replace(sequence=item.sequence)
-        self._last_step = item.step
-        return True
-
-    @override
-    def announce(self, progress: PeerProgress) -> None:
-        former, self._inbox.own = self._inbox.own, progress
-        # A published update of this step says the same, and has woken the loop.
-        if progress.interval > former.interval or progress.step != self._last_step:
-            self.wake()
-
-    @override
-    def has_room(self, *, for_any: bool = False) -> bool:
-        return self.sent() if for_any else self.to_scheduler.has_room(1)
-
-    @override
-    def backlog(self) -> Backlog:
-        queue = self.to_scheduler
-        return Backlog(len(queue), queue.nbytes, "the scheduler")
+        wanted = RECENT * (message.nbytes + MESSAGE_BYTES)
+        most = min(wanted, self.connection.endpoint.inbox_bytes)
+        self.own.limit_bytes = max(self.own.limit_bytes, most)
+        return super().publish(message, force=force)
 
 
-IDLE_S = 60.0  # between neighbours nothing is sent only to show a sign of life
-RETRY_S = 1.0  # after a neighbour could not be reached
+# Scaling up by 32 workers is 32 generations within a second, in which frames of
+# the first are still on their way. One of 128 members takes 1 KB.
+GENERATIONS_KEPT = 32
 
 
-class Neighbour:
-    """The queue to one neighbour of a mesh, and the loop that sends it.
+class TopologyHistory:
+    """The routes of the latest generations, as one replica has heard of them.
 
-    A neighbour that cannot be reached holds nobody up: its queue is dropped, and it
-    requests those updates later if it lives. The scheduler decides who has failed.
+    An update carries the generation in which its origin sent it, and goes along
+    that generation's tree to the end: whoever was a member then gets it, once,
+    although those on its way may have heard of a later generation. Before the
+    first generation there is nobody to send to.
+
+    All methods belong to the event loop; `current` may be read from any thread.
 
     Args:
-        replica: Its number.
-        worker: Address of its worker.
-        connection: Of the replica that sends.
-        inbox: Woken when there may be room again.
-        meter: Counts what leaves the replica that sends.
+        kept: How many generations are kept, >= 1; older ones are forgotten.
 
     Attributes:
-        forwarded_bytes: Of queued updates of other replicas.
+        current: MeshTopology of the highest generation heard of.
+
+    Example:
+        >>> book = TopologyHistory()
+        >>> book.adopt(MeshTopology(1, (0, 1)))
+        True
+        >>> book.adopt(MeshTopology(2, (0, 1, 2)))
+        True
+        >>> book.for_generation(1).members, book.for_generation(9).members
+        ((0, 1), (0, 1, 2))
     """
 
-    forwarded_bytes: int
+    current: MeshTopology
 
-    def __init__(
-        self,
-        replica: int,
-        worker: str,
-        connection: Connection,
-        inbox: Inbox,
-        meter: LinkMeter,
-    ) -> None:
-        self.forwarded_bytes = 0
-        self._replica = replica
-        self._worker = worker
-        self._connection = connection
-        self._meter = meter
-        self._own = connection.endpoint.replica
-        self._outbox = Outbox(connection.endpoint.outbox_bytes)
-        self._outbox.on_drop = inbox.wake
-        self._progress: dict[int, Message] = {}  # the latest of each origin
-        self._announcing = threading.Lock()
-        self._offered = 0  # sequence of the last own update
-        self._arrived = 0
-        self._down = False
-        self._loop = self._new_loop()
-        loop = connection.loop
-        self._outbox.on_offer = lambda: loop.call_soon_threadsafe(
-            lambda: self._loop.wake()
-        )
-        self._sending = asyncio.ensure_future(self._run(), loop=loop)
+    def __init__(self, kept: int = GENERATIONS_KEPT) -> None:
+        self.current = MeshTopology(0, ())
+        self._kept = kept
+        self._known: dict[int, MeshTopology] = {}
 
-    # ---- event loop
+    def adopt(self, routes: MeshTopology) -> bool:
+        """Note the routes of a generation; whether they are the current ones now.
 
-    def end(self) -> None:
-        """It is a member no more: nothing waits for it, and nobody for it."""
-        self._down = True
-        self._discard()
-        self._sending.cancel()
+        Words about members may overtake each other: an older generation is kept
+        for the frames stamped with it, and changes nothing else. The first word
+        about a generation stays.
+        """
+        self._known.setdefault(routes.generation, routes)
+        while len(self._known) > self._kept:
+            del self._known[min(self._known)]
+        newer = routes.generation > self.current.generation
+        if newer:
+            self.current = routes
+        return newer
 
-    def forward(self, item: Message) -> None:
-        """Queue an update of another replica; the caller has checked for room."""
-        if self._down:
-            return
-        self.forwarded_bytes += item.weight()
-        self._outbox.offer(item, force=True)
+    def for_generation(self, generation: int) -> MeshTopology:
+        """The routes along which to forward what is stamped with a generation.
 
-    def _new_loop(self) -> SendLoop:
-        return SendLoop(
-            self._outbox,
-            self._send,
-            pace_s=PACE_S,
-            beat_s=IDLE_S,
-            bound=self._connection.endpoint.timeouts.bound("request"),
-            destination=f"replica {self._replica} on {self._worker}",
-        )
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self._loop.run()
-            except (OSError, RuntimeError, DaskDLError) as error:
-                # RuntimeError is what Dask's pool raises once a worker closes.
-                logger.info("replica %s sends no more: %s", self._own, error)
-            self._down = True
-            self._discard()
-            await asyncio.sleep(RETRY_S)
-            self._down = False
-            self._loop = self._new_loop()
-
-    async def _send(self, items: Sequence[Message]) -> int:
-        # Not before what was published earlier, or that would seem to be missing.
-        last = len(items) == len(self._outbox)
-        with self._announcing:
-            progress = list(self._progress.values()) if last else []
-        if not items and not progress:
-            return 0
-        with self._meter.request(items):
-            answer = await self._connection.ask(
-                self._worker,
-                protocol.DELIVER,
-                replica=self._replica,
-                messages=[item.to_wire() for item in (*items, *progress)],
-            )
-        if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
-            raise OSError(f"{self._worker} answered {answer!r}")
-        accepted = min(int(answer["accepted"]), len(items))
-        if answer["accepted"] == len(items) + len(progress):
-            self._announced(progress)
-        self._meter.arrived(items[:accepted])
-        self._count(items[:accepted])
-        return accepted
-
-    def _announced(self, progress: Sequence[Message]) -> None:
-        with self._announcing:
-            for item in progress:
-                if self._progress.get(item.origin) is item:
-                    del self._progress[item.origin]
-
-    def _count(self, items: Sequence[Message]) -> None:
-        for item in items:
-            if item.origin == self._own:
-                self._arrived = max(self._arrived, item.sequence)
-            else:
-                self.forwarded_bytes -= item.weight()
-
-    def _discard(self) -> None:
-        waiting = self._outbox.head(self._outbox.nbytes)
-        self._count(waiting)
-        self._outbox.drop(len(waiting))
-
-    # ---- any thread
-
-    def announce(self, item: Message) -> None:
-        """Send the progress of a replica; only the latest of each is kept."""
-        with self._announcing:
-            self._progress[item.origin] = item
-        self._outbox.on_offer()
-
-    # ---- training thread
-
-    def offer(self, item: Message, *, force: bool = True) -> bool:
-        """Queue an update of this replica; unacknowledged ones are bounded."""
-        if not self._down:
-            self._offered = item.sequence
-            self._outbox.offer(item, force=force)
-        return True
-
-    def sent(self) -> bool:
-        """Whether all updates of this replica have arrived there."""
-        return self._down or self._arrived >= self._offered
-
-    def wait_until_sent(self, timeout_s: float) -> bool:
-        """Block until `sent`; False on time-out."""
-        return self._outbox.wait_for(self.sent, timeout_s)
+        One that is too old, or not heard of yet, falls back to the current one.
+        The update may then reach somebody twice or not at all. Both are safe:
+        positions know duplicates, and a gap is repaired by asking. It also ends:
+        **only the first copy of an update may be forwarded**, so each replica
+        forwards it once; with every copy it could circle between two that go by
+        different trees.
+        """
+        return self._known.get(generation, self.current)
 
 
 class MeshRouting(Routing):
@@ -488,177 +563,47 @@ class MeshRouting(Routing):
         forwards_dropped: Updates of others that were not passed on.
     """
 
-    pace_s = BEAT_PACE_S
+    relayed = False
     forwards_dropped: int
 
     def __init__(self, connection: Connection, inbox: Inbox) -> None:
         super().__init__(connection, inbox)
-        endpoint = connection.endpoint
         self.forwards_dropped = 0
-        self._own = UnackedBuffer(endpoint.outbox_bytes)
-        self._others = RetransmitBuffer(endpoint.inbox_bytes)
-        self._book = TopologyHistory()
-        self._adopted_at = 0  # last own update when the current routes came
-        self._neighbours: dict[int, Neighbour] = {}  # replaced, never changed
-        self._workers: Mapping[int, str] = {}
-        self._lock = threading.Lock()  # an update is of one generation
-        self._ended = False
-        self._unreported: dict[int, int] = {}  # bytes by origin since the last beat
-
-    # ---- event loop
+        self._topologies = TopologyHistory()
 
     @override
-    def acknowledgement(self) -> Mapping[str, Any]:
-        self._unreported.clear()
-        with self._inbox.changed:
-            received = self._inbox.received.by_origin()
-        return {
-            "acknowledgement": {
-                "generation": self._book.current.generation,
-                "adopted_at": self._adopted_at,
-                "received": [
-                    (origin, complete)
-                    for origin, (complete, _) in received.items()
-                    if not self._inbox.joining
-                ],
-            }
-        }
-
-    @override
-    def on_answer(self, answer: Mapping[str, Any]) -> None:
-        for replica, *progress in answer.get("peers", ()):
-            if replica != self._replica:
-                self._inbox.announce(replica, PeerProgress(*progress))
-        if self._own.acknowledge(answer.get("received_by_all", 0)):
-            self._inbox.wake()
-        if self._own.pressed:
-            self._loop.wake()
-
-    @override
-    def end(self) -> None:
-        self._ended = True
-        for neighbour in self._neighbours.values():
-            neighbour.end()
+    def destinations(self) -> Sequence[Destination]:
+        children = self._topologies.current.children(self._replica, self._replica)
+        return [n for child in children if (n := self.neighbour(child)) is not None]
 
     @override
     def on_members(self, generation: int, workers: Mapping[int, str]) -> None:
-        fan_out = self._connection.endpoint.fan_out
-        routes = MeshTopology(generation, tuple(sorted(workers)), fan_out)
+        fan_out = self.connection.endpoint.fan_out
+        topology = MeshTopology(generation, tuple(sorted(workers)), fan_out)
         with self._lock:
-            if self._ended or not self._book.adopt(routes):
-                return
-            self._adopted_at = self._inbox.own.sequence
-            self._workers = workers
-            former = self._neighbours
-            self._neighbours = {
-                replica: former.get(replica) or self._connect(replica)
-                for replica in routes.members
-                if replica in former or replica in routes.neighbours(self._replica)
-            }
-        for replica in former.keys() - self._neighbours.keys():
-            former[replica].end()
-        self._loop.wake()  # a joining replica waits for this
-        self._inbox.wake()
-
-    def _connect(self, replica: int) -> Neighbour:
-        worker = self._workers[replica]
-        return Neighbour(replica, worker, self._connection, self._inbox, self.meter)
+            self._topologies.adopt(topology)
+            super().on_members(generation, workers)
 
     @override
-    def on_message(self, item: Message) -> None:
-        routes = self._book.for_generation(item.generation)
-        for child in routes.children(item.origin, self._replica):
-            neighbour = self._neighbour(child)
+    def on_message(self, message: Message) -> None:
+        topology = self._topologies.for_generation(message.generation)
+        for child in topology.children(message.origin, self._replica):
+            neighbour = self.neighbour(child)
             if neighbour is None:
                 continue
-            if item.kind == MessageKind.PROGRESS:
-                neighbour.announce(item)
-            elif self._may_forward(item):
-                neighbour.forward(item)
+            if message.kind == MessageKind.PROGRESS:
+                neighbour.announce(message)
+            elif self._may_forward(message):
+                neighbour.offer(message)
             else:
                 self.forwards_dropped += 1
 
-    def _neighbour(self, replica: int) -> Neighbour | None:
-        """Also one that only an older generation makes a neighbour."""
-        known = replica in self._workers and not self._ended
-        if known and replica not in self._neighbours:
-            more = {replica: self._connect(replica)}
-            self._neighbours = {**self._neighbours, **more}
-        return self._neighbours.get(replica)
-
-    def _may_forward(self, item: Message) -> bool:
-        waiting = sum(n.forwarded_bytes for n in self._neighbours.values())
-        limit = self._connection.endpoint.inbox_bytes
-        return not waiting or waiting + item.weight() <= limit
-
-    @override
-    def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
-        if origin == self._replica:
-            return self._own.find(sequences)
-        return self._others.find(origin, sequences)
-
-    @override
-    def on_update(self, item: Message) -> None:
-        self._others.keep(item)
-        more = self._unreported.get(item.origin, 0) + item.weight()
-        self._unreported[item.origin] = more
-        # Its origin can publish no more than so much before this is acknowledged.
-        if more > self._connection.endpoint.outbox_bytes // 4:
-            self._loop.wake()
-
-    # ---- training thread
-
-    @override
-    def destinations(self) -> Sequence[Neighbour]:
-        children = self._book.current.children(self._replica, self._replica)
-        neighbours = self._neighbours
-        return [neighbours[child] for child in children]
-
-    @override
-    def _all(self) -> Iterable[Neighbour]:
-        return self._neighbours.values()
-
-    @override
-    def publish(self, item: Message, *, force: bool = False) -> bool:
-        with self._lock:
-            # What waits for a neighbour is not acknowledged: this bounds that too.
-            if not force and not self._own.has_room():
-                return False
-            item = item._replace(generation=self._book.current.generation)
-            self._own.keep(item)
-            self._inbox.own = self._inbox.own._replace(sequence=item.sequence)
-            for child in self.destinations():
-                child.offer(item)
-        if self._own.pressed:
-            self.wake()
-        return True
-
-    @override
-    def announce(self, progress: PeerProgress) -> None:
-        self._inbox.own = progress
-        with self._lock:
-            kind, generation = MessageKind.PROGRESS.value, self._book.current.generation
-            children = self.destinations()
-        step, sequence, interval = progress
-        item = Message(kind, self._replica, sequence, step, 0, interval, generation)
-        for child in children:
-            child.announce(item)
-
-    @override
-    def has_room(self, *, for_any: bool = False) -> bool:
-        return self._own.has_room()
-
-    @override
-    def backlog(self) -> Backlog:
-        return Backlog(len(self._own), self._own.nbytes, "all others")
-
-    @property
-    @override
-    def copies(self) -> int:
-        # In a round of all, a replica sends as many frames as there are others: those
-        # of its own that others pass on are as many as it passes on for them.
-        return max(len(self._book.current.members) - 1, 1)
+    def _may_forward(self, message: Message) -> bool:
+        queues = [neighbour.outbox for neighbour in list(self._neighbours.values())]
+        waiting = sum(queue.nbytes - queue.bytes_of(self._replica) for queue in queues)
+        limit = self.connection.endpoint.inbox_bytes
+        return not waiting or waiting + message.nbytes + MESSAGE_BYTES <= limit
 
 
-Destination = Outbox | Neighbour
-ROUTINGS: Mapping[str, type[Routing]] = {"plain": RelayRouting, "mesh": MeshRouting}
+# The routings of a run, by the name that its options have for them.
+ROUTINGS: dict[str, type[Routing]] = {"plain": RelayRouting, "mesh": MeshRouting}

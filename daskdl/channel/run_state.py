@@ -20,12 +20,13 @@ from daskdl.channel.leasing import (
     SyncPoint,
 )
 from daskdl.channel.protocol import (
-    RELAYED,
+    MESSAGE_BYTES,
     Barrier,
     Message,
     MessageKind,
     PeerProgress,
 )
+from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.sender import Outbox
 from daskdl.config import Bound, Timeouts
 from daskdl.errors import DaskDLError, RunError, WaitTimeoutError
@@ -266,6 +267,9 @@ class RunState:
     ended: bool
 
     def __init__(self, spec: RunSpec) -> None:
+        if spec.routing not in ROUTINGS:
+            known = " or ".join(ROUTINGS)
+            raise ValueError(f"routing must be {known}, got {spec.routing!r}")
         self.spec = spec
         self.members = Membership(spec.replicas)
         self.outboxes = {}
@@ -398,7 +402,7 @@ class RunState:
         for message in messages:
             if self.holding:
                 self._held.append(message)
-            elif all(box.has_room(message.weight()) for box in others):
+            elif all(box.has_room(message.nbytes + MESSAGE_BYTES) for box in others):
                 self._send(message, but=origin)
             else:
                 return accepted
@@ -462,7 +466,7 @@ class RunState:
         adopt the membership first: from then on they send to the joining one.
         """
         replicas = self.members.replicas
-        return RELAYED[self.spec.routing] or all(
+        return ROUTINGS[self.spec.routing].relayed or all(
             replicas[r].generation >= generation for r in self.members.training
         )
 
@@ -471,7 +475,7 @@ class RunState:
 
         All later ones it is sent.
         """
-        if RELAYED[self.spec.routing]:
+        if ROUTINGS[self.spec.routing].relayed:
             return self._passed_on()
         replicas = self.members.replicas
         cut = {r: replicas[r].adopted_at for r in self.members.training}

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from daskdl.channel.leasing import RunSpec, SyncPoint
 from daskdl.channel.protocol import (
+    MESSAGE_BYTES,
     NAME,
     Acknowledgement,
     Answer,
@@ -152,7 +153,7 @@ class WorkerBatcher:
         nbytes, seen = 0, set[int]()
         for count, batch in enumerate(self._waiting):
             for item in batch.items:
-                nbytes += item.weight() if id(item) not in seen else 0
+                nbytes += 0 if id(item) in seen else item.nbytes + MESSAGE_BYTES
                 seen.add(id(item))
             if count and nbytes > BATCH_BYTES:
                 break

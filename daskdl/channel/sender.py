@@ -6,20 +6,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from distributed import Worker
 
-from daskdl.channel.protocol import Answer, Endpoint, Message
+from daskdl.channel.protocol import MESSAGE_BYTES, Answer, Endpoint, Message
 from daskdl.config import Bound
-from daskdl.errors import (
-    ChannelError,
-    DaskDLError,
-    OptionError,
-    WaitTimeoutError,
-)
+from daskdl.errors import ChannelError, DaskDLError, WaitTimeoutError
+from daskdl.thresholds import Drained
 
 logger = logging.getLogger(__name__)
 
@@ -118,66 +114,168 @@ class Connection:
         return future
 
 
-class RetransmitBuffer:
-    """Updates published or received, by origin and sequence, within a bound.
+class Outbox:
+    """A queue for one destination with a bound in bytes.
 
-    At the bound the oldest are forgotten, whatever their origin; whoever asks for
-    those takes a snapshot instead. Payloads are shared, not copied: nobody may
-    write to them, and they have to be compact: a view keeps alive what it is a view of.
-
-    What a replica of a mesh has published itself must not be forgotten like that: it
-    belongs in an :class:`~daskdl.channel.sender.UnackedBuffer`.
-
-    All methods may be called from any thread.
+    At the bound an offer is refused and nothing changes: on a replica the update then
+    stays in the residual, in the relay the publisher keeps it. An empty queue takes one
+    message of any size, so that no update is too large to be sent at all.
 
     Args:
-        limit_bytes: Most bytes kept, counted by `Message.weight`, >= 0. An item that
-            is larger is not kept at all, and displaces nothing.
+        limit_bytes: Bytes that may wait here, each message with `MESSAGE_BYTES`.
+
+    Attributes:
+        nbytes: Bytes waiting now.
+        on_offer: Called after each accepted message, from the offering thread; the
+            loop that empties the queue sets it.
+        on_drop: Called after messages have arrived, from the dropping thread.
+    """
+
+    limit_bytes: float
+    nbytes: int
+    on_offer: Callable[[], object]
+    on_drop: Callable[[], object]
+
+    def __init__(self, limit_bytes: float) -> None:
+        self.limit_bytes = limit_bytes
+        self.nbytes = 0
+        self.on_offer = self.on_drop = lambda: None
+        self._messages: deque[Message] = deque()
+        self._bytes_of: Counter[int] = Counter()  # by origin
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def has_room(self, nbytes: float) -> bool:
+        """Whether a message of so many bytes would be accepted now."""
+        return not self._messages or self.nbytes + nbytes <= self.limit_bytes
+
+    def bytes_of(self, origin: int) -> int:
+        """Bytes waiting of messages of one replica."""
+        return self._bytes_of[origin]
+
+    def offer(self, message: Message, *, force: bool = False) -> bool:
+        """Append a message if there is room; say whether it was accepted.
+
+        Args:
+            message: What to append.
+            force: Accept beyond the bound.
+        """
+        nbytes = message.nbytes + MESSAGE_BYTES
+        with self._changed:
+            full = self._messages and self.nbytes + nbytes > self.limit_bytes
+            if full and not force:
+                return False
+            self._messages.append(message)
+            self._bytes_of[message.origin] += nbytes
+            self.nbytes += nbytes
+        self.on_offer()
+        return True
+
+    def head(self, limit_bytes: int) -> list[Message]:
+        """The oldest messages, at least one if any, up to so many bytes together."""
+        with self._changed:
+            batch: list[Message] = []
+            total = 0
+            for message in self._messages:
+                total += message.nbytes + MESSAGE_BYTES
+                if batch and total > limit_bytes:
+                    break
+                batch.append(message)
+            return batch
+
+    def drop(self, count: int) -> None:
+        """Forget the oldest messages: they have arrived."""
+        with self._changed:
+            for _ in range(count):
+                message = self._messages.popleft()
+                nbytes = message.nbytes + MESSAGE_BYTES
+                self._bytes_of[message.origin] -= nbytes
+                self.nbytes -= nbytes
+            self._changed.notify_all()
+        self.on_drop()
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Block until `ready()`, checked after each drop; False on time-out."""
+        with self._changed:
+            return self._changed.wait_for(ready, timeout_s)
+
+
+class RetransmitBuffer:
+    """Updates published or received that others may request again, within a bound.
+
+    Payloads are shared, not copied: nobody may write to them, and they have to be
+    compact: a view keeps alive what it is a view of. All methods may be called from any
+    thread.
+
+    Args:
+        limit_bytes: Most bytes kept, each message with `MESSAGE_BYTES`.
+        evicts: At the bound the oldest are forgotten, and an update that is larger is
+            not kept at all; who requests those takes a snapshot instead. Otherwise an
+            update stays until all others have acknowledged it: at the bound there is
+            no room, so that no update of a replica that is alive is out of reach.
 
     Attributes:
         limit_bytes: As given.
         nbytes: Bytes kept now.
 
-    Raises:
-        OptionError: If the bound is negative.
-
     Example:
-        >>> ring = RetransmitBuffer(limit_bytes=1000)
+        >>> recent = RetransmitBuffer(limit_bytes=1000)
+        >>> unacked = RetransmitBuffer(limit_bytes=1000, evicts=False)
         >>> for sequence in (1, 2, 3):
-        ...     ring.keep(Message("update", 7, sequence, 0, nbytes=150))
-        >>> [item.sequence for item in ring.find(7, [3, 2, 1])], ring.nbytes
+        ...     recent.keep(Message("update", 7, sequence, 0, nbytes=150))
+        ...     unacked.keep(Message("update", 7, sequence, 0, nbytes=150))
+        >>> [message.sequence for message in recent.find(7, [3, 2, 1])], recent.nbytes
         ([2, 3], 908)
+        >>> unacked.has_room(), unacked.acknowledge(1), unacked.has_room()
+        (False, True, True)
     """
 
     limit_bytes: int
     nbytes: int
 
-    def __init__(self, limit_bytes: int) -> None:
-        if limit_bytes < 0:
-            raise OptionError(f"limit_bytes must be >= 0, got {limit_bytes}")
+    def __init__(self, limit_bytes: int, *, evicts: bool = True) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._items: deque[Message] = deque()  # oldest first
+        self._evicts = evicts
+        self._messages: deque[Message] = deque()  # oldest first
         self._found: dict[int, dict[int, Message]] = {}  # by origin, sequence
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._messages)
 
-    def keep(self, item: Message) -> None:
+    def has_room(self) -> bool:
+        """Whether one more update may be kept, of any size."""
+        return self._evicts or not self._messages or self.nbytes < self.limit_bytes
+
+    def keep(self, message: Message) -> None:
         """Keep an update as the latest one; one that is here stays where it is."""
-        weight = item.weight()
+        nbytes = message.nbytes + MESSAGE_BYTES
         with self._lock:
-            of_origin = self._found.setdefault(item.origin, {})
-            if weight > self.limit_bytes or item.sequence in of_origin:
+            of_origin = self._found.setdefault(message.origin, {})
+            too_large = self._evicts and nbytes > self.limit_bytes
+            if too_large or message.sequence in of_origin:
                 return
-            self._items.append(item)
-            of_origin[item.sequence] = item
-            self.nbytes += weight
-            while self.nbytes > self.limit_bytes:
-                oldest = self._items.popleft()
-                del self._found[oldest.origin][oldest.sequence]
-                self.nbytes -= oldest.weight()
+            self._messages.append(message)
+            of_origin[message.sequence] = message
+            self.nbytes += nbytes
+            while self._evicts and self.nbytes > self.limit_bytes:
+                self._forget_oldest()
+
+    def acknowledge(self, sequence: int) -> bool:
+        """Forget updates up to this one, of one origin; whether there were any."""
+        with self._lock:
+            before = len(self._messages)
+            while self._messages and self._messages[0].sequence <= sequence:
+                self._forget_oldest()
+            return len(self._messages) < before
+
+    def _forget_oldest(self) -> None:
+        oldest = self._messages.popleft()
+        del self._found[oldest.origin][oldest.sequence]
+        self.nbytes -= oldest.nbytes + MESSAGE_BYTES
 
     def find(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Those of an origin's updates that are still here, ascending."""
@@ -187,155 +285,63 @@ class RetransmitBuffer:
             return [of_origin[sequence] for sequence in wanted if sequence in of_origin]
 
 
-class UnackedBuffer:
-    """A replica's own updates, kept until all others have acknowledged them.
+class LinkMeter:
+    """Counts what leaves one replica, over all its destinations.
 
-    At its bound it has no room, and its owner publishes nothing; a `RetransmitBuffer`
-    would forget the oldest. So no update of a replica that is alive is ever out of
-    reach. Below its bound it takes an update of any size.
-
-    All methods may be called from any thread.
-
-    Args:
-        limit_bytes: Most bytes kept, counted by `Message.weight`.
-
-    Example:
-        >>> unacked = UnackedBuffer(limit_bytes=800)
-        >>> for sequence in (1, 2):
-        ...     unacked.keep(Message("update", 0, sequence, 0, nbytes=150))
-        >>> unacked.has_room(), unacked.acknowledge(1), unacked.has_room()
-        (False, True, True)
+    Time counts once where requests are under way side by side: they share the link.
+    The pause between two requests is not counted, nor is a request without frames.
     """
 
-    nbytes: int
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.nbytes = 0
-        self._limit_bytes = limit_bytes
-        self._items: OrderedDict[int, Message] = OrderedDict()
+    def __init__(self) -> None:
+        self._drained = Drained()
+        self._under_way = 0
+        self._since = 0.0  # until then the time is counted
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._items)
+    # ---- event loop
 
-    @property
-    def pressed(self) -> bool:
-        """Whether it is half full, so that it is time to ask what is acknowledged."""
-        return self.nbytes > self._limit_bytes // 2
+    @contextlib.contextmanager
+    def request(self, messages: Sequence[Message]) -> Iterator[None]:
+        """Count the time of a request that carries these."""
+        counts = bool(messages)
+        self._count_time(counts)
+        try:
+            yield
+        finally:
+            self._count_time(-counts)
 
-    def has_room(self) -> bool:
-        """Whether one more update may be kept."""
-        return not self._items or self.nbytes < self._limit_bytes
-
-    def keep(self, item: Message) -> None:
-        """Keep an update, in ascending order, whether there is room or not."""
+    def _count_time(self, begun: int) -> None:
         with self._lock:
-            if item.sequence in self._items:
-                return
-            self._items[item.sequence] = item
-            self.nbytes += item.weight()
+            now = time.perf_counter()
+            if self._under_way:
+                busy_s = self._drained.busy_s + now - self._since
+                self._drained = self._drained._replace(busy_s=busy_s)
+            self._since = now
+            self._under_way += begun
 
-    def acknowledge(self, sequence: int) -> bool:
-        """Everybody has all up to this one; whether anything was forgotten."""
+    def arrived(self, messages: Sequence[Message]) -> None:
+        """Count a request that was answered, and the messages it accepted."""
+        if not messages:
+            return
         with self._lock:
-            before = len(self._items)
-            while self._items and next(iter(self._items)) <= sequence:
-                _, item = self._items.popitem(last=False)
-                self.nbytes -= item.weight()
-            return len(self._items) < before
+            former = self._drained
+            self._drained = former._replace(
+                nbytes=former.nbytes + sum(message.nbytes for message in messages),
+                frames=former.frames + len(messages),
+                requests=former.requests + 1,
+            )
 
-    def find(self, sequences: Iterable[int]) -> list[Message]:
-        """Those that are still kept, ascending."""
-        wanted = sorted(set(sequences))
-        with self._lock:
-            return [self._items[s] for s in wanted if s in self._items]
+    # ---- training thread
 
-
-class Outbox:
-    """A queue for one destination with a bound in bytes.
-
-    At the bound an offer is refused and nothing changes: on a replica the
-    update then stays in the residual, in the relay the publisher keeps it.
-    An empty queue takes one item of any size, so that no update is too large
-    to be sent at all.
-
-    Args:
-        limit_bytes: Bytes that may wait here.
-
-    Attributes:
-        nbytes: Bytes waiting now.
-        on_offer: Called after each accepted item, from the offering thread; the
-            loop that empties the queue sets it.
-        on_drop: Called after items have arrived, from the dropping thread.
-    """
-
-    limit_bytes: int
-    nbytes: int
-    on_offer: Callable[[], object]
-    on_drop: Callable[[], object]
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.nbytes = 0
-        self._items: deque[Message] = deque()
-        self.on_offer = self.on_drop = lambda: None
-        self._changed = threading.Condition()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether an item of this weight would be accepted now."""
-        return not self._items or self.nbytes + nbytes <= self.limit_bytes
-
-    def offer(self, item: Message, *, force: bool = False) -> bool:
-        """Append the item if there is room; say whether it was accepted.
+    def take(self, copies: int) -> Drained:
+        """Counts since the last call.
 
         Args:
-            item: What to append.
-            force: Accept beyond the bound: for the few control items of a run.
+            copies: Of one published frame that leave this replica.
         """
-        with self._changed:
-            nbytes = self.nbytes + item.weight()
-            if self._items and nbytes > self.limit_bytes and not force:
-                return False
-            self._items.append(item)
-            self.nbytes = nbytes
-        self.on_offer()
-        return True
-
-    def head(self, limit_bytes: int) -> list[Message]:
-        """The oldest items, at least one if any, up to so many bytes together."""
-        with self._changed:
-            batch: list[Message] = []
-            total = 0
-            for item in self._items:
-                total += item.weight()
-                if batch and total > limit_bytes:
-                    break
-                batch.append(item)
-            return batch
-
-    def drop(self, count: int) -> None:
-        """Forget the oldest items: they have arrived."""
-        with self._changed:
-            for _ in range(count):
-                self.nbytes -= self._items.popleft().weight()
-            self._changed.notify_all()
-        self.on_drop()
-
-    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Block until `ready()`, checked after each drop; False on time-out."""
-        with self._changed:
-            return self._changed.wait_for(ready, timeout_s)
-
-    def sent(self) -> bool:
-        """Whether all items have arrived."""
-        return not self._items
-
-    def wait_until_sent(self, timeout_s: float) -> bool:
-        """Block until `sent`; False on time-out."""
-        return self.wait_for(self.sent, timeout_s)
+        with self._lock:
+            drained, self._drained = self._drained, Drained()
+        return drained._replace(copies=copies)
 
 
 BATCH_BYTES = 4 * 2**20  # below Dask's 10 MiB offload to its one helper thread

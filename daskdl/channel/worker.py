@@ -27,8 +27,8 @@ from daskdl.channel.inbox import (
     refuse,
 )
 from daskdl.channel.protocol import (
+    MESSAGE_BYTES,
     NAME,
-    RELAYED,
     Answer,
     Arrays,
     Endpoint,
@@ -227,22 +227,22 @@ class ReplicaEndpoint:
     snapshot_requests: list[SnapshotRequest]
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
+        routing = ROUTINGS[endpoint.routing]
         self.inbox = Inbox(
             endpoint.size,
             endpoint.grid,
             endpoint.inbox_bytes,
-            in_order=RELAYED[endpoint.routing] and not endpoint.drops,
+            in_order=routing.relayed and not endpoint.drops,
             in_step=endpoint.in_step,
         )
         self.connection = Connection(worker, endpoint, self.inbox.stop)
-        self.routing = ROUTINGS[endpoint.routing](self.connection, self.inbox)
-        self.repairs = Repairs(self.connection, self.inbox, self._put)
+        self.routing = routing(self.connection, self.inbox)
+        self.repairs = Repairs(self.routing, self._put)
         self.closing = False
         self.blobs = BlobServer(self.connection.loop)
         self.agreed_state = StateServer(self.connection.loop)
         self.snapshot_requests = []
         self._before_snapshot: PreSnapshotBuffer | None = None
-        self._routed = False  # the members of at least one generation are known
         self._endpoint = endpoint
         self._left = asyncio.Event()
         self._running: list[concurrent.futures.Future[None]] = []
@@ -268,7 +268,7 @@ class ReplicaEndpoint:
         if self._before_snapshot is not None:
             limit_bytes = self._endpoint.inbox_bytes
             first = self._before_snapshot.keep(item, limit_bytes)
-            if first and self._routed:
+            if first and self.routing.generation:
                 self.routing.on_message(item)
             return first is not None
         if self.inbox.barrier.holding and self.inbox.holds_back(item):
@@ -312,26 +312,24 @@ class ReplicaEndpoint:
             return False
         if not self.inbox.put(item, update):
             return False
-        self.routing.on_update(item)
+        self.routing.keep(item)
         return True
 
     def on_members(self, payload: Any) -> None:
         """Take in the membership: its generation, and the worker of each member."""
         generation, members = payload
-        workers = dict(members)
-        self.routing.on_members(generation, workers)
-        self.repairs.workers = workers
-        if not self._routed and self._before_snapshot is not None:
+        first = not self.routing.generation
+        self.routing.on_members(generation, dict(members))
+        if first and self._before_snapshot is not None:
             for item in self._before_snapshot.items:
                 self.routing.on_message(item)
-        self._routed = True
 
     def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Updates that another replica misses, as many as fit a request."""
         found: list[Message] = []
         nbytes = 0
         for item in self.routing.lookup(origin, sequences):
-            nbytes += item.weight()
+            nbytes += item.nbytes + MESSAGE_BYTES
             if found and nbytes > BATCH_BYTES:
                 break
             found.append(item)
@@ -372,7 +370,7 @@ class ReplicaEndpoint:
 
     def start(self) -> None:
         """Begin to send, and to request what is missing."""
-        for work in (self.routing.run(), self.repairs.run()):
+        for work in (self.routing.to_scheduler.run(), self.repairs.run()):
             future = asyncio.run_coroutine_threadsafe(work, self.connection.loop)
             self._running.append(future)
 

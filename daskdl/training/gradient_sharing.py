@@ -15,6 +15,7 @@ from typing_extensions import override
 from daskdl import codec
 from daskdl.channel.base import DrainResult
 from daskdl.channel.protocol import FAN_OUT, Barrier
+from daskdl.channel.routing import ROUTINGS
 from daskdl.compression.compressor import (
     Compressor,
     Frame,
@@ -490,9 +491,10 @@ class GradientSharing(TrainingMaster):
             check_whole("max_staleness", self.max_staleness, 0, "or None")
         check_whole("exchange_every", self.exchange_every, 1)
         check_whole("warmup_steps", self.warmup_steps, 0)
-        if self.routing not in ("auto", "plain", "mesh"):
+        if self.routing not in ("auto", *ROUTINGS):
+            *first, last = map(repr, ("auto", *ROUTINGS))
             raise OptionError(
-                f"routing must be 'auto', 'plain' or 'mesh', got {self.routing!r}"
+                f"routing must be {', '.join(first)} or {last}, got {self.routing!r}"
             )
         check_places(self)
 

@@ -76,7 +76,7 @@ async def test_no_update_goes_through_the_scheduler(c, s, *workers, monkeypatch)
 async def test_what_is_not_passed_on_is_asked_for(c, s, *workers):
     async with a_run(c, s, *workers, **CHAIN) as run:
         middle = run.link(1).routing
-        middle._may_forward = lambda item: False
+        middle._may_forward = lambda message: False
         for step in range(3):
             assert publish(run.channels[0], step + 1, step=step)
 
@@ -91,7 +91,7 @@ async def test_a_last_update_that_nobody_passes_on_is_missed_all_the_same(
     c, s, *workers
 ):
     async with a_run(c, s, *workers, **CHAIN) as run:
-        run.link(1).routing.forward = lambda item: None  # no progress either
+        run.link(1).routing.on_message = lambda message: None  # no progress either
         assert publish(run.channels[0])
 
         await in_thread(run.channels[2].wait_for_updates, {0: 1})
@@ -135,7 +135,7 @@ async def test_a_neighbour_that_does_not_answer_holds_nobody_up(c, s, *workers):
 async def test_what_all_have_is_forgotten(c, s, *workers):
     async with a_run(c, s, *workers, **CHAIN) as run:
         assert publish(run.channels[0])
-        own = run.link(0).routing._own
+        own = run.link(0).routing.own
         assert len(own) == 1
 
         await wait_until(lambda: len(own) == 0)
@@ -156,7 +156,7 @@ async def test_who_takes_nothing_leaves_the_others_updates_with_them(
 
         count = sum(accepted)
         assert accepted == [True] * count + [False] * (20 - count)
-        own = run.link(0).routing._own
+        own = run.link(0).routing.own
         weight = own.nbytes // count
         assert 500 <= own.nbytes < 500 + weight
         assert not sender.has_room()

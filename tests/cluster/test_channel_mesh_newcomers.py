@@ -62,7 +62,7 @@ async def test_a_newcomer_waits_until_all_know_that_it_is_there(c, s, a, b):
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
         waiting = begin(donor.wait_for_updates, {1: 2})
-        await wait_until(lambda: run.link(0).routing._book.current.members == (0, 1, 2))
+        await wait_until(lambda: run.link(0).routing.workers.keys() == {0, 1, 2})
         assert publish(other, 1)  # by the old routes
         await wait_until(lambda: 1 in run.link(0).inbox.received.by_origin())
         assert not joining.done()

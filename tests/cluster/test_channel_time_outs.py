@@ -97,8 +97,8 @@ async def test_without_word_from_others_for_too_long_a_wait_names_what_waits(
 ):
     timeouts = bounds(silence=4.0, request=0.5)
     async with a_run(c, s, a, b, timeouts=timeouts, routing="mesh") as run:
-        run.link(0).routing._own.has_room = lambda: False
-        run.link(0).routing._own.acknowledge = lambda sequence: False
+        run.link(0).routing.own.has_room = lambda: False
+        run.link(0).routing.own.acknowledge = lambda sequence: False
         assert publish(run.channels[0], force=True)
 
         with pytest.raises(WaitTimeoutError) as caught:

@@ -9,7 +9,7 @@ from distributed.utils_test import async_poll_for
 from daskdl import codec
 from daskdl.channel import sender as pump_end
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import Message, WaitCause
+from daskdl.channel.protocol import MESSAGE_BYTES, WaitCause
 from daskdl.channel.routing import BEAT_S
 from tests.support.channels import (
     EITHER,
@@ -21,7 +21,6 @@ from tests.support.channels import (
     frame_of,
     held_up,
     in_thread,
-    item_of,
     publish,
     totals,
     two_workers,
@@ -78,7 +77,7 @@ async def test_progress_goes_with_the_last_update_that_waits(c, s, a, b, monkeyp
 async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
     c, s, a, b, monkeypatch
 ):
-    room = 4 * Message.from_wire(item_of(STAMP, frame_of(STAMP, 1))).weight()
+    room = 4 * (frame_of(STAMP, 1).nbytes + MESSAGE_BYTES)
     async with a_run(c, s, a, b, outbox_bytes=room, relay_bytes=room) as run:
         released = held_up(b.handlers, "daskdl_deliver", monkeypatch)
         sender, receiver = run.channels[0], run.channels[1]

@@ -12,7 +12,6 @@ from distributed.protocol import Serialized, dumps, to_serialize
 
 from daskdl.channel import protocol
 from daskdl.channel.protocol import (
-    MESSAGE_BYTES,
     Answer,
     FinishedLease,
     Message,
@@ -75,10 +74,6 @@ def test_fields_that_are_not_those_of_an_item_are_refused(fields, message):
 def test_another_number_of_fields_is_refused(fields):
     with pytest.raises(TypeError):
         Message.from_wire(fields)
-
-
-def test_an_item_weighs_its_payload_and_what_is_around_it():
-    assert Message.from_wire(UPDATE).weight() == 4 + MESSAGE_BYTES
 
 
 def test_kinds_and_answers_are_plain_text_on_the_wire():

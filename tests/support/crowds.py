@@ -7,14 +7,15 @@ the middle of a flood and in the middle of a repair.
 from typing import NamedTuple
 
 from daskdl.channel.inbox import DeliveryBarrier, ReceivedSet
-from daskdl.channel.protocol import MeshTopology, Message, MessageKind, TopologyHistory
+from daskdl.channel.protocol import MESSAGE_BYTES, MeshTopology, Message, MessageKind
 from daskdl.channel.recovery import donors, helpers, missing, settle
+from daskdl.channel.routing import TopologyHistory
 from daskdl.channel.sender import RetransmitBuffer
 
 MOST = 64
 OWN = 6  # updates a replica keeps of its own, and has unconfirmed at most
 LARGE = 10**6
-WEIGHT = Message(MessageKind.UPDATE.value, 0, 1, 0, 100).weight()
+WEIGHT = 100 + MESSAGE_BYTES
 
 
 class Sent(NamedTuple):

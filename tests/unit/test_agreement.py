@@ -23,10 +23,9 @@ class End:
 
     def __init__(self, kept=()):
         self.inbox = filled()
-        self.routing = SimpleNamespace(relayed=False)
+        self.routing = SimpleNamespace(relayed=False, workers={})
         self.connection = SimpleNamespace(silent_s=lambda: 0.0, failure=None)
         self.snapshot_requests = []
-        self.repairs = SimpleNamespace(workers={})  # nobody answers
         self.asked = []
         self._kept = kept
 

@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 
-from daskdl.channel import routing as gauge_module
+from daskdl.channel import sender as gauge_module
 from daskdl.channel.protocol import Message, MessageKind
-from daskdl.channel.routing import LinkMeter
+from daskdl.channel.sender import LinkMeter
 from daskdl.thresholds import Drained
 
 

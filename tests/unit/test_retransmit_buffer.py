@@ -1,12 +1,10 @@
 import threading
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl.channel.protocol import MESSAGE_BYTES, Message, MessageKind
 from daskdl.channel.sender import RetransmitBuffer
-from daskdl.errors import OptionError
 
 WEIGHT = 36 + MESSAGE_BYTES
 KEYS = st.tuples(st.integers(0, 2), st.integers(1, 6))
@@ -22,6 +20,10 @@ def ring_of(*keys, limit_bytes=10**6):
     for key in keys:
         ring.keep(update(*key))
     return ring
+
+
+def bytes_of(items):
+    return sum(item.nbytes + MESSAGE_BYTES for item in items)
 
 
 def kept(ring, origin, sequences=range(1, 10)):
@@ -82,11 +84,6 @@ def test_a_ring_without_room_keeps_nothing():
     assert len(ring_of((0, 1), limit_bytes=0)) == 0
 
 
-def test_a_negative_bound_is_refused():
-    with pytest.raises(OptionError, match="limit_bytes must be >= 0, got -1"):
-        RetransmitBuffer(-1)
-
-
 @given(KEPT, st.integers(0, 1000))
 def test_it_holds_the_latest_that_fit_and_counts_them(updates, limit_bytes):
     ring, expected = RetransmitBuffer(limit_bytes), []
@@ -94,14 +91,16 @@ def test_it_holds_the_latest_that_fit_and_counts_them(updates, limit_bytes):
     for key, nbytes in updates:
         item = update(*key, nbytes)
         ring.keep(item)
-        if item.weight() <= limit_bytes and key not in {i[1:3] for i in expected}:
+        if item.nbytes + MESSAGE_BYTES <= limit_bytes and key not in {
+            i[1:3] for i in expected
+        }:
             expected.append(item)
-        while sum(item.weight() for item in expected) > limit_bytes:
+        while bytes_of(expected) > limit_bytes:
             expected.pop(0)
 
     held = [item for origin in range(3) for item in ring.find(origin, range(1, 7))]
     assert held == sorted(expected, key=lambda item: item[1:3])
-    assert ring.nbytes == sum(item.weight() for item in expected)
+    assert ring.nbytes == bytes_of(expected)
     assert len(ring) == len(expected)
 
 
@@ -122,3 +121,34 @@ def test_two_threads_lose_no_count():
     held = [item for origin in (0, 1) for item in ring.find(origin, range(3000))]
     assert len(held) == len(ring)
     assert ring.nbytes == len(held) * WEIGHT <= 50 * WEIGHT
+
+
+class TestUntilAcknowledged:
+    def test_at_the_bound_there_is_no_room_and_nothing_is_forgotten(self):
+        ring = RetransmitBuffer(3 * WEIGHT, evicts=False)
+        room = []
+
+        for sequence in range(1, 6):
+            room.append(ring.has_room())
+            ring.keep(update(0, sequence))
+
+        assert room == [True, True, True, False, False]
+        assert kept(ring, 0) == [1, 2, 3, 4, 5]
+
+    def test_what_is_acknowledged_is_forgotten_up_to_there(self):
+        ring = RetransmitBuffer(3 * WEIGHT, evicts=False)
+        for sequence in (1, 2, 3):
+            ring.keep(update(0, sequence))
+
+        assert [ring.acknowledge(2), ring.acknowledge(2)] == [True, False]
+
+        assert kept(ring, 0) == [3]
+        assert (len(ring), ring.nbytes) == (1, WEIGHT)
+        assert ring.has_room()
+
+    def test_one_of_any_size_is_taken_while_there_is_nothing(self):
+        ring = RetransmitBuffer(1, evicts=False)
+
+        assert ring.has_room()
+        ring.keep(update(0, 1))
+        assert not ring.has_room()

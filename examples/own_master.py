@@ -76,7 +76,6 @@ class GossipExchange(daskdl.Exchange):
         }
         self.load(mean)
         self.publish()
-        self.keep_agreed()
 
 
 # --8<-- [end:master]

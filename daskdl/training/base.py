@@ -149,6 +149,7 @@ class Parameters:
         untrained: Averaged buffers, and frozen parameters that the model has changed,
             where the parameters are not `exact`; see `Untrained`.
         hidden: With `exact`, buffers that are not in the state dict, by name.
+        digest: Checksum of what is equal on all replicas after a sync point.
     """
 
     exact: Mapping[str, Any] | None = None
@@ -157,6 +158,7 @@ class Parameters:
     grid: float = 0.0
     untrained: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
+    digest: int = 0
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -240,10 +242,10 @@ class CompressionState(NamedTuple):
 
 
 class ExchangeResult(NamedTuple):
-    """What one replica leaves at the end of a fit."""
+    """What one exchange leaves at the end of a fit, beside the agreed parameters."""
 
-    parameters: Parameters  # agreed at the last sync, with what has not been sent
-    compression: CompressionState
+    compression: CompressionState = CompressionState({}, 0)
+    residual_N: NDArray[np.int32] | None = None  # not sent, steps of the agreed grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -447,13 +449,6 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}{size}"
 
 
-class Excess(NamedTuple):
-    """Progress that no update can say, parameter units."""
-
-    far: float  # from what all know; or NaN or infinity
-    quantum: float  # the largest; NaN: nothing is sent in quanta
-
-
 @dataclass(frozen=True)
 class ReplicaContext:
     """What a training master gets to make the exchange of one replica from.
@@ -472,7 +467,7 @@ class ReplicaContext:
         resumed: What a checkpoint has for the exchange, or None.
         residual: Undelivered progress of an earlier fit, of all replicas together, for
             the initial ones to deliver; or None.
-        frozen: The buffers, and frozen parameters that the model changes itself.
+        untrained: The buffers, and frozen parameters that the model changes itself.
     """
 
     module: nn.Module
@@ -484,11 +479,11 @@ class ReplicaContext:
     optimizer: Optimizer | None = None
     resumed: Resumed | None = None
     residual: KeptResidual | None = None
-    frozen: Untrained = None  # type: ignore[assignment]  # as the module is now
+    untrained: Untrained = None  # type: ignore[assignment]  # as the module is now
 
     def __post_init__(self) -> None:
-        if self.frozen is None:
-            object.__setattr__(self, "frozen", Untrained(self.module))
+        if self.untrained is None:
+            object.__setattr__(self, "untrained", Untrained(self.module))
 
     @property
     def alone(self) -> bool:
@@ -508,14 +503,15 @@ class Exchange(ABC):
     other methods have defaults, for an exchange whose only state is the model.
 
     Any method may raise what its calls of the channel raise:
-    :class:`~daskdl.ChannelError` and :class:`~daskdl.WaitTimeoutError`.
+    :class:`~daskdl.ChannelError` and :class:`~daskdl.WaitTimeoutError`. `after_step`
+    and `sync` raise :class:`~daskdl.DivergedError` if there is progress that cannot be
+    shared; the replica adds a diagnosis.
 
     Args:
         context: Of the replica. The model and buffers of a `snapshot` are loaded.
 
     Attributes:
         context: The same.
-        agreed: Parameters on which all replicas agreed last, or those of the start.
         learning_rate_scale: Factor on the optimizer's learning rate in the next step.
         update_scale: How much an update of this replica counts for the group; only
             messages about a fit that diverges use it.
@@ -525,7 +521,6 @@ class Exchange(ABC):
     """
 
     kind: ClassVar[str] = MODEL  # of its states in checkpoints
-    agreed: Parameters
     learning_rate_scale: float = 1.0
     update_scale: float = 1.0
     exchanged: bool = True
@@ -537,7 +532,6 @@ class Exchange(ABC):
             packed: Packed[Parameters]
             packed = Packed.of(np.asarray(context.snapshot[MODEL]), MODEL)
             packed.unpack().load_into(context.module)
-        self.keep_agreed()
 
     def before_step(self, interval: int) -> None:  # noqa: B027
         """Wait if too far ahead, and apply what other replicas have sent.
@@ -564,36 +558,25 @@ class Exchange(ABC):
             examples: Rows this replica trained on so far in this epoch.
             ended: False: there is no data for this replica at present. More may come,
                 when another replica is lost; nobody is to be waited for. True: return
-                when all replicas have the same parameters and buffers, and `agreed`
-                has them; see `keep_agreed`.
+                when all replicas have the same parameters and buffers.
         """
 
-    def keep_agreed(self) -> None:
-        """Keep the module, as it is, as what all replicas agree on."""
-        self.agreed = Parameters.of(self.context.module)
+    def agreed(self) -> Parameters:
+        """Copy what all replicas agree on: at the start, and when `sync` has ended.
+
+        The default copies the module, with a checksum of its trainable parameters.
+        Replicas compare checksums.
+        """
+        parameters = Parameters.of(self.context.module)
+        return dataclasses.replace(parameters, digest=checksum_of(self.context.module))
 
     def showing_agreed(self) -> AbstractContextManager[None]:
-        """Context manager: the module shows the agreed parameters meanwhile.
+        """Context manager in which the module shows the agreed parameters.
 
-        They are validated in it. The default leaves the module as it is: `sync` has
-        just ended.
+        They are validated in it, right after `sync`. The default leaves the module as
+        it is.
         """
         return contextlib.nullcontext()
-
-    def digest(self) -> int:
-        """Checksum of what is equal on all replicas after `sync`; compared then."""
-        return checksum_of(self.context.module)
-
-    def excess(self, *, whole: bool) -> Excess | None:
-        """Progress that cannot be shared, or is not finite; None: there is none.
-
-        Args:
-            whole: Look at all parameters, which is a pass over memory; else only at
-                what the last exchange has looked at anyway. The default does nothing
-                then.
-        """
-        far = largest_in(self.context.module) if whole else 0.0
-        return None if math.isfinite(far) else Excess(far, math.nan)
 
     def stats(self) -> ExchangeStats:
         """Counters since the last call, for the epoch's row of the history."""
@@ -623,8 +606,8 @@ class Exchange(ABC):
         return State(self.kind, {PARAMETERS: trained_in(self.context.module)}, {})
 
     def result(self) -> ExchangeResult:
-        """What this replica leaves at the end of a fit."""
-        return ExchangeResult(self.agreed, CompressionState({}, 0))
+        """What this replica leaves at the end of a fit, beside what is agreed."""
+        return ExchangeResult()
 
     def leave(self) -> None:  # noqa: B027
         """Deliver what only this replica has; it leaves before the end of the fit."""
@@ -644,7 +627,9 @@ class SoloExchange(Exchange):
         super().__init__(context)
         self.learning_rate_scale = self.update_scale = scale
         self._compression = context.compression or CompressionState({}, 0)
+        self._start: Parameters | None = None
         if context.residual is not None:  # there is nobody to share it with
+            self._start = Parameters.of(context.module)
             context.residual.deliver_(context.module)
         self._steps = 0
 
@@ -656,12 +641,12 @@ class SoloExchange(Exchange):
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
-        if ended:
-            self.keep_agreed()
+        pass
 
     @override
-    def digest(self) -> int:
-        return 0
+    def agreed(self) -> Parameters:  # without a digest: there is nobody to compare with
+        start, self._start = self._start, None
+        return start or Parameters.of(self.context.module)
 
     @override
     def stats(self) -> ExchangeStats:
@@ -685,7 +670,7 @@ class SoloExchange(Exchange):
 
     @override
     def result(self) -> ExchangeResult:
-        return ExchangeResult(Parameters.of(self.context.module), self._compression)
+        return ExchangeResult(self._compression)
 
 
 class TrainingMaster(ABC):

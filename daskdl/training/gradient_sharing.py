@@ -1,6 +1,5 @@
 """Asynchronous SGD: replicas send threshold-compressed updates and never meet."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from daskdl.compression.flat import (
 )
 from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.config import check_type, check_whole
-from daskdl.errors import OptionError
+from daskdl.errors import DivergedError, OptionError
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import (
     AdaptiveThreshold,
@@ -42,7 +41,6 @@ from daskdl.training.base import (
     ALONE,
     SHARER,
     CompressionState,
-    Excess,
     Exchange,
     ExchangeResult,
     ExchangeStats,
@@ -77,7 +75,7 @@ class GradientSharingExchange(Exchange):
         self.context = context
         self._options = options
         self._channel = context.channel
-        self._untrained = context.frozen
+        self._untrained = context.untrained
         self._compressor = Compressor(
             FlatParameters(context.module),
             options.threshold,
@@ -119,7 +117,6 @@ class GradientSharingExchange(Exchange):
             place, initial = members.index(context.replica), len(members)
             share_N = context.residual.share_N(place, initial)
             self._vector.add_residual_(share_N, context.residual.grid)
-        self.keep_agreed()
 
     def _scale_for(self, replicas: int) -> None:
         self._replicas = replicas
@@ -187,6 +184,7 @@ class GradientSharingExchange(Exchange):
         self.exchanged = self._step % self._options.exchange_every == 0
         if self.exchanged:
             self._share()
+            self._check_reach(self._compressor.cut)
         if self._options.announces(self._step):
             self._channel.progress(self._step)
 
@@ -264,6 +262,8 @@ class GradientSharingExchange(Exchange):
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
+        if ended:
+            self._check_reach(self._vector.farthest())
         if self._due:
             self._share()
         self._channel.progress(self._step, interval)
@@ -298,32 +298,33 @@ class GradientSharingExchange(Exchange):
         self._channel.sync(self._step, self._vector.regrid_())
         parts = [(own, own["examples"]) for own in payloads]
         self._untrained.load_(average_untrained(parts))
-        self.keep_agreed()
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Take over the state of another replica; what only this one has stays."""
         self._vector.replace_shared_(snapshot["counts_N"], snapshot["grid"])
 
+    def _check_reach(self, far: float) -> None:
+        if far <= self._vector.reach:
+            return
+        if not math.isfinite(far):
+            raise DivergedError(f"parameters became {far}")
+        raise DivergedError(
+            f"parameters moved by {far:.4g}, farther than updates can say, which is "
+            f"2**31 - 1 of the largest quanta, {MAX_COUNT * self._vector.grid:g},"
+        )
+
     @override
-    def keep_agreed(self) -> None:
-        counts_N, grid = self._vector.shared_counts(), self._vector.grid
-        untrained = self._untrained.take()
-        self.agreed = Parameters(None, counts_N, None, grid, untrained)
+    def agreed(self) -> Parameters:
+        return Parameters(
+            shared_N=self._vector.shared_counts(),
+            grid=self._vector.grid,
+            untrained=self._untrained.take(),
+            digest=self._vector.digest(),
+        )
 
     @override
     def showing_agreed(self) -> AbstractContextManager[None]:
         return self._vector.showing_shared()
-
-    @override
-    def digest(self) -> int:
-        return self._vector.digest()
-
-    @override
-    def excess(self, *, whole: bool) -> Excess | None:
-        far = self._vector.farthest() if whole else self._compressor.cut
-        if far <= self._vector.reach:
-            return None
-        return Excess(far, MAX_COUNT * self._vector.grid)
 
     # ---- what it reports and leaves
 
@@ -394,12 +395,8 @@ class GradientSharingExchange(Exchange):
 
     @override
     def result(self) -> ExchangeResult:
-        residual_N = self._vector.residual_counts()
-        parameters = dataclasses.replace(self.agreed, residual_N=residual_N)
-        steps = self._made + self._step
-        return ExchangeResult(
-            parameters, CompressionState(self._compressor.sent, steps)
-        )
+        compression = CompressionState(self._compressor.sent, self._made + self._step)
+        return ExchangeResult(compression, self._vector.residual_counts())
 
     @override
     def leave(self) -> None:

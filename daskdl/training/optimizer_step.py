@@ -19,7 +19,7 @@ from daskdl.data.models import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
 from daskdl.objective import Batch, Objective, OwnStep, Penalised, is_sum, on_device
 from daskdl.serialization import Packed
-from daskdl.training.base import Excess, check_like
+from daskdl.training.base import check_like
 
 Key = tuple[int, str]  # parameter number in the optimizer, name of the state
 
@@ -296,8 +296,8 @@ class Symptoms:
             if not known.
         gradient_norm: Of this step, before clipping; NaN if not known.
         clip_grad_norm: What it is clipped to; None: it is not.
-        excess: What was too much for the exchange after the step, which was made;
-            None: it is the loss.
+        event: What the exchange refused after the step, which was made; "": it is
+            the loss.
     """
 
     replica: int
@@ -314,7 +314,7 @@ class Symptoms:
     residual: float = math.nan
     gradient_norm: float = math.nan
     clip_grad_norm: float | None = None
-    excess: Excess | None = None
+    event: str = ""
 
     @property
     def rising(self) -> bool:
@@ -342,8 +342,8 @@ infinity in X and y, and at the loss
 def _course(s: Symptoms) -> str:
     where = f"at step {s.step} of replica {s.replica}, in epoch {s.epoch}"
     before = "" if s.first is None else f"; it was {s.first:.4g} at its first step"
-    if s.excess is not None:
-        return _excess(s.excess, where)
+    if s.event:
+        return f"{s.event} {where}"
     if s.high_steps:
         return (
             f"the loss ran away: it is {s.loss:.4g} {where}, and has been too high for "
@@ -354,23 +354,13 @@ def _course(s: Symptoms) -> str:
     return f"the loss became {s.loss} {where}{before}"
 
 
-def _excess(excess: Excess, where: str) -> str:
-    far, quantum = excess
-    if math.isnan(quantum) or not math.isfinite(far):
-        return f"parameters became {far} {where}"
-    return (
-        f"parameters moved farther than updates can say {where}: by {far:.4g}, which "
-        f"is more than 2**31 - 1 of the largest quanta, {quantum:g}"
-    )
-
-
 def _hints(s: Symptoms) -> Iterator[str]:
     if s.first is None:
         yield (
             "nothing had been trained yet: look for NaN and infinity in X and y, and "
             "at the loss"
         )
-    elif s.high_steps or s.rising or s.excess is not None:
+    elif s.high_steps or s.rising or s.event:
         yield from _of_rate(s)
         yield from _of_gradient(s)
         yield from _of_sharing(s)

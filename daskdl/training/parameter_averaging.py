@@ -23,12 +23,14 @@ from daskdl.training.base import (
     Exchange,
     ExchangeResult,
     ExchangeStats,
+    Parameters,
     ReplicaContext,
     Resumed,
     State,
     StepStats,
     TrainingMaster,
     check_places,
+    checksum_of,
     restoring,
     trained_in,
 )
@@ -180,7 +182,7 @@ class AveragingExchange(Exchange):
         self._vote = Vote(seen=0, mean=0, examples=0)
         self._trained = 0  # steps of this fit
         self._since = 0  # steps since the last mean
-        self._untrained = context.frozen
+        self._untrained = context.untrained
         self._behind = False  # others may have a later mean
         self._made = 0 if context.compression is None else context.compression.steps
         self._means = self._steps = 0  # since the last `stats`
@@ -198,8 +200,9 @@ class AveragingExchange(Exchange):
             self._behind = True
         if context.resumed is not None and context.resumed.kind == AVERAGER:
             self._resume(context.resumed)
-        self.keep_agreed()
+        self._start: Parameters | None = None
         if context.residual is not None:  # all of it, as every other initial replica
+            self._start = self.agreed()
             context.residual.deliver_(context.module)
             if state.outer is not None:
                 state.outer.follow_()
@@ -248,7 +251,6 @@ class AveragingExchange(Exchange):
             while not self._meet(ended=True).over:
                 pass
             self._behind = False
-            self.keep_agreed()
             self._channel.progress(self._made, interval)
             return
         # After the last step of an interval too: its mean is made now.
@@ -261,7 +263,7 @@ class AveragingExchange(Exchange):
 
     def _meet(self, *, ended: bool = False) -> RoundDecision:
         """Come together once, and do what is decided there."""
-        digest = self.digest() if ended else 0
+        digest = checksum_of(self.context.module) if ended else 0
         owes = bool(self._state.feedback.residual)
         self._vote = self._vote._replace(ended=ended, digest=digest, owes=owes)
         if not self._vote.examples:
@@ -322,6 +324,11 @@ class AveragingExchange(Exchange):
                 return
 
     @override
+    def agreed(self) -> Parameters:
+        start, self._start = self._start, None
+        return start or super().agreed()
+
+    @override
     def stats(self) -> ExchangeStats:
         means, steps = self._means, self._steps
         self._means = self._steps = 0
@@ -357,7 +364,7 @@ class AveragingExchange(Exchange):
 
     @override
     def result(self) -> ExchangeResult:
-        return ExchangeResult(self.agreed, CompressionState({}, self._made))
+        return ExchangeResult(CompressionState({}, self._made))
 
 
 @dataclass(frozen=True)
@@ -450,7 +457,7 @@ class ParameterAveraging(TrainingMaster):
             context.optimizer if self.average_optimizer else None,
             self.outer,
             compressed=self.compression is not None,
-            untrained=context.frozen,
+            untrained=context.untrained,
         )
         exchange = AveragingExchange(context, state, self.frequency, self.fan_out)
         exchange.averages_optimizer = self.average_optimizer

@@ -1,7 +1,6 @@
 """What happens on a worker: join, build, train each epoch, report, and leave."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 import threading
@@ -10,6 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
@@ -34,11 +34,11 @@ from daskdl.scores import Score, score_batches
 from daskdl.serialization import Packed, copied
 from daskdl.training.backend import FitResult, arrays_of
 from daskdl.training.base import (
-    Excess,
     Parameters,
     ReplicaContext,
     SoloExchange,
     check_like,
+    largest_in,
     load_tensors_,
     others_in,
     restoring,
@@ -358,6 +358,7 @@ class Replica:
         totals: Of the current epoch.
         first_epoch: The first epoch to train in.
         interval: Number of the current sync interval, from 0 over all epochs.
+        agreed: Parameters on which all replicas agreed last, or those of the start.
         met: Whether all replicas have agreed since the start of the run.
         checkpoints: That are written; None: there are none.
     """
@@ -436,6 +437,7 @@ class Replica:
             if scale is None or not context.alone
             else SoloExchange(context, scale)
         )
+        self.agreed = self.exchange.agreed()
         self.rate = LearningRate(
             self.optimizer, options.scheduling, options.schedule, options.epochs
         )
@@ -483,7 +485,7 @@ class Replica:
             with restoring(f"{at}: random"):
                 restore_generators(part["random"], self._device)
         # Nobody sends anything before all are there, on the same grid.
-        gathered = self._channel.barrier("resume", {"digest": self.exchange.digest()})
+        gathered = self._channel.barrier("resume", {"digest": self.agreed.digest})
         check_alike(gathered, "after they have read a checkpoint")
         for part, at in zip(inherited.own, inherited.own_at, strict=True):
             self.seen += part["seen"]
@@ -579,8 +581,10 @@ class Replica:
             for callback in callbacks:
                 callback.on_step_end(step)
             started += time.perf_counter() - paused
-        exchange.after_step(self.interval, rows)
-        self._check_reach(epoch, whole=False)
+        try:
+            exchange.after_step(self.interval, rows)
+        except DivergedError as error:
+            raise self._diverged(epoch, loss, str(error)) from None
         totals.loss_sum += loss * rows
         totals.examples += rows
         step_s = time.perf_counter() - started
@@ -594,7 +598,7 @@ class Replica:
     def _feed(self, phase: str, epoch: int) -> Feed:
         reading = self._options.reading(phase, epoch)
         if not isinstance(self._options.objective, OwnStep):
-            reading = dataclasses.replace(reading, fits=self._check_shapes)
+            reading = replace(reading, fits=self._check_shapes)
         transform = self._options.read.transform
         return Feed(self._channel, epoch, self._store, reading, transform)
 
@@ -605,8 +609,15 @@ class Replica:
 
     def _sync(self, epoch: int) -> None:
         started = time.perf_counter()
-        self._check_reach(epoch, whole=True)
-        self.exchange.sync(self.interval, self.totals.examples, ended=True)
+        loss = math.nan if self.watch.last is None else self.watch.last
+        largest = largest_in(self.module)
+        if not math.isfinite(largest):
+            raise self._diverged(epoch, loss, f"parameters became {largest}")
+        try:
+            self.exchange.sync(self.interval, self.totals.examples, ended=True)
+        except DivergedError as error:
+            raise self._diverged(epoch, loss, str(error)) from None
+        self.agreed = self.exchange.agreed()
         self.met = True
         self.totals.seconds += time.perf_counter() - started
 
@@ -615,7 +626,7 @@ class Replica:
         assert self.checkpoints is not None, "else there are no such sync points"
         self._sync(epoch)
         note = {
-            "digest": self.exchange.digest(),
+            "digest": self.agreed.digest,
             "checkpoint": self.checkpoints.counters(),
         }
         gathered = self._channel.barrier(f"pause {self.interval}", note, Barrier.SYNC)
@@ -642,7 +653,7 @@ class Replica:
         self.interval += 1
         seen = sum(report.seen for report in reports)
         self.weight = self.seen / seen if seen else 0.0
-        judging, agreed = self._options.judging, self.exchange.agreed
+        judging, agreed = self._options.judging, self.agreed
         judged = judging.scored(epoch) or not judging.validates
         self.rate.end_epoch(reports, judged=judged)
         self.stopper.end_epoch(epoch, reports, agreed)
@@ -655,7 +666,7 @@ class Replica:
     def _report(self, epoch: int) -> EpochReport:
         score, unscored = self._validate(epoch)
         return EpochReport(
-            digest=self.exchange.digest(),
+            digest=self.agreed.digest,
             seen=self.seen,
             totals=self.totals,
             exchange=self.exchange.stats(),
@@ -730,7 +741,7 @@ class Replica:
         left = self.exchange.result()
         if not finished:
             return FitResult(
-                self.exchange.agreed,
+                self.agreed,
                 compression=left.compression,
                 steps=self._log.take(),
                 met=self.met,
@@ -738,7 +749,7 @@ class Replica:
             )
         best = self.stopper.best()
         return FitResult(
-            left.parameters if best is None else best,
+            best or replace(self.agreed, residual_N=left.residual_N),
             weigh(self.optimizer, self.weight),
             left.compression,
             self.rate.state(),
@@ -747,20 +758,13 @@ class Replica:
 
     # ---- divergence
 
-    def _check_reach(self, epoch: int, *, whole: bool) -> None:
-        excess = self.exchange.excess(whole=whole)
-        if excess is not None:
-            loss = math.nan if self.watch.last is None else self.watch.last
-            raise self._diverged(epoch, loss, excess)
-
-    def _diverged(
-        self, epoch: int, loss: float, excess: Excess | None = None
-    ) -> DivergedError:
+    def _diverged(self, epoch: int, loss: float, event: str = "") -> DivergedError:
+        """Explain a step's loss, or the `event` that an exchange has raised."""
         exchange, stats = self.exchange, self.exchange.stats()
         symptoms = Symptoms(
             replica=self._number,
             epoch=epoch,
-            step=self.steps + (excess is None),
+            step=self.steps + (not event),
             loss=loss,
             first=self.watch.first,
             before=self.watch.last,
@@ -772,7 +776,7 @@ class Replica:
             residual=exchange.step_stats().residual_p99,
             gradient_norm=self.stepper.gradient_norm(),
             clip_grad_norm=self._options.stepping.clip_grad_norm,
-            excess=excess,
+            event=event,
         )
         return DivergedError(diagnosis(symptoms))
 

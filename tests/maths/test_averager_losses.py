@@ -146,7 +146,7 @@ class Life:
         self.rows.append(trained)
         self.exchange.sync(epoch, len(trained), ended=True)
         self.ends.append(self.model[0].detach().clone())
-        digest = self.exchange.digest()
+        digest = self.exchange.agreed().digest
         self.channel.barrier(f"report {epoch}", digest, Barrier.REPORT)
 
 

@@ -15,8 +15,8 @@ POSITIVE = X @ np.array([1.0, -1.0, 2.0, 0.5], np.float32) > 0
 ONE = POSITIVE.astype(np.float32)[:, None], nn.BCEWithLogitsLoss()
 TWO = POSITIVE.astype(np.int64), nn.CrossEntropyLoss()
 FAR = (
-    r"moved farther than updates can say at step \d+ of replica \d, in epoch 0: by "
-    r"\d(\.\d+)?e\+\d+, which is more than 2\*\*31 - 1 of the largest quanta, 0\.25; "
+    r"parameters moved by \d(\.\d+)?e\+\d+, farther than updates can say, which is "
+    r"2\*\*31 - 1 of the largest quanta, 0\.25, at step \d+ of replica \d, in epoch 0; "
     r".*lower the learning rate, 1e\+30; set clip_grad_norm"
 )
 

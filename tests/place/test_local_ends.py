@@ -169,15 +169,15 @@ class Midway(Callback):
 
 
 class Hang(Callback):
-    """Replica 0 waits in its first step until it is let go; the other for that."""
+    """Replica 0 waits in its second step until it is let go; the other for that."""
 
     hangs = release = None
 
     def on_step_end(self, step):
-        if step.replica == 0:
+        if step.replica == 0 and step.number == 2:
             Hang.hangs.set()
             Hang.release.wait(60)
-        else:
+        elif step.replica == 1:
             Hang.hangs.wait(60)
 
 

@@ -248,11 +248,8 @@ class Recording(Exchange):
     def showing_agreed(self):
         return self._inner.showing_agreed()
 
-    def excess(self, *, whole):
-        return self._inner.excess(whole=whole)
-
-    def digest(self):
-        return self._inner.digest()
+    def agreed(self):
+        return self._inner.agreed()
 
     def stats(self):
         return self._inner.stats()

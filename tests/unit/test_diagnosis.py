@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from daskdl.training.base import Excess
 from daskdl.training.optimizer_step import Symptoms, diagnosis
 
 NAN = math.nan
@@ -74,15 +73,10 @@ def test_a_hint_is_there_if_its_numbers_say_so(symptoms, change, hints):
     ("symptoms", "beginning"),
     [
         (
-            dataclasses.replace(SUDDEN, loss=0.5, excess=Excess(3e12, 0.25)),
-            "parameters moved farther than updates can say at step 80 of replica 3, in "
-            "epoch 2: by 3e+12, which is more than 2**31 - 1 of the largest quanta, "
-            "0.25; the last agreed state is that of epoch 1, and in model_; lower the "
-            "learning rate, 0.1; set clip_grad_norm",
-        ),
-        (
-            dataclasses.replace(SUDDEN, loss=0.5, excess=Excess(math.inf, 0.25)),
-            "parameters became inf at step 80 of replica 3, in epoch 2; the last",
+            dataclasses.replace(SUDDEN, loss=0.5, event="parameters became inf"),
+            "parameters became inf at step 80 of replica 3, in epoch 2; the last "
+            "agreed state is that of epoch 1, and in model_; lower the learning rate, "
+            "0.1; set clip_grad_norm",
         ),
         (
             FIRST,

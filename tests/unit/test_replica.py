@@ -106,7 +106,7 @@ def snapshot():
         replica = Replica.join(*arguments)
         totals = EpochTotals(1.0, 1, 1.0)
         report = EpochReport(totals=totals, **replica.stopper.report())
-        replica.stopper.end_epoch(0, [report], replica.exchange.agreed)
+        replica.stopper.end_epoch(0, [report], replica.agreed)
         start = replica.module.weight.detach().clone().numpy()
         return {**replica.snapshot(), "start": start}
 

@@ -31,6 +31,9 @@ from daskdl.training.telemetry import Reports, reports_of
 logger = logging.getLogger(__name__)
 
 
+POLL_S = 0.5  # how long to wait for an event
+
+
 @dataclass(frozen=True)
 class StepProgress:
     """A replica has trained on some rows."""
@@ -45,7 +48,7 @@ class EpochEnded:
     """All replicas have met at the end of an epoch."""
 
     epoch: int
-    report: Mapping[str, Any]  # notes and rows of steps by replica, and counters
+    report: Mapping[str, Any]  # payloads and rows of steps by replica, and counters
 
     @functools.cached_property
     def reports(self) -> Reports:
@@ -59,7 +62,7 @@ class ReplicaFailed:
 
     type: str  # a class of daskdl.errors
     summary: str
-    replica: int | None = None  # None: it is nobody's failure
+    replica: int | None = None  # None: the run as a whole
     worker: str = ""
     traceback: str = ""
     pickled: bytes = b""  # the exception, if it can be
@@ -74,53 +77,10 @@ class TaskFailed:
 
 
 @dataclass(frozen=True)
-class ReplicaLost:
-    """A replica takes no part any more: it failed, or retired with its worker."""
+class ReplicaGone:
+    """Nothing is expected of a replica any more: it failed, or retired."""
 
     replica: int
-    summary: str = ""  # empty: Dask has removed its worker
-
-
-@dataclass(frozen=True)
-class ReplicaJoined:
-    """A replica that came later trains now."""
-
-    replica: int
-    worker: str
-
-
-@dataclass(frozen=True)
-class JoinFailed:
-    """A replica that came later could not begin."""
-
-    replica: int
-    summary: str
-
-
-@dataclass(frozen=True)
-class WorkerArrived:
-    """A worker has come, or is free again."""
-
-    worker: str
-    found: Mapping[str, str] | None = None  # versions; None: it has taken part before
-
-
-@dataclass(frozen=True)
-class PartMissing:
-    """A part of the data is not on the worker that leased it."""
-
-    phase: str
-    part: int
-    key: str
-    worker: str
-    avoid: Sequence[str] = ()  # workers that hang
-
-
-@dataclass(frozen=True)
-class NobodyLeft:
-    """All replicas have ended; those that were about to join have nobody to join."""
-
-    waiting: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -130,49 +90,31 @@ class RunStopped:
     summary: str
 
 
-@dataclass(frozen=True)
-class RunEnded:
-    """Every replica has ended, and no event is left."""
-
-
 Event = (
-    StepProgress
-    | EpochEnded
-    | ReplicaFailed
-    | TaskFailed
-    | ReplicaLost
-    | ReplicaJoined
-    | JoinFailed
-    | WorkerArrived
-    | PartMissing
-    | NobodyLeft
-    | RunStopped
-    | RunEnded
+    StepProgress | EpochEnded | ReplicaFailed | TaskFailed | ReplicaGone | RunStopped
 )
 
-_KINDS: Mapping[str, type[Event]] = {
-    "progress": StepProgress,
-    "failed": ReplicaFailed,
-    "removed": ReplicaLost,
-    "lost": ReplicaLost,
-    "retired": ReplicaLost,
-    "joined": ReplicaJoined,
-    "not joined": JoinFailed,
-    "worker": WorkerArrived,
-    "missing": PartMissing,
-    "over": NobodyLeft,
-    "stopped": RunStopped,
-}
 
+def event_of(posted: Mapping[str, Any]) -> Event | None:
+    """Make an event of what the run state has posted; None: only the backend uses it.
 
-def event_of(posted: Mapping[str, Any]) -> Event:
-    """Make an event of what the run state has posted."""
-    fields = {name: value for name, value in posted.items() if name != "kind"}
-    if posted["kind"] == "report":
-        return EpochEnded(fields["epoch"], fields)
-    kind = _KINDS[posted["kind"]]
-    known = kind.__dataclass_fields__.keys() & fields.keys()
-    return kind(**{name: fields[name] for name in known})
+    Example:
+        >>> event_of({"kind": "removed", "replica": 3})
+        ReplicaGone(replica=3)
+    """
+    match posted:
+        case {"kind": "progress", "epoch": epoch, "examples": count, "loss": loss}:
+            return StepProgress(epoch, count, loss)
+        case {"kind": "report", "epoch": epoch}:
+            return EpochEnded(epoch, posted)
+        case {"kind": "failed", **fields}:
+            names = ReplicaFailed.__dataclass_fields__.keys() & fields.keys()
+            return ReplicaFailed(**{name: fields[name] for name in names})
+        case {"kind": "removed" | "lost" | "retired", "replica": replica}:
+            return ReplicaGone(replica)
+        case {"kind": "stopped", "summary": summary}:
+            return RunStopped(summary)
+    return None
 
 
 class Backend(ABC):
@@ -193,12 +135,8 @@ class Backend(ABC):
         """Start the initial replicas on their workers."""
 
     @abstractmethod
-    def poll_events(self, timeout_s: float) -> Iterator[Event]:
-        """Yield new events, reacting to those that concern workers; wait for one.
-
-        Args:
-            timeout_s: How long to wait if there is none.
-        """
+    def poll_events(self) -> Iterator[Event]:
+        """Yield events until every replica has ended; react to those of workers."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:

@@ -29,19 +29,14 @@ from daskdl.data.supplies import Supply, supply_of
 from daskdl.errors import ChannelError, RunError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
+    POLL_S,
     AgreedState,
     Backend,
     EpochEnded,
     Event,
     FitResult,
-    JoinFailed,
-    NobodyLeft,
-    PartMissing,
-    ReplicaJoined,
-    ReplicaLost,
-    RunEnded,
+    ReplicaGone,
     TaskFailed,
-    WorkerArrived,
     event_of,
     merge,
     most_replicas,
@@ -358,7 +353,6 @@ class DaskBackend(Backend):
         self._most_replicas = most_replicas
         self._futures: dict[int, Future] = {}  # of replicas that are not given up
         self._retry_at: dict[str, float] = {}  # by worker; monotonic clock
-        self._seen = 0  # events
         self._answered_at = time.monotonic()  # by the scheduler
         self._address = client.scheduler.address
         self._scheduler_lost = self._warned = False
@@ -459,48 +453,54 @@ class DaskBackend(Backend):
     # ---- events
 
     @override
-    def poll_events(self, timeout_s: float) -> Iterator[Event]:
-        ended = all(future.done() for future in self._futures.values())
-        self._retry_workers()
-        # Before asking for events: an earlier one told which worker is gone.
-        self._restore_lost_parts()
-        answer = self._ask(
-            protocol.WATCH, seen=self._seen, timeout_s=0 if ended else timeout_s
-        )
-        posted = answer["events"]
-        self._seen += len(posted)
-        for fields in posted:
-            event = event_of(fields)
-            self._handle_event(event)
-            yield event
-        for replica, future in list(self._futures.items()):
-            if future.status == "cancelled":
-                # Its worker has gone, perhaps before the task arrived there.
-                logger.info("Dask has given up the task of replica %s", replica)
-                self._cancel(replica)
-                yield ReplicaLost(replica)
-            elif future.status == "error" and replica in self._initial:
-                yield TaskFailed(replica, future.exception())
-            elif future.status == "error":
-                error = future.exception()
-                logger.warning("a joining replica did not start: %s", error)
-                self._unassign([replica])
-        if ended and not posted:
-            yield RunEnded()
+    def poll_events(self) -> Iterator[Event]:
+        posted: Sequence[Mapping[str, Any]] = ()
+        seen, ended = 0, False
+        while posted or not ended:
+            ended = all(future.done() for future in self._futures.values())
+            for worker, at in list(self._retry_at.items()):
+                if time.monotonic() >= at:
+                    del self._retry_at[worker]
+                    self._assign_more(worker)
+            # Before asking for events: an earlier one told which worker is gone.
+            self._restore_lost_parts()
+            timeout_s = 0 if ended else POLL_S
+            posted = self._ask(protocol.WATCH, seen=seen, timeout_s=timeout_s)["events"]
+            seen += len(posted)
+            for fields in posted:
+                event = event_of(fields)
+                self._handle(fields, event)
+                if event is not None:
+                    yield event
+            for replica, future in list(self._futures.items()):
+                if future.status == "cancelled":
+                    # Its worker has gone, perhaps before the task arrived there.
+                    logger.info("Dask has given up the task of replica %s", replica)
+                    self._cancel(replica)
+                    yield ReplicaGone(replica)
+                elif future.status == "error" and replica in self._initial:
+                    yield TaskFailed(replica, future.exception())
+                elif future.status == "error":
+                    error = future.exception()
+                    logger.warning("a joining replica did not start: %s", error)
+                    self._unassign([replica])
 
-    def _handle_event(self, event: Event) -> None:
-        match event:
-            case ReplicaLost(replica, summary):
-                if summary:
-                    logger.warning("%s", summary)
+    def _handle(self, posted: Mapping[str, Any], event: Event | None) -> None:
+        """React to what concerns workers."""
+        match posted:
+            case {"kind": "removed", "replica": replica}:
                 # Pinned to a worker that is gone, the task would wait for ever.
                 self._cancel(replica)
-            case ReplicaJoined(replica, worker):
+            case {"kind": "lost" | "retired", "replica": replica, "summary": summary}:
+                logger.warning("%s", summary)
+                self._cancel(replica)
+            case {"kind": "joined", "replica": replica, "worker": worker}:
                 logger.info("replica %s trains on %s", replica, worker)
-            case JoinFailed(replica, summary):
+            case {"kind": "not joined", "replica": replica, "summary": summary}:
                 worker = self.workers[replica]
                 logger.warning("a joining replica on %s failed: %s", worker, summary)
-            case WorkerArrived(worker, found):
+            case {"kind": "worker", "worker": worker}:
+                found = posted.get("found")  # its versions; None: it took part before
                 wrong = "" if found is None else lacking(found)
                 if wrong:
                     logger.warning(
@@ -512,14 +512,15 @@ class DaskBackend(Backend):
                     )
                 else:
                     self._assign_more(worker)
-            case PartMissing():
-                self._restore(event)
-            case NobodyLeft(waiting):
+            case {"kind": "missing", "phase": phase, "part": part, "key": key}:
+                # `avoid` are workers that hang.
+                self._restore(phase, part, key, posted["worker"], posted["avoid"])
+            case {"kind": "over", "waiting": waiting}:
                 for replica in waiting:
                     self._cancel(replica)
-            case EpochEnded(epoch):
-                self._fetcher.fetch(epoch)
-                self._warn_of_frozen(event)
+        if isinstance(event, EpochEnded):
+            self._fetcher.fetch(event.epoch)
+            self._warn_of_frozen(event)
 
     def _assign_more(self, worker: str) -> None:
         """Let a worker take part that has come, or is free again."""
@@ -549,12 +550,6 @@ class DaskBackend(Backend):
             bound_s = self._spec.timeouts.request
             self._retry_at[worker] = time.monotonic() + bound_s
 
-    def _retry_workers(self) -> None:
-        for worker, due in list(self._retry_at.items()):
-            if time.monotonic() >= due:
-                del self._retry_at[worker]
-                self._assign_more(worker)
-
     def _restore_lost_parts(self) -> None:
         """Replace parts that died with their worker, before a replica needs them."""
         lost = [(p, *part) for p, own in self._supplies.items() for part in own.lost()]
@@ -562,21 +557,20 @@ class DaskBackend(Backend):
         training = sorted(there.intersection(self.workers[r] for r in self._futures))
         for phase, part, key in lost if training else ():
             worker = training[part % len(training)]
-            self._restore(PartMissing(phase, part, key, worker))
+            self._restore(phase, part, key, worker)
 
-    def _restore(self, missing: PartMissing) -> None:
+    def _restore(
+        self, phase: str, part: int, key: str, worker: str, avoid: Iterable[str] = ()
+    ) -> None:
         """Send a part again: to the worker that needs it, else to any that takes it."""
-        phase, part = missing.phase, missing.part
-        there = self._workers() - set(missing.avoid)
-        for home in sorted(
-            there, key=lambda worker: (worker != missing.worker, worker)
-        ):
+        there = self._workers().difference(avoid)
+        for home in sorted(there, key=lambda one: (one != worker, one)):
             try:
-                key = self._supplies[phase].restore(part, missing.key, [home])
+                new = self._supplies[phase].restore(part, key, [home])
             except OSError as error:  # it has gone, or hangs
                 logger.info("part %s is not put on %s: %s", part, home, error)
                 continue
-            self._ask(protocol.RESTORE, phase=phase, part=part, key=key)
+            self._ask(protocol.RESTORE, phase=phase, part=part, key=new)
             return
 
     def _warn_of_frozen(self, event: EpochEnded) -> None:

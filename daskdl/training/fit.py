@@ -1,8 +1,9 @@
-"""One fit on the client, from what was asked for to the trained model.
+"""One fit on the client, from its options to the trained model.
 
-:class:`FitRun` reads top to bottom: `prepare` tries everything out, makes the data
-ready and chooses the replicas; `train` opens the backend, follows its events and
-collects the result; `settle_` puts it into the model and says what the next fit needs.
+:class:`FitRun` reads top to bottom. `prepare` does a dry run of model and data, loads
+or exports the data, and chooses the workers. `train` opens the backend, handles its
+events and collects the result. `settle_` puts the result into the model and returns
+the state that the next fit goes on from.
 """
 
 import contextlib
@@ -48,8 +49,7 @@ from daskdl.training.backend import (
     Event,
     FitResult,
     ReplicaFailed,
-    ReplicaLost,
-    RunEnded,
+    ReplicaGone,
     RunStopped,
     StepProgress,
     TaskFailed,
@@ -71,7 +71,6 @@ logger = logging.getLogger(__name__)
 OUTBOX_BYTES = 2**20  # more would only grow old; the residual is the better queue
 INBOX_BYTES = 64 * 2**20  # of decoded entries; beyond it they are folded
 FILE_BYTES = 4 * 2**20  # of a batch file for one run: large enough to be worth a look
-POLL_S = 0.5  # how long to wait for an event
 
 Sources = Mapping[str, Source]  # by "train" and "validation"
 
@@ -113,7 +112,7 @@ class FitRun:
         self._agreed_epoch: int | None = None  # of `result`, if later ones were lost
         self._failure: Exception | None = None
         self._class_count: int | None = None
-        self._gone: dict[int, None] = {}  # replicas that were lost
+        self._gone: set[int] = set()  # replicas that failed or retired
 
     # ---- before
 
@@ -137,13 +136,11 @@ class FitRun:
         else:
             PackedModel(model)  # refused here if it cannot travel
         known = all(is_known(source) for source in sources.values())
-        if known:
-            self._dry_run(sources)
+        accepted = self._dry_run(sources) if known else None
         if client is not False:
             check_installed(client)
         with _ready(sources, spec, client) as ready, contextlib.ExitStack() as stack:
-            if not known:
-                self._dry_run(ready)
+            labels, judging = accepted or self._dry_run(ready)
             train, size = ready["train"], spec.read.batch_size
             self.classes, self._rows = train.classes, rows_in(train)
             if spec.drop_last and self._rows is not None and self._rows < size:
@@ -156,7 +153,7 @@ class FitRun:
                 self._class_count = len(train.classes)
             optimizer = spec.optimizer_for(model)
             self._state = self._state.continued(model, optimizer, spec.scheduling)
-            self._sent = self._replica_spec(train)
+            self._sent = self._replica_spec(train, labels, judging)
             if client is False:
                 self._backend: Backend = LocalBackend(self._sent, ready)
             else:
@@ -173,11 +170,14 @@ class FitRun:
             stack.enter_context(callback_scope(spec.callbacks, begin, self.history))
             yield
 
-    def _dry_run(self, sources: Sources) -> None:
+    def _dry_run(self, sources: Sources) -> tuple[LabelCheck | None, Judging]:
         """Try model, optimizer and loss on a few rows; no worker is touched.
 
         Args:
             sources: By phase; some rows of each are known.
+
+        Returns:
+            What labels of parts are held to, and in which epochs the model is scored.
 
         Raises:
             DaskDLError: Naming what does not fit together.
@@ -200,16 +200,17 @@ class FitRun:
                 if labels is not None:
                     check_all_labels(validation, labels)
             accuracy = has_accuracy(model, objective, *rows, transform)
-        self._judging = Judging.of(
+        self._class_count = None if accepted is None else accepted.classes
+        return labels, Judging.of(
             spec.callbacks,
             spec.epochs,
             validates=validation is not None,
             accuracy=accuracy,
         )
-        self._labels = labels
-        self._class_count = None if accepted is None else accepted.classes
 
-    def _replica_spec(self, train: Source) -> ReplicaSpec:
+    def _replica_spec(
+        self, train: Source, labels: LabelCheck | None, judging: Judging
+    ) -> ReplicaSpec:
         """What the replicas are sent."""
         spec, state, resume = self._spec, self._state, self._resume
         flat, trained = FlatParameters(copied(self._model)), state.optimizer
@@ -237,8 +238,8 @@ class FitRun:
             residual=state.residual,
             epochs_before=state.epochs,
             rows=batching.of_both(lambda tree: shown_rows(tree, 2), rows_like(train)),
-            judging=self._judging,
-            labels=self._labels,
+            judging=judging,
+            labels=labels,
             left_out=train.left_out,
             size=flat.size,
             grid=grid_for(flat),
@@ -275,22 +276,23 @@ class FitRun:
             elif self._assigned and self._resume is None:
                 # All replicas had agreed on the start.
                 self.result = FitResult(Parameters(), met=False)
-        self._note_restored(self.result)
-        if self._has_trained() and self._sent.checkpoints is not None:
-            self._sent.checkpoints.conclude()
-        hint_at_small_threshold(self.history[-1])
+        self._finish(self.result)
 
     def _run(self) -> None:
         """Open the backend, follow its events to the end, and leave nothing of it."""
         backend, callbacks = self._backend, self._spec.callbacks
         with ProgressReporter(self._sent, self.history, callbacks, self._rows) as shown:
-            backend.open()
             with contextlib.ExitStack() as ending:
                 ending.push(self._leave)
+                backend.open()
                 backend.assign()
                 self._assigned = True
-                while not self._poll(shown):
-                    pass
+                for event in backend.poll_events():
+                    if isinstance(event, RunStopped):
+                        reason = f"the run was stopped: {event.summary}"
+                        self._failure = self._failure or RunError(reason)
+                        break
+                    self._handle_event(event, shown)
             failure, self._failure = self._failure, None
             try:
                 if failure is not None:
@@ -299,20 +301,14 @@ class FitRun:
                 # Else it would hold itself, and by its frames the user's data with it.
                 del failure
 
-    def _poll(self, reporter: "ProgressReporter") -> bool:
-        """Handle the events that have come; return whether the run has ended."""
-        events = self._backend.poll_events(POLL_S)
-        return any(self._handle_event(event, reporter) for event in events)
-
-    def _handle_event(self, event: Event, reporter: "ProgressReporter") -> bool:
-        """Return whether the run has ended with this event."""
+    def _handle_event(self, event: Event, reporter: "ProgressReporter") -> None:
         match event:
             case StepProgress():
                 reporter.show(event)
             case EpochEnded():
                 reporter.end_epoch(event)
-            case ReplicaLost(replica):
-                self._gone[replica] = None
+            case ReplicaGone(replica):
+                self._gone.add(replica)
             case ReplicaFailed():
                 self._failure = self._failure or self._error_of(event)
             case TaskFailed(replica, error):
@@ -322,14 +318,6 @@ class FitRun:
                 raise ReplicaError(
                     f"{where} failed: {type(error).__name__}: {error}"
                 ) from error
-            case RunStopped(summary):
-                self._failure = self._failure or RunError(
-                    f"the run was stopped: {summary}"
-                )
-                return True
-            case RunEnded():
-                return True
-        return False
 
     def _error_of(self, event: ReplicaFailed) -> Exception:
         """The error that `fit` raises, with the replica's own as its cause."""
@@ -365,8 +353,8 @@ class FitRun:
             result, agreed = self.result, backend.agreed
             # Nothing comes from replicas that had not agreed on anything, either.
             if agreed is not None and not (result and result.parameters):
-                compression = None if result is None else result.compression
-                self.result = FitResult(agreed.parameters, compression=compression)
+                result = result or FitResult(Parameters())
+                self.result = replace(result, parameters=agreed.parameters, met=True)
                 self._agreed_epoch = agreed.epoch
             backend.close()
 
@@ -396,37 +384,36 @@ class FitRun:
             where = newest.store.url if newest and own else "not written yet"
             error.add_note(f"the last checkpoint, for fit(resume=...), is {where}")
 
-    def _note_restored(self, result: FitResult) -> None:
-        stopping, rule = self.history.stopping, self._sent.judging.stopping
-        if stopping is None or rule is None:
-            return
-        self.history.stopping = replace(stopping, restored=result.restored)
-        lost = rule.restore_best and not result.restored
-        if lost and stopping.best_epoch is not None:
-            logger.warning(
-                "all replicas that had the model of epoch %s, the best, were lost, and "
-                "model_ is that of the last epoch; restore_best needs one that stays",
-                stopping.best_epoch,
-            )
-
-    def _has_trained(self) -> bool:
-        """Whether there was something left to train on.
+    def _finish(self, result: FitResult) -> None:
+        """Record what the run came to, and conclude its checkpoints.
 
         Raises:
-            RunError: If there was, and no replica has trained.
+            RunError: If there was something left to train on, and no replica trained.
+            SaveError: If the run has left no checkpoint where it should.
         """
-        sent, stopping = self._sent, self.history.stopping
-        rows = self.history[sent.first_epoch :]
+        sent, history = self._sent, self.history
+        rule, stopping = sent.judging.stopping, history.stopping
+        if stopping is not None and rule is not None:
+            history.stopping = replace(stopping, restored=result.restored)
+            lost = rule.restore_best and not result.restored
+            if lost and stopping.best_epoch is not None:
+                logger.warning(
+                    "all replicas that had the model of epoch %s, the best, were lost, "
+                    "and model_ is that of the last epoch; restore_best needs one that "
+                    "stays",
+                    stopping.best_epoch,
+                )
+        rows = history[sent.first_epoch :]
         # A checkpoint in the middle of an epoch may leave nothing of that epoch.
         if any(row["examples"] or sent.resume is not None for row in rows):
-            return True
-        stopped_before = stopping is not None and stopping.reason is not None
-        if sent.first_epoch < sent.epochs and not stopped_before:
+            if sent.checkpoints is not None:
+                sent.checkpoints.conclude()
+        elif sent.first_epoch < sent.epochs and not (stopping and stopping.reason):
             raise RunError(
                 "the run came to its end, and no replica has trained on anything; see "
                 "the logs of the workers for what they were refused"
             )
-        return False
+        hint_at_small_threshold(history[-1])
 
     # ---- after
 
@@ -600,29 +587,16 @@ class ProgressReporter:
             callback.on_epoch_end(row)
 
 
-# The groups of optimizers that divide by a root of squared gradients have one of these.
+# Optimizers that divide by a root of squared gradients have one of these in a group.
 ADAPTIVE = ("betas", "beta2_decay", "centered", "rho", "lr_decay")
-
-
-def divides_by_noise(optimizer: Optimizer) -> bool:
-    """Whether steps are shorter where gradients are noisier, as those of Adam.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.zeros(1))
-        >>> divides_by_noise(torch.optim.AdamW([weight]))
-        True
-        >>> divides_by_noise(torch.optim.SGD([weight], momentum=0.9))
-        False
-    """
-    return any(key in group for group in optimizer.param_groups for key in ADAPTIVE)
 
 
 def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
     """Warn where several replicas may learn slower than one with as large a batch.
 
-    Each divides by the noise of its own batches, which is larger than that of all of
-    them together: by up to the root of their number.
+    Adam and its like divide by the noise of the gradients. That of a replica's own
+    batches is larger than that of all batches together, by up to the root of their
+    number.
 
     Args:
         optimizer: As each replica has one.
@@ -637,7 +611,8 @@ def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
         >>> str(caught[0].message)[:42]
         '4 replicas with AdamW may learn slower tha'
     """
-    if replicas < 2 or not divides_by_noise(optimizer):
+    groups = optimizer.param_groups
+    if replicas < 2 or not any(key in group for group in groups for key in ADAPTIVE):
         return
     name = type(optimizer).__name__
     warnings.warn(

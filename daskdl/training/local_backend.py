@@ -5,7 +5,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -16,10 +17,10 @@ from daskdl.data.source import Source
 from daskdl.errors import OptionError
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
+    POLL_S,
     Backend,
     Event,
     FitResult,
-    RunEnded,
     TaskFailed,
     event_of,
     merge,
@@ -81,7 +82,6 @@ class LocalBackend(Backend):
         self._sources = {
             phase: sharded(own, replicas) for phase, own in sources.items()
         }
-        self._seen = 0  # events
         # Whoever fills a queue of the relay empties it: nothing waits there.
         self._run = LocalRun(run_spec_of(spec, self.workers, self._sources))
         self._results: dict[int, concurrent.futures.Future[FitResult]] = {}
@@ -128,17 +128,18 @@ class LocalBackend(Backend):
         return all(result.done() for result in self._results.values())
 
     @override
-    def poll_events(self, timeout_s: float) -> Iterator[Event]:
-        ended = self._ended()
-        posted = self._run.watch(self._seen, timeout_s, self._ended)
-        self._seen += len(posted)
-        yield from map(event_of, posted)
-        for replica, result in self._results.items():
-            error = result.exception() if result.done() else None
-            if error is not None:
-                yield TaskFailed(replica, error)
-        if ended and not posted:
-            yield RunEnded()
+    def poll_events(self) -> Iterator[Event]:
+        posted: Sequence[Mapping[str, Any]] = ()
+        seen, ended = 0, False
+        while posted or not ended:
+            ended = self._ended()
+            posted = self._run.watch(seen, POLL_S, self._ended)
+            seen += len(posted)
+            yield from filter(None, map(event_of, posted))
+            for replica, result in self._results.items():
+                error = result.exception() if result.done() else None
+                if error is not None:
+                    yield TaskFailed(replica, error)
 
     @override
     def stop(self, reason: str) -> None:

@@ -1,5 +1,6 @@
 """Runs among threads that end early: failures, divergence, Ctrl-C."""
 
+import dataclasses
 import gc
 import os
 import re
@@ -14,6 +15,10 @@ import torch
 from distributed.utils_test import poll_for
 
 from daskdl import Callback, ModelError, ReplicaError, RunError, WaitTimeoutError
+from daskdl.history import StepRow, pack_rows
+from daskdl.training.backend import AgreedState, arrays_of
+from daskdl.training.base import Parameters
+from daskdl.training.local_backend import LocalBackend
 from tests.support.endings import EarlyEnds, FailAt, Interrupt
 from tests.support.problems import kept, mlp, rows, start_of, trainer
 from tests.support.promises import Place
@@ -218,3 +223,59 @@ def test_one_that_others_wait_for_in_vain_is_named(hang):
         pytest.raises(WaitTimeoutError, match=named),
     ):
         own.fit(X, Y, batch_size=160)
+
+
+class TestBackend:
+    """What a fit does with its backend, whatever happens there."""
+
+    @pytest.fixture
+    def closed(self, monkeypatch):
+        """Calls of `close`, of backends that a test's changes apply to."""
+        calls = []
+
+        def change(**methods):
+            def close(self):
+                calls.append(self)
+                LocalBackend.close(self)
+
+            kind = type("Changed", (LocalBackend,), {**methods, "close": close})
+            monkeypatch.setattr("daskdl.training.fit.LocalBackend", kind)
+
+        self.change = change
+        return calls
+
+    def test_one_that_cannot_be_opened_is_closed(self, closed):
+        def open(self):
+            raise WaitTimeoutError("no answer")
+
+        self.change(open=open)
+
+        with pytest.raises(WaitTimeoutError, match="no answer"):
+            trainer(False, master=TWO).fit(X, Y, batch_size=16)
+
+        assert len(closed) == 1
+
+    def test_what_it_has_brought_counts_where_the_result_has_no_parameters(
+        self, closed
+    ):
+        whole = trainer(False, master=TWO, telemetry_every=1)
+        whole.fit(X, Y, batch_size=16)
+        brought = Parameters.of(whole.model_)
+
+        def collect(self):
+            result = LocalBackend.collect(self)
+            late = StepRow(epoch=1, step=10**6, replica=0, loss=0.5)
+            steps = pack_rows([(10**6, late)])
+            return dataclasses.replace(result, parameters=Parameters(), steps=steps)
+
+        state = AgreedState(0, arrays_of(brought))
+        self.change(collect=collect, agreed=property(lambda self: state))
+        own = trainer(False, master=TWO, telemetry_every=1)
+
+        with pytest.raises(RunError, match="was lost") as caught:
+            own.fit(X, Y, batch_size=16)
+
+        assert "at the end of epoch 0, the newest" in caught.value.__notes__[0]
+        for name, value in own.model_.state_dict().items():
+            assert torch.equal(value, whole.model_.state_dict()[name])
+        assert own.history_.steps[-1]["step"] == 10**6

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from daskdl.callbacks import Callback, Checkpoint
 from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import TO_ITS_END, SyncPoint
-from daskdl.channel.protocol import WaitCause
+from daskdl.channel.protocol import Positive, WaitCause, Whole, check
 from daskdl.config import Bound, Timeouts
 from daskdl.data.stores.store import store_of
 from daskdl.errors import OptionError, SaveError, WaitTimeoutError
@@ -295,18 +295,6 @@ class Fingerprint:
         """As plain values."""
         return [dict(self.tensors), self.optimizer, self.scheduler]
 
-    @classmethod
-    def from_values(cls, values: Any) -> Self:
-        """Read what `values` has made.
-
-        Raises:
-            ValueError: If the values are of another form.
-        """
-        match values:
-            case [dict(tensors), str(optimizer), str() | None as scheduler]:
-                return cls(tensors, optimizer, scheduler)
-        raise ValueError(f"it is made of {values!r:.80}")
-
     def check(self, other: "Fingerprint", url: str) -> None:
         """Refuse to resume a checkpoint with another fingerprint.
 
@@ -336,6 +324,20 @@ class Fingerprint:
 
 # Columns of a history that are read; others are only shown.
 LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
+_ROW = dict.fromkeys(LOOKED_AT, float)
+
+# Fields of the header of a checkpoint, which may have been written by hand.
+_HEADER = {
+    "members": Sequence[Whole],
+    "epoch": Whole,
+    "sync_point": SyncPoint | None,
+    "rows": Sequence[Mapping[str, Any]],
+    "stopping": Any,  # see `Verdict.of`
+    "epochs_before": Whole,
+    "count": Positive,
+    "kind": str,
+    "fingerprint": tuple[Mapping[str, str], str, str | None],
+}
 
 
 @dataclass(frozen=True)
@@ -375,21 +377,32 @@ class ResumePlan:
         Raises:
             SaveError: If it is damaged.
         """
-        header = found.header
         with restoring(found.store.url_of(f"{COMMON}.json")):
-            _check_header(header)
+            header = {name: found.header[name] for name in _HEADER}
+            check(header, _HEADER)
+            epoch, rows, point = header["epoch"], header["rows"], header["sync_point"]
+            # If only replicas that joined later are left, some rows may be missing.
+            if epoch < len(rows):
+                raise ValueError(f"{epoch} epochs, and {len(rows)} rows")
+            for row in rows:
+                check({name: row[name] for name in LOOKED_AT}, _ROW)
+            if point is not None:
+                point = SyncPoint.from_wire(point)
+                ranges = [one for work in point.remaining for one in work.ranges]
+                if any(TO_ITS_END != one.stop < one.start for one in ranges):
+                    raise ValueError(f"{ranges!r:.80} remain")
             return cls(
                 found.store.url,
                 found.stamp,
                 header["members"],
-                header["epoch"],
-                _sync_point_of(header["sync_point"]),
-                header["rows"],
+                epoch,
+                point,
+                rows,
                 Verdict.of(header["stopping"]),
                 header["epochs_before"],
                 header["count"],
                 header["kind"],
-                Fingerprint.from_values(header["fingerprint"]),
+                Fingerprint(*header["fingerprint"]),
             )
 
     def check(
@@ -472,47 +485,6 @@ def checkpoints_of(
     first = max(series.numbers(), default=0) + 1
     origin, before = (run, 0) if resume is None else (resume.stamp.origin, resume.count)
     return CheckpointPlan(series.store.url, rule, origin, run, first, before)
-
-
-def _check_header(header: Mapping[str, Any]) -> None:
-    """Refuse impossible values.
-
-    Raises:
-        LookupError: If a field is missing.
-        ValueError: If a value is impossible.
-    """
-    epoch, before, rows = header["epoch"], header["epochs_before"], header["rows"]
-    # If only replicas that joined later are left, some rows may be missing.
-    if type(epoch) is not int or epoch < len(rows):
-        raise ValueError(f"{epoch!r:.80} epochs, and {len(rows)} rows")
-    if type(before) is not int or before < 0:
-        raise ValueError(f"{before!r:.80} epochs before")
-    numbers = [row[name] for row in rows for name in LOOKED_AT]
-    wrong = [number for number in numbers if type(number) not in (int, float)]
-    if wrong or not isinstance(header["kind"], str):
-        raise ValueError(f"{wrong!r:.80}, {header['kind']!r:.80}")
-
-
-def _sync_point_of(fields: Any) -> SyncPoint | None:
-    """Read a sync point, which may have been written by hand.
-
-    Raises:
-        TypeError: If it is of another form, or a ValueError.
-    """
-    if fields is None:
-        return None
-    point = SyncPoint.from_wire(fields)
-    ranges = [one for work in point.remaining for one in work.ranges]
-    numbers = [number for one in ranges for number in one]
-    numbers += [point.order, *(work.replica for work in point.remaining)]
-    numbers += [done.examples for done in point.departed]
-    whole = all(type(number) is int for number in numbers)
-    whole &= all(type(done.loss_sum) in (int, float) for done in point.departed)
-    ordered = (min(part, start) >= 0 for part, start, _ in ranges)
-    ends = (one.stop == TO_ITS_END or one.start <= one.stop for one in ranges)
-    if not (whole and all(ordered) and all(ends)):
-        raise ValueError(f"{fields!r:.80} is left")
-    return point
 
 
 # Fields that the state of each part has at least; None: of any type.

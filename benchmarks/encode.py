@@ -20,7 +20,7 @@ import torch
 from benchmarks.plots import bars
 from benchmarks.questions import Question
 from daskdl.compression.flat import empty
-from daskdl.compression.kernels import TorchKernels
+from daskdl.compression.kernels import Kernels
 from daskdl.compression.kernels_numba import NumbaKernels
 
 GRID = 2.0**-24
@@ -94,7 +94,7 @@ def cases(size):
     yield (
         "find + commit_, torch operations",
         1e-3,
-        lambda: encode_ms(case, kernels=TorchKernels()),
+        lambda: encode_ms(case, kernels=Kernels()),
     )
     chosen = np.random.default_rng(0).choice(size, 25_000, replace=False)
     entries = torch.from_numpy(np.sort(chosen).astype(np.int32) + 1)

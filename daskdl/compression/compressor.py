@@ -53,7 +53,7 @@ class PendingSparse:
     size: int  # N
     grid: float  # one step, parameter units
     count: int  # the quantum in steps of the grid, in [1, 2**22]
-    rule: float  # what the algorithm chose, within what the grid can express
+    chosen: float  # threshold of the algorithm, within what the grid can express
     entries_K: Counts  # +(i + 1) or -(i + 1), ascending in i
 
     @cached_property
@@ -77,7 +77,7 @@ class PendingDense:
 
     grid: float  # one step, parameter units
     quantized: Quantized  # steps of the grid
-    rules: Mapping[str, float]  # threshold to go on from, by pattern
+    thresholds: Mapping[str, float]  # to go on from, by pattern
 
     @cached_property
     def entries(self) -> int:
@@ -105,14 +105,13 @@ class Sample(NamedTuple):
 class ParameterGroup:
     """The parameters whose names match one pattern."""
 
-    pattern: str
     algorithm: ThresholdAlgorithm
     residual: ResidualView
     sent: Sent | None  # outcome of the last exchange
     exchanges: int = 0
 
     def next_threshold(self, last: Sent | None, grid: float) -> float:
-        """Ask the algorithm, and limit what it says to what the grid can express.
+        """Ask the algorithm, and limit its threshold to what the grid can express.
 
         Raises:
             OptionError: If it returns a threshold that is not finite and > 0.
@@ -123,17 +122,14 @@ class ParameterGroup:
                 f"a threshold must be finite and > 0, got {threshold!r} "
                 f"from {self.algorithm!r}"
             )
-        # Or a rule with nothing to send would sink to 0, and take as long to return.
+        # Or that of an algorithm with nothing to send would sink to 0, and take as long
+        # to return.
         return min(max(threshold, grid), MAX_COUNT * grid)
 
-    def wants_dense(self) -> bool:
-        """Whether its algorithm wants all parameters of the model to be sent dense."""
-        rule = self.algorithm
-        return isinstance(rule, LinkAlgorithm) and rule.sends_dense(self.sent)
-
-    def record(self, rule: float, density: float) -> None:
+    def record(self, threshold: float, density: float) -> None:
         """Remember the outcome of an exchange."""
-        self.sent = Sent(rule, density, None if self.sent is None else self.sent.link)
+        link = None if self.sent is None else self.sent.link
+        self.sent = Sent(threshold, density, link)
         self.exchanges += 1
 
 
@@ -166,14 +162,14 @@ class Compressor:
         >>> compressor.vector.sync_from_parameters_()
         >>> [update] = compressor.propose()
         >>> compressor.commit_(update)
-        >>> compressor.vector.residual_norm()
+        >>> compressor.vector.farthest()
         0.5
     """
 
     vector: ReplicaVector  # what there is to send, and what is shared
     groups: Mapping[str, ParameterGroup]  # by pattern, in the order of the patterns
     clipped: float  # mass removed so far, parameter units
-    cut: float  # by the last exchange, of each entry in the mean, parameter units
+    clipped_per_entry: float  # by the last exchange, in the mean, parameter units
     follows_link: bool  # an algorithm wants `learn` after each exchange
 
     def __init__(
@@ -186,7 +182,7 @@ class Compressor:
     ) -> None:
         if apply not in {"eager", "strict"}:
             raise OptionError(f"apply must be 'eager' or 'strict', got {apply!r}")
-        self.clipped = self.cut = 0.0
+        self.clipped = self.clipped_per_entry = 0.0
         thresholds = LayerThresholds.of(threshold)
         assigned = thresholds.assign(parameters.slices)  # before anything is changed
         self.vector = ReplicaVector(parameters, apply == "strict")
@@ -194,15 +190,18 @@ class Compressor:
         ranges = ranges_by_pattern(parameters, self.vector, assigned)
         self.groups = {
             pattern: ParameterGroup(
-                pattern,
                 algorithm,
                 ResidualView(self.vector, ranges[pattern]),
                 (last or {}).get(pattern),
             )
             for pattern, algorithm in thresholds.items()
         }
-        rules = thresholds.values()
-        self.follows_link = any(isinstance(rule, LinkAlgorithm) for rule in rules)
+        self._linked = [
+            (group, group.algorithm)
+            for group in self.groups.values()
+            if isinstance(group.algorithm, LinkAlgorithm)
+        ]
+        self.follows_link = bool(self._linked)
 
     @property
     def sent(self) -> dict[str, Sent]:
@@ -224,28 +223,28 @@ class Compressor:
         Raises:
             OptionError: If an algorithm returns a threshold that is not finite and > 0.
         """
-        grid, groups = self.vector.grid, self.groups.values()
-        if dense or any(group.wants_dense() for group in groups):
+        grid = self.vector.grid
+        if dense or any(rule.sends_dense(group.sent) for group, rule in self._linked):
             # A threshold has no effect here, so an algorithm is asked for its first one
             # only: raised at each, with nothing that could follow from it, it would be
             # out of reach soon.
-            rules = {
-                group.pattern: group.sent.threshold
+            thresholds = {
+                pattern: group.sent.threshold
                 if group.sent
                 else group.next_threshold(None, grid)
-                for group in groups
+                for pattern, group in self.groups.items()
             }
             counts_N = self.vector.residual_counts(GUARD)
-            return [PendingDense(grid, quantize(counts_N), rules)]
+            return [PendingDense(grid, quantize(counts_N), thresholds)]
+        size = self.vector.size
         updates: list[PendingUpdate] = []
-        for group in sorted(groups, key=operator.attrgetter("exchanges")):
-            rule = group.next_threshold(group.sent, grid)
-            count = round(rule / grid)
+        for pattern, group in sorted(
+            self.groups.items(), key=lambda item: item[1].exchanges
+        ):
+            chosen = group.next_threshold(group.sent, grid)
+            count = round(chosen / grid)
             entries_K = group.residual.find(count)
-            size = self.vector.size
-            updates.append(
-                PendingSparse(group.pattern, size, grid, count, rule, entries_K)
-            )
+            updates.append(PendingSparse(pattern, size, grid, count, chosen, entries_K))
         return updates
 
     def commit_(self, update: PendingUpdate) -> None:
@@ -270,8 +269,8 @@ class Compressor:
             )
         if isinstance(update, PendingDense):
             self.vector.apply_counts_(counts_of(update.quantized), own=True)
-            for pattern, rule in update.rules.items():
-                self.groups[pattern].record(rule, DENSE_DENSITY)
+            for pattern, threshold in update.thresholds.items():
+                self.groups[pattern].record(threshold, DENSE_DENSITY)
             return
         group, threshold = self.groups[update.pattern], update.threshold
         bound = self._residual.bound(group.exchanges, threshold)
@@ -282,24 +281,22 @@ class Compressor:
             )
         removed = self.vector.commit_(update.entries_K, update.count, bound)
         self.clipped += removed
-        self.cut = removed / max(update.entries, 1)
-        group.record(update.rule, update.entries / max(group.residual.size, 1))
+        self.clipped_per_entry = removed / max(update.entries, 1)
+        group.record(update.chosen, update.entries / max(group.residual.size, 1))
 
     def learn(self, measured: Measured) -> None:
-        """Tell algorithms that follow the link what the exchange just committed took.
+        """Give algorithms that follow the link the measurements of the last exchange.
 
-        A dense exchange that they did not ask for is one of the warm-up. It says
-        nothing of what they have chosen, and is passed over.
+        A dense exchange that they did not ask for is one of the warm-up and is left
+        out, as it does not depend on their choice.
         """
-        for group in self.groups.values():
-            rule, sent = group.algorithm, group.sent
-            if not isinstance(rule, LinkAlgorithm) or sent is None:
-                continue
-            if measured.dense == rule.sends_dense(sent):
+        for group, rule in self._linked:
+            sent = group.sent
+            if sent is not None and measured.dense == rule.sends_dense(sent):
                 group.sent = sent._replace(link=rule.learn(sent.link, measured))
 
     def samples(self, most: int) -> list[Sample]:
-        """Look at about so many residuals of the model, of each group its share."""
+        """Sample about ``most`` residuals of the model, from each group its share."""
         samples = []
         for group in self.groups.values():
             size = group.residual.size

@@ -29,13 +29,12 @@ GRID_BITS = 24
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector instruction
 
 
-class Group(NamedTuple):
+class DtypeGroup(NamedTuple):
     """The parameters of one dtype on one device, as views of one vector."""
 
     flat: Tensor  # shape (numels summed,)
     start: int  # position of flat[0] among all N
     names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
     numels: tuple[int, ...]
 
 
@@ -60,7 +59,7 @@ class FlatParameters:
         (3, {'weight': slice(0, 2, None), 'bias': slice(2, 3, None)})
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[DtypeGroup, ...]
     size: int  # N
     slices: dict[str, slice]  # of the N positions, in their order
 
@@ -129,7 +128,7 @@ def _check_overlap(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _flatten_(named: Named, start: int) -> Group:
+def _flatten_(named: Named, start: int) -> DtypeGroup:
     names, parameters = zip(*named, strict=True)
     size = sum(parameter.numel() for parameter in parameters)
     flat = empty(size, parameters[0].dtype, parameters[0].device)
@@ -138,8 +137,7 @@ def _flatten_(named: Named, start: int) -> Group:
     numels = [parameter.numel() for parameter in parameters]
     for parameter, part in zip(parameters, torch.split(flat, numels), strict=True):
         parameter.data = part.view(parameter.shape)
-    shapes = tuple(parameter.shape for parameter in parameters)
-    return Group(flat, start, names, shapes, tuple(numels))
+    return DtypeGroup(flat, start, names, tuple(numels))
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

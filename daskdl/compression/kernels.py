@@ -1,4 +1,4 @@
-"""The arithmetic on one flat vector: the interface, and the reference in torch.
+"""The arithmetic on one flat vector, in torch operations.
 
 Every vector is a pair: ``local_N`` (float32 or float64, parameter units) and
 ``shared_N`` (int32, steps of ``grid``). The residual is
@@ -11,18 +11,16 @@ Entries are int32, ascending in the position ``i``: ``+(i + 1)`` moves it up by 
 quantum, ``-(i + 1)`` down. Nothing is checked here: entries come from ``find`` or from
 :func:`daskdl.codec.decode`, which checks them.
 
-:class:`TorchKernels` runs on any device; on the CPU
+:class:`Kernels` runs on any device and is the reference; on the CPU
 :class:`daskdl.compression.kernels_numba.NumbaKernels` gives the same bits faster.
 
 Shape suffixes: N = parameters of one flat vector, K = entries of one update.
 """
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 # Entries wait, and dense updates end, at this |shared|: 2**30 steps are left before
 # int32 wraps.
@@ -30,8 +28,11 @@ GUARD = 2**30
 INT32_MAX = 2**31 - 1
 
 
-class Kernels(Protocol):
-    """What moves a pair of vectors; all tensors are on one device, and contiguous."""
+class Kernels:
+    """What moves a pair of vectors, in torch operations: the readable reference.
+
+    All tensors are on one device, and contiguous.
+    """
 
     def find(
         self,
@@ -61,13 +62,23 @@ class Kernels(Protocol):
 
         Example:
             >>> local, shared = torch.tensor([1.5, 0.25, -3.5]), torch.zeros(3).int()
-            >>> TorchKernels().find(local, shared, count=2, grid=0.25)
+            >>> Kernels().find(local, shared, count=2, grid=0.25)
             tensor([ 1, -3], dtype=torch.int32)
 
         Source:
             Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
             Computing", Interspeech 2015; here the residual is a difference.
         """
+        ahead_N = local_N - _sent(local_N, shared_N, grid)
+        # Two comparisons, not abs: int32's minimum is its own absolute value.
+        safe_N = (shared_N >= -GUARD) & (shared_N <= GUARD)
+        # Rounded as local is: a comparison with a Python number would not round.
+        quantum = torch.tensor(lead * count * grid, dtype=local_N.dtype)
+        emitted_N = (ahead_N.abs() >= quantum) & safe_N
+        positions_K = emitted_N.nonzero().squeeze(1)
+        signs_K = ahead_N[positions_K].sign().to(torch.int32)
+        # Integer product: float32 cannot hold positions above 2**24.
+        return signs_K * (positions_K + (base + 1)).to(torch.int32)
 
     def commit_(
         self,
@@ -104,11 +115,28 @@ class Kernels(Protocol):
         Example:
             >>> local, shared = torch.tensor([1.5, 0.0]), torch.zeros(2).int()
             >>> entries = torch.tensor([1], dtype=torch.int32)
-            >>> TorchKernels().commit_(local, shared, entries, 2, 0.25, bound=0.75)
+            >>> Kernels().commit_(local, shared, entries, 2, 0.25, bound=0.75)
             0.25
             >>> local, shared
             (tensor([1.2500, 0.0000]), tensor([2, 0], dtype=torch.int32))
         """
+        positions_K = _positions(entries_K, base)
+        back = (1.0 - lead) * count * grid
+        shared_N[positions_K] += count * entries_K.sign()
+        if back:
+            local_N[positions_K] += entries_K.sign().to(local_N.dtype) * back
+        most = lead * bound
+        if most == math.inf:
+            return 0.0
+        sent_K = _sent(local_N, shared_N[positions_K], grid)
+        before_K = local_N[positions_K]
+        ahead_K = before_K - sent_K
+        after_K = torch.where(ahead_K > most, sent_K + most, before_K)
+        after_K = torch.where(ahead_K < -most, sent_K - most, after_K)
+        local_N[positions_K] = after_K
+        # Moved to the CPU first: not every device has float64.
+        cut_K = before_K.cpu().double() - after_K.cpu().double()
+        return float(cut_K.abs().sum()) / lead
 
     def apply_(
         self,
@@ -132,10 +160,14 @@ class Kernels(Protocol):
         Example:
             >>> local, shared = torch.zeros(2), torch.zeros(2).int()
             >>> entries = torch.tensor([-2], dtype=torch.int32)
-            >>> TorchKernels().apply_(local, shared, entries, count=2, grid=0.25)
+            >>> Kernels().apply_(local, shared, entries, count=2, grid=0.25)
             >>> local, shared
             (tensor([ 0.0000, -0.5000]), tensor([ 0, -2], dtype=torch.int32))
         """
+        positions_K = _positions(entries_K, base)
+        counts_K = count * entries_K.sign()
+        shared_N[positions_K] += counts_K
+        local_N[positions_K] += _sent(local_N, counts_K, grid)
 
     def apply_counts_(
         self,
@@ -158,10 +190,12 @@ class Kernels(Protocol):
         Example:
             >>> local, shared = torch.zeros(2), torch.zeros(2).int()
             >>> counts = torch.tensor([3, -1], dtype=torch.int32)
-            >>> TorchKernels().apply_counts_(local, shared, counts, grid=0.25)
+            >>> Kernels().apply_counts_(local, shared, counts, grid=0.25)
             >>> local, shared
             (tensor([ 0.7500, -0.2500]), tensor([ 3, -1], dtype=torch.int32))
         """
+        shared_N += counts_N
+        local_N += _sent(local_N, counts_N, factor * grid)
 
     def residual_counts(
         self,
@@ -189,101 +223,9 @@ class Kernels(Protocol):
 
         Example:
             >>> local, shared = torch.tensor([1.1, -9.0]), torch.tensor([2, 0]).int()
-            >>> TorchKernels().residual_counts(local, shared, grid=0.25, most=30)
+            >>> Kernels().residual_counts(local, shared, grid=0.25, most=30)
             tensor([  2, -30], dtype=torch.int32)
         """
-
-
-class TorchKernels(Kernels):
-    """The kernels in torch operations: any device, and the readable reference."""
-
-    @override
-    def find(
-        self,
-        local_N: Tensor,
-        shared_N: Tensor,
-        count: int,
-        grid: float,
-        base: int = 0,
-        lead: float = 1.0,
-    ) -> Tensor:
-        ahead_N = local_N - _sent(local_N, shared_N, grid)
-        # Two comparisons, not abs: int32's minimum is its own absolute value.
-        safe_N = (shared_N >= -GUARD) & (shared_N <= GUARD)
-        # Rounded as local is: a comparison with a Python number would not round.
-        quantum = torch.tensor(lead * count * grid, dtype=local_N.dtype)
-        emitted_N = (ahead_N.abs() >= quantum) & safe_N
-        positions_K = emitted_N.nonzero().squeeze(1)
-        signs_K = ahead_N[positions_K].sign().to(torch.int32)
-        # Integer product: float32 cannot hold positions above 2**24.
-        return signs_K * (positions_K + (base + 1)).to(torch.int32)
-
-    @override
-    def commit_(
-        self,
-        local_N: Tensor,
-        shared_N: Tensor,
-        entries_K: Tensor,
-        count: int,
-        grid: float,
-        bound: float = math.inf,
-        base: int = 0,
-        lead: float = 1.0,
-    ) -> float:
-        positions_K = _positions(entries_K, base)
-        back = (1.0 - lead) * count * grid
-        shared_N[positions_K] += count * entries_K.sign()
-        if back:
-            local_N[positions_K] += entries_K.sign().to(local_N.dtype) * back
-        most = lead * bound
-        if most == math.inf:
-            return 0.0
-        sent_K = _sent(local_N, shared_N[positions_K], grid)
-        before_K = local_N[positions_K]
-        ahead_K = before_K - sent_K
-        after_K = torch.where(ahead_K > most, sent_K + most, before_K)
-        after_K = torch.where(ahead_K < -most, sent_K - most, after_K)
-        local_N[positions_K] = after_K
-        # Moved to the CPU first: not every device has float64.
-        cut_K = before_K.cpu().double() - after_K.cpu().double()
-        return float(cut_K.abs().sum()) / lead
-
-    @override
-    def apply_(
-        self,
-        local_N: Tensor,
-        shared_N: Tensor,
-        entries_K: Tensor,
-        count: int,
-        grid: float,
-        base: int = 0,
-    ) -> None:
-        positions_K = _positions(entries_K, base)
-        counts_K = count * entries_K.sign()
-        shared_N[positions_K] += counts_K
-        local_N[positions_K] += _sent(local_N, counts_K, grid)
-
-    @override
-    def apply_counts_(
-        self,
-        local_N: Tensor,
-        shared_N: Tensor,
-        counts_N: Tensor,
-        grid: float,
-        factor: float = 1.0,
-    ) -> None:
-        shared_N += counts_N
-        local_N += _sent(local_N, counts_N, factor * grid)
-
-    @override
-    def residual_counts(
-        self,
-        local_N: Tensor,
-        shared_N: Tensor,
-        grid: float,
-        most: int,
-        lead: float = 1.0,
-    ) -> Tensor:
         # On the CPU, as not every device has float64.
         before_N = shared_N.cpu().double()
         target_N = before_N + (local_N.cpu().double() / grid - before_N) / lead

@@ -19,7 +19,7 @@ import contextlib
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,8 @@ from torch import Tensor
 
 from daskdl.codec import DenseUpdate, Update
 from daskdl.compression import kernels_numba
-from daskdl.compression.flat import (
-    FlatParameters,
-    Group,
-    empty,
-    grid_for,
-    working_dtype,
-)
-from daskdl.compression.kernels import INT32_MAX, Kernels, TorchKernels
+from daskdl.compression.flat import FlatParameters, empty, grid_for, working_dtype
+from daskdl.compression.kernels import INT32_MAX, Kernels
 from daskdl.errors import CodecError, RunError
 
 Counts = npt.NDArray[np.int32]
@@ -45,7 +39,7 @@ Where = slice | Tensor  # positions within a group
 
 # 22 of float32's 24 bits: a quantum times a small multiple stays exact.
 MAX_COUNT = 2**22
-# Passes over whole vectors go chunk by chunk: 8 MiB of float64 at a time.
+# Parameters of a chunk: 8 MiB of float64 at a time.
 CHUNK = 2**20
 REGRID_ABOVE = 2**28  # a quarter of where the kernels stop sending
 REGRID_BELOW = 2**25
@@ -113,20 +107,11 @@ class VectorGroup:
     stop: int
     kernels: Kernels
 
-    @classmethod
-    def of(cls, group: Group, strict: bool) -> "VectorGroup":
-        """Allocate local and shared, not written yet, beside a flat vector."""
-        flat, size = group.flat, group.flat.numel()
-        dtype, device = working_dtype(flat.dtype), flat.device
-        aliased = not strict and dtype == flat.dtype
-        return cls(
-            flat,
-            flat if aliased else empty(size, dtype, device),
-            empty(size, torch.int32, device),
-            group.start,
-            group.start + size,
-            kernels_numba.NumbaKernels() if device.type == "cpu" else TorchKernels(),
-        )
+    def chunks(self) -> Iterator[slice]:
+        """Cut passes over whole vectors into parts."""
+        size = self.stop - self.start
+        for start in range(0, size, CHUNK):
+            yield slice(start, min(start + CHUNK, size))
 
 
 class ReplicaVector:
@@ -149,10 +134,10 @@ class ReplicaVector:
         >>> vector = ReplicaVector(FlatParameters(layer), strict=False)
         >>> _ = layer.weight.data.copy_(torch.tensor([[0.75, 0.0]]))  # a step
         >>> vector.sync_from_parameters_()
-        >>> vector.residual_norm()
+        >>> vector.farthest()
         0.75
         >>> _ = vector.flush_residual_()
-        >>> vector.residual_norm(), vector.shared_counts() * vector.grid
+        >>> vector.farthest(), vector.shared_counts() * vector.grid
         (0.0, array([0.75, 0.  ]))
     """
 
@@ -160,21 +145,30 @@ class ReplicaVector:
     grid: float  # one step of shared, parameter units, a power of two
     lead: float  # local is shared plus so many times the residual
     strict: bool
-    groups: Sequence[VectorGroup]  # ascending in position
+    groups: list[VectorGroup]  # ascending in position
 
     def __init__(self, parameters: FlatParameters, strict: bool) -> None:
         self.size = parameters.size
         self.grid = grid_for(parameters)
         self.lead = 1.0
         self.strict = strict
-        self.groups = [VectorGroup.of(group, strict) for group in parameters.groups]
-        self._copied = [g for g in self.groups if g.local_N is not g.flat]
+        self.groups = []
         self._showing = False
-        for group, where in _chunks(self.groups):
-            # On the CPU, as not every device has float64.
-            counts = torch.round(group.flat[where].cpu().double() / self.grid)
-            group.shared_N[where] = counts.to(torch.int32)
-            group.local_N[where] = self._sent(group, where)
+        for flat, start, *_ in parameters.groups:
+            size, dtype, device = flat.numel(), working_dtype(flat.dtype), flat.device
+            aliased = not strict and dtype == flat.dtype
+            local_N = flat if aliased else empty(size, dtype, device)
+            shared_N = empty(size, torch.int32, device)
+            on_cpu = device.type == "cpu"
+            kernels = kernels_numba.NumbaKernels() if on_cpu else Kernels()
+            group = VectorGroup(flat, local_N, shared_N, start, start + size, kernels)
+            self.groups.append(group)
+            for where in group.chunks():
+                # On the CPU, as not every device has float64.
+                counts = torch.round(flat[where].cpu().double() / self.grid)
+                shared_N[where] = counts.to(torch.int32)
+                local_N[where] = self._sent(group, where)
+        self._copied = [g for g in self.groups if g.local_N is not g.flat]
         self._show_all_()
 
     # What flat, local and the residual are.
@@ -190,20 +184,25 @@ class ReplicaVector:
         source = self._sent(group, where) if self.strict else group.local_N[where]
         return source.to(group.flat.dtype)
 
-    def _show_(self, group: VectorGroup, where: Where) -> None:
-        group.flat[where] = self._shown(group, where)
-
     def _show_all_(self) -> None:
-        for group, where in _chunks(self._copied):
-            self._show_(group, where)
+        for group in self._copied:
+            for where in group.chunks():
+                group.flat[where] = self._shown(group, where)
 
     def _show_entries_(self, group: VectorGroup, entries_K: Tensor) -> None:
         if group.local_N is not group.flat:
-            self._show_(group, entries_K.long().abs() - 1 - group.start)
+            where = entries_K.long().abs() - 1 - group.start
+            group.flat[where] = self._shown(group, where)
 
-    def _check_local(self) -> None:
+    def _local_groups(self) -> Sequence[VectorGroup]:
+        """Return the groups, for a use of local.
+
+        Raises:
+            RunError: If the module shows shared.
+        """
         if self._showing:
             raise RunError("the module shows shared; leave showing_shared() first")
+        return self.groups
 
     def sync_from_parameters_(self) -> None:
         """Move what the optimizer changed in flat to local; show what is to be shown.
@@ -211,12 +210,14 @@ class ReplicaVector:
         Nothing to do for eager float32 and float64. Without a step in between, a second
         call finds nothing.
         """
-        self._check_local()
-        for group, where in _chunks(self._copied):
-            dtype = group.local_N.dtype
-            shown = self._shown(group, where).to(dtype)
-            group.local_N[where] += group.flat[where].to(dtype) - shown
-            self._show_(group, where)
+        for group in self._local_groups():
+            if group.local_N is group.flat:
+                continue
+            for where in group.chunks():
+                dtype = group.local_N.dtype
+                shown = self._shown(group, where).to(dtype)
+                group.local_N[where] += group.flat[where].to(dtype) - shown
+                group.flat[where] = self._shown(group, where)
 
     def residual(self, group: VectorGroup, where: Where) -> Tensor:
         """Return the residual at some positions, parameter units; a fresh tensor."""
@@ -228,32 +229,27 @@ class ReplicaVector:
         Rounded, and limited so that shared plus it stays within ``most`` steps, by
         default within int32; NaN counts as 0.
         """
-        self._check_local()
         counts_N = np.empty(self.size, np.int32)
-        for group, where in _chunks(self.groups):
-            counts_N[group.start + where.start : group.start + where.stop] = (
-                group.kernels.residual_counts(
-                    group.local_N[where],
-                    group.shared_N[where],
-                    self.grid,
-                    most,
-                    self.lead,
+        for group in self._local_groups():
+            for where in group.chunks():
+                counts_N[group.start + where.start : group.start + where.stop] = (
+                    group.kernels.residual_counts(
+                        group.local_N[where],
+                        group.shared_N[where],
+                        self.grid,
+                        most,
+                        self.lead,
+                    )
                 )
-            )
         return counts_N
-
-    def residual_norm(self) -> float:
-        """Return the Euclidean length of the residual, parameter units."""
-        self._check_local()
-        chunks = (
-            self.residual(*chunk).cpu().double() for chunk in _chunks(self.groups)
-        )
-        return math.sqrt(sum(float(chunk.square().sum()) for chunk in chunks))
 
     def farthest(self) -> float:
         """Return the largest ``|residual|``, parameter units; NaN if one is."""
-        self._check_local()
-        far = [float(self.residual(*c).abs().max()) for c in _chunks(self.groups)]
+        far = [
+            float(self.residual(group, where).abs().max())
+            for group in self._local_groups()
+            for where in group.chunks()
+        ]
         return math.nan if any(map(math.isnan, far)) else max(far)
 
     @property
@@ -283,10 +279,10 @@ class ReplicaVector:
         if self.strict:
             return scale
         if self.lead != 1.0 / scale:
-            self._check_local()
-            for group, where in _chunks(self.groups):
-                ahead = self._ahead(group, where) * (1.0 / scale / self.lead)
-                group.local_N[where] = self._sent(group, where) + ahead
+            for group in self._local_groups():
+                for where in group.chunks():
+                    ahead = self._ahead(group, where) * (1.0 / scale / self.lead)
+                    group.local_N[where] = self._sent(group, where) + ahead
             self.lead = 1.0 / scale
             self._show_all_()
         return 1.0
@@ -302,7 +298,6 @@ class ReplicaVector:
         Returns:
             Mass removed from the residual by the bound, parameter units.
         """
-        self._check_local()
         removed = 0.0
         for group, part_K in self._split(entries_K):
             removed += group.kernels.commit_(
@@ -315,8 +310,7 @@ class ReplicaVector:
                 group.start,
                 self.lead,
             )
-            if self._copied:
-                self._show_entries_(group, part_K)
+            self._show_entries_(group, part_K)
         return removed
 
     def apply_(self, update: Update) -> None:
@@ -334,7 +328,6 @@ class ReplicaVector:
                 raise CodecError(f"grid must be {self.grid}, got {update.grid}")
             self.apply_counts_(update.counts_N)
             return
-        self._check_local()
         if update.size != self.size:
             raise CodecError(f"model has {self.size} parameters, got {update.size}")
         count = count_of(update.threshold, self.grid)
@@ -342,8 +335,7 @@ class ReplicaVector:
             group.kernels.apply_(
                 group.local_N, group.shared_N, part_K, count, self.grid, group.start
             )
-            if self._copied:
-                self._show_entries_(group, part_K)
+            self._show_entries_(group, part_K)
 
     def apply_counts_(self, counts_N: Counts, *, own: bool = False) -> None:
         """Move local and shared by a dense update, or by many that were folded.
@@ -356,11 +348,10 @@ class ReplicaVector:
         Raises:
             CodecError: If it has another size; nothing is changed.
         """
-        self._check_local()
         factor = 1.0 - self.lead if own else 1.0
-        for group, part_N in self._split_counts(counts_N):
+        for group, where, part_N in self._split_counts(counts_N):
             group.kernels.apply_counts_(
-                group.local_N, group.shared_N, part_N, self.grid, factor
+                group.local_N[where], group.shared_N[where], part_N, self.grid, factor
             )
         self._show_all_()
 
@@ -383,11 +374,9 @@ class ReplicaVector:
         Raises:
             CodecError: If they have another size; nothing is changed.
         """
-        self._check_local()
-        for group, part_N in self._split_counts(counts_N):
-            for _, where in _chunks([group]):
-                counts = part_N[where].to(group.local_N.dtype)
-                group.local_N[where] += counts * (grid * self.lead)
+        for group, where, part_N in self._split_counts(counts_N):
+            counts = part_N.to(group.local_N.dtype)
+            group.local_N[where] += counts * (grid * self.lead)
         self._show_all_()
 
     def regrid_(self) -> float:
@@ -400,18 +389,19 @@ class ReplicaVector:
         Returns:
             The grid from now on, parameter units.
         """
-        self._check_local()
-        counts = [group.shared_N for group in self.groups if group.shared_N.numel()]
-        largest = max(max(-int(c.min()), int(c.max())) for c in counts)
+        groups = [group for group in self._local_groups() if group.shared_N.numel()]
+        ends = [end for group in groups for end in group.shared_N.aminmax()]
+        largest = max(abs(int(end)) for end in ends)
         if largest > REGRID_ABOVE:
             shift = 1
             while (largest + (1 << shift >> 1)) >> shift >= REGRID_BELOW:
                 shift += 1
             half = 1 << shift >> 1
-            for group, where in _chunks(self.groups):
-                # Halves are rounded up, in integers: all replicas get the same.
-                counts_N = (group.shared_N[where].long() + half) >> shift
-                group.shared_N[where] = counts_N.int()
+            for group in groups:
+                for where in group.chunks():
+                    # Halves are rounded up, in integers: all replicas get the same.
+                    counts_N = (group.shared_N[where].long() + half) >> shift
+                    group.shared_N[where] = counts_N.int()
             self.grid *= 2**shift
             self._show_all_()
         return self.grid
@@ -426,8 +416,10 @@ class ReplicaVector:
     def digest(self) -> int:
         """Return a CRC-32 of grid and shared: equal on replicas that agree."""
         checksum = zlib.crc32(struct.pack("<d", self.grid))
-        for group, where in _chunks(self.groups):
-            checksum = zlib.crc32(group.shared_N[where].cpu().numpy().data, checksum)
+        for group in self.groups:
+            for where in group.chunks():
+                counts_N = group.shared_N[where].cpu().numpy()
+                checksum = zlib.crc32(counts_N.data, checksum)
         return checksum
 
     def replace_shared_(self, counts_N: Counts, grid: float) -> None:
@@ -440,13 +432,10 @@ class ReplicaVector:
         Raises:
             CodecError: If the counts have another size; nothing is changed.
         """
-        self._check_local()
-        for group, part_N in self._split_counts(counts_N):
-            for _, where in _chunks([group]):
-                ahead = self._ahead(group, where)
-                group.shared_N[where] = part_N[where]
-                sent = part_N[where].to(ahead.dtype) * grid
-                group.local_N[where] = sent + ahead
+        for group, where, part_N in self._split_counts(counts_N):
+            ahead = self._ahead(group, where)
+            group.shared_N[where] = part_N
+            group.local_N[where] = part_N.to(ahead.dtype) * grid + ahead
         self.grid = grid
         self._show_all_()
 
@@ -455,9 +444,9 @@ class ReplicaVector:
 
         The tensors are those that go on changing: copy them.
         """
-        self._check_local()
-        shared = {"grid": self.grid, "shared": [g.shared_N for g in self.groups]}
-        own = {"local": [g.local_N for g in self.groups], "lead": self.lead}
+        groups = self._local_groups()
+        shared = {"grid": self.grid, "shared": [group.shared_N for group in groups]}
+        own = {"local": [group.local_N for group in groups], "lead": self.lead}
         return shared, own
 
     def restore_(
@@ -476,7 +465,7 @@ class ReplicaVector:
             group.shared_N.copy_(shared["shared"][i])
             if parts:
                 group.local_N.copy_(parts[0]["local"][i])
-            for _, where in _chunks([group]):
+            for where in group.chunks():
                 sent = self._sent(group, where)
                 if not parts:
                     group.local_N[where] = sent
@@ -492,12 +481,13 @@ class ReplicaVector:
         What it showed comes back bit for bit; eager float32 and float64 keep a copy.
         What needs or moves local raises RunError inside.
         """
-        self._check_local()
+        groups = self._local_groups()
         self._showing = True
-        kept = [(g.flat, g.flat.clone()) for g in self.groups if g.local_N is g.flat]
+        kept = [(g.flat, g.flat.clone()) for g in groups if g.local_N is g.flat]
         try:
-            for group, where in _chunks(self.groups):
-                group.flat[where] = self._sent(group, where).to(group.flat.dtype)
+            for group in groups:
+                for where in group.chunks():
+                    group.flat[where] = self._sent(group, where).to(group.flat.dtype)
             yield
         finally:
             for flat, local_N in kept:
@@ -507,14 +497,16 @@ class ReplicaVector:
 
     def _split(self, entries_K: Counts) -> Iterator[tuple[VectorGroup, Tensor]]:
         """Cut the entries of a model by group; groups without entries are left out."""
-        stops = [group.stop for group in self.groups]
-        ends = np.searchsorted(np.abs(entries_K), stops, "right")
-        for group, a, b in zip(self.groups, [0, *ends[:-1]], ends, strict=True):
+        groups = self._local_groups()
+        ends = np.searchsorted(np.abs(entries_K), [g.stop for g in groups], "right")
+        for group, a, b in zip(groups, [0, *ends[:-1]], ends, strict=True):
             if a < b:
                 yield group, torch.from_numpy(entries_K[a:b]).to(group.flat.device)
 
-    def _split_counts(self, counts_N: Counts) -> list[tuple[VectorGroup, Tensor]]:
-        """Cut a dense vector of a model by group.
+    def _split_counts(
+        self, counts_N: Counts
+    ) -> Iterator[tuple[VectorGroup, slice, Tensor]]:
+        """Cut a dense vector of a model by group, and chunk by chunk.
 
         Raises:
             CodecError: If it is not int32 with one number per parameter.
@@ -524,8 +516,12 @@ class ReplicaVector:
                 f"need {self.size} counts of int32, got {counts_N.dtype} of "
                 f"{counts_N.shape}"
             )
-        counts = _tensor(counts_N)
-        return [(g, counts[g.start : g.stop].to(g.flat.device)) for g in self.groups]
+        # A read-only one is copied, as torch has none.
+        counts = torch.from_numpy(np.require(counts_N, np.int32, ["C", "W"]))
+        for group in self._local_groups():
+            part = counts[group.start : group.stop]
+            for where in group.chunks():
+                yield group, where, part[where].to(group.flat.device)
 
 
 class ResidualView:
@@ -553,7 +549,7 @@ class ResidualView:
             Int32, shape (K,), positions of the model.
         """
         vector = self._vector
-        vector._check_local()
+        vector._local_groups()  # refuses while the module shows shared
         found = [
             group.kernels.find(
                 group.local_N[where],
@@ -610,15 +606,3 @@ def ranges_by_pattern(
             ranges.append((vectors, where))
             at, former = where.stop, pattern
     return found
-
-
-def _chunks(groups: Iterable[VectorGroup]) -> Iterator[tuple[VectorGroup, slice]]:
-    for group in groups:
-        size = group.flat.numel()
-        for start in range(0, size, CHUNK):
-            yield group, slice(start, min(start + CHUNK, size))
-
-
-def _tensor(counts: Counts) -> Tensor:
-    """View an array as a tensor; a read-only one is copied, as torch has none."""
-    return torch.from_numpy(np.require(counts, np.int32, ["C", "W"]))

@@ -184,7 +184,7 @@ class GradientSharingExchange(Exchange):
         self.exchanged = self._step % self._options.exchange_every == 0
         if self.exchanged:
             self._share()
-            self._check_reach(self._compressor.cut)
+            self._check_reach(self._compressor.clipped_per_entry)
         if self._options.announces(self._step):
             self._channel.progress(self._step)
 

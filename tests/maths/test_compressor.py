@@ -35,7 +35,7 @@ class TestPropose:
         assert update.count == 20133  # 20132.66 steps: the nearest, not the first
         assert update.threshold == update.count * GRID
         assert update.threshold == np.float32(update.threshold)
-        assert update.rule == 1.2e-3
+        assert update.chosen == 1.2e-3
 
     @pytest.mark.parametrize(
         ("value", "count"), [(1e-30, 1), (1e9, MAX_COUNT)], ids=["small", "large"]
@@ -43,7 +43,7 @@ class TestPropose:
     def test_a_rule_cannot_leave_the_grid(self, value, count):
         update = proposed(make(Vector([0.5]), FixedThreshold(value)))
 
-        assert (update.count, update.rule) == (count, count * GRID)
+        assert (update.count, update.chosen) == (count, count * GRID)
 
     def test_it_changes_nothing(self):
         module = Vector([0.5, 0.25])
@@ -95,7 +95,7 @@ class TestPropose:
 
         update = proposed(compressor)
 
-        assert (update.rule, update.entries_K.tolist()) == (2.0**-5, [2])
+        assert (update.chosen, update.entries_K.tolist()) == (2.0**-5, [2])
 
 
 class TestCommit:
@@ -109,7 +109,7 @@ class TestCommit:
 
         assert compressor.sent == {"*": Sent(1e-3, 0.25)}
         assert compressor.groups["*"].exchanges == 1
-        assert proposed(compressor).rule == 2e-3
+        assert proposed(compressor).chosen == 2e-3
 
     def test_nothing_to_send_is_an_outcome_too(self):
         compressor = make(Vector([0.0]), AdaptiveThreshold(initial=1e-3, decay=0.5))
@@ -117,14 +117,14 @@ class TestCommit:
         compressor.commit_(proposed(compressor))
 
         assert compressor.sent == {"*": Sent(1e-3, 0.0)}
-        assert proposed(compressor).rule == 5e-4
+        assert proposed(compressor).chosen == 5e-4
 
     def test_the_last_outcome_can_be_carried_on(self):
         rule = AdaptiveThreshold(decay=0.5)
 
         compressor = make(Vector([0.0]), rule, last={"*": Sent(0.125, 0.5)})
 
-        assert proposed(compressor).rule == 0.25
+        assert proposed(compressor).chosen == 0.25
 
     def test_clipping_is_counted(self):
         module = Vector([0.0, 0.0])
@@ -272,7 +272,7 @@ class TestLead:
         module.step(0.5)
         compressor.vector.sync_from_parameters_()
         assert compressor.vector.lead == 1.0
-        assert compressor.vector.residual_norm() == 0.5
+        assert compressor.vector.farthest() == 0.5
 
     def test_what_is_sent_leaves_as_many_quanta(self):
         quantum = 2.0**-4
@@ -288,7 +288,7 @@ class TestLead:
     def test_the_residual_is_the_share(self):
         _, compressor = scaled([0.75, -1.0], 0.25)
 
-        assert compressor.vector.residual_norm() == pytest.approx(0.3125)
+        assert compressor.vector.farthest() == pytest.approx(0.25)
         np.testing.assert_array_equal(
             compressor.vector.residual_counts() * compressor.vector.grid,
             [0.1875, -0.25],
@@ -336,7 +336,7 @@ class TestLead:
 
         # A share of 1, of quanta of 1/16: two were sent, one stays.
         assert compressor.clipped == pytest.approx(1 - 3 / 16)
-        assert compressor.vector.residual_norm() == pytest.approx(1 / 16)
+        assert compressor.vector.farthest() == pytest.approx(1 / 16)
 
     @pytest.mark.parametrize("dense", [False, True])
     def test_with_all_residuals_shared_is_the_mean_of_the_replicas(self, dense):

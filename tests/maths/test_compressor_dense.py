@@ -105,7 +105,7 @@ class TestCommit:
         assert moved == [3, -2]
         assert (compressor.vector.shared_counts() - shared).tolist() == moved
         assert torch.equal(module.first, before)
-        assert compressor.vector.residual_norm() == 0.0
+        assert compressor.vector.farthest() == 0.0
 
     @pytest.mark.parametrize(
         "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
@@ -183,7 +183,7 @@ class TestThreshold:
             taken(compressor)
 
         assert compressor.sent["*"].threshold == 1e-3
-        assert proposed(compressor).rule == 2e-3
+        assert proposed(compressor).chosen == 2e-3
 
     def test_it_goes_on_from_where_entries_left_it(self):
         compressor = make(Vector([0.0]), self.RULE, last={"*": Sent(0.125, 0.001)})

@@ -155,7 +155,7 @@ def test_of_none_there_is_no_residual(types, apply):
 
     other.own.restore_(one.state()[0], [])
 
-    assert other.own.vector.residual_norm() == 0.0
+    assert other.own.vector.farthest() == 0.0
     assert other.own.vector.digest() == one.own.vector.digest()
     assert (other.own.clipped, other.own.sent) == (0.0, {})
 

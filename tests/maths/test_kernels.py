@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daskdl.codec import Kind, SparseUpdate, Stamp
-from daskdl.compression.kernels import TorchKernels
+from daskdl.compression.kernels import Kernels
 from daskdl.compression.kernels_numba import NumbaKernels
 from daskdl.compression.replica_vector import fold_
 from tests.support.kernel_cases import GRID, INT32_MIN, KERNELS
@@ -370,7 +370,7 @@ class TestBothKernels:
     def test_they_give_the_same_bits(self, problem, dtype):
         local, shared, count, lead = problem
         outcomes, cuts = [], []
-        for kernels in (NumbaKernels(), TorchKernels()):
+        for kernels in (NumbaKernels(), Kernels()):
             local_N = torch.tensor(local, dtype=dtype)
             shared_N = ints(shared)
             entries = kernels.find(local_N, shared_N, count, GRID, 0, lead)

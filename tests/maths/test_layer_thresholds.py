@@ -194,7 +194,7 @@ class TestCompressor:
         last = {"bias": Sent(0.25, 0.0), "gone": Sent(1.0, 1.0)}
         compressor = make(Layers(), {"bias": adaptive, "*": adaptive}, last=last)
 
-        rules = {p.pattern: p.rule for p in compressor.propose()}
+        rules = {p.pattern: p.chosen for p in compressor.propose()}
 
         assert rules == {"bias": 0.125, "*": 1e-4}
 
@@ -222,7 +222,7 @@ class TestCompressor:
         compressor = make(module, {"bias": Largest(), "*": Largest()})
         module.step(bias=0.25, two=0.125, last=0.0625)
 
-        assert [p.rule for p in compressor.propose()] == [0.25, 0.125]
+        assert [p.chosen for p in compressor.propose()] == [0.25, 0.125]
 
     def test_the_residual_rule_gets_each_threshold_and_count_of_exchanges(self):
         seen = []
@@ -261,7 +261,7 @@ class TestCompressor:
 
         compressor.commit_(*compressor.propose(dense=True))
 
-        assert compressor.vector.residual_norm() == 0.0
+        assert compressor.vector.farthest() == 0.0
         assert compressor.sent == {
             "bias": Sent(2.0**-6, DENSE_DENSITY),
             "*": Sent(2.0**-3, DENSE_DENSITY),

@@ -34,7 +34,7 @@ class TestStart:
         assert vector.grid == GRID
         assert vector.shared_counts().tolist() == counts
         assert module.first.tolist() == [count * GRID for count in counts]
-        assert vector.residual_norm() == 0.0
+        assert vector.farthest() == 0.0
 
     def test_eager_float32_has_no_second_local(self):
         module = Vector([0.5, 0.25])
@@ -55,7 +55,7 @@ class TestApply:
 
         assert module.first.tolist() == pytest.approx([0.0925, 0.0, -0.0625])
         assert vector.shared_counts().tolist() == [2**20, 0, -(2**20)]
-        assert vector.residual_norm() == pytest.approx(0.03, rel=1e-6)
+        assert vector.farthest() == pytest.approx(0.03, rel=1e-6)
 
     def test_entries_reach_their_groups(self):
         module = Vector([0.0, 0.0], second=[0.0, 0.0])
@@ -135,7 +135,7 @@ class TestResidual:
         assert (vector.shared_counts() - shared).tolist() == counts.tolist()
         assert counts.tolist() == [round(0.1 / GRID), -11, 0]
         assert torch.equal(module.first, before)
-        assert vector.residual_norm() < GRID
+        assert vector.farthest() < GRID
         assert vector.residual_counts().tolist() == [0, 0, 0]
 
     def test_counts_saturate_and_nan_is_kept_back(self):
@@ -162,11 +162,11 @@ class TestResidual:
     @pytest.mark.parametrize(
         ("look", "expected"),
         [
-            (lambda own: own.residual_norm(), 5 * GRID),
+            (lambda own: own.farthest(), 4 * GRID),
             (lambda own: own.residual_counts().tolist(), [3, -4]),
             (lambda own: own.flush_residual_().tolist(), [3, -4]),
         ],
-        ids=["norm", "counts", "flush"],
+        ids=["farthest", "counts", "flush"],
     )
     def test_a_step_of_the_optimizer_counts_once_synced(self, look, expected):
         module = Vector([0.0, 0.0])
@@ -191,15 +191,6 @@ class TestResidual:
 
         assert vector.farthest() == pytest.approx(expected, nan_ok=True)
 
-    def test_norm_is_over_all_groups(self):
-        module = Vector([0.0], second=[0.0])
-        vector = whole(module)
-        module.step(3.0)
-        with torch.no_grad():
-            module.second -= 4.0
-
-        assert vector.residual_norm() == 5.0
-
 
 class TestSnapshot:
     def test_a_newcomer_takes_shared_and_local_from_it(self):
@@ -213,7 +204,7 @@ class TestSnapshot:
         assert module.first.tolist() == [7 / 8, -1.0]
         assert module.second.tolist() == [9 / 8]
         assert vector.grid == 2.0**-3
-        assert vector.residual_norm() == 0.0
+        assert vector.farthest() == 0.0
 
     def test_a_repair_keeps_the_residual(self):
         module = Vector([0.5, 0.0])
@@ -313,7 +304,7 @@ class TestShowingShared:
 
         assert inside == [0.5, 0.25]
         assert torch.equal(module.first, before)
-        assert vector.residual_norm() == pytest.approx(0.1, rel=2**-6)
+        assert vector.farthest() == pytest.approx(0.1, rel=2**-6)
 
     def test_a_step_just_made_is_not_lost(self, dtype, strict):
         module = Vector([0.5, 0.25], dtype)
@@ -325,7 +316,7 @@ class TestShowingShared:
             inside = module.first.tolist()
 
         assert inside == [0.5, 0.25]
-        assert vector.residual_norm() == 0.125
+        assert vector.farthest() == 0.125
 
     def test_what_was_changed_inside_is_undone(self, dtype, strict):
         module = Vector([0.5, 0.25], dtype)
@@ -347,11 +338,11 @@ class TestShowingShared:
             lambda own: own.sync_from_parameters_(),
             lambda own: own.residual_counts(),
             lambda own: own.replace_shared_(np.zeros(2, np.int32), GRID),
-            lambda own: own.residual_norm(),
+            lambda own: own.farthest(),
         ],
         ids=[
             *("apply", "counts", "flush", "regrid", "sync"),
-            *("residual", "snapshot", "norm"),
+            *("residual", "snapshot", "farthest"),
         ],
     )
     def test_local_cannot_be_used_inside(self, dtype, strict, use):
@@ -477,7 +468,7 @@ def test_vectors_longer_than_a_chunk_are_done_to_the_end(strict):
     vector.sync_from_parameters_()
 
     assert vector.residual_counts().nonzero()[0].tolist() == [CHUNK + 2]
-    assert (vector.residual_norm(), vector.farthest()) == (0.25, 0.25)
+    assert vector.farthest() == 0.25
     before = vector.digest()
     vector.flush_residual_()
     assert vector.digest() != before

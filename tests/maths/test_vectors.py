@@ -54,7 +54,6 @@ class TestFlatParameters:
             ("weight", "bias"),
             (6, 3),
         )
-        assert group.shapes == (torch.Size([3, 2]), torch.Size([3]))
         assert torch.equal(group.flat[6:], module.bias)
         assert torch.equal(group.flat[:6], module.weight.flatten())
 

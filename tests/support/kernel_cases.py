@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from daskdl.compression.kernels import TorchKernels
+from daskdl.compression.kernels import Kernels
 from daskdl.compression.kernels_numba import NumbaKernels
 
 GRID = 2.0**-20
@@ -20,6 +20,6 @@ def maker(device):
 
 KERNELS = [
     pytest.param((NumbaKernels(), maker("cpu")), id="numba"),
-    pytest.param((TorchKernels(), maker("cpu")), id="torch"),
-    pytest.param((TorchKernels(), maker("cuda")), id="cuda", marks=CUDA),
+    pytest.param((Kernels(), maker("cpu")), id="torch"),
+    pytest.param((Kernels(), maker("cuda")), id="cuda", marks=CUDA),
 ]

@@ -4,7 +4,7 @@ import contextlib
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +39,7 @@ from daskdl.channel.protocol import (
 from daskdl.channel.run_state import RunState
 from daskdl.channel.sender import Outbox
 from daskdl.config import Bound
-from daskdl.errors import ChannelError, DaskDLError, OptionError, WaitTimeoutError
+from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
 from daskdl.thresholds import Drained
 
 
@@ -47,30 +47,30 @@ class LocalRun:
     """A run in this process, for whoever started it and for its replicas' channels.
 
     Args:
-        plan: What is asked for; its `replicas` say where they are for messages only.
+        spec: What is asked for; its `replicas` say where they are for messages only.
         now: A clock, seconds.
 
     Attributes:
         state: What the scheduler would know of the run; guarded by `changed`.
         changed: Notified after every change.
-        blobs: Published ones, by replica and name.
+        blobs: Published ones by name, of each replica.
         fetched_bytes: Of each replica's blobs, since its last `stats`.
         now: The clock.
     """
 
     state: RunState
     changed: threading.Condition
-    blobs: dict[tuple[int, str], Arrays]
+    blobs: defaultdict[int, dict[str, Arrays]]
     fetched_bytes: Counter[int]
     now: Callable[[], float]
 
     def __init__(
-        self, plan: RunSpec, now: Callable[[], float] = time.monotonic
+        self, spec: RunSpec, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.state = RunState(plan)
+        self.state = RunState(spec, now())
         self.changed = threading.Condition()
         self.now = now
-        self.blobs = {}
+        self.blobs = defaultdict(dict)
         self.fetched_bytes = Counter()
         self._inboxes: dict[int, Inbox] = {}
 
@@ -103,51 +103,43 @@ class LocalRun:
             self._inboxes[replica] = inbox
         return inbox
 
-    def drop_blobs(self, replica: int, keep: str = "") -> None:
-        """Drop all blobs of a replica but the one of this name."""
-        with self.changed:
-            for origin, name in list(self.blobs):
-                if origin == replica and name != keep:
-                    del self.blobs[origin, name]
-
-    def forget(self, replica: int) -> None:
+    def leave(self, replica: int) -> None:
         """A replica has left, and nobody waits for it any more."""
         with self.changed:
-            self.drop_blobs(replica)
+            self.blobs.pop(replica, None)
             if self._inboxes.pop(replica, None) is not None:
-                self.state.remove(replica)
-                self.changed.notify_all()
-
-    def is_alive(self, replica: int) -> None:
-        """Note a sign of life of a replica. Call under `changed`."""
-        self.state.members.replicas[replica].heard_at = self.now()
+                self.state.leave(replica, self.now())
+                self.notify()
 
     @contextlib.contextmanager
     def waiting(self, replica: int) -> Iterator[None]:
-        """While it waits for others, a replica does not count as silent."""
+        """While it waits for others, a replica does not time out."""
         member = self.state.members.replicas[replica]
-        member.heard_at = math.inf
+        member.heartbeat_at = math.inf
         try:
             yield
         finally:
-            member.heard_at = self.now()
+            member.heartbeat_at = self.now()
 
     def patience_s(self, bound: Bound) -> float:
-        """Seconds until a replica may have been silent for longer than a bound."""
+        """Seconds until a replica may time out, by this bound."""
         members = self.state.members
-        heard = min(members.replicas[r].heard_at for r in members.present)
-        return max(min(heard + bound.seconds - self.now(), bound.seconds), 0.0)
+        first = min(members.replicas[r].heartbeat_at for r in members.present)
+        return max(min(first + bound.seconds - self.now(), bound.seconds), 0.0)
 
-    def check_silent(self, bound: Bound) -> None:
-        """Give the run up if a replica was silent for longer than a bound.
+    def check_heartbeats(self, bound: Bound) -> None:
+        """Give the run up if a replica has timed out.
 
         Its thread keeps its lease, and no other replica can replace it.
         """
         members, now = self.state.members, self.now()
-        silent = members.silent_since(now - bound.seconds)
-        if silent:
-            who = members.describe(silent, now)
-            self.give_up(WaitTimeoutError(f"nothing was heard for {bound} of {who}"))
+        timed_out = members.timed_out(now - bound.seconds)
+        if timed_out:
+            who = members.describe(timed_out, now)
+            error = WaitTimeoutError(f"nothing was heard for {bound} of {who}")
+            with self.changed:
+                self.state.give_up(error)
+                self.notify()
 
     def describe(self, replica: int) -> str:
         """A replica in words: who, and what was last heard, and when."""
@@ -173,21 +165,14 @@ class LocalRun:
         """End the run: every replica leaves."""
         with self.changed:
             self.state.stop(reason)
-            for inbox in self._inboxes.values():  # also of those that have not joined
-                inbox.stop(reason)
-            self.changed.notify_all()
+            self.notify()
 
-    def give_up(self, error: DaskDLError) -> None:
-        """The run cannot go on; who started it learns why."""
-        with self.changed:
-            self.state.give_up(error)
-            self.stop(str(self.state.stopped))
-
-    def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
-        """A replica cannot go on; who started the run learns why."""
-        with self.changed:
-            self.state.fail(replica, failure)
-            self.stop(str(self.state.stopped))
+    def notify(self) -> None:
+        """Let every replica that waits look again. Call under `changed`."""
+        if self.state.stopped is not None:  # those that have not joined hear it here
+            for inbox in self._inboxes.values():
+                inbox.stop(self.state.stopped)
+        self.changed.notify_all()
 
     @property
     def here(self) -> list[int]:
@@ -225,14 +210,14 @@ class LocalChannel(ReceivingChannel):
 
     @override
     def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        # A wait without a bound of its own ends when a replica is silent for longer
-        # than a lease and a step may take: no scheduler would give it up.
+        # A wait without a bound of its own ends when a replica has done nothing for
+        # longer than a lease and a step may take: no scheduler would give it up.
         run = self._run
         with run.changed, run.waiting(self._replica):
             if timeout_s is not None:
                 return super()._block(ready, timeout_s)
             while not super()._block(ready, run.patience_s(self._patience)):
-                run.check_silent(self._patience)
+                run.check_heartbeats(self._patience)
             return True  # or the run was given up, which ends the wait too
 
     # ---- joining and leaving
@@ -251,7 +236,7 @@ class LocalChannel(ReceivingChannel):
                 WaitCause.JOIN, lambda: state.members.started, bound.seconds
             ):
                 state.give_up_late(bound, self._run.now())
-                self._run.stop(str(state.stopped))
+                self._run.notify()
                 self.check()
             members = state.members.present
             for peer in members:
@@ -273,7 +258,7 @@ class LocalChannel(ReceivingChannel):
 
     @override
     def activate(self, step: int) -> ActivateResult:
-        raise ChannelError("a run in one process has no newcomers")
+        raise ChannelError("a run in one process has no joining replicas")
 
     @override
     def serve_snapshot(self, make: Snapshot | None) -> None:
@@ -281,11 +266,13 @@ class LocalChannel(ReceivingChannel):
 
     @override
     def fail(self, failure: Mapping[str, Any]) -> None:
-        self._run.fail(self._replica, failure)
+        with self._changed:
+            self._state.fail(self._replica, failure)
+            self._run.notify()
 
     @override
     def leave(self, *, retires: bool = False) -> None:
-        self._run.forget(self._replica)
+        self._run.leave(self._replica)
 
     # ---- updates
 
@@ -303,14 +290,14 @@ class LocalChannel(ReceivingChannel):
         except UNREADABLE as error:
             update = error
         with self._changed:
-            self._send([item._replace(payload=update)])
+            self._publish([item._replace(payload=update)])
             self._inbox.own = self._inbox.own._replace(sequence=item.sequence)
         nbytes, frames = self._drained.nbytes + frame.nbytes, self._drained.frames + 1
         self._drained = Drained(nbytes, frames)
         return True
 
-    def _send(self, items: Sequence[Message]) -> None:
-        self._run.is_alive(self._replica)
+    def _publish(self, items: Sequence[Message]) -> None:
+        self._state.members.replicas[self._replica].heartbeat_at = self._run.now()
         self._state.publish(self._replica, items, self._inbox.own)
 
     @override
@@ -319,7 +306,7 @@ class LocalChannel(ReceivingChannel):
             former = self._inbox.own
             interval = max(interval, former.interval)
             self._inbox.own = PeerProgress(step, former.sequence, interval)
-            self._send([])
+            self._publish([])
 
     @override
     def link_stats(self) -> Drained:
@@ -332,21 +319,16 @@ class LocalChannel(ReceivingChannel):
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
     ) -> Lease | SyncPoint | None:
-        state, replica = self._state, self._replica
-
+        state, replica, now = self._state, self._replica, self._run.now()
         with self._changed:
             self.check()
-            self._run.is_alive(replica)
-            state.give_back(replica, phase, epoch, finished, self._run.now())
-            if wait and self._idle_payload is not None:
-                state.set_idle(replica, self._idle_payload)
+            state.members.replicas[replica].heartbeat_at = now
+            idle = self._idle_payload if wait else None
+            state.give_back(replica, phase, epoch, finished, now, idle)
             self._changed.notify_all()
             if wait:
-                self._wait_until(
-                    WaitCause.LEASE,
-                    lambda: state.can_lease(replica, phase, epoch),
-                    None,
-                )
+                ready = lambda: state.can_lease(replica, phase, epoch)  # noqa: E731
+                self._wait_until(WaitCause.LEASE, ready, None)
                 self._idle_payload = None
             return state.lease(replica, phase, epoch, lambda key: False)
 
@@ -363,34 +345,35 @@ class LocalChannel(ReceivingChannel):
             self.check()
             barrier = state.arrive(key, self._replica, payload, client_payload, kind)
             self._changed.notify_all()
-            self._wait_until(WaitCause.GATHER, lambda: state.all_arrived(barrier), None)
-            if state.complete(key, barrier):
-                self._changed.notify_all()
+            self._wait_until(WaitCause.GATHER, lambda: barrier.complete, None)
             payloads = self._exchanged(dict(sorted(barrier.payloads.items())))
             return BarrierResult(payloads, dict(barrier.gone or {}), barrier.counted)
 
     @override
     def publish_blob(self, name: str, arrays: Arrays) -> None:
         with self._changed:
-            self._run.blobs[self._replica, name] = arrays
+            self._run.blobs[self._replica][name] = arrays
             self._changed.notify_all()
 
     @override
     def drop_blobs(self, keep: str = "") -> None:
-        self._run.drop_blobs(self._replica, keep)
+        with self._changed:
+            blobs = self._run.blobs
+            kept = {n: own for n, own in blobs[self._replica].items() if n == keep}
+            blobs[self._replica] = kept
 
     @override
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
-        run, key = self._run, (replica, name)
+        blobs = self._run.blobs
 
         def there_or_gone() -> bool:
-            return key in run.blobs or not self._state.members.is_here(replica)
+            return name in blobs[replica] or not self._state.members.is_here(replica)
 
         with self._changed:
             self._wait_until(WaitCause.FETCH, there_or_gone, None)
-            arrays = run.blobs.get(key)
+            arrays = blobs[replica].get(name)
             nbytes = sum(array.nbytes for array in (arrays or {}).values())
-            run.fetched_bytes[replica] += nbytes
+            self._run.fetched_bytes[replica] += nbytes
         self._stats.received_bytes += nbytes
         return arrays
 

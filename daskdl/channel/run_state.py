@@ -22,6 +22,7 @@ from daskdl.channel.leasing import (
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     Barrier,
+    GoneError,
     Message,
     MessageKind,
     PeerProgress,
@@ -29,7 +30,7 @@ from daskdl.channel.protocol import (
 from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.sender import Outbox
 from daskdl.config import Bound, Timeouts
-from daskdl.errors import DaskDLError, RunError, WaitTimeoutError
+from daskdl.errors import DaskDLError, RunError, WaitTimeoutError, shown
 
 
 class EventLog:
@@ -68,7 +69,7 @@ class Member:
             from the beginning, joining ones once they have the common state.
         joined: Whether its task has reached the scheduler.
         gone: Whether it has left or failed, for good.
-        heard_at: Last sign of life, seconds on the clock of the scheduler.
+        heartbeat_at: When it was last heard of, seconds on the clock of the scheduler.
         progress: How far it is, as far as the scheduler knows.
         generation: Of the membership by which it sends to others; -1: none yet.
         adopted_at: Its last own update when it adopted that membership, or later.
@@ -79,7 +80,7 @@ class Member:
     active: bool
     joined: bool = False
     gone: bool = False
-    heard_at: float = 0.0
+    heartbeat_at: float = 0.0
     progress: PeerProgress = AT_FIRST
     generation: int = -1
     adopted_at: int = 0
@@ -173,11 +174,25 @@ class Membership:
         """Whether a number is that of a replica that has not gone."""
         return replica in self.replicas and not self.replicas[replica].gone
 
-    def silent_since(self, bound: float) -> list[int]:
-        """Replicas without a sign of life since; nobody before the start."""
+    def taking_part(self, replica: int) -> Member:
+        """A replica that joined and has not gone.
+
+        Raises:
+            GoneError: If it has gone.
+            ValueError: If it never took part.
+        """
+        member = self.replicas.get(replica)
+        if member is not None and member.gone:
+            raise GoneError(f"replica {replica} is not a member any more")
+        if member is None or not member.joined:
+            raise ValueError(f"replica {replica} is not a member of this run")
+        return member
+
+    def timed_out(self, bound: float) -> list[int]:
+        """Replicas without a heartbeat since; nobody before the start."""
         if not self.started:
             return []
-        return [r for r in self.present if self.replicas[r].heard_at < bound]
+        return [r for r in self.present if self.replicas[r].heartbeat_at < bound]
 
     def donor(self) -> int | None:
         """The replica whose state a joining one takes: the farthest that trains."""
@@ -186,18 +201,19 @@ class Membership:
         )
 
     def describe(self, replicas: Iterable[int], now: float) -> str:
-        """Who, where, and what was last heard of them, and when; may be empty."""
-        return "; ".join(self._describe(replica, now) for replica in replicas)
-
-    def _describe(self, replica: int, now: float) -> str:
-        member = self.replicas[replica]
-        where = f"replica {replica} on {member.worker}"
-        if not member.joined:
-            return f"{where}, which has not joined"
-        return (
-            f"{where}, last heard at step {member.progress.step}, update "
-            f"{member.progress.sequence}, {max(now - member.heard_at, 0.0):.1f} s ago"
-        )
+        """Who, where, and how far at the last heartbeat, and when; may be empty."""
+        described = []
+        for replica in replicas:
+            member = self.replicas[replica]
+            said = "which has not joined"
+            if member.joined:
+                said = (
+                    f"last heard at step {member.progress.step}, update "
+                    f"{member.progress.sequence}, "
+                    f"{max(now - member.heartbeat_at, 0.0):.1f} s ago"
+                )
+            described.append(f"replica {replica} on {member.worker}, {said}")
+        return "; ".join(described)
 
 
 @dataclass
@@ -211,9 +227,9 @@ class OpenBarrier:
         payloads: What each has to say to the others, by replica.
         client_payloads: What each has to say to the client alone.
         kinds: What they have come for.
-        gone: Last update of each replica that left or failed. Set once, when all have
-            arrived: everybody has to read the same.
-        counted: Set once too; see `RunState.complete`.
+        gone: Last update of each replica that left or failed before the barrier was
+            complete: everybody has to read the same. None: it is not complete.
+        counted: What the run counted, by name; see `BarrierResult`.
     """
 
     payloads: dict[int, Any] = field(default_factory=dict)
@@ -227,6 +243,11 @@ class OpenBarrier:
         """What all have come for; if they have not come for the same, it is a round."""
         return next(iter(self.kinds)) if len(self.kinds) == 1 else Barrier.ROUND
 
+    @property
+    def complete(self) -> bool:
+        """Whether nobody is waited for any more; stays true."""
+        return self.gone is not None
+
 
 MOST_NAMED = 8  # of those that are gone: a message fits a screen
 
@@ -236,23 +257,25 @@ class RunState:
 
     Args:
         spec: What was asked for.
+        now: Seconds on the clock that all methods are given.
 
     Attributes:
+        timeouts: The bounds on waiting that the client chose.
         members: Who takes part.
         outboxes: What waits for each present replica.
         events: For the client, in order.
         leases: Who trains on which rows, by phase ("train", "validation").
-        barriers: Open ones, by key. A key may be used again once all have arrived.
+        barriers: Open ones, by key, which may be used again for the next one.
         stopped: Why the run was stopped; None while it runs.
         refused: Messages that were not understood.
         epoch: That runs now, counted from 0.
         interval: That runs now, counted from 0 over all epochs.
         report: Payloads of the last epoch's end, ``[replica, payload]`` each.
-        holding: Whether updates have to wait, see `complete`.
-        ended: Whether a replica has come to the end of the run.
+        holding: Whether updates have to wait, see `_complete`.
     """
 
     spec: RunSpec
+    timeouts: Timeouts
     members: Membership
     outboxes: dict[int, Outbox]
     events: EventLog
@@ -264,13 +287,13 @@ class RunState:
     interval: int
     report: Sequence[Any]
     holding: bool
-    ended: bool
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, now: float = 0.0) -> None:
         if spec.routing not in ROUTINGS:
             known = " or ".join(ROUTINGS)
             raise ValueError(f"routing must be {known}, got {spec.routing!r}")
         self.spec = spec
+        self.timeouts = Timeouts(**spec.timeouts)
         self.members = Membership(spec.replicas)
         self.outboxes = {}
         self.events = EventLog()
@@ -287,7 +310,7 @@ class RunState:
         self.interval = 0
         self.report = ()
         self.holding = False
-        self.ended = False
+        self._opened_at = self._enough_at = now
         self._held: list[Message] = []  # updates that wait, one of each that leaves
         self._idle: dict[int, Any] = {}  # payloads of those that wait for a lease
         self._interval_began_at: float | None = None
@@ -298,11 +321,7 @@ class RunState:
         self._refused_before = 0  # this epoch
         self._departed: dict[int, str] = {}  # those that trained, in words
         self._all_retired = True
-
-    @property
-    def timeouts(self) -> Timeouts:
-        """The bounds on waiting that the client chose."""
-        return Timeouts(**self.spec.timeouts)
+        self._ended = False  # a replica has come to the end of the run
 
     @property
     def has_enough(self) -> bool:
@@ -314,19 +333,19 @@ class RunState:
     def join(self, replica: int, now: float) -> Outbox:
         """A replica takes part from now on; returns the queue of what it is sent."""
         members = self.members
-        member = members.replicas[replica]
-        if members.started:
+        member, started = members.replicas[replica], members.started
+        if started:
             # It needs no update from before, but within a snapshot.
             member.acknowledge(self._passed_on())
-        members.generation += 1
-        if not members.started:
+        else:
             # Those who wait for it at the start send nothing meanwhile.
             for one in members.replicas.values():
-                one.heard_at = now
-        member.joined, member.heard_at = True, now
+                one.heartbeat_at = now
+        members.generation += 1
+        member.joined, member.heartbeat_at = True, now
         self.outboxes[replica] = Outbox(self.spec.relay_bytes)
         if members.started:
-            self._send_members()
+            self._send_topology()
         return self.outboxes[replica]
 
     def topology(self) -> tuple[int, list[tuple[int, str]]]:
@@ -338,12 +357,49 @@ class RunState:
     def activate(self, replica: int, step: int) -> None:
         """A joining replica has the common state: it trains from now on."""
         member = self.members.replicas[replica]
+        if member.active:  # it asks again
+            return
         member.active = True
         member.progress = member.progress._replace(step=step)
         self._send(Message(MessageKind.JOINED.value, replica, 0, step, 0), but=replica)
+        self.events.post("joined", replica=replica, worker=member.worker)
+
+    def lose(self, replica: int, why: str, now: float) -> None:
+        """A replica has failed; the client learns why."""
+        what = f"{self.members.describe([replica], now)}: {why}"
+        if replica in self.members.expected:
+            self._departed[replica] = what
+            self._all_retired = False
+        self.events.post("lost", replica=replica, summary=f"lost {what}")
+        self.remove(replica)
+        self._give_up_if_deserted()
+
+    def leave(self, replica: int, now: float, *, retires: bool = False) -> None:
+        """A replica has handed over what it had, or nobody wants it.
+
+        Args:
+            replica: Its number.
+            now: Seconds.
+            retires: Its worker closes, and it had not come to the end of the run.
+        """
+        members = self.members
+        trained = replica in members.expected
+        if not members.is_here(replica):  # given up before: its worker is free again
+            self.events.post("worker", worker=members.replicas[replica].worker)
+        elif retires:
+            what = f"{members.describe([replica], now)}: it retired with its worker"
+            if trained:
+                self._departed[replica] = what
+            self.events.post("retired", replica=replica, summary=what)
+        else:
+            self._ended |= trained
+        self.remove(replica)
+        if members.started and not members.expected:
+            self.events.post("over", waiting=members.joining)
+            self._give_up_if_deserted()
 
     def remove(self, replica: int) -> None:
-        """A replica has left or failed; what it held is free again."""
+        """A replica has gone: what it held is free, and no barrier waits for it."""
         if not self.members.is_here(replica):
             return
         member = self.members.replicas[replica]
@@ -354,31 +410,15 @@ class RunState:
             leases.lose(replica)
         self._idle.pop(replica, None)
         self._send(Message(MessageKind.LOST.value, replica, 0, member.progress.step, 0))
-        self._send_members()
-
-    def lose(self, replica: int, why: str, now: float) -> None:
-        """A replica has failed; the client learns why."""
-        what = f"{self.members.describe([replica], now)}: {why}"
-        if replica in self.members.expected:
-            self._departed[replica] = what
-            self._all_retired = False
-        self.remove(replica)
-        self.events.post("lost", replica=replica, summary=f"lost {what}")
-
-    def retire(self, replica: int, now: float) -> None:
-        """A replica has handed over and leaves before the end, with its worker."""
-        what = f"{self.members.describe([replica], now)}: it retired with its worker"
-        if replica in self.members.expected:
-            self._departed[replica] = what
-        self.remove(replica)
-        self.events.post("retired", replica=replica, summary=what)
+        self._send_topology()
+        self._complete_barriers()
 
     def _send(self, message: Message, but: int | None = None) -> None:
         for replica, box in self.outboxes.items():
             if replica != but:
                 box.offer(message, force=True)
 
-    def _send_members(self) -> None:
+    def _send_topology(self) -> None:
         self._send(Message(MessageKind.ROUTES.value, 0, 0, 0, 0, self.topology()))
 
     # ---- updates and progress
@@ -501,53 +541,47 @@ class RunState:
         barrier.kinds.add(kind)
         barrier.payloads.setdefault(replica, payload)
         barrier.client_payloads.setdefault(replica, client_payload)
+        self._complete_barriers()
         return barrier
 
-    def all_arrived(self, barrier: OpenBarrier) -> bool:
-        """Whether a barrier has to wait for nobody; stays true once `complete`."""
-        awaited = self.members.expected - barrier.payloads.keys()
-        if barrier.kind == Barrier.ROUND:
-            awaited -= self._idle.keys()
-        return barrier.gone is not None or not awaited
+    def _complete_barriers(self) -> None:
+        """Complete those at which nobody is waited for any more."""
+        members = self.members.expected
+        for key, barrier in list(self.barriers.items()):
+            awaited = members - barrier.payloads.keys()
+            if barrier.kind == Barrier.ROUND:
+                awaited -= self._idle.keys()
+            if members and not awaited and self.stopped is None:
+                self._complete(key, barrier)
 
-    def complete(self, key: str, barrier: OpenBarrier) -> bool:
-        """All have arrived at a barrier: fix what everybody reads there.
+    def _complete(self, key: str, barrier: OpenBarrier) -> None:
+        """Fix what everybody reads at a barrier.
 
         After an ``AGREE`` updates are held here until the next barrier is complete.
         Only replicas that leave have any then, one each, and what some survivors took
         in before they compare, all of them must.
-
-        Args:
-            key: Of the barrier.
-            barrier: Where all have arrived.
-
-        Returns:
-            Whether this call was the first.
         """
-        if barrier.gone is not None:
-            return False
+        del self.barriers[key]
         kind, payloads = barrier.kind, barrier.payloads
-        barrier.gone = self.members.gone
-        if kind == Barrier.ROUND:
-            payloads.update({**self._idle, **payloads})
-        self.barriers.pop(key, None)
+        gone = barrier.gone = self.members.gone
         self.holding = kind == Barrier.AGREE
         if not self.holding:
             for message in self._held:
                 self._send(message, but=message.origin)
             self._held.clear()
-        if kind == Barrier.AGREE:
+        if kind == Barrier.ROUND:
+            payloads.update({**self._idle, **payloads})
+        elif kind == Barrier.AGREE:
             barrier.counted = {"present": len(self.members.present)}
-        if kind == Barrier.SYNC:
-            here = payloads.keys() - barrier.gone.keys()
-            barrier.counted = {"departed": self._trained_by_departed(here)}
-        if kind == Barrier.REPORT:
+        elif kind == Barrier.SYNC:
+            departed = self._trained_by_departed(payloads.keys() - gone.keys())
+            barrier.counted = {"departed": departed}
+        elif kind == Barrier.REPORT:
             self._end_epoch(key, barrier)
         if kind in (Barrier.REPORT, Barrier.SYNC):
             self.interval += 1
             self._interval_began_at = None
             self.leases["train"].begin_interval()
-        return True
 
     def _end_epoch(self, key: str, barrier: OpenBarrier) -> None:
         barrier.counted = {
@@ -584,11 +618,21 @@ class RunState:
         epoch: int,
         finished: Finished,
         now: float,
+        idle_payload: Any = None,
     ) -> None:
         """A replica has finished leases; an interval that has taken long enough ends.
 
+        Args:
+            replica: Who asks.
+            phase: Of the data.
+            epoch: Counted from 0.
+            finished: Its leases.
+            now: Seconds.
+            idle_payload: Not None: it waits for a lease, and rounds take this as its
+                payload meanwhile.
+
         Raises:
-            ValueError: If the epoch is over.
+            ValueError: If the epoch is over, or has not begun.
         """
         leases = self._leases(phase, epoch)
         for lease in finished:
@@ -603,10 +647,9 @@ class RunState:
         bound_s = self.spec.intervals.seconds
         if bound_s is not None and now - self._interval_began_at >= bound_s:
             self.leases["train"].end_interval()
-
-    def set_idle(self, replica: int, payload: Any) -> None:
-        """A replica waits for a lease: rounds take this as its payload meanwhile."""
-        self._idle[replica] = payload
+        if idle_payload is not None:
+            self._idle[replica] = idle_payload
+            self._complete_barriers()
 
     def can_lease(self, replica: int, phase: str, epoch: int) -> bool:
         """Whether `lease` has an answer that stays: a lease, or none any more.
@@ -648,33 +691,34 @@ class RunState:
         return SyncPoint(self.spec.order, leases.remaining()) if over else None
 
     def _leases(self, phase: str, epoch: int) -> Leasing:
+        if epoch > self.epoch:
+            raise ValueError(f"epoch {epoch} has not begun, this is {self.epoch}")
         leases = self.leases[phase]
         leases.open(epoch, self.members.expected)
         return leases
 
     # ---- the end
 
-    def give_up_if_deserted(self) -> None:
-        """Nobody is left to go on, and nobody came to the end: the client learns who.
+    def check_deadlines(self, now: float) -> list[int]:
+        """Give up a run that waits for too many for too long.
 
-        Nothing happens while somebody trains.
+        Returns:
+            Replicas without a heartbeat for too long, which have failed.
         """
-        if self.members.expected or self.ended:
-            return
-        gone = sorted(self._departed)
-        more = f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
-        if self._all_retired:
-            replicas = self.members.replicas
-            seats = dict.fromkeys(replicas[r].worker for r in gone)
-            workers = f"{', '.join([*seats][:MOST_NAMED])}{more}"
-            error: DaskDLError = RunError(
-                f"all workers have retired: {workers}; nobody is left to train; fit "
-                "again, on workers that stay longer, to go on"
+        timeouts, members = self.timeouts, self.members
+        if members.absent and now - self._opened_at > timeouts.join:
+            self.give_up_late(timeouts.bound("join"), now)
+        if self.has_enough:
+            self._enough_at = now
+        elif now - self._enough_at > timeouts.rejoin:
+            bound, gone = timeouts.bound("rejoin"), sorted(members.gone)
+            error = WaitTimeoutError(
+                f"fewer than min_replicas={self.spec.min_replicas} replicas for "
+                f"{bound}: {len(members.expected)} left; gone: "
+                f"{members.describe(gone, now)}"
             )
-        else:
-            who = "; ".join(self._departed[r] for r in gone[:MOST_NAMED])
-            error = WaitTimeoutError(f"no replica is left: lost {who}{more}")
-        self.give_up(error)
+            self.give_up(error)
+        return members.timed_out(now - timeouts.silence)
 
     def give_up_late(self, bound: Bound, now: float) -> None:
         """Not all initial replicas have joined within a bound."""
@@ -687,16 +731,24 @@ class RunState:
             )
         )
 
-    def give_up_too_few(self, bound: Bound, now: float) -> None:
-        """For longer than a bound there were fewer replicas than asked for."""
-        members = self.members
-        self.give_up(
-            WaitTimeoutError(
-                f"fewer than min_replicas={self.spec.min_replicas} replicas for "
-                f"{bound}: {len(members.expected)} left; "
-                f"gone: {members.describe(sorted(members.gone), now)}"
+    def _give_up_if_deserted(self) -> None:
+        """Nobody is left to train, and nobody came to the end."""
+        if self.members.expected or self._ended:
+            return
+        gone = sorted(self._departed)
+        more = f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
+        if self._all_retired:
+            replicas = self.members.replicas
+            workers = [*dict.fromkeys(replicas[r].worker for r in gone)]
+            error: DaskDLError = RunError(
+                f"all workers have retired: {', '.join(workers[:MOST_NAMED])}{more}; "
+                "nobody is left to train; fit again, on workers that stay longer, to "
+                "go on"
             )
-        )
+        else:
+            who = "; ".join(self._departed[r] for r in gone[:MOST_NAMED])
+            error = WaitTimeoutError(f"no replica is left: lost {who}{more}")
+        self.give_up(error)
 
     def give_up(self, error: DaskDLError) -> None:
         """The run cannot go on, and no replica's code is the reason."""
@@ -707,9 +759,13 @@ class RunState:
 
     def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
         """A replica cannot go on: the run ends, and the client learns why."""
+        summary = failure["summary"]
+        if replica in self.members.joining:  # it ends nobody's run
+            self.events.post("not joined", replica=replica, summary=shown(summary, 500))
+            return
         worker = self.members.replicas[replica].worker
         self.events.post("failed", replica=replica, worker=worker, **failure)
-        self.stop(f"replica {replica} failed: {failure['summary']}")
+        self.stop(f"replica {replica} failed: {summary}")
 
     def stop(self, reason: str) -> None:
         """Tell every replica to leave; the first reason stays."""

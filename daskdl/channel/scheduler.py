@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distributed import Scheduler
@@ -18,7 +18,7 @@ from distributed.comm import get_address_host_port, parse_address
 from distributed.diagnostics.plugin import SchedulerPlugin
 from typing_extensions import override
 
-from daskdl.channel.leasing import RunSpec, SyncPoint
+from daskdl.channel.leasing import Lease, RunSpec
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     NAME,
@@ -80,27 +80,25 @@ async def is_listening(address: str, timeout_s: float) -> bool:
 # left between them are turns of the event loop, and less than a request takes.
 TOGETHER_S = 0.002
 
-Share = tuple[int, list[int]]  # a replica, and which of the items are for it
-Ask = Callable[[list[Message], list[Share]], Awaitable[Any]]
-
 
 class Batch(NamedTuple):
     """What is to go to one replica."""
 
     replica: int
     items: Sequence[Message]
-    accepted: asyncio.Future[int]
+    accepted: asyncio.Future[int]  # how many of them
 
 
 class WorkerBatcher:
     """Sends the batches of one worker's replicas together, a request at a time.
 
-    An item for several of them travels once.
+    A message for several of them travels once.
 
     Args:
-        worker: Its address, for messages.
-        ask: Sends items with the shares of replicas in them, and returns the answer.
-        bound: How long that may take.
+        scheduler: Whose connections carry the messages.
+        worker: Address of the worker.
+        run: Identity of the run.
+        bound: How long a request may take.
 
     Attributes:
         replicas: Those that it delivers to.
@@ -108,16 +106,19 @@ class WorkerBatcher:
 
     replicas: set[int]
 
-    def __init__(self, worker: str, ask: Ask, bound: Bound) -> None:
+    def __init__(
+        self, scheduler: Scheduler, worker: str, run: int, bound: Bound
+    ) -> None:
         self.replicas = set()
+        self._peer = scheduler.rpc(worker)
         self._worker = worker
-        self._ask = ask
+        self._run = run
         self._bound = bound
         self._waiting: list[Batch] = []
         self._sending: asyncio.Task[None] | None = None
 
     async def deliver(self, replica: int, items: Sequence[Message]) -> int:
-        """Deliver items to a replica, with what others of its worker are sent.
+        """Deliver messages to a replica, with what others of its worker are sent.
 
         Returns:
             How many were accepted.
@@ -130,75 +131,64 @@ class WorkerBatcher:
         self._waiting.append(Batch(replica, items, accepted))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.ensure_future(self._send_all())
-        try:
-            return await accepted
-        finally:  # it may have been cancelled before it was sent
-            self._waiting = [one for one in self._waiting if not one.accepted.done()]
+        return await accepted
 
     def end(self) -> None:
-        """Send nothing more; whoever still waits is cancelled."""
+        """Send nothing more."""
         if self._sending is not None:
             self._sending.cancel()
-        for batch in self._waiting:
-            batch.accepted.cancel()
 
     async def _send_all(self) -> None:
         while self._waiting:
             if len(self._waiting) < len(self.replicas):
                 await asyncio.sleep(TOGETHER_S)
-            await self._send(self._take())
+            batches = self._next()
+            answers: Sequence[Any]
+            try:
+                async with asyncio.timeout(self._bound.seconds):
+                    answers = await self._request(batches)
+            # What Dask's pool raises once the scheduler closes is a RuntimeError.
+            except (OSError, RuntimeError) as error:  # a TimeoutError is an OSError
+                answers = [error] * len(batches)
+            for batch, answer in zip(batches, answers, strict=True):
+                if batch.accepted.done():  # it did not wait so long
+                    continue
+                if isinstance(answer, Exception):
+                    batch.accepted.set_exception(answer)
+                elif isinstance(answer, dict) and "accepted" in answer:
+                    batch.accepted.set_result(answer["accepted"])
+                else:
+                    why = OSError(f"{self._worker} answered {answer!r}")
+                    batch.accepted.set_exception(why)
 
-    def _take(self) -> list[Batch]:
-        """The oldest batches, at least one, up to so many bytes together."""
-        nbytes, seen = 0, set[int]()
-        for count, batch in enumerate(self._waiting):
-            for item in batch.items:
-                nbytes += 0 if id(item) in seen else item.nbytes + MESSAGE_BYTES
-                seen.add(id(item))
+    def _next(self) -> list[Batch]:
+        """The oldest batches that are waited for, up to so many bytes together."""
+        waiting = [batch for batch in self._waiting if not batch.accepted.done()]
+        nbytes, seen, count = 0, set[int](), 0
+        for batch in waiting:
+            new = {id(item): item.nbytes + MESSAGE_BYTES for item in batch.items}
+            nbytes += sum(weight for key, weight in new.items() if key not in seen)
+            seen |= new.keys()
             if count and nbytes > BATCH_BYTES:
                 break
-        else:
-            count = len(self._waiting)
-        batches, self._waiting = self._waiting[:count], self._waiting[count:]
-        return batches
+            count += 1
+        self._waiting = waiting[count:]
+        return waiting[:count]
 
-    async def _send(self, batches: Sequence[Batch]) -> None:
+    async def _request(self, batches: Sequence[Batch]) -> Sequence[Any]:
+        """Send batches; the worker answers to each of them."""
         items = {id(item): item for batch in batches for item in batch.items}
+        messages = [item.to_wire() for item in items.values()]
+        if len(batches) == 1:
+            own = {"replica": batches[0].replica, "messages": messages}
+            return [await self._peer.daskdl_deliver(run=self._run, **own)]
         places = {key: place for place, key in enumerate(items)}
         shares = [(b.replica, [places[id(i)] for i in b.items]) for b in batches]
-        try:
-            async with asyncio.timeout(self._bound.seconds):
-                answer = await self._ask([*items.values()], shares)
-            answers = self._read(answer, len(batches))
-        # What Dask's pool raises once the scheduler closes is a RuntimeError.
-        except (OSError, RuntimeError) as error:  # a TimeoutError is an OSError
-            answers = [error] * len(batches)
-        except asyncio.CancelledError:
-            for batch in batches:
-                batch.accepted.cancel()
-            raise
-        for batch, accepted in zip(batches, answers, strict=True):
-            if batch.accepted.done():  # it did not wait so long
-                continue
-            if isinstance(accepted, Exception):
-                batch.accepted.set_exception(accepted)
-            else:
-                batch.accepted.set_result(accepted)
-
-    def _read(self, answer: Any, batches: int) -> Sequence[int | Exception]:
-        """How many items of each batch were accepted, or why none were."""
-        wrong = OSError(f"{self._worker} answered {answer!r}")
-        if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
-            raise wrong
-        answers = answer["answers"]
-        if len(answers) != batches:
-            raise OSError(f"{self._worker} answered {answers!r} to {batches} batches")
-        return [
-            int(own["accepted"])
-            if isinstance(own, dict) and own["status"] == Answer.OK
-            else OSError(f"{self._worker} answered {own!r}")
-            for own in answers
-        ]
+        answer = await self._peer.daskdl_deliver_batches(
+            run=self._run, messages=messages, shares=shares
+        )
+        answers = answer.get("answers", ()) if isinstance(answer, dict) else ()
+        return answers if len(answers) == len(batches) else [answer] * len(batches)
 
 
 # The relay paces itself slower than replicas do: its cost is requests, not bytes.
@@ -212,15 +202,16 @@ LONGEST_S = 3600.0  # that a client waits for events; it asks every few seconds
 class LiveRun:
     """A run with its send loops, and the requests that wait in it.
 
-    A method ``handle_x`` answers the request ``daskdl_x``; `run` is looked up before.
+    A method ``handle_x`` answers the request ``daskdl_x``, see `answer`.
 
     Args:
-        state: What is known of the run.
-        scheduler: Whose connections carry the items.
+        spec: What the client asks for.
+        scheduler: Whose connections carry the messages.
         client: Id of the client that opened it.
 
     Attributes:
-        hanging: Addresses of workers that Dask has, and that are silent.
+        state: What is known of the run.
+        hanging: Addresses of workers that Dask has, and that send no heartbeat.
         relays: The send loop of each replica.
     """
 
@@ -229,13 +220,13 @@ class LiveRun:
     hanging: set[str]
     relays: dict[int, asyncio.Task[None]]
 
-    def __init__(self, state: RunState, scheduler: Scheduler, client: str) -> None:
-        self.state = state
+    def __init__(self, spec: RunSpec, scheduler: Scheduler, client: str) -> None:
+        self.state = RunState(spec, self.now())
         self.client = client
         self.hanging = set()
         self.relays = {}
         self._scheduler = scheduler
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # another one after each change
         self._batchers: dict[str, WorkerBatcher] = {}
         self._removals: dict[int, asyncio.Task[None]] = {}  # of removed workers
         self._watchdog = asyncio.ensure_future(self._watch())
@@ -246,13 +237,13 @@ class LiveRun:
         return [self._watchdog, *self.relays.values(), *self._removals.values()]
 
     def now(self) -> float:
-        """The clock for signs of life, seconds."""
+        """The clock for heartbeats, seconds."""
         return asyncio.get_running_loop().time()
 
-    async def notify(self) -> None:
+    def notify(self) -> None:
         """Let every waiting request look again."""
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def until(
         self, ready: Callable[[], bool], timeout_s: float | None = None
@@ -262,39 +253,16 @@ class LiveRun:
         Raises:
             TimeoutError: If it did not become ready in time.
         """
-        async with self._changed:
-            waiting = self._changed.wait_for(
-                lambda: self.state.stopped is not None or ready()
-            )
-            await asyncio.wait_for(waiting, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            while self.state.stopped is None and not ready():
+                await self._changed.wait()
 
-    def answer(self, **fields: Any) -> Fields:
-        """An answer to a replica, with the reason to leave if the run was stopped."""
+    def answer(self, fields: Fields) -> Fields:
+        """The answer to a request, with the reason to leave if the run was stopped."""
         if self.state.stopped is not None:
             stopped = {"status": Answer.STOPPED.value, "reason": self.state.stopped}
             return {**stopped, **fields}
         return {"status": Answer.OK.value, **fields}
-
-    def check_present(self, replica: int) -> None:
-        """Refuse whoever does not take part.
-
-        Raises:
-            GoneError: If the replica has taken part.
-            ValueError: If it never did.
-        """
-        if replica in self.state.members.gone:
-            raise GoneError(f"replica {replica} is not a member any more")
-        if replica not in self.state.outboxes:
-            raise ValueError(f"replica {replica} is not a member of this run")
-
-    def check_assigned(self, replica: int) -> None:
-        """Refuse a number that no replica of the run has had.
-
-        Raises:
-            ValueError: If there is none.
-        """
-        if replica not in self.state.members.replicas:
-            raise ValueError(f"there is no replica {replica} in this run")
 
     # ---- requests of a client
 
@@ -305,13 +273,13 @@ class LiveRun:
             raise ValueError(f"got seen={seen} of {len(events)}, timeout_s={timeout_s}")
         with contextlib.suppress(TimeoutError):
             await self.until(lambda: len(events) > seen, timeout_s)
-        return {"status": Answer.OK.value, "events": events.since(seen)}
+        return {"events": events.since(seen)}
 
     async def handle_stop(self, reason: str) -> Fields:
         """A client wants every replica to leave."""
         self.state.stop(reason)
-        await self.notify()
-        return {"status": Answer.OK.value}
+        self.notify()
+        return {}
 
     async def handle_assign(self, worker: str, replicas: Whole) -> Fields:
         """A client wants so many replicas on a worker; answered with the new ones."""
@@ -320,20 +288,19 @@ class LiveRun:
         members = self.state.members
         there = worker in self._scheduler.workers
         missing = replicas - len(members.assigned_to(worker)) if there else 0
-        return self.answer(replicas=[members.assign(worker) for _ in range(missing)])
+        return {"replicas": [members.assign(worker) for _ in range(missing)]}
 
     async def handle_unassign(self, replica: Whole) -> Fields:
         """A replica could not be started."""
-        self.check_assigned(replica)
         if not self.state.members.replicas[replica].joined:
-            await self.lose(replica, "it was not started")
-        return {"status": Answer.OK.value}
+            self.lose(replica, "it was not started")
+        return {}
 
     async def handle_restore(self, phase: str, part: Whole, key: str) -> Fields:
         """A client has computed a lost part again, under another key."""
         self.state.leases[phase].replace_key(part, key)
-        await self.notify()
-        return {"status": Answer.OK.value}
+        self.notify()
+        return {}
 
     async def handle_agreed(
         self,
@@ -350,19 +317,16 @@ class LiveRun:
             avoid: Replicas that are not asked.
             replica: That is asked; None: any.
         """
+        members = self.state.members
         if replica is None:
-            others = (r for r in self.state.members.expected if r not in set(avoid))
-            replica = next(others, None)
+            replica = next((r for r in members.expected if r not in avoid), None)
         if replica is None:
-            return {"status": Answer.OK.value, "replica": None}
-        self.check_assigned(replica)
-        peer = self._scheduler.rpc(self.state.members.replicas[replica].worker)
+            return {"replica": None}
+        peer = self._scheduler.rpc(members.replicas[replica].worker)
         own = {"run": self.state.spec.run, "replica": replica}
         try:
-            answer = await asyncio.wait_for(
-                peer.daskdl_agreed(epoch=epoch, part=part, **own),
-                self.state.timeouts.request,
-            )
+            async with asyncio.timeout(self.state.timeouts.request):
+                answer = await peer.daskdl_agreed(epoch=epoch, part=part, **own)
         except OSError as error:  # a TimeoutError is one
             answer = {"status": Answer.UNKNOWN.value, "reason": str(error)}
         return {**answer, "replica": replica}
@@ -381,58 +345,41 @@ class LiveRun:
                 f"the worker has daskdl {version}, the scheduler {VERSION}; "
                 "install the same version on all"
             )
-        later = replica not in state.spec.replicas
-        if later:  # no initial replica must take it for one
+        initial = replica in state.spec.replicas
+        if not initial:  # no initial replica must take it for one
             await self.until(lambda: members.started)
         if not members.is_here(replica):
             raise ValueError(f"no replica {replica} in this run")
         if replica not in state.outboxes:  # else it is a retried request
             self._relay_to(replica)
-        if later:
-            return await self._answer_joining(replica)
-        await self.notify()
-        await self.until(lambda: members.started)
-        present = [[r, 0] for r in members.training]
-        return self.answer(members=present, topology=state.topology(), donor=None)
-
-    async def _answer_joining(self, replica: int) -> Fields:
-        state, members = self.state, self.state.members
+        if initial:
+            self.notify()
+            await self.until(lambda: members.started)
+            present = [[r, 0] for r in members.training]
+            return {"members": present, "topology": state.topology(), "donor": None}
         generation, member = members.generation, members.replicas[replica]
-        member.heard_at = math.inf  # it waits here, and sends nothing
+        member.heartbeat_at = math.inf  # it waits here, and sends nothing
         await self.until(lambda: member.gone or state.can_cut(generation))
-        self.check_present(replica)
-        member.heard_at = self.now()
+        members.taking_part(replica).heartbeat_at = self.now()
         cut, donor = state.cut(replica), members.donor()
-        return self.answer(
-            members=[],
-            topology=state.topology(),
-            donor=donor,
-            worker=None if donor is None else members.replicas[donor].worker,
-            cut=list(cut.items()),
-        )
+        return {
+            "members": [],
+            "topology": state.topology(),
+            "donor": donor,
+            "worker": None if donor is None else members.replicas[donor].worker,
+            "cut": list(cut.items()),
+        }
 
     def _relay_to(self, replica: int) -> None:
         """Begin to carry what others send to a replica; it has joined."""
         state, worker = self.state, self.state.members.replicas[replica].worker
         bound = state.timeouts.bound("request")
         if worker not in self._batchers:
-            run, peer = state.spec.run, self._scheduler.rpc(worker)
-
-            async def ask(items: Sequence[Message], shares: Sequence[Share]) -> Any:
-                messages = [item.to_wire() for item in items]
-                if len(shares) > 1:
-                    return await peer.daskdl_deliver_batches(
-                        run=run, messages=messages, shares=shares
-                    )
-                ((only, _),) = shares
-                fields = {"run": run, "replica": only, "messages": messages}
-                own = await peer.daskdl_deliver(**fields)
-                return {"status": Answer.OK.value, "answers": [own]}
-
-            self._batchers[worker] = WorkerBatcher(worker, ask, bound)
+            own = self._scheduler, worker, state.spec.run, bound
+            self._batchers[worker] = WorkerBatcher(*own)
         self._batchers[worker].replicas.add(replica)
         outbox = state.join(replica, self.now())
-        pump = SendLoop(
+        loop = SendLoop(
             outbox,
             functools.partial(self._batchers[worker].deliver, replica),
             pace_s=PACE_S,
@@ -440,35 +387,29 @@ class LiveRun:
             bound=bound,
             destination=f"replica {replica} on {worker}",
         )
-        outbox.on_offer = pump.wake
-        pump.wake()  # who the members are waits already
+        outbox.on_offer = loop.wake
+        loop.wake()  # who the members are waits already
 
         async def relay() -> None:
             try:
-                await pump.run()
+                await loop.run()
             except (OSError, RuntimeError) as error:
                 # A closing worker refuses before Dask reports it gone: both end here.
                 # RuntimeError is what Dask's pool raises once the scheduler closes.
-                await self.lose(replica, str(error))
+                self.lose(replica, str(error))
 
         self.relays[replica] = asyncio.ensure_future(relay())
 
     async def handle_activate(self, replica: Whole, step: Whole) -> Fields:
         """A joining replica has the common state; answered between two barriers."""
         state, members = self.state, self.state.members
-        self.check_present(replica)
+        members.taking_part(replica)
         await self.until(lambda: not state.holding)
-        if replica not in members.expected:
-            state.activate(replica, step)
-            worker = members.replicas[replica].worker
-            state.events.post("joined", replica=replica, worker=worker)
-            await self.notify()
-        return self.answer(
-            members=[[r, members.replicas[r].progress.step] for r in members.expected],
-            epoch=state.epoch,
-            interval=state.interval,
-            report=state.report,
-        )
+        state.activate(replica, step)
+        self.notify()
+        steps = [[r, members.replicas[r].progress.step] for r in members.expected]
+        own = {"epoch": state.epoch, "interval": state.interval, "report": state.report}
+        return {"members": steps, **own}
 
     async def handle_publish(
         self,
@@ -477,32 +418,32 @@ class LiveRun:
         progress: PeerProgress,
         acknowledgement: Acknowledgement | None = None,
     ) -> Fields:
-        """A replica has updates for all others, or only a sign of life.
+        """A replica has updates for all others, or only a heartbeat.
 
         Where replicas send to each other there is an acknowledgement instead of
         updates. The answer says how far the others are.
         """
         state = self.state
-        self.check_present(replica)
+        member = state.members.taking_part(replica)
         updates = [Message.from_wire(fields) for fields in messages]
         for update in updates:
             if update.kind != MessageKind.UPDATE or update.origin != replica:
                 raise ValueError(f"replica {replica} must not publish {update[:3]}")
             update.check_size()
-        state.members.replicas[replica].heard_at = self.now()
-        now = PeerProgress(*progress)
+        member.heartbeat_at = self.now()
+        reached = PeerProgress(*progress)
         if acknowledgement is None:
-            return self.answer(accepted=state.publish(replica, updates, now))
+            return {"accepted": state.publish(replica, updates, reached)}
         received = dict(acknowledgement["received"])
         generation = acknowledgement["generation"]
         adopted_at = acknowledgement["adopted_at"]
-        if state.acknowledge(replica, now, generation, adopted_at, received):
-            await self.notify()
-        return self.answer(
-            accepted=0,
-            received_by_all=state.received_by_all(replica),
-            peers=[(r, *progress) for r, progress in state.progress()],
-        )
+        if state.acknowledge(replica, reached, generation, adopted_at, received):
+            self.notify()
+        return {
+            "accepted": 0,
+            "received_by_all": state.received_by_all(replica),
+            "peers": [(r, *progress) for r, progress in state.progress()],
+        }
 
     async def handle_lease(
         self,
@@ -518,31 +459,21 @@ class LiveRun:
         If it waits, then until there is one, or nobody has anything left to do. With an
         idle payload no round waits for it meanwhile.
         """
-        state = self.state
-        self.check_present(replica)
-        if epoch > state.epoch:
-            raise ValueError(f"epoch {epoch} has not begun, this is {state.epoch}")
-        state.give_back(replica, phase, epoch, finished, self.now())
-        if idle_payload is not None:
-            state.set_idle(replica, idle_payload)
-        if finished or idle_payload is not None:
-            await self.notify()
+        state, members = self.state, self.state.members
+        worker = members.taking_part(replica).worker
+        state.give_back(replica, phase, epoch, finished, self.now(), idle_payload)
+        self.notify()  # others may get what is free, or be at the end of an interval
         if wait:
             await self.until(lambda: state.can_lease(replica, phase, epoch))
-            self.check_present(replica)
-        worker = state.members.replicas[replica].worker
+            members.taking_part(replica)
         lease = state.lease(
             replica, phase, epoch, lambda key: worker in self._holders(key)
         )
-        if lease is None or isinstance(lease, SyncPoint):
-            sync_point = None if lease is None else lease.to_wire()
-            return self.answer(lease=None, sync_point=sync_point)
-        return self.answer(
-            lease=lease.number,
-            ranges=[list(one) for one in lease.ranges],
-            keys=list(lease.keys.items()),
-            ahead=lease.ahead,
-        )
+        if isinstance(lease, Lease):
+            number, ranges, keys, ahead = lease
+            own = {"ranges": ranges, "keys": list(keys.items()), "ahead": ahead}
+            return {"lease": number, **own}
+        return {"lease": None, "sync_point": lease}
 
     def _holders(self, key: str) -> set[str]:
         """The workers that have the result of a task."""
@@ -554,20 +485,13 @@ class LiveRun:
     ) -> Fields:
         """A part does not arrive; if it is lost, answered once it has another key."""
         state = self.state
-        self.check_present(replica)
-        leases = state.leases[phase]
+        member, leases = state.members.taking_part(replica), state.leases[phase]
         if leases.held_key(part) == key and self._is_lost(key):
-            state.events.post(
-                "missing",
-                phase=phase,
-                part=part,
-                key=key,
-                worker=state.members.replicas[replica].worker,
-                avoid=sorted(self.hanging),
-            )
-            await self.notify()
+            lost = {"phase": phase, "part": part, "key": key, "worker": member.worker}
+            state.events.post("missing", **lost, avoid=sorted(self.hanging))
+            self.notify()
             await self.until(lambda: leases.held_key(part) != key)
-        return self.answer(key=leases.held_key(part))
+        return {"key": leases.held_key(part)}
 
     def _is_lost(self, key: str) -> bool:
         """Whether no worker that answers has the result of a task, or computes it."""
@@ -588,56 +512,34 @@ class LiveRun:
         kind: str,
     ) -> Fields:
         """A replica is at a barrier; answered with all payloads when all are."""
-        state = self.state
-        self.check_present(replica)
-        kind = Barrier(kind)
+        state, kind = self.state, Barrier(kind)
+        state.members.taking_part(replica)
         barrier = state.arrive(key, replica, payload, client_payload, kind)
-        await self.notify()
-        await self.until(lambda: state.all_arrived(barrier))
-        if state.stopped is None and state.complete(key, barrier):
-            await self.notify()
-        return self.answer(
-            payloads=[[r, own] for r, own in sorted(barrier.payloads.items())],
-            gone=[[r, sequence] for r, sequence in (barrier.gone or {}).items()],
-            counted=dict(barrier.counted),
-        )
+        self.notify()
+        await self.until(lambda: barrier.complete)
+        return {
+            "payloads": [[r, own] for r, own in sorted(barrier.payloads.items())],
+            "gone": [[r, sequence] for r, sequence in (barrier.gone or {}).items()],
+            "counted": dict(barrier.counted),
+        }
 
     async def handle_fail(self, replica: Whole, failure: Failure) -> Fields:
-        """A replica cannot go on: the run ends, and the client learns why."""
-        if replica in self.state.members.joining:  # it ends nobody's run
-            summary = shown(failure["summary"], 500)
-            self.state.events.post("not joined", replica=replica, summary=summary)
-        else:
+        """A replica cannot go on: the run ends, unless it was about to join."""
+        members = self.state.members
+        if replica not in members.joining:
             # One that was given up and comes back must not end the others' run.
-            self.check_present(replica)
-            self.state.fail(replica, failure)
-        await self.notify()
-        return {"status": Answer.OK.value}
+            members.taking_part(replica)
+        self.state.fail(replica, failure)
+        self.notify()
+        return {}
 
     async def handle_leave(self, replica: Whole, retires: bool = False) -> Fields:
-        """A replica's task ends: everything it had is delivered, or not wanted.
-
-        Args:
-            replica: Its number.
-            retires: Its worker closes, and it had not come to the end of the run.
-        """
-        self.check_assigned(replica)
-        state, members = self.state, self.state.members
-        worker = members.replicas[replica].worker
-        if not members.is_here(replica):  # given up before: its worker is free again
-            self.hanging.discard(worker)
-            state.events.post("worker", worker=worker)
-        elif retires:
-            state.retire(replica, self.now())
-        else:
-            state.ended |= replica in members.expected
-            state.remove(replica)
+        """A replica's task ends; see `RunState.leave`."""
+        self.hanging.discard(self.state.members.replicas[replica].worker)
+        self.state.leave(replica, self.now(), retires=retires)
         self._forget(replica)
-        if members.started and not members.expected:
-            state.events.post("over", waiting=members.joining)
-            state.give_up_if_deserted()
-        await self.notify()
-        return {"status": Answer.OK.value}
+        self.notify()
+        return {}
 
     # ---- replicas that fail
 
@@ -651,33 +553,28 @@ class LiveRun:
         worker = state.members.replicas[replica].worker
         self.hanging.discard(worker)
         state.events.post("removed", replica=replica)
+        self.notify()
         if not state.members.is_here(replica):
             return
 
         async def lose_later() -> None:
-            await self.notify()
             if await is_listening(worker, GRACE_S):
                 await asyncio.sleep(GRACE_S)  # it closes
-            await self.lose(replica, "its worker is gone")
+            self.lose(replica, "its worker is gone")
 
         self._removals[replica] = asyncio.ensure_future(lose_later())
         if replica in state.outboxes:
             state.outboxes[replica].on_offer()  # the next request fails
 
-    async def lose(self, replica: int, why: str) -> None:
+    def lose(self, replica: int, why: str) -> None:
         """A replica has failed; the run goes on with the others."""
-        state = self.state
-        if not state.members.is_here(replica):
+        if not self.state.members.is_here(replica):
             return
         # The client says it where its user looks.
-        logger.info("run %s lost replica %s: %s", state.spec.run, replica, why)
-        trained = replica in state.members.expected
-        state.lose(replica, why, self.now())
+        logger.info("run %s lost replica %s: %s", self.state.spec.run, replica, why)
+        self.state.lose(replica, why, self.now())
         self._forget(replica)
-        # Else it came too late, and the others may have come to the end meanwhile.
-        if trained:
-            state.give_up_if_deserted()
-        await self.notify()
+        self.notify()
 
     def _forget(self, replica: int) -> None:
         for tasks in (self.relays, self._removals):
@@ -688,37 +585,27 @@ class LiveRun:
             batcher.replicas.discard(replica)
 
     async def _watch(self) -> None:
-        """Give up replicas that are silent, and a run that has too few left."""
-        state, members, started = self.state, self.state.members, self.now()
-        enough_at = started
+        """Give up replicas without a heartbeat, and a run that waits for too long."""
+        state, bound = self.state, self.state.timeouts.bound("silence")
         while state.stopped is None:
             await asyncio.sleep(WATCHDOG_S)
-            now, timeouts = self.now(), state.timeouts
-            if members.absent and now - started > timeouts.join:
-                state.give_up_late(timeouts.bound("join"), now)
-            for replica in members.silent_since(now - timeouts.silence):
-                self.hanging.add(members.replicas[replica].worker)
-                bound = timeouts.bound("silence")
-                await self.lose(replica, f"nothing was heard for {bound}")
-            if state.has_enough:
-                enough_at = now
-            elif now - enough_at > timeouts.rejoin:
-                state.give_up_too_few(timeouts.bound("rejoin"), now)
-            if state.stopped is not None:
-                await self.notify()
+            for replica in state.check_deadlines(self.now()):
+                self.hanging.add(state.members.replicas[replica].worker)
+                self.lose(replica, f"nothing was heard for {bound}")
+        self.notify()
 
     # ---- the end
 
     async def abandon(self) -> None:
         """The client is gone, nobody takes the result: wait until all have left."""
         self.state.stop("its client is gone")
-        await self.notify()
-        async with self._changed:
-            left = self._changed.wait_for(lambda: not self.state.members.present)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(left, self.state.timeouts.stop)
+        self.notify()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.state.timeouts.stop):
+                while self.state.members.present:
+                    await self._changed.wait()
 
-    async def close(self) -> str:
+    def close(self) -> str:
         """End all tasks; requests that still wait learn that the run has stopped.
 
         Returns:
@@ -731,7 +618,7 @@ class LiveRun:
         for batcher in self._batchers.values():
             batcher.end()
         self.state.stop("the run was closed")
-        await self.notify()
+        self.notify()
         return still_here
 
 
@@ -770,7 +657,8 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         async def handler(run: int, **fields: Any) -> Fields:
             if run not in self.runs:
                 raise GoneError(f"no run {run} here")
-            return await method(self.runs[run], **fields)
+            live = self.runs[run]
+            return live.answer(await method(live, **fields))
 
         return handler
 
@@ -787,22 +675,22 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         """A client starts a run."""
         if client not in self._scheduler.clients:
             raise ValueError(f"{client!r} is no client of this cluster")
-        state = RunState(RunSpec.from_wire(spec))
-        if state.spec.run in self.runs:
-            raise ValueError(f"run {state.spec.run} is open already")
-        self.runs[state.spec.run] = LiveRun(state, self._scheduler, client)
+        own = RunSpec.from_wire(spec)
+        if own.run in self.runs:
+            raise ValueError(f"run {own.run} is open already")
+        live = self.runs[own.run] = LiveRun(own, self._scheduler, client)
         # Some may have come after the client had chosen, or have no replica for want
         # of work; it knows which.
         for worker, found in self.arrived.items():
-            if not state.members.assigned_to(worker):
-                state.events.post("worker", worker=worker, found=found)
-        logger.info("run %s opens: %s", state.spec.run, state.spec.replicas)
+            if not live.state.members.assigned_to(worker):
+                live.state.events.post("worker", worker=worker, found=found)
+        logger.info("run %s opens: %s", own.run, own.replicas)
         return {"status": Answer.OK.value, "version": VERSION}
 
     async def handle_close(self, run: Identity) -> Fields:
         """A client is through with a run: nothing of it stays."""
         live = self.runs.pop(run, None)
-        still_here = "" if live is None else await live.close()
+        still_here = "" if live is None else live.close()
         if live is not None:
             logger.info("run %s is closed", run)
         return {"status": Answer.OK.value, "still_here": still_here}
@@ -822,7 +710,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         for live in self.runs.values():
             if not live.state.members.assigned_to(worker):
                 live.state.events.post("worker", worker=worker, found=told)
-                await live.notify()
+                live.notify()
         return {"status": Answer.OK.value}
 
     # ---- hooks of Dask

@@ -93,7 +93,7 @@ async def test_a_publish_of_another_run_is_unknown_and_one_of_none_is_refused(
 async def test_who_was_given_up_publishes_to_nobody_and_is_told(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         channel = run.channels.pop(1)
-        await run.live.lose(1, "cut off")
+        run.live.lose(1, "cut off")
 
         assert publish(channel)
 
@@ -125,7 +125,7 @@ async def test_only_a_member_can_ask_for_something(
 ):
     async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
         run.vanish(1)
-        await run.live.lose(1, "cut off")
+        run.live.lose(1, "cut off")
 
         answer = await run.ask(operation, run=RUN, replica=replica, **fields)
 

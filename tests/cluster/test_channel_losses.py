@@ -146,7 +146,7 @@ async def test_a_silent_replica_is_given_up_and_named(c, s, a, b, routing):
 @two_workers()
 async def test_one_that_was_given_up_leaves_and_its_worker_is_free(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
-        await run.live.lose(1, "it was silent")
+        run.live.lose(1, "it was silent")
 
         with pytest.raises(Stopped, match="replica 1 is not a member any more"):
             await in_thread(run.channels[1].barrier, "end", None)

@@ -177,7 +177,7 @@ async def test_what_one_survivor_has_of_a_lost_one_all_get(c, s, *workers):
         await run.deliver(0, first)
         await run.deliver(1, second)
         run.vanish(2)
-        await run.live.lose(2, "in the middle of sending")
+        run.live.lose(2, "in the middle of sending")
 
         one, other = await agree(run, [0, 1])
 
@@ -199,7 +199,7 @@ async def test_who_cannot_get_an_update_any_more_takes_a_state(c, s, *workers):
         for replica in (0, 1):
             run.channels[replica].serve_snapshot(applied_by(run.channels[replica]))
         run.vanish(2)
-        await run.live.lose(2, "in the middle of sending")
+        run.live.lose(2, "in the middle of sending")
         loaded = []
 
         _, rest = await agree(run, [0, 1], load=loaded.append)
@@ -229,7 +229,7 @@ async def test_a_state_that_is_older_than_what_was_told_is_not_taken(c, s, *work
         await run.deliver(0, first, second)
         await run.deliver(1, third)
         run.vanish(2)
-        await run.live.lose(2, "in the middle of sending")
+        run.live.lose(2, "in the middle of sending")
         loaded = []
 
         await agree(run, [0, 1], load=loaded.append)
@@ -252,7 +252,7 @@ async def test_one_that_is_lost_while_the_others_agree_is_left_out(c, s, *worker
         await in_thread(run.channels[2].barrier, "end", note, Barrier.AGREE)
 
         run.vanish(2)
-        await run.live.lose(2, "in the middle of the barrier")
+        run.live.lose(2, "in the middle of the barrier")
 
         one, other = await ends
         assert one == other == [0] * 4 + [1] + [0] * (SIZE - 5)

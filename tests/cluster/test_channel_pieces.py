@@ -27,7 +27,7 @@ async def test_who_is_through_waits_for_what_others_may_lose(c, s, a, b, routing
         await wait_until(lambda: run.record.leases["train"].unfinished == 1)
         assert not waiting.done()
 
-        await run.live.lose(1, "for the test")
+        run.live.lose(1, "for the test")
 
         assert await waiting == its
         done = {"lease": its.number, "examples": 1, "loss": 0.0}
@@ -75,7 +75,7 @@ async def test_with_too_few_replicas_nobody_gets_a_piece(c, s, a, b, routing):
     async with a_run(
         c, s, a, b, pieces={"train": ("p",)}, **options, routing=routing
     ) as run:
-        await run.live.lose(1, "for the test")
+        run.live.lose(1, "for the test")
 
         assert await in_thread(run.channels[0].lease, "train", 0, []) is None
         with pytest.raises(Stopped, match=r"fewer than min_replicas=2 .* for 0\.5 s"):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl import codec
-from daskdl.channel import inbox, protocol
-from daskdl.channel.protocol import Answer
+from daskdl.channel import inbox, protocol, scheduler
+from daskdl.channel.protocol import MESSAGE_BYTES, Answer
 from tests.support.channels import (
     RUN,
     a_run,
@@ -63,6 +63,27 @@ async def test_an_update_goes_once_to_a_worker_and_to_all_its_replicas(
         arrived = [totals(run.channels[r].drain()) for r in (1, 2, 3)]
         assert arrived[0] == arrived[1] == arrived[2]
         assert (arrived[0][0], arrived[0][6]) == (1, -1)
+
+
+@two_workers()
+async def test_a_request_has_a_bound_in_bytes_of_which_an_update_for_several_takes_once(
+    c, s, a, b, monkeypatch
+):
+    async with a_run(c, s, a, b, b) as run:
+        together = recorded(b.handlers, protocol.DELIVER_BATCHES, monkeypatch)
+        small = len(frame_of(next_stamp(run.channels[0], 0), 1)) + MESSAGE_BYTES
+        monkeypatch.setattr(scheduler, "BATCH_BYTES", small)
+
+        assert publish(run.channels[0])
+        for replica in (1, 2):
+            await in_thread(run.channels[replica].wait_for_updates, {0: 1})
+        fits = len(together)
+        monkeypatch.setattr(scheduler, "BATCH_BYTES", 0)
+        assert publish(run.channels[0])
+        for replica in (1, 2):
+            await in_thread(run.channels[replica].wait_for_updates, {0: 2})
+
+        assert (fits, len(together)) == (1, 1)
 
 
 @two_workers()

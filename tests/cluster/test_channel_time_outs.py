@@ -76,7 +76,7 @@ async def test_without_room_for_too_long_a_wait_names_what_waits(
 ):
     options = {"outbox_bytes": 1, "timeouts": bounds(silence=1.0)}
     async with a_run(c, s, a, b, **options) as run:
-        monkeypatch.setattr(run.record.members, "silent_since", lambda bound: [])
+        monkeypatch.setattr(run.record.members, "timed_out", lambda bound: [])
         released = held_up(s.handlers, "daskdl_publish", monkeypatch)
         assert publish(run.channels[0])
 
@@ -131,7 +131,7 @@ async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
 ):
     timeouts = bounds(silence=2.0, data=1.0)
     async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
-        monkeypatch.setattr(run.record.members, "silent_since", lambda bound: [])
+        monkeypatch.setattr(run.record.members, "timed_out", lambda bound: [])
         assert publish(run.channels[1], step=4)
         run.channels[1].progress(4)
         await in_thread(run.channels[0].wait_for_peers, 4, 0, 0)

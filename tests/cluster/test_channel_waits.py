@@ -106,7 +106,7 @@ async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, r
     async with a_run(
         c, s, a, b, timeouts=bounds(silence=silence), routing=routing
     ) as run:
-        before = run.record.members.replicas[0].heard_at
+        before = run.record.members.replicas[0].heartbeat_at
         arrived = asyncio.Event()
         heard = "acknowledge" if routing == "mesh" else "publish"
         hear = getattr(run.record, heard)
@@ -121,7 +121,7 @@ async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, r
         arrived.clear()
         await asyncio.wait_for(arrived.wait(), PATIENCE_S)
 
-        assert run.record.members.replicas[0].heard_at - before < 2 * BEAT_S
+        assert run.record.members.replicas[0].heartbeat_at - before < 2 * BEAT_S
 
 
 @two_workers(clean_kwargs=CALLBACKS)

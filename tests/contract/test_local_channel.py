@@ -203,7 +203,7 @@ class TestPatience:
         with run.waiting(1):
             run.clock.now = 115.0
             assert run.patience_s(self.BOUND) == 4.0
-            run.check_silent(self.BOUND)
+            run.check_heartbeats(self.BOUND)
         run.clock.now = 118.0
         run.channels[0].progress(2)
         run.clock.now = 119.0
@@ -223,19 +223,19 @@ class TestPatience:
         run.clock.now = 111.0
 
         assert run.patience_s(self.BOUND) == 8.0
-        run.check_silent(self.BOUND)
+        run.check_heartbeats(self.BOUND)
         assert run.state.stopped is None
 
     def test_only_beyond_the_bound_somebody_is_silent(self, run):
         run.clock.now = 109.0
         run.channels[0].progress(1)
         run.clock.now = 110.0
-        run.check_silent(self.BOUND)
+        run.check_heartbeats(self.BOUND)
         assert run.state.stopped is None
 
         run.clock.now = 110.5
         assert run.patience_s(self.BOUND) == 0.0
-        run.check_silent(self.BOUND)
+        run.check_heartbeats(self.BOUND)
 
         assert run.state.stopped == (
             "nothing was heard for 10 s (daskdl.timeouts.data) of replica 1 on here, "
@@ -273,7 +273,7 @@ def test_there_are_no_newcomers():
     channel.join()
     channel.serve_snapshot(dict)
 
-    with pytest.raises(ChannelError, match="has no newcomers"):
+    with pytest.raises(ChannelError, match="has no joining replicas"):
         channel.activate(step=3)
 
 

@@ -1,11 +1,29 @@
 """What the scheduler knows of a run and decides, a call at a time."""
 
 import dataclasses
+import re
 
-from daskdl.channel.leasing import Done, RunSpec, SyncIntervals, SyncPoint
+from daskdl.channel.leasing import (
+    NOBODY,
+    Done,
+    Range,
+    RemainingWork,
+    RunSpec,
+    SyncIntervals,
+    SyncPoint,
+)
 from daskdl.channel.protocol import Barrier, Message, PeerProgress
 from daskdl.channel.run_state import EventLog, RunState
-from tests.support.records import EACH, joined, plan_of, queued, said, update, waiting
+from tests.support.records import (
+    EACH,
+    TIMEOUTS,
+    joined,
+    plan_of,
+    queued,
+    said,
+    update,
+    waiting,
+)
 
 NOBODY_IS_NEAR = {"is_near": lambda key: False}
 
@@ -126,21 +144,21 @@ def test_one_lost_before_it_joined_is_expected_no_more():
 
 def test_members_not_heard_of_for_too_long_are_silent():
     record = joined(now=100.0)
-    record.members.replicas[1].heard_at = 105.0
+    record.members.replicas[1].heartbeat_at = 105.0
 
-    assert record.members.silent_since(100) == []
-    assert record.members.silent_since(100.1) == [0, 2]
-    assert record.members.silent_since(105.1) == [0, 1, 2]
+    assert record.members.timed_out(100) == []
+    assert record.members.timed_out(100.1) == [0, 2]
+    assert record.members.timed_out(105.1) == [0, 1, 2]
 
 
 def test_nobody_is_silent_while_all_wait_for_one_to_join():
     record = RunState(plan_of(2))
     record.join(0, now=100.0)
 
-    assert record.members.silent_since(140) == []
+    assert record.members.timed_out(140) == []
     record.join(1, now=150.0)
-    assert record.members.silent_since(145) == []
-    assert record.members.silent_since(151) == [0, 1]
+    assert record.members.timed_out(145) == []
+    assert record.members.timed_out(151) == [0, 1]
 
 
 def test_a_piece_is_finished_by_its_holder_only():
@@ -164,27 +182,34 @@ def test_repeated_pieces_of_the_validation_are_not_counted():
     assert record.leases["train"].repeated == 0
 
 
+def arrive(record, key, *replicas, kind="meet"):
+    """Each is there with a payload of its own; returns where the last of them is."""
+    for replica in replicas:
+        barrier = record.arrive(key, replica, f"of {replica}", b"%d" % replica, kind)
+    return barrier
+
+
 def test_a_barrier_is_the_same_for_all_until_it_is_complete():
     record = joined(2)
 
-    barrier = record.arrive("end", 0, "zero", b"", "meet")
+    barrier = arrive(record, "end", 0)
 
-    assert record.arrive("end", 1, "one", b"", "meet") is barrier
-    assert record.arrive("other", 1, "one", b"", "meet") is not barrier
-    record.complete("end", barrier)
-    assert record.arrive("end", 0, "zero", b"", "meet") is not barrier
+    assert arrive(record, "other", 1) is not barrier
+    assert not barrier.complete
+    assert arrive(record, "end", 1) is barrier
+    assert barrier.complete
+    assert arrive(record, "end", 0) is not barrier
 
 
 def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
     record = joined()
-    barrier = record.arrive("end", 0, "zero", b"", "meet")
-
-    first = record.complete("end", barrier)
+    barrier = arrive(record, "end", 0, 1)
     record.remove(2)
-    second = record.complete("end", barrier)
 
-    assert (first, second) == (True, False)
-    assert barrier.gone == {}
+    record.remove(1)
+
+    assert barrier.gone == {2: 0}
+    assert barrier.payloads == {0: "of 0", 1: "of 1"}
 
 
 def test_arriving_again_changes_nothing():
@@ -194,81 +219,133 @@ def test_arriving_again_changes_nothing():
     barrier = record.arrive("end", 0, "second", b"second", "meet")
 
     assert (barrier.payloads, barrier.client_payloads) == ({0: "first"}, {0: b"first"})
-    assert not record.all_arrived(barrier)
+    assert not barrier.complete
 
 
 def test_a_complete_barrier_waits_for_nobody_who_becomes_active_later():
     record = joined(1)
-    barrier = record.arrive("end", 0, "zero", b"", "meet")
-    record.complete("end", barrier)
+    barrier = arrive(record, "end", 0)
 
-    replica = newcomer(record)
-    record.activate(replica, 3)
+    record.activate(newcomer(record), 3)
 
-    assert record.all_arrived(barrier)
+    assert barrier.complete
+
+
+def test_no_barrier_is_complete_without_anybody_to_read_it_or_once_all_leave():
+    deserted, stopped = joined(2), joined(2)
+    barriers = [arrive(record, "end", 0) for record in (deserted, stopped)]
+
+    deserted.remove(0)
+    deserted.remove(1)
+    stopped.stop("enough")
+    stopped.remove(1)
+
+    assert [barrier.complete for barrier in barriers] == [False, False]
 
 
 def test_one_that_fails_while_it_waits_for_a_lease_has_no_part_in_later_rounds():
     record = joined(3)
-    record.set_idle(2, "two")
+    record.give_back(2, "train", 0, [], 0.0, idle_payload="of 2")
     record.remove(2)
-    barrier = record.arrive("round", 0, "zero", b"", "round")
-    assert not record.all_arrived(barrier)
+    barrier = arrive(record, "round", 0, kind="round")
+    assert not barrier.complete
 
-    record.arrive("round", 1, "one", b"", "round")
-    record.complete("round", barrier)
+    arrive(record, "round", 1, kind="round")
 
-    assert barrier.payloads == {0: "zero", 1: "one"}
+    assert barrier.payloads == {0: "of 0", 1: "of 1"}
+
+
+def test_a_round_is_complete_once_the_others_wait_for_a_lease():
+    record = joined(2)
+    barrier = arrive(record, "round", 0, kind="round")
+
+    record.give_back(1, "train", 0, [], 0.0, idle_payload="said before")
+
+    assert barrier.payloads == {0: "of 0", 1: "said before"}
+
+
+def test_after_they_agree_replicas_know_how_many_there_are_joining_ones_included():
+    record = joined(2)
+    newcomer(record)
+
+    barrier = arrive(record, "end", 0, 1, kind="agree")
+
+    assert barrier.counted == {"present": 3}
 
 
 def test_updates_are_held_between_two_barriers_and_then_passed_on():
     record = joined()
-    record.complete("end", record.arrive("end", 0, None, b"", "agree"))
+    arrive(record, "end", 0, 1, 2, kind="agree")
 
     accepted = record.publish(2, [update(2, 1)], PeerProgress(1))
     record.remove(2)
     held = said(record, 0, "update")
-    record.complete("report", record.arrive("report", 0, None, b"", "report"))
+    arrive(record, "report", 0, 1, kind="report")
 
     assert (accepted, held) == (1, [])
     assert said(record, 0, "update") == said(record, 1, "update") == [update(2, 1)]
     assert record.members.gone == {2: 1}
-    record.complete("next", record.arrive("next", 0, None, b"", "meet"))
+    arrive(record, "next", 0, 1)
     assert len(said(record, 0, "update")) == 1
 
 
 def test_the_client_is_told_what_all_said_and_what_was_counted():
     record = joined(2)
     record.refused = 3
-    record.arrive("end", 1, "one", b"of one", "report")
 
-    record.complete("end", record.arrive("end", 0, "zero", b"of zero", "report"))
+    arrive(record, "end", 1, 0, kind="report")
 
     assert record.events.since(0) == [
         {
             "kind": "report",
             "key": "end",
             "epoch": 0,
-            "payloads": [[0, "zero"], [1, "one"]],
-            "client_payloads": [b"of zero", b"of one"],
+            "payloads": [[0, "of 0"], [1, "of 1"]],
+            "client_payloads": [b"0", b"1"],
             "refused": 3,
             "repeated": 0,
             "departed": [],
         }
     ]
-    assert record.report == [[0, "zero"], [1, "one"]]  # for those that come later
+    assert record.report == [[0, "of 0"], [1, "of 1"]]  # for those that come later
 
 
 def test_refused_messages_are_counted_in_their_epoch_alone():
     record = joined(1)
     counted = []
-    for epoch, refused in enumerate([3, 0, 2]):
+    for refused in (3, 0, 2):
         record.refused += refused
-        barrier = record.arrive(f"end {epoch}", 0, "note", b"", "report")
-        record.complete(f"end {epoch}", barrier)
-        counted.append(barrier.counted["refused"])
+        counted.append(arrive(record, "end", 0, kind="report").counted["refused"])
 
     assert counted == [3, 0, 2]
+
+
+def test_what_others_did_in_an_epoch_that_is_resumed_counts_in_that_epoch_alone():
+    resumed = SyncPoint(0, [RemainingWork(NOBODY, (Range(1, 0, 1),))], [Done(1.5, 3)])
+    intervals = SyncIntervals(resumed=resumed)
+    record = RunState(dataclasses.replace(plan_of(1), intervals=intervals))
+    record.join(0, 0.0)
+
+    departed = [
+        arrive(record, key, 0, kind=kind).counted["departed"]
+        for key, kind in (("pause", "sync"), ("end", "report"), ("next", "report"))
+    ]
+
+    assert departed == [[Done(1.5, 3)], [Done(1.5, 3)], []]
+
+
+def test_one_that_fails_at_a_sync_point_leaves_its_examples_and_no_part_of_it():
+    record = joined()
+    for replica in (0, 1):
+        lease = take(record, replica)
+        finished = [{"lease": lease.number, "examples": 5, "loss": 2.0}]
+        record.give_back(replica, "train", 0, finished, now=0.0)
+    arrive(record, "pause", 1, kind="sync")
+    record.remove(1)
+
+    barrier = arrive(record, "pause", 0, 2, kind="sync")
+
+    assert barrier.counted["departed"] == [Done(10.0, 5)]
 
 
 def test_a_replica_is_described_by_who_where_and_what_was_heard():
@@ -317,9 +394,7 @@ def finish(record, replica, lease, epoch=0, now=0.0):
 
 
 def meet(record, kind):
-    for replica in range(2):
-        barrier = record.arrive(str(kind), replica, None, b"", kind)
-    record.complete(str(kind), barrier)
+    arrive(record, str(kind), 0, 1, kind=kind)
 
 
 def test_a_lap_ends_when_it_has_taken_long_enough():
@@ -557,16 +632,89 @@ def test_a_joining_replica_is_as_far_as_the_state_that_it_has_taken():
 
 
 def test_examples_of_a_lease_count_for_its_holder_alone():
-    state = joined(2)
-    lease = state.lease(0, "train", 0, **NOBODY_IS_NEAR)
+    state = joined(3)
+    lease = take(state, 0)
     for replica in (1, 0):
         finished = [{"lease": lease.number, "examples": 5, "loss": 2.0}]
         state.give_back(replica, "train", 0, finished, now=0.0)
     state.remove(0)
     state.remove(1)
 
-    barrier = state.arrive("end", 0, "note", b"", "report")
-    barrier.payloads.clear()
-    state.complete("end", barrier)
+    barrier = arrive(state, "end", 2, kind="report")
 
     assert barrier.counted["departed"] == [Done(10.0, 5), Done(0.0, 0)]
+
+
+# ---- how a run ends
+
+
+def test_a_run_is_given_up_if_not_all_have_joined_in_time():
+    state = RunState(plan_of(2), now=10.0)
+    state.join(0, 10.0)
+    assert state.check_deadlines(10.0 + TIMEOUTS.join) == []
+    assert state.stopped is None
+
+    state.check_deadlines(10.1 + TIMEOUTS.join)
+
+    assert state.stopped.startswith("not all replicas started within 60 s")
+    assert "replica 1 on tcp://worker-1, which has not joined" in state.stopped
+
+
+def test_a_run_with_too_few_replicas_is_given_up_unless_others_come_in_time():
+    state = RunState(dataclasses.replace(plan_of(2), min_replicas=2))
+    for replica in range(2):
+        state.join(replica, 0.0)
+    state.members.replicas[0].heartbeat_at = 1000.0
+    state.check_deadlines(5.0)
+    state.remove(1)
+    state.check_deadlines(5.0 + TIMEOUTS.rejoin)
+    assert state.stopped is None
+
+    state.check_deadlines(5.1 + TIMEOUTS.rejoin)
+
+    assert state.stopped.startswith("fewer than min_replicas=2 replicas for 300 s")
+    assert "1 left; gone: replica 1 on tcp://worker-1, last heard" in state.stopped
+
+
+def test_replicas_without_a_heartbeat_have_failed():
+    state = joined(2, now=100.0)
+    state.members.replicas[1].heartbeat_at = 101.0
+
+    assert state.check_deadlines(100.5 + TIMEOUTS.silence) == [0]
+    assert state.stopped is None
+
+
+def test_a_run_that_all_have_left_at_its_end_is_no_failure():
+    state = joined(2)
+
+    state.lose(1, "it was cut off", 101.0)
+    state.leave(0, 102.0)
+
+    assert [event["kind"] for event in state.events.since(0)] == ["lost", "over"]
+    assert state.stopped is None
+
+
+def test_a_run_whose_replicas_all_failed_says_which_and_why():
+    state = joined(2)
+
+    state.leave(0, 101.0, retires=True)
+    state.lose(1, "it was cut off", 102.0)
+
+    kinds = [event["kind"] for event in state.events.since(0)]
+    assert kinds == ["retired", "lost", "failed", "stopped"]
+    assert re.fullmatch(
+        r"no replica is left: lost replica 0 .*: it retired with its worker; replica 1 "
+        r"on tcp://worker-1, .*: it was cut off",
+        state.stopped,
+    )
+
+
+def test_what_a_joining_replica_cannot_do_ends_nobodys_run():
+    state = joined(1)
+    replica = newcomer(state)
+
+    state.fail(replica, {"type": "ReplicaError", "summary": "boom"})
+    state.lose(replica, "it was cut off", 101.0)
+
+    assert [event["kind"] for event in state.events.since(0)] == ["not joined", "lost"]
+    assert state.stopped is None

@@ -28,7 +28,7 @@ def training(dask_scheduler):
         for live in dask_scheduler.extensions[NAME].runs.values()
         for replica in live.state.members.expected
         if replica in live.state.members.present
-        and live.now() - live.state.members.replicas[replica].heard_at < HEARD_S
+        and live.now() - live.state.members.replicas[replica].heartbeat_at < HEARD_S
     ]
 
 

@@ -16,7 +16,13 @@ from typing import Any, Literal, NamedTuple, TextIO
 from dask.utils import parse_timedelta
 from typing_extensions import override
 
-from daskdl.config import check_whole, is_number, is_whole
+from daskdl.config import (
+    check_choice,
+    check_flag,
+    check_whole,
+    is_number,
+    is_whole,
+)
 from daskdl.errors import OptionError
 from daskdl.history import History
 
@@ -161,7 +167,6 @@ class Evaluate(Callback):
 
 
 MONITORS = ("val_loss", "val_accuracy", "loss")
-MODES = ("min", "max", "auto")
 PATIENCE = 5  # epochs, if no criterion is given
 
 
@@ -225,11 +230,10 @@ class EarlyStopping(Callback):
     restore_best: bool = True
 
     def __post_init__(self) -> None:
-        _check_choice("monitor", self.monitor, MONITORS)
-        _check_choice("mode", self.mode, MODES)
+        check_choice("monitor", self.monitor, MONITORS)
+        check_choice("mode", self.mode, ("min", "max", "auto"))
         check_whole("every", self.every, 1)
-        if self.patience is not None:
-            check_whole("patience", self.patience, 1, "or None")
+        check_whole("patience", self.patience, 1, None)
         if not _is_finite(self.min_delta) or self.min_delta < 0:
             raise OptionError(
                 f"min_delta must be a number >= 0, got {self.min_delta!r}"
@@ -240,9 +244,7 @@ class EarlyStopping(Callback):
         if seconds is not None and not (_is_finite(seconds) and seconds > 0):
             raise OptionError(f"max_seconds must be > 0 or None, got {seconds!r}")
         for name in ("check_finite", "restore_best"):
-            if not isinstance(getattr(self, name), bool):
-                got = getattr(self, name)
-                raise OptionError(f"{name} must be True or False, got {got!r}")
+            check_flag(name, getattr(self, name))
         if self.patience is None and self.target is None and seconds is None:
             object.__setattr__(self, "patience", PATIENCE)
 
@@ -282,12 +284,6 @@ class EarlyStopping(Callback):
         if self.mode == "auto":
             return self.monitor == "val_accuracy"
         return self.mode == "max"
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        choices = ", ".join(map(repr, allowed))
-        raise OptionError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def _is_finite(value: Any) -> bool:
@@ -351,8 +347,7 @@ class Checkpoint(Callback):
         else:
             check_whole("every", self.every, 1)
         for name in ("keep_last", "keep_every"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 1, "or None")
+            check_whole(name, getattr(self, name), 1, None)
         if self.keep_best is not None and self.keep_best not in MONITORS:
             choices = ", ".join(map(repr, MONITORS))
             raise OptionError(
@@ -433,8 +428,7 @@ class LearningRateMonitor(Callback):
     rates: list[Rate]
 
     def __init__(self, every: Literal["epoch", "step"] = "epoch") -> None:
-        if every not in ("epoch", "step"):
-            raise OptionError(f"every must be 'epoch' or 'step', got {every!r}")
+        check_choice("every", every, ("epoch", "step"))
         self.rates = []
         self._every = every
         self._before = 0
@@ -601,9 +595,7 @@ class FailureInjection(Callback):
     )
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            allowed = ", ".join(map(repr, KINDS))
-            raise OptionError(f"kind must be one of {allowed}, got {self.kind!r}")
+        check_choice("kind", self.kind, KINDS)
         _check_numbers("replicas", self.replicas, 0)
         _check_numbers("steps", self.steps, 1)
         if not is_number(self.probability) or not 0 < self.probability <= 1:
@@ -611,8 +603,7 @@ class FailureInjection(Callback):
                 f"probability must be in (0, 1], got {self.probability!r}; to spare "
                 "some replicas or steps, name the others"
             )
-        if self.times is not None:
-            check_whole("times", self.times, 1, "or None")
+        check_whole("times", self.times, 1, None)
         check_whole("seed", self.seed, 0)
         self._check_seconds()
 

@@ -10,6 +10,7 @@ run starts and sends them along, since batch jobs do not see its configuration::
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from dask.utils import parse_timedelta
 from daskdl.errors import OptionError
 
 VERSION = "0.1.0"
-
 
 FILE = Path(__file__).with_name("daskdl.yaml")
 (DEFAULTS,) = dask.config.collect_yaml([str(FILE)])
@@ -118,10 +118,18 @@ def check_type(name: str, value: object, wanted: type) -> None:
         raise OptionError(f"{name} must be a {hint}, got {value!r}")
 
 
-def check_whole(name: str, value: Any, least: int, other: str = "") -> None:
-    """Refuse what is not a whole number of at least so much, or `other`."""
+def check_whole(name: str, value: Any, least: int, *others: str | None) -> None:
+    """Refuse what is neither a whole number of at least so much nor one of `others`.
+
+    Example:
+        >>> check_whole("patience", 0, 1, None)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: patience must be a whole number >= 1 or None, got 0
+    """
+    if isinstance(value, str | None) and value in others:
+        return
     if not is_whole(value) or value < least:
-        allowed = f"a whole number >= {least} {other}".rstrip()
+        allowed = " or ".join([f"a whole number >= {least}", *map(repr, others)])
         raise OptionError(f"{name} must be {allowed}, got {value!r}")
 
 
@@ -134,8 +142,27 @@ def check_count(name: str, value: Any) -> None:
         daskdl.errors.OptionError: batch_size must be a whole number >= 1, got 0
     """
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or value < 1:
-        raise OptionError(f"{name} must be a whole number >= 1, got {value!r}")
+    check_whole(name, int(value) if whole else value, 1)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Refuse what is none of a few words.
+
+    Example:
+        >>> check_choice("mode", "most", ("min", "max", "auto"))
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: mode must be one of 'min', 'max', 'auto', got 'most'
+    """
+    if value not in allowed:
+        words = [*map(repr, allowed)]
+        few = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
+        raise OptionError(f"{name} must be {few}, got {value!r}")
 
 
 def check_bound(name: str, value: Any) -> None:

@@ -348,9 +348,8 @@ class Trainer:
                 or the scheduler were lost, also with a WaitTimeoutError, it is the
                 newest such state that had reached the client; a note says which.
         """
-        both = one_of(transform, self.transform)
         spec = self._spec(
-            read=ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch),
+            read=self._read(batch_size, transform, loader, collate_fn, on_bad_batch),
             epochs=epochs,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -415,13 +414,12 @@ class Trainer:
             ModelError: If the model, its outputs, or the loss cannot be.
             OptionError: If another argument cannot.
         """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
+        read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
         return _evaluate(
             self._trained_model(),
             data,
             labels,
-            objective_of(self.loss, self.step),
+            self._objective,
             metrics,
             self.client,
             read,
@@ -470,14 +468,12 @@ class Trainer:
             OptionError: If an option does not go with the data, or if the optimizer's
                 weight decay is no term of the loss, as AdamW's.
         """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
+        read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
         model = self._trained_model()
         penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
         if is_lazy(data):
             check_outlives(self.client)
-        objective = objective_of(self.loss, self.step)
-        how = Scores(model, objective, read, penalty, self.classes_)
+        how = Scores(model, self._objective, read, penalty, self.classes_)
         with client_or_process(self.client) as client:
             return score_examples(GivenRows(data, labels, key), how, client)
 
@@ -518,22 +514,12 @@ class Trainer:
         Raises:
             OptionError: If an option does not go with the data.
         """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn, on_bad_batch)
-        how = Scores(
-            self._trained_model(),
-            objective_of(self.loss, self.step),
-            read,
-            classes=self.classes_,
-        )
+        read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
+        model = self._trained_model()
+        how = Scores(model, self._objective, read, classes=self.classes_)
+        given = GivenRows(data, labels, key)
         with client_or_process(self.client) as client:
-            return worst_examples(
-                GivenRows(data, labels, key),
-                how,
-                client,
-                top=top,
-                wrong_only=wrong_only,
-            )
+            return worst_examples(given, how, client, top=top, wrong_only=wrong_only)
 
     def predict(
         self,
@@ -582,8 +568,7 @@ class Trainer:
             OptionError: If it would be lazy, and no cluster is there to compute it; or
                 if the folder has predictions of another model, data or options.
         """
-        both = one_of(transform, self.transform)
-        read = ReadOptions(batch_size, both, loader, collate_fn)
+        read = self._read(batch_size, transform, loader, collate_fn)
         wanted = OutputOptions(
             output, postprocess, keyed, storage_options, self.classes_
         )
@@ -679,10 +664,20 @@ class Trainer:
             raise OptionError("the trainer has no model_ yet; call fit first")
         return self.model_
 
+    @property
+    def _objective(self) -> Objective:
+        objective: Objective = objective_of(self.loss, self.step)
+        return objective
+
+    def _read(
+        self, batch_size: int, transform: Transform | None, *how: Any
+    ) -> ReadOptions:
+        return ReadOptions(batch_size, one_of(transform, self.transform), *how)
+
     def _spec(self, **fit: Any) -> FitSpec:
         """Check the options of this trainer, and those of one fit."""
         return FitSpec(
-            objective_of(self.loss, self.step),
+            self._objective,
             self.optimizer,
             self.master,
             Stepping(self.autocast, self.accumulate, self.clip_grad_norm),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from daskdl.config import check_count
+from daskdl.config import check_choice, check_count
 from daskdl.data.batching import Batch, Transform
 from daskdl.data.formats.loaders import Loader, loader_of
 from daskdl.errors import OptionError
@@ -94,13 +94,6 @@ class ReadOptions:
     def skips(self) -> bool:
         """Whether parts that cannot be read are left out."""
         return self.on_bad_batch == "skip"
-
-
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Refuse what is none of a few words."""
-    if value not in allowed:
-        shown = " or ".join(map(repr, allowed))
-        raise OptionError(f"{name} must be {shown}, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from daskdl.config import VERSION
+from daskdl.config import VERSION, check_flag
 from daskdl.errors import DaskDLError, OptionError, SaveError
 from daskdl.fitted.fitted import TrainerState
 from daskdl.fitted.progress import (
@@ -48,8 +48,7 @@ def save(fitted: TrainerState, url: Any, optimizer: bool) -> None:
         OptionError: If something of it cannot be saved.
         SaveError: If nothing can be written there.
     """
-    if not isinstance(optimizer, bool):
-        raise OptionError(f"optimizer must be True or False, got {optimizer!r}")
+    check_flag("optimizer", optimizer)
     folder = Folder.at(url, TRAINER)
     state = ModuleState.of(fitted.model)
     extra = {_HIDDEN + name: buffer for name, buffer in state.hidden.items()}

@@ -89,8 +89,7 @@ def plan(
         check_type("link", link, Network)
     master = GradientSharing() if master is None else master
     _check_master(master)
-    if threads is not None:
-        check_whole("threads", threads, 1, "or None")
+    check_whole("threads", threads, 1, None)
     if link is None and torch.cuda.is_available():
         raise OptionError(
             "link must be a daskdl.Network where workers compute on CUDA, got None: on "

@@ -745,8 +745,7 @@ def check_places(master: TrainingMaster) -> None:
     Raises:
         OptionError: Naming the option, what was given and what is allowed.
     """
-    if master.replicas_per_worker != "auto":
-        check_whole("replicas_per_worker", master.replicas_per_worker, 1, "or 'auto'")
+    check_whole("replicas_per_worker", master.replicas_per_worker, 1, "auto")
     check_whole("min_replicas", master.min_replicas, 1)
     check_whole("fan_out", master.fan_out, 1)
     check_bound("rejoin_timeout", master.rejoin_timeout)

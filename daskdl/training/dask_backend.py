@@ -5,7 +5,15 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -98,7 +106,31 @@ def train_replica(
         channel.leave(retires=channel.closing and not finished)
 
 
-COLLECT_LOOK_S = 1.0  # between two looks whether a result was lost
+LOOK_S = 0.5  # between two looks whether what is awaited can still come
+
+
+async def _awaited(
+    awaitable: Awaitable[Any], deadline: float, look: Callable[[], None]
+) -> Any:
+    """Await something that may never come.
+
+    Args:
+        awaitable: Cancelled if it is given up.
+        deadline: Of the monotonic clock; a TimeoutError follows.
+        look: Called now and then; raises if it cannot come any more.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        while not task.done():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            await asyncio.wait([task], timeout=min(left_s, LOOK_S))
+            if not task.done():
+                look()
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def merge_packed(results: Sequence[Packed[FitResult]]) -> Packed[FitResult]:
@@ -161,23 +193,19 @@ def _merge(
     """Merge results; None if one of them was lost, or it takes too long."""
     merged = client.submit(merge_packed, list(results), key=new_key(f"merge-{run:x}"))
 
+    def look() -> None:
+        # Dask would train again what was lost, on a worker that is gone.
+        if any(result.status != "finished" for result in results):
+            raise CancelledError
+
     async def fetch() -> Any:
         # Once: over a slow link it takes long, and would take longer every time.
-        fetching = asyncio.ensure_future(client.gather(merged, asynchronous=True))
-        while time.monotonic() < deadline:
-            await asyncio.wait([fetching], timeout=COLLECT_LOOK_S)
-            if fetching.done():
-                return fetching.result()
-            # Dask would train again what was lost, on a worker that is gone.
-            if any(result.status != "finished" for result in results):
-                break
-        fetching.cancel()
-        return None
+        return await _awaited(client.gather(merged, asynchronous=True), deadline, look)
 
     try:
         packed: Packed[FitResult] | None = client.sync(fetch)
-    except CancelledError:
-        return None  # as above
+    except (CancelledError, TimeoutError):
+        return None
     finally:
         merged.release()
     return packed
@@ -185,8 +213,6 @@ def _merge(
 
 RELAY_BYTES = 8 * 2**20  # of the relay's queue for each replica
 MUCH_FROZEN = 64 * 2**20  # bytes that come to each replica when an epoch ends
-LOOK_S = 0.5  # between two looks whether the connection is there still
-NO_CONNECTION = "the connection to it is closed"
 
 
 def assign_workers(master: TrainingMaster, client: Client, most: int) -> dict[int, str]:
@@ -647,39 +673,29 @@ class DaskBackend(Backend):
                 belongs to the client, even if it can connect again.
             WaitTimeoutError: If the connection is there, and no answer comes.
         """
+        bound = self._spec.timeouts.bound("request")
+
+        def look() -> None:
+            if not self._connected:
+                raise ConnectionError("the connection to it is closed")
 
         async def ask() -> Any:
-            if not self._connected:
-                raise ConnectionError(NO_CONNECTION)
-            request = getattr(self._client.scheduler, operation)
-            asking = asyncio.ensure_future(request(**fields))
-            deadline = time.monotonic() + bound.seconds
-            try:
-                while not asking.done():
-                    left_s = deadline - time.monotonic()
-                    if left_s <= 0:
-                        raise TimeoutError
-                    await asyncio.wait([asking], timeout=min(left_s, LOOK_S))
-                    if not asking.done() and not self._connected:
-                        raise ConnectionError(NO_CONNECTION)
-                return asking.result()
-            finally:
-                asking.cancel()
+            look()
+            asking = getattr(self._client.scheduler, operation)(**fields)
+            return await _awaited(asking, time.monotonic() + bound.seconds, look)
 
-        bound = self._spec.timeouts.bound("request")
         try:
             answer = self._client.sync(ask)
-        except TimeoutError as error:
+        except OSError as error:  # a TimeoutError is one
             self._scheduler_lost = True
-            raise WaitTimeoutError(
-                f"the scheduler at {self._address} did not answer within {bound}; "
-                f"{self._last_answer()}; does it hang, or is it cut off?"
-            ) from error
-        except OSError as error:
-            self._scheduler_lost = True
+            last = f"it last answered {time.monotonic() - self._answered_at:.1f} s ago"
+            if isinstance(error, TimeoutError):
+                raise WaitTimeoutError(
+                    f"the scheduler at {self._address} did not answer within {bound}; "
+                    f"{last}; does it hang, or is it cut off?"
+                ) from error
             raise ChannelError(
-                f"the scheduler at {self._address} was lost: {error}; "
-                f"{self._last_answer()}"
+                f"the scheduler at {self._address} was lost: {error}; {last}"
             ) from error
         self._answered_at = time.monotonic()
         return answer
@@ -687,9 +703,6 @@ class DaskBackend(Backend):
     @property
     def _connected(self) -> bool:
         return bool(self._client.status == "running")
-
-    def _last_answer(self) -> str:
-        return f"it last answered {time.monotonic() - self._answered_at:.1f} s ago"
 
     def _workers(self) -> set[str]:
         return set(self._answer("ncores", workers=None))

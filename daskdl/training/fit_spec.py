@@ -15,12 +15,19 @@ from torch.optim import Optimizer
 
 from daskdl.callbacks import Callback, FailureInjection
 from daskdl.channel.protocol import Endpoint
-from daskdl.config import Timeouts, check_whole, is_number, is_whole
+from daskdl.config import (
+    Timeouts,
+    check_choice,
+    check_flag,
+    check_whole,
+    is_number,
+    is_whole,
+)
 from daskdl.data.batching import Rows
 from daskdl.data.checks import check_same_classes, of_validation
 from daskdl.data.labels import LabelCheck
 from daskdl.data.models import trainable
-from daskdl.data.options import Approach, ReadOptions, check_choice
+from daskdl.data.options import Approach, ReadOptions
 from daskdl.data.pairs import pair
 from daskdl.data.source import Source
 from daskdl.data.sources import source_of
@@ -102,8 +109,7 @@ class FitSpec:
             raise OptionError(
                 f"progress must be True, False or None, got {self.progress!r}"
             )
-        if self.telemetry_every not in ("auto", None):
-            check_whole("telemetry_every", self.telemetry_every, 1, "or 'auto' or None")
+        check_whole("telemetry_every", self.telemetry_every, 1, "auto", None)
         rise = self.max_loss_rise
         if rise is not None and not (is_number(rise) and 0 < rise < math.inf):
             raise OptionError(
@@ -111,9 +117,7 @@ class FitSpec:
             )
         check_whole("epochs", self.epochs, 1)
         for name in ("shuffle", "drop_last"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise OptionError(f"{name} must be True or False, got {value!r}")
+            check_flag(name, getattr(self, name))
         check_whole("prefetch", self.prefetch, 0)
         check_choice("approach", self.approach, ("direct", "export"))
 

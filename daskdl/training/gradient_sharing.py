@@ -484,8 +484,7 @@ class GradientSharing(TrainingMaster):
         if self.apply not in ("eager", "strict"):
             raise OptionError(f"apply must be 'eager' or 'strict', got {self.apply!r}")
         self._check_scale()
-        if self.max_staleness is not None:
-            check_whole("max_staleness", self.max_staleness, 0, "or None")
+        check_whole("max_staleness", self.max_staleness, 0, None)
         check_whole("exchange_every", self.exchange_every, 1)
         check_whole("warmup_steps", self.warmup_steps, 0)
         if self.routing not in ("auto", *ROUTINGS):

@@ -13,7 +13,7 @@ from typing_extensions import override
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import FAN_OUT, Barrier, MeshTopology
 from daskdl.codec import Stamp
-from daskdl.config import check_whole
+from daskdl.config import check_flag, check_whole
 from daskdl.errors import OptionError
 from daskdl.training.base import (
     ALONE,
@@ -417,11 +417,7 @@ class ParameterAveraging(TrainingMaster):
 
     def __post_init__(self) -> None:
         check_whole("frequency", self.frequency, 1)
-        if not isinstance(self.average_optimizer, bool):
-            raise OptionError(
-                f"average_optimizer must be True or False, got "
-                f"{self.average_optimizer!r}"
-            )
+        check_flag("average_optimizer", self.average_optimizer)
         if self.outer is not None and not callable(self.outer):
             raise OptionError(
                 "outer must be a function that makes an optimizer from parameters, "

@@ -2,23 +2,22 @@
 
 Dask serialises a module attribute by attribute, which unties tied weights, and it
 cannot serialise every tensor. So they travel as the bytes of ``torch.save`` with
-cloudpickle: a storage is written once however many tensors look at it, lambdas and
-classes of a notebook are included, and what was on an accelerator arrives on the CPU.
+cloudpickle: a storage is written once however many tensors view it, lambdas and
+classes of a notebook are included, and tensors of an accelerator arrive on the CPU.
 
-A module that torch cannot write so, and that a function has made, travels as this
-function and its state: it is made where it is needed. Modules with parametrizations go
-this way; where one was given itself, it is parametrized again on arrival.
+A module that cannot be pickled, and that a function has made, travels as this function
+and its state: the function is called again on arrival. A module with parametrizations
+that no function has made is parametrized again on arrival.
 """
 
 import copy
 import io
-import itertools
 import pickle
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -31,6 +30,7 @@ from daskdl.errors import ModelError
 
 T = TypeVar("T")
 
+_PLAIN = (bool, int, float, str)
 # What pickling something unpicklable raises, depending on who notices first.
 _PICKLING_ERRORS = (
     pickle.PicklingError,
@@ -42,22 +42,79 @@ _PICKLING_ERRORS = (
 )
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Of cloudpickle, for modules with parametrizations too.
+class _Kept:
+    """A value that stays in this process: it is pickled as a reference to it."""
 
-    Torch gives each of these a class of its own, which cannot be pickled. What travels
-    is the module of the class before, and it gets such a class again on arrival.
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        _kept[id(self)] = self
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _look_up, (id(self),)
+
+
+_kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+
+
+def _look_up(number: int) -> _Kept:
+    return _kept[number]
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, for modules with parametrizations too.
+
+    Torch gives each of these a class of its own, which cannot be pickled. The module of
+    the class before is written instead, and gets such a class again on arrival.
     """
+
+    remakes = False  # write a module that a function has made as this function
+    kept: list[_Kept] | None = None  # the bytes stay in this process, as long as these
 
     @override
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is pickled, where it is not in the ordinary way."""
-        if not isinstance(obj, nn.Module) or not parametrize.is_parametrized(obj):
+        if not isinstance(obj, nn.Module):
             return super().reducer_override(obj)
-        kind = parametrize.type_before_parametrizations(obj)
-        # Before Python 3.11 a class has none unless it defines one.
-        state: Callable[[Any], Any] = getattr(kind, "__getstate__", vars)
-        return _bare, (kind,), state(obj), None, None, _parametrize_
+        function = _maker_of(obj) if self.remakes else None
+        if function is not None and self.kept is not None:
+            return _remade, (self._keep(function), _state_of(obj))
+        if function is not None:
+            # By itself: a module that it refers to is not made by it once more.
+            written = io.BytesIO()
+            _Pickler(written).dump(function)
+            return _remade, (written.getvalue(), _state_of(obj))
+        if self.kept is not None and _pickling_error(obj, _Pickler):
+            return _copied, (self._keep(copy.deepcopy(obj).cpu()),)
+        if parametrize.is_parametrized(obj):
+            kind = parametrize.type_before_parametrizations(obj)
+            # Before Python 3.11 a class has none unless it defines one.
+            state: Callable[[Any], Any] = getattr(kind, "__getstate__", vars)
+            return _bare, (kind,), state(obj), None, None, _parametrize_
+        return super().reducer_override(obj)
+
+    def _keep(self, value: Any) -> _Kept:
+        assert self.kept is not None
+        self.kept.append(_Kept(value))
+        return self.kept[-1]
+
+
+class _RemakingPickler(_Pickler):
+    remakes = True
+
+
+class _PartState(NamedTuple):
+    """What may have changed of a submodule since it was made."""
+
+    kind: str  # its class
+    parameters: dict[str, Tensor | None]
+    trained: list[str]  # parameters that are not frozen
+    buffers: dict[str, Tensor | None]
+    plain: dict[str, Any]  # attributes that are numbers or text
+    extra: list[Any]  # what `get_extra_state` returned, if the class has its own
+
+
+def _copied(kept: _Kept) -> Any:
+    return copy.deepcopy(kept.value)
 
 
 def _bare(kind: type[nn.Module]) -> nn.Module:
@@ -75,13 +132,13 @@ def _parametrize_(module: nn.Module, state: dict[str, Any]) -> None:
 
 # ---- modules that a function has made
 
-MAKER = "_daskdl_maker"  # the attribute of such a module that says which it was
-# All parts of those of this process. No two may have one in common.
+MAKER = "_daskdl_maker"  # the attribute of such a module that holds the function
+# All submodules of those of this process. No two may have one in common.
 _parts_made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Maker:
-    """The function that made a module; it stays at this one and goes with no copy."""
+    """The function that made a module; copies of the module do not have it."""
 
     def __init__(self, function: Callable[[], nn.Module]) -> None:
         self.function = function
@@ -108,9 +165,13 @@ def made(function: Callable[[], nn.Module]) -> nn.Module:
     """
     module = function()
     if isinstance(module, nn.Module):
-        vars(module)[MAKER] = _Maker(function)
-        _parts_made.update(module.modules())
+        _note_maker(module, function)
     return module
+
+
+def _note_maker(module: nn.Module, function: Callable[[], nn.Module]) -> None:
+    vars(module)[MAKER] = _Maker(function)
+    _parts_made.update(module.modules())
 
 
 def _maker_of(value: Any) -> Callable[[], nn.Module] | None:
@@ -118,10 +179,11 @@ def _maker_of(value: Any) -> Callable[[], nn.Module] | None:
     return None if maker is None else maker.function
 
 
-def _remade(
-    function: Callable[[], nn.Module], layout: Mapping[str, str], state: Any
-) -> nn.Module:
-    """Make a module once more, and give it the state of another one."""
+def _remade(reference: bytes | _Kept, state: Mapping[str, _PartState]) -> nn.Module:
+    """Call a function that made a module again, and load the state of that module."""
+    function: Callable[[], nn.Module] = (
+        reference.value if isinstance(reference, _Kept) else pickle.loads(reference)
+    )
     module = function()
     if not isinstance(module, nn.Module):
         raise ModelError(f"model must return a torch.nn.Module, got {module!r}")
@@ -130,33 +192,7 @@ def _remade(
             "model must make a new module at each call, got one that it has returned "
             "before, or that has layers of such a one"
         )
-    _check_layout(_layout(module), layout)
-    module = module.cpu()
-    _load_state_(module, state)
-    vars(module)[MAKER] = _Maker(function)
-    _parts_made.update(module.modules())
-    return module
-
-
-def _layout(module: nn.Module) -> dict[str, str]:
-    """What a copy has to have at the same places."""
-    found = {}
-    for path, part in module.named_modules():
-        found[path] = f"a {type(part).__qualname__}"
-        at = f"{path}." if path else ""
-        for name, value in part._parameters.items():
-            found[at + name] = f"a parameter {_described(value)}"
-        found |= {at + name: "a buffer" for name in part._buffers}
-    return found
-
-
-def _described(tensor: Tensor | None) -> str:
-    if tensor is None:
-        return "None"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _check_layout(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    found, expected = _layout(_state_of(module)), _layout(state)
     for path in {**expected, **found}:
         new, old = found.get(path, "nothing"), expected.get(path, "nothing")
         if new != old:
@@ -165,105 +201,52 @@ def _check_layout(found: Mapping[str, str], expected: Mapping[str, str]) -> None
                 f"pickled and is made wherever it is needed; {path or 'it'} is {new} "
                 f"now, and was {old}"
             )
-
-
-_PLAIN = (bool, int, float, str)
-
-
-def _state_of(module: nn.Module) -> dict[str, list[Any]]:
-    """What has changed since it was made, for each part: tensors, and plain values."""
-    extra = nn.Module.get_extra_state
-    return {
-        path: [
-            {n: None if p is None else p.detach() for n, p in part._parameters.items()},
-            [
-                n
-                for n, p in part._parameters.items()
-                if p is not None and p.requires_grad
-            ],
-            {n: None if b is None else b.detach() for n, b in part._buffers.items()},
-            {n: value for n, value in vars(part).items() if type(value) in _PLAIN},
-            *([] if type(part).get_extra_state is extra else [part.get_extra_state()]),
-        ]
-        for path, part in module.named_modules()
-    }
-
-
-def _load_state_(module: nn.Module, state: Mapping[str, list[Any]]) -> None:
+    module = module.cpu()
     for path, part in module.named_modules():
-        parameters, trained, buffers, plain, *extra = state[path]
+        own = state[path]
         with torch.no_grad():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    parameter.copy_(parameters[name])
-                    parameter.requires_grad_(name in trained)
-        part._buffers.update(buffers)
-        vars(part).update(plain)
-        for one in extra:
+                    parameter.copy_(own.parameters[name])
+                    parameter.requires_grad_(name in own.trained)
+        part._buffers.update(own.buffers)
+        vars(part).update(own.plain)
+        for one in own.extra:
             part.set_extra_state(one)
+    _note_maker(module, function)
+    return module
 
 
-class _Making(Pickler):
-    """Writes a module that a function has made as this function and the state."""
-
-    @override
-    def reducer_override(self, obj: Any) -> Any:
-        function = _maker_of(obj)
-        if function is None:
-            return super().reducer_override(obj)
-        # By itself: a module that it refers to is not made by it once more.
-        written = io.BytesIO()
-        Pickler(written).dump(function)
-        return _remade_there, (written.getvalue(), _layout(obj), _state_of(obj))
-
-
-def _remade_there(function: bytes, layout: Mapping[str, str], state: Any) -> nn.Module:
-    return _remade(pickle.loads(function), layout, state)
+def _state_of(module: nn.Module) -> dict[str, _PartState]:
+    states = {}
+    for path, part in module.named_modules():
+        parameters, buffers = part._parameters, part._buffers
+        own_extra = type(part).get_extra_state is not nn.Module.get_extra_state
+        states[path] = _PartState(
+            type(part).__qualname__,
+            {n: None if p is None else p.detach() for n, p in parameters.items()},
+            [n for n, p in parameters.items() if p is not None and p.requires_grad],
+            {n: None if b is None else b.detach() for n, b in buffers.items()},
+            {n: value for n, value in vars(part).items() if type(value) in _PLAIN},
+            [part.get_extra_state()] if own_extra else [],
+        )
+    return states
 
 
-class _Kept:
-    """What the bytes of a pack stand for that stays in this process."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-_kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def _staying(mine: list[_Kept]) -> type[Pickler]:
-    """Of packs that stay in this process, where functions need not be written.
-
-    Args:
-        mine: Gets what has to be kept as long as the bytes.
-    """
-
-    def keep(value: Any) -> int:
-        number, holder = next(_numbers), _Kept(value)
-        _kept[number] = holder
-        mine.append(holder)
-        return number
-
-    class Staying(Pickler):
-        @override
-        def reducer_override(self, obj: Any) -> Any:
-            function = _maker_of(obj)
-            if function is not None:
-                return _remade_here, (keep(function), _layout(obj), _state_of(obj))
-            if isinstance(obj, nn.Module) and _pickling_error(obj, Pickler):
-                return _copied_here, (keep(copy.deepcopy(obj).cpu()),)
-            return super().reducer_override(obj)
-
-    return Staying
-
-
-def _remade_here(number: int, layout: Mapping[str, str], state: Any) -> nn.Module:
-    return _remade(_kept[number].value, layout, state)
-
-
-def _copied_here(number: int) -> Any:
-    return copy.deepcopy(_kept[number].value)
+def _layout(states: Mapping[str, _PartState]) -> dict[str, str]:
+    """Describe what a copy must have, by path: modules, parameters and buffers."""
+    found = {}
+    for path, state in states.items():
+        found[path] = f"a {state.kind}"
+        at = f"{path}." if path else ""
+        for name, value in state.parameters.items():
+            form = "None"
+            if value is not None:
+                dtype = str(value.dtype).removeprefix("torch.")
+                form = f"{dtype} {tuple(value.shape)}"
+            found[at + name] = f"a parameter {form}"
+        found |= {at + name: "a buffer" for name in state.buffers}
+    return found
 
 
 # ---- packs
@@ -275,8 +258,8 @@ class Packed(Generic[T]):
     Args:
         content: What to pack; read only, may be anything that cloudpickle can write.
         argument: Its name in the user's call, for messages.
-        here: It stays in this process: modules in it need not be pickled, if a function
-            has made them, or if they can be copied.
+        here: It stays in this process: a module in it need not be pickled if it was
+            made by a function or can be copied.
 
     Raises:
         ModelError: If it cannot be pickled; the message names the attribute.
@@ -291,18 +274,18 @@ class Packed(Generic[T]):
     payload: np.ndarray  # uint8: an array crosses Dask without being copied
     _content: T | None
     _lock: threading.Lock
-    _mine: list[_Kept]  # empty: it may travel
+    _kept: list[_Kept]  # what the payload refers to; empty: it may travel
 
     def __init__(self, content: T, argument: str, *, here: bool = False) -> None:
         self.argument = argument
-        self._mine = []
-        written = _packed(content, argument, self._mine if here else None)
+        self._kept = []
+        written = _packed(content, argument, self._kept if here else None)
         self.payload = np.frombuffer(written, np.uint8)
         self._forget()
 
     @classmethod
     def of(cls, payload: np.ndarray, argument: str) -> Self:
-        """A value that came as the bytes of another pack."""
+        """Return a pack with the bytes of another one."""
         packed = cls.__new__(cls)
         packed.__setstate__({"argument": argument, "payload": payload})
         return packed
@@ -326,14 +309,13 @@ class Packed(Generic[T]):
         return content
 
     def shared(self, prepare: Callable[[T], T] | None = None) -> T:
-        """Return the one copy of this process; unpacked at the first call.
+        """Return the one copy of this process, unpacked at the first call.
 
-        Threads share it, so nobody may change it. What should be trained is had
-        from :meth:`unpack`.
+        Threads share it, so it must not be changed; :meth:`unpack` returns a copy to
+        train.
 
         Args:
-            prepare: What to do with the copy before anybody sees it. Only the first
-                call's is used.
+            prepare: Called with the copy, before it is shared, at the first call only.
         """
         with self._lock:
             if self._content is None:
@@ -342,10 +324,9 @@ class Packed(Generic[T]):
             return self._content
 
     def opened(self, prepare: Callable[[T], T] | None = None) -> T:
-        """As `shared`, and let go of the bytes: of what travels no further.
+        """Return the same as `shared`, and free the bytes: it travels no further.
 
-        So there is one copy of a model, where it came packed in something else that
-        travels.
+        Thus a process has one copy of a model that arrived packed.
         """
         content = self.shared(prepare)
         with self._lock:
@@ -358,11 +339,11 @@ class Packed(Generic[T]):
 
     @override
     def __sizeof__(self) -> int:
-        """What Dask counts a copy of it as."""
+        """Return the bytes that Dask counts for a copy."""
         return object.__sizeof__(self) + self.payload.nbytes
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._mine:
+        if self._kept:
             raise pickle.PicklingError(f"{self.argument} stays in this process")
         if not self.payload.nbytes:
             raise pickle.PicklingError(f"{self.argument} was opened, to stay here")
@@ -370,7 +351,7 @@ class Packed(Generic[T]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._mine = []
+        self._kept = []
         self._forget()
 
     @override
@@ -399,8 +380,8 @@ class PackedModel(Packed[nn.Module]):
     ) -> nn.Module:
         """Return this thread's module, whose tensors all threads of the process share.
 
-        Many a forward pass puts something into an attribute and reads it later: threads
-        that shared one module would read each other's.
+        Forward passes may set attributes and read them later: threads that shared one
+        module would read those of each other.
 
         Args:
             prepare: See `shared`.
@@ -417,16 +398,16 @@ class PackedModel(Packed[nn.Module]):
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A copy on the CPU, as replicas get one, for this process only.
+    """Return a copy on the CPU, as replicas get one, for this process only.
 
     Raises:
-        ModelError: If it can be had in no way.
+        ModelError: If it can be neither pickled, nor made again, nor copied.
     """
     return PackedModel(module, here=True).unpack()
 
 
 def _with_same_tensors(module: nn.Module) -> nn.Module:
-    """A copy that takes no memory for parameters and buffers."""
+    """Return a copy that shares parameters and buffers."""
     if _maker_of(module) is None:
         tensors = [*module.parameters(), *module.buffers()]
         return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
@@ -437,17 +418,19 @@ def _with_same_tensors(module: nn.Module) -> nn.Module:
     return own
 
 
-def _packed(content: Any, argument: str, mine: list[_Kept] | None) -> bytes:
-    """Write it in the first way that can be.
+def _packed(content: Any, argument: str, kept: list[_Kept] | None) -> bytes:
+    """Write it in the first way that works.
 
     Args:
         content: What to write.
         argument: Its name.
-        mine: Gets what is kept for bytes that stay in this process; None: they do not.
+        kept: Gets what the bytes refer to if they stay in this process; else None.
     """
     errors: list[Exception] = []
-    ways: list[type[Any]] = [cloudpickle.Pickler, _Making, Pickler]
-    for pickler in ways if mine is None else [*ways, _staying(mine)]:
+    ways: list[type[Any]] = [_Pickler, _RemakingPickler]
+    if kept is not None:
+        ways.append(type("_StayingPickler", (_RemakingPickler,), {"kept": kept}))
+    for pickler in ways:
         buffer = io.BytesIO()
         module = types.SimpleNamespace(Pickler=pickler, __name__=__name__)
         try:
@@ -457,20 +440,20 @@ def _packed(content: Any, argument: str, mine: list[_Kept] | None) -> bytes:
             errors.append(error)
         else:
             return buffer.getvalue()
-    raise _refusal(content, argument, mine is not None) from errors[1]
+    raise _refusal(content, argument, kept is not None) from errors[1]
 
 
 def _refusal(content: Any, argument: str, here: bool) -> ModelError:
-    """What cannot be written, and why."""
+    """Return an error that names what cannot be pickled, and why."""
     function = _maker_of(content) or _maker_of(getattr(content, "model", None))
-    pickler = _Making if function is None else Pickler
+    pickler = _RemakingPickler if function is None else _Pickler
     blamed = next(_unpicklable(content, argument, pickler), None) or argument
     error = _pickling_error(content, pickler)
     message = (
         f"{argument} cannot be {'copied' if here else 'sent to the workers'}, because "
         f"{blamed} cannot be pickled: {error}"
     )
-    reason = None if function is None else _pickling_error(function, Pickler)
+    reason = None if function is None else _pickling_error(function, _Pickler)
     if reason is not None:
         message += f"; nor can the function that makes the model: {reason}"
     message += "; create it when it is first used, or leave it out in __getstate__"
@@ -485,8 +468,8 @@ def _refusal(content: Any, argument: str, here: bool) -> ModelError:
 def _unpicklable(
     value: Any, path: str, pickler: type[Any], seen: frozenset[int] = frozenset()
 ) -> Iterator[str]:
-    """The innermost attributes that cannot be pickled, as paths with their types."""
-    seen |= {id(value)}  # two objects that know each other would go round for ever
+    """Yield the innermost attributes that cannot be pickled, as paths with types."""
+    seen |= {id(value)}  # objects may refer to each other
     for step, part in _parts(value):
         if id(part) not in seen and _pickling_error(part, pickler):
             kind = type(part)

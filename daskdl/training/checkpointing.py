@@ -47,7 +47,7 @@ from daskdl.training.base import (
     restoring,
     trained_in,
 )
-from daskdl.training.epoch_control import Verdict, only
+from daskdl.training.epoch_control import StoppingDecision, only
 from daskdl.training.telemetry import Reports, RowLog
 from daskdl.util import settle
 
@@ -332,7 +332,7 @@ _HEADER = {
     "epoch": Whole,
     "sync_point": SyncPoint | None,
     "rows": Sequence[Mapping[str, Any]],
-    "stopping": Any,  # see `Verdict.of`
+    "stopping": Any,  # see `StoppingDecision.of`
     "epochs_before": Whole,
     "count": Positive,
     "kind": str,
@@ -351,7 +351,7 @@ class ResumePlan:
         epoch: The first one to train, counted from 0.
         sync_point: What is left of that epoch, if it has begun; None: all.
         rows: Of the history so far.
-        verdict: Of early stopping, on the last row.
+        decision: Of early stopping, on the last row.
         epochs_before: Of earlier fits of the trainer.
         count: Checkpoints of the fit up to this one.
         kind: Of the replicas' exchanges.
@@ -364,7 +364,7 @@ class ResumePlan:
     epoch: int
     sync_point: SyncPoint | None
     rows: Sequence[Mapping[str, Any]]
-    verdict: Verdict
+    decision: StoppingDecision
     epochs_before: int
     count: int
     kind: str
@@ -398,7 +398,7 @@ class ResumePlan:
                 epoch,
                 point,
                 rows,
-                Verdict.of(header["stopping"]),
+                StoppingDecision.of(header["stopping"]),
                 header["epochs_before"],
                 header["count"],
                 header["kind"],
@@ -493,7 +493,7 @@ _COMMON = {
     "exchange": {},
     "tensors": {},
     "stopper": {
-        "verdict": None,
+        "decision": None,
         "monitor": None,
         "elapsed_s": 0.0,
         "best": None,

@@ -277,36 +277,36 @@ class LearningRate:
             ) from error
 
 
-class Verdict(NamedTuple):
-    """What early stopping makes of an epoch."""
+class StoppingDecision(NamedTuple):
+    """The early-stopping decision at the end of an epoch."""
 
-    record: BestScore = BestScore()
-    score: float | None = None  # None: it was not looked at
+    best: BestScore = BestScore()
+    score: float | None = None  # None: it was not checked
     reason: Reason | None = None  # why the fit ends here; None: it goes on
     details: str = ""
 
     def values(self) -> list[Any]:
         """The same as plain values."""
-        return [list(self.record), self.score, self.reason, self.details]
+        return [list(self.best), self.score, self.reason, self.details]
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> Self:
-        """Read what `values` made.
+        """Read what `values` returned.
 
         Raises:
-            ValueError: If it did not make them.
+            ValueError: If the fields have other types.
         """
         match fields:
-            case [[*record], float() | int() | None as score, reason, str(details)]:
-                numbers = all(type(number) in (int, float) for number in record)
+            case [[*best], float() | int() | None as score, reason, str(details)]:
+                numbers = all(type(number) in (int, float) for number in best)
                 named = reason is None or reason in get_args(Reason)
-                if numbers and named and len(record) == len(BestScore()):
-                    return cls(BestScore(*record), score, reason, details)
-        raise ValueError(f"{fields!r:.80} is no verdict")
+                if numbers and named and len(best) == len(BestScore()):
+                    return cls(BestScore(*best), score, reason, details)
+        raise ValueError(f"{fields!r:.80} is no early-stopping decision")
 
 
 @dataclass(frozen=True)
-class Judging:
+class EvaluationPlan:
     """In which epochs the agreed model is scored, and when a fit ends early.
 
     Attributes:
@@ -392,8 +392,10 @@ class Judging:
     def _is_last(self, epoch: int) -> bool:
         return epoch + 1 == self.epochs
 
-    def judge(self, epoch: int, reports: Reports) -> Verdict:
-        """What follows from an epoch.
+    def decide(self, epoch: int, reports: Reports) -> StoppingDecision:
+        """Decide at the end of an epoch whether the fit goes on.
+
+        Replicas and the client decide alike, since they have the same reports.
 
         Args:
             epoch: Counted from 0.
@@ -401,36 +403,32 @@ class Judging:
         """
         rule = self.stopping
         if rule is None:
-            return Verdict()
-        record = reports[0].best  # the same for all
-        score = None
+            return StoppingDecision()
+        best, score = reports[0].best, None  # the same for all
         if rule.due(epoch) or self._is_last(epoch):
-            score = {"loss": training_loss(reports), **validation(reports)}[
-                rule.monitor
-            ]
-            record = _updated(rule, record, epoch, score)
-        verdict = Verdict(record, score)
-        return self._concluded(epoch, verdict, max(r.elapsed_s for r in reports))
+            scores = {"loss": training_loss(reports), **validation(reports)}
+            score = scores[rule.monitor]
+            best = _updated(rule, best, epoch, score)
+        elapsed_s = max(report.elapsed_s for report in reports)
+        return self.conclude(epoch, StoppingDecision(best, score), elapsed_s)
 
-    def reconsidered(self, epoch: int, verdict: Verdict, elapsed_s: float) -> Verdict:
-        """What the rule makes of an epoch of which another one may have judged.
+    def conclude(
+        self, epoch: int, decision: StoppingDecision, elapsed_s: float
+    ) -> StoppingDecision:
+        """Apply the rule to a score; that of a resumed fit may be another one.
 
         Args:
             epoch: Counted from 0.
-            verdict: At its end; of one with the same monitor.
+            decision: With the best score so far and that of the epoch.
             elapsed_s: Seconds since the fit began.
         """
-        former = verdict._replace(reason=None, details="")
-        return self._concluded(epoch, former, elapsed_s)
-
-    def _concluded(self, epoch: int, verdict: Verdict, elapsed_s: float) -> Verdict:
-        rule = self.stopping
+        rule, decision = self.stopping, StoppingDecision(*decision[:2])
         if rule is None or self._is_last(epoch):
-            return verdict
-        for reason, details in _reasons(rule, epoch, verdict, elapsed_s).items():
+            return decision
+        for reason, details in _reasons(rule, epoch, decision, elapsed_s).items():
             if details:
-                return verdict._replace(reason=reason, details=details)
-        return verdict
+                return decision._replace(reason=reason, details=details)
+        return decision
 
 
 def _updated(
@@ -446,20 +444,20 @@ def _updated(
 
 
 def _reasons(
-    rule: EarlyStopping, epoch: int, verdict: Verdict, elapsed_s: float
+    rule: EarlyStopping, epoch: int, decision: StoppingDecision, elapsed_s: float
 ) -> dict[Reason, str]:
     """All that could end a fit, the most telling first; empty where it does not."""
     reasons: dict[Reason, str] = {}
-    name, score, record = rule.monitor, verdict.score, verdict.record
+    name, score, best = rule.monitor, decision.score, decision.best
     if score is not None:
         finite = math.isfinite(score)
         if rule.check_finite and not finite:
             reasons["not_finite"] = f"{name} became {score}"
         if finite and rule.is_enough(score):
             reasons["target"] = f"{name} is {score:.6g}, the target {rule.target:.6g}"
-        since = epoch - record.counted_epoch
+        since = epoch - best.counted_epoch
         if rule.patience is not None and since >= rule.patience:
-            reasons["patience"] = _no_better(name, since, score, record)
+            reasons["patience"] = _no_better(name, since, score, best)
     if rule.max_seconds is not None and elapsed_s >= rule.max_seconds:
         reasons["max_seconds"] = (
             f"{elapsed_s:.1f} s have passed, max_seconds is {rule.max_seconds:g}"
@@ -467,12 +465,12 @@ def _reasons(
     return reasons
 
 
-def _no_better(name: str, epochs: int, score: float, record: BestScore) -> str:
-    if record.best_epoch < 0:
+def _no_better(name: str, epochs: int, score: float, best: BestScore) -> str:
+    if best.best_epoch < 0:
         return f"{name} has not been finite for {_epochs(epochs)}: it is {score}"
     return (
         f"{name} has not improved for {_epochs(epochs)}: it is {score:.6g}, the best "
-        f"was {record.best_score:.6g} in epoch {record.best_epoch}"
+        f"was {best.best_score:.6g} in epoch {best.best_epoch}"
     )
 
 
@@ -510,132 +508,93 @@ def _check_monitor(
         )
 
 
-class Stopper:
-    """Of one replica, from when all were there. One thread uses it.
+class EarlyStopper:
+    """Early stopping in one replica, from when all had joined; one thread uses it.
 
     Args:
-        judging: Decides; the same for all replicas.
-        snapshot: Of another replica, where this one comes later; else None.
+        plan: The same for all replicas.
         now: Seconds, of a clock that never goes back.
 
     Attributes:
-        over: Whether the fit has ended, before its last epoch.
+        decision: That at the end of the last epoch.
     """
 
-    over: bool
+    decision: StoppingDecision
 
     def __init__(
-        self,
-        judging: Judging,
-        snapshot: Mapping[str, Any] | None = None,
-        now: Callable[[], float] = time.monotonic,
+        self, plan: EvaluationPlan, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.over = False
-        self._judging = judging
-        self._verdict = Verdict()
+        self.decision = StoppingDecision()
+        self._plan = plan
         self._best: Parameters | None = None
         self._best_epoch = -1
         self._now = now
         self._began_at = now()
-        if snapshot is not None:
-            self._began_at -= snapshot["elapsed_s"]
-            self._take(snapshot["best_epoch"], snapshot["best"])
+        rule = plan.stopping
+        self._monitor = None if rule is None else rule.monitor
+        self._keeps_best = rule is not None and rule.restore_best
 
-    def _take(self, epoch: int, packed: Any) -> None:
-        if packed is not None:
-            own: Packed[Parameters] = Packed.of(np.asarray(packed), "best")
-            self._best_epoch, self._best = epoch, own.unpack()
+    @property
+    def over(self) -> bool:
+        """Whether the fit ends before its last epoch."""
+        return self.decision.reason is not None
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the run began."""
         return self._now() - self._began_at
 
-    def snapshot(self) -> dict[str, Any]:
-        """For a joining replica, which gets the reports of the last epoch as well."""
-        best = None if self._best is None else Packed(self._best, "best").payload
-        return {
-            "elapsed_s": self.elapsed_s,
-            "best_epoch": self._best_epoch,
-            "best": best,
-        }
-
     def values(self) -> dict[str, Any]:
-        """How far it has come, as plain values and tensors, for another run."""
+        """The state as plain values and tensors, for joining replicas and resuming."""
         return {
-            "verdict": self._verdict.values(),
+            "decision": self.decision.values(),
             "monitor": self._monitor,
             "elapsed_s": self.elapsed_s,
             "best_epoch": self._best_epoch,
             "best": None if self._best is None else self._best.values(),
         }
 
-    @property
-    def _monitor(self) -> str | None:
-        rule = self._judging.stopping
-        return None if rule is None else rule.monitor
-
     def restore_(self, values: Mapping[str, Any], epoch: int) -> None:
-        """Go on from what `values` made, unless it was about another score.
+        """Continue from what `values` returned, unless it was about another score.
 
         Args:
-            values: Of the fit.
+            values: Of another replica, or of the fit that is resumed.
             epoch: The next one, counted from 0.
         """
         self._began_at = self._now() - values["elapsed_s"]
         if values["monitor"] != self._monitor:
             return
-        verdict = Verdict.of(values["verdict"])
-        if verdict.reason is not None:  # a rule with more patience may go on
-            elapsed_s = values["elapsed_s"]
-            verdict = self._judging.reconsidered(epoch - 1, verdict, elapsed_s)
-        self._conclude(verdict)
+        self.decision = StoppingDecision.of(values["decision"])
+        if self.over:  # a rule with more patience may go on
+            self.decision = self._plan.conclude(
+                epoch - 1, self.decision, values["elapsed_s"]
+            )
         if values["best"] is not None:
             self._best_epoch = values["best_epoch"]
             self._best = Parameters.from_values(values["best"])
 
     def report(self) -> dict[str, Any]:
         """Fields of an :class:`~daskdl.training.telemetry.EpochReport`."""
-        return {"best": self._record, "elapsed_s": self.elapsed_s}
+        return {"best": self.decision.best, "elapsed_s": self.elapsed_s}
 
     def end_epoch(
-        self,
-        epoch: int,
-        reports: Reports,
-        agreed: Parameters,
+        self, epoch: int, reports: Reports, agreed: Parameters | None
     ) -> None:
         """Decide whether to go on, and keep the model if it is the best.
 
         Args:
             epoch: Counted from 0.
             reports: Of all replicas.
-            agreed: The parameters on which they agree.
+            agreed: The parameters on which they agree; None: this replica joined since.
         """
-        self.catch_up(epoch, reports)
-        rule = self._judging.stopping
-        if rule is not None and rule.restore_best and self._record.best_epoch == epoch:
+        self.decision = self._plan.decide(epoch, reports)
+        if self._keeps_best and agreed and self.decision.best.best_epoch == epoch:
             self._best_epoch, self._best = epoch, agreed
 
-    def catch_up(self, epoch: int, reports: Reports) -> None:
-        """Decide as the others did, who met without this replica; as `end_epoch`."""
-        self._conclude(self._judging.judge(epoch, reports))
-
-    def _conclude(self, verdict: Verdict) -> None:
-        self._verdict = verdict
-        self.over = verdict.reason is not None
-
-    @property
-    def verdict(self) -> Verdict:
-        """Of the last epoch."""
-        return self._verdict
-
-    @property
-    def _record(self) -> BestScore:
-        return self._verdict.record
-
     def best(self) -> Parameters | None:
-        """The agreed model of the best epoch; None if it is not to come back.
+        """The agreed model of the best epoch; None: it is not restored, or not known.
 
-        Nor does it if this replica came after that epoch and was not given it.
+        A replica that joined after that epoch may not have been given it.
         """
-        return self._best if self._best_epoch == self._record.best_epoch else None
+        known = self._best_epoch == self.decision.best.best_epoch
+        return self._best if known else None

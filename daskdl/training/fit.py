@@ -57,7 +57,7 @@ from daskdl.training.backend import (
 from daskdl.training.base import KeptResidual, Parameters
 from daskdl.training.checkpointing import ResumePlan, checkpoints_of
 from daskdl.training.dask_backend import dask_backend
-from daskdl.training.epoch_control import Judging, LearningRate, Verdict
+from daskdl.training.epoch_control import EvaluationPlan, LearningRate, StoppingDecision
 from daskdl.training.fit_spec import FitSpec, ReplicaSpec
 from daskdl.training.fit_state import FitState, TrainedOptimizer
 from daskdl.training.local_backend import LocalBackend
@@ -140,7 +140,7 @@ class FitRun:
         if client is not False:
             check_installed(client)
         with _ready(sources, spec, client) as ready, contextlib.ExitStack() as stack:
-            labels, judging = accepted or self._dry_run(ready)
+            labels, evaluation = accepted or self._dry_run(ready)
             train, size = ready["train"], spec.read.batch_size
             self.classes, self._rows = train.classes, rows_in(train)
             if spec.drop_last and self._rows is not None and self._rows < size:
@@ -153,7 +153,7 @@ class FitRun:
                 self._class_count = len(train.classes)
             optimizer = spec.optimizer_for(model)
             self._state = self._state.continued(model, optimizer, spec.scheduling)
-            self._sent = self._replica_spec(train, labels, judging)
+            self._sent = self._replica_spec(train, labels, evaluation)
             if client is False:
                 self._backend: Backend = LocalBackend(self._sent, ready)
             else:
@@ -170,7 +170,7 @@ class FitRun:
             stack.enter_context(callback_scope(spec.callbacks, begin, self.history))
             yield
 
-    def _dry_run(self, sources: Sources) -> tuple[LabelCheck | None, Judging]:
+    def _dry_run(self, sources: Sources) -> tuple[LabelCheck | None, EvaluationPlan]:
         """Try model, optimizer and loss on a few rows; no worker is touched.
 
         Args:
@@ -201,7 +201,7 @@ class FitRun:
                     check_all_labels(validation, labels)
             accuracy = has_accuracy(model, objective, *rows, transform)
         self._class_count = None if accepted is None else accepted.classes
-        return labels, Judging.of(
+        return labels, EvaluationPlan.of(
             spec.callbacks,
             spec.epochs,
             validates=validation is not None,
@@ -209,7 +209,7 @@ class FitRun:
         )
 
     def _replica_spec(
-        self, train: Source, labels: LabelCheck | None, judging: Judging
+        self, train: Source, labels: LabelCheck | None, evaluation: EvaluationPlan
     ) -> ReplicaSpec:
         """What the replicas are sent."""
         spec, state, resume = self._spec, self._state, self._resume
@@ -238,7 +238,7 @@ class FitRun:
             residual=state.residual,
             epochs_before=state.epochs,
             rows=batching.of_both(lambda tree: shown_rows(tree, 2), rows_like(train)),
-            judging=judging,
+            evaluation=evaluation,
             labels=labels,
             left_out=train.left_out,
             size=flat.size,
@@ -392,7 +392,7 @@ class FitRun:
             SaveError: If the run has left no checkpoint where it should.
         """
         sent, history = self._sent, self.history
-        rule, stopping = sent.judging.stopping, history.stopping
+        rule, stopping = sent.evaluation.stopping, history.stopping
         if stopping is not None and rule is not None:
             history.stopping = replace(stopping, restored=result.restored)
             lost = rule.restore_best and not result.restored
@@ -532,11 +532,13 @@ class ProgressReporter:
     ) -> None:
         self._history = history
         self._callbacks = callbacks
-        self._judging = spec.judging
-        self._rows = RowLog(spec.size, spec.judging.columns, left_out=spec.left_out)
+        self._evaluation = spec.evaluation
+        self._rows = RowLog(spec.size, spec.evaluation.columns, left_out=spec.left_out)
         self._epoch = spec.first_epoch
-        self._verdict = Verdict() if spec.resume is None else spec.resume.verdict
-        self._scores = spec.judging.scores(history)
+        self._decision = (
+            StoppingDecision() if spec.resume is None else spec.resume.decision
+        )
+        self._scores = spec.evaluation.scores(history)
         shown = sys.stderr.isatty() if spec.progress is None else spec.progress
         self._bar = tqdm(
             total=None if examples is None else examples * spec.epochs,
@@ -555,16 +557,16 @@ class ProgressReporter:
         trace: TracebackType | None,
     ) -> None:
         self._bar.close()
-        rule, verdict = self._judging.stopping, self._verdict
+        rule, decision = self._evaluation.stopping, self._decision
         if rule is not None:
-            best = verdict.record.best_epoch
+            best = decision.best.best_epoch
             self._history.stopping = Stopping(
                 rule.monitor,
-                verdict.reason,
-                verdict.details,
+                decision.reason,
+                decision.details,
                 self._scores,
                 None if best < 0 else best,
-                verdict.record.best_score,
+                decision.best.best_score,
             )
 
     def show(self, event: StepProgress) -> None:
@@ -578,9 +580,9 @@ class ProgressReporter:
         self._epoch += 1
         row = self._rows.end_epoch(epoch, event.reports, event.report)
         self._history.append(row)
-        self._verdict = self._judging.judge(epoch, event.reports)
-        if self._verdict.score is not None:
-            self._scores[epoch] = self._verdict.score
+        self._decision = self._evaluation.decide(epoch, event.reports)
+        if self._decision.score is not None:
+            self._scores[epoch] = self._decision.score
         for packed in event.report["client_payloads"]:
             self._history.steps.extend(unpack_rows(packed))
         for callback in self._callbacks:

@@ -37,7 +37,7 @@ from daskdl.saving.checkpoints import CheckpointPlan
 from daskdl.training.base import CompressionState, KeptResidual, TrainingMaster
 from daskdl.training.checkpointing import ResumePlan
 from daskdl.training.data_feed import Reading
-from daskdl.training.epoch_control import Judging, Scheduling
+from daskdl.training.epoch_control import EvaluationPlan, Scheduling
 from daskdl.training.optimizer_step import Stepping
 
 SEED_BELOW = 2**63  # with a replica's number added it still fits torch's 64 bits
@@ -140,7 +140,7 @@ class FitSpec:
             DataError: If it is of no kind that can be trained on.
             OptionError: If a callback needs validation data, and there are none.
         """
-        Judging.of(self.callbacks, self.epochs, validates=validation is not None)
+        EvaluationPlan.of(self.callbacks, self.epochs, validates=validation is not None)
         labelled = not isinstance(self.objective, OwnStep)
         seed = self.seed if self.shuffle else None
         options = self.read.source(seed, labelled, self.stepping.accumulate)
@@ -195,7 +195,7 @@ class ReplicaSpec(FitSpec):
         residual: What the replicas of an earlier fit have not sent, or None.
         epochs_before: Epochs of earlier fits of the same trainer.
         rows: Two rows of X and y, to warm up with.
-        judging: In which epochs the agreed model is scored, and when the fit ends
+        evaluation: In which epochs the agreed model is scored, and when the fit ends
             early.
         labels: What labels of parts are held to; None: they are not looked at.
         left_out: Examples that were found to be bad before, and are in no part.
@@ -216,7 +216,7 @@ class ReplicaSpec(FitSpec):
     residual: KeptResidual | None = None
     epochs_before: int = 0
     rows: Rows
-    judging: Judging
+    evaluation: EvaluationPlan
     labels: LabelCheck | None = None
     left_out: int = 0
     size: int

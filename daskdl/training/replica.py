@@ -53,7 +53,7 @@ from daskdl.training.checkpointing import (
     wait_for,
 )
 from daskdl.training.data_feed import Feed, Store
-from daskdl.training.epoch_control import LearningRate, Stopper
+from daskdl.training.epoch_control import EarlyStopper, LearningRate
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import (
     Group,
@@ -446,7 +446,7 @@ class Replica:
         )
         torch.manual_seed(options.seed + number)
         self.watch = LossWatch(options.max_loss_rise)
-        self.stopper = Stopper(options.judging, entry.snapshot)
+        self.stopper = EarlyStopper(options.evaluation)
         self.checkpoints = None
         if options.checkpoints is not None:
             before = entry.snapshot or {"checkpoints": 0, "rows": ()}
@@ -457,7 +457,7 @@ class Replica:
                 options.timeouts,
                 RowLog(
                     options.size,
-                    options.judging.columns,
+                    options.evaluation.columns,
                     before["rows"] if inherited is None else inherited.common["rows"],
                     left_out=options.left_out,
                 ),
@@ -496,14 +496,16 @@ class Replica:
             self.totals.add(totals)
 
     def _catch_up(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on from another replica's snapshot, in the epoch of the others."""
-        packed: Packed[dict[str, Any]] = Packed.of(snapshot["optimizer"], "optimizer")
-        self.optimizer.load_state_dict(packed.unpack())
-        self.rate.load_(snapshot["schedule"])
+        """Continue from another replica's snapshot, in the epoch of the others."""
+        packed: Packed[dict[str, Any]] = Packed.of(snapshot["replica"], "snapshot")
+        state = packed.unpack()
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.rate.restore_(state["schedule"])
         _, epoch, report, self.interval = self._channel.activate(snapshot["step"])
         self.rate.catch_up_(epoch)
+        self.stopper.restore_(state["stopper"], epoch)
         if report:
-            self.stopper.catch_up(epoch - 1, reports_of(report))
+            self.stopper.end_epoch(epoch - 1, reports_of(report), None)
         self.first_epoch = epoch
 
     def snapshot(self) -> dict[str, Any]:
@@ -512,11 +514,14 @@ class Replica:
             # Ends here: whoever joins shares with this replica.
             context = self.exchange.shared_context()
             self.exchange = self._options.master.attach(context)
+        own = {
+            "optimizer": state_of(self.optimizer),
+            "schedule": self.rate.values(),
+            "stopper": self.stopper.values(),
+        }
         return {
             **self.exchange.snapshot(),
-            "optimizer": Packed(state_of(self.optimizer), "optimizer").payload,
-            "schedule": self.rate.state(),
-            **self.stopper.snapshot(),
+            "replica": Packed(own, "snapshot").payload,
             **({} if self.checkpoints is None else self.checkpoints.snapshot()),
         }
 
@@ -653,8 +658,8 @@ class Replica:
         self.interval += 1
         seen = sum(report.seen for report in reports)
         self.weight = self.seen / seen if seen else 0.0
-        judging, agreed = self._options.judging, self.agreed
-        judged = judging.scored(epoch) or not judging.validates
+        evaluation, agreed = self._options.evaluation, self.agreed
+        judged = evaluation.scored(epoch) or not evaluation.validates
         self.rate.end_epoch(reports, judged=judged)
         self.stopper.end_epoch(epoch, reports, agreed)
         self._channel.keep_state(epoch, functools.partial(arrays_of, agreed))
@@ -680,7 +685,7 @@ class Replica:
 
     def _validate(self, epoch: int) -> tuple[Score | None, str]:
         """The score of this replica's share, and why some of it was left out."""
-        if not self._options.judging.scored(epoch):
+        if not self._options.evaluation.scored(epoch):
             return None, ""
         feed = self._feed("validation", epoch)
         self._channel.serve_snapshot(None)  # the module shows something else meanwhile
@@ -707,7 +712,7 @@ class Replica:
             "epochs_before": self._options.epochs_before,
             "kind": state.kind,
             "fingerprint": fingerprint.values(),
-            "stopping": self.stopper.verdict.values(),
+            "stopping": self.stopper.decision.values(),
         }
         common = {
             "exchange": state.common,

@@ -17,7 +17,7 @@ from tests.golden.make_checkpoint_v1 import (
 )
 
 # Of their indexes, which have those of the other files.
-SHA256 = "f7721ac3dd79723f3ad0ed25948b1e7a8f8b0056cb22257bca35a2485ea6c74a"
+SHA256 = "082c4b30e871ee7690c0a245ecda4f2fed19f3b53f2857a3993893e06dcbe310"
 
 
 def test_they_are_the_first_ones_made():

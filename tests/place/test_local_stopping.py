@@ -166,7 +166,7 @@ class TestEarlyStopping:
         self, monkeypatch, caplog
     ):
         monkeypatch.setattr(
-            "daskdl.training.epoch_control.Stopper.best", lambda own: None
+            "daskdl.training.epoch_control.EarlyStopper.best", lambda own: None
         )
         own = trainer(False, callbacks=[EarlyStopping("loss", patience=99)])
 

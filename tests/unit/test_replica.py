@@ -19,7 +19,7 @@ from daskdl.data.options import ReadOptions
 from daskdl.data.rehearsal import random_state_left_alone
 from daskdl.training.backend import run_spec_of
 from daskdl.training.data_feed import LocalStore
-from daskdl.training.epoch_control import Judging
+from daskdl.training.epoch_control import EvaluationPlan
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import Replica, run_replica
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
@@ -83,7 +83,7 @@ def a_replica(make, begun, epoch=0):
         epochs=EPOCHS,
         shuffle=False,
         device="cpu",
-        judging=Judging(EPOCHS, stopping=RULE),
+        evaluation=EvaluationPlan(EPOCHS, stopping=RULE),
         size=flat.size,
         grid=grid_for(flat),
         outbox_bytes=2**20,

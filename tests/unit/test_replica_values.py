@@ -12,13 +12,34 @@ from daskdl.objective import objective_of
 from daskdl.saving.plain import Plain
 from daskdl.training.base import Parameters
 from daskdl.training.checkpointing import plain
-from daskdl.training.epoch_control import Judging, LearningRate, Scheduling, Stopper
+from daskdl.training.epoch_control import (
+    EarlyStopper,
+    EvaluationPlan,
+    LearningRate,
+    Scheduling,
+)
 from daskdl.training.optimizer_step import LossWatch, Stepper, Stepping
 from daskdl.training.replica import generators, restore_generators
+from daskdl.training.telemetry import EpochReport, EpochTotals
 from tests.maths.test_learning_rate import KINDS, end_epoch, groups_of, sgd
-from tests.unit.test_stopper import Clock, epoch_of, note
 
 CPU = torch.device("cpu")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def note(own, loss):
+    return EpochReport(totals=EpochTotals(loss, 1), **own.report())
+
+
+def epoch_of(best):
+    return None if best is None else int(best.shared_N[0])
 
 
 def model(epoch):
@@ -133,8 +154,8 @@ class TestLearningRate:
 class TestStopper:
     def own(self, clock=None, **rule):
         rule = {"monitor": "loss", "patience": 2, **rule}
-        return Stopper(
-            Judging(99, stopping=EarlyStopping(**rule)), now=clock or Clock()
+        return EarlyStopper(
+            EvaluationPlan(99, stopping=EarlyStopping(**rule)), now=clock or Clock()
         )
 
     def values(self, stopper):
@@ -150,7 +171,7 @@ class TestStopper:
                     own.restore_(values, epoch)
                 train({epoch: loss}, own)
                 if own.over:
-                    return epoch, epoch_of(own.best()), repr(own.verdict)
+                    return epoch, epoch_of(own.best()), repr(own.decision)
             return None
 
         assert stops(None) == (5, 3, stops(None)[2])
@@ -164,7 +185,7 @@ class TestStopper:
         other.restore_(self.values(one), 3)
 
         assert other.over
-        assert other.verdict == one.verdict
+        assert other.decision == one.decision
         assert epoch_of(other.best()) == 0
 
     def test_one_with_more_patience_goes_on(self):
@@ -179,7 +200,10 @@ class TestStopper:
 
     @pytest.mark.parametrize("rule", [None, EarlyStopping("val_loss", patience=2)])
     def test_what_was_about_another_score_is_forgotten(self, rule):
-        one, other = self.own(), Stopper(Judging(99, validates=True, stopping=rule))
+        one, other = (
+            self.own(),
+            EarlyStopper(EvaluationPlan(99, validates=True, stopping=rule)),
+        )
         train({0: 1.0, 1: 2.0, 2: 3.0}, one)
 
         other.restore_(self.values(one), 3)
@@ -208,7 +232,7 @@ class TestStopper:
         other.restore_(self.values(one), 1)
 
         assert (one.over, other.over) == (True, True)
-        assert other.verdict.reason == "max_seconds"
+        assert other.decision.reason == "max_seconds"
 
 
 class TestStepper:

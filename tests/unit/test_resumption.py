@@ -15,13 +15,13 @@ from daskdl.training.checkpointing import (
     restored_state,
     resume_plan,
 )
-from daskdl.training.epoch_control import Verdict
+from daskdl.training.epoch_control import StoppingDecision
 from tests.support.written import put, put_part
 
 TENSORS = {"weight": "float32 (2, 3)", "bias": "float32 (2,)"}
 FINGERPRINT = Fingerprint(TENSORS, "SGD of [2] parameters", None)
-VERDICT = [[-1, float("nan"), -1, float("nan")], None, None, ""]
-SAID = {"epoch": 0, "sync_point": None, "epochs_before": 0, "stopping": VERDICT}
+DECISION = [[-1, float("nan"), -1, float("nan")], None, None, ""]
+SAID = {"epoch": 0, "sync_point": None, "epochs_before": 0, "stopping": DECISION}
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def written(series, number=1, **said):
 
 def plan_of(url, stamp, members, kind=ALONE, fingerprint=FINGERPRINT):
     return ResumePlan(
-        url, stamp, members, 1, None, [], Verdict(), 0, 1, kind, fingerprint
+        url, stamp, members, 1, None, [], StoppingDecision(), 0, 1, kind, fingerprint
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from daskdl import GradientSharing
 from daskdl.data.options import ReadOptions
 from daskdl.training.data_feed import Reading
-from daskdl.training.epoch_control import Judging
+from daskdl.training.epoch_control import EvaluationPlan
 from daskdl.training.fit_spec import ReplicaSpec
 from tests.support.records import TIMEOUTS
 
@@ -23,7 +23,7 @@ OPTIONS = ReplicaSpec(
     epochs=3,
     epochs_before=4,
     seed=7,
-    judging=Judging(3, validates=True),
+    evaluation=EvaluationPlan(3, validates=True),
     size=10,
     grid=1e-3,
     outbox_bytes=1,

@@ -18,7 +18,7 @@ from daskdl import (
 from daskdl.config import Timeouts
 from daskdl.data.options import ReadOptions
 from daskdl.objective import OwnStep
-from daskdl.training.epoch_control import Judging
+from daskdl.training.epoch_control import EvaluationPlan
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import Stepping
 from daskdl.training.replica import warm_up
@@ -52,7 +52,7 @@ def spec(transform=None, **changes):
         read=ReadOptions(32, transform),
         run=1,
         rows=(np.ones((2, 3), np.float32), np.array([0, 3])),
-        judging=Judging(1),
+        evaluation=EvaluationPlan(1),
         size=1,
         grid=1.0,
         outbox_bytes=1,

@@ -10,7 +10,7 @@ from daskdl import Callback
 from daskdl.callbacks import EarlyStopping, Evaluate
 from daskdl.errors import OptionError
 from daskdl.scores import Score
-from daskdl.training.epoch_control import Judging, Verdict
+from daskdl.training.epoch_control import EvaluationPlan, StoppingDecision
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 
 NAN, INF = float("nan"), float("inf")
@@ -29,14 +29,14 @@ NO_TIME = itertools.repeat(0.0)
 
 
 def trained(rule, losses, *, seconds=NO_TIME, epochs=99):
-    """The verdicts of epochs with these training losses, until one ends the fit."""
-    judging, verdicts = Judging(epochs, stopping=rule), [Verdict()]
+    """The decisions of epochs with these training losses, until one ends the fit."""
+    evaluation, decisions = EvaluationPlan(epochs, stopping=rule), [StoppingDecision()]
     for epoch, (loss, elapsed_s) in enumerate(zip(losses, seconds, strict=False)):
-        said = note(verdicts[-1].record, loss, elapsed_s=elapsed_s)
-        verdicts.append(judging.judge(epoch, [said]))
-        if verdicts[-1].reason is not None:
+        said = note(decisions[-1].best, loss, elapsed_s=elapsed_s)
+        decisions.append(evaluation.decide(epoch, [said]))
+        if decisions[-1].reason is not None:
             break
-    return verdicts[1:]
+    return decisions[1:]
 
 
 class TestPatience:
@@ -50,10 +50,10 @@ class TestPatience:
         ],
     )
     def test_it_is_used_up_after_so_many_epochs(self, patience, losses, ended):
-        verdicts = trained(EarlyStopping("loss", patience=patience), [*losses, 9.0])
+        decisions = trained(EarlyStopping("loss", patience=patience), [*losses, 9.0])
 
-        assert len(verdicts) == ended + 1
-        assert verdicts[-1].reason == "patience"
+        assert len(decisions) == ended + 1
+        assert decisions[-1].reason == "patience"
 
     def test_it_says_how_long_and_since_what(self):
         *_, last = trained(EarlyStopping("loss", patience=2), [2.0, 1.0, 1.5, 1.25])
@@ -75,14 +75,14 @@ class TestPatience:
         *_, last = trained(rule, [1.0, 0.875, 0.8125])
 
         assert last.reason == "patience"
-        assert last.record == BestScore(2, 0.8125, 0, 1.0)
+        assert last.best == BestScore(2, 0.8125, 0, 1.0)
 
     def test_small_improvements_add_up(self):
         rule = EarlyStopping("loss", patience=2, min_delta=0.25)
 
-        verdicts = trained(rule, [1.0, 0.875, 0.75, 0.625, 0.5, 0.5, 0.5])
+        decisions = trained(rule, [1.0, 0.875, 0.75, 0.625, 0.5, 0.5, 0.5])
 
-        assert len(verdicts) == 7
+        assert len(decisions) == 7
 
     @pytest.mark.parametrize(
         ("every", "patience", "ended"), [(2, 1, 3), (2, 2, 3), (2, 3, 5), (3, 1, 5)]
@@ -92,10 +92,10 @@ class TestPatience:
     ):
         rule = EarlyStopping("loss", patience=patience, every=every)
 
-        verdicts = trained(rule, [1.0] * 20)
+        decisions = trained(rule, [1.0] * 20)
 
-        assert len(verdicts) == ended + 1
-        looked_at = [e for e, v in enumerate(verdicts) if v.score is not None]
+        assert len(decisions) == ended + 1
+        looked_at = [e for e, v in enumerate(decisions) if v.score is not None]
         assert looked_at == list(range(every - 1, ended + 1, every))
 
 
@@ -110,35 +110,35 @@ class TestOtherReasons:
         first, last = trained(EarlyStopping("loss", patience=9), [1.0, score])
 
         assert (last.reason, last.details) == ("not_finite", f"loss became {score}")
-        assert last.record == first.record
+        assert last.best == first.best
 
     @pytest.mark.parametrize("score", [NAN, INF, -INF])
     def test_unchecked_it_is_no_improvement(self, score):
         rule = EarlyStopping("loss", patience=2, target=0.0, check_finite=False)
 
-        verdicts = trained(rule, [score, 1.0, score, score, 0.5])
+        decisions = trained(rule, [score, 1.0, score, score, 0.5])
 
-        assert len(verdicts) == 4
-        assert verdicts[-1].reason == "patience"
-        assert verdicts[-1].record.best_epoch == 1
+        assert len(decisions) == 4
+        assert decisions[-1].reason == "patience"
+        assert decisions[-1].best.best_epoch == 1
 
     def test_time_ends_it_in_any_epoch(self):
         rule = EarlyStopping("loss", max_seconds=60.0, every=4)
 
-        verdicts = trained(rule, [1.0] * 9, seconds=[30.0, 59.9, 60.0, 70.0])
+        decisions = trained(rule, [1.0] * 9, seconds=[30.0, 59.9, 60.0, 70.0])
 
-        assert len(verdicts) == 3
-        assert verdicts[-1][1:] == (
+        assert len(decisions) == 3
+        assert decisions[-1][1:] == (
             None,
             "max_seconds",
             "60.0 s have passed, max_seconds is 60",
         )
 
     def test_the_longest_time_that_a_replica_tells_counts(self):
-        judging = Judging(9, stopping=EarlyStopping("loss", max_seconds=60))
+        evaluation = EvaluationPlan(9, stopping=EarlyStopping("loss", max_seconds=60))
         notes = [note(BestScore(), elapsed_s=s) for s in (10.0, 61.0, 20.0)]
 
-        assert judging.judge(0, notes).reason == "max_seconds"
+        assert evaluation.decide(0, notes).reason == "max_seconds"
 
     def test_after_the_last_epoch_there_is_none_but_it_is_looked_at(self):
         rule = EarlyStopping("loss", patience=1, target=0.5, every=5)
@@ -146,25 +146,29 @@ class TestOtherReasons:
         *_, last = trained(rule, [1.0, 0.5, 0.25], epochs=3)
 
         assert (last.reason, last.details, last.score) == (None, "", 0.25)
-        assert last.record.best_epoch == 2
+        assert last.best.best_epoch == 2
 
     def test_without_a_rule_there_is_never_one(self):
-        assert Judging(9).judge(0, [note(BestScore(), NAN)]) == Verdict()
+        assert (
+            EvaluationPlan(9).decide(0, [note(BestScore(), NAN)]) == StoppingDecision()
+        )
 
 
 class TestScores:
     def test_the_parts_of_all_replicas_make_the_score(self):
-        judging = Judging(9, True, True, stopping=EarlyStopping(patience=1))
+        evaluation = EvaluationPlan(9, True, True, stopping=EarlyStopping(patience=1))
         # Sums of the losses, right labels, labels and examples.
         notes = [note(BestScore(), score=s) for s in ([6.0, 1, 2, 2], [0.0, 1, 1, 1])]
 
-        assert judging.judge(0, notes).score == 2.0
+        assert evaluation.decide(0, notes).score == 2.0
 
     def test_the_accuracy_is_monitored_too(self):
         rule = EarlyStopping("val_accuracy", target=0.75)
         notes = [note(BestScore(), score=s) for s in ([6.0, 2, 3, 3], [0.0, 1, 1, 1])]
 
-        assert Judging(9, True, True, stopping=rule).judge(0, notes).score == 0.75
+        assert (
+            EvaluationPlan(9, True, True, stopping=rule).decide(0, notes).score == 0.75
+        )
 
 
 class TestWhenScored:
@@ -181,24 +185,24 @@ class TestWhenScored:
         ids=str,
     )
     def test_only_epochs_that_need_it_are(self, callbacks, epochs):
-        judging = Judging.of(callbacks, 7, validates=True)
+        evaluation = EvaluationPlan.of(callbacks, 7, validates=True)
 
-        assert [epoch for epoch in range(7) if judging.scored(epoch)] == epochs
+        assert [epoch for epoch in range(7) if evaluation.scored(epoch)] == epochs
 
     def test_without_validation_data_none_is(self):
-        judging = Judging.of([Callback()], 7, validates=False)
+        evaluation = EvaluationPlan.of([Callback()], 7, validates=False)
 
-        assert not any(map(judging.scored, range(7)))
-        assert judging.columns == ()
+        assert not any(map(evaluation.scored, range(7)))
+        assert evaluation.columns == ()
 
     @pytest.mark.parametrize(
         ("accuracy", "columns"),
         [(True, ("val_loss", "val_accuracy")), (False, ("val_loss",))],
     )
     def test_a_row_has_a_column_for_each_score(self, accuracy, columns):
-        judging = Judging.of([], 7, validates=True, accuracy=accuracy)
+        evaluation = EvaluationPlan.of([], 7, validates=True, accuracy=accuracy)
 
-        assert judging.columns == columns
+        assert evaluation.columns == columns
 
 
 @pytest.mark.parametrize(
@@ -221,13 +225,13 @@ class TestWhenScored:
 )  # fmt: skip
 def test_what_cannot_be_judged_is_refused(callbacks, validates, accuracy, message):
     with pytest.raises(OptionError, match=f"^{re.escape(message)}"):
-        Judging.of(callbacks, 9, validates=validates, accuracy=accuracy)
+        EvaluationPlan.of(callbacks, 9, validates=validates, accuracy=accuracy)
 
 
 def test_an_accuracy_that_is_not_known_yet_is_not_refused():
     rule = EarlyStopping("val_accuracy", patience=1)
 
-    judging = Judging.of([rule], 9, validates=True)
+    evaluation = EvaluationPlan.of([rule], 9, validates=True)
 
-    assert judging.stopping is rule
-    assert math.isnan(Verdict().record.best_score)
+    assert evaluation.stopping is rule
+    assert math.isnan(StoppingDecision().best.best_score)

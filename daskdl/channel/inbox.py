@@ -507,17 +507,26 @@ class Inbox:
         with self.changed:
             self.changed.notify_all()
 
-    def wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+    def wait_for(
+        self,
+        ready: Callable[[], bool],
+        timeout_s: float | None,
+        *,
+        even_if_stopped: bool = False,
+    ) -> bool:
         """Block until ready or stopped; False on time-out.
 
         Args:
             ready: Checked after each change.
             timeout_s: Seconds; None: no bound.
+            even_if_stopped: Only until ready.
         """
+
+        def over() -> bool:
+            return (self.stopped is not None and not even_if_stopped) or ready()
+
         with self.changed:
-            return self.changed.wait_for(
-                lambda: self.stopped is not None or ready(), timeout_s
-            )
+            return self.changed.wait_for(over, timeout_s)
 
 
 UNREADABLE = (CodecError, TypeError, ValueError, LookupError)  # of foreign bytes
@@ -572,7 +581,8 @@ def decoded(
 
 def refuse(item: Message, error: Exception, endpoint: Endpoint, inbox: Inbox) -> None:
     """Count and log an update that could not be decoded; it is dropped."""
-    inbox.refused += 1
+    with inbox.changed:
+        inbox.refused += 1
     logger.warning(
         "replica %s refused update %s of replica %s: %s",
         endpoint.replica,

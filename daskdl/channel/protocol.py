@@ -599,6 +599,14 @@ class Parcel:
             return cut[0]
         return np.concatenate(cut) if cut else np.empty(0, np.uint8)
 
+    def to_wire(self, number: int) -> dict[str, Any]:
+        """One part in an answer, the first with the forms."""
+        return {
+            "forms": self.forms if number == 0 else [],
+            "parts": self.parts,
+            "bytes": wrap(self.part(number)),
+        }
+
 
 def join(
     forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]

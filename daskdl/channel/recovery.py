@@ -15,7 +15,7 @@ from typing import Any
 
 from daskdl.channel import protocol
 from daskdl.channel.base import Received
-from daskdl.channel.inbox import NOTHING, Inbox, contains
+from daskdl.channel.inbox import NOTHING, contains
 from daskdl.channel.protocol import Answer, Message, MessageKind
 from daskdl.channel.routing import Routing
 from daskdl.errors import ChannelError
@@ -26,55 +26,9 @@ PATIENCE_S = 1.0  # what is late for longer than this was dropped somewhere
 MOST = 1000  # asked for at once, of one origin
 
 
-class Gaps:
-    """What is missing, and since when, or since it was last asked for.
-
-    Example:
-        >>> gaps = Gaps()
-        >>> gaps.due({7: [3, 4]}, now=10.0), gaps.due({7: [4]}, now=11.0)
-        ({}, {7: [4]})
-        >>> gaps.due({7: [4]}, now=11.5)
-        {}
-    """
-
-    def __init__(self) -> None:
-        self._since: dict[tuple[int, int], float] = {}
-
-    def due(
-        self, missing: Mapping[int, Sequence[int]], now: float
-    ) -> dict[int, list[int]]:
-        """What has been missing for so long that it is asked for now.
-
-        Args:
-            missing: Sequence numbers by origin.
-            now: Seconds, on any clock.
-        """
-        keys = [(origin, s) for origin, gaps in missing.items() for s in gaps]
-        self._since = {key: self._since.get(key, now) for key in keys}
-        due: dict[int, list[int]] = {}
-        for key, since in self._since.items():
-            if now - since >= PATIENCE_S:
-                self._since[key] = now
-                due.setdefault(key[0], []).append(key[1])
-        return due
-
-
 LOOK_S = 0.25  # between two looks for what is missing
 
 Take = Callable[[Message], Awaitable[bool]]
-
-
-def gaps(inbox: Inbox, most: int) -> dict[int, list[int]]:
-    """Announced updates that have not been received, by origin.
-
-    Args:
-        inbox: Knows what was announced, and what has been received.
-        most: How far to look beyond the first gap of each.
-    """
-    with inbox.changed:
-        received, announced = inbox.received, inbox.peers.announced.items()
-        last = {o: min(p.sequence, received.complete(o) + most) for o, p in announced}
-        return received.behind(last)
 
 
 class Repairs:
@@ -96,20 +50,36 @@ class Repairs:
         self._connection = routing.connection
         self._inbox = routing.inbox
         self._take = take
-        self._gaps = Gaps()
+        self._missing_since: dict[tuple[int, int], float] = {}  # or asked for last
         self._vain: dict[int, int] = {}  # times asked for nothing, by origin
 
     async def run(self) -> None:
         """Ask until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            now = self._connection.loop.time()
-            missed = {} if self._inbox.joining else gaps(self._inbox, MOST)
-            for origin, missing in self._gaps.due(missed, now).items():
+            for origin, missing in self._due().items():
                 helper = self._helper(origin)
                 if helper is not None:
                     came = await self.ask(helper, origin, missing)
                     self._vain[origin] = 0 if came else self._vain.get(origin, 0) + 1
+
+    def _due(self) -> dict[int, list[int]]:
+        """Announced updates that have been missing for so long, by origin."""
+        now, inbox = self._connection.loop.time(), self._inbox
+        with inbox.changed:
+            last = {
+                origin: min(announced.sequence, inbox.received.complete(origin) + MOST)
+                for origin, announced in inbox.peers.announced.items()
+            }
+            gaps = {} if inbox.joining else inbox.received.behind(last)
+        keys = [(origin, s) for origin, sequences in gaps.items() for s in sequences]
+        self._missing_since = {k: self._missing_since.get(k, now) for k in keys}
+        due: dict[int, list[int]] = {}
+        for (origin, sequence), since in self._missing_since.items():
+            if now - since >= PATIENCE_S:
+                self._missing_since[origin, sequence] = now
+                due.setdefault(origin, []).append(sequence)
+        return due
 
     def _helper(self, origin: int) -> int | None:
         """The origin at first, which has it for sure; if in vain, others in turn."""
@@ -130,7 +100,7 @@ class Repairs:
             return 0
         logger.info("asking replica %s for %s of %s", helper, sequences, origin)
         items: list[Message] = []
-        with contextlib.suppress(OSError, TimeoutError, RuntimeError):
+        with contextlib.suppress(OSError, TimeoutError):
             asking = self._connection.ask(
                 worker,
                 protocol.REPAIR,
@@ -151,7 +121,7 @@ def _items_of(answer: Any, origin: int) -> list[Message]:
     if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
         return []
     items: list[Message] = []
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, LookupError):
         items += [Message.from_wire(fields) for fields in answer["messages"]]
     return [i for i in items if i.kind == MessageKind.UPDATE and i.origin == origin]
 

@@ -75,7 +75,7 @@ class RemoteChannel(ReceivingChannel):
         self._connection = end.connection
         self._routing = end.routing
         self._make: Snapshot | None = None  # makes a snapshot; None: not now
-        self._repaired = 0  # at the last `stats`
+        self._repaired = self._blob_bytes = 0  # at the last `stats`
 
     @property
     @override
@@ -140,11 +140,9 @@ class RemoteChannel(ReceivingChannel):
         names = ("silence",) if self._routing.relayed else ("silence", "request")
         bound = self._timeouts.bound(*names)
         if not self._wait_until(cause, ready, bound.seconds):
-            updates, nbytes, destination = self._routing.backlog()
             raise WaitTimeoutError(
                 f"replica {self._replica} waited {bound} for {cause}: "
-                f"{updates} updates ({nbytes} bytes) could not be passed to "
-                f"{destination}; last heard: {self._last_heard()}"
+                f"{self._routing.backlog()}; last heard: {self._last_heard()}"
             )
 
     @override
@@ -308,13 +306,14 @@ class RemoteChannel(ReceivingChannel):
         accepted = self._routing.publish(item, force=force)
         if force:
             bound = self._timeouts.bound("stop")
-            if not self._routing.wait_until_sent(bound.seconds):
+            if not self._inbox.wait_for(
+                self._routing.sent, bound.seconds, even_if_stopped=True
+            ):
                 logger.warning(
-                    "replica %s leaves after %s; %s updates (%s bytes) could not be "
-                    "passed to %s; last heard: %s",
+                    "replica %s leaves after %s; %s; last heard: %s",
                     self._replica,
                     bound,
-                    *self._routing.backlog(),
+                    self._routing.backlog(),
                     self._last_heard(),
                 )
         return accepted
@@ -405,15 +404,15 @@ class RemoteChannel(ReceivingChannel):
 
     @override
     def publish_blob(self, name: str, arrays: Arrays) -> None:
-        self._end.blobs.put(name, Parcel(arrays))
+        self._end.on_loop(self._end.blobs.publish(name, Parcel(arrays)))
 
     @override
     def drop_blobs(self, keep: str = "") -> None:
-        self._end.blobs.clear(keep)
+        self._end.on_loop(self._end.blobs.drop(keep))
 
     @override
     def keep_state(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
-        self._end.agreed_state.keep(epoch, make)
+        self._end.on_loop(self._end.blobs.keep_state(epoch, make))
 
     @override
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
@@ -566,7 +565,8 @@ class RemoteChannel(ReceivingChannel):
         now = super().stats()
         former, self._repaired = self._repaired, self._end.repairs.repaired
         now.repaired = self._repaired - former
-        now.sent_bytes += self._end.blobs.count_off()
+        former, self._blob_bytes = self._blob_bytes, self._end.blobs.sent_bytes
+        now.sent_bytes += self._blob_bytes - former
         return now
 
 

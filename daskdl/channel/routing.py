@@ -9,10 +9,9 @@ import asyncio
 import logging
 import math
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -180,8 +179,7 @@ class Neighbour(Destination):
         while True:
             try:
                 await self._loop.run()
-            except (OSError, RuntimeError, DaskDLError) as error:
-                # RuntimeError is what Dask's pool raises once a worker closes.
+            except (OSError, DaskDLError) as error:
                 own = self._connection.endpoint.replica
                 logger.info("replica %s sends no more: %s", own, error)
             self._down = True
@@ -230,14 +228,6 @@ class Neighbour(Destination):
     @override
     def sent(self) -> bool:
         return self._down or super().sent()
-
-
-class Backlog(NamedTuple):
-    """Updates that wait to be sent, for messages."""
-
-    updates: int
-    nbytes: int
-    destination: str
 
 
 class Routing(ABC):
@@ -346,8 +336,8 @@ class Routing(ABC):
 
     def sent(self) -> bool:
         """Whether all updates of this replica have arrived where they go first."""
-        everywhere = [self.to_scheduler, *list(self._neighbours.values())]
-        return all(destination.sent() for destination in everywhere)
+        neighbours = list(self._neighbours.values())
+        return self.to_scheduler.sent() and all(one.sent() for one in neighbours)
 
     # ---- training thread
 
@@ -392,21 +382,14 @@ class Routing(ABC):
                 for destination in self.destinations():
                     destination.announce(message)
 
-    def wait_until_sent(self, timeout_s: float) -> bool:
-        """Block until `sent`, whether the run was stopped or not; False on time-out."""
-        deadline = time.monotonic() + timeout_s
-        everywhere = [self.to_scheduler, *list(self._neighbours.values())]
-        return all(
-            destination.outbox.wait_for(destination.sent, deadline - time.monotonic())
-            for destination in everywhere
+    def backlog(self) -> str:
+        """What waits to be sent, for messages."""
+        queue = self.to_scheduler.outbox if self.relayed else self.own
+        destination = "the scheduler" if self.relayed else "all others"
+        return (
+            f"{len(queue)} updates ({queue.nbytes} bytes) could not be passed to "
+            f"{destination}"
         )
-
-    def backlog(self) -> Backlog:
-        """What waits to be sent."""
-        if self.relayed:
-            queue = self.to_scheduler.outbox
-            return Backlog(len(queue), queue.nbytes, "the scheduler")
-        return Backlog(len(self.own), self.own.nbytes, "all others")
 
     @property
     def copies(self) -> int:

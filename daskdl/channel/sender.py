@@ -54,10 +54,13 @@ class Connection:
         """Send a request to another worker, or to the scheduler; return its answer.
 
         Raises:
-            OSError: If it cannot be reached.
+            OSError: If it cannot be reached, or this worker closes.
         """
         peer = self._worker.scheduler if worker is None else self._worker.rpc(worker)
-        return await getattr(peer, operation)(run=self.endpoint.run, **fields)
+        try:
+            return await getattr(peer, operation)(run=self.endpoint.run, **fields)
+        except RuntimeError as error:  # of Dask's pool of connections, once it closes
+            raise OSError(f"the worker closes: {error}") from error
 
     async def ask_scheduler(self, operation: str, **fields: Any) -> dict[str, Any]:
         """Send a request to the scheduler; return its answer, see `checked`."""
@@ -142,7 +145,7 @@ class Outbox:
         self.on_offer = self.on_drop = lambda: None
         self._messages: deque[Message] = deque()
         self._bytes_of: Counter[int] = Counter()  # by origin
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -163,7 +166,7 @@ class Outbox:
             force: Accept beyond the bound.
         """
         nbytes = message.nbytes + MESSAGE_BYTES
-        with self._changed:
+        with self._lock:
             full = self._messages and self.nbytes + nbytes > self.limit_bytes
             if full and not force:
                 return False
@@ -175,7 +178,7 @@ class Outbox:
 
     def head(self, limit_bytes: int) -> list[Message]:
         """The oldest messages, at least one if any, up to so many bytes together."""
-        with self._changed:
+        with self._lock:
             batch: list[Message] = []
             total = 0
             for message in self._messages:
@@ -187,19 +190,13 @@ class Outbox:
 
     def drop(self, count: int) -> None:
         """Forget the oldest messages: they have arrived."""
-        with self._changed:
+        with self._lock:
             for _ in range(count):
                 message = self._messages.popleft()
                 nbytes = message.nbytes + MESSAGE_BYTES
                 self._bytes_of[message.origin] -= nbytes
                 self.nbytes -= nbytes
-            self._changed.notify_all()
         self.on_drop()
-
-    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Block until `ready()`, checked after each drop; False on time-out."""
-        with self._changed:
-            return self._changed.wait_for(ready, timeout_s)
 
 
 class RetransmitBuffer:

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -43,7 +43,6 @@ from daskdl.channel.protocol import (
     Whole,
     handlers_of,
     owned,
-    wrap,
 )
 from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import ROUTINGS, Routing
@@ -52,144 +51,86 @@ from daskdl.errors import ChannelError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 INLINE_BYTES = 2**20  # larger frames are decoded beside the event loop
 
 
 class BlobServer:
-    """Parcels by name. Whoever comes before one is there waits for it.
+    """Arrays of a replica for others to fetch, part by part, on the event loop.
 
-    Args:
-        loop: Of the worker.
+    Blobs have names. Besides them there is the newest state that all replicas agreed
+    on, for the client; nothing is made of it before its first part is fetched, and what
+    the parts are cut from stays until the last of them has gone: one copy at most.
+
+    Attributes:
+        sent_bytes: Of blobs that others have fetched.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._parcels: dict[str, asyncio.Future[Parcel]] = {}
-        self._sent_bytes = 0
+    sent_bytes: int
 
-    # ---- event loop
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self._blobs: dict[str, Parcel] = {}
+        # At the end of which epoch it was agreed on, and what makes it.
+        self._state: tuple[int, Callable[[], Arrays]] | None = None
+        self._cut: tuple[int, Parcel] | None = None  # with its epoch
+        self._changed = asyncio.Condition()
 
-    async def answer(self, name: str, part: int, timeout_s: float) -> dict[str, Any]:
-        """One part of a parcel, as it is sent.
+    async def publish(self, name: str, blob: Parcel) -> None:
+        """Let others fetch a blob; a second one of the same name changes nothing."""
+        async with self._changed:
+            self._blobs.setdefault(name, blob)
+            self._changed.notify_all()
 
-        Args:
-            name: Of the parcel.
-            part: Counted from 0.
-            timeout_s: How long to wait for it, seconds.
+    async def drop(self, keep: str) -> None:
+        """Drop all blobs but the one of this name."""
+        async with self._changed:
+            self._blobs = {n: one for n, one in self._blobs.items() if n == keep}
+
+    async def keep_state(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
+        """Let the client fetch the state of an epoch's end; None: not yet."""
+        async with self._changed:
+            self._state = None if make is None else (epoch, make)
+            self._changed.notify_all()
+
+    async def blob(self, name: str, part: int, timeout_s: float) -> dict[str, Any]:
+        """One part of a blob, as it is sent; waits until there is such a blob.
 
         Raises:
-            TimeoutError: If it did not come.
+            TimeoutError: If there is none in time.
         """
-        parcel = await asyncio.wait_for(asyncio.shield(self._named(name)), timeout_s)
-        content = parcel.part(part)
-        self._sent_bytes += content.nbytes
-        return {
-            "forms": parcel.forms if part == 0 else [],
-            "parts": parcel.parts,
-            "bytes": wrap(content),
-        }
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(lambda: name in self._blobs)
+            blob = self._blobs[name]
+        self.sent_bytes += blob.part(part).nbytes
+        return blob.to_wire(part)
 
-    def _named(self, name: str) -> asyncio.Future[Parcel]:
-        if name not in self._parcels:
-            self._parcels[name] = self._loop.create_future()
-        return self._parcels[name]
-
-    def _put(self, name: str, parcel: Parcel) -> None:
-        future = self._named(name)
-        if not future.done():
-            future.set_result(parcel)
-
-    def _clear(self, but: str) -> None:
-        # Who waits for what is not there yet goes on waiting.
-        for name, future in list(self._parcels.items()):
-            if future.done() and name != but:
-                del self._parcels[name]
-
-    # ---- training thread
-
-    def put(self, name: str, parcel: Parcel) -> None:
-        """Let others fetch it; a second one of the same name changes nothing."""
-        self._loop.call_soon_threadsafe(self._put, name, parcel)
-
-    def count_off(self) -> int:
-        """Bytes that others have fetched since the last call."""
-        sent_bytes, self._sent_bytes = self._sent_bytes, 0
-        return sent_bytes
-
-    def clear(self, but: str) -> None:
-        """Keep nothing of what is there, but what has this name."""
-        self._loop.call_soon_threadsafe(self._clear, but)
-
-
-class StateServer:
-    """The newest state of a replica that all agreed on, for the client.
-
-    Nothing is made of it before the first part is asked for. What the parts are cut
-    from stays until the last of them has gone: that is one copy at most.
-
-    Args:
-        loop: Of the worker.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._epoch = -1
-        self._make: Callable[[], Arrays] | None = None
-        self._came = asyncio.Condition()
-        self._cut: tuple[int, Parcel] | None = None  # with its epoch
-
-    # ---- event loop
-
-    async def answer(self, epoch: int, part: int, timeout_s: float) -> dict[str, Any]:
-        """One part of it, as it is sent.
+    async def state(self, epoch: int, part: int, timeout_s: float) -> dict[str, Any]:
+        """One part of the agreed state, as it is sent.
 
         Args:
             epoch: At the end of which it was agreed on; for the first part, that one
-                or a later one.
+                or a later one, for which this waits.
             part: Counted from 0.
-            timeout_s: How long to wait for the first part, seconds.
+            timeout_s: How long to wait for it, seconds; making it is not counted.
 
         Raises:
-            TimeoutError: If it did not come.
+            TimeoutError: If there is none in time.
             ValueError: If this is not what is being fetched.
         """
         if part == 0:
-            epoch, make = await asyncio.wait_for(self._there(epoch), timeout_s)
+            async with asyncio.timeout(timeout_s), self._changed:
+                while self._state is None or self._state[0] < epoch:
+                    await self._changed.wait()
+                epoch, make = self._state
             self._cut = epoch, Parcel(await asyncio.to_thread(make))
         if self._cut is None or self._cut[0] != epoch:
             raise ValueError(f"epoch {epoch} is not being fetched")
         parcel = self._cut[1]
-        content = parcel.part(part)
         if part == parcel.parts - 1:
             self._cut = None
-        return {
-            "epoch": epoch,
-            "forms": parcel.forms if part == 0 else [],
-            "parts": parcel.parts,
-            "bytes": wrap(content),
-        }
-
-    async def _there(self, epoch: int) -> tuple[int, Callable[[], Arrays]]:
-        async with self._came:
-            while self._make is None or self._epoch < epoch:
-                await self._came.wait()
-            return self._epoch, self._make
-
-    async def _keep(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
-        async with self._came:
-            self._epoch, self._make = epoch, make
-            self._came.notify_all()
-
-    # ---- training thread
-
-    def keep(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
-        """Let the client fetch this, and what was before only if it is under way.
-
-        Args:
-            epoch: That has ended.
-            make: Makes it; None: not yet.
-        """
-        asyncio.run_coroutine_threadsafe(self._keep(epoch, make), self._loop)
+        return {"epoch": epoch, **parcel.to_wire(part)}
 
 
 class SnapshotRequest(NamedTuple):
@@ -212,8 +153,7 @@ class ReplicaEndpoint:
         routing: Where updates go.
         repairs: Requests missing updates again.
         closing: The worker closes; the replica should hand over and leave.
-        blobs: What other replicas may fetch.
-        agreed_state: What the client may fetch.
+        blobs: What other replicas and the client may fetch.
         snapshot_requests: Of joining replicas; the training thread answers them.
     """
 
@@ -223,7 +163,6 @@ class ReplicaEndpoint:
     repairs: Repairs
     closing: bool
     blobs: BlobServer
-    agreed_state: StateServer
     snapshot_requests: list[SnapshotRequest]
 
     def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
@@ -239,8 +178,7 @@ class ReplicaEndpoint:
         self.routing = routing(self.connection, self.inbox)
         self.repairs = Repairs(self.routing, self._put)
         self.closing = False
-        self.blobs = BlobServer(self.connection.loop)
-        self.agreed_state = StateServer(self.connection.loop)
+        self.blobs = BlobServer()
         self.snapshot_requests = []
         self._before_snapshot: PreSnapshotBuffer | None = None
         self._endpoint = endpoint
@@ -371,8 +309,7 @@ class ReplicaEndpoint:
     def start(self) -> None:
         """Begin to send, and to request what is missing."""
         for work in (self.routing.to_scheduler.run(), self.repairs.run()):
-            future = asyncio.run_coroutine_threadsafe(work, self.connection.loop)
-            self._running.append(future)
+            self._running.append(self.on_loop(work))
 
     def wait_for_snapshot(self) -> None:
         """Keep updates as they come; the state that they change is not here yet."""
@@ -404,12 +341,16 @@ class ReplicaEndpoint:
     ) -> concurrent.futures.Future[int]:
         """Request updates of an origin; done once those of the helper are here."""
         asking = self.repairs.ask(helper, origin, sequences)
-        future = asyncio.run_coroutine_threadsafe(asking, self.connection.loop)
+        future = self.on_loop(asking)
         future.add_done_callback(lambda _: self.inbox.wake())
         return future
 
+    def on_loop(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Begin what runs on the event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.connection.loop)
+
     def _now(self, work: Coroutine[Any, Any, None]) -> None:
-        future = asyncio.run_coroutine_threadsafe(work, self.connection.loop)
+        future = self.on_loop(work)
         bound = self._endpoint.timeouts.bound("request")
         try:
             future.result(bound.seconds)
@@ -544,7 +485,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         """A replica elsewhere fetches what one here has on its shelf, or will have."""
         link = self._link(run, replica)
         try:
-            answer = await link.blobs.answer(name, part, WAIT_S)
+            answer = await link.blobs.blob(name, part, WAIT_S)
         except TimeoutError:
             return _not_yet("it is not there yet")
         return {"status": Answer.OK.value, **answer}
@@ -555,7 +496,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         """The client fetches what all have agreed on, through the scheduler."""
         link = self._link(run, replica)
         try:
-            answer = await link.agreed_state.answer(epoch, part, WAIT_S)
+            answer = await link.blobs.state(epoch, part, WAIT_S)
         except TimeoutError:
             return _not_yet("it is not there yet")
         return {"status": Answer.OK.value, **answer}
@@ -567,7 +508,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             replica = None
         for (of_run, number), link in self.links.items():
             if isinstance(run, int) and of_run == run and replica in (None, number):
-                link.inbox.refused += 1
+                with link.inbox.changed:
+                    link.inbox.refused += 1
                 return
         self.refused += 1
 

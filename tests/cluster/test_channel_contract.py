@@ -43,7 +43,9 @@ def recorded(run, replica):
 async def has_left(channel):
     """All that was published has arrived where it goes first."""
     if not isinstance(channel, LocalChannel):
-        assert await in_thread(channel._routing.wait_until_sent, PATIENCE_S)
+        assert await in_thread(
+            channel._inbox.wait_for, channel._routing.sent, PATIENCE_S
+        )
 
 
 class TestJoining:

@@ -13,8 +13,8 @@ ARRAYS = {"a": np.arange(40, dtype=np.int64)}
 
 async def fetched(shelf, name):
     """All parts of a parcel, as another replica asks for them."""
-    first = await shelf.answer(name, 0, WAIT_S)
-    others = [await shelf.answer(name, i, WAIT_S) for i in range(1, first["parts"])]
+    first = await shelf.blob(name, 0, WAIT_S)
+    others = [await shelf.blob(name, i, WAIT_S) for i in range(1, first["parts"])]
     return join(first["forms"], [unwrap(one["bytes"]) for one in (first, *others)])
 
 
@@ -22,7 +22,7 @@ def on_a_loop(test):
     """Run a test that gets a shelf, on an event loop."""
 
     async def run():
-        await test(BlobServer(asyncio.get_running_loop()))
+        await test(BlobServer())
 
     return lambda: asyncio.run(run())
 
@@ -31,12 +31,12 @@ def on_a_loop(test):
 async def test_what_is_there_is_answered_in_parts(shelf):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(protocol, "PART_BYTES", 64)
-        shelf.put("mean", Parcel(ARRAYS))
+        await shelf.publish("mean", Parcel(ARRAYS))
 
         arrays = await fetched(shelf, "mean")
 
     np.testing.assert_array_equal(arrays["a"], ARRAYS["a"])
-    assert (shelf.count_off(), shelf.count_off()) == (320, 0)
+    assert shelf.sent_bytes == 320
 
 
 @on_a_loop
@@ -45,7 +45,7 @@ async def test_who_comes_first_waits(shelf):
     await asyncio.sleep(0)
     assert not asking.done()
 
-    shelf.put("mean", Parcel(ARRAYS))
+    await shelf.publish("mean", Parcel(ARRAYS))
 
     arrays = await asyncio.wait_for(asking, WAIT_S)
     np.testing.assert_array_equal(arrays["a"], ARRAYS["a"])
@@ -54,9 +54,9 @@ async def test_who_comes_first_waits(shelf):
 @on_a_loop
 async def test_what_does_not_come_is_a_time_out_and_may_come_later(shelf):
     with pytest.raises(TimeoutError):
-        await shelf.answer("mean", 0, 0.01)
+        await shelf.blob("mean", 0, 0.01)
 
-    shelf.put("mean", Parcel(ARRAYS))
+    await shelf.publish("mean", Parcel(ARRAYS))
 
     assert await fetched(shelf, "mean")
 
@@ -65,21 +65,21 @@ async def test_what_does_not_come_is_a_time_out_and_may_come_later(shelf):
 async def test_what_is_cleared_is_not_there_but_who_waits_goes_on_waiting(shelf):
     waiting = asyncio.ensure_future(fetched(shelf, "later"))
     for name in ("mean", "state"):
-        shelf.put(name, Parcel(ARRAYS))
+        await shelf.publish(name, Parcel(ARRAYS))
     await fetched(shelf, "mean")
 
-    shelf.clear(but="state")
+    await shelf.drop(keep="state")
 
     assert await fetched(shelf, "state")
     with pytest.raises(TimeoutError):
-        await shelf.answer("mean", 0, 0.01)
-    shelf.put("later", Parcel(ARRAYS))
+        await shelf.blob("mean", 0, 0.01)
+    await shelf.publish("later", Parcel(ARRAYS))
     assert await asyncio.wait_for(waiting, WAIT_S)
 
 
 @on_a_loop
 async def test_a_second_parcel_of_a_name_changes_nothing(shelf):
-    shelf.put("mean", Parcel(ARRAYS))
-    shelf.put("mean", Parcel({"b": np.arange(3)}))
+    await shelf.publish("mean", Parcel(ARRAYS))
+    await shelf.publish("mean", Parcel({"b": np.arange(3)}))
 
     assert (await fetched(shelf, "mean")).keys() == {"a"}

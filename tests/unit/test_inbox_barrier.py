@@ -1,8 +1,7 @@
 """The inbox of a mesh: what it takes in around a barrier, and what it misses."""
 
 from daskdl.channel.inbox import UPDATE_BYTES, Inbox
-from daskdl.channel.protocol import MessageKind, PeerProgress
-from daskdl.channel.recovery import gaps
+from daskdl.channel.protocol import MessageKind
 from tests.support.inboxes import GRID, SIZE, control, filled, item_of, sparse
 
 
@@ -81,33 +80,6 @@ def test_a_step_counts_when_a_state_has_the_updates_before_it():
     inbox.begin({1: (4, ())}, GRID)
 
     assert steps(inbox) == {1: 9}
-
-
-def test_gaps_are_known_from_later_updates_and_from_announcements():
-    inbox = mesh()
-    put(inbox, 1, 1)
-    put(inbox, 1, 3)
-    inbox.announce(2, PeerProgress(5, 2))
-    inbox.announce(3, PeerProgress(5, 0))
-
-    assert gaps(inbox, most=10) == {1: [2], 2: [1, 2]}
-
-
-def test_a_number_beyond_all_bounds_takes_no_memory():
-    inbox = mesh()
-    inbox.announce(1, PeerProgress(5, 10**12))
-
-    assert gaps(inbox, most=3) == {1: [1, 2, 3]}
-
-
-def test_the_lost_have_no_gaps():
-    inbox = mesh()
-    inbox.announce(1, PeerProgress(5, 2))
-
-    inbox.note(control(MessageKind.LOST, 1))
-
-    assert gaps(inbox, most=3) == {}
-    assert inbox.peers.failed == {1}
 
 
 def test_news_are_told_from_what_is_known():

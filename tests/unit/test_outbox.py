@@ -1,5 +1,3 @@
-import threading
-
 import pytest
 
 from daskdl.channel.protocol import MESSAGE_BYTES, Message, MessageKind
@@ -97,28 +95,3 @@ def test_dropped_items_are_the_oldest_and_free_their_bytes():
     assert [item.sequence for item in box.head(10**9)] == [3]
     assert box.nbytes == EACH
     assert box.offer(update(4))
-
-
-def test_a_waiting_thread_looks_again_when_something_has_arrived():
-    box = filled(1)
-    waiting, changed = threading.Event(), threading.Event()
-    came = []
-
-    def ready():
-        waiting.set()
-        return changed.is_set()
-
-    thread = threading.Thread(target=lambda: came.append(box.wait_for(ready, 20)))
-    thread.start()
-    assert waiting.wait(20)
-    changed.set()
-    box.drop(1)
-    thread.join(10)  # sooner than the wait itself would look again
-
-    assert came == [True]
-
-
-def test_a_wait_for_room_ends_with_its_time():
-    box = filled(1)
-
-    assert box.wait_for(lambda: len(box) == 0, 0.01) is False

@@ -18,11 +18,11 @@ def test_progress_that_overtook_its_updates_counts_when_they_are_here():
 def test_the_last_news_of_each_is_described_with_its_age():
     now = 10.0
     peers = Peers(clock=lambda: now)
-    peers.announce(2, PeerProgress(5, 1))
-    peers.announce(1, PeerProgress(7, 4))
+    peers.announce(2, PeerProgress(5, 1), complete=9)
+    peers.announce(1, PeerProgress(7, 4), complete=9)
     now = 12.0
-    peers.announce(1, PeerProgress(7, 4))  # says nothing new
-    peers.announce(2, PeerProgress(6, 1))
+    peers.announce(1, PeerProgress(7, 4), complete=9)  # says nothing new
+    peers.announce(2, PeerProgress(6, 1), complete=9)
     now = 12.5
 
     assert peers.described() == (

@@ -12,7 +12,7 @@ from daskdl.planning.idle_worker import idle_worker
 from daskdl.planning.requests import request_costs
 from daskdl.planning.scene import Scene, Script, Times
 from daskdl.serialization import Packed
-from daskdl.training.replica import surroundings
+from daskdl.training.replica import process_environment
 
 WARM_STEPS = 2  # the first compile, and allocate
 LEAST_STEPS, MOST_STEPS = 3, 200
@@ -33,7 +33,7 @@ def prepared(script: Packed[Script]) -> Iterator[Scene]:
     own = script.unpack()
     with (
         random_state_left_alone(),
-        surroundings(own.device, own.threads) as device,
+        process_environment(own.device, own.threads) as device,
         idle_worker(),
     ):
         scene = Scene(own, device)

@@ -54,7 +54,7 @@ from daskdl.training.backend import (
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.replica import run_replica, surroundings, warm_up
+from daskdl.training.replica import Replica, process_environment, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +95,10 @@ def train_replica(
     finished = False
     try:
         threads = max(1, worker.state.nthreads // on_worker)
-        with surroundings(str(spec.device), threads) as device:
+        with process_environment(str(spec.device), threads) as device:
             if not initial:
                 warm_up(spec, device)
-            result = run_replica(number, spec, channel, device, store)
+            result = Replica(number, spec, channel, device, store).run()
             finished = result.finished
             return Packed(result, "result")
     finally:

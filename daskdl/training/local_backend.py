@@ -31,7 +31,7 @@ from daskdl.training.backend import (
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.replica import run_replica, surroundings
+from daskdl.training.replica import Replica, process_environment
 from daskdl.util import settle
 
 logger = logging.getLogger(__name__)
@@ -118,8 +118,8 @@ class LocalBackend(Backend):
         channel = LocalChannel(self._run, spec.endpoint(number))
         store = LocalStore(self._sources, channel, spec.timeouts, spec.load_threads)
         try:
-            with surroundings(str(spec.device), threads) as device:
-                return run_replica(number, spec, channel, device, store)
+            with process_environment(str(spec.device), threads) as device:
+                return Replica(number, spec, channel, device, store).run()
         finally:
             store.close()
             channel.leave()

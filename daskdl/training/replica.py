@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import cloudpickle
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daskdl import errors
@@ -34,6 +34,7 @@ from daskdl.scores import Score, score_batches
 from daskdl.serialization import Packed, copied
 from daskdl.training.backend import FitResult, arrays_of
 from daskdl.training.base import (
+    Exchange,
     Parameters,
     ReplicaContext,
     SoloExchange,
@@ -74,6 +75,547 @@ from daskdl.training.telemetry import (
     reports_of,
 )
 from daskdl.util import freed_memory_kept, guarded
+
+
+class Replica:
+    """One replica on a worker: a live model, its optimizer, and its exchange.
+
+    Args:
+        number: Of the replica in the run.
+        spec: This replica's own copy; its objects are changed in place.
+        channel: This replica's end of the run.
+        device: Where to compute.
+        store: Where the data are.
+
+    Attributes:
+        module: The model, on its device.
+        optimizer: Of its trainable parameters.
+        rate: The learning rate of that.
+        stepper: Makes its steps.
+        exchange: With the other replicas.
+        stopper: Decides when the fit ends.
+        watch: Of the losses.
+        steps: That this replica has made, over all epochs.
+        seen: Examples, likewise.
+        weight: Share of the examples all replicas saw.
+        totals: Of the current epoch.
+        first_epoch: The first epoch to train in.
+        interval: Number of the current sync interval, from 0 over all epochs.
+        agreed: Parameters on which all replicas agreed last, or those of the start.
+        met: Whether all replicas have agreed since the start of the run.
+        checkpoints: That are written; None: there are none.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    rate: LearningRate
+    stepper: Stepper
+    exchange: Exchange
+    stopper: EarlyStopper
+    agreed: Parameters
+    checkpoints: CheckpointWriter | None
+
+    def __init__(
+        self,
+        number: int,
+        spec: ReplicaSpec,
+        channel: Channel,
+        device: torch.device,
+        store: Store,
+    ) -> None:
+        self._number = number
+        self._spec = spec
+        self._channel = channel
+        self._device = device
+        self._store = store
+        self._log = StepLog(spec.telemetry_every)
+        self._shapes = ShapeCheck(batching.kinds(spec.rows), spec.read.transform)
+        self._joined = False
+        self.watch = LossWatch(spec.max_loss_rise)
+        self.steps = self.seen = self.interval = 0
+        self.weight = 0.0
+        self.totals = EpochTotals()
+        self.first_epoch = spec.first_epoch
+        self.met = False
+
+    def run(self) -> FitResult:
+        """Join the run, train, and leave.
+
+        Returns:
+            What the replica leaves, also if it was stopped or failed: it has told the
+            others then.
+        """
+        try:
+            return guarded(self._run, self._fail)
+        except Stopped:
+            if self._channel.closing and self._joined:
+                self.exchange.leave()
+            return self._unfinished()
+
+    def _run(self) -> FitResult:
+        self.join()
+        self.train()
+        return self._finished()
+
+    def _fail(self, error: Exception) -> FitResult:
+        """Report an error, which may be the user's, of any kind."""
+        self._channel.fail(failure_of(error, self.steps))
+        return self._unfinished()
+
+    # ---- join, build, restore
+
+    def join(self) -> None:
+        """Join the run, build what trains, and restore its state."""
+        joined = self._channel.join()  # waits for the other initial replicas
+        inherited = None
+        if self._spec.resume is not None and joined.snapshot is None:
+            inherited = self._read_checkpoint(joined.members)
+        self._build(joined, inherited)
+        if inherited is not None:
+            self._resume(inherited)
+        if joined.snapshot is not None:
+            self._catch_up(joined.snapshot)
+        self._channel.serve_snapshot(self.snapshot)
+        self._joined = True
+
+    def _read_checkpoint(self, members: Sequence[int]) -> RestoredState:
+        plan, place = self._spec.resume, sorted(members).index(self._number)
+        assert plan is not None, "the run is resumed"
+        reading = run_in_thread(
+            lambda: restored_state(plan, place, len(members)), "daskdl-resume"
+        )
+        bound = self._spec.timeouts.bound("data")
+        return wait_for(self._channel, reading, bound, f"reading {plan.url}")
+
+    def _build(self, joined: JoinResult, inherited: RestoredState | None) -> None:
+        spec, channel, number = self._spec, self._channel, self._number
+        self.module = spec.model.to(self._device).train()
+        untrained = Untrained(self.module)  # as it is on the client
+        if inherited is not None:
+            inherited.check(self.module)
+            with restoring(inherited.common_at):
+                load_tensors_(self.module, inherited.tensors)
+        self.optimizer = spec.optimizer(trainable(self.module))
+        if spec.optimizer_state is not None:
+            self.optimizer.load_state_dict(spec.optimizer_state)
+        resumed = None if inherited is None else inherited.exchange
+        context = ReplicaContext(
+            self.module,
+            channel,
+            number,
+            joined.members,
+            spec.compression if resumed is None else resumed.last,
+            joined.snapshot,
+            self.optimizer,
+            resumed,
+            # The initial replicas deliver all of it.
+            spec.residual if joined.snapshot is None else None,
+            untrained,
+        )
+        scale = spec.master.solo_scale
+        self.exchange = (
+            spec.master.attach(context)
+            if scale is None or not context.alone
+            else SoloExchange(context, scale)
+        )
+        self.agreed = self.exchange.agreed()
+        self.rate = LearningRate(
+            self.optimizer, spec.scheduling, spec.schedule, spec.epochs
+        )
+        self.stepper = Stepper(
+            self.module, spec.objective, self.optimizer, spec.stepping, self._device
+        )
+        torch.manual_seed(spec.seed + number)
+        self.stopper = EarlyStopper(spec.evaluation)
+        self.checkpoints = None
+        if spec.checkpoints is not None:
+            before = joined.snapshot or {"checkpoints": 0, "rows": ()}
+            self.checkpoints = CheckpointWriter(
+                spec.checkpoints,
+                number,
+                channel,
+                spec.timeouts,
+                RowLog(
+                    spec.size,
+                    spec.evaluation.columns,
+                    before["rows"] if inherited is None else inherited.common["rows"],
+                    left_out=spec.left_out,
+                ),
+                before["checkpoints"],
+            )
+
+    def _resume(self, inherited: RestoredState) -> None:
+        """Go on from a checkpoint; a wrong value is named by file and field."""
+        common, donor, at = inherited.common, inherited.donor, inherited.donor_at
+        of_all = "optimizer" in common
+        with restoring(f"{inherited.common_at if of_all else at}: optimizer"):
+            restore_optimizer_(self.optimizer, inherited.optimizer)
+        with restoring(f"{at}: schedule"):
+            self.rate.restore_(donor["schedule"])
+        with restoring(f"{inherited.common_at}: stopper"):
+            self.stopper.restore_(common["stopper"], self._spec.first_epoch)
+        with restoring(f"{at}: scaler"):
+            self.stepper.restore_(donor["scaler"])
+        for part in inherited.own[:1]:
+            self.steps = part["steps"]
+            with restoring(f"{at}: watch"):
+                self.watch.restore_(part["watch"])
+            with restoring(f"{at}: random"):
+                restore_generators(part["random"], self._device)
+        # Nobody sends anything before all are there, on the same grid.
+        gathered = self._channel.barrier("resume", {"digest": self.agreed.digest})
+        check_alike(gathered, "after they have read a checkpoint")
+        for part, at in zip(inherited.own, inherited.own_at, strict=True):
+            self.seen += part["seen"]
+            self.weight += part["weight"]
+            with restoring(f"{at}: totals"):
+                totals = EpochTotals(**part["totals"])
+                check_like(vars(EpochTotals()), vars(totals), "it")
+            self.totals.add(totals)
+
+    def _catch_up(self, snapshot: Mapping[str, Any]) -> None:
+        """Continue from another replica's snapshot, in the epoch of the others."""
+        packed: Packed[dict[str, Any]] = Packed.of(snapshot["replica"], "snapshot")
+        state = packed.unpack()
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.rate.restore_(state["schedule"])
+        _, epoch, report, self.interval = self._channel.activate(snapshot["step"])
+        self.rate.catch_up_(epoch)
+        self.stopper.restore_(state["stopper"], epoch)
+        if report:
+            self.stopper.end_epoch(epoch - 1, reports_of(report), None)
+        self.first_epoch = epoch
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that a joining replica begins with."""
+        if isinstance(self.exchange, SoloExchange):
+            # Ends here: whoever joins shares with this replica.
+            context = self.exchange.shared_context()
+            self.exchange = self._spec.master.attach(context)
+        own = {
+            "optimizer": state_of(self.optimizer),
+            "schedule": self.rate.values(),
+            "stopper": self.stopper.values(),
+        }
+        return {
+            **self.exchange.snapshot(),
+            "replica": Packed(own, "snapshot").payload,
+            **({} if self.checkpoints is None else self.checkpoints.snapshot()),
+        }
+
+    # ---- train
+
+    def train(self) -> None:
+        """Train for all epochs, or until early stopping ends the fit."""
+        for epoch in range(self.first_epoch, self._spec.epochs):
+            if self.stopper.over:
+                break
+            self._train_epoch(epoch)
+            self._end_epoch(epoch)
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+
+    def _train_epoch(self, epoch: int) -> None:
+        replicas = 1 + len(self._channel.peers())
+        begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
+        for callback in self._spec.callbacks:
+            callback.on_epoch_begin(begin)
+        feed = self._feed("train", epoch)
+        while True:
+            self._train_interval(epoch, feed)
+            if feed.sync_point is None:
+                return
+            self._take_checkpoint(epoch, feed.sync_point)
+
+    def _train_interval(self, epoch: int, feed: Feed) -> None:
+        totals, started = self.totals, time.perf_counter()
+        skipped, dropped = feed.skipped, feed.dropped
+
+        def rest() -> None:
+            self.exchange.sync(self.interval, totals.examples, ended=False)
+
+        for group in feed.groups(rest, self._spec.stepping.accumulate):
+            self._step(epoch, group, feed.rows)
+            feed.loss = totals.loss_sum / totals.examples
+        totals.seconds += time.perf_counter() - started
+        totals.skipped += feed.skipped - skipped
+        totals.dropped += feed.dropped - dropped
+        totals.reason = totals.reason or feed.reason
+
+    def _step(self, epoch: int, group: Group, rows: int) -> None:
+        self._channel.check()
+        started = time.perf_counter()
+        exchange, totals = self.exchange, self.totals
+        exchange.before_step(self.interval)
+        loss = self.stepper.backward(group)
+        if not math.isfinite(loss) or self.watch.note(loss):
+            raise self._diverged(epoch, loss)
+        callbacks, rate = self._spec.callbacks, math.nan
+        if callbacks or self.steps + 1 >= self._log.next_step:
+            rate = self.rate.value * exchange.learning_rate_scale
+        self.stepper.update(exchange.learning_rate_scale)
+        self.steps += 1
+        if self.rate.per_step:
+            self.rate.step_()
+        if callbacks:
+            # Before the exchange: it shares what they change like the optimizer's move.
+            paused = time.perf_counter()
+            step = Step(self._number, epoch, self.steps, loss, rows, rate)
+            for callback in callbacks:
+                callback.on_step_end(step)
+            started += time.perf_counter() - paused
+        try:
+            exchange.after_step(self.interval, rows)
+        except DivergedError as error:
+            raise self._diverged(epoch, loss, str(error)) from None
+        totals.loss_sum += loss * rows
+        totals.examples += rows
+        step_s = time.perf_counter() - started
+        if self.steps >= self._log.next_step and self._log.due(
+            self.steps, exchange.exchanged
+        ):
+            stats = exchange.step_stats()
+            row = StepRow(epoch, self.steps, self._number, loss, rate, *stats, step_s)
+            self._log.add(row)
+
+    def _feed(self, phase: str, epoch: int) -> Feed:
+        reading = self._spec.reading(phase, epoch)
+        if not isinstance(self._spec.objective, OwnStep):
+            reading = replace(reading, fits=self._check_shapes)
+        transform = self._spec.read.transform
+        return Feed(self._channel, epoch, self._store, reading, transform)
+
+    def _check_shapes(self, rows: Rows, name: str) -> None:
+        self._shapes.check(self.module, self._device, rows, name)
+
+    # ---- sync points
+
+    def _sync(self, epoch: int) -> None:
+        started = time.perf_counter()
+        loss = math.nan if self.watch.last is None else self.watch.last
+        largest = largest_in(self.module)
+        if not math.isfinite(largest):
+            raise self._diverged(epoch, loss, f"parameters became {largest}")
+        try:
+            self.exchange.sync(self.interval, self.totals.examples, ended=True)
+        except DivergedError as error:
+            raise self._diverged(epoch, loss, str(error)) from None
+        self.agreed = self.exchange.agreed()
+        self.met = True
+        self.totals.seconds += time.perf_counter() - started
+
+    def _take_checkpoint(self, epoch: int, sync_point: SyncPoint) -> None:
+        """Take a checkpoint at a sync point in the middle of an epoch."""
+        assert self.checkpoints is not None, "else there are no such sync points"
+        self._sync(epoch)
+        note = {
+            "digest": self.agreed.digest,
+            "checkpoint": self.checkpoints.counters(),
+        }
+        gathered = self._channel.barrier(f"pause {self.interval}", note, Barrier.SYNC)
+        check_alike(gathered, f"in the middle of epoch {epoch}")
+        self.interval += 1
+        sync_point = sync_point._replace(departed=done_of(gathered.counted["departed"]))
+        self.checkpoints.take(gathered, lambda: self._checkpoint(epoch, sync_point))
+
+    def _end_epoch(self, epoch: int) -> None:
+        self._sync(epoch)
+        # That of the epoch before is not held while the new one is validated.
+        self._channel.keep_state(epoch, None)
+        self.seen += self.totals.examples
+        gathered = self._channel.barrier(
+            f"report {epoch}",
+            self._report(epoch).to_wire(),
+            Barrier.REPORT,
+            self._log.take(),
+        )
+        check_alike(gathered, f"at the end of epoch {epoch}")
+        reports, departed = reports_of(gathered.payloads), gathered.counted["departed"]
+        check_trained(epoch, reports, departed)
+        self.totals = EpochTotals()
+        self.interval += 1
+        seen = sum(report.seen for report in reports)
+        self.weight = self.seen / seen if seen else 0.0
+        evaluation, agreed = self._spec.evaluation, self.agreed
+        judged = evaluation.scored(epoch) or not evaluation.validates
+        self.rate.end_epoch(reports, judged=judged)
+        self.stopper.end_epoch(epoch, reports, agreed)
+        self._channel.keep_state(epoch, functools.partial(arrays_of, agreed))
+        if self.checkpoints is not None:
+            over = self.stopper.over or epoch + 1 == self._spec.epochs
+            make = functools.partial(self._checkpoint, epoch + 1)
+            self.checkpoints.end_epoch(epoch, gathered, reports, over, make)
+
+    def _report(self, epoch: int) -> EpochReport:
+        score, unscored = self._validate(epoch)
+        return EpochReport(
+            digest=self.agreed.digest,
+            seen=self.seen,
+            totals=self.totals,
+            exchange=self.exchange.stats(),
+            traffic=self._channel.stats(),
+            score=score,
+            unscored=unscored,
+            **self.rate.report(),
+            **self.stopper.report(),
+            checkpoint={} if self.checkpoints is None else self.checkpoints.counters(),
+        )
+
+    def _validate(self, epoch: int) -> tuple[Score | None, str]:
+        """The score of this replica's share, and why some of it was left out."""
+        if not self._spec.evaluation.scored(epoch):
+            return None, ""
+        feed = self._feed("validation", epoch)
+        self._channel.serve_snapshot(None)  # the module shows something else meanwhile
+        with self.exchange.showing_agreed():
+            objective, batches = self._spec.objective, feed.batches()
+            score = score_batches(self.module, objective, batches, self._device)
+        self._channel.serve_snapshot(self.snapshot)
+        return score, feed.reason
+
+    def _checkpoint(
+        self, epoch: int, sync_point: SyncPoint | None = None
+    ) -> CheckpointState:
+        """What a checkpoint has of this replica.
+
+        Args:
+            epoch: The next one to train in, counted from 0.
+            sync_point: What is left of it, if it has begun; None: all.
+        """
+        state = self.exchange.state()
+        fingerprint = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
+        header = {
+            "epoch": epoch,
+            "sync_point": None if sync_point is None else sync_point.to_wire(),
+            "epochs_before": self._spec.epochs_before,
+            "kind": state.kind,
+            "fingerprint": fingerprint.values(),
+            "stopping": self.stopper.decision.values(),
+        }
+        common = {
+            "exchange": state.common,
+            "tensors": others_in(self.module),
+            "stopper": self.stopper.values(),
+        }
+        own = {
+            "exchange": state.own,
+            "schedule": self.rate.values(),
+            "scaler": self.stepper.values(),
+            "totals": vars(EpochTotals() if sync_point is None else self.totals),
+            "watch": self.watch.values(),
+            "random": generators(self._device),
+            "steps": self.steps,
+            "seen": self.seen,
+            "weight": self.weight,
+        }
+        of_all = self.exchange.averages_optimizer
+        (common if of_all else own)["optimizer"] = state_of(self.optimizer)
+        return CheckpointState(header, common, own)
+
+    # ---- leave
+
+    def _unfinished(self) -> FitResult:
+        """What this replica leaves before the end: what all agreed on last."""
+        if not self._joined:
+            return FitResult(Parameters(), met=False, finished=False)
+        return FitResult(
+            self.agreed,
+            compression=self.exchange.result().compression,
+            steps=self._log.take(),
+            met=self.met,
+            finished=False,
+        )
+
+    def _finished(self) -> FitResult:
+        """What this replica leaves at the end, with what it has not sent."""
+        left, best = self.exchange.result(), self.stopper.best()
+        return FitResult(
+            best or replace(self.agreed, residual_N=left.residual_N),
+            weigh(self.optimizer, self.weight),
+            left.compression,
+            self.rate.state(),
+            restored=best is not None,
+        )
+
+    # ---- divergence
+
+    def _diverged(self, epoch: int, loss: float, event: str = "") -> DivergedError:
+        """Explain a step's loss, or the `event` that an exchange has raised."""
+        exchange, stats = self.exchange, self.exchange.stats()
+        symptoms = Symptoms(
+            replica=self._number,
+            epoch=epoch,
+            step=self.steps + (not event),
+            loss=loss,
+            first=self.watch.first,
+            before=self.watch.last,
+            high_steps=self.watch.recent if math.isfinite(loss) else 0,
+            learning_rate=self.rate.value,
+            scale=exchange.update_scale,
+            replicas=1 + len(self._channel.peers()),
+            staleness=stats.lead_sum / max(stats.steps, 1),
+            residual=exchange.step_stats().residual_p99,
+            gradient_norm=self.stepper.gradient_norm(),
+            clip_grad_norm=self._spec.stepping.clip_grad_norm,
+            event=event,
+        )
+        return DivergedError(diagnosis(symptoms))
+
+
+def check_alike(gathered: BarrierResult, when: str) -> None:
+    """Refuse to go on if replicas that must be equal are not.
+
+    Args:
+        gathered: Notes with a ``"digest"`` each.
+        when: For the message.
+
+    Raises:
+        ChannelError: If they differ.
+    """
+    digests = {r: note["digest"] for r, note in gathered.payloads.items()}
+    if len(set(digests.values())) > 1:
+        raise ChannelError(f"replicas differ {when}: checksums by replica {digests}")
+
+
+def failure_of(error: Exception, step: int) -> dict[str, Any]:
+    """Say what happened, in plain values.
+
+    Args:
+        error: Of daskdl or of the user's code.
+        step: Steps that the replica has made.
+    """
+    summary = f"{type(error).__name__}: {error}"
+    own = type(error).__module__ == errors.__name__
+    return {
+        "type": type(error).__name__ if own else "ReplicaError",
+        "summary": str(error) if own else summary,
+        "traceback": "".join(traceback.format_exception(error)),
+        "step": step,
+        # How it is pickled may be the user's code; its traceback, as text, says enough.
+        "pickled": guarded(lambda: cloudpickle.dumps(error), lambda _: b""),
+    }
+
+
+def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
+    """Do once, on a copy of the model, what the first step does.
+
+    What the user's code raises comes out as it is: the real step would raise it too.
+
+    Args:
+        spec: Callables with a state of their own are called once more.
+        device: Where the replica computes.
+    """
+    module = copied(spec.model).to(device)
+    with random_state_left_alone():
+        batch = transformed(tensors(spec.rows), spec.read.transform)
+        optimizer = spec.optimizer(trainable(module))
+        stepper = Stepper(module, spec.objective, optimizer, spec.stepping, device)
+        stepper.backward([batch])
+        stepper.update(scale=1.0)
+        spec.master.warm_up(device, floating_dtype(module))
+
+
+# ---- the process that replicas share
 
 T = TypeVar("T")
 
@@ -234,7 +776,7 @@ def _fewest_users(count: int) -> Iterator[torch.device]:
 
 
 @contextlib.contextmanager
-def surroundings(device: str, threads: int) -> Iterator[torch.device]:
+def process_environment(device: str, threads: int) -> Iterator[torch.device]:
     """Share the process with other replicas; afterwards it is as it was.
 
     Args:
@@ -252,563 +794,3 @@ def surroundings(device: str, threads: int) -> Iterator[torch.device]:
         random_state_kept(found),
     ):
         yield found
-
-
-def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
-    """Do once, on a copy of the model, what the first step does.
-
-    What the user's code raises comes out as it is: the real step would raise it too.
-
-    Args:
-        spec: Callables with a state of their own are called once more.
-        device: Where the replica computes.
-    """
-    module = copied(spec.model).to(device)
-    with random_state_left_alone():
-        batch = transformed(tensors(spec.rows), spec.read.transform)
-        optimizer = spec.optimizer(trainable(module))
-        stepper = Stepper(module, spec.objective, optimizer, spec.stepping, device)
-        stepper.backward([batch])
-        stepper.update(scale=1.0)
-        spec.master.warm_up(device, floating_dtype(module))
-
-
-def failure_of(error: Exception, step: int) -> dict[str, Any]:
-    """Say what happened, in plain values.
-
-    Args:
-        error: Of daskdl or of the user's code.
-        step: Steps that the replica has made.
-    """
-    summary = f"{type(error).__name__}: {error}"
-    own = type(error).__module__ == errors.__name__
-    return {
-        "type": type(error).__name__ if own else "ReplicaError",
-        "summary": str(error) if own else summary,
-        "traceback": "".join(traceback.format_exception(error)),
-        "step": step,
-        # How it is pickled may be the user's code; its traceback, as text, says enough.
-        "pickled": guarded(lambda: cloudpickle.dumps(error), lambda _: b""),
-    }
-
-
-def run_replica(
-    number: int,
-    options: ReplicaSpec,
-    channel: Channel,
-    device: torch.device,
-    store: Store,
-) -> FitResult:
-    """What happens on a worker: join the run, train, and leave.
-
-    Args:
-        number: Of the replica in the run.
-        options: This replica's own copy; its objects are changed in place.
-        channel: This replica's end of the run.
-        device: Where to compute.
-        store: Where the data are.
-
-    Returns:
-        What the replica leaves, also where it was told to leave early, or failed: it
-        has told the others then.
-    """
-    replica: Replica | None = None
-
-    def train() -> FitResult:
-        nonlocal replica
-        replica = Replica.join(number, options, channel, device, store)
-        replica.train()
-        return replica.result(finished=True)
-
-    def leave() -> FitResult:
-        if replica is not None:
-            return replica.result(finished=False)
-        return FitResult(Parameters(), met=False, finished=False)
-
-    def fail(error: Exception) -> FitResult:
-        """The error may be the user's, of any kind."""
-        channel.fail(failure_of(error, 0 if replica is None else replica.steps))
-        return leave()
-
-    try:
-        return guarded(train, fail)
-    except Stopped:
-        if channel.closing and replica is not None:
-            replica.exchange.leave()
-        return leave()
-
-
-class Replica:
-    """A live model, its optimizer, and its exchange with the others.
-
-    `join` makes one, in three phases: it joins the run, which waits for others; builds
-    everything that trains; and restores what a checkpoint or another replica has.
-
-    Attributes:
-        module: The model, on its device.
-        optimizer: Of its trainable parameters.
-        rate: The learning rate of that.
-        stepper: Makes its steps.
-        exchange: With the other replicas.
-        stopper: Decides when the fit ends.
-        watch: Of the losses.
-        steps: That this replica has made, over all epochs.
-        seen: Examples, likewise.
-        weight: Share of the examples all replicas saw.
-        totals: Of the current epoch.
-        first_epoch: The first epoch to train in.
-        interval: Number of the current sync interval, from 0 over all epochs.
-        agreed: Parameters on which all replicas agreed last, or those of the start.
-        met: Whether all replicas have agreed since the start of the run.
-        checkpoints: That are written; None: there are none.
-    """
-
-    @classmethod
-    def join(
-        cls,
-        number: int,
-        options: ReplicaSpec,
-        channel: Channel,
-        device: torch.device,
-        store: Store,
-    ) -> "Replica":
-        """Join a run, build what trains, and restore its state; see `run_replica`."""
-        entry = channel.join()
-        inherited = None
-        if options.resume is not None and entry.snapshot is None:
-            inherited = _read_checkpoint(options, number, entry.members, channel)
-        replica = cls(number, options, channel, device, store, entry, inherited)
-        if inherited is not None:
-            replica._resume(inherited)
-        if entry.snapshot is not None:
-            replica._catch_up(entry.snapshot)
-        channel.serve_snapshot(replica.snapshot)
-        return replica
-
-    def __init__(
-        self,
-        number: int,
-        options: ReplicaSpec,
-        channel: Channel,
-        device: torch.device,
-        store: Store,
-        entry: JoinResult,
-        inherited: RestoredState | None,
-    ) -> None:
-        self._number = number
-        self._options = options
-        self._channel = channel
-        self._device = device
-        self._store = store
-        self._log = StepLog(options.telemetry_every)
-        self._shapes = ShapeCheck(batching.kinds(options.rows), options.read.transform)
-        self.steps = self.seen = self.interval = 0
-        self.weight = 0.0
-        self.totals = EpochTotals()
-        self.first_epoch = options.first_epoch
-        self.met = False
-
-        self.module = options.model.to(device).train()
-        untrained = Untrained(self.module)  # as it is on the client
-        if inherited is not None:
-            inherited.check(self.module)
-            with restoring(inherited.common_at):
-                load_tensors_(self.module, inherited.tensors)
-        self.optimizer: Optimizer = options.optimizer(trainable(self.module))
-        if options.optimizer_state is not None:
-            self.optimizer.load_state_dict(options.optimizer_state)
-        resumed = None if inherited is None else inherited.exchange
-        context = ReplicaContext(
-            self.module,
-            channel,
-            number,
-            entry.members,
-            options.compression if resumed is None else resumed.last,
-            entry.snapshot,
-            self.optimizer,
-            resumed,
-            # The initial replicas deliver all of it.
-            options.residual if entry.snapshot is None else None,
-            untrained,
-        )
-        scale = options.master.solo_scale
-        self.exchange = (
-            options.master.attach(context)
-            if scale is None or not context.alone
-            else SoloExchange(context, scale)
-        )
-        self.agreed = self.exchange.agreed()
-        self.rate = LearningRate(
-            self.optimizer, options.scheduling, options.schedule, options.epochs
-        )
-        self.stepper = Stepper(
-            self.module, options.objective, self.optimizer, options.stepping, device
-        )
-        torch.manual_seed(options.seed + number)
-        self.watch = LossWatch(options.max_loss_rise)
-        self.stopper = EarlyStopper(options.evaluation)
-        self.checkpoints = None
-        if options.checkpoints is not None:
-            before = entry.snapshot or {"checkpoints": 0, "rows": ()}
-            self.checkpoints = CheckpointWriter(
-                options.checkpoints,
-                number,
-                channel,
-                options.timeouts,
-                RowLog(
-                    options.size,
-                    options.evaluation.columns,
-                    before["rows"] if inherited is None else inherited.common["rows"],
-                    left_out=options.left_out,
-                ),
-                before["checkpoints"],
-            )
-
-    # ---- restore
-
-    def _resume(self, inherited: RestoredState) -> None:
-        """Go on from a checkpoint; a wrong value is named by file and field."""
-        common, donor, at = inherited.common, inherited.donor, inherited.donor_at
-        of_all = "optimizer" in common
-        with restoring(f"{inherited.common_at if of_all else at}: optimizer"):
-            restore_optimizer_(self.optimizer, inherited.optimizer)
-        with restoring(f"{at}: schedule"):
-            self.rate.restore_(donor["schedule"])
-        with restoring(f"{inherited.common_at}: stopper"):
-            self.stopper.restore_(common["stopper"], self._options.first_epoch)
-        with restoring(f"{at}: scaler"):
-            self.stepper.restore_(donor["scaler"])
-        for part in inherited.own[:1]:
-            self.steps = part["steps"]
-            with restoring(f"{at}: watch"):
-                self.watch.restore_(part["watch"])
-            with restoring(f"{at}: random"):
-                restore_generators(part["random"], self._device)
-        # Nobody sends anything before all are there, on the same grid.
-        gathered = self._channel.barrier("resume", {"digest": self.agreed.digest})
-        check_alike(gathered, "after they have read a checkpoint")
-        for part, at in zip(inherited.own, inherited.own_at, strict=True):
-            self.seen += part["seen"]
-            self.weight += part["weight"]
-            with restoring(f"{at}: totals"):
-                totals = EpochTotals(**part["totals"])
-                check_like(vars(EpochTotals()), vars(totals), "it")
-            self.totals.add(totals)
-
-    def _catch_up(self, snapshot: Mapping[str, Any]) -> None:
-        """Continue from another replica's snapshot, in the epoch of the others."""
-        packed: Packed[dict[str, Any]] = Packed.of(snapshot["replica"], "snapshot")
-        state = packed.unpack()
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.rate.restore_(state["schedule"])
-        _, epoch, report, self.interval = self._channel.activate(snapshot["step"])
-        self.rate.catch_up_(epoch)
-        self.stopper.restore_(state["stopper"], epoch)
-        if report:
-            self.stopper.end_epoch(epoch - 1, reports_of(report), None)
-        self.first_epoch = epoch
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything that a joining replica begins with."""
-        if isinstance(self.exchange, SoloExchange):
-            # Ends here: whoever joins shares with this replica.
-            context = self.exchange.shared_context()
-            self.exchange = self._options.master.attach(context)
-        own = {
-            "optimizer": state_of(self.optimizer),
-            "schedule": self.rate.values(),
-            "stopper": self.stopper.values(),
-        }
-        return {
-            **self.exchange.snapshot(),
-            "replica": Packed(own, "snapshot").payload,
-            **({} if self.checkpoints is None else self.checkpoints.snapshot()),
-        }
-
-    # ---- train
-
-    def train(self) -> None:
-        """Train for all epochs, or until early stopping ends the fit."""
-        for epoch in range(self.first_epoch, self._options.epochs):
-            if self.stopper.over:
-                break
-            self._train_epoch(epoch)
-            self._end_epoch(epoch)
-        if self.checkpoints is not None:
-            self.checkpoints.finish()
-
-    def _train_epoch(self, epoch: int) -> None:
-        replicas = 1 + len(self._channel.peers())
-        begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
-        for callback in self._options.callbacks:
-            callback.on_epoch_begin(begin)
-        feed = self._feed("train", epoch)
-        while True:
-            self._train_interval(epoch, feed)
-            if feed.sync_point is None:
-                return
-            self._take_checkpoint(epoch, feed.sync_point)
-
-    def _train_interval(self, epoch: int, feed: Feed) -> None:
-        totals, started = self.totals, time.perf_counter()
-        skipped, dropped = feed.skipped, feed.dropped
-
-        def rest() -> None:
-            self.exchange.sync(self.interval, totals.examples, ended=False)
-
-        for group in feed.groups(rest, self._options.stepping.accumulate):
-            self._step(epoch, group, feed.rows)
-            feed.loss = totals.loss_sum / totals.examples
-        totals.seconds += time.perf_counter() - started
-        totals.skipped += feed.skipped - skipped
-        totals.dropped += feed.dropped - dropped
-        totals.reason = totals.reason or feed.reason
-
-    def _step(self, epoch: int, group: Group, rows: int) -> None:
-        self._channel.check()
-        started = time.perf_counter()
-        exchange, totals = self.exchange, self.totals
-        exchange.before_step(self.interval)
-        loss = self.stepper.backward(group)
-        if not math.isfinite(loss) or self.watch.note(loss):
-            raise self._diverged(epoch, loss)
-        callbacks, rate = self._options.callbacks, math.nan
-        if callbacks or self.steps + 1 >= self._log.next_step:
-            rate = self.rate.value * exchange.learning_rate_scale
-        self.stepper.update(exchange.learning_rate_scale)
-        self.steps += 1
-        if self.rate.per_step:
-            self.rate.step_()
-        if callbacks:
-            # Before the exchange: it shares what they change like the optimizer's move.
-            paused = time.perf_counter()
-            step = Step(self._number, epoch, self.steps, loss, rows, rate)
-            for callback in callbacks:
-                callback.on_step_end(step)
-            started += time.perf_counter() - paused
-        try:
-            exchange.after_step(self.interval, rows)
-        except DivergedError as error:
-            raise self._diverged(epoch, loss, str(error)) from None
-        totals.loss_sum += loss * rows
-        totals.examples += rows
-        step_s = time.perf_counter() - started
-        if self.steps >= self._log.next_step and self._log.due(
-            self.steps, exchange.exchanged
-        ):
-            stats = exchange.step_stats()
-            row = StepRow(epoch, self.steps, self._number, loss, rate, *stats, step_s)
-            self._log.add(row)
-
-    def _feed(self, phase: str, epoch: int) -> Feed:
-        reading = self._options.reading(phase, epoch)
-        if not isinstance(self._options.objective, OwnStep):
-            reading = replace(reading, fits=self._check_shapes)
-        transform = self._options.read.transform
-        return Feed(self._channel, epoch, self._store, reading, transform)
-
-    def _check_shapes(self, rows: Rows, name: str) -> None:
-        self._shapes.check(self.module, self._device, rows, name)
-
-    # ---- sync points
-
-    def _sync(self, epoch: int) -> None:
-        started = time.perf_counter()
-        loss = math.nan if self.watch.last is None else self.watch.last
-        largest = largest_in(self.module)
-        if not math.isfinite(largest):
-            raise self._diverged(epoch, loss, f"parameters became {largest}")
-        try:
-            self.exchange.sync(self.interval, self.totals.examples, ended=True)
-        except DivergedError as error:
-            raise self._diverged(epoch, loss, str(error)) from None
-        self.agreed = self.exchange.agreed()
-        self.met = True
-        self.totals.seconds += time.perf_counter() - started
-
-    def _take_checkpoint(self, epoch: int, sync_point: SyncPoint) -> None:
-        """Take a checkpoint at a sync point in the middle of an epoch."""
-        assert self.checkpoints is not None, "else there are no such sync points"
-        self._sync(epoch)
-        note = {
-            "digest": self.agreed.digest,
-            "checkpoint": self.checkpoints.counters(),
-        }
-        gathered = self._channel.barrier(f"pause {self.interval}", note, Barrier.SYNC)
-        check_alike(gathered, f"in the middle of epoch {epoch}")
-        self.interval += 1
-        sync_point = sync_point._replace(departed=done_of(gathered.counted["departed"]))
-        self.checkpoints.take(gathered, lambda: self._checkpoint(epoch, sync_point))
-
-    def _end_epoch(self, epoch: int) -> None:
-        self._sync(epoch)
-        # That of the epoch before is not held while the new one is validated.
-        self._channel.keep_state(epoch, None)
-        self.seen += self.totals.examples
-        gathered = self._channel.barrier(
-            f"report {epoch}",
-            self._report(epoch).to_wire(),
-            Barrier.REPORT,
-            self._log.take(),
-        )
-        check_alike(gathered, f"at the end of epoch {epoch}")
-        reports, departed = reports_of(gathered.payloads), gathered.counted["departed"]
-        check_trained(epoch, reports, departed)
-        self.totals = EpochTotals()
-        self.interval += 1
-        seen = sum(report.seen for report in reports)
-        self.weight = self.seen / seen if seen else 0.0
-        evaluation, agreed = self._options.evaluation, self.agreed
-        judged = evaluation.scored(epoch) or not evaluation.validates
-        self.rate.end_epoch(reports, judged=judged)
-        self.stopper.end_epoch(epoch, reports, agreed)
-        self._channel.keep_state(epoch, functools.partial(arrays_of, agreed))
-        if self.checkpoints is not None:
-            over = self.stopper.over or epoch + 1 == self._options.epochs
-            make = functools.partial(self._checkpoint, epoch + 1)
-            self.checkpoints.end_epoch(epoch, gathered, reports, over, make)
-
-    def _report(self, epoch: int) -> EpochReport:
-        score, unscored = self._validate(epoch)
-        return EpochReport(
-            digest=self.agreed.digest,
-            seen=self.seen,
-            totals=self.totals,
-            exchange=self.exchange.stats(),
-            traffic=self._channel.stats(),
-            score=score,
-            unscored=unscored,
-            **self.rate.report(),
-            **self.stopper.report(),
-            checkpoint={} if self.checkpoints is None else self.checkpoints.counters(),
-        )
-
-    def _validate(self, epoch: int) -> tuple[Score | None, str]:
-        """The score of this replica's share, and why some of it was left out."""
-        if not self._options.evaluation.scored(epoch):
-            return None, ""
-        feed = self._feed("validation", epoch)
-        self._channel.serve_snapshot(None)  # the module shows something else meanwhile
-        with self.exchange.showing_agreed():
-            objective, batches = self._options.objective, feed.batches()
-            score = score_batches(self.module, objective, batches, self._device)
-        self._channel.serve_snapshot(self.snapshot)
-        return score, feed.reason
-
-    def _checkpoint(
-        self, epoch: int, sync_point: SyncPoint | None = None
-    ) -> CheckpointState:
-        """What a checkpoint has of this replica.
-
-        Args:
-            epoch: The next one to train in, counted from 0.
-            sync_point: What is left of it, if it has begun; None: all.
-        """
-        state = self.exchange.state()
-        fingerprint = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
-        header = {
-            "epoch": epoch,
-            "sync_point": None if sync_point is None else sync_point.to_wire(),
-            "epochs_before": self._options.epochs_before,
-            "kind": state.kind,
-            "fingerprint": fingerprint.values(),
-            "stopping": self.stopper.decision.values(),
-        }
-        common = {
-            "exchange": state.common,
-            "tensors": others_in(self.module),
-            "stopper": self.stopper.values(),
-        }
-        own = {
-            "exchange": state.own,
-            "schedule": self.rate.values(),
-            "scaler": self.stepper.values(),
-            "totals": vars(EpochTotals() if sync_point is None else self.totals),
-            "watch": self.watch.values(),
-            "random": generators(self._device),
-            "steps": self.steps,
-            "seen": self.seen,
-            "weight": self.weight,
-        }
-        of_all = self.exchange.averages_optimizer
-        (common if of_all else own)["optimizer"] = state_of(self.optimizer)
-        return CheckpointState(header, common, own)
-
-    # ---- leave
-
-    def result(self, *, finished: bool) -> FitResult:
-        """What this replica leaves at the end.
-
-        Args:
-            finished: Whether it came to the end of the fit; else what all agreed on
-                last counts.
-        """
-        left = self.exchange.result()
-        if not finished:
-            return FitResult(
-                self.agreed,
-                compression=left.compression,
-                steps=self._log.take(),
-                met=self.met,
-                finished=False,
-            )
-        best = self.stopper.best()
-        return FitResult(
-            best or replace(self.agreed, residual_N=left.residual_N),
-            weigh(self.optimizer, self.weight),
-            left.compression,
-            self.rate.state(),
-            restored=best is not None,
-        )
-
-    # ---- divergence
-
-    def _diverged(self, epoch: int, loss: float, event: str = "") -> DivergedError:
-        """Explain a step's loss, or the `event` that an exchange has raised."""
-        exchange, stats = self.exchange, self.exchange.stats()
-        symptoms = Symptoms(
-            replica=self._number,
-            epoch=epoch,
-            step=self.steps + (not event),
-            loss=loss,
-            first=self.watch.first,
-            before=self.watch.last,
-            high_steps=self.watch.recent if math.isfinite(loss) else 0,
-            learning_rate=self.rate.value,
-            scale=exchange.update_scale,
-            replicas=1 + len(self._channel.peers()),
-            staleness=stats.lead_sum / max(stats.steps, 1),
-            residual=exchange.step_stats().residual_p99,
-            gradient_norm=self.stepper.gradient_norm(),
-            clip_grad_norm=self._options.stepping.clip_grad_norm,
-            event=event,
-        )
-        return DivergedError(diagnosis(symptoms))
-
-
-def _read_checkpoint(
-    options: ReplicaSpec, number: int, members: Sequence[int], channel: Channel
-) -> RestoredState:
-    """Read what an initial replica of a resumed run goes on from."""
-    plan, place = options.resume, sorted(members).index(number)
-    assert plan is not None, "the run is resumed"
-    reading = run_in_thread(
-        lambda: restored_state(plan, place, len(members)), "daskdl-resume"
-    )
-    bound = options.timeouts.bound("data")
-    return wait_for(channel, reading, bound, f"reading {plan.url}")
-
-
-def check_alike(gathered: BarrierResult, when: str) -> None:
-    """Refuse to go on if replicas that must be equal are not.
-
-    Args:
-        gathered: Notes with a ``"digest"`` each.
-        when: For the message.
-
-    Raises:
-        ChannelError: If they differ.
-    """
-    digests = {r: note["digest"] for r, note in gathered.payloads.items()}
-    if len(set(digests.values())) > 1:
-        raise ChannelError(f"replicas differ {when}: checksums by replica {digests}")

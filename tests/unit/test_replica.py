@@ -21,7 +21,7 @@ from daskdl.training.backend import run_spec_of
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.epoch_control import EvaluationPlan
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.replica import Replica, run_replica
+from daskdl.training.replica import Replica
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 from tests.support.problems import rows, sgd
 
@@ -103,7 +103,8 @@ def a_replica(make, begun, epoch=0):
 def snapshot():
     """Of one that has the best model."""
     with a_replica(LocalChannel, Begun()) as arguments:
-        replica = Replica.join(*arguments)
+        replica = Replica(*arguments)
+        replica.join()
         totals = EpochTotals(1.0, 1, 1.0)
         report = EpochReport(totals=totals, **replica.stopper.report())
         replica.stopper.end_epoch(0, [report], replica.agreed)
@@ -119,7 +120,7 @@ def test_one_that_comes_when_the_others_have_stopped_begins_no_epoch(snapshot):
     begun = Begun()
 
     with late(snapshot, 1.5, begun) as arguments:
-        result = run_replica(*arguments)
+        result = Replica(*arguments).run()
 
     assert begun.epochs == []
     assert result.finished
@@ -132,7 +133,7 @@ def test_one_that_comes_before_counts_on_from_where_they_are(snapshot):
     begun = Begun()
 
     with late(snapshot, 1e-6, begun) as arguments:
-        result = run_replica(*arguments)
+        result = Replica(*arguments).run()
 
     # The epoch before its first was the best, and the next two are not better.
     assert begun.epochs == [3, 4]

@@ -32,17 +32,20 @@ Found = Mapping[str, str]  # versions of "daskdl" and "torch", and "error"; or e
 
 
 @contextlib.contextmanager
-def client_of(client: Client | None) -> Iterator[Client]:
-    """Yield a synchronous client; a cluster started here is closed again.
+def client_or_process(
+    client: Client | Literal[False] | None,
+) -> Iterator[Client | Literal[False]]:
+    """Yield a synchronous client, or False; a cluster started here is closed again.
 
     Args:
         client: None: the default client if there is one, else a
-            :class:`distributed.LocalCluster` with Dask's own defaults.
+            :class:`distributed.LocalCluster` with Dask's own defaults. False: this
+            process.
 
     Raises:
-        OptionError: If it is not a client, or an asynchronous or closed one.
+        OptionError: If it is neither, or an asynchronous or closed client.
     """
-    found = client if client is not None else _default()
+    found = _default() if client is None else client
     if found is None:
         with (
             LocalCluster(
@@ -54,36 +57,25 @@ def client_of(client: Client | None) -> Iterator[Client]:
             logger.info("no client was given: started %s", cluster)
             yield own
         return
-    if not isinstance(found, Client):
-        raise OptionError(
-            f"client must be a distributed.Client, None or False, got {found!r}"
-        )
-    if found.asynchronous or found.status != "running":
-        raise OptionError(
-            "client must be synchronous and running, got one with status "
-            f"{found.status!r} and asynchronous={found.asynchronous}; use "
-            "Client(...) without asynchronous=True"
-        )
+    if found is not False:
+        if not isinstance(found, Client):
+            raise OptionError(
+                f"client must be a distributed.Client, None or False, got {found!r}"
+            )
+        if found.asynchronous or found.status != "running":
+            raise OptionError(
+                "client must be synchronous and running, got one with status "
+                f"{found.status!r} and asynchronous={found.asynchronous}; use "
+                "Client(...) without asynchronous=True"
+            )
     yield found
-
-
-@contextlib.contextmanager
-def client_or_process(
-    client: Client | Literal[False] | None,
-) -> Iterator[Client | Literal[False]]:
-    """Yield a client as `client_of` does; False, which is this process, as it is."""
-    if client is False:
-        yield False
-        return
-    with client_of(client) as found:
-        yield found
 
 
 def check_outlives(client: Any) -> None:
     """Refuse lazy outputs on a cluster that would be closed before they are computed.
 
     Raises:
-        OptionError: If `client_of` would start a cluster.
+        OptionError: If `client_or_process` would start a cluster.
     """
     if client is None and _default() is None:
         raise OptionError(
@@ -118,7 +110,7 @@ def check_installed(client: Client) -> None:
     for where, answer in answers.items():
         if isinstance(answer, OSError):
             logger.info("%s is leaving: %s", where, answer)
-        elif wrong := lacking(answer):
+        elif wrong := mismatch(answer):
             places.setdefault(wrong, []).append(where)
     if places:
         lines = [f"{_listed(where)}: {what}" for what, where in places.items()]
@@ -135,9 +127,9 @@ async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
     done, waiting = await asyncio.wait(asked, timeout=bound.seconds)
     if done:
         (workers,) = (task.result() for task in done)
-        asking = {scheduler: client.run_on_scheduler(_finder())}
+        asking = {scheduler: client.run_on_scheduler(_version_finder())}
         for address in sorted(workers):
-            own = client.run(_finder(), workers=[address], on_error="return")
+            own = client.run(_version_finder(), workers=[address], on_error="return")
             asking[f"worker {address}"] = own
         asked = {asyncio.ensure_future(one): where for where, one in asking.items()}
         _, waiting = await asyncio.wait(asked, timeout=bound.seconds)
@@ -157,7 +149,7 @@ async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
     return found
 
 
-def _finder() -> Callable[[], Awaitable[Found]]:
+def _version_finder() -> Callable[[], Awaitable[Found]]:
     """Make a function that imports daskdl where daskdl may be missing.
 
     An inner function is pickled as code, not as a name in its module. The scheduler
@@ -181,7 +173,7 @@ def _finder() -> Callable[[], Awaitable[Found]]:
     return find_in_a_thread
 
 
-def arrivals(name: str) -> WorkerPlugin:
+def arrival_plugin(name: str) -> WorkerPlugin:
     """Make a plugin that lets workers take part, now and whenever they arrive.
 
     It is pickled as code, so that a worker without daskdl can load it. It imports
@@ -191,7 +183,7 @@ def arrivals(name: str) -> WorkerPlugin:
     Args:
         name: Of the channel's end.
     """
-    find, version = _finder(), VERSION
+    find, version = _version_finder(), VERSION
 
     class Arrival(WorkerPlugin):  # type: ignore[misc]  # Dask is untyped
         idempotent = True
@@ -215,8 +207,8 @@ def arrivals(name: str) -> WorkerPlugin:
     return Arrival()
 
 
-def lacking(found: Found | Exception) -> str:
-    """Why a process cannot take part; empty: it can."""
+def mismatch(found: Found | Exception) -> str:
+    """Why a process cannot take part in a run; empty: it can."""
     if isinstance(found, Exception):
         return f"{type(found).__name__}: {found}"
     other = []

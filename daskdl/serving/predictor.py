@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 from distributed import Client
 from torch import nn
 
-from daskdl.cluster import check_installed, client_of
+from daskdl.cluster import check_installed, client_or_process
 from daskdl.config import Timeouts
 from daskdl.data.batching import Transform
 from daskdl.data.models import check_module
@@ -111,14 +111,15 @@ class Predictor:
         starting: contextlib.ExitStack,
     ) -> Ground:
         """Where the replicas are to be, and whose event loop that is."""
-        self._client = None
-        if client is False:
+        found = starting.enter_context(client_or_process(client))
+        if found is False:
+            self._client = None
             self._loop = starting.enter_context(loop_thread())
             return LocalGround(transform)
-        self._client = starting.enter_context(client_of(client))
-        check_installed(self._client)
-        self._loop = self._client.loop.asyncio_loop
-        return RemoteGround(self._client, transform, self._timeouts.silence)
+        self._client = found
+        check_installed(found)
+        self._loop = found.loop.asyncio_loop
+        return RemoteGround(found, transform, self._timeouts.silence)
 
     # ---- calls, from any thread
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from daskdl.callbacks import Callback, Checkpoint
 from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import TO_ITS_END, SyncPoint
-from daskdl.channel.protocol import Positive, WaitCause, Whole, check
+from daskdl.channel.protocol import WaitCause, Whole, check
 from daskdl.config import Bound, Timeouts
 from daskdl.data.stores.store import store_of
 from daskdl.errors import OptionError, SaveError, WaitTimeoutError
@@ -326,15 +326,12 @@ class Fingerprint:
 LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
 _ROW = dict.fromkeys(LOOKED_AT, float)
 
-# Fields of the header of a checkpoint, which may have been written by hand.
+# Fields of the header of a checkpoint, which may have been written by hand. Others are
+# checked by `complete_at` and `StoppingDecision.of`.
 _HEADER = {
-    "members": Sequence[Whole],
     "epoch": Whole,
     "sync_point": SyncPoint | None,
-    "rows": Sequence[Mapping[str, Any]],
-    "stopping": Any,  # see `StoppingDecision.of`
     "epochs_before": Whole,
-    "count": Positive,
     "kind": str,
     "fingerprint": tuple[Mapping[str, str], str, str | None],
 }
@@ -378,8 +375,8 @@ class ResumePlan:
             SaveError: If it is damaged.
         """
         with restoring(found.store.url_of(f"{COMMON}.json")):
-            header = {name: found.header[name] for name in _HEADER}
-            check(header, _HEADER)
+            header = found.header
+            check({name: header[name] for name in _HEADER}, _HEADER)
             epoch, rows, point = header["epoch"], header["rows"], header["sync_point"]
             # If only replicas that joined later are left, some rows may be missing.
             if epoch < len(rows):

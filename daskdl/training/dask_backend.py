@@ -27,7 +27,7 @@ from daskdl.channel.protocol import NAME, Answer, join, unwrap
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
-from daskdl.cluster import OWN, REMEDY, arrivals, lacking
+from daskdl.cluster import OWN, REMEDY, arrival_plugin, mismatch
 from daskdl.config import VERSION, Bound
 from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.futures import answers_of, new_key, workers_of
@@ -389,7 +389,7 @@ class DaskBackend(Backend):
     def open(self) -> None:
         self._client.register_plugin(ChannelSchedulerPlugin())
         try:
-            self._client.register_plugin(arrivals(NAME))
+            self._client.register_plugin(arrival_plugin(NAME))
         except OSError as error:
             # Dask registers with all workers at once, and does not wait for them once
             # one of them has gone; `assign` then leaves that one out.
@@ -527,7 +527,7 @@ class DaskBackend(Backend):
                 logger.warning("a joining replica on %s failed: %s", worker, summary)
             case {"kind": "worker", "worker": worker}:
                 found = posted.get("found")  # its versions; None: it took part before
-                wrong = "" if found is None else lacking(found)
+                wrong = "" if found is None else mismatch(found)
                 if wrong:
                     logger.warning(
                         "worker %s has come and takes no part: %s; %s; %s",
@@ -740,4 +740,4 @@ def dask_backend(
 async def _set_up(dask_worker: Worker) -> None:
     """Let a worker take part that Dask has not told of it yet."""
     if NAME not in dask_worker.plugins:
-        await dask_worker.plugin_add(arrivals(NAME), NAME, catch_errors=False)
+        await dask_worker.plugin_add(arrival_plugin(NAME), NAME, catch_errors=False)

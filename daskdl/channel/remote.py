@@ -118,17 +118,18 @@ class RemoteChannel(ReceivingChannel):
     def _servable(self) -> list[SnapshotRequest]:
         if self._make is None or self._inbox.stopped is not None:
             return []
-        # Without a relay, updates of a failed replica may have reached nobody.
-        without = {self._replica}
-        if not self._routing.relayed:
-            without |= self._inbox.peers.failed
-        return [
-            request
-            for request in list(self._end.snapshot_requests)
-            if self._inbox.received.reached(
-                {o: s for o, s in request.cut.items() if o not in without}
-            )
-        ]
+        with self._inbox.changed:
+            # Without a relay, updates of a failed replica may have reached nobody.
+            without = {self._replica}
+            if not self._routing.relayed:
+                without |= self._inbox.peers.failed
+            return [
+                request
+                for request in list(self._end.snapshot_requests)
+                if self._inbox.received.reached(
+                    {o: s for o, s in request.cut.items() if o not in without}
+                )
+            ]
 
     def _wait_until_sent(self, cause: WaitCause, ready: Callable[[], bool]) -> None:
         """Wait until enough of what was published has gone.
@@ -152,6 +153,37 @@ class RemoteChannel(ReceivingChannel):
 
     # ---- requests
 
+    def _answer(
+        self,
+        cause: WaitCause,
+        worker: str | None,
+        operation: str,
+        bound: Bound | None,
+        **fields: Any,
+    ) -> Any:
+        """Send a request and wait for the answer.
+
+        Args:
+            cause: What the wait counts as.
+            worker: Its address; None: the scheduler.
+            operation: Its name.
+            bound: How long; None: no bound.
+            **fields: Of the message.
+
+        Raises:
+            OSError: If it cannot be reached; a TimeoutError if it takes too long.
+        """
+        future = self._connection.submit(worker, operation, self._inbox.wake, **fields)
+        self._timed(cause, future.done, None if bound is None else bound.seconds)
+        if not future.done():
+            future.cancel()
+            self.check()
+            raise TimeoutError("it did not answer")
+        try:
+            return future.result()
+        except RuntimeError as error:  # what Dask's pool raises once the worker closes
+            raise OSError(str(error)) from error
+
     def _ask(
         self, cause: WaitCause, operation: str, bound: Bound | None, **fields: Any
     ) -> dict[str, Any]:
@@ -160,50 +192,49 @@ class RemoteChannel(ReceivingChannel):
         Args:
             cause: What the wait counts as.
             operation: Its name.
-            bound: How long. None: it is answered when others have done something;
-                the scheduler gives up silent replicas meanwhile, and the heartbeat
-                notices a silent scheduler.
+            bound: How long. None: it is answered when others have done something; the
+                scheduler gives up replicas without a heartbeat meanwhile, and this
+                replica's heartbeat notices a scheduler that does not answer.
             **fields: Of the message.
 
         Raises:
             WaitTimeoutError: If it takes too long.
             ChannelError: If the scheduler cannot be reached, or refuses.
         """
-        future = self._connection.submit(
-            None, operation, self._inbox.wake, replica=self._replica, **fields
-        )
-        self._timed(cause, future.done, None if bound is None else bound.seconds)
-        if not future.done():
-            future.cancel()
-            self.check()
+        fields["replica"] = self._replica
+        try:
+            answer = self._answer(cause, None, operation, bound, **fields)
+        except TimeoutError as error:
             raise WaitTimeoutError(
                 f"the scheduler did not answer {operation} of replica {self._replica} "
                 f"within {bound}; last heard: {self._last_heard()}"
-            )
-        try:
-            answer = self._connection.checked(future.result())
+            ) from error
         except OSError as error:
             raise ChannelError(f"the scheduler cannot be reached: {error}") from error
+        answer = self._connection.checked(answer)
         self.check()
         return answer
 
     def _ask_worker(
         self, cause: WaitCause, worker: str, operation: str, **fields: Any
-    ) -> Mapping[str, Any] | None:
-        """Send another worker a request; None if it does not answer."""
-        future = self._connection.submit(worker, operation, self._inbox.wake, **fields)
+    ) -> Mapping[str, Any]:
+        """Send another worker a request, once.
+
+        Returns:
+            Its answer, or one with the reason why there is none.
+        """
         bound = self._timeouts.bound("request")
-        self._wait_until(cause, future.done, bound.seconds)
-        if not future.done():
-            future.cancel()
-            logger.info("%s: %s did not answer within %s", operation, worker, bound)
-            return None
         try:
-            answer: Any = future.result()
+            answer = self._answer(cause, worker, operation, bound, **fields)
+            why = f"it answered {answer!r}"
         except OSError as error:
-            logger.info("%s of %s: %s", operation, worker, error)
-            return None
-        return answer if isinstance(answer, dict) else None
+            answer, why = None, str(error)
+        self.check()
+        if not isinstance(answer, dict):
+            answer = {"status": Answer.UNKNOWN, "reason": why}
+        if answer["status"] != Answer.OK:
+            logger.info("%s of %s: %s", operation, worker, answer["reason"])
+        return answer
 
     def _tell(self, operation: str, **fields: Any) -> None:
         """Send the scheduler a last message, whether the run goes on or not."""
@@ -212,7 +243,7 @@ class RemoteChannel(ReceivingChannel):
         )
         try:
             future.result(self._timeouts.request)
-        except (OSError, TimeoutError, concurrent.futures.CancelledError) as error:
+        except (OSError, RuntimeError, concurrent.futures.CancelledError) as error:
             logger.info("%s of replica %s: %s", operation, self._replica, error)
 
     # ---- joining and leaving
@@ -231,9 +262,7 @@ class RemoteChannel(ReceivingChannel):
             return JoinResult(list(members), None)
         self._end.start()
         snapshot = self._snapshot(answer)
-        received = _received(snapshot)
-        received.pop(self._replica, None)
-        self._end.begin(received, snapshot["grid"])
+        self._end.begin(self._received_with(snapshot), snapshot["grid"])
         return JoinResult([self._replica], snapshot)
 
     def _meet(self, steps: Mapping[int, int]) -> None:
@@ -250,21 +279,17 @@ class RemoteChannel(ReceivingChannel):
         bound = self._timeouts.bound("join")
         deadline = time.monotonic() + bound.seconds
         while answer["donor"] is not None:
+            donor, worker, cut = answer["donor"], answer["worker"], answer["cut"]
             given = self._ask_worker(
-                WaitCause.SNAPSHOT,
-                answer["worker"],
-                protocol.SNAPSHOT,
-                replica=answer["donor"],
-                cut=answer["cut"],
+                WaitCause.SNAPSHOT, worker, protocol.SNAPSHOT, replica=donor, cut=cut
             )
-            if given is not None and given["status"] == Answer.OK:
+            if given["status"] == Answer.OK:
                 return dict(unwrap_arrays(given["snapshot"]))
             if time.monotonic() > deadline:
-                why = "it did not answer" if given is None else given.get("reason")
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {bound} for a snapshot, last of "
-                    f"replica {answer['donor']} on {answer['worker']}: {why}; last "
-                    f"heard: {self._last_heard()}"
+                    f"replica {donor} on {worker}: {given['reason']}; last heard: "
+                    f"{self._last_heard()}"
                 )
             answer = self._ask_to_join()
         raise Stopped("nobody is left to begin from")
@@ -416,46 +441,30 @@ class RemoteChannel(ReceivingChannel):
 
     @override
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
-        first = self._fetch_part(replica, name, 0)
-        if first is None:
-            return None
-        parts = [unwrap(first["bytes"])]
-        for number in range(1, first["parts"]):
-            answer = self._fetch_part(replica, name, number)
-            if answer is None:
-                return None
-            parts.append(unwrap(answer["bytes"]))
-        arrays = join(first["forms"], [np.frombuffer(part, np.uint8) for part in parts])
-        self._stats.received_bytes += sum(a.nbytes for a in arrays.values())
-        return arrays
-
-    def _fetch_part(self, replica: int, name: str, part: int) -> Any:
-        """One part of a blob; None if the replica is gone."""
+        forms, parts, count = (), list[Any](), 1
         deadline = time.monotonic() + self._patience.seconds
-        while (worker := self._worker_of(replica)) is not None:
-            answer = self._ask_worker(
-                WaitCause.FETCH,
-                worker,
-                protocol.FETCH,
-                replica=replica,
-                name=name,
-                part=part,
-            )
-            if answer is not None and answer["status"] == Answer.OK:
-                return answer
+        while len(parts) < count:
+            worker = self._routing.workers.get(replica)
+            if worker is None:
+                return None
+            own = {"replica": replica, "name": name, "part": len(parts)}
+            answer = self._ask_worker(WaitCause.FETCH, worker, protocol.FETCH, **own)
+            if answer["status"] == Answer.OK:
+                forms, count = forms or answer["forms"], answer["parts"]
+                parts.append(np.frombuffer(unwrap(answer["bytes"]), np.uint8))
+                deadline = time.monotonic() + self._patience.seconds
+                continue
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"waited {self._patience} for {name!r} of replica {replica} on "
                     f"{worker}; last heard: {self._last_heard()}"
                 )
             # Not at once: the failure of a replica is known a little later.
-            gone = lambda: self._worker_of(replica) is None  # noqa: E731
+            gone = lambda: replica not in self._routing.workers  # noqa: E731
             self._wait_until(WaitCause.FETCH, gone, AGAIN_S)
-        return None
-
-    def _worker_of(self, replica: int) -> str | None:
-        failed = replica in self._inbox.peers.failed
-        return None if failed else self._routing.workers.get(replica)
+        arrays = join(forms, parts)
+        self._stats.received_bytes += sum(a.nbytes for a in arrays.values())
+        return arrays
 
     # ---- agreement after losses
 
@@ -464,30 +473,32 @@ class RemoteChannel(ReceivingChannel):
         if self._routing.relayed:
             super().agree(key, published, gone, load)
             return
+        # What those that are there have published comes; of failed ones some replicas
+        # may have updates that others lack. So all say what they have, round by round,
+        # until that is the same: one round after updates were requested, the next
+        # after states were taken over, where a request did not help.
         self._wait_for_survivors(published, gone)
-        failed = set(gone)
-        repaired = False  # by requesting updates; then only a state can help
-        deadline = math.inf
+        failed, deadline, requests = set(gone), math.inf, True
         for turn in itertools.count():
-            have, lost = self._compare(f"{key}, round {turn}", failed)
-            if lost != failed:  # another one failed since
-                failed, repaired, deadline = lost, False, math.inf
+            have, now_failed = self._compare(f"{key}, round {turn}", failed)
+            if now_failed != failed:  # another one meanwhile: what it had counts too
+                failed, deadline, requests = now_failed, math.inf, True
                 continue
-            first, *others = (_plain(received) for received in have.values())
+            first, *others = have.values()
             if all(received == first for received in others):
                 return
-            now, patience = time.monotonic(), self._patience
-            if now > deadline:
+            if time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"replicas {sorted(have)} did not come to the same updates within "
-                    f"{patience}, {turn + 1} rounds; last heard: {self._last_heard()}"
+                    f"{self._patience}, {turn + 1} rounds; last heard: "
+                    f"{self._last_heard()}"
                 )
-            deadline = min(deadline, now + patience.seconds)
-            if repaired:
-                self._take_state(have, load)
+            deadline = min(deadline, time.monotonic() + self._patience.seconds)
+            if requests:
+                self._request_missing(have)
             else:
-                self._pull_all(have)
-            repaired = not repaired
+                self._take_state(have, load)
+            requests = not requests
 
     def _wait_for_survivors(self, published: Last, gone: Last) -> None:
         def behind() -> Mapping[int, Sequence[int]]:
@@ -501,34 +512,31 @@ class RemoteChannel(ReceivingChannel):
         """What each survivor has, after nothing more is delivered; and who failed."""
         own = {self._replica: (self.published, ())}
         received: Mapping[int, Received] = {**self._inbox.hold(failed), **own}
-        note = [[o, last, list(more)] for o, (last, more) in sorted(received.items())]
-        met = self.barrier(key, {"received": note}, Barrier.AGREE)
+        payload = [
+            [o, last, list(more)] for o, (last, more) in sorted(received.items())
+        ]
+        met = self.barrier(key, {"received": payload}, Barrier.AGREE)
         survivors = sorted(met.payloads.keys() - met.gone.keys())
-        have = {r: _received(met.payloads[r]) for r in survivors}
-        return have, set(met.gone)
+        return {r: _received(met.payloads[r]) for r in survivors}, set(met.gone)
 
-    def _pull_all(self, have: Have) -> None:
-        """Request what is missing from one replica after the other."""
+    def _request_missing(self, have: Have) -> None:
+        """Request the updates that this replica lacks of one helper after the other."""
         target = settle(have)
         self._inbox.barrier.open(target)
-        for origin, sequences in missing(have[self._replica], target).items():
-            for helper in helpers(origin, sequences, have, have, self._replica):
-                if self._pull(helper, origin, target[origin]):
-                    break
 
-    def _pull(self, helper: int, origin: int, target: Received) -> bool:
-        """Request updates of one replica until it has no more; whether all are here."""
-        former: Sequence[int] = []
-        while True:
+        def lacking(origin: int) -> Sequence[int]:
             with self._inbox.changed:
                 received = self._inbox.received.by_origin()
-            lacking = missing(received, {origin: target})
-            if not lacking or lacking[origin] == former:
-                return not lacking
-            former = lacking[origin]
-            pulling = self._end.pull(helper, origin, former)
-            # The request has a bound of its own.
-            self._wait_until(WaitCause.REPAIR, pulling.done, None)
+            return missing(received, {origin: target[origin]}).get(origin, ())
+
+        for origin, sequences in missing(have[self._replica], target).items():
+            for helper in helpers(origin, sequences, have, have, self._replica):
+                former: Sequence[int] = ()
+                while (wanted := lacking(origin)) and wanted != former:
+                    pulling = self._end.pull(helper, origin, wanted)
+                    # The request has a bound of its own.
+                    self._wait_until(WaitCause.REPAIR, pulling.done, None)
+                    former = wanted
 
     def _take_state(self, have: Have, load: Load) -> None:
         """Begin again from a replica that has what this one cannot get."""
@@ -536,21 +544,16 @@ class RemoteChannel(ReceivingChannel):
         for donor in donors(have, self._replica):
             if donor not in workers:
                 continue
+            own = {"replica": donor, "cut": []}
             answer = self._ask_worker(
-                WaitCause.SNAPSHOT,
-                workers[donor],
-                protocol.SNAPSHOT,
-                replica=donor,
-                cut=[],
+                WaitCause.SNAPSHOT, workers[donor], protocol.SNAPSHOT, **own
             )
-            if answer is None or answer["status"] != Answer.OK:
+            if answer["status"] != Answer.OK:
                 continue
             snapshot = unwrap_arrays(answer["snapshot"])
-            if _plain(_received(snapshot)) != _plain(have[donor]):
+            if _received(snapshot) != have[donor]:  # it is of another time
                 continue
-            received = dict(_received(snapshot))
-            received.pop(self._replica, None)
-            self._inbox.begin(received, snapshot["grid"])
+            self._inbox.begin(self._received_with(snapshot), snapshot["grid"])
             load(snapshot)
             logger.warning(
                 "replica %s has taken the state of replica %s, which had more of those "
@@ -559,6 +562,12 @@ class RemoteChannel(ReceivingChannel):
                 donor,
             )
             return
+
+    def _received_with(self, snapshot: Mapping[str, Any]) -> Mapping[int, Received]:
+        """What this replica has received once it has loaded a snapshot."""
+        received = _received(snapshot)
+        received.pop(self._replica, None)
+        return received
 
     @override
     def stats(self) -> ChannelStats:
@@ -570,9 +579,7 @@ class RemoteChannel(ReceivingChannel):
         return now
 
 
-def _received(note: Mapping[str, Any]) -> dict[int, Received]:
-    return {origin: (last, tuple(more)) for origin, last, more in note["received"]}
-
-
-def _plain(received: Mapping[int, Received]) -> Mapping[int, Received]:
-    return {o: (last, more) for o, (last, more) in received.items() if last or more}
+def _received(payload: Mapping[str, Any]) -> dict[int, Received]:
+    """The updates that a replica says it has, of each origin of which it has any."""
+    received = ((o, (last, tuple(more))) for o, last, more in payload["received"])
+    return {o: own for o, own in received if any(own)}

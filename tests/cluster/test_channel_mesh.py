@@ -1,8 +1,12 @@
 """What only a mesh has to do: repair, agree without a relay, hold senders back."""
 
 import asyncio
+import re
+
+import pytest
 
 from daskdl.channel.protocol import Barrier, Message
+from daskdl.errors import WaitTimeoutError
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,
@@ -240,6 +244,27 @@ async def test_a_state_that_is_older_than_what_was_told_is_not_taken(c, s, *work
         assert (2, 2, ()) in state["received"]
         for replica in (0, 1):
             assert run.link(replica).inbox.received.by_origin()[2] == (2, ())
+
+
+@three_workers()
+async def test_those_that_never_come_to_the_same_updates_say_so_in_time(c, s, *workers):
+    timeouts = bounds(data=0.3, silence=1.0, request=0.2)
+    options = {"inbox_bytes": 1, "timeouts": timeouts}  # nothing is kept to send again
+    async with a_run(c, s, *workers, **CHAIN, **options) as run:
+        first, second, third = (sent_by(run, 2, entry) for entry in (1, 2, 3))
+        await run.deliver(0, first, second)
+        await run.deliver(1, third)
+        run.vanish(2)
+        run.live.lose(2, "in the middle of sending")
+
+        with pytest.raises(WaitTimeoutError) as caught:  # and nobody serves its state
+            await agree(run, [0, 1])
+
+        assert re.match(
+            r"replicas \[0, 1\] did not come to the same updates within 1\.3 s "
+            r"\(daskdl\.timeouts\.data \+ silence\), \d+ rounds; last heard: ",
+            str(caught.value),
+        )
 
 
 @three_workers()

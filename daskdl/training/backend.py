@@ -17,10 +17,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from daskdl.channel.leasing import RunSpec, SyncIntervals, partition_sizes
+from daskdl.channel.leasing import (
+    TO_ITS_END,
+    RunSpec,
+    SyncIntervals,
+    SyncPoint,
+    partition_sizes,
+)
 from daskdl.channel.protocol import Arrays
 from daskdl.data.source import Source, rows_in
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, SaveError
 from daskdl.serialization import Packed
 from daskdl.thresholds import average_sent
 from daskdl.training.base import CompressionState, Parameters
@@ -318,6 +324,7 @@ def run_spec_of(
     Raises:
         OptionError: If the data do not allow the checkpoints to write, or differ from
             those of the checkpoint to resume.
+        SaveError: If rows that remain in that checkpoint cannot be.
     """
     sizes = {}
     for phase, source in sources.items():
@@ -371,10 +378,27 @@ def run_spec_of(
             resumed=point,
         ),
     )
-    if resume is not None and point is not None and point.order != run.order:
-        raise OptionError(
-            f"{resume.url} was written in the middle of an epoch, and the data, their "
-            "parts, seed or shuffle are other ones now; resume with the same, or from "
-            "a checkpoint of the end of an epoch"
-        )
+    if resume is not None and point is not None:
+        _check_sync_point(point, run, resume.url)
     return run
+
+
+def _check_sync_point(point: SyncPoint, run: RunSpec, url: str) -> None:
+    """Refuse to resume in the middle of an epoch of other data.
+
+    Args:
+        point: Of the checkpoint.
+        run: That is about to begin.
+        url: Of the checkpoint.
+    """
+    if point.order != run.order:
+        raise OptionError(
+            f"{url} was written in the middle of an epoch, and the data, their parts, "
+            "seed or shuffle are other ones now; resume with the same, or from a "
+            "checkpoint of the end of an epoch"
+        )
+    rows = run.sizes["train"].rows
+    for one in (one for work in point.remaining for one in work.ranges):
+        known = rows[one.part] if one.part < len(rows) else 0
+        if not (one.stop == known == TO_ITS_END or one.start <= one.stop <= known):
+            raise SaveError(f"{url} is damaged: the data have no rows {one}")

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks import Callback, Checkpoint
 from daskdl.channel.base import BarrierResult, Channel
-from daskdl.channel.leasing import TO_ITS_END, SyncPoint
+from daskdl.channel.leasing import SyncPoint
 from daskdl.channel.protocol import WaitCause, Whole, check
 from daskdl.config import Bound, Timeouts
 from daskdl.data.stores.store import store_of
@@ -385,9 +385,6 @@ class ResumePlan:
                 check({name: row[name] for name in LOOKED_AT}, _ROW)
             if point is not None:
                 point = SyncPoint.from_wire(point)
-                ranges = [one for work in point.remaining for one in work.ranges]
-                if any(TO_ITS_END != one.stop < one.start for one in ranges):
-                    raise ValueError(f"{ranges!r:.80} remain")
             return cls(
                 found.store.url,
                 found.stamp,

@@ -148,20 +148,112 @@ def test_any_wrong_field_is_damage_and_named(kept, tmp_path, part):
     assert list(tried(kept, tmp_path, part)) == []
 
 
-@pytest.mark.parametrize(
-    "field", ["epoch", "rows", "epochs_before", "kind", "stopping"]
-)
-@pytest.mark.parametrize("how", [removed, retyped])
-def test_so_is_one_that_the_client_reads(kept, tmp_path, field, how):
+@pytest.fixture(scope="module")
+def in_an_epoch(tmp_path_factory):
+    """The first checkpoint of a fit, in the middle of its epoch."""
+    url = tmp_path_factory.mktemp("middle")
+    own = trainer("sharing", Checkpoint(url, every="2 steps", keep_last=None))
+    own.fit(X, Y, epochs=1, batch_size=4)
+    return "sharing", Series.at(url).folder(1)
+
+
+def resumed_with(kept, folder, change):
+    """What a fit makes of a checkpoint whose header was changed."""
     kind, store = kept
     for name in store.names():
-        (tmp_path / name).write_bytes(store.read(name))
-    target = Part(Series.at(tmp_path).store, "common")
+        (folder / name).write_bytes(store.read(name))
+    target = Part(Series.at(folder).store, "common")
     (stamp, said), (_, state) = target.header(), target.read()
     own = {name: value for name, value in state.items() if name not in said}
-    how(said, field)
+    change(said)
     target.write(target.copied(stamp, said, own))
+    return outcome(kind, folder)
 
-    found = outcome(kind, tmp_path)
+
+FIELDS = ["epoch", "sync_point", "rows", "stopping", "epochs_before"]
+FIELDS += ["kind", "fingerprint", "count", "members"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("how", [removed, retyped])
+def test_so_is_one_that_the_client_reads(kept, tmp_path, field, how):
+    found = resumed_with(kept, tmp_path, lambda said: how(said, field))
 
     assert isinstance(found, SaveError | OptionError), found
+
+
+BEST = [-1, float("nan"), -1, float("nan")]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epoch", "3"),
+        ("epoch", -1),
+        ("epoch", True),
+        ("epoch", 0),  # there is a row of an epoch
+        ("rows", [3]),
+        ("rows", [{}]),
+        ("rows", [{"epoch": 0, "loss": 1.0}]),
+        ("stopping", []),
+        ("stopping", [["x", 1.0, 1, 1.0], None, None, ""]),
+        ("stopping", [[1, 1.0, 1], None, None, ""]),
+        ("stopping", [BEST, "x", None, ""]),
+        ("stopping", [BEST, 1.0, "mood", ""]),
+        ("stopping", [BEST, 1.0, [], ""]),
+        ("stopping", [BEST, 1.0, "patience", None]),
+        ("epochs_before", -1),
+        ("fingerprint", [{}, "SGD"]),
+        ("fingerprint", [{}, 3, None]),
+        ("fingerprint", [{}, "SGD", 3]),
+        ("count", 0),
+        ("count", True),
+        ("members", []),
+        ("members", [0, 0]),
+        ("members", [-1]),
+        ("members", ["../../x"]),
+    ],
+    ids=repr,
+)
+def test_a_header_that_cannot_be_is_damage(kept, tmp_path, field, value):
+    found = resumed_with(kept, tmp_path, lambda said: said.update({field: value}))
+
+    assert isinstance(found, SaveError)
+    assert "is damaged" in str(found)
+
+
+@pytest.mark.parametrize(
+    "remaining",
+    [
+        "x",
+        [["x", []]],
+        [[0, [[0, 1]]]],
+        [[0, [[0, 1, "x"]]]],
+        [[0, [[0, 3, 2]]]],
+        [[0, [[-1, 0, 2]]]],
+        [[0, [[0, -1, 2]]]],
+        [[0, [[0, 0, 5]]]],  # of a part of 4 rows
+        [[0, [[0, 0, -1]]]],  # the part has a known length
+        [[0, [[6, 0, 4]]]],  # of 6 parts
+    ],
+    ids=repr,
+)
+def test_rows_that_cannot_remain_are_damage(in_an_epoch, tmp_path, remaining):
+    def change(said):
+        order, _, departed = said["sync_point"]
+        said["sync_point"] = [order, remaining, departed]
+
+    found = resumed_with(in_an_epoch, tmp_path, change)
+
+    assert isinstance(found, SaveError), found
+    assert "is damaged" in str(found)
+
+
+def test_rows_that_remain_of_other_data_are_refused(in_an_epoch, tmp_path):
+    def change(said):
+        said["sync_point"][0] += 1
+
+    found = resumed_with(in_an_epoch, tmp_path, change)
+
+    assert isinstance(found, OptionError)
+    assert "the data, their parts, seed or shuffle are other ones now" in str(found)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from daskdl import Checkpoint
-from daskdl.errors import OptionError, SaveError
+from daskdl.errors import OptionError
 from daskdl.saving.checkpoints import CheckpointPlan, Stamp
 from daskdl.training.checkpointing import LOOKED_AT, ResumePlan, checkpoints_of
 from tests.support.written import put
@@ -122,69 +122,6 @@ def test_two_of_them_are_refused(series):
 
     with pytest.raises(OptionError, match="at most one Checkpoint"):
         checkpoints_of(two, None)
-
-
-MISSING = [
-    "epoch",
-    "sync_point",
-    "rows",
-    "stopping",
-    "epochs_before",
-    "kind",
-    "fingerprint",
-]
-WRONG = [
-    ("epoch", "3"),
-    ("epoch", -1),
-    ("epoch", True),
-    ("epoch", -1),  # there are no rows
-    ("rows", None),
-    ("rows", [3]),
-    ("rows", [{}]),
-    ("stopping", None),
-    ("stopping", []),
-    ("stopping", [["x", 1.0, 1, 1.0], None, None, ""]),
-    ("stopping", [[1, 1.0, 1], None, None, ""]),
-    ("stopping", [VERDICT[0], "x", None, ""]),
-    ("stopping", [VERDICT[0], 1.0, "mood", ""]),
-    ("stopping", [VERDICT[0], 1.0, [], ""]),
-    ("stopping", [VERDICT[0], 1.0, "patience", None]),
-    ("epochs_before", None),
-    ("epochs_before", -1),
-    ("kind", 3),
-    ("fingerprint", None),
-    ("fingerprint", [{}, "SGD"]),
-    ("fingerprint", [{}, 3, None]),
-    ("fingerprint", [{}, "SGD", 3]),
-    ("sync_point", 3),
-    ("sync_point", [1]),
-    ("sync_point", ["x", []]),
-    ("sync_point", [1, [["x", []]]]),
-    ("sync_point", [1, [[0, [[0, 1]]]]]),
-    ("sync_point", [1, [[0, [[0, 1, "x"]]]]]),
-    ("sync_point", [1, [[0, [[0, 3, 2]]]]]),
-    ("sync_point", [1, [[0, [[-1, 0, 2]]]]]),
-    ("sync_point", [1, [[0, [[0, -1, 2]]]]]),
-    ("rows", [{"epoch": 0, "loss": 1.0}]),
-]
-
-
-@pytest.mark.parametrize("name", MISSING)
-def test_one_that_does_not_say_all_is_damaged(series, name):
-    put(series, 1, **saying())
-    found = series.newest()
-    del found.header[name]
-
-    with pytest.raises(SaveError, match=r"checkpoint-000001.* is damaged"):
-        ResumePlan.of(found)
-
-
-@pytest.mark.parametrize(("name", "value"), WRONG)
-def test_one_that_says_what_cannot_be_is_damaged(series, name, value):
-    put(series, 1, **saying(**{name: value}))
-
-    with pytest.raises(SaveError, match=r"checkpoint-000001.* is damaged"):
-        ResumePlan.of(series.newest())
 
 
 def test_all_that_is_said_is_read(series):

@@ -36,8 +36,9 @@ from daskdl.serialization import Packed
 from daskdl.thresholds import Sent
 
 
-class ExchangeStats(NamedTuple):
-    """What an exchange did in one epoch."""
+@dataclass
+class ExchangeStats:
+    """Counts what an exchange does in one epoch."""
 
     exchanges: int = 0
     density_sum: float = 0.0  # entries sent / parameters, summed over exchanges
@@ -528,6 +529,7 @@ class Exchange(ABC):
 
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context
+        self._stats = ExchangeStats()
         if context.snapshot is not None and MODEL in context.snapshot:
             packed: Packed[Parameters]
             packed = Packed.of(np.asarray(context.snapshot[MODEL]), MODEL)
@@ -580,7 +582,8 @@ class Exchange(ABC):
 
     def stats(self) -> ExchangeStats:
         """Counters since the last call, for the epoch's row of the history."""
-        return ExchangeStats()
+        stats, self._stats = self._stats, ExchangeStats()
+        return stats
 
     def step_stats(self) -> StepStats:
         """What the last step exchanged, for a row of `history.steps`."""
@@ -631,11 +634,10 @@ class SoloExchange(Exchange):
         if context.residual is not None:  # there is nobody to share it with
             self._start = Parameters.of(context.module)
             context.residual.deliver_(context.module)
-        self._steps = 0
 
     @override
     def after_step(self, interval: int, examples: int) -> None:
-        self._steps += 1
+        self._stats.steps += 1
         sent, steps = self._compression
         self._compression = CompressionState(sent, steps + 1)
 
@@ -647,11 +649,6 @@ class SoloExchange(Exchange):
     def agreed(self) -> Parameters:  # without a digest: there is nobody to compare with
         start, self._start = self._start, None
         return start or Parameters.of(self.context.module)
-
-    @override
-    def stats(self) -> ExchangeStats:
-        steps, self._steps = self._steps, 0
-        return ExchangeStats(steps=steps)
 
     def shared_context(self) -> ReplicaContext:
         """For the exchange that takes over when a second replica joins."""

@@ -36,6 +36,7 @@ from daskdl.data.source import Source
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training.optimizer_step import Group
+from daskdl.training.telemetry import EpochTotals
 from daskdl.util import settle
 
 T = TypeVar("T")
@@ -423,20 +424,13 @@ class Reader:
     Args:
         store: Has the parts.
         reading: How they are read.
-
-    Attributes:
-        skipped: Rows that could not be read, or not be used.
-        reason: Why the first of them, if any.
+        totals: Counts the rows that cannot be read or used, and says why.
     """
 
-    skipped: int
-    reason: str
-
-    def __init__(self, store: Store, reading: Reading) -> None:
-        self.skipped = 0
-        self.reason = ""
+    def __init__(self, store: Store, reading: Reading, totals: EpochTotals) -> None:
         self._store = store
         self._reading = reading
+        self.totals = totals
         self._held: tuple[int, Rows, np.ndarray | None] | None = None
         self._bad: set[int] = set()
         self._partial: set[int] = set()  # parts of which some files are left out
@@ -485,13 +479,13 @@ class Reader:
         if self._held is None and one.part not in self._bad:
             self._hold(one.part, keys[one.part])
         if self._held is None:
-            self.skipped += one.stop - one.start
+            self.totals.skipped += one.stop - one.start
             return None
         _, rows, order = self._held
         count, stop = batching.length(rows[0]), one.stop
         if one.part in self._partial:
             stop = max(min(stop, count), one.start)
-            self.skipped += one.stop - stop
+            self.totals.skipped += one.stop - stop
         else:
             self._check_length(count, one)
         within = slice(one.start, stop)
@@ -525,7 +519,7 @@ class Reader:
             return None
         rows, _ = joined_files(iter(files), self._check_rows)
         if rows is not None:
-            self.reason = self.reason or str(error)
+            self.totals.reason = self.totals.reason or str(error)
             self._partial.add(part)
         return rows
 
@@ -545,7 +539,7 @@ class Reader:
             name = self._store.name(self._reading.phase, part)
             if not is_left_out(error, name, self._reading.skips):
                 raise
-            self.reason = self.reason or str(error)
+            self.totals.reason = self.totals.reason or str(error)
             self._bad.add(part)
 
     def _check_length(self, rows: int, one: Range) -> None:
@@ -588,19 +582,17 @@ class Feed:
         epoch: Counted from 0.
         store: Has the parts.
         reading: How they are read.
+        totals: Counts the rows that are left out. Its mean loss so far is reported with
+            each finished lease.
         transform: What is made of each batch before it is trained on, or None.
 
     Attributes:
-        loss: Mean loss of this epoch so far, for the client's bar.
         rows: Rows of the group yielded last.
-        dropped: Rows that filled no batch, and were left out for that.
         sync_point: What is left of the epoch, if the last groups ended a sync interval
             before its end; else None. Once all have met, `groups` goes on.
     """
 
-    loss: float
     rows: int
-    dropped: int
     sync_point: SyncPoint | None
 
     def __init__(
@@ -609,28 +601,19 @@ class Feed:
         epoch: int,
         store: Store,
         reading: Reading,
+        totals: EpochTotals,
         transform: Transform | None = None,
     ) -> None:
         self._channel = channel
         self._epoch = epoch
         self._reading = reading
-        self._reader = Reader(store, reading)
+        self.totals = totals
+        self._reader = Reader(store, reading, totals)
         self._transform = transform
         self._given = self._done = 0  # rows: passed to the batches, and done with
         self._held: deque[tuple[Lease, int, int]] = deque()  # rows, and `_given` after
-        self.loss = 0.0
-        self.rows = self.dropped = 0
+        self.rows = 0
         self.sync_point = None
-
-    @property
-    def skipped(self) -> int:
-        """Rows that could not be read, or not be used."""
-        return self._reader.skipped
-
-    @property
-    def reason(self) -> str:
-        """Why the first of them was left out; "" if none was."""
-        return self._reader.reason
 
     def batches(self) -> Iterator[Batch]:
         """Yield batches; the one before is done with when the next is asked for."""
@@ -668,17 +651,16 @@ class Feed:
         for batch in batches(self._chunks(lease), size):
             if self._reading.drop_last and (rows := batching.length(batch[0])) < size:
                 self._done += rows
-                self.dropped += rows
+                self.totals.dropped += rows
             else:
                 yield batch
 
     def _lease(self, *, wait: bool) -> Lease | None:
-        finished = []
+        finished, totals = [], self.totals
         while self._held and self._held[0][2] <= self._done:
             lease, examples, _ = self._held.popleft()
-            finished.append(
-                {"lease": lease.number, "examples": examples, "loss": self.loss}
-            )
+            loss = totals.loss_sum / max(totals.examples, 1)
+            finished.append({"lease": lease.number, "examples": examples, "loss": loss})
         phase = self._reading.phase
         leased = self._channel.lease(phase, self._epoch, finished, wait=wait)
         if isinstance(leased, SyncPoint):

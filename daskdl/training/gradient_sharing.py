@@ -72,7 +72,7 @@ class GradientSharingExchange(Exchange):
 
     def __init__(self, context: ReplicaContext, options: "GradientSharing") -> None:
         sent, made = context.compression or CompressionState({}, 0)
-        self.context = context
+        super().__init__(context)
         self._options = options
         self._channel = context.channel
         self._untrained = context.untrained
@@ -100,11 +100,7 @@ class GradientSharingExchange(Exchange):
         self._lead = 0
         self._density = math.nan
         self._frames: list[Frame] = []
-        # For the epoch, since the last `stats`.
-        self._exchanges = self._steps = self._lead_sum = 0
-        self._density_sum = 0.0
-        self._clipped_before = 0.0
-        self._frozen_bytes = 0  # at the last barrier
+        self._clipped_before = 0.0  # at the last `stats`
 
         self._replicas = 0
         self._scale_for(len(context.members))
@@ -147,7 +143,7 @@ class GradientSharingExchange(Exchange):
     @override
     def before_step(self, interval: int) -> None:
         options, started = self._options, self._now()
-        if not self._steps:  # callbacks have run since the end of the epoch before
+        if not self._stats.steps:  # on_epoch_begin has run
             self._vector.sync_from_parameters_()
         replicas = 1 + len(self._channel.peers())
         if replicas != self._replicas:
@@ -157,8 +153,8 @@ class GradientSharingExchange(Exchange):
         ahead = self._channel.wait_for_peers(self._step, interval, bound)
         waited = self._now()
         self._lead = options.least_lead(self._step, ahead)
-        self._lead_sum += self._lead
-        self._steps += 1
+        self._stats.lead_sum += self._lead
+        self._stats.steps += 1
         self._density, self._frames, self._encode_s = math.nan, [], 0.0
         self._apply(self._channel.drain(self._step if self._in_step else None))
         self._began = self._now()
@@ -214,8 +210,8 @@ class GradientSharingExchange(Exchange):
         entries = sum(update.entries for update in waiting[: len(frames)])
         density = entries / self._vector.size
         self._density, self._frames = density, frames
-        self._density_sum += density
-        self._exchanges += 1
+        self._stats.density_sum += density
+        self._stats.exchanges += 1
         if self._compressor.follows_link:
             measured = Measured(
                 self._vector.size,
@@ -272,7 +268,7 @@ class GradientSharingExchange(Exchange):
         self._untrained.look()
         untrained = self._untrained.take()
         frozen = [array for n, array in untrained.items() if n.startswith(FROZEN)]
-        self._frozen_bytes = sum(array.nbytes for array in frozen)
+        self._stats.frozen_bytes = sum(array.nbytes for array in frozen)
         self._served = False
         key = f"sync {interval}"
         met = self._channel.barrier(
@@ -330,19 +326,10 @@ class GradientSharingExchange(Exchange):
 
     @override
     def stats(self) -> ExchangeStats:
-        compressor = self._compressor
-        stats = ExchangeStats(
-            self._exchanges,
-            self._density_sum,
-            mean([sent.threshold for sent in compressor.sent.values()]),
-            compressor.clipped - self._clipped_before,
-            self._lead_sum,
-            self._steps,
-            self._frozen_bytes,
-        )
+        stats, compressor = super().stats(), self._compressor
+        stats.threshold = mean([sent.threshold for sent in compressor.sent.values()])
+        stats.clipped = compressor.clipped - self._clipped_before
         self._clipped_before = compressor.clipped
-        self._exchanges = self._steps = self._lead_sum = 0
-        self._density_sum = 0.0
         return stats
 
     @override

@@ -18,7 +18,6 @@ from daskdl.data.batching import floating_dtype, length, to_device
 from daskdl.data.models import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
 from daskdl.objective import Batch, Objective, OwnStep, Penalised, is_sum, on_device
-from daskdl.serialization import Packed
 from daskdl.training.base import check_like
 
 Key = tuple[int, str]  # parameter number in the optimizer, name of the state
@@ -160,12 +159,6 @@ def _check_tensors(optimizer: Optimizer, group: Mapping[str, Any], what: str) ->
                 check_like(parameter, value, where)
             elif not isinstance(value, torch.Tensor | int | float | None):
                 raise SaveError(f"{where} is damaged: it is a {type(value).__name__}")
-
-
-def load_optimizer_(optimizer: Optimizer, payload: NDArray[np.uint8]) -> None:
-    """Go on from another replica's state, as the bytes of a pack."""
-    state: Packed[dict[str, Any]] = Packed.of(payload, "optimizer")
-    optimizer.load_state_dict(state.unpack())
 
 
 # A decision after each so many steps. In fewer there would be too few low losses where

@@ -22,7 +22,6 @@ from daskdl.training.base import (
     CompressionState,
     Exchange,
     ExchangeResult,
-    ExchangeStats,
     Parameters,
     ReplicaContext,
     Resumed,
@@ -173,7 +172,7 @@ class AveragingExchange(Exchange):
         frequency: int,
         fan_out: int,
     ) -> None:
-        self.context = context
+        super().__init__(context)
         self._channel = context.channel
         self._replica = context.replica
         self._frequency = frequency
@@ -185,7 +184,6 @@ class AveragingExchange(Exchange):
         self._untrained = context.untrained
         self._behind = False  # others may have a later mean
         self._made = 0 if context.compression is None else context.compression.steps
-        self._means = self._steps = 0  # since the last `stats`
         self._sent_bytes, self._sent_kind = 0, ""  # in this step
         self._wait_s = 0.0  # in this step
         self.exchanged = False
@@ -228,7 +226,7 @@ class AveragingExchange(Exchange):
     @override
     def after_step(self, interval: int, examples: int) -> None:
         self._made += 1
-        self._steps += 1
+        self._stats.steps += 1
         self._since += 1
         self._trained += 1
         if self._trained.bit_count() == 1:
@@ -298,7 +296,9 @@ class AveragingExchange(Exchange):
         if blob is not None:
             self._sent_bytes += mean.sent_bytes
             self._sent_kind = mean.kind
-            self._means += not decided.settles
+            if not decided.settles:
+                self._stats.exchanges += 1
+                self._stats.density_sum += 1.0
             mean.take_(blob, step=not decided.settles)
             self._has(decided.number)
 
@@ -327,12 +327,6 @@ class AveragingExchange(Exchange):
     def agreed(self) -> Parameters:
         start, self._start = self._start, None
         return start or super().agreed()
-
-    @override
-    def stats(self) -> ExchangeStats:
-        means, steps = self._means, self._steps
-        self._means = self._steps = 0
-        return ExchangeStats(means, float(means), steps=steps)
 
     @override
     def step_stats(self) -> StepStats:

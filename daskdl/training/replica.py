@@ -320,7 +320,7 @@ class Replica:
         begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
         for callback in self._spec.callbacks:
             callback.on_epoch_begin(begin)
-        feed = self._feed("train", epoch)
+        feed = self._feed("train", epoch, self.totals)
         while True:
             self._train_interval(epoch, feed)
             if feed.sync_point is None:
@@ -329,18 +329,13 @@ class Replica:
 
     def _train_interval(self, epoch: int, feed: Feed) -> None:
         totals, started = self.totals, time.perf_counter()
-        skipped, dropped = feed.skipped, feed.dropped
 
         def rest() -> None:
             self.exchange.sync(self.interval, totals.examples, ended=False)
 
         for group in feed.groups(rest, self._spec.stepping.accumulate):
             self._step(epoch, group, feed.rows)
-            feed.loss = totals.loss_sum / totals.examples
         totals.seconds += time.perf_counter() - started
-        totals.skipped += feed.skipped - skipped
-        totals.dropped += feed.dropped - dropped
-        totals.reason = totals.reason or feed.reason
 
     def _step(self, epoch: int, group: Group, rows: int) -> None:
         self._channel.check()
@@ -378,12 +373,12 @@ class Replica:
             row = StepRow(epoch, self.steps, self._number, loss, rate, *stats, step_s)
             self._log.add(row)
 
-    def _feed(self, phase: str, epoch: int) -> Feed:
+    def _feed(self, phase: str, epoch: int, totals: EpochTotals) -> Feed:
         reading = self._spec.reading(phase, epoch)
         if not isinstance(self._spec.objective, OwnStep):
             reading = replace(reading, fits=self._check_shapes)
         transform = self._spec.read.transform
-        return Feed(self._channel, epoch, self._store, reading, transform)
+        return Feed(self._channel, epoch, self._store, reading, totals, transform)
 
     def _check_shapes(self, rows: Rows, name: str) -> None:
         self._shapes.check(self.module, self._device, rows, name)
@@ -465,13 +460,14 @@ class Replica:
         """The score of this replica's share, and why some of it was left out."""
         if not self._spec.evaluation.scored(epoch):
             return None, ""
-        feed = self._feed("validation", epoch)
+        totals = EpochTotals()
+        feed = self._feed("validation", epoch, totals)
         self._channel.serve_snapshot(None)  # the module shows something else meanwhile
         with self.exchange.showing_agreed():
             objective, batches = self._spec.objective, feed.batches()
             score = score_batches(self.module, objective, batches, self._device)
         self._channel.serve_snapshot(self.snapshot)
-        return score, feed.reason
+        return score, totals.reason
 
     def _checkpoint(
         self, epoch: int, sync_point: SyncPoint | None = None

@@ -208,8 +208,8 @@ class EpochReport:
         """Plain values."""
         return {
             **vars(self),
-            "totals": list(vars(self.totals).values()),
-            "exchange": list(self.exchange),
+            "totals": vars(self.totals),
+            "exchange": vars(self.exchange),
             "traffic": vars(self.traffic),
             "score": None if self.score is None else list(self.score),
             "best": list(self.best),
@@ -222,8 +222,8 @@ class EpochReport:
         return cls(
             **{
                 **fields,
-                "totals": EpochTotals(*fields["totals"]),
-                "exchange": ExchangeStats(*fields["exchange"]),
+                "totals": EpochTotals(**fields["totals"]),
+                "exchange": ExchangeStats(**fields["exchange"]),
                 "traffic": ChannelStats(**fields["traffic"]),
                 "score": None if score is None else Score(*score),
                 "best": BestScore(*fields["best"]),
@@ -241,68 +241,6 @@ def reports_of(payloads: Mapping[int, Any]) -> Reports:
         payloads: What replicas brought there, by replica.
     """
     return [EpochReport.from_wire(payloads[replica]) for replica in sorted(payloads)]
-
-
-def row_of(
-    epoch: int,
-    reports: Reports,
-    counted: Mapping[str, Any],
-    size: int,
-    seconds: float,
-    scores: Sequence[str] = (),
-    left_out: int = 0,
-) -> dict[str, Any]:
-    """Sum up an epoch.
-
-    Args:
-        epoch: Counted from 0.
-        reports: Of all replicas.
-        counted: ``"departed"``, see `_trained`, and the scheduler's counters
-            ``"repeated"`` and ``"refused"``.
-        size: Parameters of the model.
-        seconds: Since the end of the epoch before.
-        scores: Columns of the validation data; NaN where the model was not scored.
-        left_out: Examples that were in no part from the beginning.
-
-    Raises:
-        DataError: If all examples were left out.
-    """
-    departed = counted["departed"]
-    check_trained(epoch, reports, departed)
-    stats = [report.exchange for report in reports]
-    traffic = [report.traffic for report in reports]
-    loss_sum, examples = _trained(reports, departed)
-    steps = sum(s.steps for s in stats)
-    exchanges = sum(s.exchanges for s in stats)
-    waits: Counter[str] = Counter()
-    for carried in traffic:
-        waits.update(carried.waits_s)
-    # The replica whose schedule is farthest: the others go on from there.
-    farthest = max(reports, key=lambda r: r.scheduled, default=EpochReport())
-    row = {
-        "epoch": epoch,
-        "loss": loss_sum / examples if examples else math.nan,
-        "examples": examples,
-        "seconds": seconds,
-        "examples_per_s": examples / seconds,
-        "density": sum(s.density_sum for s in stats) / max(exchanges, 1),
-        "threshold": mean([s.threshold for s in stats if not math.isnan(s.threshold)]),
-        "learning_rate": farthest.learning_rate,
-        "sent_bytes": sum(t.sent_bytes for t in traffic),
-        "received_bytes": sum(t.received_bytes for t in traffic),
-        "dense_bytes": 4 * size * exchanges,
-        "staleness": sum(s.lead_sum for s in stats) / max(steps, 1),
-        "waits": dict(waits),
-        "clipped": sum(s.clipped for s in stats),
-        "replicas": len(reports),
-        "repeated_pieces": counted["repeated"],
-        "skipped_examples": left_out + sum(r.totals.skipped for r in reports),
-        "refused_messages": counted["refused"] + sum(t.refused for t in traffic),
-        "repaired_updates": sum(t.repaired for t in traffic),
-        "withheld": sum(t.withheld for t in traffic),
-        "folds": sum(t.folds for t in traffic),
-    }
-    return {**row, **dict.fromkeys(scores, math.nan), **validation(reports)}
 
 
 def check_trained(
@@ -380,10 +318,10 @@ class RowLog:
 
     Args:
         size: Parameters of the model.
-        columns: Of the scores.
+        columns: Of the scores; NaN in epochs that were not scored.
         rows: Of the epochs before.
         now: Seconds, of a clock that never goes back.
-        left_out: See `row_of`.
+        left_out: Examples that were in no part from the beginning.
 
     Attributes:
         rows: Oldest first.
@@ -409,10 +347,56 @@ class RowLog:
     def end_epoch(
         self, epoch: int, reports: Reports, counted: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Add the row of an epoch, and return it; see `row_of`."""
+        """Add the row of an epoch, and return it.
+
+        Args:
+            epoch: Counted from 0.
+            reports: Of all replicas.
+            counted: ``"departed"``, see `_trained`, and the scheduler's counters
+                ``"repeated"`` and ``"refused"``.
+
+        Raises:
+            DataError: If all examples were left out.
+        """
         now = self._now()
         seconds, self._before = now - self._before, now
-        columns, left_out = self._columns, self._left_out
-        row = row_of(epoch, reports, counted, self._size, seconds, columns, left_out)
+        departed = counted["departed"]
+        check_trained(epoch, reports, departed)
+        stats = [report.exchange for report in reports]
+        thresholds = [s.threshold for s in stats if not math.isnan(s.threshold)]
+        traffic = [report.traffic for report in reports]
+        loss_sum, examples = _trained(reports, departed)
+        steps = sum(s.steps for s in stats)
+        exchanges = sum(s.exchanges for s in stats)
+        waits: Counter[str] = Counter()
+        for carried in traffic:
+            waits.update(carried.waits_s)
+        # The replica whose schedule is farthest: the others go on from there.
+        farthest = max(reports, key=lambda r: r.scheduled, default=EpochReport())
+        row = {
+            "epoch": epoch,
+            "loss": loss_sum / examples if examples else math.nan,
+            "examples": examples,
+            "seconds": seconds,
+            "examples_per_s": examples / seconds,
+            "density": sum(s.density_sum for s in stats) / max(exchanges, 1),
+            "threshold": mean(thresholds),
+            "learning_rate": farthest.learning_rate,
+            "sent_bytes": sum(t.sent_bytes for t in traffic),
+            "received_bytes": sum(t.received_bytes for t in traffic),
+            "dense_bytes": 4 * self._size * exchanges,
+            "staleness": sum(s.lead_sum for s in stats) / max(steps, 1),
+            "waits": dict(waits),
+            "clipped": sum(s.clipped for s in stats),
+            "replicas": len(reports),
+            "repeated_pieces": counted["repeated"],
+            "skipped_examples": self._left_out + sum(r.totals.skipped for r in reports),
+            "refused_messages": counted["refused"] + sum(t.refused for t in traffic),
+            "repaired_updates": sum(t.repaired for t in traffic),
+            "withheld": sum(t.withheld for t in traffic),
+            "folds": sum(t.folds for t in traffic),
+        }
+        row.update(dict.fromkeys(self._columns, math.nan))
+        row.update(validation(reports))
         self.rows.append(row)
         return row

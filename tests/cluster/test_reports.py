@@ -89,7 +89,7 @@ class TestSteps:
         assert all(row["step_s"] > row["encode_s"] > 0 for row in history.steps)
 
     def test_those_of_an_epoch_that_did_not_end_are_there(self, client):
-        own = trainer(client, telemetry_every=1, callbacks=[FailAt40()])
+        own = trainer(client, telemetry_every=1, callbacks=[FailAt41()])
 
         with pytest.raises(ReplicaError, match="enough"):
             own.fit(X, Y, epochs=1000, batch_size=8)
@@ -98,9 +98,9 @@ class TestSteps:
         assert steps == list(range(1, 41))
 
 
-class FailAt40(Callback):
+class FailAt41(Callback):
     def on_step_end(self, step):
-        if step.replica == 1 and step.number == 40:
+        if step.replica == 1 and step.number == 41:
             raise RuntimeError("enough")
 
 

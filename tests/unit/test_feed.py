@@ -6,6 +6,7 @@ import numpy as np
 
 from daskdl.channel.leasing import Lease, Range
 from daskdl.training.data_feed import Feed, Reading
+from daskdl.training.telemetry import EpochTotals
 
 
 class Leasing:
@@ -61,7 +62,7 @@ class Rows:
 def feed(channel, store, transform=None, **changes):
     options = {"seed": None, "batch_size": 2, "prefetch": 2, "labels": None}
     reading = Reading("train", **{**options, "skips": False, **changes})
-    return Feed(channel, 0, store, reading, transform)
+    return Feed(channel, 0, store, reading, EpochTotals(), transform)
 
 
 def numbers(group):
@@ -157,7 +158,7 @@ def test_a_part_that_cannot_be_read_is_counted_and_given_back():
     got = [numbers([batch]) for batch in own.batches()]
 
     assert got == [[[0, 1]], [[200, 201]]]
-    assert own.skipped == 3
+    assert own.totals.skipped == 3
     assert channel.returned == [0, 1, 2]
 
 

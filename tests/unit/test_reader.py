@@ -17,6 +17,7 @@ from daskdl.errors import (
     WaitTimeoutError,
 )
 from daskdl.training.data_feed import Reader, Reading
+from daskdl.training.telemetry import EpochTotals
 
 READING = Reading(
     phase="train", seed=None, batch_size=2, prefetch=2, labels=None, skips=False
@@ -68,7 +69,7 @@ def piece(*ranges, ahead=None):
 
 
 def reader(store, **changes):
-    return Reader(store, dataclasses.replace(READING, **changes))
+    return Reader(store, dataclasses.replace(READING, **changes), EpochTotals())
 
 
 def numbers(chunks):
@@ -201,7 +202,7 @@ class TestLabels:
         own = reader(Noting(), labels=self.TWO, skips=True)
 
         assert list(own.chunks(piece((3, 0, 2)))) == []
-        assert own.skipped == 2
+        assert own.totals.skipped == 2
 
     def test_those_of_a_stream_are_looked_at_too(self):
         own = reader(Noting(), labels=self.TWO)
@@ -239,7 +240,7 @@ class TestSkipping:
         got = numbers(own.chunks(piece((0, 0, 2), (1, 0, 3), (1, 3, 8), (2, 0, 1))))
 
         assert got == [[0, 1], [200]]
-        assert own.skipped == 8
+        assert own.totals.skipped == 8
         assert caplog.messages == [f"part 1 of the train data is left out: {error}"]
 
     def test_it_is_not_asked_for_again(self):

@@ -9,6 +9,7 @@ from daskdl.channel.leasing import TO_ITS_END, Lease, Range
 from daskdl.data.batching import batches
 from daskdl.errors import DataError, LostPieceError
 from daskdl.training.data_feed import Reader, Reading
+from daskdl.training.telemetry import EpochTotals
 
 
 class Store:
@@ -61,6 +62,10 @@ def reading(skips=False, prefetch=2, seed=None):
     return Reading("train", seed, 4, prefetch, None, skips)
 
 
+def reader_of(store, reading):
+    return Reader(store, reading, EpochTotals())
+
+
 def piece_of(*ranges, ahead=None):
     parts = {one[0]: "" for one in ranges} | ({} if ahead is None else {ahead: ""})
     return Lease(0, Counted(Range(*one) for one in ranges), parts, ahead)
@@ -70,7 +75,7 @@ def test_many_small_parts_do_not_take_longer_each():
     piece = piece_of(*((part, 0, 1) for part in range(400)))
     Counted.looks = 0
 
-    chunks = list(Reader(Store(), reading()).chunks(piece))
+    chunks = list(reader_of(Store(), reading()).chunks(piece))
 
     assert len(chunks) == 400
     assert Counted.looks <= 400 * 3 * (2 * 4 + 1)  # rows of two batches ahead, not 400
@@ -83,7 +88,7 @@ def test_parts_with_rows_of_so_many_batches_are_begun(prefetch, begun):
     store = Store()
     piece = piece_of(*((part, 0, 1) for part in range(20)))
 
-    next(Reader(store, reading(prefetch=prefetch)).chunks(piece))
+    next(reader_of(store, reading(prefetch=prefetch)).chunks(piece))
 
     assert store.begun == begun
     assert store.wanted == set(begun)
@@ -93,7 +98,7 @@ def test_the_next_part_is_begun_in_any_case():
     store = Store(rows=100)
     piece = piece_of((0, 0, 50), (0, 50, 100), (1, 0, 100), (2, 0, 100))
 
-    next(Reader(store, reading()).chunks(piece))
+    next(reader_of(store, reading()).chunks(piece))
 
     assert store.begun == [0, 1]
 
@@ -101,7 +106,7 @@ def test_the_next_part_is_begun_in_any_case():
 def test_the_part_ahead_is_begun_when_the_piece_has_no_other():
     store = Store(rows=100)
 
-    next(Reader(store, reading()).chunks(piece_of((0, 0, 50), ahead=7)))
+    next(reader_of(store, reading()).chunks(piece_of((0, 0, 50), ahead=7)))
 
     assert store.begun == [0, 7]
 
@@ -109,14 +114,14 @@ def test_the_part_ahead_is_begun_when_the_piece_has_no_other():
 def test_no_shard_of_a_stream_is_begun():
     store = Store(bits=[2, 2])
 
-    list(Reader(store, reading()).chunks(piece_of((0, 0, TO_ITS_END), ahead=1)))
+    list(reader_of(store, reading()).chunks(piece_of((0, 0, TO_ITS_END), ahead=1)))
 
     assert store.begun == []
 
 
 @pytest.mark.parametrize("seed", [None, (0, 0)], ids=["in order", "shuffled"])
 def test_rows_that_are_not_there_are_an_error(seed):
-    reader = Reader(Store(rows=5), reading(seed=seed))
+    reader = reader_of(Store(rows=5), reading(seed=seed))
     chunks = reader.chunks(piece_of((3, 0, 4), (3, 4, 8)))
     next(chunks)
 
@@ -125,7 +130,7 @@ def test_rows_that_are_not_there_are_an_error(seed):
 
 
 def test_the_rest_of_a_bad_stream_is_left_out_if_it_may_be():
-    reader = Reader(Store(bits=[4, ValueError("torn")]), reading(skips=True))
+    reader = reader_of(Store(bits=[4, ValueError("torn")]), reading(skips=True))
 
     chunks = list(reader.chunks(piece_of((0, 0, TO_ITS_END), (1, 0, TO_ITS_END))))
 
@@ -136,14 +141,14 @@ def test_the_rest_of_a_bad_stream_is_left_out_if_it_may_be():
     ("error", "skips"), [(ValueError("torn"), False), (LostPieceError("gone"), True)]
 )
 def test_an_error_of_a_stream_comes_out(error, skips):
-    reader = Reader(Store(bits=[error]), reading(skips=skips))
+    reader = reader_of(Store(bits=[error]), reading(skips=skips))
 
     with pytest.raises(type(error), match=str(error)):
         list(reader.chunks(piece_of((0, 0, TO_ITS_END))))
 
 
 def test_an_error_of_a_stream_says_which_part_it_is_of():
-    reader = Reader(Store(bits=[ValueError("torn")]), reading())
+    reader = reader_of(Store(bits=[ValueError("torn")]), reading())
 
     with pytest.raises(ValueError, match="torn") as caught:
         list(reader.chunks(piece_of((5, 0, TO_ITS_END))))
@@ -178,7 +183,7 @@ class Watched(Store):
 @pytest.mark.parametrize("seed", [None, (0, 0)], ids=["in order", "shuffled"])
 def test_a_part_that_is_done_with_is_gone_when_the_next_is_waited_for(seed):
     store = Watched(rows=8)
-    chunks = Reader(store, reading(seed=seed)).chunks(
+    chunks = reader_of(store, reading(seed=seed)).chunks(
         piece_of((0, 0, 8), (1, 0, 8), (2, 0, 8))
     )
 
@@ -190,7 +195,7 @@ def test_a_part_that_is_done_with_is_gone_when_the_next_is_waited_for(seed):
 
 def test_what_has_come_of_a_stream_is_gone_likewise():
     store = Watched(bits=[8, 8, 8])
-    chunks = Reader(store, reading()).chunks(piece_of((0, 0, TO_ITS_END)))
+    chunks = reader_of(store, reading()).chunks(piece_of((0, 0, TO_ITS_END)))
 
     for _ in batches(chunks, 4):
         pass

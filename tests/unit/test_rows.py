@@ -8,7 +8,7 @@ from daskdl.errors import DataError
 from daskdl.history import COLUMNS
 from daskdl.scores import Score
 from daskdl.training.base import ExchangeStats
-from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals, row_of
+from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals, RowLog
 
 FIRST = ExchangeStats(
     exchanges=4, density_sum=0.5, threshold=0.25, clipped=1.5, lead_sum=6, steps=5
@@ -58,8 +58,9 @@ def note(
     )
 
 
-def row(*notes, size=10, seconds=2.0, **counted):
-    return row_of(3, notes, {**NOTHING, **counted}, size, seconds)
+def row(*notes, size=10, seconds=2.0, columns=(), **counted):
+    log = RowLog(size, columns, now=iter((5.0, 5.0 + seconds)).__next__)
+    return log.end_epoch(3, notes, {**NOTHING, **counted})
 
 
 NOTHING = {"repeated": 0, "refused": 0, "departed": []}
@@ -101,7 +102,7 @@ def test_a_row_has_the_documented_columns_and_no_others():
 
 
 def test_a_replica_that_has_sent_nothing_has_no_threshold_to_count():
-    silent = SECOND._replace(threshold=math.nan)
+    silent = dataclasses.replace(SECOND, threshold=math.nan)
 
     assert row(note(1.0, 1), note(1.0, 1, silent))["threshold"] == 0.25
     assert math.isnan(row(note(1.0, 1, silent))["threshold"])
@@ -160,7 +161,7 @@ def test_what_departed_replicas_had_finished_counts():
 
 
 def test_scores_that_were_not_computed_are_not_a_number():
-    made = row_of(3, [note(1.0, 1)], NOTHING, 10, 2.0, ("val_loss", "val_accuracy"))
+    made = row(note(1.0, 1), columns=("val_loss", "val_accuracy"))
 
     assert list(made)[-2:] == ["val_loss", "val_accuracy"]
     assert math.isnan(made["val_loss"])
@@ -170,7 +171,7 @@ def test_scores_that_were_not_computed_are_not_a_number():
 def test_scores_that_were_computed_are_in_their_columns():
     reports = [note(1.0, 1, score=[3.0, 1, 2, 2])]
 
-    made = row_of(3, reports, NOTHING, 10, 2.0, ("val_loss", "val_accuracy"))
+    made = row(*reports, columns=("val_loss", "val_accuracy"))
 
     assert (made["val_loss"], made["val_accuracy"]) == (1.5, 0.5)
 

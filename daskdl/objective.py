@@ -1,6 +1,6 @@
-"""What training makes small: a loss of the model's output, or a step of the user's own.
+"""The objective of training: a loss of the model's output, or the user's own step.
 
-Everything that runs a model on labelled rows takes either, and asks here.
+Everything that runs a model on labelled rows accepts either.
 """
 
 import functools
@@ -35,7 +35,7 @@ Objective = Loss | OwnStep
 def objective_of(loss: Any, step: Any) -> Any:
     """Choose between the two arguments of a trainer; exactly one must be given.
 
-    A loss is returned as it is, whatever it is: who uses it checks it.
+    A loss is returned unchecked.
 
     Raises:
         OptionError: If both are given, or neither, or the step cannot be called.
@@ -60,7 +60,7 @@ neither
 
 
 def batch_loss(objective: Objective, module: nn.Module, batch: Batch) -> Tensor:
-    """Run a model on a batch; the loss of it.
+    """Run a model on a batch and return the loss.
 
     Example:
         >>> x = torch.tensor([[3.0]])
@@ -74,15 +74,15 @@ def batch_loss(objective: Objective, module: nn.Module, batch: Batch) -> Tensor:
 
 
 class Penalised(ABC):
-    """A module that adds something of its own to the loss it is trained with."""
+    """A module that adds a penalty to the loss, such as weight decay."""
 
     @abstractmethod
     def penalty(self) -> Tensor | None:
-        """What it adds after a forward pass, whatever the number of rows, or None."""
+        """Return the penalty after a forward pass, for any number of rows, or None."""
 
 
 def on_device(objective: Objective, device: torch.device) -> Objective:
-    """Move what it holds, class weights for one; a module is changed in place."""
+    """Move its tensors, such as class weights; a module is changed in place."""
     holder = objective.function if isinstance(objective, OwnStep) else objective
     if isinstance(holder, nn.Module):
         holder.to(device)
@@ -90,7 +90,7 @@ def on_device(objective: Objective, device: torch.device) -> Objective:
 
 
 def is_sum(objective: Objective) -> bool:
-    """Whether it says that it sums over the rows of a batch; else it is a mean.
+    """Return whether it sums over the rows of a batch; otherwise it is a mean.
 
     Example:
         >>> is_sum(nn.MSELoss(reduction="sum")), is_sum(nn.MSELoss())

@@ -40,7 +40,7 @@ class ResidualClipping(ResidualPostProcessor):
     """Cut the residual to a multiple of the threshold every few exchanges.
 
     A residual of many quanta takes many exchanges to drain, and is stale by the time it
-    arrives. What is cut is lost; the history counts it as ``clipped``.
+    arrives. The removed mass is lost; the history counts it as ``clipped``.
 
     Args:
         multiple: Bound in thresholds, finite, >= 1.

@@ -29,7 +29,7 @@ LARGER = 1.5  # times the bytes of a smallest request: large enough to show a pr
 
 
 class Drained(NamedTuple):
-    """What has left a channel since the previous call."""
+    """Frames that a channel has delivered since the previous call."""
 
     nbytes: int = 0  # of frames that were delivered, each copy counted
     frames: int = 0  # that were delivered, likewise
@@ -39,7 +39,7 @@ class Drained(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one exchange sent, and what the channel delivered since the one before."""
+    """One exchange, and the deliveries of the channel since the one before."""
 
     size: int  # parameters
     density: float  # entries sent / parameters, in [0, 1]
@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What a replica has learned of its outgoing link, and the density for it.
+    """Measurements of a replica's outgoing link, and the density chosen for it.
 
     Example:
         >>> drained = Drained(nbytes=300, frames=2, requests=1, busy_s=0.003)
@@ -182,7 +182,7 @@ class Residual(Protocol):
 
 
 class ThresholdAlgorithm(ABC):
-    """Choose the next threshold from what the last one did.
+    """Choose the next threshold from the outcome of the last one.
 
     Implementations are frozen and stateless: the compressor keeps :class:`Sent` and
     passes it back in.
@@ -693,7 +693,7 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
 
 
 def refusal(value: object) -> str:
-    """Return the message for what is no threshold."""
+    """Return the message for a value that is no threshold."""
     return (
         "threshold must be a daskdl.ThresholdAlgorithm, or a mapping from patterns of "
         f"parameter names to such, got {value!r}"

@@ -1,8 +1,8 @@
-"""What a replica sends and what it applies: threshold compression of flat vectors.
+"""Threshold compression of flat vectors: updates to send, and updates to apply.
 
-The parameters of a model are flat vectors, each in three states: *local* is what this
-replica has trained, *shared* counts the grid steps that all replicas agree on, and the
-*residual*, what has yet to be sent, is their difference. An update is the set of
+The parameters of a model are flat vectors, each in three states: *local* has the values
+that this replica has trained, *shared* counts the grid steps that all replicas agree
+on, and the *residual*, their difference, has yet to be sent. An update is the set of
 positions whose residual has reached the threshold.
 
 :class:`~daskdl.compression.compressor.Compressor` proposes updates and commits those

@@ -1,10 +1,10 @@
-"""What one replica sends: updates found, framed, and taken out of the residual.
+"""The updates of one replica: found, framed, and taken out of the residual.
 
 A threshold algorithm decides per parameter group how large a residual has to be before
-it is sent. :meth:`Compressor.propose` lists what would be sent, the channel accepts it
-or does not, and :meth:`Compressor.commit_` takes out what was accepted. Routes and time
-are elsewhere. The training thread owns all of it: no method may overlap another one or
-a step of the optimizer.
+it is sent. :meth:`Compressor.propose` lists pending updates, the channel accepts them
+or not, and :meth:`Compressor.commit_` takes accepted ones out of the residual. Routing
+and time are elsewhere. Only the training thread calls these methods, between steps of
+the optimizer.
 
 Shape suffixes: N = parameters over all groups, K = entries of one update.
 """
@@ -134,7 +134,7 @@ class ParameterGroup:
 
 
 class Compressor:
-    """One replica's decisions: propose what to send, and commit what was accepted.
+    """One replica's updates: propose some to send, and commit those accepted.
 
     A quantum is 1 to 2**22 steps of the grid (2**-2 at most while no parameter starts
     above 1): thresholds beyond are limited.
@@ -144,7 +144,7 @@ class Compressor:
             :class:`daskdl.compression.replica_vector.ReplicaVector`.
         threshold: Chooses the threshold of each exchange; or several that do, by
             pattern of parameter names.
-        residual: Limits what is carried over.
+        residual: Limits the residual after an exchange.
         apply: "eager" (the module computes with local) or "strict" (with shared).
         last: Outcomes to carry on from, of an earlier run, by pattern.
 
@@ -166,7 +166,7 @@ class Compressor:
         0.5
     """
 
-    vector: ReplicaVector  # what there is to send, and what is shared
+    vector: ReplicaVector
     groups: Mapping[str, ParameterGroup]  # by pattern, in the order of the patterns
     clipped: float  # mass removed so far, parameter units
     clipped_per_entry: float  # by the last exchange, in the mean, parameter units
@@ -209,9 +209,9 @@ class Compressor:
         return {p: g.sent for p, g in self.groups.items() if g.sent is not None}
 
     def propose(self, *, dense: bool = False) -> list[PendingUpdate]:
-        """List what would be sent now; nothing changes before :meth:`commit_`.
+        """List the updates to send now; nothing changes before :meth:`commit_`.
 
-        Shared is not moved beyond ``2**30`` steps; what would be stays in the residual.
+        Quanta that would move shared beyond ``2**30`` steps stay in the residual.
 
         Args:
             dense: Send everything in eight bits, whatever the algorithms say.
@@ -250,9 +250,9 @@ class Compressor:
     def commit_(self, update: PendingUpdate) -> None:
         """Take an update out of the residual, once the channel has accepted it.
 
-        Shared moves by it. After a sparse one the residual is limited, and what that
-        removes is added to ``clipped``; a dense one leaves nothing to limit but what
-        rounding left. An update that was not accepted is just forgotten.
+        Shared moves by it. After a sparse one the residual is clipped, and the removed
+        mass is added to ``clipped``; a dense one leaves rounding errors only. An update
+        that was not accepted is dropped.
 
         Args:
             update: One of the last ones proposed, committed once; empty ones count as
@@ -306,10 +306,9 @@ class Compressor:
         return samples
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is shared, and what is this replica's own: values and tensors.
+        """Return values and tensors: those shared by all, and this replica's own.
 
-        The tensors are those that go on changing: copy them. Measurements of a link are
-        left out.
+        The tensors go on changing: copy them. Measurements of a link are left out.
         """
         shared, own = self.vector.state()
         groups = {
@@ -325,13 +324,13 @@ class Compressor:
     def restore_(
         self, shared: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Go on from what `state` returned: of one replica exactly, or of several.
+        """Restore what `state` returned, of one replica exactly or of several combined.
 
         Args:
-            shared: The same for all.
-            parts: What was their own. Of one, all is as it was; of more, residuals and
-                what was clipped add up, and thresholds are those of the first; of none,
-                there is no residual. A pattern that is new begins anew.
+            shared: The shared part, the same for all.
+            parts: The own parts. One is restored as it was; of several, residuals and
+                clipped mass add up, and thresholds are those of the first; with none,
+                there is no residual. New patterns begin without an outcome.
         """
         self.vector.restore_(shared, parts)
         self.clipped = sum(part["clipped"] for part in parts)

@@ -29,7 +29,7 @@ INT32_MAX = 2**31 - 1
 
 
 class Kernels:
-    """What moves a pair of vectors, in torch operations: the readable reference.
+    """Operations on a pair of vectors, in torch: the readable reference.
 
     All tensors are on one device, and contiguous.
     """

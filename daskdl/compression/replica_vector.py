@@ -1,16 +1,16 @@
 """The vectors of one replica: local, shared, and the residual between them.
 
-``flat`` is what the module computes with, ``local`` what this replica has trained, and
-``shared`` (int32, steps of the grid) what all replicas have in common. Local is shared
-plus ``lead`` times the residual, which has yet to be sent. Between steps of the
-optimizer flat shows local (eager) or shared (strict). Eager float32 and float64: local
-*is* flat. Otherwise local is a vector of its own (float32 for half types, so that
-quanta below their resolution add up), and
-:meth:`ReplicaVector.sync_from_parameters_` moves what the optimizer changed in flat to
-local.
+The module computes with ``flat``; ``local`` has the values that this replica has
+trained, and ``shared`` (int32, steps of the grid) those that all replicas have in
+common. Local is shared plus ``lead`` times the residual, which has yet to be sent.
+Between steps of the optimizer flat shows local (eager) or shared (strict). Eager
+float32 and float64: local *is* flat. Otherwise local is a vector of its own (float32
+for half types, so that quanta below their resolution add up), and
+:meth:`ReplicaVector.sync_from_parameters_` adds to it the changes that the optimizer
+made to flat.
 
-The training thread owns all of it: no method may overlap another one or a step of the
-optimizer. :mod:`daskdl.compression.compressor` decides what is sent.
+Only the training thread calls these methods, between steps of the optimizer.
+:mod:`daskdl.compression.compressor` chooses the updates.
 
 Shape suffixes: N = parameters over all groups, K = entries of one update.
 """
@@ -171,7 +171,7 @@ class ReplicaVector:
         self._copied = [g for g in self.groups if g.local_N is not g.flat]
         self._show_all_()
 
-    # What flat, local and the residual are.
+    # Flat, local and the residual.
 
     def _sent(self, group: VectorGroup, where: Where) -> Tensor:
         """Return shared in parameter units, in local's dtype; a fresh tensor."""
@@ -205,10 +205,10 @@ class ReplicaVector:
         return self.groups
 
     def sync_from_parameters_(self) -> None:
-        """Move what the optimizer changed in flat to local; show what is to be shown.
+        """Add the changes that the optimizer made to flat to local, and show that.
 
-        Nothing to do for eager float32 and float64. Without a step in between, a second
-        call finds nothing.
+        Eager float32 and float64 need nothing. A second call without a step in between
+        changes nothing.
         """
         for group in self._local_groups():
             if group.local_N is group.flat:
@@ -260,7 +260,7 @@ class ReplicaVector:
         """
         return INT32_MAX * MAX_COUNT * self.grid
 
-    # What moves them.
+    # Updates and grids.
 
     def set_scale_(self, scale: float) -> float:
         """Let a replica's own updates count ``scale`` times for the group.
@@ -310,7 +310,8 @@ class ReplicaVector:
                 group.start,
                 self.lead,
             )
-            self._show_entries_(group, part_K)
+            if self._copied:
+                self._show_entries_(group, part_K)
         return removed
 
     def apply_(self, update: Update) -> None:
@@ -335,7 +336,8 @@ class ReplicaVector:
             group.kernels.apply_(
                 group.local_N, group.shared_N, part_K, count, self.grid, group.start
             )
-            self._show_entries_(group, part_K)
+            if self._copied:
+                self._show_entries_(group, part_K)
 
     def apply_counts_(self, counts_N: Counts, *, own: bool = False) -> None:
         """Move local and shared by a dense update, or by many that were folded.
@@ -384,7 +386,7 @@ class ReplicaVector:
 
         Above ``2**28`` steps the grid is multiplied by the smallest power of two that
         brings shared below ``2**25``. It depends on shared alone, so that replicas that
-        agree go on agreeing. Local is unchanged: the residual keeps what is rounded.
+        agree go on agreeing. Local is unchanged: rounding moves to the residual.
 
         Returns:
             The grid from now on, parameter units.
@@ -406,7 +408,7 @@ class ReplicaVector:
             self._show_all_()
         return self.grid
 
-    # What is shared, and what is saved.
+    # Shared, and state for checkpoints.
 
     def shared_counts(self) -> Counts:
         """Return a copy of shared in steps of the grid, int32, shape (N,)."""
@@ -440,9 +442,9 @@ class ReplicaVector:
         self._show_all_()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is shared, and what is this replica's own: values and tensors.
+        """Return values and tensors: those shared by all, and this replica's own.
 
-        The tensors are those that go on changing: copy them.
+        The tensors go on changing: copy them.
         """
         groups = self._local_groups()
         shared = {"grid": self.grid, "shared": [group.shared_N for group in groups]}
@@ -452,12 +454,12 @@ class ReplicaVector:
     def restore_(
         self, shared: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Go on from what `state` returned: of one replica exactly, or of several.
+        """Restore what `state` returned, of one replica exactly or of several combined.
 
         Args:
-            shared: The same for all.
-            parts: What was their own. Of one, all is as it was; of more, the residuals
-                add up; of none, there is no residual.
+            shared: The shared part, the same for all.
+            parts: The own parts. One is restored as it was; the residuals of several
+                add up; with none, there is no residual.
         """
         self.grid = shared["grid"]
         self.lead = parts[0]["lead"] if parts else self.lead
@@ -476,10 +478,10 @@ class ReplicaVector:
 
     @contextlib.contextmanager
     def showing_shared(self) -> Iterator[None]:
-        """Let the module show shared, as in validation, and then what it showed before.
+        """Let the module show shared, as for validation; its values come back after it.
 
-        What it showed comes back bit for bit; eager float32 and float64 keep a copy.
-        What needs or moves local raises RunError inside.
+        They come back bit for bit; eager float32 and float64 keep a copy. Methods that
+        read or move local raise RunError inside.
         """
         groups = self._local_groups()
         self._showing = True

@@ -242,15 +242,6 @@ def test_any_buffer_is_read_into_memory_of_its_own(frame):
     assert (entries.flags.aligned, entries.flags.writeable) == (True, True)
 
 
-def test_dense_counts_have_memory_of_their_own():
-    frame = encode_dense(STAMP, 0.5, DENSE)
-    before = frame.copy()
-
-    decode(frame).counts_N[:] = 0
-
-    np.testing.assert_array_equal(frame, before)
-
-
 @pytest.mark.parametrize("kind", SPARSE, ids=lambda kind: kind.name)
 def test_a_frame_is_not_a_view_of_the_entries(kind):
     entries = ENTRIES.copy()

@@ -95,21 +95,6 @@ def test_the_other_way_round_is_the_negative(counts):
     assert (one.values_N == -other.values_N).all()
 
 
-def test_small_counts_are_exact():
-    counts = np.arange(-127, 128, dtype=np.int32)
-
-    assert counts_of(quantize(counts)).tolist() == counts.tolist()
-
-
-def test_a_large_count_costs_precision_in_its_own_block_only():
-    counts = np.ones(2 * BLOCK, np.int32)
-    counts[0] = 999_998  # 127 times 7,874
-
-    back = counts_of(quantize(counts))
-
-    assert (back[:2].tolist(), back[BLOCK:].tolist()) == ([999_998, 0], [1] * BLOCK)
-
-
 @pytest.mark.parametrize("end", [INT32.min, -INT32.max, INT32.max], ids=str)
 def test_the_ends_of_int32_do_not_wrap(end):
     counts = np.array([end, 0], np.int32)
@@ -132,21 +117,6 @@ def test_the_body_takes_a_byte_for_each_and_four_for_each_block(size):
 
     blocks = (size + BLOCK - 1) // BLOCK
     assert frame[48:56].view("<u8").item() == size + 4 * blocks
-
-
-def test_lz4_is_kept_where_it_is_smaller():
-    frame = encode_dense(STAMP, 0.5, quantize(np.zeros(10_000, np.int32)))
-
-    assert (frame[6], len(frame) < 200) == (1, True)
-    assert not decode(frame).counts_N.any()
-
-
-def test_counts_have_memory_of_their_own():
-    frame = np.frombuffer(LITERAL, np.uint8).copy()
-
-    decode(frame).counts_N[:] = 0
-
-    assert frame.tobytes() == LITERAL
 
 
 def integers(*values):

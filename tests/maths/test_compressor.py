@@ -9,7 +9,7 @@ from torch import nn
 
 from daskdl import codec
 from daskdl.compression.replica_vector import MAX_COUNT
-from daskdl.errors import OptionError, RunError
+from daskdl.errors import OptionError
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import (
     AdaptiveThreshold,
@@ -61,19 +61,6 @@ class TestPropose:
             0,
         )
 
-    def test_groups_follow_each_other(self):
-        module = Vector([0.0, 0.0], second=[0.0, 0.0])
-        compressor = make(module)
-        module.step(0.5, 0.0)
-        with torch.no_grad():
-            module.second[1] = -0.5
-
-        update = proposed(compressor)
-        compressor.commit_(update)
-
-        assert update.entries_K.tolist() == [1, -4]
-        assert compressor.vector.shared_counts().tolist() == [2**20, 0, 0, -(2**20)]
-
     @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf], ids=str)
     def test_a_rule_must_return_a_positive_number(self, value):
         class Odd(ThresholdAlgorithm):
@@ -82,20 +69,6 @@ class TestPropose:
 
         with pytest.raises(OptionError, match=f"finite and > 0, got {value} from"):
             make(Vector([0.5]), Odd()).propose()
-
-    def test_a_rule_may_look_at_the_residual_of_all_groups(self):
-        class Largest(ThresholdAlgorithm):
-            def next_threshold(self, residual, last):
-                assert residual.tensor().shape == (3,)
-                return float(residual.tensor().abs().max())
-
-        module = Vector([0.5, 0.5], second=[0.0])
-        compressor = make(module, Largest())
-        module.step(0.0, 2.0**-5)
-
-        update = proposed(compressor)
-
-        assert (update.chosen, update.entries_K.tolist()) == (2.0**-5, [2])
 
 
 class TestCommit:
@@ -118,43 +91,6 @@ class TestCommit:
 
         assert compressor.sent == {"*": Sent(1e-3, 0.0)}
         assert proposed(compressor).chosen == 5e-4
-
-    def test_the_last_outcome_can_be_carried_on(self):
-        rule = AdaptiveThreshold(decay=0.5)
-
-        compressor = make(Vector([0.0]), rule, last={"*": Sent(0.125, 0.5)})
-
-        assert proposed(compressor).chosen == 0.25
-
-    def test_clipping_is_counted(self):
-        module = Vector([0.0, 0.0])
-        compressor = make(module, residual=ResidualClipping(2.0, frequency=1))
-        compressor.commit_(proposed(compressor))
-        module.step(0.5, -0.0625)
-
-        compressor.commit_(proposed(compressor))
-
-        assert module.first.tolist() == [0.1875, -0.0625]  # 1 quantum sent, 2 kept
-        assert compressor.clipped == 0.5 - 0.1875
-
-    def test_the_first_exchange_never_cuts(self):
-        module = Vector([0.0])
-        compressor = make(module, residual=ResidualClipping(2.0, frequency=1))
-        module.step(0.5)
-
-        compressor.commit_(proposed(compressor))
-
-        assert (module.first.item(), compressor.clipped) == (0.5, 0.0)
-
-    def test_a_bound_may_be_the_threshold_itself(self):
-        module = Vector([0.0])
-        compressor = make(module, residual=ResidualClipping(1.0, frequency=1))
-        compressor.commit_(proposed(compressor))
-        module.step(0.5)
-
-        compressor.commit_(proposed(compressor))
-
-        assert module.first.item() == 0.125
 
     def test_what_is_clipped_adds_up(self):
         module = Vector([0.0])
@@ -226,35 +162,6 @@ class TestRegrid:
         assert module.first.item() == 1000.0 + update.threshold
 
 
-@pytest.mark.parametrize("apply", ["eager", "strict"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
-)
-class TestShowingShared:
-    def test_nothing_is_proposed_inside(self, dtype, apply):
-        compressor = make(Vector([0.5, 0.25], dtype), apply=apply)
-
-        with (
-            compressor.vector.showing_shared(),
-            pytest.raises(RunError, match="shows shared"),
-        ):
-            compressor.propose()
-
-        compressor.propose()
-
-    def test_an_update_proposed_before_cannot_be_committed_inside(self, dtype, apply):
-        compressor = make(Vector([0.5, 0.25], dtype), apply=apply)
-        update = proposed(compressor)
-
-        with (
-            compressor.vector.showing_shared(),
-            pytest.raises(RunError, match="shows shared"),
-        ):
-            compressor.commit_(update)
-
-        assert compressor.groups["*"].exchanges == 0
-
-
 def scaled(values, scale, **options):
     module = Vector([0.0] * len(values))
     compressor = make(module, **options)
@@ -264,16 +171,6 @@ def scaled(values, scale, **options):
 
 
 class TestLead:
-    def test_strict_leaves_the_scale_to_the_learning_rate(self):
-        module = Vector([0.0])
-        compressor = make(module, apply="strict")
-
-        assert compressor.vector.set_scale_(0.25) == 0.25
-        module.step(0.5)
-        compressor.vector.sync_from_parameters_()
-        assert compressor.vector.lead == 1.0
-        assert compressor.vector.farthest() == 0.5
-
     def test_what_is_sent_leaves_as_many_quanta(self):
         quantum = 2.0**-4
         module, compressor = scaled([5 * quantum, -4 * quantum, quantum], 0.25)
@@ -386,20 +283,6 @@ class TestSamples:
         assert (large.size, small.size) == (60_000, 3_000)
         assert 900 <= len(large.residuals) <= 1024
         assert 32 <= len(small.residuals) <= 64
-
-    def test_a_small_model_is_looked_at_whole(self):
-        module = Two(5, 3)
-        own = make(module, {"*": RULE})
-        with torch.no_grad():
-            module.large.copy_(torch.arange(5) / 64)
-            module.small.fill_(-0.5)
-
-        [sample] = own.samples(1024)
-
-        assert (
-            sample.residuals.tolist()
-            == [0, 1 / 64, 2 / 64, 3 / 64, 4 / 64] + [-0.5] * 3
-        )
 
     def test_the_threshold_is_that_of_the_last_exchange(self):
         module = Two(5, 3)

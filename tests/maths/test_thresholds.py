@@ -13,7 +13,6 @@ from daskdl.thresholds import (
     LinkThreshold,
     Sent,
     TargetSparsityThreshold,
-    ThresholdAlgorithm,
     average_sent,
 )
 
@@ -217,37 +216,11 @@ class TestAverageSent:
 
         assert merged == Sent(pytest.approx(3e-4, rel=1e-15), 0.5)
 
-    def test_the_order_of_the_replicas_does_not_matter(self):
-        sent = [Sent(value, value) for value in (0.1, 0.2, 0.3)]
-
-        assert average_sent(sent) == average_sent(sent[::-1])
-
     def test_nobody_carries_on_with_the_link_of_another(self):
         sent = Sent(0.5, 0.25, Link(10, 0.25))
 
         assert average_sent([sent, sent]) == Sent(0.5, 0.25)
 
-    def test_equal_states_stay(self):
-        assert average_sent([Sent(0.5, 0.25), Sent(0.5, 0.25)]) == Sent(0.5, 0.25)
-
-    def test_unused_ones_change_nothing(self):
-        assert average_sent([None, Sent(0.5, 0.25), None]) == Sent(0.5, 0.25)
-
     @pytest.mark.parametrize("outcomes", [[], [None, None]], ids=["none", "unused"])
     def test_nothing_sent_is_nothing_to_carry_on(self, outcomes):
         assert average_sent(outcomes) is None
-
-
-class LargestHalf(ThresholdAlgorithm):
-    """A rule of a user's own, which looks at the residual."""
-
-    def next_threshold(self, residual, last):
-        return float(residual.tensor().abs().max()) / 2
-
-
-def test_a_rule_of_ones_own_may_look_at_the_residual():
-    class Residual:
-        def tensor(self):
-            return torch.tensor([0.25, -4.0])
-
-    assert LargestHalf().next_threshold(Residual(), None) == 2.0

@@ -64,39 +64,6 @@ def test_views_of_one_flat_vector_are_written_once():
     assert payload.nbytes < 1.5 * flat.nbytes
 
 
-def test_the_mode_and_frozen_parameters_arrive_as_they_were():
-    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
-    model[0].weight.requires_grad_(False)
-    model[1].eval()
-
-    copy = PackedModel(model).module()
-
-    assert [part.training for part in copy] == [True, False]
-    assert [p.requires_grad for p in copy.parameters()] == [False, True]
-
-
-def test_lambdas_and_local_classes_can_be_packed():
-    class Local(nn.Module):
-        def forward(self, x):
-            return self.act(x)
-
-    model = Local()
-    model.act = lambda x: 2 * x
-
-    assert PackedModel(model).unpack()(torch.ones(1)).item() == 2
-
-
-def test_unpacking_gives_a_new_copy_each_time():
-    packed = PackedModel(nn.Linear(1, 1))
-
-    one, two = packed.unpack(), packed.unpack()
-
-    assert one is not two
-    assert one.weight.data_ptr() != two.weight.data_ptr()
-    one.weight.data.fill_(7)
-    assert packed.unpack().weight.item() != 7
-
-
 class Remembering(nn.Module):
     def forward(self, x):
         self.seen = x
@@ -185,17 +152,6 @@ def test_things_that_know_each_other_do_not_send_the_search_in_circles():
 
     with pytest.raises(ModelError, match=r"lock \(a _thread\.lock\)"):
         PackedModel(model)
-
-
-def test_a_loss_that_cannot_be_pickled_is_called_loss():
-    lock = threading.Lock()
-
-    def loss(output, labels):
-        with lock:
-            return output.mean()
-
-    with pytest.raises(ModelError, match=r"^loss cannot .*, because loss cannot"):
-        Packed(loss, "loss")
 
 
 @pytest.mark.parametrize(

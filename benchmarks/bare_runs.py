@@ -9,7 +9,7 @@ from distributed import Client, LocalCluster
 
 from daskdl.channel import protocol
 from daskdl.channel.leasing import WHOLE_EPOCHS, partition_sizes
-from daskdl.channel.protocol import Endpoint
+from daskdl.channel.protocol import ChannelSpec
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
@@ -22,7 +22,7 @@ INBOX_BYTES = 64 * 2**20
 @contextlib.contextmanager
 def bare_run(
     client: Client, seats: Mapping[int, str], size: int, routing: str
-) -> Iterator[Callable[[int], Endpoint]]:
+) -> Iterator[Callable[[int], ChannelSpec]]:
     """Open a run, and close it again.
 
     Args:
@@ -32,7 +32,7 @@ def bare_run(
         routing: ``"plain"`` or ``"mesh"``.
 
     Yields:
-        What makes the endpoint of a member.
+        What makes the spec of a member.
     """
     client.register_plugin(ChannelSchedulerPlugin())
     client.register_plugin(ChannelWorkerPlugin())
@@ -52,12 +52,12 @@ def bare_run(
     }
     client.sync(client.scheduler.daskdl_open, spec=plan, client=client.id)
 
-    def endpoint(replica: int) -> Endpoint:
+    def spec(replica: int) -> ChannelSpec:
         limits = LIMIT_BYTES, INBOX_BYTES
-        return Endpoint(run, replica, size, GRID, *limits, timeouts, routing)
+        return ChannelSpec(run, replica, size, GRID, *limits, timeouts, routing)
 
     try:
-        yield endpoint
+        yield spec
     finally:
         client.sync(getattr(client.scheduler, protocol.CLOSE), run=run)
 

@@ -30,7 +30,7 @@ from benchmarks.bare_runs import GRID, bare_run, cluster
 from benchmarks.plots import bars
 from benchmarks.questions import Question
 from daskdl import codec
-from daskdl.channel.protocol import NAME, Endpoint
+from daskdl.channel.protocol import NAME, ChannelSpec
 from daskdl.channel.remote import RemoteChannel
 
 MOST_WORKERS = 8
@@ -58,12 +58,12 @@ def entries_of(kilobytes: float) -> np.ndarray:
     return ((positions + 1) * signs).astype(np.int32)
 
 
-def member(own: Endpoint, entries_K: np.ndarray, rate: float, seconds: float):
+def member(own: ChannelSpec, entries_K: np.ndarray, rate: float, seconds: float):
     """Publish at a rate; returns when what was published, and when what arrived."""
     secede()
     plugin = get_worker().extensions[NAME]
     channel = RemoteChannel(plugin, own)
-    inbox = plugin.links[own.run, own.replica].inbox
+    inbox = plugin.endpoints[own.run, own.replica].inbox
     arrivals, published, offered = {}, {}, 0
     put = inbox.put
 
@@ -106,12 +106,12 @@ def measure(client, routing, members, kilobytes, rate, seconds) -> Row:
     entries_K = entries_of(kilobytes)
     workers = sorted(client.nthreads())
     seats = {r: workers[r % len(workers)] for r in range(members)}
-    with bare_run(client, seats, entries_K.size * DENSITY, routing) as endpoint:
+    with bare_run(client, seats, entries_K.size * DENSITY, routing) as spec:
         cpu, started = time.process_time(), time.perf_counter()
         futures = [
             client.submit(
                 member,
-                endpoint(replica),
+                spec(replica),
                 entries_K,
                 rate,
                 seconds,

@@ -35,7 +35,7 @@ from benchmarks.plots import lines
 from benchmarks.questions import Question
 from benchmarks.recorded import Recorded, recorded
 from daskdl import codec
-from daskdl.channel.protocol import NAME, Endpoint
+from daskdl.channel.protocol import NAME, ChannelSpec
 from daskdl.channel.remote import RemoteChannel
 from daskdl.training.gradient_sharing import GradientSharing
 
@@ -101,7 +101,7 @@ def compute(case: Case) -> float:
     return time.monotonic() - started
 
 
-def member(own: Endpoint, case: Case, updates: Recorded) -> Told:
+def member(own: ChannelSpec, case: Case, updates: Recorded) -> Told:
     """Take part in a run: as many steps as `compute`, with exchanges."""
     secede()
     channel = RemoteChannel(get_worker().extensions[NAME], own)
@@ -148,15 +148,13 @@ def measure(
         [client.submit(compute, case, workers=[w], pure=False) for w in seats.values()]
     )
     held = client.scatter(updates, broadcast=True)
-    with bare_run(client, seats, updates.size, routing) as endpoint:
+    with bare_run(client, seats, updates.size, routing) as spec:
         processes = [psutil.Process(pid) for pid in client.run(_pid).values()]
         before = [_cpu_s(process) for process in processes]
         own, began = time.process_time(), time.monotonic()
         told = client.gather(
             [
-                client.submit(
-                    member, endpoint(r), case, held, workers=[worker], pure=False
-                )
+                client.submit(member, spec(r), case, held, workers=[worker], pure=False)
                 for r, worker in seats.items()
             ]
         )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from daskdl import codec
 from daskdl.channel.leasing import Finished, Lease, SyncPoint
-from daskdl.channel.protocol import Arrays, Barrier, WaitCause
+from daskdl.channel.protocol import Arrays, BarrierKind, WaitCause
 from daskdl.thresholds import Drained
 
 
@@ -45,7 +45,7 @@ class BarrierResult(NamedTuple):
     payloads: Mapping[int, Any]  # by replica; of failed ones too, if they had arrived
     gone: Last  # of those that left or failed
     # At a ``REPORT``, by the run in this epoch: "refused", "repeated" and "departed".
-    # At a ``PAUSE``: "departed", of all but those whose parts a checkpoint has.
+    # At a ``SYNC``: "departed", of all but those whose parts a checkpoint has.
     # At an ``AGREE``: "present", how many replicas there are, joining ones included.
     counted: Mapping[str, Any] = {}
 
@@ -261,7 +261,7 @@ class Channel(ABC):
         self,
         key: str,
         payload: Any,
-        kind: Barrier = Barrier.MEET,
+        kind: BarrierKind = BarrierKind.MEET,
         client_payload: bytes = b"",
     ) -> BarrierResult:
         """Wait for all members, and exchange payloads.
@@ -292,8 +292,8 @@ class Channel(ABC):
     ) -> Lease | SyncPoint | None:
         """Give finished pieces back and take the next; None: none free.
 
-        Between two sync intervals of an epoch there is a pause instead, for all, until
-        they have met at a ``PAUSE`` barrier.
+        Between two sync intervals of an epoch there is a sync point instead, for all,
+        until they have met at a ``SYNC`` barrier.
 
         Args:
             phase: ``"train"`` or ``"validation"``.

@@ -31,7 +31,7 @@ from daskdl.channel.base import (
 )
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
-    Endpoint,
+    ChannelSpec,
     Message,
     MessageKind,
     PeerProgress,
@@ -57,7 +57,7 @@ class ReceivedSet:
     """For each origin, which of its updates have been received.
 
     Updates of one origin are numbered from 1. Normally they come in order;
-    a retried or re-routed one may come twice, a lost one leaves a gap that a
+    a retried or re-routed one may come twice, a dropped one leaves a gap that a
     later repair fills. Only what is beyond a gap takes memory, not the gap: a
     sequence number may be anything.
 
@@ -351,18 +351,18 @@ class PreSnapshotBuffer:
     """
 
     def __init__(self) -> None:
-        self.items: list[Message] = []
+        self.messages: list[Message] = []
         self._nbytes = 0
         self._received = ReceivedSet()
 
-    def keep(self, item: Message, limit_bytes: int) -> bool | None:
+    def keep(self, message: Message, limit_bytes: int) -> bool | None:
         """Keep a first copy; whether it is one, None if there is no room for it."""
-        if self.items and self._nbytes >= limit_bytes:
+        if self.messages and self._nbytes >= limit_bytes:
             return None
-        if not self._received.accept(item.origin, item.sequence):
+        if not self._received.accept(message.origin, message.sequence):
             return False
-        self.items.append(item)
-        self._nbytes += item.nbytes + MESSAGE_BYTES
+        self.messages.append(message)
+        self._nbytes += message.nbytes + MESSAGE_BYTES
         return True
 
 
@@ -429,43 +429,43 @@ class Inbox:
         self.refused = 0
         self._in_order = in_order
 
-    def put(self, item: Message, update: Update) -> bool:
+    def put(self, message: Message, update: Update) -> bool:
         """Add a pending update, once.
 
         Returns:
             False if it was received before, or is not to be delivered now.
         """
-        origin, sequence = item.origin, item.sequence
+        origin, sequence = message.origin, message.sequence
         with self.changed:
             if not self.barrier.admits(origin, sequence):
                 return False
             if not self.received.accept(origin, sequence):
                 return False
             self.pending.add(update)
-            self.received_bytes += item.nbytes
-            self.announce(origin, PeerProgress(item.step, sequence))
+            self.received_bytes += message.nbytes
+            self.announce(origin, PeerProgress(message.step, sequence))
             return True
 
-    def holds_back(self, item: Message) -> bool:
+    def holds_back(self, message: Message) -> bool:
         """Whether an update has to be sent again, after the barrier."""
-        key = item.origin, item.sequence
+        key = message.origin, message.sequence
         with self.changed:
             return self.barrier.holding and not (
                 self.received.has(*key) or self.barrier.admits(*key)
             )
 
-    def note(self, item: Message) -> bool:
+    def note(self, message: Message) -> bool:
         """Take in a control message; whether it is news of its origin."""
-        if item.kind == MessageKind.STOP:
-            self.stop(str(item.payload))
-        elif item.kind == MessageKind.LOST:
+        if message.kind == MessageKind.STOP:
+            self.stop(str(message.payload))
+        elif message.kind == MessageKind.FAILED:
             with self.changed:
-                self.peers.fail(item.origin)
+                self.peers.fail(message.origin)
                 self.changed.notify_all()
         else:
-            interval = item.payload if item.kind == MessageKind.PROGRESS else -1
-            progress = PeerProgress(item.step, item.sequence, interval)
-            return self.announce(item.origin, progress)
+            interval = message.payload if message.kind == MessageKind.PROGRESS else -1
+            progress = PeerProgress(message.step, message.sequence, interval)
+            return self.announce(message.origin, progress)
         return True
 
     def announce(self, origin: int, progress: PeerProgress) -> bool:
@@ -556,22 +556,22 @@ class SharedFrame:
 
 
 def decoded(
-    item: Message, shared: SharedFrame, endpoint: Endpoint, grid: float
+    message: Message, shared: SharedFrame, spec: ChannelSpec, grid: float
 ) -> codec.Update:
     """Decode an update for one replica.
 
     Args:
-        item: With which it came.
+        message: With which it came.
         shared: Its frame.
-        endpoint: Of the replica.
+        spec: Of the replica.
         grid: Of the run, parameter units.
 
     Raises:
         CodecError, TypeError, ValueError, LookupError: If it cannot be read.
     """
-    update = shared.decode(endpoint.run, endpoint.size)
-    if update.stamp[1:3] != (item.origin, item.sequence):
-        raise CodecError(f"sent as {item[1:3]}, stamped {update.stamp[1:3]}")
+    update = shared.decode(spec.run, spec.size)
+    if update.stamp[1:3] != (message.origin, message.sequence):
+        raise CodecError(f"sent as {message[1:3]}, stamped {update.stamp[1:3]}")
     if isinstance(update, codec.SparseUpdate):
         count_of(update.threshold, grid)
     elif update.grid != grid:
@@ -579,15 +579,15 @@ def decoded(
     return update
 
 
-def refuse(item: Message, error: Exception, endpoint: Endpoint, inbox: Inbox) -> None:
+def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:
     """Count and log an update that could not be decoded; it is dropped."""
     with inbox.changed:
         inbox.refused += 1
     logger.warning(
         "replica %s refused update %s of replica %s: %s",
-        endpoint.replica,
-        item.sequence,
-        item.origin,
+        spec.replica,
+        message.sequence,
+        message.origin,
         error,
     )
 
@@ -597,23 +597,23 @@ class ReceivingChannel(Channel):
 
     Args:
         inbox: What has arrived; woken by whatever may end a wait.
-        endpoint: Which replica it is, and the bounds.
+        spec: Which replica it is, and the bounds.
     """
 
-    def __init__(self, inbox: Inbox, endpoint: Endpoint) -> None:
+    def __init__(self, inbox: Inbox, spec: ChannelSpec) -> None:
         self._inbox = inbox
-        self._endpoint = endpoint
-        self._timeouts = endpoint.timeouts
-        self._replica = endpoint.replica
+        self._spec = spec
+        self._timeouts = spec.timeouts
+        self._replica = spec.replica
         # The longest that a lease and a step of another replica may take.
-        self._patience = endpoint.timeouts.bound("data", "silence")
+        self._patience = spec.timeouts.bound("data", "silence")
         self._stats = ChannelStats()
         self._idle_payload: Any = None  # during the next wait for a lease
 
     @property
     @override
     def run(self) -> int:
-        return self._endpoint.run
+        return self._spec.run
 
     @property
     @override
@@ -671,16 +671,16 @@ class ReceivingChannel(Channel):
 
         Raises:
             WaitTimeoutError: If it takes too long. The scheduler, where there is one,
-                gives up silent replicas; the bound is for a scheduler that is silent.
+                gives up replicas that do not answer; the bound is for its own answer.
         """
         if not self._wait_until(cause, ready, self._patience.seconds):
             with self._inbox.changed:
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {self._patience} for {cause}; by "
-                    f"replica: {state()}; last heard: {self._last_heard()}"
+                    f"replica: {state()}; last seen: {self._last_seen()}"
                 )
 
-    def _last_heard(self) -> str:
+    def _last_seen(self) -> str:
         with self._inbox.changed:
             return self._inbox.peers.described()
 
@@ -691,7 +691,7 @@ class ReceivingChannel(Channel):
         self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
     ) -> bool:
         sequence = self._inbox.own.sequence + 1
-        stamp = codec.Stamp(self._endpoint.run, self._replica, sequence, step)
+        stamp = codec.Stamp(self._spec.run, self._replica, sequence, step)
         frame = encode(stamp)
         completed = step - 1 if partial else step
         if not self._queue(
@@ -704,7 +704,7 @@ class ReceivingChannel(Channel):
         return True
 
     @abstractmethod
-    def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
+    def _queue(self, message: Message, frame: Frame, force: bool) -> bool:
         """Queue an update, without its frame so far; False if there is no room."""
 
     @override

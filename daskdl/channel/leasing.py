@@ -21,10 +21,10 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.channel.protocol import (
-    FromMinusOne,
-    Identity,
+    IntervalNumber,
+    Natural,
     Positive,
-    Whole,
+    RunId,
     check,
     hints_of,
 )
@@ -40,9 +40,9 @@ IsNear = Callable[[str], bool]  # whether a worker holds the result of a Dask ta
 class Range(NamedTuple):
     """Consecutive rows of a part, by position in the order they are trained on."""
 
-    part: Whole
-    start: Whole
-    stop: FromMinusOne  # exclusive, or `TO_ITS_END`
+    part: Natural
+    start: Natural
+    stop: IntervalNumber  # exclusive, or `TO_ITS_END`
 
     @property
     def rows(self) -> int:
@@ -67,7 +67,7 @@ class Lease(NamedTuple):
 class RemainingWork(NamedTuple):
     """Rows that are in no lease."""
 
-    replica: FromMinusOne  # that would train on them next, or `NOBODY`
+    replica: IntervalNumber  # that would train on them next, or `NOBODY`
     ranges: tuple[Range, ...]  # in the order to train on them
 
 
@@ -75,7 +75,7 @@ class Done(NamedTuple):
     """What a replica has trained on in an epoch, in leases that it finished."""
 
     loss_sum: float
-    examples: Whole
+    examples: Natural
 
 
 Finished = Sequence[Mapping[str, Any]]  # of each what a `FinishedLease` has
@@ -112,7 +112,7 @@ def done_of(fields: Iterable[Any]) -> list[Done]:
 class PartitionSizes(NamedTuple):
     """How much there is to train on in a phase, and in which portions."""
 
-    rows: tuple[FromMinusOne, ...]  # of each part; -1 if only reading it tells
+    rows: tuple[IntervalNumber, ...]  # of each part; -1 if only reading it tells
     keys: tuple[str, ...]  # of each part that a worker holds, else ""
     step_rows: Positive  # per optimizer step of one replica
     lease_rows: Positive  # aimed at; a multiple of `step_rows`
@@ -165,7 +165,7 @@ class RunSpec:
     """What a client asks for; plain values, sent as a dict.
 
     Attributes:
-        run: Identity of the run, a random unsigned 64-bit integer.
+        run: RunId of the run, a random unsigned 64-bit integer.
         replicas: Worker address of each initial replica.
         sizes: What there is of each phase ("train", "validation").
         seed: Of the order of the training parts; None keeps their order.
@@ -179,17 +179,17 @@ class RunSpec:
         intervals: How the epochs are divided.
     """
 
-    run: Identity
-    replicas: Mapping[Whole, str]
+    run: RunId
+    replicas: Mapping[Natural, str]
     sizes: Mapping[str, PartitionSizes]
-    seed: Whole | None
-    epochs_before: Whole
+    seed: Natural | None
+    epochs_before: Natural
     synchronous: bool
-    relay_bytes: Whole
-    min_replicas: Whole
+    relay_bytes: Natural
+    min_replicas: Natural
     timeouts: Mapping[str, float]
     routing: str = "plain"
-    first_epoch: Whole = 0
+    first_epoch: Natural = 0
     intervals: SyncIntervals = WHOLE_EPOCHS
 
     @property

@@ -29,8 +29,8 @@ from daskdl.channel.inbox import (
 from daskdl.channel.leasing import Finished, Lease, RunSpec, SyncPoint
 from daskdl.channel.protocol import (
     Arrays,
-    Barrier,
-    Endpoint,
+    BarrierKind,
+    ChannelSpec,
     Message,
     MessageKind,
     PeerProgress,
@@ -74,29 +74,29 @@ class LocalRun:
         self.fetched_bytes = Counter()
         self._inboxes: dict[int, Inbox] = {}
 
-    def enter(self, endpoint: Endpoint) -> Inbox:
+    def enter(self, spec: ChannelSpec) -> Inbox:
         """Make the inbox of a replica.
 
         Raises:
             ChannelError: If there is one already.
             OptionError: If updates are to be dropped on purpose.
         """
-        replica = endpoint.replica
-        if endpoint.drops:
+        replica = spec.replica
+        if spec.drops:
             raise OptionError(
                 f"among threads of one process no update can get lost, got "
-                f"{endpoint.drops[0]}; leave it out, or train on a cluster"
+                f"{spec.drops[0]}; leave it out, or train on a cluster"
             )
         with self.changed:
             if replica in self._inboxes:
                 raise ChannelError(
-                    f"replica {replica} of run {endpoint.run} is here already"
+                    f"replica {replica} of run {spec.run} is here already"
                 )
             inbox = Inbox(
-                endpoint.size,
-                endpoint.grid,
-                endpoint.inbox_bytes,
-                in_step=endpoint.in_step,
+                spec.size,
+                spec.grid,
+                spec.inbox_bytes,
+                in_step=spec.in_step,
                 changed=self.changed,
             )
             inbox.stopped = self.state.stopped
@@ -136,13 +136,13 @@ class LocalRun:
         timed_out = members.timed_out(now - bound.seconds)
         if timed_out:
             who = members.describe(timed_out, now)
-            error = WaitTimeoutError(f"nothing was heard for {bound} of {who}")
+            error = WaitTimeoutError(f"no heartbeat for {bound} of {who}")
             with self.changed:
                 self.state.give_up(error)
                 self.notify()
 
     def describe(self, replica: int) -> str:
-        """A replica in words: who, and what was last heard, and when."""
+        """A replica in words: who, and what was last seen, and when."""
         with self.changed:
             return self.state.members.describe([replica], self.now())
 
@@ -189,15 +189,15 @@ class LocalChannel(ReceivingChannel):
 
     Args:
         run: That all are in.
-        endpoint: Which replica it is, and the bounds.
+        spec: Which replica it is, and the bounds.
 
     Raises:
         ChannelError: If the replica has a channel already.
         OptionError: If updates are to be dropped on purpose.
     """
 
-    def __init__(self, run: LocalRun, endpoint: Endpoint) -> None:
-        super().__init__(run.enter(endpoint), endpoint)
+    def __init__(self, run: LocalRun, spec: ChannelSpec) -> None:
+        super().__init__(run.enter(spec), spec)
         self._run = run
         self._state = run.state
         self._changed = run.changed
@@ -249,10 +249,10 @@ class LocalChannel(ReceivingChannel):
         for item in outbox.head(outbox.nbytes):
             if item.kind == MessageKind.UPDATE:
                 if isinstance(item.payload, Exception):
-                    refuse(item, item.payload, self._endpoint, self._inbox)
+                    refuse(item, item.payload, self._spec, self._inbox)
                 else:
                     self._inbox.put(item, item.payload)
-            elif item.kind != MessageKind.ROUTES:
+            elif item.kind != MessageKind.MEMBERS:
                 self._inbox.note(item)
             outbox.drop(1)
 
@@ -286,7 +286,7 @@ class LocalChannel(ReceivingChannel):
     def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
         grid = self._inbox.pending.grid
         try:  # decoded once for all, and outside of the lock
-            update: Any = decoded(item, SharedFrame(frame), self._endpoint, grid)
+            update: Any = decoded(item, SharedFrame(frame), self._spec, grid)
         except UNREADABLE as error:
             update = error
         with self._changed:
@@ -337,7 +337,7 @@ class LocalChannel(ReceivingChannel):
         self,
         key: str,
         payload: Any,
-        kind: Barrier = Barrier.MEET,
+        kind: BarrierKind = BarrierKind.MEET,
         client_payload: bytes = b"",
     ) -> BarrierResult:
         state = self._state

@@ -41,10 +41,10 @@ from daskdl.errors import shown
 logger = logging.getLogger(__name__)
 
 COUNTS = range(2**63)  # no run has as many of anything
-Whole = Annotated[int, COUNTS]
+Natural = Annotated[int, COUNTS]
 Positive = Annotated[int, range(1, 2**63)]
-FromMinusOne = Annotated[int, range(-1, 2**63)]
-Identity = Annotated[int, range(2**64)]  # drawn at random
+IntervalNumber = Annotated[int, range(-1, 2**63)]
+RunId = Annotated[int, range(2**64)]  # drawn at random
 
 
 # ---- validation
@@ -68,11 +68,11 @@ def check(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
         TypeError: If a field has another type or value, or is unknown.
 
     Example:
-        >>> check({"step": 3, "done": -1}, {"step": Whole, "done": FromMinusOne})
-        >>> check({"step": -1}, {"step": Whole})
+        >>> check({"step": 3, "last": -1}, {"step": Natural, "last": IntervalNumber})
+        >>> check({"step": -1}, {"step": Natural})
         Traceback (most recent call last):
         TypeError: step must be int >= 0, got -1
-        >>> check({"cut": [[0, "x"]]}, {"cut": Sequence[tuple[Whole, Whole]]})
+        >>> check({"cut": [[0, "x"]]}, {"cut": Sequence[tuple[Natural, Natural]]})
         Traceback (most recent call last):
         TypeError: cut must be Sequence[tuple[int >= 0, int >= 0]], got [[0, 'x']]
     """
@@ -91,7 +91,7 @@ def validator(hint: Any) -> Callable[[Any], bool]:
     On the wire a tuple may be a list, and a NamedTuple has no names.
 
     Example:
-        >>> valid = validator(Sequence[tuple[Whole, str]])
+        >>> valid = validator(Sequence[tuple[Natural, str]])
         >>> valid([[0, "a"]]), valid([(0, "a", 1)]), valid("a")
         (True, False, False)
     """
@@ -170,10 +170,10 @@ def _condition(hint: Any, value: str, names: dict[str, Any]) -> str:
 
 
 WORDS = {
-    repr(Whole): "int >= 0",
+    repr(Natural): "int >= 0",
     repr(Positive): "int >= 1",
-    repr(FromMinusOne): "int >= -1",
-    repr(Identity): "int of 64 bits",
+    repr(IntervalNumber): "int >= -1",
+    repr(RunId): "int of 64 bits",
 }
 
 
@@ -239,7 +239,7 @@ class Guard:
 
     def of(self, handler: Handler) -> Handler:
         """A handler that answers a message that it cannot read, too."""
-        hints = {"run": Identity, **hints_of(handler)}
+        hints = {"run": RunId, **hints_of(handler)}
         valid = message_validator(hints)
 
         @functools.wraps(handler)
@@ -298,24 +298,24 @@ MESSAGE_BYTES = 304
 class PeerProgress(NamedTuple):
     """How far a replica is."""
 
-    step: Whole = 0  # steps completed
-    sequence: Whole = 0  # of its last update
-    interval: FromMinusOne = -1  # the last sync interval that it has completed
+    step: Natural = 0  # steps completed
+    sequence: Natural = 0  # of its last update
+    interval: IntervalNumber = -1  # the last sync interval that it has completed
 
 
 class Acknowledgement(TypedDict):
     """What a replica has sent and received, where replicas send to each other."""
 
-    generation: Whole  # of the membership by which it sends
-    adopted_at: Whole  # its last update when it adopted that, or later
-    received: Sequence[tuple[Whole, Whole]]  # by origin: all up to this one
+    generation: Natural  # of the membership by which it sends
+    adopted_at: Natural  # its last update when it adopted that, or later
+    received: Sequence[tuple[Natural, Natural]]  # by origin: all up to this one
 
 
 class FinishedLease(TypedDict):
     """A lease that a replica gives back."""
 
-    lease: Whole  # its number
-    examples: Whole
+    lease: Natural  # its number
+    examples: Natural
     loss: float  # mean of the epoch so far
 
 
@@ -333,7 +333,7 @@ class Failure(TypedDict):
     type: Annotated[str, ERRORS]
     summary: str
     traceback: str
-    step: Whole
+    step: Natural
     pickled: bytes
 
 
@@ -346,7 +346,7 @@ class WorkerVersions(TypedDict):
 
 
 # The generation, and each replica with its worker.
-Members = tuple[Whole, Sequence[tuple[Whole, str]]]
+Members = tuple[Natural, Sequence[tuple[Natural, str]]]
 
 
 class MessageKind(enum.StrEnum):
@@ -355,8 +355,8 @@ class MessageKind(enum.StrEnum):
     UPDATE = "update"  # payload: an encoded frame
     PROGRESS = "progress"  # origin has completed `step`; payload: its last interval
     JOINED = "joined"  # origin trains too from now on, at `step`
-    ROUTES = "routes"  # payload: `Members`
-    LOST = "lost"  # origin is gone; nothing more comes from it
+    MEMBERS = "members"  # payload: `Members`
+    FAILED = "failed"  # origin is gone; nothing more comes from it
     STOP = "stop"  # payload: why
 
 
@@ -431,19 +431,19 @@ class Message(NamedTuple):
 
 
 _PAYLOADS = {
-    MessageKind.PROGRESS: (validator(FromMinusOne), "progress needs an interval"),
-    MessageKind.ROUTES: (validator(Members), "routes need members"),
+    MessageKind.PROGRESS: (validator(IntervalNumber), "progress needs an interval"),
+    MessageKind.MEMBERS: (validator(Members), "it needs members"),
 }
 
 
-class Barrier(enum.StrEnum):
+class BarrierKind(enum.StrEnum):
     """What a barrier is for."""
 
     AGREE = "agree"  # afterwards updates are held, until the next one
-    REPORT = "report"  # the client reads the notes too; an epoch is over
+    REPORT = "report"  # the client reads the payloads too; an epoch is over
     SYNC = "sync"  # a sync interval is over, and not the epoch
     MEET = "meet"
-    ROUND = "round"  # who waits for a lease is not waited for, see `stand_by`
+    ROUND = "round"  # replicas that wait for a lease are not waited for, see `set_idle`
 
 
 class WaitCause(enum.StrEnum):
@@ -517,11 +517,11 @@ class MeshTopology:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ChannelSpec:
     """One replica's end of a run.
 
     Attributes:
-        run: Identity of the run.
+        run: RunId of the run.
         replica: Number of the replica.
         size: Parameters of the model.
         grid: Of the run at its start, parameter units.
@@ -553,14 +553,14 @@ Arrays = Mapping[str, NDArray[Any]]
 Form = Sequence[Any]  # name, dtype and shape of an array: plain values
 
 
-class Parcel:
+class BlobParts:
     """Arrays, and how to cut their bytes.
 
     Args:
         arrays: Not changed any more.
 
     Example:
-        >>> parcel = Parcel({"a": np.arange(3), "b": np.float32([0.5])})
+        >>> parcel = BlobParts({"a": np.arange(3), "b": np.float32([0.5])})
         >>> joined = join(parcel.forms, [parcel.part(i) for i in range(parcel.parts)])
         >>> joined["a"].tolist(), joined["b"].tolist()
         ([0, 1, 2], [0.5])

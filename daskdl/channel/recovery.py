@@ -83,7 +83,7 @@ class Repairs:
 
     def _helper(self, origin: int) -> int | None:
         """The origin at first, which has it for sure; if in vain, others in turn."""
-        own = self._connection.endpoint.replica
+        own = self._connection.spec.replica
         workers = self._routing.workers
         others = [r for r in sorted(workers) if r not in (own, origin)]
         helpers = [origin, *others] if origin in workers else others
@@ -99,7 +99,7 @@ class Repairs:
         if worker is None:
             return 0
         logger.info("asking replica %s for %s of %s", helper, sequences, origin)
-        items: list[Message] = []
+        messages: list[Message] = []
         with contextlib.suppress(OSError, TimeoutError):
             asking = self._connection.ask(
                 worker,
@@ -108,22 +108,22 @@ class Repairs:
                 origin=origin,
                 sequences=list(sequences),
             )
-            bound = self._connection.endpoint.timeouts.request
+            bound = self._connection.spec.timeouts.request
             async with asyncio.timeout(bound):  # see SendLoop
-                items = _items_of(await asking, origin)
-        for item in items:
-            self.repaired += await self._take(item)
-        return len(items)
+                messages = _messages_of(await asking, origin)
+        for message in messages:
+            self.repaired += await self._take(message)
+        return len(messages)
 
 
-def _items_of(answer: Any, origin: int) -> list[Message]:
+def _messages_of(answer: Any, origin: int) -> list[Message]:
     """The updates in an answer; what is not understood is nothing."""
     if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
         return []
-    items: list[Message] = []
+    messages: list[Message] = []
     with contextlib.suppress(TypeError, ValueError, LookupError):
-        items += [Message.from_wire(fields) for fields in answer["messages"]]
-    return [i for i in items if i.kind == MessageKind.UPDATE and i.origin == origin]
+        messages += [Message.from_wire(fields) for fields in answer["messages"]]
+    return [i for i in messages if i.kind == MessageKind.UPDATE and i.origin == origin]
 
 
 # By replica and origin. Everyone's own updates count as received by itself.
@@ -134,7 +134,7 @@ def settle(have: Have) -> dict[int, tuple[int, tuple[int, ...]]]:
     """Everything that any survivor has received: what all must have.
 
     Args:
-        have: What each survivor has received, and nobody else: with what a lost
+        have: What each survivor has received, and nobody else: with what a failed
             replica said it had, the target could be out of reach.
 
     Returns:
@@ -227,11 +227,11 @@ def helpers(
 
 
 def donors(have: Have, asker: int) -> list[int]:
-    """Whose state to take when the rings could not help, one after the other.
+    """Whose state to take, in order, when no retransmit buffer has what is missing.
 
     The reference is the replica with most updates; if anybody has the whole target,
     it does. All who have what it has are donors; everybody else takes their state,
-    and with it goes back on what it alone has (of lost replicas, see above).
+    and with it goes back on what it alone has (of failed replicas, see above).
 
     Args:
         have: What each survivor has received, after they have asked each other.

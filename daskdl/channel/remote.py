@@ -33,10 +33,10 @@ from daskdl.channel.leasing import Finished, Lease, Range, SyncPoint
 from daskdl.channel.protocol import (
     Answer,
     Arrays,
-    Barrier,
-    Endpoint,
+    BarrierKind,
+    BlobParts,
+    ChannelSpec,
     Message,
-    Parcel,
     PeerProgress,
     WaitCause,
     compact,
@@ -61,15 +61,15 @@ class RemoteChannel(ReceivingChannel):
 
     Args:
         plugin: Of the worker where the replica trains.
-        endpoint: Which replica it is, and the bounds.
+        spec: Which replica it is, and the bounds.
 
     Raises:
         ChannelError: If the replica is on this worker already.
     """
 
-    def __init__(self, plugin: ChannelWorkerPlugin, endpoint: Endpoint) -> None:
-        end = plugin.open(endpoint)
-        super().__init__(end.inbox, endpoint)
+    def __init__(self, plugin: ChannelWorkerPlugin, spec: ChannelSpec) -> None:
+        end = plugin.open(spec)
+        super().__init__(end.inbox, spec)
         self._plugin = plugin
         self._end = end
         self._connection = end.connection
@@ -143,13 +143,13 @@ class RemoteChannel(ReceivingChannel):
         if not self._wait_until(cause, ready, bound.seconds):
             raise WaitTimeoutError(
                 f"replica {self._replica} waited {bound} for {cause}: "
-                f"{self._routing.backlog()}; last heard: {self._last_heard()}"
+                f"{self._routing.backlog()}; last seen: {self._last_seen()}"
             )
 
     @override
-    def _last_heard(self) -> str:
-        scheduler = f"the scheduler {self._connection.silent_s():.1f} s ago"
-        return "; ".join(filter(None, [scheduler, super()._last_heard()]))
+    def _last_seen(self) -> str:
+        scheduler = f"the scheduler {self._connection.since_answer_s():.1f} s ago"
+        return "; ".join(filter(None, [scheduler, super()._last_seen()]))
 
     # ---- requests
 
@@ -207,7 +207,7 @@ class RemoteChannel(ReceivingChannel):
         except TimeoutError as error:
             raise WaitTimeoutError(
                 f"the scheduler did not answer {operation} of replica {self._replica} "
-                f"within {bound}; last heard: {self._last_heard()}"
+                f"within {bound}; last seen: {self._last_seen()}"
             ) from error
         except OSError as error:
             raise ChannelError(f"the scheduler cannot be reached: {error}") from error
@@ -257,7 +257,7 @@ class RemoteChannel(ReceivingChannel):
         members = dict(answer["members"])
         if members:
             self._meet(members)
-            self._end.begin({}, self._endpoint.grid)
+            self._end.begin({}, self._spec.grid)
             self._end.start()
             return JoinResult(list(members), None)
         self._end.start()
@@ -288,8 +288,8 @@ class RemoteChannel(ReceivingChannel):
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {bound} for a snapshot, last of "
-                    f"replica {donor} on {worker}: {given['reason']}; last heard: "
-                    f"{self._last_heard()}"
+                    f"replica {donor} on {worker}: {given['reason']}; last seen: "
+                    f"{self._last_seen()}"
                 )
             answer = self._ask_to_join()
         raise Stopped("nobody is left to begin from")
@@ -311,7 +311,7 @@ class RemoteChannel(ReceivingChannel):
     def leave(self, *, retires: bool = False) -> None:
         self._end.stop_sending()
         self._tell(protocol.LEAVE, retires=retires)
-        self._plugin.forget(self._endpoint)
+        self._plugin.forget(self._spec)
 
     # ---- updates
 
@@ -335,11 +335,11 @@ class RemoteChannel(ReceivingChannel):
                 self._routing.sent, bound.seconds, even_if_stopped=True
             ):
                 logger.warning(
-                    "replica %s leaves after %s; %s; last heard: %s",
+                    "replica %s leaves after %s; %s; last seen: %s",
                     self._replica,
                     bound,
                     self._routing.backlog(),
-                    self._last_heard(),
+                    self._last_seen(),
                 )
         return accepted
 
@@ -406,10 +406,10 @@ class RemoteChannel(ReceivingChannel):
         self,
         key: str,
         payload: Any,
-        kind: Barrier = Barrier.MEET,
+        kind: BarrierKind = BarrierKind.MEET,
         client_payload: bytes = b"",
     ) -> BarrierResult:
-        if kind == Barrier.AGREE and self._routing.relayed:
+        if kind == BarrierKind.AGREE and self._routing.relayed:
             # What is still here would be held back with what others hand over.
             self._wait_until_sent(WaitCause.FLUSH, self._routing.sent)
         answer = self._ask(
@@ -421,7 +421,7 @@ class RemoteChannel(ReceivingChannel):
             client_payload=client_payload,
             kind=kind.value,
         )
-        if kind != Barrier.AGREE:
+        if kind != BarrierKind.AGREE:
             self._inbox.barrier.release()
         payloads = {r: unwrap_arrays(payload) for r, payload in answer["payloads"]}
         gone, counted = dict(answer["gone"]), answer["counted"]
@@ -429,7 +429,7 @@ class RemoteChannel(ReceivingChannel):
 
     @override
     def publish_blob(self, name: str, arrays: Arrays) -> None:
-        self._end.on_loop(self._end.blobs.publish(name, Parcel(arrays)))
+        self._end.on_loop(self._end.blobs.publish(name, BlobParts(arrays)))
 
     @override
     def drop_blobs(self, keep: str = "") -> None:
@@ -457,7 +457,7 @@ class RemoteChannel(ReceivingChannel):
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"waited {self._patience} for {name!r} of replica {replica} on "
-                    f"{worker}; last heard: {self._last_heard()}"
+                    f"{worker}; last seen: {self._last_seen()}"
                 )
             # Not at once: the failure of a replica is known a little later.
             gone = lambda: replica not in self._routing.workers  # noqa: E731
@@ -490,8 +490,8 @@ class RemoteChannel(ReceivingChannel):
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"replicas {sorted(have)} did not come to the same updates within "
-                    f"{self._patience}, {turn + 1} rounds; last heard: "
-                    f"{self._last_heard()}"
+                    f"{self._patience}, {turn + 1} rounds; last seen: "
+                    f"{self._last_seen()}"
                 )
             deadline = min(deadline, time.monotonic() + self._patience.seconds)
             if requests:
@@ -515,7 +515,7 @@ class RemoteChannel(ReceivingChannel):
         payload = [
             [o, last, list(more)] for o, (last, more) in sorted(received.items())
         ]
-        met = self.barrier(key, {"received": payload}, Barrier.AGREE)
+        met = self.barrier(key, {"received": payload}, BarrierKind.AGREE)
         survivors = sorted(met.payloads.keys() - met.gone.keys())
         return {r: _received(met.payloads[r]) for r in survivors}, set(met.gone)
 

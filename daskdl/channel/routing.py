@@ -77,7 +77,7 @@ class Destination(ABC):
             self._send,
             pace_s=pace_s,
             beat_s=beat_s,
-            bound=routing.connection.endpoint.timeouts.bound("request"),
+            bound=routing.connection.spec.timeouts.bound("request"),
             destination=name,
         )
 
@@ -99,7 +99,7 @@ class Destination(ABC):
 
     def sent(self) -> bool:
         """Whether all updates of this replica have arrived there."""
-        return not self.outbox.bytes_of(self._connection.endpoint.replica)
+        return not self.outbox.bytes_of(self._connection.spec.replica)
 
 
 class ToScheduler(Destination):
@@ -130,7 +130,7 @@ class ToScheduler(Destination):
         with routing.meter.request(messages):
             answer = await self._connection.ask_scheduler(
                 protocol.PUBLISH,
-                replica=self._connection.endpoint.replica,
+                replica=self._connection.spec.replica,
                 messages=[message.to_wire() for message in messages],
                 progress=progress,
                 **more,
@@ -180,7 +180,7 @@ class Neighbour(Destination):
             try:
                 await self._loop.run()
             except (OSError, DaskDLError) as error:
-                own = self._connection.endpoint.replica
+                own = self._connection.spec.replica
                 logger.info("replica %s sends no more: %s", own, error)
             self._down = True
             self.outbox.drop(len(self.outbox))
@@ -262,22 +262,22 @@ class Routing(ABC):
     to_scheduler: ToScheduler
 
     def __init__(self, connection: Connection, inbox: Inbox) -> None:
-        endpoint = connection.endpoint
+        spec = connection.spec
         self.connection = connection
         self.inbox = inbox
         self.generation = 0
         self.workers = {}
-        self.own = RetransmitBuffer(endpoint.outbox_bytes, evicts=self.relayed)
-        self.others = RetransmitBuffer(endpoint.inbox_bytes)
+        self.own = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
+        self.others = RetransmitBuffer(spec.inbox_bytes)
         self.meter = LinkMeter()
         self.to_scheduler = ToScheduler(
             self,
             "the scheduler",
-            limit_bytes=endpoint.outbox_bytes,
+            limit_bytes=spec.outbox_bytes,
             pace_s=PACE_S if self.relayed else BEAT_PACE_S,
-            beat_s=min(BEAT_S, endpoint.timeouts.silence / 4),
+            beat_s=min(BEAT_S, spec.timeouts.silence / 4),
         )
-        self._replica = endpoint.replica
+        self._replica = spec.replica
         self._lock = threading.RLock()  # an update is of one generation
         self._neighbours: dict[int, Neighbour] = {}
         self._ended = False
@@ -410,7 +410,7 @@ class Routing(ABC):
         more = self._unreported.get(message.origin, 0) + message.nbytes + MESSAGE_BYTES
         self._unreported[message.origin] = more
         # Its origin can publish no more than so much before this is acknowledged.
-        if more > self.connection.endpoint.outbox_bytes // 4:
+        if more > self.connection.spec.outbox_bytes // 4:
             self.to_scheduler.wake()
 
     def acknowledgement(self) -> Mapping[str, Any]:
@@ -465,7 +465,7 @@ class RelayRouting(Routing):
     def publish(self, message: Message, *, force: bool = False) -> bool:
         # Never less again: small ones may follow before it is asked for.
         wanted = RECENT * (message.nbytes + MESSAGE_BYTES)
-        most = min(wanted, self.connection.endpoint.inbox_bytes)
+        most = min(wanted, self.connection.spec.inbox_bytes)
         self.own.limit_bytes = max(self.own.limit_bytes, most)
         return super().publish(message, force=force)
 
@@ -476,11 +476,11 @@ GENERATIONS_KEPT = 32
 
 
 class TopologyHistory:
-    """The routes of the latest generations, as one replica has heard of them.
+    """The topologies of the latest generations, as far as one replica knows.
 
     An update carries the generation in which its origin sent it, and goes along
     that generation's tree to the end: whoever was a member then gets it, once,
-    although those on its way may have heard of a later generation. Before the
+    although those on its way may know a later generation. Before the
     first generation there is nobody to send to.
 
     All methods belong to the event loop; `current` may be read from any thread.
@@ -489,7 +489,7 @@ class TopologyHistory:
         kept: How many generations are kept, >= 1; older ones are forgotten.
 
     Attributes:
-        current: MeshTopology of the highest generation heard of.
+        current: That of the highest generation known.
 
     Example:
         >>> book = TopologyHistory()
@@ -511,9 +511,9 @@ class TopologyHistory:
     def adopt(self, routes: MeshTopology) -> bool:
         """Note the routes of a generation; whether they are the current ones now.
 
-        Words about members may overtake each other: an older generation is kept
-        for the frames stamped with it, and changes nothing else. The first word
-        about a generation stays.
+        Membership messages may arrive out of order: an older generation is kept for
+        the frames stamped with it, and changes nothing else. The first message about
+        a generation counts.
         """
         self._known.setdefault(routes.generation, routes)
         while len(self._known) > self._kept:
@@ -526,7 +526,7 @@ class TopologyHistory:
     def for_generation(self, generation: int) -> MeshTopology:
         """The routes along which to forward what is stamped with a generation.
 
-        One that is too old, or not heard of yet, falls back to the current one.
+        One that is too old, or not known yet, falls back to the current one.
         The update may then reach somebody twice or not at all. Both are safe:
         positions know duplicates, and a gap is repaired by asking. It also ends:
         **only the first copy of an update may be forwarded**, so each replica
@@ -561,7 +561,7 @@ class MeshRouting(Routing):
 
     @override
     def on_members(self, generation: int, workers: Mapping[int, str]) -> None:
-        fan_out = self.connection.endpoint.fan_out
+        fan_out = self.connection.spec.fan_out
         topology = MeshTopology(generation, tuple(sorted(workers)), fan_out)
         with self._lock:
             self._topologies.adopt(topology)
@@ -584,7 +584,7 @@ class MeshRouting(Routing):
     def _may_forward(self, message: Message) -> bool:
         queues = [neighbour.outbox for neighbour in list(self._neighbours.values())]
         waiting = sum(queue.nbytes - queue.bytes_of(self._replica) for queue in queues)
-        limit = self.connection.endpoint.inbox_bytes
+        limit = self.connection.spec.inbox_bytes
         return not waiting or waiting + message.nbytes + MESSAGE_BYTES <= limit
 
 

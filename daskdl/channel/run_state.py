@@ -21,7 +21,7 @@ from daskdl.channel.leasing import (
 )
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
-    Barrier,
+    BarrierKind,
     GoneError,
     Message,
     MessageKind,
@@ -69,7 +69,7 @@ class Member:
             from the beginning, joining ones once they have the common state.
         joined: Whether its task has reached the scheduler.
         gone: Whether it has left or failed, for good.
-        heartbeat_at: When it was last heard of, seconds on the clock of the scheduler.
+        heartbeat_at: When it was last seen of, seconds on the clock of the scheduler.
         progress: How far it is, as far as the scheduler knows.
         generation: Of the membership by which it sends to others; -1: none yet.
         adopted_at: Its last own update when it adopted that membership, or later.
@@ -208,7 +208,7 @@ class Membership:
             said = "which has not joined"
             if member.joined:
                 said = (
-                    f"last heard at step {member.progress.step}, update "
+                    f"last seen at step {member.progress.step}, update "
                     f"{member.progress.sequence}, "
                     f"{max(now - member.heartbeat_at, 0.0):.1f} s ago"
                 )
@@ -241,7 +241,7 @@ class OpenBarrier:
     @property
     def kind(self) -> str:
         """What all have come for; if they have not come for the same, it is a round."""
-        return next(iter(self.kinds)) if len(self.kinds) == 1 else Barrier.ROUND
+        return next(iter(self.kinds)) if len(self.kinds) == 1 else BarrierKind.ROUND
 
     @property
     def complete(self) -> bool:
@@ -409,7 +409,9 @@ class RunState:
         for leases in self.leases.values():
             leases.lose(replica)
         self._idle.pop(replica, None)
-        self._send(Message(MessageKind.LOST.value, replica, 0, member.progress.step, 0))
+        self._send(
+            Message(MessageKind.FAILED.value, replica, 0, member.progress.step, 0)
+        )
         self._send_topology()
         self._complete_barriers()
 
@@ -419,7 +421,7 @@ class RunState:
                 box.offer(message, force=True)
 
     def _send_topology(self) -> None:
-        self._send(Message(MessageKind.ROUTES.value, 0, 0, 0, 0, self.topology()))
+        self._send(Message(MessageKind.MEMBERS.value, 0, 0, 0, 0, self.topology()))
 
     # ---- updates and progress
 
@@ -549,7 +551,7 @@ class RunState:
         members = self.members.expected
         for key, barrier in list(self.barriers.items()):
             awaited = members - barrier.payloads.keys()
-            if barrier.kind == Barrier.ROUND:
+            if barrier.kind == BarrierKind.ROUND:
                 awaited -= self._idle.keys()
             if members and not awaited and self.stopped is None:
                 self._complete(key, barrier)
@@ -564,21 +566,21 @@ class RunState:
         del self.barriers[key]
         kind, payloads = barrier.kind, barrier.payloads
         gone = barrier.gone = self.members.gone
-        self.holding = kind == Barrier.AGREE
+        self.holding = kind == BarrierKind.AGREE
         if not self.holding:
             for message in self._held:
                 self._send(message, but=message.origin)
             self._held.clear()
-        if kind == Barrier.ROUND:
+        if kind == BarrierKind.ROUND:
             payloads.update({**self._idle, **payloads})
-        elif kind == Barrier.AGREE:
+        elif kind == BarrierKind.AGREE:
             barrier.counted = {"present": len(self.members.present)}
-        elif kind == Barrier.SYNC:
+        elif kind == BarrierKind.SYNC:
             departed = self._trained_by_departed(payloads.keys() - gone.keys())
             barrier.counted = {"departed": departed}
-        elif kind == Barrier.REPORT:
+        elif kind == BarrierKind.REPORT:
             self._end_epoch(key, barrier)
-        if kind in (Barrier.REPORT, Barrier.SYNC):
+        if kind in (BarrierKind.REPORT, BarrierKind.SYNC):
             self.interval += 1
             self._interval_began_at = None
             self.leases["train"].begin_interval()

@@ -24,18 +24,18 @@ from daskdl.channel.protocol import (
     NAME,
     Acknowledgement,
     Answer,
-    Barrier,
+    BarrierKind,
     Failure,
     Fields,
     FinishedLease,
     GoneError,
     Guard,
     Handler,
-    Identity,
     Message,
     MessageKind,
+    Natural,
     PeerProgress,
-    Whole,
+    RunId,
     WorkerVersions,
     handlers_of,
 )
@@ -97,7 +97,7 @@ class WorkerBatcher:
     Args:
         scheduler: Whose connections carry the messages.
         worker: Address of the worker.
-        run: Identity of the run.
+        run: RunId of the run.
         bound: How long a request may take.
 
     Attributes:
@@ -266,7 +266,7 @@ class LiveRun:
 
     # ---- requests of a client
 
-    async def handle_watch(self, seen: Whole, timeout_s: float) -> Fields:
+    async def handle_watch(self, seen: Natural, timeout_s: float) -> Fields:
         """A client asks for events after the first `seen` ones."""
         events = self.state.events
         if seen > len(events) or not 0 <= timeout_s <= LONGEST_S:
@@ -281,7 +281,7 @@ class LiveRun:
         self.notify()
         return {}
 
-    async def handle_assign(self, worker: str, replicas: Whole) -> Fields:
+    async def handle_assign(self, worker: str, replicas: Natural) -> Fields:
         """A client wants so many replicas on a worker; answered with the new ones."""
         if replicas > MOST_REPLICAS:
             raise ValueError(f"replicas must be <= {MOST_REPLICAS}, got {replicas}")
@@ -290,13 +290,13 @@ class LiveRun:
         missing = replicas - len(members.assigned_to(worker)) if there else 0
         return {"replicas": [members.assign(worker) for _ in range(missing)]}
 
-    async def handle_unassign(self, replica: Whole) -> Fields:
+    async def handle_unassign(self, replica: Natural) -> Fields:
         """A replica could not be started."""
         if not self.state.members.replicas[replica].joined:
             self.lose(replica, "it was not started")
         return {}
 
-    async def handle_restore(self, phase: str, part: Whole, key: str) -> Fields:
+    async def handle_restore(self, phase: str, part: Natural, key: str) -> Fields:
         """A client has computed a lost part again, under another key."""
         self.state.leases[phase].replace_key(part, key)
         self.notify()
@@ -304,10 +304,10 @@ class LiveRun:
 
     async def handle_agreed(
         self,
-        epoch: Whole,
-        part: Whole,
-        avoid: Sequence[Whole],
-        replica: Whole | None,
+        epoch: Natural,
+        part: Natural,
+        avoid: Sequence[Natural],
+        replica: Natural | None,
     ) -> Fields:
         """A client wants a part of the newest state that all have agreed on.
 
@@ -333,7 +333,7 @@ class LiveRun:
 
     # ---- requests of a replica
 
-    async def handle_join(self, replica: Whole, version: str) -> Fields:
+    async def handle_join(self, replica: Natural, version: str) -> Fields:
         """A replica's task runs; answered once all initial ones have joined.
 
         One that joins later then learns whose state to take, and the cut that this
@@ -400,7 +400,7 @@ class LiveRun:
 
         self.relays[replica] = asyncio.ensure_future(relay())
 
-    async def handle_activate(self, replica: Whole, step: Whole) -> Fields:
+    async def handle_activate(self, replica: Natural, step: Natural) -> Fields:
         """A joining replica has the common state; answered between two barriers."""
         state, members = self.state, self.state.members
         members.taking_part(replica)
@@ -413,7 +413,7 @@ class LiveRun:
 
     async def handle_publish(
         self,
-        replica: Whole,
+        replica: Natural,
         messages: Sequence[Sequence[Any]],
         progress: PeerProgress,
         acknowledgement: Acknowledgement | None = None,
@@ -447,9 +447,9 @@ class LiveRun:
 
     async def handle_lease(
         self,
-        replica: Whole,
+        replica: Natural,
         phase: str,
-        epoch: Whole,
+        epoch: Natural,
         finished: Sequence[FinishedLease],
         wait: bool,
         idle_payload: Any = None,
@@ -481,7 +481,7 @@ class LiveRun:
         return set() if task is None else {w.address for w in task.who_has or ()}
 
     async def handle_missing(
-        self, replica: Whole, phase: str, part: Whole, key: str
+        self, replica: Natural, phase: str, part: Natural, key: str
     ) -> Fields:
         """A part does not arrive; if it is lost, answered once it has another key."""
         state = self.state
@@ -505,14 +505,14 @@ class LiveRun:
 
     async def handle_barrier(
         self,
-        replica: Whole,
+        replica: Natural,
         key: str,
         payload: Any,
         client_payload: bytes,
         kind: str,
     ) -> Fields:
         """A replica is at a barrier; answered with all payloads when all are."""
-        state, kind = self.state, Barrier(kind)
+        state, kind = self.state, BarrierKind(kind)
         state.members.taking_part(replica)
         barrier = state.arrive(key, replica, payload, client_payload, kind)
         self.notify()
@@ -523,7 +523,7 @@ class LiveRun:
             "counted": dict(barrier.counted),
         }
 
-    async def handle_fail(self, replica: Whole, failure: Failure) -> Fields:
+    async def handle_fail(self, replica: Natural, failure: Failure) -> Fields:
         """A replica cannot go on: the run ends, unless it was about to join."""
         members = self.state.members
         if replica not in members.joining:
@@ -533,7 +533,7 @@ class LiveRun:
         self.notify()
         return {}
 
-    async def handle_leave(self, replica: Whole, retires: bool = False) -> Fields:
+    async def handle_leave(self, replica: Natural, retires: bool = False) -> Fields:
         """A replica's task ends; see `RunState.leave`."""
         self.hanging.discard(self.state.members.replicas[replica].worker)
         self.state.leave(replica, self.now(), retires=retires)
@@ -591,7 +591,7 @@ class LiveRun:
             await asyncio.sleep(WATCHDOG_S)
             for replica in state.check_deadlines(self.now()):
                 self.hanging.add(state.members.replicas[replica].worker)
-                self.lose(replica, f"nothing was heard for {bound}")
+                self.lose(replica, f"no heartbeat for {bound}")
         self.notify()
 
     # ---- the end
@@ -609,7 +609,7 @@ class LiveRun:
         """End all tasks; requests that still wait learn that the run has stopped.
 
         Returns:
-            Who has not left, and what was last heard of each; empty if nobody.
+            Who has not left, and what was last seen of each; empty if nobody.
         """
         still_here = self.state.members.describe(self.state.members.present, self.now())
         for task in self.tasks:
@@ -687,7 +687,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         logger.info("run %s opens: %s", own.run, own.replicas)
         return {"status": Answer.OK.value, "version": VERSION}
 
-    async def handle_close(self, run: Identity) -> Fields:
+    async def handle_close(self, run: RunId) -> Fields:
         """A client is through with a run: nothing of it stays."""
         live = self.runs.pop(run, None)
         still_here = "" if live is None else live.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 from distributed import Worker
 
-from daskdl.channel.protocol import MESSAGE_BYTES, Answer, Endpoint, Message
+from daskdl.channel.protocol import MESSAGE_BYTES, Answer, ChannelSpec, Message
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, DaskDLError, WaitTimeoutError
 from daskdl.thresholds import Drained
@@ -25,28 +25,28 @@ class Connection:
 
     Args:
         worker: Where the replica trains.
-        endpoint: Which replica it is, and the bounds.
+        spec: Which replica it is, and the bounds.
         stop: Ends every wait of the replica, for a reason.
 
     Attributes:
-        endpoint: As given.
+        spec: As given.
         failure: Why the connection does not work any more, or None.
         loop: The event loop of the worker.
     """
 
-    endpoint: Endpoint
+    spec: ChannelSpec
     failure: DaskDLError | None
     loop: asyncio.AbstractEventLoop
 
     def __init__(
-        self, worker: Worker, endpoint: Endpoint, stop: Callable[[str], object]
+        self, worker: Worker, spec: ChannelSpec, stop: Callable[[str], object]
     ) -> None:
-        self.endpoint = endpoint
+        self.spec = spec
         self.failure = None
         self.loop = worker.loop.asyncio_loop
         self._worker = worker
         self._stop = stop
-        self._heard_at = time.monotonic()  # of the scheduler's last answer
+        self._answered_at = time.monotonic()  # of the scheduler's last answer
 
     # ---- event loop
 
@@ -58,7 +58,7 @@ class Connection:
         """
         peer = self._worker.scheduler if worker is None else self._worker.rpc(worker)
         try:
-            return await getattr(peer, operation)(run=self.endpoint.run, **fields)
+            return await getattr(peer, operation)(run=self.spec.run, **fields)
         except RuntimeError as error:  # of Dask's pool of connections, once it closes
             raise OSError(f"the worker closes: {error}") from error
 
@@ -75,9 +75,9 @@ class Connection:
 
     # ---- any thread
 
-    def silent_s(self) -> float:
+    def since_answer_s(self) -> float:
         """Seconds since the scheduler's last answer, or since the beginning."""
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._answered_at
 
     def checked(self, answer: Any) -> dict[str, Any]:
         """Return an answer of the scheduler; stop if the run was stopped.
@@ -89,7 +89,7 @@ class Connection:
             raise ChannelError(
                 f"the scheduler answered {answer!r}: is daskdl installed there?"
             )
-        self._heard_at = time.monotonic()
+        self._answered_at = time.monotonic()
         if answer["status"] == Answer.STOPPED or answer["status"] == Answer.UNKNOWN:
             self._stop(answer["reason"])
         elif answer["status"] == Answer.REFUSED:
@@ -379,7 +379,7 @@ class SendLoop:
         self._bound = bound
         self._destination = destination
         self._more = asyncio.Event()
-        self._heard_at: float | None = None  # of the last answer, the loop's clock
+        self._answered_at: float | None = None  # of the last answer, the loop's clock
 
     def wake(self) -> None:
         """There is something to send. Call from the event loop."""
@@ -423,7 +423,7 @@ class SendLoop:
                 if attempt == ATTEMPTS:
                     raise
             else:
-                self._heard_at = asyncio.get_running_loop().time()
+                self._answered_at = asyncio.get_running_loop().time()
                 return accepted
         raise AssertionError("every attempt returns or raises")
 
@@ -431,8 +431,8 @@ class SendLoop:
         now = asyncio.get_running_loop().time()
         last = (
             "it never answered before"
-            if self._heard_at is None
-            else f"its last answer was {now - self._heard_at:.1f} s ago"
+            if self._answered_at is None
+            else f"its last answer was {now - self._answered_at:.1f} s ago"
         )
         return WaitTimeoutError(
             f"{self._destination} did not answer within {self._bound}, {ATTEMPTS} "

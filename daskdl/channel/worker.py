@@ -31,16 +31,16 @@ from daskdl.channel.protocol import (
     NAME,
     Answer,
     Arrays,
-    Endpoint,
+    BlobParts,
+    ChannelSpec,
     Fields,
     GoneError,
     Guard,
-    Identity,
     Message,
     MessageKind,
-    Parcel,
+    Natural,
     PeerProgress,
-    Whole,
+    RunId,
     handlers_of,
     owned,
 )
@@ -71,13 +71,13 @@ class BlobServer:
 
     def __init__(self) -> None:
         self.sent_bytes = 0
-        self._blobs: dict[str, Parcel] = {}
+        self._blobs: dict[str, BlobParts] = {}
         # At the end of which epoch it was agreed on, and what makes it.
         self._state: tuple[int, Callable[[], Arrays]] | None = None
-        self._cut: tuple[int, Parcel] | None = None  # with its epoch
+        self._cut: tuple[int, BlobParts] | None = None  # with its epoch
         self._changed = asyncio.Condition()
 
-    async def publish(self, name: str, blob: Parcel) -> None:
+    async def publish(self, name: str, blob: BlobParts) -> None:
         """Let others fetch a blob; a second one of the same name changes nothing."""
         async with self._changed:
             self._blobs.setdefault(name, blob)
@@ -124,7 +124,7 @@ class BlobServer:
                 while self._state is None or self._state[0] < epoch:
                     await self._changed.wait()
                 epoch, make = self._state
-            self._cut = epoch, Parcel(await asyncio.to_thread(make))
+            self._cut = epoch, BlobParts(await asyncio.to_thread(make))
         if self._cut is None or self._cut[0] != epoch:
             raise ValueError(f"epoch {epoch} is not being fetched")
         parcel = self._cut[1]
@@ -145,7 +145,7 @@ class ReplicaEndpoint:
 
     Args:
         worker: Where the replica trains.
-        endpoint: Which replica it is, and the bounds.
+        spec: Which replica it is, and the bounds.
 
     Attributes:
         inbox: What has arrived.
@@ -165,92 +165,92 @@ class ReplicaEndpoint:
     blobs: BlobServer
     snapshot_requests: list[SnapshotRequest]
 
-    def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
-        routing = ROUTINGS[endpoint.routing]
+    def __init__(self, worker: Worker, spec: ChannelSpec) -> None:
+        routing = ROUTINGS[spec.routing]
         self.inbox = Inbox(
-            endpoint.size,
-            endpoint.grid,
-            endpoint.inbox_bytes,
-            in_order=routing.relayed and not endpoint.drops,
-            in_step=endpoint.in_step,
+            spec.size,
+            spec.grid,
+            spec.inbox_bytes,
+            in_order=routing.relayed and not spec.drops,
+            in_step=spec.in_step,
         )
-        self.connection = Connection(worker, endpoint, self.inbox.stop)
+        self.connection = Connection(worker, spec, self.inbox.stop)
         self.routing = routing(self.connection, self.inbox)
         self.repairs = Repairs(self.routing, self._put)
         self.closing = False
         self.blobs = BlobServer()
         self.snapshot_requests = []
         self._before_snapshot: PreSnapshotBuffer | None = None
-        self._endpoint = endpoint
+        self._spec = spec
         self._left = asyncio.Event()
         self._running: list[concurrent.futures.Future[None]] = []
 
     # ---- event loop
 
-    async def deliver(self, item: Message) -> bool:
-        """Take in an item; one that cannot be read is counted and dropped.
+    async def deliver(self, message: Message) -> bool:
+        """Take in a message; one that cannot be read is counted and dropped.
 
         Returns:
             False if there is no room for it: it has to be sent again.
         """
-        if item.kind == MessageKind.ROUTES:
-            self.on_members(item.payload)
+        if message.kind == MessageKind.MEMBERS:
+            self.on_members(message.payload)
             return True
-        if item.kind != MessageKind.UPDATE:
-            if self.inbox.note(item) and item.kind == MessageKind.PROGRESS:
-                self.routing.on_message(item)
+        if message.kind != MessageKind.UPDATE:
+            if self.inbox.note(message) and message.kind == MessageKind.PROGRESS:
+                self.routing.on_message(message)
             return True
-        if self._dropped(item):
+        if self._dropped(message):
             return True
-        item = self._owned(item)
+        message = self._owned(message)
         if self._before_snapshot is not None:
-            limit_bytes = self._endpoint.inbox_bytes
-            first = self._before_snapshot.keep(item, limit_bytes)
+            limit_bytes = self._spec.inbox_bytes
+            first = self._before_snapshot.keep(message, limit_bytes)
             if first and self.routing.generation:
-                self.routing.on_message(item)
+                self.routing.on_message(message)
             return first is not None
-        if self.inbox.barrier.holding and self.inbox.holds_back(item):
+        if self.inbox.barrier.holding and self.inbox.holds_back(message):
             return False
-        if await self._put(item):
-            self.routing.on_message(item)
+        if await self._put(message):
+            self.routing.on_message(message)
             return True
-        return not self.inbox.holds_back(item)  # it may since it was decoded
+        return not self.inbox.holds_back(message)  # it may since it was decoded
 
-    def _dropped(self, item: Message) -> bool:
-        """Whether it gets lost here on purpose; the sender takes it for delivered."""
-        own, origin, number = self._endpoint.replica, item.origin, item.sequence
-        if not any(d.strikes(origin, number, own) for d in self._endpoint.drops):
+    def _dropped(self, message: Message) -> bool:
+        """Whether it is dropped here on purpose; the sender takes it for delivered."""
+        own, origin, number = self._spec.replica, message.origin, message.sequence
+        if not any(d.strikes(origin, number, own) for d in self._spec.drops):
             return False
         # That there is one is known: through a relay nothing else might say so.
-        self.inbox.announce(origin, PeerProgress(item.step, number))
+        self.inbox.announce(origin, PeerProgress(message.step, number))
         return True
 
-    def _owned(self, item: Message) -> Message:
-        """The item with memory of its own: what it came in is as large as a batch."""
+    def _owned(self, message: Message) -> Message:
+        """The message with memory of its own: it came in a buffer of a whole batch."""
         if self.routing.relayed and self._before_snapshot is None:
-            return item  # it is decoded, and not kept
-        shared = item.payload if isinstance(item.payload, SharedFrame) else None
-        payload = item.payload if shared is None else shared.frame
+            return message  # it is decoded, and not kept
+        shared = message.payload if isinstance(message.payload, SharedFrame) else None
+        payload = message.payload if shared is None else shared.frame
         try:
-            return item._replace(payload=owned(payload))
+            return message._replace(payload=owned(payload))
         except (TypeError, ValueError):  # no bytes: `decoded` refuses it
-            return item
+            return message
 
-    async def _put(self, item: Message) -> bool:
-        payload = item.payload
+    async def _put(self, message: Message) -> bool:
+        payload = message.payload
         shared = payload if isinstance(payload, SharedFrame) else SharedFrame(payload)
-        arguments = item, shared, self._endpoint, self.inbox.pending.grid
+        arguments = message, shared, self._spec, self.inbox.pending.grid
         try:
             if memoryview(shared.frame).nbytes > INLINE_BYTES:
                 update = await asyncio.to_thread(decoded, *arguments)
             else:
                 update = decoded(*arguments)
         except UNREADABLE as error:
-            refuse(item, error, self._endpoint, self.inbox)
+            refuse(message, error, self._spec, self.inbox)
             return False
-        if not self.inbox.put(item, update):
+        if not self.inbox.put(message, update):
             return False
-        self.routing.keep(item)
+        self.routing.keep(message)
         return True
 
     def on_members(self, payload: Any) -> None:
@@ -259,18 +259,18 @@ class ReplicaEndpoint:
         first = not self.routing.generation
         self.routing.on_members(generation, dict(members))
         if first and self._before_snapshot is not None:
-            for item in self._before_snapshot.items:
-                self.routing.on_message(item)
+            for message in self._before_snapshot.messages:
+                self.routing.on_message(message)
 
     def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Updates that another replica misses, as many as fit a request."""
         found: list[Message] = []
         nbytes = 0
-        for item in self.routing.lookup(origin, sequences):
-            nbytes += item.nbytes + MESSAGE_BYTES
+        for message in self.routing.lookup(origin, sequences):
+            nbytes += message.nbytes + MESSAGE_BYTES
             if found and nbytes > BATCH_BYTES:
                 break
-            found.append(item)
+            found.append(message)
         return found
 
     async def snapshot(self, cut: dict[int, int]) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class ReplicaEndpoint:
         self.snapshot_requests.append(request)
         self.inbox.wake()
         try:
-            bound_s = self._endpoint.timeouts.request
+            bound_s = self._spec.timeouts.request
             return await asyncio.wait_for(request.answer, bound_s)
         finally:
             self._forget(request)
@@ -300,7 +300,7 @@ class ReplicaEndpoint:
         except TimeoutError:
             logger.warning(
                 "replica %s did not leave within %s s",
-                self._endpoint.replica,
+                self._spec.replica,
                 timeout_s,
             )
 
@@ -329,8 +329,8 @@ class ReplicaEndpoint:
 
         async def deliver() -> None:
             kept, self._before_snapshot = self._before_snapshot, None
-            for item in kept.items if kept is not None else ():
-                await self._put(item)
+            for message in kept.messages if kept is not None else ():
+                await self._put(message)
             self.inbox.joining = False
 
         self.inbox.begin(received, grid)
@@ -351,13 +351,13 @@ class ReplicaEndpoint:
 
     def _now(self, work: Coroutine[Any, Any, None]) -> None:
         future = self.on_loop(work)
-        bound = self._endpoint.timeouts.bound("request")
+        bound = self._spec.timeouts.bound("request")
         try:
             future.result(bound.seconds)
         except TimeoutError as error:
             future.cancel()
             raise WaitTimeoutError(
-                f"replica {self._endpoint.replica} waited {bound} for the event loop "
+                f"replica {self._spec.replica} waited {bound} for the event loop "
                 "of its own worker; is it busy, or closed?"
             ) from error
 
@@ -395,11 +395,11 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
 
     name = NAME
     idempotent = True
-    links: dict[tuple[int, int], ReplicaEndpoint]
+    endpoints: dict[tuple[int, int], ReplicaEndpoint]
     refused: int  # messages for no replica of this worker, or not understood
 
     def __init__(self) -> None:
-        self.links = {}
+        self.endpoints = {}
         self.refused = 0
         self._guard = Guard(self._count)
 
@@ -408,7 +408,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         # Dask may set a plugin up twice; live channels then go on.
         former = worker.extensions.get(NAME)
         if former is not None:
-            self.links = former.links
+            self.endpoints = former.endpoints
         worker.extensions[NAME] = self
         for operation, handler in handlers_of(self).items():
             worker.handlers[operation] = self._guard.of(handler)
@@ -424,23 +424,23 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         """The worker closes: its replicas leave, what they had done is delivered."""
         if worker.extensions.get(NAME) is not self:
             return
-        links = list(self.links.values())
-        for link in links:
-            link.close_soon()
-        await asyncio.gather(*(link.left(LEAVE_S) for link in links))
+        endpoints = list(self.endpoints.values())
+        for endpoint in endpoints:
+            endpoint.close_soon()
+        await asyncio.gather(*(endpoint.left(LEAVE_S) for endpoint in endpoints))
 
     async def handle_deliver(
-        self, run: Identity, replica: Whole, messages: Sequence[Any]
+        self, run: RunId, replica: Natural, messages: Sequence[Any]
     ) -> Fields:
         """The relay, or another replica, has messages for a replica here."""
-        link = self._link(run, replica)
-        return await _deliver(link, [Message.from_wire(one) for one in messages])
+        endpoint = self._endpoint_of(run, replica)
+        return await _deliver(endpoint, [Message.from_wire(one) for one in messages])
 
     async def handle_deliver_batches(
         self,
-        run: Identity,
+        run: RunId,
         messages: Sequence[Any],
-        shares: Sequence[tuple[Whole, Sequence[Whole]]],
+        shares: Sequence[tuple[Natural, Sequence[Natural]]],
     ) -> Fields:
         """The relay has messages for several replicas here, each of them once."""
         unpacked = [_shareable(fields) for fields in messages]
@@ -453,50 +453,61 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         return {"status": Answer.OK.value, "answers": answers}
 
     async def _share(
-        self, run: Identity, replica: Whole, messages: Sequence[Any]
+        self, run: RunId, replica: Natural, messages: Sequence[Any]
     ) -> Fields:
-        link = self._link(run, replica)
+        endpoint = self._endpoint_of(run, replica)
         for message in messages:
             if isinstance(message, Exception):
                 raise message
-        return await _deliver(link, messages)
+        return await _deliver(endpoint, messages)
 
     async def handle_snapshot(
-        self, run: Identity, replica: Whole, cut: Sequence[tuple[Whole, Whole]]
+        self,
+        run: RunId,
+        replica: Natural,
+        cut: Sequence[tuple[Natural, Natural]],
     ) -> Fields:
-        """A newcomer elsewhere wants the state of a replica here."""
-        link = self._link(run, replica)
+        """A joining replica elsewhere wants the state of one here."""
+        endpoint = self._endpoint_of(run, replica)
         try:
-            snapshot = await link.snapshot(dict(cut))
+            snapshot = await endpoint.snapshot(dict(cut))
         except TimeoutError:
             return _not_yet("it was not ready in time")
         return {"status": Answer.OK.value, "snapshot": snapshot}
 
     async def handle_repair(
-        self, run: Identity, replica: Whole, origin: Whole, sequences: Sequence[Whole]
+        self,
+        run: RunId,
+        replica: Natural,
+        origin: Natural,
+        sequences: Sequence[Natural],
     ) -> Fields:
-        """A replica elsewhere asks one here for updates that it missed."""
-        found = self._link(run, replica).lookup(origin, sequences)
+        """A replica elsewhere requests updates that it missed."""
+        found = self._endpoint_of(run, replica).lookup(origin, sequences)
         return {"status": Answer.OK.value, "messages": [one.to_wire() for one in found]}
 
     async def handle_fetch(
-        self, run: Identity, replica: Whole, name: str, part: Whole
+        self, run: RunId, replica: Natural, name: str, part: Natural
     ) -> Fields:
-        """A replica elsewhere fetches what one here has on its shelf, or will have."""
-        link = self._link(run, replica)
+        """A replica elsewhere fetches a blob that one here has published, or will."""
+        endpoint = self._endpoint_of(run, replica)
         try:
-            answer = await link.blobs.blob(name, part, WAIT_S)
+            answer = await endpoint.blobs.blob(name, part, WAIT_S)
         except TimeoutError:
             return _not_yet("it is not there yet")
         return {"status": Answer.OK.value, **answer}
 
     async def handle_agreed(
-        self, run: Identity, replica: Whole, epoch: Whole, part: Whole
+        self,
+        run: RunId,
+        replica: Natural,
+        epoch: Natural,
+        part: Natural,
     ) -> Fields:
         """The client fetches what all have agreed on, through the scheduler."""
-        link = self._link(run, replica)
+        endpoint = self._endpoint_of(run, replica)
         try:
-            answer = await link.blobs.state(epoch, part, WAIT_S)
+            answer = await endpoint.blobs.state(epoch, part, WAIT_S)
         except TimeoutError:
             return _not_yet("it is not there yet")
         return {"status": Answer.OK.value, **answer}
@@ -506,42 +517,42 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         run, replica = fields.get("run"), fields.get("replica")
         if not isinstance(replica, int):
             replica = None
-        for (of_run, number), link in self.links.items():
+        for (of_run, number), endpoint in self.endpoints.items():
             if isinstance(run, int) and of_run == run and replica in (None, number):
-                with link.inbox.changed:
-                    link.inbox.refused += 1
+                with endpoint.inbox.changed:
+                    endpoint.inbox.refused += 1
                 return
         self.refused += 1
 
-    def _link(self, run: int, replica: int) -> ReplicaEndpoint:
-        """The link of a replica here.
+    def _endpoint_of(self, run: int, replica: int) -> ReplicaEndpoint:
+        """The endpoint of a replica here.
 
         Raises:
             GoneError: If it is not here; counted.
         """
-        link = self.links.get((run, replica))
-        if link is None:
+        endpoint = self.endpoints.get((run, replica))
+        if endpoint is None:
             self.refused += 1
             raise GoneError(f"no replica {replica} of run {run} here")
-        return link
+        return endpoint
 
-    def open(self, endpoint: Endpoint) -> ReplicaEndpoint:
-        """Make the end of a replica; messages for it are kept from now on.
+    def open(self, spec: ChannelSpec) -> ReplicaEndpoint:
+        """Make the endpoint of a replica; messages for it are kept from now on.
 
         Raises:
             ChannelError: If the replica is on this worker already.
         """
-        key = (endpoint.run, endpoint.replica)
-        if key in self.links:
+        key = (spec.run, spec.replica)
+        if key in self.endpoints:
             raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
-        self.links[key] = ReplicaEndpoint(self._worker, endpoint)
-        return self.links[key]
+        self.endpoints[key] = ReplicaEndpoint(self._worker, spec)
+        return self.endpoints[key]
 
-    def forget(self, endpoint: Endpoint) -> None:
+    def forget(self, spec: ChannelSpec) -> None:
         """A replica has left: whoever waits for that may go on."""
-        link = self.links.pop((endpoint.run, endpoint.replica), None)
-        if link is not None:
-            link.end()
+        endpoint = self.endpoints.pop((spec.run, spec.replica), None)
+        if endpoint is not None:
+            endpoint.end()
 
 
 def set_up(worker: Worker) -> None:
@@ -565,11 +576,11 @@ def _shareable(fields: Any) -> Message | Exception:
     return message._replace(payload=SharedFrame(message.payload))
 
 
-async def _deliver(link: ReplicaEndpoint, messages: Sequence[Message]) -> Fields:
+async def _deliver(endpoint: ReplicaEndpoint, messages: Sequence[Message]) -> Fields:
     """Give a replica messages, in order, until it takes no more."""
     accepted = 0
     for message in messages:
-        if not await link.deliver(message):
+        if not await endpoint.deliver(message):
             break
         accepted += 1
     return {"status": Answer.OK.value, "accepted": accepted}

@@ -19,7 +19,7 @@ from daskdl.channel.protocol import (
     Fields,
     GoneError,
     Guard,
-    Whole,
+    Natural,
     unwrap,
     wrap,
 )
@@ -122,13 +122,13 @@ class ReplicaEnd:
             "dtypes": list(outputs.dtypes),
         }
 
-    async def _stage(self, version: Whole, payload: Any) -> dict[str, Any]:
+    async def _stage(self, version: Natural, payload: Any) -> dict[str, Any]:
         self._check_open()
         packed = PackedModel.of(np.asarray(unwrap(payload)), "model")
         failure = await self._resident.stage(version, packed)
         return {} if failure is None else _failed(failure)
 
-    async def _use(self, version: Whole) -> dict[str, Any]:
+    async def _use(self, version: Natural) -> dict[str, Any]:
         self._resident.use(version)
         return {}
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from daskdl.callbacks import Callback, Checkpoint
 from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import SyncPoint
-from daskdl.channel.protocol import WaitCause, Whole, check
+from daskdl.channel.protocol import WaitCause, Natural, check
 from daskdl.config import Bound, Timeouts
 from daskdl.data.stores.store import store_of
 from daskdl.errors import OptionError, SaveError, WaitTimeoutError
@@ -329,9 +329,9 @@ _ROW = dict.fromkeys(LOOKED_AT, float)
 # Fields of the header of a checkpoint, which may have been written by hand. Others are
 # checked by `complete_at` and `StoppingDecision.of`.
 _HEADER = {
-    "epoch": Whole,
+    "epoch": Natural,
     "sync_point": SyncPoint | None,
-    "epochs_before": Whole,
+    "epochs_before": Natural,
     "kind": str,
     "fingerprint": tuple[Mapping[str, str], str, str | None],
 }

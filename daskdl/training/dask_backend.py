@@ -90,7 +90,7 @@ def train_replica(
         raise ChannelError(
             f"the daskdl plugin is not set up on {worker.address}; see the worker's log"
         )
-    channel = RemoteChannel(plugin, spec.endpoint(number, routing))
+    channel = RemoteChannel(plugin, spec.spec(number, routing))
     store = WorkerStore(sources, channel, spec.timeouts, spec.load_threads)
     finished = False
     try:

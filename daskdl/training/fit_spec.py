@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from daskdl.callbacks import Callback, FailureInjection
-from daskdl.channel.protocol import Endpoint
+from daskdl.channel.protocol import ChannelSpec
 from daskdl.config import (
     Timeouts,
     check_choice,
@@ -261,7 +261,7 @@ class ReplicaSpec(FitSpec):
             drop_last=self.drop_last and trains,
         )
 
-    def endpoint(self, replica: int, routing: str = "plain") -> Endpoint:
+    def spec(self, replica: int, routing: str = "plain") -> ChannelSpec:
         """What the channel of a replica needs.
 
         Args:
@@ -269,7 +269,7 @@ class ReplicaSpec(FitSpec):
             routing: ``"plain"`` or ``"mesh"``.
         """
         injected = [c for c in self.callbacks if isinstance(c, FailureInjection)]
-        return Endpoint(
+        return ChannelSpec(
             self.run,
             replica,
             self.size,

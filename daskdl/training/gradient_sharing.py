@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from daskdl import codec
 from daskdl.channel.base import DrainResult
-from daskdl.channel.protocol import FAN_OUT, Barrier
+from daskdl.channel.protocol import FAN_OUT, BarrierKind
 from daskdl.channel.routing import ROUTINGS
 from daskdl.compression.compressor import (
     Compressor,
@@ -279,7 +279,7 @@ class GradientSharingExchange(Exchange):
                 "examples": examples,
                 **untrained,
             },
-            Barrier.AGREE,
+            BarrierKind.AGREE,
         )
         published = {r: own["sequence"] for r, own in met.payloads.items()}
         self._channel.agree(key, published, met.gone, self._load)

@@ -115,7 +115,7 @@ class LocalBackend(Backend):
 
     def _train(self, number: int, threads: int) -> FitResult:
         spec = self._packed.unpack()
-        channel = LocalChannel(self._run, spec.endpoint(number))
+        channel = LocalChannel(self._run, spec.spec(number))
         store = LocalStore(self._sources, channel, spec.timeouts, spec.load_threads)
         try:
             with process_environment(str(spec.device), threads) as device:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import FAN_OUT, Barrier, MeshTopology
+from daskdl.channel.protocol import FAN_OUT, BarrierKind, MeshTopology
 from daskdl.codec import Stamp
 from daskdl.config import check_flag, check_whole
 from daskdl.errors import OptionError
@@ -266,7 +266,7 @@ class AveragingExchange(Exchange):
         self._vote = self._vote._replace(ended=ended, digest=digest, owes=owes)
         if not self._vote.examples:
             self._publish_state()
-        kind = Barrier.AGREE if ended else Barrier.ROUND
+        kind = BarrierKind.AGREE if ended else BarrierKind.ROUND
         started = time.perf_counter()
         gathered = self._channel.barrier(MEETING, self._vote.to_wire(), kind)
         self._wait_s += time.perf_counter() - started

@@ -21,7 +21,7 @@ from daskdl import errors
 from daskdl.callbacks import EpochBegin, Step
 from daskdl.channel.base import BarrierResult, Channel, JoinResult, Stopped
 from daskdl.channel.leasing import SyncPoint, done_of
-from daskdl.channel.protocol import Barrier
+from daskdl.channel.protocol import BarrierKind
 from daskdl.compression.flat import Untrained
 from daskdl.data import batching
 from daskdl.data.batching import Rows, floating_dtype, tensors
@@ -407,7 +407,9 @@ class Replica:
             "digest": self.agreed.digest,
             "checkpoint": self.checkpoints.counters(),
         }
-        gathered = self._channel.barrier(f"pause {self.interval}", note, Barrier.SYNC)
+        gathered = self._channel.barrier(
+            f"pause {self.interval}", note, BarrierKind.SYNC
+        )
         check_alike(gathered, f"in the middle of epoch {epoch}")
         self.interval += 1
         sync_point = sync_point._replace(departed=done_of(gathered.counted["departed"]))
@@ -421,7 +423,7 @@ class Replica:
         gathered = self._channel.barrier(
             f"report {epoch}",
             self._report(epoch).to_wire(),
-            Barrier.REPORT,
+            BarrierKind.REPORT,
             self._log.take(),
         )
         check_alike(gathered, f"at the end of epoch {epoch}")

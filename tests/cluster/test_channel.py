@@ -82,7 +82,7 @@ async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
     counts_N = np.random.default_rng(0).integers(-(2**30), 2**30, size, np.int32)
     async with a_run(c, s, a, b, size=size, inbox_bytes=2**23, routing=routing) as run:
         stamp = next_stamp(run.channels[0], 3)
-        frame = codec.encode_dense(stamp, run.endpoint.grid, counts_N)
+        frame = codec.encode_dense(stamp, run.spec.grid, counts_N)
         assert frame.nbytes > 2**20
 
         decode, threads = worker_end.decoded, []

@@ -9,7 +9,7 @@ from daskdl import codec
 from daskdl.channel.base import Stopped
 from daskdl.channel.inbox import UPDATE_BYTES
 from daskdl.channel.local import LocalChannel
-from daskdl.channel.protocol import Barrier, PeerProgress
+from daskdl.channel.protocol import BarrierKind, PeerProgress
 from daskdl.errors import ChannelError
 from daskdl.thresholds import Drained
 from tests.support.channels import (
@@ -155,7 +155,7 @@ class TestUpdates:
             assert (drained.nbytes, drained.frames) == (expected, 3)
             remote = not isinstance(channel, LocalChannel)
             assert 1 <= drained.requests <= 3 if remote else drained.requests == 0
-            assert drained.copies == (2 if run.endpoint.routing == "mesh" else 1)
+            assert drained.copies == (2 if run.spec.routing == "mesh" else 1)
             assert (drained.busy_s > 0) == remote
             assert channel.link_stats() == Drained(copies=drained.copies)
 
@@ -257,7 +257,7 @@ class TestBarriers:
             await meet(run, "quiet")
             answers = await asyncio.gather(
                 *(
-                    in_thread(c.barrier, "loud", r, Barrier.REPORT, b"rows %d" % r)
+                    in_thread(c.barrier, "loud", r, BarrierKind.REPORT, b"rows %d" % r)
                     for r, c in run.channels.items()
                 )
             )
@@ -280,7 +280,7 @@ class TestBarriers:
                 # The second one has to wait for the pace of the first.
                 assert publish(channel, 1)
                 assert publish(channel, 2)
-                return channel.barrier("end", None, Barrier.AGREE)
+                return channel.barrier("end", None, BarrierKind.AGREE)
 
             await asyncio.gather(*(in_thread(end, run.channels[r]) for r in (0, 1)))
 
@@ -291,13 +291,13 @@ class TestBarriers:
     @every_channel(kinds=("plain", "local"))
     async def test_what_is_published_after_it_waits_for_the_next_one(self, a_run):
         async with a_run() as run:
-            await meet(run, "end", Barrier.AGREE)
+            await meet(run, "end", BarrierKind.AGREE)
             assert publish(run.channels[0], 3, step=1)
             run.channels[0].progress(7)  # what comes later has overtaken nothing
             await in_thread(run.channels[1].wait_for_peers, 7, 0, 0)
 
             early = run.channels[1].drain()
-            await meet(run, "report", Barrier.REPORT)
+            await meet(run, "report", BarrierKind.REPORT)
             await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
             assert early.updates == []
@@ -311,7 +311,7 @@ class TestBarriers:
                 for step in range(replica + 1):
                     assert publish(channel, replica + 1, step=step)
                 note = {"sequence": channel.published}
-                gathered = channel.barrier("end", note, Barrier.AGREE)
+                gathered = channel.barrier("end", note, BarrierKind.AGREE)
                 published = {r: n["sequence"] for r, n in gathered.payloads.items()}
                 channel.agree("end", published, gathered.gone, load=None)
                 return totals(channel.drain())[:3]

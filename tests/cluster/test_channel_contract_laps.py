@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 
 from daskdl.channel.leasing import SyncIntervals, SyncPoint
-from daskdl.channel.protocol import Barrier
+from daskdl.channel.protocol import BarrierKind
 from tests.support.channels import in_thread
 from tests.support.every_channel import every_channel
 
@@ -56,7 +56,7 @@ class TestLaps:
 
             assert len(first) == dealing.first
             assert isinstance(pause, SyncPoint)
-            await in_thread(run.channels[0].barrier, "pause", None, Barrier.SYNC)
+            await in_thread(run.channels[0].barrier, "pause", None, BarrierKind.SYNC)
             rest, nothing = await take(run.channels[0])
             assert nothing is None
             trained = [one.part for piece in first + rest for one in piece.ranges]

@@ -7,7 +7,7 @@ import pytest
 
 from daskdl.channel import protocol
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import Barrier
+from daskdl.channel.protocol import BarrierKind
 from tests.support.channels import begin, in_thread
 from tests.support.every_channel import every_channel
 
@@ -102,7 +102,7 @@ class TestOffers:
                 await waiting
 
 
-def arrive(channel, kind=Barrier.ROUND):
+def arrive(channel, kind=BarrierKind.ROUND):
     return begin(channel.barrier, "round", {"of": channel._replica}, kind)
 
 
@@ -147,11 +147,11 @@ class TestRounds:
     async def test_some_may_come_to_agree(self, a_run):
         async with a_run() as run:
             first = arrive(run.channels[0])
-            second = arrive(run.channels[1], Barrier.AGREE)
+            second = arrive(run.channels[1], BarrierKind.AGREE)
 
             assert (await first).payloads == (await second).payloads
             assert not run.record.holding
-            both = [arrive(c, Barrier.AGREE) for c in run.channels.values()]
+            both = [arrive(c, BarrierKind.AGREE) for c in run.channels.values()]
             for one in both:
                 await one
             assert run.record.holding

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import Barrier
+from daskdl.channel.protocol import BarrierKind
 from daskdl.training.replica import failure_of
 from tests.support.channels import GRID, begin, bounds, in_thread, meet, publish
 from tests.support.every_channel import every_channel
@@ -143,7 +143,7 @@ class TestLeases:
             assert of_one(await in_thread(leases[0], "train", 0, [])) == (1, "q")
             assert await in_thread(leases[1], "train", 0, [done]) is None
             assert of_one(await in_thread(leases[0], "validation", 0, [])) == (0, "v")
-            await meet(run, "report", Barrier.REPORT)
+            await meet(run, "report", BarrierKind.REPORT)
             assert of_one(await in_thread(leases[0], "train", 1, [])) == (0, "p")
 
             progress, _ = await run.events()

@@ -42,7 +42,7 @@ MALFORMED = {
     "a good item before a bad one": {"messages": [UPDATE, ("update", 0, 1)]},
     "an update of somebody else": {"messages": [("update", 1, 1, 0, 0, None)]},
     "the word to stop": {"messages": [("stop", 0, 0, 0, 4, "stop")]},
-    "a loss": {"messages": [("lost", 0, 0, 0, 0, None)]},
+    "a loss": {"messages": [("failed", 0, 0, 0, 0, None)]},
     "progress without an epoch": {"messages": [("progress", 0, 0, 0, 0, None)]},
     "a replica that is no member": {"replica": 9},
     "a replica that is a list": {"replica": [0]},

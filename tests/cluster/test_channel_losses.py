@@ -136,8 +136,8 @@ async def test_a_silent_replica_is_given_up_and_named(c, s, a, b, routing):
         (lost,) = await run.events()
         assert (lost["kind"], lost["replica"]) == ("lost", 1)
         assert re.fullmatch(
-            f"lost replica 1 on {b.address}, last heard at step 0, update 0, "
-            r"\d\.\d s ago: nothing was heard for 2 s \(daskdl\.timeouts\.silence\)",
+            f"lost replica 1 on {b.address}, last seen at step 0, update 0, "
+            r"\d\.\d s ago: no heartbeat for 2 s \(daskdl\.timeouts\.silence\)",
             lost["summary"],
         )
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from daskdl.channel.protocol import Barrier, Message
+from daskdl.channel.protocol import BarrierKind, Message
 from daskdl.errors import WaitTimeoutError
 from tests.support.channels import (
     EITHER,
@@ -45,7 +45,7 @@ async def agree(run, replicas, key="end", load=lambda snapshot: None):
 
     def end(channel):
         note = {"sequence": channel.published}
-        gathered = channel.barrier(key, note, Barrier.AGREE)
+        gathered = channel.barrier(key, note, BarrierKind.AGREE)
         published = {r: said["sequence"] for r, said in gathered.payloads.items()}
         channel.agree(key, published, gathered.gone, load)
         return totals(channel.drain())
@@ -188,7 +188,7 @@ async def test_what_one_survivor_has_of_a_lost_one_all_get(c, s, *workers):
         assert one == [1, 1] + [0] * (SIZE - 2)
         assert other == [1, 1] + [0] * 6 + [1] + [0] * (SIZE - 9)
         await run.deliver(0, third)  # it was long on its way
-        await meet(run, "report", Barrier.REPORT)
+        await meet(run, "report", BarrierKind.REPORT)
         await run.deliver(1, third)
         assert run.link(0).inbox.received.by_origin()[2] == (2, ())
         assert run.link(1).inbox.received.by_origin()[2] == (2, ())
@@ -262,7 +262,7 @@ async def test_those_that_never_come_to_the_same_updates_say_so_in_time(c, s, *w
 
         assert re.match(
             r"replicas \[0, 1\] did not come to the same updates within 1\.3 s "
-            r"\(daskdl\.timeouts\.data \+ silence\), \d+ rounds; last heard: ",
+            r"\(daskdl\.timeouts\.data \+ silence\), \d+ rounds; last seen: ",
             str(caught.value),
         )
 
@@ -274,14 +274,14 @@ async def test_one_that_is_lost_while_the_others_agree_is_left_out(c, s, *worker
         await run.deliver(0, first)
         note = {"sequence": 2}
         ends = asyncio.ensure_future(agree(run, [0, 1]))
-        await in_thread(run.channels[2].barrier, "end", note, Barrier.AGREE)
+        await in_thread(run.channels[2].barrier, "end", note, BarrierKind.AGREE)
 
         run.vanish(2)
         run.live.lose(2, "in the middle of the barrier")
 
         one, other = await ends
         assert one == other == [0] * 4 + [1] + [0] * (SIZE - 5)
-        await meet(run, "report", Barrier.REPORT)
+        await meet(run, "report", BarrierKind.REPORT)
         await run.deliver(0, second)  # it was long on its way
         assert run.link(0).inbox.received.by_origin()[2] == (1, ())
 
@@ -297,7 +297,7 @@ async def test_what_is_sent_after_all_have_agreed_is_taken_in_after_the_barrier(
         assert await run.deliver(1, item) == {"status": "ok", "accepted": 0}
         assert totals(run.channels[1].drain()) == [0] * SIZE
 
-        await meet(run, "report", Barrier.REPORT)
+        await meet(run, "report", BarrierKind.REPORT)
         assert await run.deliver(1, item) == {"status": "ok", "accepted": 1}
         assert totals(run.channels[1].drain()) == [0] * 3 + [1] + [0] * (SIZE - 4)
 

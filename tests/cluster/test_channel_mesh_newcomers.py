@@ -67,7 +67,7 @@ async def test_a_newcomer_waits_until_all_know_that_it_is_there(c, s, a, b):
         await wait_until(lambda: 1 in run.link(0).inbox.received.by_origin())
         assert not joining.done()
 
-        routes = [i for i in run.record.outboxes[1].head(10**6) if i.kind == "routes"]
+        routes = [i for i in run.record.outboxes[1].head(10**6) if i.kind == "members"]
         await run.deliver(1, *routes)
         entry = await joining
         assert publish(other, 2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import Barrier
+from daskdl.channel.protocol import BarrierKind
 from daskdl.config import VERSION
 from tests.support.channels import (
     EITHER,
@@ -179,7 +179,7 @@ async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(
         donor = run.channels[0]
         donor.serve_snapshot(applied_by(donor))
         await meet(run, "end 0")
-        await meet(run, "report 0", Barrier.REPORT)
+        await meet(run, "report 0", BarrierKind.REPORT)
         waiting = begin(donor.barrier, "end 1", 0)
         replica, channel = await newcomer(run, b)
         entry = await in_thread(channel.join)
@@ -204,15 +204,15 @@ async def test_a_newcomer_begins_between_the_barriers_of_two_epochs(
     async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
         donor.serve_snapshot(applied_by(donor))
-        await meet(run, "end 0", Barrier.AGREE)
-        waiting = begin(donor.barrier, "report 0", 0, Barrier.REPORT)
+        await meet(run, "end 0", BarrierKind.AGREE)
+        waiting = begin(donor.barrier, "report 0", 0, BarrierKind.REPORT)
         _, channel = await newcomer(run, b)
         entry = await in_thread(channel.join)
         activating = begin(channel.activate, entry.snapshot["step"])
         await wait_until(lambda: len(run.live._changed._waiters or ()) == 2)
         assert not activating.done()
 
-        await in_thread(run.channels[1].barrier, "report 0", 1, Barrier.REPORT)
+        await in_thread(run.channels[1].barrier, "report 0", 1, BarrierKind.REPORT)
 
         assert (await waiting).payloads == {0: 0, 1: 1}
         assert (await activating)[1:] == (1, {0: 0, 1: 1}, 1)
@@ -226,7 +226,7 @@ async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
     async with a_run(c, s, a, b, routing=routing) as run:
         donor = run.channels[0]
         donor.serve_snapshot(applied_by(donor))
-        await meet(run, "end 0", Barrier.AGREE)
+        await meet(run, "end 0", BarrierKind.AGREE)
         _, channel = await newcomer(run, b)
         joining = begin(channel.join)
         await wait_until(lambda: run.link(0).snapshot_requests)
@@ -235,9 +235,9 @@ async def test_one_that_begins_as_a_barrier_is_complete_keeps_nobody_there(
         activating = begin(channel.activate, entry.snapshot["step"])
         await wait_until(lambda: run.live._changed._waiters)  # it is there first
 
-        first = begin(donor.barrier, "report 0", 0, Barrier.REPORT)
+        first = begin(donor.barrier, "report 0", 0, BarrierKind.REPORT)
         await wait_until(lambda: run.record.barriers)
-        await in_thread(run.channels[1].barrier, "report 0", 1, Barrier.REPORT)
+        await in_thread(run.channels[1].barrier, "report 0", 1, BarrierKind.REPORT)
 
         assert (await first).payloads == {0: 0, 1: 1}
         assert (await activating)[1:] == (1, {0: 0, 1: 1}, 1)

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from daskdl.channel.protocol import Barrier
+from daskdl.channel.protocol import BarrierKind
 from tests.support.channels import a_run, in_thread, publish, three_workers, totals
 from tests.support.routings import direct  # noqa: F401 - a fixture
 
@@ -16,7 +16,7 @@ async def test_its_updates_arrive_and_all_agree(c, s, *workers):
 
         def end(channel):
             note = {"sequence": channel.published}
-            met = channel.barrier("end", note, Barrier.AGREE)
+            met = channel.barrier("end", note, BarrierKind.AGREE)
             published = {r: said["sequence"] for r, said in met.payloads.items()}
             channel.agree("end", published, met.gone, lambda snapshot: None)
             return totals(channel.drain())

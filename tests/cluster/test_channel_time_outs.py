@@ -32,7 +32,7 @@ def unsent_to(destination):
     nbytes = len(frame_of(codec.Stamp(RUN, 0, 1, 0), 1)) + MESSAGE_BYTES
     return (
         rf"1 updates \({nbytes} bytes\) could not be passed to {destination}; last "
-        rf"heard: {HEARD}"
+        rf"seen: {HEARD}"
     )
 
 
@@ -49,7 +49,7 @@ async def test_a_request_without_an_answer_is_an_error_that_names_it(
 
         assert re.fullmatch(
             r"the scheduler did not answer daskdl_lease of replica 0 within 0\.5 s "
-            rf"\(daskdl\.timeouts\.request\); last heard: {HEARD}",
+            rf"\(daskdl\.timeouts\.request\); last seen: {HEARD}",
             str(caught.value),
         )
         released.set()
@@ -141,7 +141,7 @@ async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
 
         assert re.fullmatch(
             r"replica 0 waited 3 s \(daskdl\.timeouts\.data \+ silence\) for "
-            rf"{what}; last heard: the scheduler \d+\.\d s ago; replica 1 at step 4, "
+            rf"{what}; last seen: the scheduler \d+\.\d s ago; replica 1 at step 4, "
             r"update 1, \d+\.\d s ago",
             str(caught.value),
         )
@@ -162,7 +162,7 @@ async def test_one_that_gets_no_snapshot_names_the_donor_and_why(c, s, a, b, rou
         assert re.fullmatch(
             r"replica 2 waited 2 s \(daskdl\.timeouts\.join\) for a snapshot, last "
             rf"of replica \d on (?:{a.address}|{b.address}): it (?:did not answer|was "
-            r"not ready in time); last heard: the scheduler \d+\.\d s ago.*",
+            r"not ready in time); last seen: the scheduler \d+\.\d s ago.*",
             str(caught.value),
         )
 
@@ -199,7 +199,7 @@ async def test_those_that_do_not_leave_a_run_without_a_client_are_named(
 
         assert re.search(
             rf"run 7: after 0\.2 s \(daskdl\.timeouts\.stop\) these have not left: "
-            rf"replica 0 on {a.address}, last heard at step 0, update 0, \d\.\d s ago; "
-            rf"replica 1 on {b.address}, last heard at",
+            rf"replica 0 on {a.address}, last seen at step 0, update 0, \d\.\d s ago; "
+            rf"replica 1 on {b.address}, last seen at",
             caplog.text,
         )

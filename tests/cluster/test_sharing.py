@@ -122,8 +122,8 @@ class Routings(Callback):
     folder: Path
 
     def on_step_end(self, step):
-        for (_, replica), link in get_worker().extensions[NAME].links.items():
-            (self.folder / str(replica)).write_text(link.connection.endpoint.routing)
+        for (_, replica), link in get_worker().extensions[NAME].endpoints.items():
+            (self.folder / str(replica)).write_text(link.connection.spec.routing)
 
 
 def test_many_replicas_on_few_workers_are_relayed_to(client, tmp_path):

@@ -94,7 +94,7 @@ class TestNoSilentWaits:
         )
 
     @pytest.mark.slow
-    def test_too_few_replicas_are_named_with_what_was_last_heard(self, client):
+    def test_too_few_replicas_are_named_with_what_was_last_seen(self, client):
         pids = client.run(os.getpid)
         worker = sorted(pids)[1]
 
@@ -115,7 +115,7 @@ class TestNoSilentWaits:
         message = str(caught.value)
         expected = "fewer than min_replicas=2 replicas for 1 s (daskdl.timeouts.rejoin)"
         assert expected in message
-        assert f"1 left; gone: replica 1 on {worker}, last heard at step" in message
+        assert f"1 left; gone: replica 1 on {worker}, last seen at step" in message
 
     @pytest.mark.slow
     def test_a_scheduler_that_does_not_answer_the_client_is_named(self, client):
@@ -142,7 +142,7 @@ class TestNoSilentWaits:
         )
 
     @pytest.mark.slow
-    def test_replicas_that_do_not_leave_are_named_with_what_was_last_heard(
+    def test_replicas_that_do_not_leave_are_named_with_what_was_last_seen(
         self, client, caplog
     ):
         release = Event("release-stop", client=client)
@@ -166,7 +166,7 @@ class TestNoSilentWaits:
             release.set()
         assert re.search(
             r"after 1 s \(daskdl\.timeouts\.stop\) these have not left: replica 1 on "
-            rf"{worker}, last heard at step \d+, update \d+, \d\.\d s ago$",
+            rf"{worker}, last seen at step \d+, update \d+, \d\.\d s ago$",
             caplog.text,
             re.MULTILINE,
         )

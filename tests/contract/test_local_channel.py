@@ -13,13 +13,13 @@ from daskdl import FailureInjection, codec
 from daskdl.channel.base import Stopped
 from daskdl.channel.leasing import RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.channel.protocol import Endpoint
+from daskdl.channel.protocol import ChannelSpec
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
 from daskdl.thresholds import Drained
 from tests.support.records import TIMEOUTS, extents, of_one
 
-ENDPOINT = Endpoint(7, 0, 50, 2.0**-24, 2**20, 2**20, TIMEOUTS)
+SPEC = ChannelSpec(7, 0, 50, 2.0**-24, 2**20, 2**20, TIMEOUTS)
 
 
 def run_of(replicas=2, **options):
@@ -33,18 +33,16 @@ def run_of(replicas=2, **options):
             synchronous=False,
             relay_bytes=0,
             min_replicas=1,
-            timeouts=dataclasses.asdict(ENDPOINT.timeouts),
+            timeouts=dataclasses.asdict(SPEC.timeouts),
         ),
         **options,
     )
 
 
 def channel_of(run, replica=0, drops=(), **timeouts):
-    bounds = dataclasses.replace(ENDPOINT.timeouts, **timeouts)
-    endpoint = dataclasses.replace(
-        ENDPOINT, replica=replica, timeouts=bounds, drops=drops
-    )
-    return LocalChannel(run, endpoint)
+    bounds = dataclasses.replace(SPEC.timeouts, **timeouts)
+    spec = dataclasses.replace(SPEC, replica=replica, timeouts=bounds, drops=drops)
+    return LocalChannel(run, spec)
 
 
 @contextlib.contextmanager
@@ -105,7 +103,7 @@ def test_updates_that_do_not_come_are_named():
 
     assert re.fullmatch(
         r"replica 0 waited 0\.2 s \(daskdl\.timeouts\.data \+ silence\) for "
-        r"updates; by replica: \{1: \[1, 2\]\}; last heard: replica 1 at step 3, "
+        r"updates; by replica: \{1: \[1, 2\]\}; last seen: replica 1 at step 3, "
         r"update 0, \d\.\d s ago",
         str(caught.value),
     )
@@ -147,8 +145,8 @@ def test_one_that_says_nothing_while_another_waits_for_it_ends_the_run(block):
         block(channel)
 
     assert re.fullmatch(
-        r"nothing was heard for 0\.2 s \(daskdl\.timeouts\.data \+ silence\) of "
-        r"replica 1 on here, last heard at step 0, update 0, 0\.\d s ago",
+        r"no heartbeat for 0\.2 s \(daskdl\.timeouts\.data \+ silence\) of "
+        r"replica 1 on here, last seen at step 0, update 0, 0\.\d s ago",
         str(caught.value),
     )
     assert run.watch(0, timeout_s=0)[0]["type"] == "WaitTimeoutError"
@@ -238,8 +236,8 @@ class TestPatience:
         run.check_heartbeats(self.BOUND)
 
         assert run.state.stopped == (
-            "nothing was heard for 10 s (daskdl.timeouts.data) of replica 1 on here, "
-            "last heard at step 0, update 0, 10.5 s ago"
+            "no heartbeat for 10 s (daskdl.timeouts.data) of replica 1 on here, "
+            "last seen at step 0, update 0, 10.5 s ago"
         )
 
 

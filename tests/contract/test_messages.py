@@ -13,12 +13,12 @@ from distributed.protocol import Serialized, dumps, to_serialize
 from daskdl.channel import protocol
 from daskdl.channel.protocol import (
     Answer,
+    BlobParts,
     FinishedLease,
     Message,
     MessageKind,
-    Parcel,
+    Natural,
     PeerProgress,
-    Whole,
     join,
     message_validator,
     unwrap,
@@ -42,7 +42,7 @@ def test_an_item_comes_back_as_it_was_sent(as_sent):
 
 @pytest.mark.parametrize("kind", MessageKind)
 def test_every_kind_of_item_can_be_read(kind):
-    payloads = {MessageKind.PROGRESS: 5, MessageKind.ROUTES: (3, ((0, "tcp://a"),))}
+    payloads = {MessageKind.PROGRESS: 5, MessageKind.MEMBERS: (3, ((0, "tcp://a"),))}
     payload = payloads.get(kind)
 
     assert Message.from_wire((str(kind), 0, 0, 0, 0, payload)).kind == kind.value
@@ -60,9 +60,9 @@ def test_every_kind_of_item_can_be_read(kind):
         (("update", 1, 2, 3, 4, None, -1), "numbers >= 0, got (1, 2, 3, 4, -1)"),
         (("progress", 1, 0, 3, 0), "progress needs an interval, got None"),
         (("progress", 1, 0, 3, 0, "x"), "progress needs an interval, got 'x'"),
-        (("routes", 0, 0, 0, 0), "routes need members, got None"),
-        (("routes", 0, 0, 0, 0, (3, 4)), "routes need members, got (3, 4)"),
-        (("routes", 0, 0, 0, 0, (3, (("0", "a"),))), "routes need members, got (3"),
+        (("members", 0, 0, 0, 0), "it needs members, got None"),
+        (("members", 0, 0, 0, 0, (3, 4)), "it needs members, got (3, 4)"),
+        (("members", 0, 0, 0, 0, (3, (("0", "a"),))), "it needs members, got (3"),
     ],
 )
 def test_fields_that_are_not_those_of_an_item_are_refused(fields, message):
@@ -81,8 +81,8 @@ def test_kinds_and_answers_are_plain_text_on_the_wire():
         "update",
         "progress",
         "joined",
-        "routes",
-        "lost",
+        "members",
+        "failed",
         "stop",
     ]
     assert [answer.value for answer in Answer] == [
@@ -96,13 +96,17 @@ def test_kinds_and_answers_are_plain_text_on_the_wire():
 # ---- annotations
 
 MATCHES = [
-    (Whole, [0, 2**63 - 1], [-1, 2**63, True, 1.0, "1", None]),
+    (Natural, [0, 2**63 - 1], [-1, 2**63, True, 1.0, "1", None]),
     (float, [1, 0.5, math.nan], [True, "1", None]),
     (bool, [True], [1, None]),
     (str, ["a", ""], [b"a", 1, None]),
-    (Whole | None, [None, 3], [-1, "x"]),
+    (Natural | None, [None, 3], [-1, "x"]),
     (Sequence[str], [[], ["a"], ("a", "b")], ["a", [1], {"a": 1}, None]),
-    (tuple[Whole, str], [[1, "a"], (1, "a")], [[1], [1, "a", 2], ["a", 1], "1a"]),
+    (
+        tuple[Natural, str],
+        [[1, "a"], (1, "a")],
+        [[1], [1, "a", 2], ["a", 1], "1a"],
+    ),
     (Mapping[str, float], [{}, {"a": 1}], [{1: 1.0}, {"a": "b"}, [["a", 1]]]),
     (PeerProgress, [[0, 0, -1], PeerProgress()], [[0, 0], [0, 0, -2], [0, 0, None]]),
     (
@@ -111,7 +115,7 @@ MATCHES = [
         [{}, {"lease": 0, "examples": 1}, {"lease": 0, "examples": 1, "loss": "x"}],
     ),
     (
-        Sequence[tuple[Whole, Sequence[Whole]]],
+        Sequence[tuple[Natural, Sequence[Natural]]],
         [[], [[0, [1, 2]], [1, []]]],
         [[[0]], [[0, [True]]], [[0, 1]]],
     ),
@@ -138,7 +142,7 @@ def test_what_is_annotated_is_valid_and_nothing_else(hint, good, bad):
     ],
 )
 def test_each_field_of_a_message_is_as_annotated_or_missing(fields, valid):
-    hints = {"step": Whole, "names": Sequence[str]}
+    hints = {"step": Natural, "names": Sequence[str]}
 
     assert message_validator(hints)(fields) == valid
 
@@ -224,7 +228,7 @@ def part_bytes(request, monkeypatch):
 
 
 def test_arrays_come_out_as_they_went_in(part_bytes):
-    parcel = Parcel(ARRAYS)
+    parcel = BlobParts(ARRAYS)
 
     parts = [parcel.part(number) for number in range(parcel.parts)]
 
@@ -236,7 +240,7 @@ def test_arrays_come_out_as_they_went_in(part_bytes):
 
 
 def test_parts_are_of_bounded_size(part_bytes):
-    parcel = Parcel(ARRAYS)
+    parcel = BlobParts(ARRAYS)
 
     sizes = [parcel.part(number).nbytes for number in range(parcel.parts)]
 
@@ -248,17 +252,17 @@ def test_parts_are_of_bounded_size(part_bytes):
 def test_a_part_of_one_array_is_not_copied():
     array = np.arange(8.0)
 
-    assert np.shares_memory(Parcel({"a": array}).part(0), array)
+    assert np.shares_memory(BlobParts({"a": array}).part(0), array)
 
 
 def test_nothing_is_a_parcel_too():
-    parcel = Parcel({})
+    parcel = BlobParts({})
 
     assert (parcel.parts, join(parcel.forms, [parcel.part(0)])) == (1, {})
 
 
 def test_parts_that_do_not_go_with_the_forms_are_refused():
-    parcel = Parcel({"a": np.arange(4.0)})
+    parcel = BlobParts({"a": np.arange(4.0)})
 
     with pytest.raises(ValueError, match="need 32 bytes for 1 arrays, got 31"):
         join(parcel.forms, [parcel.part(0)[:31]])
@@ -267,4 +271,4 @@ def test_parts_that_do_not_go_with_the_forms_are_refused():
 @pytest.mark.parametrize("number", [-1, 1])
 def test_a_part_that_does_not_exist_is_refused(number):
     with pytest.raises(ValueError, match=f"part must be in 0 .. 0, got {number}"):
-        Parcel({"a": np.arange(4.0)}).part(number)
+        BlobParts({"a": np.arange(4.0)}).part(number)

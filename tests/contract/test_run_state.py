@@ -12,7 +12,7 @@ from daskdl.channel.leasing import (
     SyncIntervals,
     SyncPoint,
 )
-from daskdl.channel.protocol import Barrier, Message, PeerProgress
+from daskdl.channel.protocol import BarrierKind, Message, PeerProgress
 from daskdl.channel.run_state import EventLog, RunState
 from tests.support.records import (
     EACH,
@@ -120,7 +120,7 @@ def test_the_others_are_told_of_a_loss_with_its_last_step():
 
     assert record.members.present == [1, 2]
     for other in (1, 2):
-        assert waiting(record, other)[-1] == Message("lost", 0, 0, 5, 0)
+        assert waiting(record, other)[-1] == Message("failed", 0, 0, 5, 0)
 
 
 def test_a_loss_remembers_the_last_update_that_all_will_get():
@@ -354,7 +354,7 @@ def test_a_replica_is_described_by_who_where_and_what_was_heard():
     record.publish(1, [update(1, 4, step=9)], PeerProgress(9))
 
     assert record.members.describe([1], now=2.5) == (
-        "replica 1 on tcp://worker-1, last heard at step 9, update 4, 2.5 s ago"
+        "replica 1 on tcp://worker-1, last seen at step 9, update 4, 2.5 s ago"
     )
     assert (
         record.members.describe([0], now=2.5)
@@ -424,7 +424,7 @@ def test_after_a_pause_all_go_on_in_the_same_epoch_and_time_begins_anew():
     record.give_back(0, "train", 0, [], 10.0)
     assert pause_of(record, 1) is not None
 
-    meet(record, Barrier.SYNC)
+    meet(record, BarrierKind.SYNC)
     record.give_back(0, "train", 0, [], 15.0)  # the first look of the lap
     record.give_back(0, "train", 0, [], 24.0)
 
@@ -438,7 +438,7 @@ def test_the_end_of_an_epoch_is_that_of_a_lap_too():
         finish(record, replica, take(record, replica))
     assert pause_of(record, 0) is not None
 
-    meet(record, Barrier.REPORT)
+    meet(record, BarrierKind.REPORT)
 
     assert (record.epoch, record.interval) == (1, 1)
     assert take(record, 0, epoch=1) is not None
@@ -511,7 +511,7 @@ def acknowledge(record, replica, progress, generation, adopted_at=0, received=()
 
 
 def told_routes(record, replica):
-    return [item.payload for item in said(record, replica, "routes")]
+    return [item.payload for item in said(record, replica, "members")]
 
 
 def test_nobody_is_told_of_routes_before_all_founders_are_there():
@@ -545,7 +545,7 @@ def test_the_routes_come_after_the_word_of_the_loss():
 
     record.remove(0)
 
-    assert [item.kind for item in queued(record, 1)] == ["lost", "routes"]
+    assert [item.kind for item in queued(record, 1)] == ["failed", "members"]
 
 
 def test_a_newcomer_is_cut_off_where_all_have_heard_of_it():
@@ -673,7 +673,7 @@ def test_a_run_with_too_few_replicas_is_given_up_unless_others_come_in_time():
     state.check_deadlines(5.1 + TIMEOUTS.rejoin)
 
     assert state.stopped.startswith("fewer than min_replicas=2 replicas for 300 s")
-    assert "1 left; gone: replica 1 on tcp://worker-1, last heard" in state.stopped
+    assert "1 left; gone: replica 1 on tcp://worker-1, last seen" in state.stopped
 
 
 def test_replicas_without_a_heartbeat_have_failed():

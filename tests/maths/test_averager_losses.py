@@ -17,7 +17,7 @@ from daskdl import ParameterAveraging
 from daskdl.channel.base import Stopped
 from daskdl.channel.leasing import PartitionSizes, RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.channel.protocol import Barrier, Endpoint
+from daskdl.channel.protocol import BarrierKind, ChannelSpec
 from daskdl.training.base import ReplicaContext
 from daskdl.training.parameter_averaging import MEETING, RoundDecision, Vote
 from tests.support.records import TIMEOUTS
@@ -33,8 +33,8 @@ class Killed(BaseException):
 class Mortal(LocalChannel):
     """Dies after so many calls that others could notice."""
 
-    def __init__(self, run, endpoint, calls):
-        super().__init__(run, endpoint)
+    def __init__(self, run, spec, calls):
+        super().__init__(run, spec)
         self._calls = calls
         self.differed = False
         self.meetings = {}  # of each the mean before, and how much each moves the next
@@ -83,10 +83,10 @@ class Life:
     """One replica: it leases, trains and averages, and notes what it has trained on."""
 
     def __init__(self, run, master, replica, replicas, rows, calls):
-        endpoint = Endpoint(
+        spec = ChannelSpec(
             7, replica, rows * replicas, 1.0, 2**20, 2**20, BOUNDS, in_step=True
         )
-        self.channel = Mortal(run, endpoint, calls)
+        self.channel = Mortal(run, spec, calls)
         self.model = nn.ParameterList(
             [torch.zeros(replicas, rows, dtype=torch.float64)]
         )
@@ -147,7 +147,7 @@ class Life:
         self.exchange.sync(epoch, len(trained), ended=True)
         self.ends.append(self.model[0].detach().clone())
         digest = self.exchange.agreed().digest
-        self.channel.barrier(f"report {epoch}", digest, Barrier.REPORT)
+        self.channel.barrier(f"report {epoch}", digest, BarrierKind.REPORT)
 
 
 def lives_of(master, replicas, deaths, rows, piece):

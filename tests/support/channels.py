@@ -11,7 +11,14 @@ from distributed.utils_test import async_poll_for, gen_cluster
 
 from daskdl import codec
 from daskdl.channel.leasing import WHOLE_EPOCHS
-from daskdl.channel.protocol import NAME, Barrier, Endpoint, Message, MessageKind, wrap
+from daskdl.channel.protocol import (
+    NAME,
+    BarrierKind,
+    ChannelSpec,
+    Message,
+    MessageKind,
+    wrap,
+)
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
@@ -103,7 +110,7 @@ def wait_until(ready):
     return async_poll_for(ready, PATIENCE_S)
 
 
-async def meet(run, key, kind=Barrier.MEET):
+async def meet(run, key, kind=BarrierKind.MEET):
     """Let all replicas meet at a barrier, each with its number as its note."""
     channels = run.channels.items()
     await asyncio.gather(*(in_thread(c.barrier, key, r, kind) for r, c in channels))
@@ -112,9 +119,9 @@ async def meet(run, key, kind=Barrier.MEET):
 class Run:
     """One run on a cluster, and its channels by replica."""
 
-    def __init__(self, client, scheduler, workers, endpoint):
+    def __init__(self, client, scheduler, workers, spec):
         self.client, self.scheduler, self.workers = client, scheduler, list(workers)
-        self.endpoint = endpoint
+        self.spec = spec
         self.channels = {}
 
     @property
@@ -123,7 +130,7 @@ class Run:
 
     @property
     def live(self):
-        return self.plugin.runs[self.endpoint.run]
+        return self.plugin.runs[self.spec.run]
 
     @property
     def record(self):
@@ -133,7 +140,7 @@ class Run:
         return self.workers[replica].extensions[NAME]
 
     def link(self, replica):
-        return self.worker_plugin(replica).links[self.endpoint.run, replica]
+        return self.worker_plugin(replica).endpoints[self.spec.run, replica]
 
     async def ask(self, operation, **fields):
         """What a client or a replica gets for an answer."""
@@ -142,20 +149,20 @@ class Run:
     async def deliver(self, replica, *items, run=None):
         """Hand items to a worker as the relay does."""
         return await self.scheduler.rpc(self.workers[replica].address).daskdl_deliver(
-            run=self.endpoint.run if run is None else run,
+            run=self.spec.run if run is None else run,
             replica=replica,
             messages=list(items),
         )
 
     def open_channel(self, replica):
-        endpoint = dataclasses.replace(self.endpoint, replica=replica)
-        channel = RemoteChannel(self.worker_plugin(replica), endpoint)
+        spec = dataclasses.replace(self.spec, replica=replica)
+        channel = RemoteChannel(self.worker_plugin(replica), spec)
         self.channels[replica] = channel
         return channel
 
     async def open(self, relay_bytes, pieces, min_replicas, synchronous, intervals):
         plan = {
-            "run": self.endpoint.run,
+            "run": self.spec.run,
             "replicas": {r: w.address for r, w in enumerate(self.workers)},
             "sizes": extents(pieces),
             "seed": None,
@@ -163,8 +170,8 @@ class Run:
             "synchronous": synchronous,
             "relay_bytes": relay_bytes,
             "min_replicas": min_replicas,
-            "timeouts": dataclasses.asdict(self.endpoint.timeouts),
-            "routing": self.endpoint.routing,
+            "timeouts": dataclasses.asdict(self.spec.timeouts),
+            "routing": self.spec.routing,
             "intervals": intervals,
         }
         answer = await self.ask("daskdl_open", spec=plan, client=self.client.id)
@@ -186,39 +193,39 @@ class Run:
         await self.live.until(ready, PATIENCE_S)
 
     async def stop(self, reason):
-        await self.ask("daskdl_stop", run=self.endpoint.run, reason=reason)
+        await self.ask("daskdl_stop", run=self.spec.run, reason=reason)
 
     async def shut(self):
-        await self.ask("daskdl_close", run=self.endpoint.run)
+        await self.ask("daskdl_close", run=self.spec.run)
 
     async def events(self, seen=0):
         answer = await self.ask(
-            "daskdl_watch", run=self.endpoint.run, seen=seen, timeout_s=PATIENCE_S
+            "daskdl_watch", run=self.spec.run, seen=seen, timeout_s=PATIENCE_S
         )
         return list(answer["events"])
 
     def vanish(self, replica):
         """The replica is gone without a word; its worker is still there."""
         self.link(replica).stop_sending()
-        del self.worker_plugin(replica).links[self.endpoint.run, replica]
+        del self.worker_plugin(replica).endpoints[self.spec.run, replica]
         return self.channels.pop(replica)
 
     async def close(self):
         for channel in self.channels.values():
             await in_thread(channel.leave)
         tasks = list(self.live.tasks) if self.is_open else []
-        await self.ask("daskdl_close", run=self.endpoint.run)
+        await self.ask("daskdl_close", run=self.spec.run)
         if tasks:
             await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert all(task.done() for task in tasks)
         assert not self.is_open
         for worker in self.workers:
-            links = worker.extensions[NAME].links
-            assert not [key for key in links if key[0] == self.endpoint.run]
+            links = worker.extensions[NAME].endpoints
+            assert not [key for key in links if key[0] == self.spec.run]
 
     @property
     def is_open(self):
-        return self.endpoint.run in self.plugin.runs
+        return self.spec.run in self.plugin.runs
 
 
 async def register(client):
@@ -241,8 +248,8 @@ async def a_run(
 ):
     """A run with a replica on each worker; leaves nothing behind, and checks it."""
     await register(client)
-    endpoint = Endpoint(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
-    run = Run(client, scheduler, workers, dataclasses.replace(endpoint, **options))
+    spec = ChannelSpec(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
+    run = Run(client, scheduler, workers, dataclasses.replace(spec, **options))
     pieces = pieces or {"train": ()}
     await run.open(relay_bytes, pieces, min_replicas, synchronous, intervals)
     try:

@@ -10,7 +10,7 @@ import pytest
 
 from daskdl.channel.leasing import WHOLE_EPOCHS, RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.channel.protocol import Endpoint
+from daskdl.channel.protocol import ChannelSpec
 from tests.support.channels import (
     GRID,
     PATIENCE_S,
@@ -29,18 +29,18 @@ KINDS = ("plain", "mesh", "local")
 class ThreadsRun:
     """A run among threads, and its channels; as `channels.Run` is over Dask."""
 
-    def __init__(self, replicas, endpoint, pieces, **plan):
-        self.endpoint = endpoint
+    def __init__(self, replicas, spec, pieces, **plan):
+        self.spec = spec
         self.channels = {}
         self._run = LocalRun(
             RunSpec(
-                run=endpoint.run,
+                run=spec.run,
                 replicas={r: self.where(r) for r in range(replicas)},
                 sizes=extents(pieces),
                 seed=None,
                 epochs_before=0,
                 relay_bytes=0,
-                timeouts=dataclasses.asdict(endpoint.timeouts),
+                timeouts=dataclasses.asdict(spec.timeouts),
                 **plan,
             )
         )
@@ -55,8 +55,8 @@ class ThreadsRun:
         return f"chair {replica}"
 
     def open_channel(self, replica):
-        endpoint = dataclasses.replace(self.endpoint, replica=replica)
-        self.channels[replica] = LocalChannel(self._run, endpoint)
+        spec = dataclasses.replace(self.spec, replica=replica)
+        self.channels[replica] = LocalChannel(self._run, spec)
 
     async def join(self):
         joins = [in_thread(channel.join) for channel in self.channels.values()]
@@ -96,14 +96,14 @@ async def a_threads_run(
     fan_out=1,
     **options,
 ):
-    endpoint = Endpoint(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS, fan_out=fan_out)
-    endpoint = dataclasses.replace(endpoint, **options)
+    spec = ChannelSpec(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS, fan_out=fan_out)
+    spec = dataclasses.replace(spec, **options)
     plan = {
         "min_replicas": min_replicas,
         "synchronous": synchronous,
         "intervals": intervals,
     }
-    run = ThreadsRun(replicas, endpoint, pieces or {"train": ()}, **plan)
+    run = ThreadsRun(replicas, spec, pieces or {"train": ()}, **plan)
     try:
         if join:
             await run.join()

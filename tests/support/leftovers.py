@@ -43,7 +43,7 @@ def left_behind(client):
 
     def on_worker(dask_worker):
         plugin = dask_worker.extensions.get(NAME)
-        links = list(plugin.links) if plugin is not None else []
+        links = list(plugin.endpoints) if plugin is not None else []
         return [*links, *dask_worker.data, *dask_worker.state.tasks]
 
     places = {"scheduler": client.run_on_scheduler(on_scheduler)}
@@ -92,7 +92,7 @@ def census(client):
         plugin = dask_worker.extensions[NAME]
         forget_batches(dask_worker.batched_stream)
         return {
-            "links": len(plugin.links),
+            "links": len(plugin.endpoints),
             "data": len(dask_worker.data),
             "tasks": len(dask_worker.state.tasks),
             "active": len(dask_worker.active_threads),

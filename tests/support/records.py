@@ -65,7 +65,7 @@ def queued(record, replica):
 
 def waiting(record, replica):
     """What is queued, but for the word who the members are."""
-    return [item for item in queued(record, replica) if item.kind != "routes"]
+    return [item for item in queued(record, replica) if item.kind != "members"]
 
 
 def said(record, replica, kind):

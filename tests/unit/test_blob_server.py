@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from daskdl.channel import protocol
-from daskdl.channel.protocol import Parcel, join, unwrap
+from daskdl.channel.protocol import BlobParts, join, unwrap
 from daskdl.channel.worker import BlobServer
 
 WAIT_S = 30  # of a test that would fail otherwise
@@ -31,7 +31,7 @@ def on_a_loop(test):
 async def test_what_is_there_is_answered_in_parts(shelf):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(protocol, "PART_BYTES", 64)
-        await shelf.publish("mean", Parcel(ARRAYS))
+        await shelf.publish("mean", BlobParts(ARRAYS))
 
         arrays = await fetched(shelf, "mean")
 
@@ -45,7 +45,7 @@ async def test_who_comes_first_waits(shelf):
     await asyncio.sleep(0)
     assert not asking.done()
 
-    await shelf.publish("mean", Parcel(ARRAYS))
+    await shelf.publish("mean", BlobParts(ARRAYS))
 
     arrays = await asyncio.wait_for(asking, WAIT_S)
     np.testing.assert_array_equal(arrays["a"], ARRAYS["a"])
@@ -56,7 +56,7 @@ async def test_what_does_not_come_is_a_time_out_and_may_come_later(shelf):
     with pytest.raises(TimeoutError):
         await shelf.blob("mean", 0, 0.01)
 
-    await shelf.publish("mean", Parcel(ARRAYS))
+    await shelf.publish("mean", BlobParts(ARRAYS))
 
     assert await fetched(shelf, "mean")
 
@@ -65,7 +65,7 @@ async def test_what_does_not_come_is_a_time_out_and_may_come_later(shelf):
 async def test_what_is_cleared_is_not_there_but_who_waits_goes_on_waiting(shelf):
     waiting = asyncio.ensure_future(fetched(shelf, "later"))
     for name in ("mean", "state"):
-        await shelf.publish(name, Parcel(ARRAYS))
+        await shelf.publish(name, BlobParts(ARRAYS))
     await fetched(shelf, "mean")
 
     await shelf.drop(keep="state")
@@ -73,13 +73,13 @@ async def test_what_is_cleared_is_not_there_but_who_waits_goes_on_waiting(shelf)
     assert await fetched(shelf, "state")
     with pytest.raises(TimeoutError):
         await shelf.blob("mean", 0, 0.01)
-    await shelf.publish("later", Parcel(ARRAYS))
+    await shelf.publish("later", BlobParts(ARRAYS))
     assert await asyncio.wait_for(waiting, WAIT_S)
 
 
 @on_a_loop
 async def test_a_second_parcel_of_a_name_changes_nothing(shelf):
-    await shelf.publish("mean", Parcel(ARRAYS))
-    await shelf.publish("mean", Parcel({"b": np.arange(3)}))
+    await shelf.publish("mean", BlobParts(ARRAYS))
+    await shelf.publish("mean", BlobParts({"b": np.arange(3)}))
 
     assert (await fetched(shelf, "mean")).keys() == {"a"}

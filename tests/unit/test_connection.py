@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.channel.protocol import Endpoint
+from daskdl.channel.protocol import ChannelSpec
 from daskdl.channel.sender import Connection
 from daskdl.errors import ChannelError, WaitTimeoutError
 from tests.support.inboxes import GRID, SIZE, filled
 from tests.support.records import TIMEOUTS
 
-ENDPOINT = Endpoint(7, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
+SPEC = ChannelSpec(7, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
 WORKER = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=None))
 
 
@@ -24,7 +24,7 @@ WORKER = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=None))
 )
 def test_every_wait_ends_with_an_error_of_daskdls_own(error, kind, message):
     inbox = filled()
-    connection = Connection(WORKER, ENDPOINT, inbox.stop)
+    connection = Connection(WORKER, SPEC, inbox.stop)
 
     connection.fail(error)
 

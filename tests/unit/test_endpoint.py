@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from daskdl.channel.protocol import Endpoint
+from daskdl.channel.protocol import ChannelSpec
 from daskdl.channel.worker import ReplicaEndpoint
 from daskdl.errors import WaitTimeoutError
 from tests.support.inboxes import GRID, SIZE
 from tests.support.records import TIMEOUTS
 
-ENDPOINT = Endpoint(7, 3, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
+SPEC = ChannelSpec(7, 3, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def loop():
 def test_an_event_loop_that_does_nothing_is_not_waited_for_without_end(loop):
     worker = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=loop))
     bounds = dataclasses.replace(TIMEOUTS, request=0.05)
-    link = ReplicaEndpoint(worker, dataclasses.replace(ENDPOINT, timeouts=bounds))
+    link = ReplicaEndpoint(worker, dataclasses.replace(SPEC, timeouts=bounds))
 
     with pytest.raises(
         WaitTimeoutError,

@@ -62,7 +62,7 @@ def test_a_lost_replica_is_not_waited_for_any_more():
     inbox.announce(2, PeerProgress(0))
     inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
 
-    inbox.note(control(MessageKind.LOST, 1, 3))
+    inbox.note(control(MessageKind.FAILED, 1, 3))
 
     assert inbox.peers.slowest(0) == 5
 
@@ -71,7 +71,7 @@ def test_a_lost_replica_stays_lost_when_the_others_meet():
     inbox = filled()
     inbox.announce(1, PeerProgress(0))
     inbox.announce(2, PeerProgress(0))
-    inbox.note(control(MessageKind.LOST, 1, 3))
+    inbox.note(control(MessageKind.FAILED, 1, 3))
 
     inbox.announce(1, PeerProgress(6))
     inbox.announce(2, PeerProgress(6))
@@ -110,7 +110,7 @@ ENDINGS = {
     "progress": lambda inbox: inbox.note(
         control(MessageKind.PROGRESS, 1, 2, payload=0)
     ),
-    "a loss": lambda inbox: inbox.note(control(MessageKind.LOST, 1)),
+    "a loss": lambda inbox: inbox.note(control(MessageKind.FAILED, 1)),
     "a wake": Inbox.wake,
 }
 

@@ -49,8 +49,8 @@ class Late(LocalChannel):
         loss: Of the epoch before, in which nobody was there but another replica.
     """
 
-    def __init__(self, run, endpoint, snapshot, loss):
-        super().__init__(run, endpoint)
+    def __init__(self, run, spec, snapshot, loss):
+        super().__init__(run, spec)
         self._given = snapshot
         self._report = {
             0: EpochReport(
@@ -93,7 +93,7 @@ def a_replica(make, begun, epoch=0):
     sources = {"train": InMemory(X, Y, 16)}
     plan = run_spec_of(options, {0: "here"}, sources)
     run = LocalRun(dataclasses.replace(plan, first_epoch=epoch))
-    channel = make(run, options.endpoint(0))
+    channel = make(run, options.spec(0))
     store = LocalStore(sources, channel, options.timeouts, options.load_threads)
     with random_state_left_alone(), contextlib.closing(store):
         yield 0, options, channel, torch.device("cpu"), store

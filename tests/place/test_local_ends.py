@@ -216,7 +216,7 @@ def test_one_that_hangs_is_left_behind_with_a_warning(hang, caplog):
 def test_one_that_others_wait_for_in_vain_is_named(hang):
     own = trainer(False, master=TWO, callbacks=[hang])
     bounds = dict.fromkeys(("data", "silence", "stop"), "0.3s")
-    named = r"heard for 0\.6 s \(.*data \+ silence\) of replica 0 on this machine"
+    named = r"heartbeat for 0\.6 s \(.*data \+ silence\) of replica 0 on this machine"
 
     with (
         dask.config.set({"daskdl.timeouts": bounds}),

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from daskdl.callbacks import Callback, Checkpoint
 from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import SyncPoint
-from daskdl.channel.protocol import WaitCause, Natural, check
+from daskdl.channel.protocol import Natural, WaitCause, check
 from daskdl.config import Bound, Timeouts
 from daskdl.data.stores.store import store_of
 from daskdl.errors import OptionError, SaveError, WaitTimeoutError

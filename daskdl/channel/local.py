@@ -147,19 +147,17 @@ class LocalRun:
             return self.state.members.describe([replica], self.now())
 
     def watch(
-        self, seen: int, timeout_s: float, over: Callable[[], bool] = lambda: False
+        self, timeout_s: float, over: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Events after the `seen` first ones; wait for one, but not for long.
+        """Wait for new events, but not for long.
 
         Args:
-            seen: They are forgotten.
             timeout_s: Seconds.
             over: Whether not to wait, checked after each change.
         """
-        events = self.state.events
         with self.changed:
-            self.changed.wait_for(lambda: len(events) > seen or over(), timeout_s)
-            return events.since(seen)
+            self.changed.wait_for(lambda: self.state.events or over(), timeout_s)
+            return self.state.take_events()
 
     def stop(self, reason: str) -> None:
         """End the run: every replica leaves."""

@@ -32,30 +32,6 @@ from daskdl.channel.sender import Outbox
 from daskdl.config import Bound, Timeouts
 from daskdl.errors import DaskDLError, RunError, WaitTimeoutError, shown
 
-
-class EventLog:
-    """Numbered events for the client; those that it has confirmed are dropped."""
-
-    def __init__(self) -> None:
-        self._first = 0
-        self._events: list[dict[str, Any]] = []
-
-    def __len__(self) -> int:
-        """Number of events posted so far, confirmed ones included."""
-        return self._first + len(self._events)
-
-    def post(self, kind: str, **fields: Any) -> None:
-        """Append an event."""
-        self._events.append({"kind": kind, **fields})
-
-    def since(self, seen: int) -> list[dict[str, Any]]:
-        """Events after the first `seen` ones; asking confirms those."""
-        confirmed = min(max(seen - self._first, 0), len(self._events))
-        del self._events[:confirmed]
-        self._first += confirmed
-        return list(self._events)
-
-
 AT_FIRST = PeerProgress()
 
 
@@ -263,7 +239,7 @@ class RunState:
         timeouts: The bounds on waiting that the client chose.
         members: Who takes part.
         outboxes: What waits for each present replica.
-        events: For the client, in order.
+        events: For the client, oldest first; see `post` and `take_events`.
         leases: Who trains on which rows, by phase ("train", "validation").
         barriers: Open ones, by key, which may be used again for the next one.
         stopped: Why the run was stopped; None while it runs.
@@ -278,7 +254,7 @@ class RunState:
     timeouts: Timeouts
     members: Membership
     outboxes: dict[int, Outbox]
-    events: EventLog
+    events: list[dict[str, Any]]
     leases: Mapping[str, Leasing]
     barriers: dict[str, OpenBarrier]
     stopped: str | None
@@ -296,7 +272,7 @@ class RunState:
         self.timeouts = Timeouts(**spec.timeouts)
         self.members = Membership(spec.replicas)
         self.outboxes = {}
-        self.events = EventLog()
+        self.events = []
         kind = StaticPartition if spec.synchronous else DynamicLeasing
         trained = spec.seed, spec.epochs_before, spec.intervals
         self.leases = {
@@ -327,6 +303,17 @@ class RunState:
     def has_enough(self) -> bool:
         """Whether as many replicas take part as were asked for at least."""
         return len(self.members.expected) >= self.spec.min_replicas
+
+    # ---- events for the client
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Let the client know of something."""
+        self.events.append({"kind": kind, **fields})
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """What was posted since the last call."""
+        events, self.events = self.events, []
+        return events
 
     # ---- membership
 
@@ -362,7 +349,7 @@ class RunState:
         member.active = True
         member.progress = member.progress._replace(step=step)
         self._send(Message(MessageKind.JOINED.value, replica, 0, step, 0), but=replica)
-        self.events.post("joined", replica=replica, worker=member.worker)
+        self.post("joined", replica=replica, worker=member.worker)
 
     def lose(self, replica: int, why: str, now: float) -> None:
         """A replica has failed; the client learns why."""
@@ -370,7 +357,7 @@ class RunState:
         if replica in self.members.expected:
             self._departed[replica] = what
             self._all_retired = False
-        self.events.post("lost", replica=replica, summary=f"lost {what}")
+        self.post("lost", replica=replica, summary=f"lost {what}")
         self.remove(replica)
         self._give_up_if_deserted()
 
@@ -385,17 +372,17 @@ class RunState:
         members = self.members
         trained = replica in members.expected
         if not members.is_here(replica):  # given up before: its worker is free again
-            self.events.post("worker", worker=members.replicas[replica].worker)
+            self.post("worker", worker=members.replicas[replica].worker)
         elif retires:
             what = f"{members.describe([replica], now)}: it retired with its worker"
             if trained:
                 self._departed[replica] = what
-            self.events.post("retired", replica=replica, summary=what)
+            self.post("retired", replica=replica, summary=what)
         else:
             self._ended |= trained
         self.remove(replica)
         if members.started and not members.expected:
-            self.events.post("over", waiting=members.joining)
+            self.post("over", waiting=members.joining)
             self._give_up_if_deserted()
 
     def remove(self, replica: int) -> None:
@@ -592,7 +579,7 @@ class RunState:
             "departed": self._trained_by_departed(barrier.payloads),
         }
         self.report = [[r, payload] for r, payload in sorted(barrier.payloads.items())]
-        self.events.post(
+        self.post(
             "report",
             key=key,
             epoch=self.epoch,
@@ -640,7 +627,7 @@ class RunState:
         for lease in finished:
             own = leases.finish(replica, lease["lease"])
             if phase == "train":
-                self.events.post("progress", epoch=epoch, **lease)
+                self.post("progress", epoch=epoch, **lease)
                 before, _ = self._trained.get(replica, (0, 0.0))
                 examples = before + (lease["examples"] if own else 0)
                 self._trained[replica] = examples, lease.get("loss", 0.0)
@@ -756,17 +743,17 @@ class RunState:
         """The run cannot go on, and no replica's code is the reason."""
         if self.stopped is None:
             kind, summary = type(error).__name__, str(error)
-            self.events.post("failed", type=kind, summary=summary)
+            self.post("failed", type=kind, summary=summary)
             self.stop(summary)
 
     def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
         """A replica cannot go on: the run ends, and the client learns why."""
         summary = failure["summary"]
         if replica in self.members.joining:  # it ends nobody's run
-            self.events.post("not joined", replica=replica, summary=shown(summary, 500))
+            self.post("not joined", replica=replica, summary=shown(summary, 500))
             return
         worker = self.members.replicas[replica].worker
-        self.events.post("failed", replica=replica, worker=worker, **failure)
+        self.post("failed", replica=replica, worker=worker, **failure)
         self.stop(f"replica {replica} failed: {summary}")
 
     def stop(self, reason: str) -> None:
@@ -774,4 +761,4 @@ class RunState:
         if self.stopped is None:
             self.stopped = reason
             self._send(Message(MessageKind.STOP.value, 0, 0, 0, len(reason), reason))
-            self.events.post("stopped", summary=reason)
+            self.post("stopped", summary=reason)

@@ -266,14 +266,13 @@ class LiveRun:
 
     # ---- requests of a client
 
-    async def handle_watch(self, seen: Natural, timeout_s: float) -> Fields:
-        """A client asks for events after the first `seen` ones."""
-        events = self.state.events
-        if seen > len(events) or not 0 <= timeout_s <= LONGEST_S:
-            raise ValueError(f"got seen={seen} of {len(events)}, timeout_s={timeout_s}")
+    async def handle_watch(self, timeout_s: float) -> Fields:
+        """A client asks for new events, and waits for one."""
+        if not 0 <= timeout_s <= LONGEST_S:
+            raise ValueError(f"timeout_s must be in 0 .. {LONGEST_S}, got {timeout_s}")
         with contextlib.suppress(TimeoutError):
-            await self.until(lambda: len(events) > seen, timeout_s)
-        return {"events": events.since(seen)}
+            await self.until(lambda: bool(self.state.events), timeout_s)
+        return {"events": self.state.take_events()}
 
     async def handle_stop(self, reason: str) -> Fields:
         """A client wants every replica to leave."""
@@ -488,7 +487,7 @@ class LiveRun:
         member, leases = state.members.taking_part(replica), state.leases[phase]
         if leases.held_key(part) == key and self._is_lost(key):
             lost = {"phase": phase, "part": part, "key": key, "worker": member.worker}
-            state.events.post("missing", **lost, avoid=sorted(self.hanging))
+            state.post("missing", **lost, avoid=sorted(self.hanging))
             self.notify()
             await self.until(lambda: leases.held_key(part) != key)
         return {"key": leases.held_key(part)}
@@ -552,7 +551,7 @@ class LiveRun:
         state = self.state
         worker = state.members.replicas[replica].worker
         self.hanging.discard(worker)
-        state.events.post("removed", replica=replica)
+        state.post("removed", replica=replica)
         self.notify()
         if not state.members.is_here(replica):
             return
@@ -683,7 +682,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         # of work; it knows which.
         for worker, found in self.arrived.items():
             if not live.state.members.assigned_to(worker):
-                live.state.events.post("worker", worker=worker, found=found)
+                live.state.post("worker", worker=worker, found=found)
         logger.info("run %s opens: %s", own.run, own.replicas)
         return {"status": Answer.OK.value, "version": VERSION}
 
@@ -709,7 +708,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         self.arrived[worker] = told
         for live in self.runs.values():
             if not live.state.members.assigned_to(worker):
-                live.state.events.post("worker", worker=worker, found=told)
+                live.state.post("worker", worker=worker, found=told)
                 live.notify()
         return {"status": Answer.OK.value}
 

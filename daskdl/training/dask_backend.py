@@ -481,7 +481,7 @@ class DaskBackend(Backend):
     @override
     def poll_events(self) -> Iterator[Event]:
         posted: Sequence[Mapping[str, Any]] = ()
-        seen, ended = 0, False
+        ended = False
         while posted or not ended:
             ended = all(future.done() for future in self._futures.values())
             for worker, at in list(self._retry_at.items()):
@@ -491,8 +491,7 @@ class DaskBackend(Backend):
             # Before asking for events: an earlier one told which worker is gone.
             self._restore_lost_parts()
             timeout_s = 0 if ended else POLL_S
-            posted = self._ask(protocol.WATCH, seen=seen, timeout_s=timeout_s)["events"]
-            seen += len(posted)
+            posted = self._ask(protocol.WATCH, timeout_s=timeout_s)["events"]
             for fields in posted:
                 event = event_of(fields)
                 self._handle(fields, event)

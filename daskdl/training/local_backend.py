@@ -130,11 +130,10 @@ class LocalBackend(Backend):
     @override
     def poll_events(self) -> Iterator[Event]:
         posted: Sequence[Mapping[str, Any]] = ()
-        seen, ended = 0, False
+        ended = False
         while posted or not ended:
             ended = self._ended()
-            posted = self._run.watch(seen, POLL_S, self._ended)
-            seen += len(posted)
+            posted = self._run.watch(POLL_S, self._ended)
             yield from filter(None, map(event_of, posted))
             for replica, result in self._results.items():
                 error = result.exception() if result.done() else None

@@ -93,7 +93,7 @@ async def test_one_that_comes_before_the_founders_takes_over_the_state_of_one(
         replica, _ = await newcomer(run, b)
         join = run.ask("daskdl_join", run=RUN, replica=replica, version=VERSION)
         early = asyncio.ensure_future(join)
-        await run.ask("daskdl_watch", run=RUN, seen=0, timeout_s=0)  # it was heard
+        await run.ask("daskdl_watch", run=RUN, timeout_s=0)  # it was heard
 
         founders = [in_thread(run.channels[r].join) for r in (0, 1)]
         entries = await asyncio.gather(*founders)

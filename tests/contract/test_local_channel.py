@@ -119,7 +119,7 @@ def test_one_that_does_not_start_is_named_and_leaves_when_it_comes():
     text = str(caught.value)
     assert text.startswith("not all replicas started within 0.1 s (daskdl.timeouts.jo")
     assert "replica 1 on here, which has not joined" in text
-    failed, stopped = run.watch(0, timeout_s=0)
+    failed, stopped = run.watch(timeout_s=0)
     assert (failed["kind"], failed["type"]) == ("failed", "WaitTimeoutError")
     assert failed["summary"] == stopped["summary"] == text
     early.leave()
@@ -149,7 +149,7 @@ def test_one_that_says_nothing_while_another_waits_for_it_ends_the_run(block):
         r"replica 1 on here, last seen at step 0, update 0, 0\.\d s ago",
         str(caught.value),
     )
-    assert run.watch(0, timeout_s=0)[0]["type"] == "WaitTimeoutError"
+    assert run.watch(timeout_s=0)[0]["type"] == "WaitTimeoutError"
     silent.progress(1)
     with pytest.raises(Stopped):
         silent.check()
@@ -251,7 +251,7 @@ def test_what_is_to_be_dropped_on_purpose_is_refused():
 def test_nobody_waits_for_news_when_it_is_over():
     run = run_of()
 
-    assert run.watch(0, timeout_s=60, over=lambda: True) == []
+    assert run.watch(timeout_s=60, over=lambda: True) == []
 
 
 def test_leaving_twice_changes_nothing():

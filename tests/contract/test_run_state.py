@@ -13,7 +13,7 @@ from daskdl.channel.leasing import (
     SyncPoint,
 )
 from daskdl.channel.protocol import BarrierKind, Message, PeerProgress
-from daskdl.channel.run_state import EventLog, RunState
+from daskdl.channel.run_state import RunState
 from tests.support.records import (
     EACH,
     TIMEOUTS,
@@ -295,7 +295,7 @@ def test_the_client_is_told_what_all_said_and_what_was_counted():
 
     arrive(record, "end", 1, 0, kind="report")
 
-    assert record.events.since(0) == [
+    assert record.take_events() == [
         {
             "kind": "report",
             "key": "end",
@@ -595,20 +595,7 @@ def test_the_words_are_of_those_that_train():
     assert record.progress() == [(0, (6, 5, 1)), (1, (0, 0, -1))]
 
 
-# ---- events for the client
-
-
-def test_confirmed_events_are_forgotten_and_their_count_goes_on():
-    events = EventLog()
-    for number in range(3):
-        events.post("progress", number=number)
-
-    assert [one["number"] for one in events.since(2)] == [2]
-    events.post("lost", replica=2)
-
-    assert len(events) == 4
-    assert events.since(3) == [{"kind": "lost", "replica": 2}]
-    assert events.since(99) == []
+# ---- leases
 
 
 def test_with_too_few_replicas_one_that_asks_for_a_lease_waits():
@@ -690,7 +677,7 @@ def test_a_run_that_all_have_left_at_its_end_is_no_failure():
     state.lose(1, "it was cut off", 101.0)
     state.leave(0, 102.0)
 
-    assert [event["kind"] for event in state.events.since(0)] == ["lost", "over"]
+    assert [event["kind"] for event in state.take_events()] == ["lost", "over"]
     assert state.stopped is None
 
 
@@ -700,7 +687,7 @@ def test_a_run_whose_replicas_all_failed_says_which_and_why():
     state.leave(0, 101.0, retires=True)
     state.lose(1, "it was cut off", 102.0)
 
-    kinds = [event["kind"] for event in state.events.since(0)]
+    kinds = [event["kind"] for event in state.take_events()]
     assert kinds == ["retired", "lost", "failed", "stopped"]
     assert re.fullmatch(
         r"no replica is left: lost replica 0 .*: it retired with its worker; replica 1 "
@@ -716,5 +703,5 @@ def test_what_a_joining_replica_cannot_do_ends_nobodys_run():
     state.fail(replica, {"type": "ReplicaError", "summary": "boom"})
     state.lose(replica, "it was cut off", 101.0)
 
-    assert [event["kind"] for event in state.events.since(0)] == ["not joined", "lost"]
+    assert [event["kind"] for event in state.take_events()] == ["not joined", "lost"]
     assert state.stopped is None

@@ -198,10 +198,8 @@ class Run:
     async def shut(self):
         await self.ask("daskdl_close", run=self.spec.run)
 
-    async def events(self, seen=0):
-        answer = await self.ask(
-            "daskdl_watch", run=self.spec.run, seen=seen, timeout_s=PATIENCE_S
-        )
+    async def events(self):
+        answer = await self.ask("daskdl_watch", run=self.spec.run, timeout_s=PATIENCE_S)
         return list(answer["events"])
 
     def vanish(self, replica):

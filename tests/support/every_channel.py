@@ -69,8 +69,8 @@ class ThreadsRun:
 
         await in_thread(wait)
 
-    async def events(self, seen=0):
-        return await in_thread(self._run.watch, seen, PATIENCE_S)
+    async def events(self):
+        return await in_thread(self._run.watch, PATIENCE_S)
 
     async def stop(self, reason):
         self._run.stop(reason)

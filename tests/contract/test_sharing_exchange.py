@@ -1,0 +1,303 @@
+"""What one replica's exchange publishes, and when; its channel is a test's own."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from daskdl import codec
+from daskdl.channel.base import Channel, DrainResult
+from daskdl.residuals import KeepResidual
+from daskdl.thresholds import Drained, FixedThreshold, Link, LinkAlgorithm
+from daskdl.training.base import CompressionState, ReplicaContext, SoloExchange
+from daskdl.training.gradient_sharing import GradientSharing
+
+DENSE, SPARSE = codec.DenseUpdate, codec.SparseUpdate
+QUANTUM = FixedThreshold(2.0**-4)
+LAYERS = dict.fromkeys(("a", "b", "c"), QUANTUM)
+
+
+class Published(NamedTuple):
+    update: codec.Update
+    partial: bool  # others of its step follow
+
+
+class Room(Channel):
+    """A channel of one replica of two, which accepts as much as it is told to.
+
+    Every call takes some seconds of a clock of its own.
+    """
+
+    closing = False
+
+    def __init__(self):
+        self.frames = []
+        self.room = 10**9  # updates that are accepted
+        self.announces_room = False  # though there may be none
+        self.others = [1]
+        self.waited = []  # updates published whenever room was waited for
+        self.left = Drained()
+        self.progressed = []  # steps that the others were told of
+        self.slowest = 10**9  # step that the slowest other replica announced
+        self.now = 0.0
+
+    def peers(self):
+        return self.others
+
+    def has_room(self, *, wait=False):
+        self.now += 2
+        if wait:
+            self.waited.append(len(self.frames))
+        return self.room > 0 or self.announces_room
+
+    @property
+    def published(self):
+        return len(self.frames)
+
+    def publish(self, encode, step, *, partial=False, force=False):
+        self.now += 10
+        frame = encode(codec.Stamp(1, 0, self.published + 1, step))
+        if self.room <= 0:
+            return False
+        self.room -= 1
+        self.frames.append(Published(codec.decode(frame), partial))
+        return True
+
+    def progress(self, step, interval=-1):
+        self.progressed.append(step)
+
+    def drain(self, up_to_step=None):
+        self.now += 1000
+        return DrainResult([], None)
+
+    def link_stats(self):
+        left, self.left = self.left, Drained()
+        return left
+
+    def wait_for_peers(self, step, interval, max_staleness):
+        self.now += 1
+        return max(0, step - self.slowest)
+
+    run = activate = join = serve_snapshot = sync = lease = wait = barrier = None
+    agree = fail = leave = set_idle = publish_blob = drop_blobs = fetch_blob = None
+    stats = check = None
+
+
+class Three(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in LAYERS:
+            self.register_parameter(name, nn.Parameter(torch.zeros(4)))
+
+
+class Case:
+    """A replica that moves every parameter by some quanta in each step."""
+
+    def __init__(self, threshold=QUANTUM, last=None, snapshot=None, **options):
+        self.channel = Room()
+        self.module = Three()
+        options = {"max_staleness": None, "update_scale": "sum", **options}
+        master = GradientSharing(threshold, residual=KeepResidual(), **options)
+        self.exchange = master.attach(
+            ReplicaContext(self.module, self.channel, 0, [0, 1], last, snapshot)
+        )
+        self.exchange._now = lambda: self.channel.now
+
+    def step(self, names=tuple(LAYERS)):
+        """Make a step, and return what was published."""
+        before = self.channel.published
+        self.exchange.before_step(0)
+        with torch.no_grad():
+            for name in names:
+                getattr(self.module, name).add_(0.25)
+        self.exchange.after_step(0, 1)
+        return self.channel.frames[before:]
+
+
+def kinds(case, steps):
+    return [[type(p.update) for p in case.step()] for _ in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("update_scale", "expected"),
+    [("mean", [1 / 2, 1 / 3, 1]), ("sum", [1, 1, 1]), (0.7, [0.7, 0.7, 0.7])],
+)
+@pytest.mark.parametrize("apply", ["eager", "strict"])
+def test_the_scale_follows_those_that_train(apply, update_scale, expected):
+    case, scales = Case(apply=apply, update_scale=update_scale), []
+    for others in ([1], [1, 2], []):
+        case.channel.others = others
+        case.step()
+        scales.append((case.exchange.learning_rate_scale, case.exchange.update_scale))
+
+    # Strict: the rate is scaled. Eager: what is sent of steps at the whole rate.
+    pairs = [(e, e) if apply == "strict" else (1, e) for e in expected]
+    assert scales == [pytest.approx(pair) for pair in pairs]
+
+
+def test_a_joining_replica_goes_on_with_the_warm_up():
+    donor = Case(warmup_steps=6, last=CompressionState({}, steps=2))
+    for _ in range(3):
+        donor.step()
+
+    joining = Case(warmup_steps=6, snapshot=donor.exchange.snapshot())
+
+    assert kinds(joining, 2) == [[DENSE], [SPARSE]]
+
+
+def test_steps_of_a_replica_alone_count_for_the_warm_up():
+    master = GradientSharing(QUANTUM, warmup_steps=4)
+    context = ReplicaContext(Three(), Room(), 0, [0], CompressionState({}, 1))
+    alone = SoloExchange(context, master.solo_scale)
+    for _ in range(2):
+        alone.after_step(0, 1)
+
+    shared = master.attach(alone.shared_context())
+
+    assert alone.result().compression.steps == shared.result().compression.steps == 3
+
+
+def test_what_is_left_is_published_where_replicas_meet():
+    case = Case(exchange_every=4)
+    case.step()
+
+    case.exchange.sync(0, 1, ended=False)
+
+    assert len(case.channel.frames) == 1
+
+
+class TestRoom:
+    def test_what_found_none_comes_first_next_time(self):
+        case, order = Case(LAYERS), []
+
+        for _ in range(4):
+            case.channel.room = 1
+            order += [abs(int(p.update.entries_K[0])) - 1 for p in case.step()]
+
+        assert order == [0, 4, 8, 0]
+        shared = case.exchange.snapshot()
+        quanta = shared["counts_N"] * shared["grid"] / QUANTUM.value
+        assert quanta.tolist() == [2.0] * 4 + [1.0] * 8
+
+    def test_after_what_found_none_nothing_is_published_of_the_step(self):
+        case, answers = Case(LAYERS), iter([True, False, True])
+        publish = case.channel.publish
+        case.channel.publish = lambda *args, **options: (
+            next(answers) and publish(*args, **options)
+        )
+
+        assert len(case.step()) == 1
+        assert case.exchange.stats().density_sum == 4 / 12
+
+    def test_only_what_was_accepted_counts(self):
+        case = Case(LAYERS)
+        for room in (2, 0):
+            case.channel.room = room
+            case.step()
+
+        assert case.exchange.stats()[:2] == (1, 8 / 12)
+
+    def test_an_exchange_of_which_nothing_was_accepted_is_none(self):
+        rule = Wired()
+        case = Case(rule)
+        case.channel.room, case.channel.announces_room = 0, True
+
+        assert case.step(names=("a", "b")) == []
+
+        assert case.exchange.stats().exchanges == 0
+        assert case.exchange.result().compression.sent == {}
+        assert rule.measured == []
+
+    def test_in_step_there_is_room_before_each_update(self):
+        case = Case(LAYERS, max_staleness=0)
+
+        case.step()
+
+        assert case.channel.waited == [0, 1, 2]
+
+
+class Wired(LinkAlgorithm):
+    """Writes down what it learns; sends densely when it is told to."""
+
+    def __init__(self):
+        self.measured, self.dense = [], False
+
+    def next_threshold(self, residual, last):
+        return QUANTUM.value
+
+    def sends_dense(self, last):
+        return self.dense
+
+    def learn(self, link, measured):
+        self.measured.append(measured)
+        return Link(measured.size, 0.5, rest=len(self.measured))
+
+
+class TestMeasuring:
+    """What a rule that follows the link learns."""
+
+    def test_what_was_sent_and_what_left_since_the_last_exchange(self):
+        rule = Wired()
+        case = Case(rule)
+        for dense, nbytes in ((False, 100), (True, 200)):
+            rule.dense, case.channel.left = dense, Drained(nbytes, 1, 1, 0.5)
+            case.step(names=("a",))
+
+        assert [one.dense for one in rule.measured] == [False, True]
+        assert [one.density for one in rule.measured] == [4 / 12, 1.0]
+        assert [one.drained.nbytes for one in rule.measured] == [100, 200]
+
+    def test_the_steps_are_timed_and_nothing_else(self):
+        rule = Wired()
+        case = Case(rule, exchange_every=2)
+        for room in (0, 0, 0, 1, 1, 1):
+            case.channel.room = room
+            case.exchange.before_step(0)
+            case.channel.now += 5.0
+            case.exchange.after_step(0, 1)
+
+        # Two steps for each exchange, also where one found no room before.
+        assert [one.step_s for one in rule.measured] == [10.0, 10.0]
+
+
+def test_times_of_a_step_are_those_of_its_waits_its_frames_and_its_updates():
+    case = Case(LAYERS, max_staleness=0)
+
+    case.step()
+
+    stats = case.exchange.step_stats()
+    assert stats.wait_s == 1 + 3 * 2
+    assert stats.encode_s == 3 * 10
+    assert stats.apply_s == 1000
+
+
+class TestProgress:
+    @pytest.mark.parametrize(
+        ("options", "announced"),
+        [
+            ({"exchange_every": 1}, [1, 2, 3, 4, 5, 6, 7, 8]),
+            ({"exchange_every": 4}, [4, 8]),
+            ({"exchange_every": 4, "max_staleness": 1}, [3, 4, 7, 8]),
+            ({"exchange_every": 4, "max_staleness": 8}, [4, 8]),
+        ],
+    )
+    def test_only_steps_that_others_may_wait_for_are_announced(
+        self, options, announced
+    ):
+        case = Case(**options)
+
+        for _ in range(8):
+            case.step()
+
+        assert case.channel.progressed == announced
+
+    def test_steps_that_another_may_have_made_unannounced_are_no_lead(self):
+        case = Case(exchange_every=4)
+        case.channel.slowest = 0
+
+        for _ in range(6):
+            case.step()
+
+        # Steps begin with 0 to 5 made; the other may have made 3 by then.
+        assert case.exchange.stats().lead_sum == 1 + 2

@@ -12,7 +12,7 @@ from daskdl import codec
 from daskdl.channel.inbox import UPDATE_BYTES
 from daskdl.channel.leasing import RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.channel.protocol import Endpoint
+from daskdl.channel.protocol import ChannelSpec
 from tests.support.records import TIMEOUTS, extents
 
 SIZE, GRID = 20, 2.0**-24
@@ -21,22 +21,22 @@ EACH = UPDATE_BYTES + 4  # of an update with one entry
 
 def channels(count=3, **options):
     """Those of a run among threads, which all have joined."""
-    endpoint = Endpoint(7, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
-    endpoint = dataclasses.replace(endpoint, **options)
+    spec = ChannelSpec(7, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
+    spec = dataclasses.replace(spec, **options)
     plan = RunSpec(
         run=7,
         replicas=dict.fromkeys(range(count), "here"),
         sizes=extents({"train": ()}),
         seed=None,
         epochs_before=0,
-        synchronous=endpoint.in_step,
+        synchronous=spec.in_step,
         relay_bytes=0,
         min_replicas=1,
         timeouts=dataclasses.asdict(TIMEOUTS),
     )
     run = LocalRun(plan)
     made = [
-        LocalChannel(run, dataclasses.replace(endpoint, replica=replica))
+        LocalChannel(run, dataclasses.replace(spec, replica=replica))
         for replica in range(count)
     ]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:

@@ -196,7 +196,8 @@ class TestRoom:
             case.channel.room = room
             case.step()
 
-        assert case.exchange.stats()[:2] == (1, 8 / 12)
+        stats = case.exchange.stats()
+        assert (stats.exchanges, stats.density_sum) == (1, 8 / 12)
 
     def test_an_exchange_of_which_nothing_was_accepted_is_none(self):
         rule = Wired()

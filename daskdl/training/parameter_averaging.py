@@ -35,10 +35,9 @@ from daskdl.training.base import (
 )
 from daskdl.training.tree_reduce import (
     Key,
-    Mean,
     ReduceOp,
     ReduceState,
-    TreeAllReduce,
+    TreeMean,
     from_blob,
     to_blob,
 )
@@ -285,21 +284,25 @@ class AveragingExchange(Exchange):
 
     def _average(self, decided: RoundDecision) -> None:
         stamp = Stamp(self._channel.run, self._replica, decided.number, self._made)
-        mean = Mean(self._state, stamp, exact=decided.whole)
-        routes = MeshTopology(decided.number, decided.members, self._fan_out)
-        reduction = TreeAllReduce(self._channel, routes, decided.root, self._replica)
-        late = set(decided.members) - set(decided.current)
-        own = mean.own(decided.weights.get(self._replica))
-        blob = reduction.result(
-            own, mean.combine, self._state.with_outer if late else lambda total: total
+        topology = MeshTopology(decided.number, decided.members, self._fan_out)
+        mean = TreeMean(
+            self._state,
+            self._channel,
+            topology,
+            decided.root,
+            stamp,
+            exact=decided.whole,
         )
+        late = not set(decided.members) <= set(decided.current)
+        weight = decided.weights.get(self._replica)
+        blob = mean.reduce(weight, with_outer=late)
         if blob is not None:
             self._sent_bytes += mean.sent_bytes
             self._sent_kind = mean.kind
             if not decided.settles:
                 self._stats.exchanges += 1
                 self._stats.density_sum += 1.0
-            mean.take_(blob, step=not decided.settles)
+            mean.load_(blob, step=not decided.settles)
             self._has(decided.number)
 
     def _has(self, mean: int) -> None:

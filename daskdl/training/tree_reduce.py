@@ -421,17 +421,24 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Mean:
-    """One replica's part in one mean.
+BROKEN = "broken"  # the one name in what is passed on when somebody was lost
 
-    An exact one is of everything as it is, with what rounding has left before. Else
-    replicas add up how far each has moved from what all had in common, and round at
-    each node of the tree; what rounding leaves there is sent with the next mean. What
-    rounding could harm goes as it is, see `Key.linear`.
+
+class TreeMean:
+    """One replica's part in one mean, which is summed up along a tree of replicas.
+
+    An exact mean is of everything as it is, with what rounding has left before. Else
+    replicas sum how far each has moved from what all had in common, and round at each
+    node of the tree; what rounding leaves there is sent with the next mean. Arrays that
+    rounding could harm are sent exactly, see `Key.linear`.
 
     Args:
         state: Of the replica.
-        stamp: Of frames; its sequence is the number of the mean.
+        channel: Of the replica.
+        topology: Of the replicas that take part.
+        root: Where the mean is made.
+        stamp: Of frames; its origin is the replica, its sequence the number of the
+            mean.
         exact: Nothing is to be rounded.
 
     Attributes:
@@ -442,23 +449,63 @@ class Mean:
     kind: str
     sent_bytes: int
 
-    def __init__(self, state: ReduceState, stamp: Stamp, *, exact: bool) -> None:
+    def __init__(
+        self,
+        state: ReduceState,
+        channel: Channel,
+        topology: MeshTopology,
+        root: int,
+        stamp: Stamp,
+        *,
+        exact: bool,
+    ) -> None:
+        replica, members = stamp.origin, topology.members
         self._state = state
+        self._channel = channel
         self._stamp = stamp
         self._exact = exact or not state.compressed
-        self._residual = state.feedback.residual
+        self._children = topology.children(root, replica)
+        above = [m for m in members if replica in topology.children(root, m)]
+        self._parent = above[0] if above else None
         self.kind = "MEAN" if self._exact else Kind.DENSE8.name
         self.sent_bytes = 0
         if not self._exact:
             state.keep_common_()  # it may have made no step since
         self._common = state.common or {}
 
-    def own(self, weight: float | None) -> Reduced:
-        """What this replica adds; empty: nothing.
+    def reduce(
+        self, weight: float | None, *, with_outer: bool = False
+    ) -> Arrays | None:
+        """Take part, and return the mean.
 
         Args:
-            weight: Of what it has trained; None: it has not.
+            weight: Of what this replica has trained; None: nothing.
+            with_outer: Whether somebody needs the outer optimizer's state with it.
+
+        Returns:
+            None if somebody was lost who was needed. Others may have it even so.
         """
+        own = self._share(weight)
+        states, lost = [own] if own else [], False
+        for child in self._children:
+            blob = self._fetch(child, "sum")
+            lost = lost or blob is None
+            if blob:
+                states.append(from_blob(blob))
+        # Also where nobody below adds anything: the one above waits for it.
+        total = None if lost else self._sum(states) if states else {}
+        if self._parent is not None:
+            self._publish("sum", total)
+            mean = self._fetch(self._parent, "mean")
+        else:
+            late = total is not None and with_outer
+            mean = self._state.with_outer(total or {}) if late else total
+        if self._children:
+            self._publish("mean", mean)
+        return mean
+
+    def _share(self, weight: float | None) -> Reduced:
+        """What this replica adds; empty: nothing."""
         if weight is None:
             share: Reduced = {}
         elif self._exact:
@@ -471,98 +518,38 @@ class Mean:
                 key: array if key.op is ReduceOp.MAX else array * weight
                 for key, array in moved.items()
             }
-        return total_of([share, self._residual])
+        return total_of([share, self._state.feedback.residual])
 
-    def combine(self, states: Sequence[Reduced]) -> Arrays:
-        """The sum of its own and of those below it, as it goes on."""
+    def _sum(self, states: Sequence[Reduced]) -> Arrays:
         stamp = None if self._exact else self._stamp
         blob, left = to_blob(total_of(states), stamp)
         self._state.feedback.propose(self._stamp.sequence, left)
         self.sent_bytes = sum(a.nbytes for n, a in blob.items() if n != KEYS)
         return blob
 
-    def take_(self, blob: Arrays, *, step: bool) -> None:
-        """Go on from the mean, or from the outer step towards it.
+    def _publish(self, name: str, blob: Arrays | None) -> None:
+        broken = {BROKEN: np.empty(0)}
+        name = f"{name} {self._stamp.sequence}"
+        self._channel.publish_blob(name, broken if blob is None else blob)
+
+    def _fetch(self, replica: int, name: str) -> Arrays | None:
+        blob = self._channel.fetch_blob(replica, f"{name} {self._stamp.sequence}")
+        return None if blob is None or BROKEN in blob else blob
+
+    def load_(self, mean: Arrays, *, step: bool) -> None:
+        """Continue from the mean, or from the outer step towards it.
 
         Args:
-            blob: That the root has made.
+            mean: That `reduce` returned.
             step: Whether there is to be an outer step; else the outer optimizer takes
                 the mean for what all have in common.
         """
-        total = from_blob(blob)
-        outer = self._state.outer
+        total, outer = from_blob(mean), self._state.outer
         self._state.load_(total if self._exact else total_of([total, self._common]))
         if outer is not None:
-            if OUTER in blob:
-                outer.load_(blob[OUTER])
+            if OUTER in mean:
+                outer.load_(mean[OUTER])
             outer.step_() if step else outer.follow_()
-
-
-BROKEN = "broken"  # the one name in what is passed on when somebody was lost
-
-
-class TreeAllReduce:
-    """One replica's part in a reduction over a tree of replicas.
-
-    Args:
-        channel: Of this replica.
-        routes: Of those who take part; the generation tells reductions apart.
-        root: Where the result is made.
-        replica: This one.
-    """
-
-    def __init__(
-        self, channel: Channel, routes: MeshTopology, root: int, replica: int
-    ) -> None:
-        self._channel = channel
-        self._children = routes.children(root, replica)
-        above = [m for m in routes.members if replica in routes.children(root, m)]
-        self._parent = above[0] if above else None
-        self._number = routes.generation
-
-    def result(
-        self,
-        own: Reduced,
-        combine: Callable[[Sequence[Reduced]], Arrays],
-        finish: Callable[[Arrays], Arrays],
-    ) -> Arrays | None:
-        """Take part, and return the result.
-
-        Args:
-            own: What this replica adds; empty: nothing.
-            combine: Adds up several.
-            finish: Makes the result of the sum; called at the root alone.
-
-        Returns:
-            None if somebody was lost who was needed. Others may have it even so.
-        """
-        states = [own] if own else []
-        lost = False
-        for child in self._children:
-            blob = self._fetch(child, f"sum {self._number}")
-            lost = lost or blob is None
-            if blob:
-                states.append(from_blob(blob))
-        # Also where nobody below adds anything: the one above waits for it.
-        total = None if lost else combine(states) if states else {}
-        if self._parent is None:
-            result = None if total is None else finish(total)
-        else:
-            self._publish("sum", total)
-            result = self._fetch(self._parent, f"mean {self._number}")
-        if self._children:
-            self._publish("mean", result)
-        return result
-
-    def _publish(self, name: str, blob: Arrays | None) -> None:
-        broken = {BROKEN: np.empty(0)}
-        self._channel.publish_blob(
-            f"{name} {self._number}", broken if blob is None else blob
-        )
-
-    def _fetch(self, replica: int, name: str) -> Arrays | None:
-        fetched = self._channel.fetch_blob(replica, name)
-        return None if fetched is None or BROKEN in fetched else fetched
 
 
 class OuterOptimizer:

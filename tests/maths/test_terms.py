@@ -11,10 +11,9 @@ from daskdl.channel.protocol import MeshTopology
 from daskdl.codec import Stamp
 from daskdl.training.tree_reduce import (
     Key,
-    Mean,
     ReduceOp,
     ReduceState,
-    TreeAllReduce,
+    TreeMean,
 )
 from tests.support.boards import Board, Channel
 
@@ -74,7 +73,7 @@ class Team:
                 state.feedback.settle_(self.rounds - 1)
             return terms
         for r, state in enumerate(self.states):
-            terms[r].take_(results[r], step=step)
+            terms[r].load_(results[r], step=step)
             state.feedback.settle_(self.rounds)
         for r, weight in weights.items():
             for name, array in before[r].items():
@@ -86,16 +85,19 @@ class Team:
         board, routes = Board(), MeshTopology(self.rounds, tuple(ALL), fan_out)
         root = self.rounds % REPLICAS
         terms = [
-            Mean(self.states[r], Stamp(1, r, self.rounds, 1), exact=whole) for r in ALL
+            TreeMean(
+                self.states[r],
+                Channel(board, r),
+                routes,
+                root,
+                Stamp(1, r, self.rounds, 1),
+                exact=whole,
+            )
+            for r in ALL
         ]
-
-        def take_part(r):
-            reduction = TreeAllReduce(Channel(board, r), routes, root, r)
-            own = terms[r].own(weights.get(r))
-            return reduction.result(own, terms[r].combine, lambda total: total)
-
         with ThreadPoolExecutor(REPLICAS) as pool:
-            return list(pool.map(take_part, ALL)), terms
+            means = pool.map(lambda r: terms[r].reduce(weights.get(r)), ALL)
+            return list(means), terms
 
     def left(self, name):
         return sum(s.feedback.residual.get(name, 0.0) for s in self.states)

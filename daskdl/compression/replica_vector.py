@@ -392,8 +392,8 @@ class ReplicaVector:
             The grid from now on, parameter units.
         """
         groups = [group for group in self._local_groups() if group.shared_N.numel()]
-        ends = [end for group in groups for end in group.shared_N.aminmax()]
-        largest = max(abs(int(end)) for end in ends)
+        ends = [(int(g.shared_N.min()), int(g.shared_N.max())) for g in groups]
+        largest = max(max(-low, high) for low, high in ends)
         if largest > REGRID_ABOVE:
             shift = 1
             while (largest + (1 << shift >> 1)) >> shift >= REGRID_BELOW:

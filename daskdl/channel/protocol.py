@@ -227,7 +227,8 @@ class Guard:
     """Makes handlers of requests that validate, and refuse what they cannot read.
 
     Dask logs a traceback for each request whose handler raises; here it is refused and
-    counted. Fields have to be as the handler annotates its arguments.
+    counted. Fields have to be as the handler annotates its arguments. Its answer gets
+    the status ``"ok"`` if it has none; one that times out may be asked again.
 
     Args:
         refused: Counts a message; called with its fields, which may be anything.
@@ -247,9 +248,12 @@ class Guard:
             try:
                 if not valid(fields):
                     check(fields, hints)
-                return await handler(**fields)
+                return {"status": Answer.OK.value, **await handler(**fields)}
             except GoneError as error:
                 return {"status": Answer.UNKNOWN.value, "reason": str(error)}
+            except TimeoutError:  # who asks may ask again
+                reason = "it was not ready in time"
+                return {"status": Answer.REFUSED.value, "reason": reason}
             except UNREADABLE as error:
                 what = f"{type(error).__name__}: {error}"
             reason = shown(f"{handler.__name__}: {what}", 500)

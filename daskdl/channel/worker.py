@@ -29,7 +29,6 @@ from daskdl.channel.inbox import (
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     NAME,
-    Answer,
     Arrays,
     BlobParts,
     ChannelSpec,
@@ -450,7 +449,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             await shared(run=run, replica=replica, messages=for_it)
             for replica, for_it in own.items()
         ]
-        return {"status": Answer.OK.value, "answers": answers}
+        return {"answers": answers}
 
     async def _share(
         self, run: RunId, replica: Natural, messages: Sequence[Any]
@@ -468,12 +467,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         cut: Sequence[tuple[Natural, Natural]],
     ) -> Fields:
         """A joining replica elsewhere wants the state of one here."""
-        endpoint = self._endpoint_of(run, replica)
-        try:
-            snapshot = await endpoint.snapshot(dict(cut))
-        except TimeoutError:
-            return _not_yet("it was not ready in time")
-        return {"status": Answer.OK.value, "snapshot": snapshot}
+        return {"snapshot": await self._endpoint_of(run, replica).snapshot(dict(cut))}
 
     async def handle_repair(
         self,
@@ -484,18 +478,13 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     ) -> Fields:
         """A replica elsewhere requests updates that it missed."""
         found = self._endpoint_of(run, replica).lookup(origin, sequences)
-        return {"status": Answer.OK.value, "messages": [one.to_wire() for one in found]}
+        return {"messages": [one.to_wire() for one in found]}
 
     async def handle_fetch(
         self, run: RunId, replica: Natural, name: str, part: Natural
     ) -> Fields:
         """A replica elsewhere fetches a blob that one here has published, or will."""
-        endpoint = self._endpoint_of(run, replica)
-        try:
-            answer = await endpoint.blobs.blob(name, part, WAIT_S)
-        except TimeoutError:
-            return _not_yet("it is not there yet")
-        return {"status": Answer.OK.value, **answer}
+        return await self._endpoint_of(run, replica).blobs.blob(name, part, WAIT_S)
 
     async def handle_agreed(
         self,
@@ -505,12 +494,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         part: Natural,
     ) -> Fields:
         """The client fetches what all have agreed on, through the scheduler."""
-        endpoint = self._endpoint_of(run, replica)
-        try:
-            answer = await endpoint.blobs.state(epoch, part, WAIT_S)
-        except TimeoutError:
-            return _not_yet("it is not there yet")
-        return {"status": Answer.OK.value, **answer}
+        return await self._endpoint_of(run, replica).blobs.state(epoch, part, WAIT_S)
 
     def _count(self, fields: Fields) -> None:
         """Count what was refused, for the replica that it was for if there is one."""
@@ -560,11 +544,6 @@ def set_up(worker: Worker) -> None:
     ChannelWorkerPlugin().setup(worker)
 
 
-def _not_yet(reason: str) -> Fields:
-    """It was understood; who asks may ask again."""
-    return {"status": Answer.REFUSED.value, "reason": reason}
-
-
 def _shareable(fields: Any) -> Message | Exception:
     """A message whose frame is decoded once, or why it is none."""
     try:
@@ -583,4 +562,4 @@ async def _deliver(endpoint: ReplicaEndpoint, messages: Sequence[Message]) -> Fi
         if not await endpoint.deliver(message):
             break
         accepted += 1
-    return {"status": Answer.OK.value, "accepted": accepted}
+    return {"accepted": accepted}

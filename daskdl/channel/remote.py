@@ -137,7 +137,7 @@ class RemoteChannel(ReceivingChannel):
         Raises:
             WaitTimeoutError: If it takes too long.
         """
-        # In a mesh it may be for a silent replica, which has failed by then.
+        # In a mesh it may be for a replica that hangs, which has failed by then.
         names = ("silence",) if self._routing.relayed else ("silence", "request")
         bound = self._timeouts.bound(*names)
         if not self._wait_until(cause, ready, bound.seconds):
@@ -365,7 +365,7 @@ class RemoteChannel(ReceivingChannel):
             None if wait else self._timeouts.bound("request"),
             phase=phase,
             epoch=epoch,
-            finished=[dict(piece) for piece in finished],
+            finished=[dict(one) for one in finished],
             wait=wait,
             idle_payload=wrap_arrays(self._idle_payload) if wait else None,
         )

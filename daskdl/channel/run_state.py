@@ -49,7 +49,7 @@ class Member:
         progress: How far it is, as far as the scheduler knows.
         generation: Of the membership by which it sends to others; -1: none yet.
         adopted_at: Its last own update when it adopted that membership, or later.
-        received: Last update by origin up to which it needs nothing any more.
+        received: By origin, up to which update it has all, or needs none.
     """
 
     worker: str
@@ -72,7 +72,7 @@ class Member:
         )
 
     def acknowledge(self, received: Mapping[int, int]) -> None:
-        """Note up to which update of each origin it needs nothing any more."""
+        """Note up to which update of each origin it has all."""
         for origin, sequence in received.items():
             self.received[origin] = max(self.received.get(origin, 0), sequence)
 
@@ -474,7 +474,7 @@ class RunState:
         return True
 
     def received_by_all(self, origin: int) -> int:
-        """The update of an origin up to which all others need nothing any more."""
+        """The update of an origin up to which all others have its updates."""
         replicas = self.members.replicas
         others = (r for r in self.members.present if r != origin)
         return min(

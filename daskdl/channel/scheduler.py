@@ -2,7 +2,7 @@
 
 What a request means is decided in :mod:`daskdl.channel.run_state`. Here requests wait,
 send loops carry the relay's queues, one request per worker at a time, and a watchdog
-gives up replicas that are silent.
+gives up replicas that send no heartbeat.
 """
 
 import asyncio
@@ -335,8 +335,8 @@ class LiveRun:
     async def handle_join(self, replica: Natural, version: str) -> Fields:
         """A replica's task runs; answered once all initial ones have joined.
 
-        One that joins later then learns whose state to take, and the cut that this
-        state has to contain: later updates it is sent.
+        One that joins later then learns whose state to take, and which updates that
+        has to contain: all later ones it is sent.
         """
         state, members = self.state, self.state.members
         if version != VERSION:
@@ -595,30 +595,28 @@ class LiveRun:
 
     # ---- the end
 
-    async def abandon(self) -> None:
-        """The client is gone, nobody takes the result: wait until all have left."""
-        self.state.stop("its client is gone")
-        self.notify()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.state.timeouts.stop):
-                while self.state.members.present:
-                    await self._changed.wait()
+    async def close(self, reason: str, wait_s: float = 0.0) -> str:
+        """Stop the run, and end all tasks.
 
-    def close(self) -> str:
-        """End all tasks; requests that still wait learn that the run has stopped.
+        Args:
+            reason: For replicas, and for requests that still wait.
+            wait_s: So long replicas have to leave, seconds.
 
         Returns:
-            Who has not left, and what was last seen of each; empty if nobody.
+            Who has not left, and what was last heard of each; empty if nobody.
         """
-        still_here = self.state.members.describe(self.state.members.present, self.now())
+        members = self.state.members
+        self.state.stop(reason)
+        self.notify()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while wait_s and members.present:
+                    await self._changed.wait()
         for task in self.tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
+            task.cancel()
         for batcher in self._batchers.values():
             batcher.end()
-        self.state.stop("the run was closed")
-        self.notify()
-        return still_here
+        return members.describe(members.present, self.now())
 
 
 class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is untyped
@@ -688,11 +686,17 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     async def handle_close(self, run: RunId) -> Fields:
         """A client is through with a run: nothing of it stays."""
-        live = self.runs.pop(run, None)
-        still_here = "" if live is None else live.close()
-        if live is not None:
-            logger.info("run %s is closed", run)
+        still_here = await self._close(run, "the run was closed")
         return {"status": Answer.OK.value, "still_here": still_here}
+
+    async def _close(self, run: int, reason: str, wait_s: float = 0.0) -> str:
+        """Close a run if it is here; see `LiveRun.close`."""
+        if run not in self.runs:
+            return ""
+        still_here = await self.runs[run].close(reason, wait_s)
+        self.runs.pop(run, None)
+        logger.info("run %s is closed", run)
+        return still_here
 
     # ---- requests of a worker
 
@@ -737,12 +741,9 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             await self.handle_close(run)
 
     async def _abandon(self, run: int, live: LiveRun) -> None:
-        await live.abandon()
-        answer = await self.handle_close(run)
-        if answer["still_here"]:
+        bound = live.state.timeouts.bound("stop")
+        still_here = await self._close(run, "its client is gone", bound.seconds)
+        if still_here:
             logger.warning(
-                "run %s: after %s these have not left: %s",
-                run,
-                live.state.timeouts.bound("stop"),
-                answer["still_here"],
+                "run %s: after %s these have not left: %s", run, bound, still_here
             )

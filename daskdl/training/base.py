@@ -67,7 +67,7 @@ class StepStats(NamedTuple):
 
 
 def trained_in(module: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters; they go on changing.
+    """The trainable parameters by name; views, not copies.
 
     Example:
         >>> list(trained_in(nn.BatchNorm1d(2)))
@@ -89,7 +89,7 @@ def largest_in(module: nn.Module) -> float:
 
 
 def others_in(module: nn.Module) -> dict[str, Tensor]:
-    """Frozen parameters and buffers; they may go on changing.
+    """Frozen parameters and buffers by name; views, not copies.
 
     Example:
         >>> list(others_in(nn.BatchNorm1d(2)))
@@ -100,14 +100,14 @@ def others_in(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into those of a module; parameters that are not given stay.
+    """Copy tensors into a module; parameters that are not given stay unchanged.
 
     Args:
         module: Changed in place; its tensors stay the same objects.
-        tensors: By name, on any device; all that `others_in` names are there.
+        tensors: By name, on any device; at least those of `others_in`.
 
     Raises:
-        SaveError: If the module has none of that name and shape, or more of them.
+        SaveError: If names or shapes do not match those of the module.
     """
     others = others_in(module)
     own = {**trained_in(module), **others}
@@ -167,7 +167,7 @@ class Parameters:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Parameters":
-        """A module's own, copied to the CPU; tied ones stay tied on loading."""
+        """Copy those of a module to the CPU; tied ones stay tied on loading."""
         state, buffers = module.state_dict(), module.named_buffers()
         hidden = {name: value for name, value in buffers if name not in state}
         kept = [{n: v.cpu() for n, v in part.items()} for part in (state, hidden)]
@@ -187,7 +187,7 @@ class Parameters:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Parameters":
-        """Read what `values` made."""
+        """Read what `values` returned."""
         if "shared" not in values:
             return cls(exact=values["exact"], hidden=values.get("hidden", {}))
         untrained = {n: tensor.numpy() for n, tensor in values["untrained"].items()}
@@ -195,7 +195,7 @@ class Parameters:
         return cls(None, shared_N, None, grid, untrained)
 
     def load_into(self, module: nn.Module) -> None:
-        """Give a module these parameters and buffers; without any it stays as it is."""
+        """Load these parameters and buffers into a module, if there are any."""
         if self.exact is not None:
             _make_room_(module, self.exact, self.hidden)
             module.load_state_dict(self.exact)
@@ -210,7 +210,7 @@ class Parameters:
 def _make_room_(
     module: nn.Module, exact: Mapping[str, Any], hidden: Mapping[str, Tensor]
 ) -> None:
-    """Let buffers be there, in the shapes and dtypes that they came to have."""
+    """Register and resize buffers, so that the tensors can be loaded."""
     tensors = {**exact, **hidden}
     for prefix, part in module.named_modules():
         for leaf, buffer in part.named_buffers(recurse=False):
@@ -276,7 +276,7 @@ class KeptResidual:
     def beside(
         cls, module: nn.Module, counts_N: NDArray[np.int32], grid: float
     ) -> "KeptResidual":
-        """What is not sent of a fit that ended with a module's parameters."""
+        """The residual of a fit that ended with a module's parameters."""
         return cls(counts_N, grid, layout_of(module), checksum_of(module))
 
     def fits(self, module: nn.Module) -> bool:
@@ -285,11 +285,11 @@ class KeptResidual:
         return same and self.checksum == checksum_of(module)
 
     def share_N(self, place: int, replicas: int) -> NDArray[np.int32]:
-        """Return the share of one initial replica of a run; the shares add up exactly.
+        """Return the share of one initial replica of a run; shares sum up exactly.
 
         Args:
-            place: Of the replica among them, from 0. What cannot be divided goes to
-                the first ones.
+            place: Of the replica among them, from 0. The remainder of the division goes
+                to the first ones.
             replicas: How many there are.
         """
         whole_N, left_N = np.divmod(self.counts_N, np.int32(replicas))
@@ -326,9 +326,9 @@ MODEL = "model"  # kind of an exchange whose only state is the model, and its sn
 
 
 class State(NamedTuple):
-    """What an exchange goes on from, between two epochs: plain values and tensors.
+    """State of an exchange between two epochs: plain values and tensors.
 
-    The tensors may be those that go on changing.
+    Tensors are not copied.
     """
 
     kind: str  # of the exchange
@@ -337,7 +337,7 @@ class State(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """What one replica goes on from, of the states of another run."""
+    """States of exchanges of another run that one replica takes over."""
 
     kind: str  # of the exchanges
     common: Mapping[str, Any]
@@ -346,7 +346,7 @@ class Resumed(NamedTuple):
     own_at: Sequence[str] = ()
 
     def check(self, state: State) -> None:
-        """Refuse what is not like the state of an exchange that is to go on from it.
+        """Refuse states of another form than the one of the new exchange.
 
         Raises:
             SaveError: Naming the file and the field.
@@ -357,7 +357,7 @@ class Resumed(NamedTuple):
 
     @property
     def last(self) -> CompressionState | None:
-        """What one that was alone leaves to any other exchange; None of others."""
+        """The compression state of a replica that was alone; else None."""
         if self.kind != ALONE:
             return None
         with restoring(f"{self.common_at}: exchange"):
@@ -369,13 +369,13 @@ class Resumed(NamedTuple):
 
 @contextlib.contextmanager
 def restoring(what: str) -> Iterator[None]:
-    """What is read in here is damaged if it cannot be gone on from.
+    """Context manager: errors from wrong values mean that a checkpoint is damaged.
 
     Args:
         what: The file and the field.
 
     Raises:
-        SaveError: In place of what a wrong value makes Python and torch raise.
+        SaveError: In place of the errors of Python and torch.
     """
     try:
         yield
@@ -399,17 +399,18 @@ def restoring(what: str) -> Iterator[None]:
 
 
 def check_like(own: Any, found: Any, what: str, *, loose: bool = False) -> None:
-    """Refuse what was read if it is not like what would be written.
+    """Refuse a state that was read if its form differs from that of the own state.
 
-    Types, fields, lengths and shapes are compared, and no values. None is like all.
+    Types, fields, lengths and shapes are compared, values are not. None matches
+    anything.
 
     Args:
-        own: That would be written.
-        found: That was read; it may have more fields.
-        what: It is.
-        loose: It is of another library, of any version, or of the user's own class:
-            lists and tensors may be of any length, None stands for anything, private
-            fields may be missing, and private lists are not looked into.
+        own: What would be written.
+        found: What was read; it may have more fields.
+        what: Its name in messages.
+        loose: For states of another library's or the user's classes: lists and tensors
+            may be of any length, None matches anything, private fields may be missing,
+            and private lists are not compared.
 
     Raises:
         SaveError: Naming the field.
@@ -617,7 +618,7 @@ class Exchange(ABC):
 
 
 class SoloExchange(Exchange):
-    """The only replica of a run, which trains exactly as a plain PyTorch loop does.
+    """For the only replica of a run, which trains exactly as a plain PyTorch loop.
 
     Args:
         context: Of the replica.
@@ -651,7 +652,7 @@ class SoloExchange(Exchange):
         return start or Parameters.of(self.context.module)
 
     def shared_context(self) -> ReplicaContext:
-        """For the exchange that takes over when a second replica joins."""
+        """The context of the exchange that takes over when a second replica joins."""
         return dataclasses.replace(
             self.context,
             compression=self._compression,
@@ -729,7 +730,7 @@ class TrainingMaster(ABC):
     def warm_up(  # noqa: B027 - most need not
         self, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Do once what happens between steps, on something small."""
+        """Run the code between steps once, on something small."""
 
     @abstractmethod
     def attach(self, context: ReplicaContext) -> Exchange:

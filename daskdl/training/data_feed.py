@@ -44,10 +44,10 @@ Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class Loader:
-    """Runs jobs in their order, in daemon threads that are started when needed.
+    """A pool of daemon threads, started when needed, that runs jobs in order.
 
-    Daemons, because one that hangs in the user's code must not keep a process from
-    ending; that is what sets it apart from Python's own pool.
+    Unlike those of Python's own pool, a thread that hangs in the user's code does not
+    keep the process from ending.
 
     Args:
         threads: How many jobs may run at the same time, >= 1.
@@ -61,13 +61,12 @@ class Loader:
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Callable[[], T]) -> "Future[T]":
-        """Run a job as soon as a thread is free, in the context of who asks for it.
+        """Run a job as soon as a thread is free, in the caller's context variables.
 
-        So user's code finds in it what it would find in the calling thread: for one,
-        the worker of Dask's that it runs on.
+        The user's code finds the same Dask worker in it as in the calling thread.
 
         Args:
-            job: What it raises is the future's.
+            job: The future gets what it returns or raises.
         """
         future: Future[T] = Future()
         if len(self._threads) < self._most:
@@ -79,7 +78,7 @@ class Loader:
         return future
 
     def close(self) -> None:
-        """Begin no more jobs; those that run come to their end by themselves."""
+        """Cancel the jobs that have not started; running ones end by themselves."""
         with contextlib.suppress(queue.Empty):
             while waiting := self._jobs.get_nowait():
                 waiting[0].cancel()
@@ -91,21 +90,21 @@ class Loader:
             future, job = taken
             if future.set_running_or_notify_cancel():
                 settle(future, job)
-            del future, job, taken  # a part that is here would stay until the next job
+            del future, job, taken  # or a loaded part would stay until the next job
 
 
 Which = tuple[str, int]  # phase and part
 
 
 class _Loading(NamedTuple):
-    """A part on its way."""
+    """A part that is being loaded."""
 
     rows: Future[Rows]
     unwanted: threading.Event  # set when nobody waits for it any more
 
 
 class Store(ABC):
-    """The data of a run, as one replica sees them; its training thread uses it.
+    """The data of a run for one replica; only its training thread uses it.
 
     Args:
         channel: Of the replica.
@@ -120,7 +119,7 @@ class Store(ABC):
         self._begun: dict[Which, _Loading] = {}
 
     def begin(self, phase: str, part: int, key: str) -> None:
-        """Begin to load a part, if that has not been done; nothing is waited for.
+        """Begin to load a part, unless that has begun; do not wait.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
@@ -133,11 +132,11 @@ class Store(ABC):
             self._begun[phase, part] = _Loading(self._loader.submit(job), unwanted)
 
     def forget(self, phase: str, but: Collection[int]) -> None:
-        """Load none of those that were begun and are not needed after all.
+        """Cancel the parts that are being loaded and are not needed any more.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
-            but: These are.
+            but: Numbers of those that are still needed.
         """
         for which in [w for w in self._begun if w[0] == phase and w[1] not in but]:
             self._drop(which)
@@ -149,14 +148,15 @@ class Store(ABC):
             loading.rows.cancel()
 
     def rows(self, phase: str, part: int, key: str) -> Rows:
-        """Get a part, which is loaded beside this thread; see `begin`.
+        """Wait for a part, which another thread loads; see `begin`.
 
         Returns:
             Trees (x, y) of arrays, to be read only.
 
         Raises:
-            WaitTimeoutError: If it does not come in time.
-            DataError: If it cannot be used. What the user's code raises comes out.
+            WaitTimeoutError: If loading takes too long.
+            DataError: If the part cannot be used. Exceptions of the user's code come
+                out as they are.
         """
         while True:
             self.begin(phase, part, key)
@@ -170,13 +170,13 @@ class Store(ABC):
                 self._channel.check()  # Dask fails as it likes while a worker closes
 
     def stream(self, phase: str, part: int, size: int, ahead: int) -> Iterator[Rows]:
-        """Go through a part that is sequential, bit by bit.
+        """Yield the rows of a sequential part, some at a time.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
             part: Its number.
-            size: About so many rows at a time.
-            ahead: So many such bits are loaded while one is trained on.
+            size: Rows at a time, about.
+            ahead: How many such chunks are loaded while one is trained on.
         """
         own = Loader(1, "daskdl-stream")  # the order counts
         source = self.source(phase)
@@ -197,17 +197,17 @@ class Store(ABC):
     def separate(
         self, phase: str, part: int, key: str, skips: bool
     ) -> list[tuple[str, Rows]]:
-        """Get a part that is made of several files or parts one by one.
+        """Read the files or parts that a part is made of one by one.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
             part: Its number.
             key: Dask's, of a part that workers hold; else "".
-            skips: Whether those that cannot be read are left out; else the error is
-                that of the first.
+            skips: Whether those that cannot be read are left out; else the error of
+                the first one is raised.
 
         Returns:
-            Names and rows; nothing if it can only be had as a whole.
+            Names and rows; empty if the part can only be read as a whole.
         """
         job = self._loader.submit(
             lambda: list(separated(self._separate(phase, part, key), skips))
@@ -222,39 +222,39 @@ class Store(ABC):
         return () if source is None else source.separate(part)
 
     def name(self, phase: str, part: int) -> str:
-        """What a part is called in messages, with its file where that is known."""
+        """The name of a part in messages, with its file where that is known."""
         own = self._name(phase, part)
         if own.startswith(("part ", "parts ")):  # as the user counts them
             return f"{own} of the {phase} data"
         return f"part {part} of the {phase} data ({own})"
 
     def _name(self, phase: str, part: int) -> str:
-        """See `Source.name`; its number where nobody has said more."""
+        """See `Source.name`; the number of the part if there is no name."""
         source = self.source(phase)
         return f"part {part}" if source is None else source.name(part)
 
     def close(self) -> None:
-        """Load nothing any more."""
+        """Cancel all loading."""
         for which in list(self._begun):
             self._drop(which)
         self._loader.close()
 
     @abstractmethod
     def source(self, phase: str) -> Source | None:
-        """What the parts of a phase are of, if it is here as a whole."""
+        """The source of a phase, if this process has it as a whole."""
 
     @abstractmethod
     def _job(
         self, phase: str, part: int, key: str, unwanted: threading.Event
     ) -> Callable[[], Rows]:
-        """What loads a part; it runs in another thread."""
+        """Return the function that loads a part; it runs in another thread."""
 
     def _still(self, phase: str, part: int, key: str) -> bool:
-        """Whether it may still come under this key."""
+        """Whether the part may still be loaded by this key."""
         return True
 
     def _found_again(self, phase: str, part: int, key: str) -> str:
-        """Under which key a part is that was lost."""
+        """The new key of a part that was lost."""
         raise AssertionError("nothing is lost in this process")
 
     def _wait(self, phase: str, part: int, key: str, coming: "Future[T]") -> T:
@@ -278,9 +278,9 @@ class Store(ABC):
 
 
 class LocalStore(Store):
-    """Parts are cut, loaded or computed in this process.
+    """Slices, loads or computes parts in this process.
 
-    Nothing is kept: what has to be computed is computed again in each epoch.
+    Nothing is kept: a part that has to be computed is computed again in each epoch.
 
     Args:
         sources: Of each phase; all replicas may share them.
@@ -320,13 +320,13 @@ class LocalStore(Store):
 
 
 class WorkerStore(Store):
-    """Parts are loaded by this worker, or are results of Dask's, here or elsewhere.
+    """Loads parts on this worker, or fetches them as results of Dask's tasks.
 
     Made in the task of the replica.
 
     Args:
         sources: Of the phases whose source every worker has as a whole.
-        channel: Of the replica; what is lost is had again through it.
+        channel: Of the replica; it asks for new keys of parts that were lost.
         timeouts: See `Store`, as `threads`.
     """
 
@@ -419,7 +419,7 @@ class Reading:
 
 
 class Reader:
-    """Reads what is leased, in one epoch; holds the part that was read last.
+    """Reads the leased rows of one epoch; holds the part that was read last.
 
     Args:
         store: Has the parts.
@@ -436,7 +436,7 @@ class Reader:
         self._partial: set[int] = set()  # parts of which some files are left out
 
     def chunks(self, lease: Lease) -> Iterator[Chunk]:
-        """Yield the rows of a lease in the order in which they are trained on."""
+        """Yield the rows of a lease in training order."""
         for i, one in enumerate(lease.ranges):
             if one.stop == TO_ITS_END:
                 yield from self._stream(one.part)
@@ -450,7 +450,7 @@ class Reader:
             del chunk  # or the part would stay while the next is waited for
 
     def _look_ahead(self, lease: Lease, now: int) -> None:
-        """Begin to load what comes next, and nothing that does not."""
+        """Begin to load the next parts, and cancel all others."""
         wanted = self._wanted(lease, now)
         phase = self._reading.phase
         self._store.forget(phase, wanted)
@@ -505,9 +505,9 @@ class Reader:
             self._held = part, rows, self._order(part, batching.length(rows[0]))
 
     def _left_of(self, part: int, key: str, error: BaseException) -> Rows | None:
-        """What is left of a part without the files that are bad, if that may be.
+        """The rows of a part without its bad files; None if there are none.
 
-        If it may not, the error of the first one comes out.
+        Unless bad data may be skipped, the error of the first bad file is raised.
         """
         if not blames_data(error):
             return None
@@ -524,7 +524,7 @@ class Reader:
         return rows
 
     def _order(self, part: int, rows: int) -> np.ndarray | None:
-        """The same for the same rows, whoever trains on the part."""
+        """The order of the rows, the same on every replica."""
         if self._reading.seed is None:
             return None
         rng = np.random.default_rng([*self._reading.seed, part])
@@ -532,7 +532,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _left_out_if_bad(self, part: int) -> Iterator[None]:
-        """Say of which part an error is; it ends here if such a part is left out."""
+        """Name the part in an error; suppress the error if bad parts are skipped."""
         try:
             yield
         except UNREADABLE as error:
@@ -570,12 +570,12 @@ class Reader:
 
 
 class Feed:
-    """Batches of one phase of one epoch, until nobody has anything left to do.
+    """Batches of one phase of one epoch, until no replica has any left.
 
-    Batches come in groups, one for each step of the optimizer. A lease is returned once
-    all its rows were trained on, so that nothing of it is left out if this replica is
-    lost before. A replica that finishes first waits for the others, and takes over what
-    a lost one had leased.
+    Batches come in groups, one for each optimizer step. A lease is returned once all
+    its rows were trained on, so that another replica can take it over if this one is
+    lost before. A replica that finishes first waits for the others, and takes over the
+    leases of lost ones.
 
     Args:
         channel: Grants the leases.
@@ -584,12 +584,12 @@ class Feed:
         reading: How they are read.
         totals: Counts the rows that are left out. Its mean loss so far is reported with
             each finished lease.
-        transform: What is made of each batch before it is trained on, or None.
+        transform: Applied to each batch, or None.
 
     Attributes:
         rows: Rows of the group yielded last.
-        sync_point: What is left of the epoch, if the last groups ended a sync interval
-            before its end; else None. Once all have met, `groups` goes on.
+        sync_point: What is left of the epoch, if a sync interval ended before it; else
+            None. After the sync, `groups` goes on.
     """
 
     rows: int
@@ -616,16 +616,16 @@ class Feed:
         self.sync_point = None
 
     def batches(self) -> Iterator[Batch]:
-        """Yield batches; the one before is done with when the next is asked for."""
+        """Yield batches; a batch counts as used when the next one is asked for."""
         for group in self.groups(lambda: None, size=1):
             yield from group
 
     def groups(self, rest: Callable[[], None], size: int) -> Iterator[Group]:
-        """Yield groups; the one before has been trained on when the next is asked for.
+        """Yield groups; a group counts as trained on when the next one is asked for.
 
         Args:
-            rest: Called before waiting for others; nothing is begun and not done then.
-            size: Batches of a group. The last before a wait may have fewer.
+            rest: Called before waiting for others, with no group under way.
+            size: Batches of a group. The last one before a wait may have fewer.
 
         Yields:
             Pairs (x, y), see :func:`daskdl.data.batching.batches`.

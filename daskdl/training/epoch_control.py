@@ -36,8 +36,8 @@ class Scheduling:
     """The options `scheduler` and `scheduler_every` of a trainer.
 
     Args:
-        make: Makes a scheduler from an optimizer; None: the rate stays.
-        every: When it is stepped.
+        make: Makes a scheduler from an optimizer; None: the learning rate is constant.
+        every: When the scheduler is stepped.
 
     Raises:
         OptionError: Naming the option, what was given and what is allowed.
@@ -70,7 +70,7 @@ class Scheduling:
         """Make the scheduler of an optimizer.
 
         Raises:
-            OptionError: If what comes is none, or one that cannot be used here.
+            OptionError: If the result is no scheduler, or cannot be used here.
         """
         if self.make is None:
             return None
@@ -147,7 +147,7 @@ class LearningRate:
         self._epochs = epochs
 
     def state(self) -> bytes:
-        """Where it stands, for other replicas and fits; empty without a scheduler."""
+        """The packed state, for other replicas and fits; empty without a scheduler."""
         if self.scheduler is None:
             return b""
         # Some compute the next rate from the last one, and some change momentum too.
@@ -159,7 +159,7 @@ class LearningRate:
         return Packed(state, "scheduler").payload.tobytes()
 
     def load_(self, state: bytes) -> None:
-        """Go on from where another one stands; stay if its state is empty."""
+        """Continue from a packed state; an empty one changes nothing."""
         if self.scheduler is None or not state:
             return
         packed: Packed[State] = Packed.of(np.frombuffer(state, np.uint8), "scheduler")
@@ -169,28 +169,28 @@ class LearningRate:
             group.update(saved)
 
     def values(self) -> dict[str, Any] | None:
-        """Where it stands in its fit, as plain values; None without a scheduler."""
+        """The state in its fit, as plain values; None without a scheduler."""
         if self.scheduler is None:
             return None
         count, own = self._position(self.scheduler)
         return {"count": count, "before": self._count_before, "state": own}
 
     def restore_(self, values: Mapping[str, Any] | None) -> None:
-        """Go on from what `values` made; the optimizer has its groups already."""
+        """Continue from what `values` returned; the optimizer is restored already."""
         if self.scheduler is not None and values is not None:
             check_like(self.values(), values, "it", loose=True)
             self.go_on_(values["count"], values["state"])
             self._count_before = values["before"]
 
     def position(self) -> Position | None:
-        """Where it stands, without the optimizer; None without a scheduler."""
+        """Steps and state dict of the scheduler; None without one."""
         return None if self.scheduler is None else self._position(self.scheduler)
 
     def _position(self, scheduler: LRScheduler) -> Position:
         return self._count, scheduler.state_dict()
 
     def go_on_(self, count: int, own: dict[str, Any]) -> None:
-        """Go on from a position; the optimizer has its groups already.
+        """Continue from a position; the optimizer is restored already.
 
         Args:
             count: How often it was stepped.
@@ -202,7 +202,7 @@ class LearningRate:
 
     @property
     def value(self) -> float:
-        """That of the first group of parameters; NaN if it has none."""
+        """The learning rate of the first parameter group; NaN if it has none."""
         return float(self._optimizer.param_groups[0].get("lr", math.nan))
 
     def report(self) -> dict[str, Any]:
@@ -213,35 +213,34 @@ class LearningRate:
             "schedule": self.state(),
         }
 
-    def end_epoch(self, reports: Reports, *, judged: bool = True) -> None:
-        """Go on from the replica that is farthest, and step if the epoch counts.
+    def end_epoch(self, reports: Reports, *, scored: bool = True) -> None:
+        """Continue from the replica that is farthest, and step if one is due.
 
         Args:
             reports: Of all replicas, this one included.
-            judged: Whether they have the loss that counts; ReduceLROnPlateau waits for
-                one.
+            scored: Whether they have the loss that ReduceLROnPlateau waits for.
         """
         if self.scheduler is None:
             return
         farthest = max(reports, key=lambda report: report.scheduled)
         if farthest.scheduled > self._count:
             self.load_(farthest.schedule)
-        if not self.per_step and (judged or not self._judges):
+        if not self.per_step and (scored or not self._is_plateau):
             self.step_(validation(reports).get("val_loss", training_loss(reports)))
 
     def catch_up_(self, epoch: int) -> None:
         """Step up to the epoch that a joining replica begins with.
 
-        ReduceLROnPlateau stays as it is: the losses in between are unknown here. At the
-        end of the epoch it goes on from the other replicas.
+        ReduceLROnPlateau is not stepped: the losses in between are unknown here. At the
+        end of the epoch it continues from the other replicas.
         """
         if self.scheduler is None or self.per_step:
             return
-        while not self._judges and self._count < self._count_before + epoch:
+        while not self._is_plateau and self._count < self._count_before + epoch:
             self.step_()
 
     @property
-    def _judges(self) -> bool:
+    def _is_plateau(self) -> bool:
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
     def step_(self, loss: float = math.nan) -> None:
@@ -332,7 +331,7 @@ class EvaluationPlan:
         validates: bool,
         accuracy: bool | None = None,
     ) -> Self:
-        """What the callbacks of a trainer say of it.
+        """Read the plan off the callbacks of a trainer.
 
         Args:
             callbacks: All of them.
@@ -341,8 +340,8 @@ class EvaluationPlan:
             accuracy: Whether they are scored by accuracy too; None: not known yet.
 
         Raises:
-            OptionError: If two of a kind are there, or scores are asked for that there
-                will not be.
+            OptionError: If there are two callbacks of a kind, or one needs a score that
+                there will not be.
         """
         evaluate = only(Evaluate, callbacks)
         stopping = only(EarlyStopping, callbacks)
@@ -359,7 +358,7 @@ class EvaluationPlan:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Of the scores, in a row of the history."""
+        """Names of the scores in a row of the history."""
         if not self.validates:
             return ()
         return ("val_loss", "val_accuracy") if self.accuracy else ("val_loss",)
@@ -376,7 +375,7 @@ class EvaluationPlan:
         return not rules or any(rule.due(epoch) for rule in rules)
 
     def scores(self, rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-        """The scores that early stopping has looked at, by epoch.
+        """The scores that early stopping has checked, by epoch.
 
         Args:
             rows: Of the history.
@@ -446,7 +445,7 @@ def _updated(
 def _reasons(
     rule: EarlyStopping, epoch: int, decision: StoppingDecision, elapsed_s: float
 ) -> dict[Reason, str]:
-    """All that could end a fit, the most telling first; empty where it does not."""
+    """Everything that ends a fit, the most important reason first, with details."""
     reasons: dict[Reason, str] = {}
     name, score, best = rule.monitor, decision.score, decision.best
     if score is not None:

@@ -25,7 +25,7 @@ Key = tuple[int, str]  # parameter number in the optimizer, name of the state
 
 @dataclass
 class OptimizerState:
-    """One replica's share of the averaged state.
+    """One replica's weighted share of an averaged optimizer state.
 
     Attributes:
         parts: Arrays already multiplied by the replica's weight, float64 where
@@ -68,7 +68,7 @@ def _dense(value: Any) -> Any:
 
 
 def weigh(optimizer: Optimizer, weight: float) -> OptimizerState:
-    """Take an optimizer's state, its arrays multiplied by a replica's weight."""
+    """Copy an optimizer's state, its arrays multiplied by a replica's weight."""
     state = state_of(optimizer)
     result = OptimizerState({}, {}, {}, state["param_groups"])
     for number, entries in state["state"].items():
@@ -101,7 +101,7 @@ def add(states: Sequence[OptimizerState]) -> OptimizerState:
 
 
 def restore_(optimizer: Optimizer, state: OptimizerState) -> None:
-    """Put an averaged state into an optimizer over the same parameters."""
+    """Load an averaged state into an optimizer over the same parameters."""
     entries: dict[int, dict[str, Any]] = {}
     for key, part in state.parts.items():
         tensor = torch.from_numpy(np.array(part)).to(state.dtypes[key])
@@ -114,9 +114,7 @@ def restore_(optimizer: Optimizer, state: OptimizerState) -> None:
 
 
 def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Go on from a state dict of a checkpoint.
-
-    torch itself looks at nothing before a step.
+    """Load a state dict of a checkpoint, and check it: torch does not before a step.
 
     Raises:
         SaveError: If a group lacks an option, or has one of another kind; or if a
@@ -134,7 +132,7 @@ def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _check_option(own: Any, found: Any, what: str) -> None:
-    """Torch takes numbers and tensors for each other, and None for what it chooses."""
+    """Torch accepts a tensor in place of a number, and None where it chooses itself."""
     if own is not None and not isinstance(own, bool | torch.Tensor):
         if not isinstance(found, torch.Tensor):
             check_like(own, found, what)
@@ -161,13 +159,13 @@ def _check_tensors(optimizer: Optimizer, group: Mapping[str, Any], what: str) ->
                 raise SaveError(f"{where} is damaged: it is a {type(value).__name__}")
 
 
-# A decision after each so many steps. In fewer there would be too few low losses where
-# they are noisy, as with a batch of one row.
+# Steps between decisions. Shorter blocks would have too few low losses where losses are
+# noisy, as with a batch of one row.
 BLOCK = 50
-BLOCKS = 4  # that all have to be too high
-LOW = 5  # of a block, the lowest: a tenth
-# They have to be at least this share of the median. Else the losses are spread over
-# everything from low to high, and the first one was by chance among the low.
+BLOCKS = 4  # in a row that have to be too high
+LOW = 5  # lowest losses of a block that are ignored: a tenth
+# Least ratio of the lowest remaining loss to the median. Below it the losses are spread
+# over everything from low to high, and the first one was among the low ones by chance.
 SPREAD = 0.25
 
 
@@ -179,27 +177,27 @@ class Level(NamedTuple):
 
     @classmethod
     def of(cls, rises: list[float]) -> "Level":
-        """Of how far each is above it."""
+        """Describe a block by how far each of its losses is above the first of all."""
         return cls(sorted(rises)[LOW], median(rises))
 
     def too_high(self, least: float) -> bool:
-        """Whether they are all high, but for a few."""
+        """Whether all but a few losses are more than `least` above the first."""
         return self.low > least and self.low >= SPREAD * self.median
 
 
 class LossWatch:
-    """Decides whether training is lost, from the losses of one replica.
+    """Detects from the losses of one replica that training has diverged.
 
-    It is when for four blocks of 50 steps in a row
+    It has if, for four blocks of 50 steps in a row,
 
     - nine of ten losses were more than ``max_rise * max(1, |first|)`` above the first,
-    - they were near each other: the lowest of these nine was at least a quarter of the
+    - they were close together: the lowest of these nine was at least a quarter of the
       median above the first, and
-    - they do not go down: the median of the last block is no lower than that of the
-      first of the four.
+    - they do not fall: the median of the last block is no lower than that of the first
+      of the four.
 
-    So a noisy loss, one that is small or negative, a spike, and a bad start that is
-    made good never count. Nor does a loss that only comes back to where it began.
+    Noisy, small and negative losses, spikes, and bad starts that recover do not count,
+    nor does a loss that only returns to where it began.
 
     Args:
         max_rise: See above; None: nothing counts.
@@ -224,7 +222,7 @@ class LossWatch:
         self._levels: list[Level] = []
 
     def note(self, loss: float) -> bool:
-        """Take note of the finite loss of a step; whether it has run away."""
+        """Add the finite loss of a step; return whether training has diverged."""
         if self.first is None:
             self.first = loss
         self.last = loss
@@ -243,7 +241,7 @@ class LossWatch:
         )
 
     def values(self) -> dict[str, Any]:
-        """What it has seen, as plain values."""
+        """The state as plain values."""
         levels = [tuple(level) for level in self._levels]
         seen = {"first": self.first, "last": self.last}
         return {**seen, "block": list(self._block), "levels": levels}
@@ -258,39 +256,38 @@ class LossWatch:
 
     @property
     def recent(self) -> int:
-        """Steps on which a decision was made."""
+        """Steps that the last decision is based on."""
         return BLOCK * len(self._levels)
 
 
-# Below these the numbers are as they are in training that goes well.
+# Training that goes well stays below these.
 APART = 2.0  # steps between replicas
-BEHIND = 10.0  # thresholds; ResidualClipping's default lets 5 be carried over
-# No density would follow: it is the steps that are too long, and that is said already.
+BEHIND = 10.0  # thresholds; ResidualClipping's default carries over up to 5
+# Above it no density is enough: the steps are too long, which another hint says.
 TOO_FAR = 1e6  # thresholds
 
 
 @dataclass(frozen=True)
 class Symptoms:
-    """What is known of a replica when its loss is not what it should be.
+    """What is known about a replica that has diverged.
 
     Attributes:
         replica: Its number.
         epoch: Counted from 0.
-        step: Of this replica, from 1, the one that was not made any more.
+        step: Of this replica, counted from 1.
         loss: Of that step.
-        first: Loss of the first step; None: it is this one.
-        before: Loss of the step before; None: it was the first.
-        high_steps: For so many it was too high; 0 if it is not a number.
+        first: Loss of the first step; None: this is the first.
+        before: Loss of the step before; None: this is the first.
+        high_steps: Steps for which the loss was too high; 0 if it is not finite.
         learning_rate: Of the optimizer's first group; NaN if it has none.
         scale: How much an update of each replica counts.
-        replicas: That train.
-        staleness: Steps ahead of the slowest replica, mean of this epoch.
-        residual: In multiples of the threshold, that 1 % of the parameters reach; NaN
-            if not known.
-        gradient_norm: Of this step, before clipping; NaN if not known.
-        clip_grad_norm: What it is clipped to; None: it is not.
-        event: What the exchange refused after the step, which was made; "": it is
-            the loss.
+        replicas: How many train.
+        staleness: Steps ahead of the slowest replica, mean over this epoch.
+        residual: 99th percentile of |residual| / threshold; NaN if unknown.
+        gradient_norm: Of this step, before clipping; NaN if unknown.
+        clip_grad_norm: The norm that gradients are clipped to; None: they are not.
+        event: What the exchange could not share after the step; "": the loss is the
+            problem, and the step was not made.
     """
 
     replica: int
@@ -311,14 +308,14 @@ class Symptoms:
 
     @property
     def rising(self) -> bool:
-        """Whether the loss had risen before, and did not jump in one step."""
+        """Whether the loss rose over several steps instead of jumping in one."""
         if self.first is None or self.before is None:
             return False
         return self.before - self.first > max(1.0, abs(self.first))
 
 
 def diagnosis(symptoms: Symptoms) -> str:
-    """Say what happened, where the last good state is, and what the numbers hint at.
+    """Explain what happened, where the last good state is, and what might help.
 
     Example:
         >>> print(diagnosis(Symptoms(replica=1, epoch=0, step=1, loss=math.nan)))
@@ -502,18 +499,18 @@ class Stepper:
             if stepping.autocast is None
             else torch.autocast(device.type, stepping.autocast)
         )
-        # Gradients in float16 are too small without; this finds the factor by itself.
+        # Gradients in float16 would underflow; the scaler adapts its loss scale.
         scaling = stepping.autocast is torch.float16
         self._scaler = torch.amp.GradScaler(device.type) if scaling else None
 
     def backward(self, group: Group) -> float:
-        """Compute the gradients of a group of batches; the parameters stay.
+        """Compute the gradients of a group of batches; the parameters stay unchanged.
 
-        Every batch weighs as many as it has rows, so that a mean loss has the
-        gradients of one large batch.
+        Each batch is weighted by its rows, so that a mean loss has the gradients of one
+        large batch.
 
         Args:
-            group: On any device; one batch after the other is moved.
+            group: On any device; batches are moved one at a time.
 
         Returns:
             The loss over all rows of the group.
@@ -522,7 +519,7 @@ class Stepper:
         rows = [length(x) for x, _ in group]
         total = sum(rows)
         parts = [self._backward(*each, total) for each in zip(group, rows, strict=True)]
-        # Only now: reading one waits for an accelerator.
+        # Read at the end only: it waits for an accelerator.
         return sum(float(part) for part in parts)
 
     def _backward(self, batch: Batch, rows: int, total: int) -> Tensor:
@@ -553,11 +550,11 @@ class Stepper:
         return loss.detach()
 
     def values(self) -> dict[str, Any]:
-        """The state of the factor on float16 gradients; empty where there is none."""
+        """The state of the loss scale for float16; empty without one."""
         return {} if self._scaler is None else dict(self._scaler.state_dict())
 
     def restore_(self, values: Mapping[str, Any]) -> None:
-        """Go on from what `values` made."""
+        """Continue from what `values` returned."""
         if self._scaler is not None and values:
             check_like(self.values(), values, "it")
             self._scaler.load_state_dict(dict(values))
@@ -580,10 +577,10 @@ class Stepper:
         nn.utils.clip_grad_norm_(holders, norm)
 
     def update(self, scale: float) -> None:
-        """Move the parameters by the gradients that are there.
+        """Make an optimizer step with the gradients of `backward`.
 
-        In float16, gradients that overflowed move nothing: the factor on them is
-        lowered for the next step.
+        In float16 a step whose gradients overflow is skipped, and the loss scale is
+        lowered.
 
         Args:
             scale: Factor on the learning rate.
@@ -604,7 +601,7 @@ class Stepper:
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """All gradients, of sparse ones the values, which may be changed in place."""
+    """All gradients, for sparse ones their values, which may be changed in place."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -620,7 +617,7 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Multiply the learning rate of every parameter group meanwhile.
+    """Context manager: multiply the learning rate of every parameter group.
 
     Raises:
         ModelError: If a group has no learning rate to scale.

@@ -90,20 +90,20 @@ class Replica:
     Attributes:
         module: The model, on its device.
         optimizer: Of its trainable parameters.
-        rate: The learning rate of that.
-        stepper: Makes its steps.
+        rate: Their learning rate.
+        stepper: Makes the optimizer steps.
         exchange: With the other replicas.
-        stopper: Decides when the fit ends.
-        watch: Of the losses.
-        steps: That this replica has made, over all epochs.
-        seen: Examples, likewise.
-        weight: Share of the examples all replicas saw.
+        stopper: Decides whether the fit ends early.
+        watch: Detects diverging losses.
+        steps: Steps that this replica has made, over all epochs.
+        seen: Examples that it has trained on, over all epochs.
+        weight: Its share of the examples of all replicas.
         totals: Of the current epoch.
         first_epoch: The first epoch to train in.
         interval: Number of the current sync interval, from 0 over all epochs.
         agreed: Parameters on which all replicas agreed last, or those of the start.
         met: Whether all replicas have agreed since the start of the run.
-        checkpoints: That are written; None: there are none.
+        checkpoints: Writes them; None: the fit has no checkpoints.
     """
 
     module: nn.Module
@@ -245,7 +245,7 @@ class Replica:
             )
 
     def _resume(self, inherited: RestoredState) -> None:
-        """Go on from a checkpoint; a wrong value is named by file and field."""
+        """Restore a checkpoint; errors name the file and the field."""
         common, donor, at = inherited.common, inherited.donor, inherited.donor_at
         of_all = "optimizer" in common
         with restoring(f"{inherited.common_at if of_all else at}: optimizer"):
@@ -262,7 +262,7 @@ class Replica:
                 self.watch.restore_(part["watch"])
             with restoring(f"{at}: random"):
                 restore_generators(part["random"], self._device)
-        # Nobody sends anything before all are there, on the same grid.
+        # No replica sends anything before all have the same state, on the same grid.
         gathered = self._channel.barrier("resume", {"digest": self.agreed.digest})
         check_alike(gathered, "after they have read a checkpoint")
         for part, at in zip(inherited.own, inherited.own_at, strict=True):
@@ -289,7 +289,7 @@ class Replica:
     def snapshot(self) -> dict[str, Any]:
         """Everything that a joining replica begins with."""
         if isinstance(self.exchange, SoloExchange):
-            # Ends here: whoever joins shares with this replica.
+            # The replica that joins is the second one.
             context = self.exchange.shared_context()
             self.exchange = self._spec.master.attach(context)
         own = {
@@ -417,7 +417,7 @@ class Replica:
 
     def _end_epoch(self, epoch: int) -> None:
         self._sync(epoch)
-        # That of the epoch before is not held while the new one is validated.
+        # Drops that of the epoch before while the new one is validated.
         self._channel.keep_state(epoch, None)
         self.seen += self.totals.examples
         gathered = self._channel.barrier(
@@ -434,8 +434,8 @@ class Replica:
         seen = sum(report.seen for report in reports)
         self.weight = self.seen / seen if seen else 0.0
         evaluation, agreed = self._spec.evaluation, self.agreed
-        judged = evaluation.scored(epoch) or not evaluation.validates
-        self.rate.end_epoch(reports, judged=judged)
+        scored = evaluation.scored(epoch) or not evaluation.validates
+        self.rate.end_epoch(reports, scored=scored)
         self.stopper.end_epoch(epoch, reports, agreed)
         self._channel.keep_state(epoch, functools.partial(arrays_of, agreed))
         if self.checkpoints is not None:
@@ -459,12 +459,12 @@ class Replica:
         )
 
     def _validate(self, epoch: int) -> tuple[Score | None, str]:
-        """The score of this replica's share, and why some of it was left out."""
+        """Score this replica's share; also say why some of it was left out."""
         if not self._spec.evaluation.scored(epoch):
             return None, ""
         totals = EpochTotals()
         feed = self._feed("validation", epoch, totals)
-        self._channel.serve_snapshot(None)  # the module shows something else meanwhile
+        self._channel.serve_snapshot(None)  # the module shows the agreed parameters
         with self.exchange.showing_agreed():
             objective, batches = self._spec.objective, feed.batches()
             score = score_batches(self.module, objective, batches, self._device)
@@ -474,11 +474,11 @@ class Replica:
     def _checkpoint(
         self, epoch: int, sync_point: SyncPoint | None = None
     ) -> CheckpointState:
-        """What a checkpoint has of this replica.
+        """The state of this replica for a checkpoint.
 
         Args:
             epoch: The next one to train in, counted from 0.
-            sync_point: What is left of it, if it has begun; None: all.
+            sync_point: What is left of that epoch, if it has begun; else None.
         """
         state = self.exchange.state()
         fingerprint = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
@@ -561,10 +561,10 @@ class Replica:
 
 
 def check_alike(gathered: BarrierResult, when: str) -> None:
-    """Refuse to go on if replicas that must be equal are not.
+    """Refuse to go on if replicas that must be equal differ.
 
     Args:
-        gathered: Notes with a ``"digest"`` each.
+        gathered: Payloads with a ``"digest"`` each.
         when: For the message.
 
     Raises:
@@ -576,7 +576,7 @@ def check_alike(gathered: BarrierResult, when: str) -> None:
 
 
 def failure_of(error: Exception, step: int) -> dict[str, Any]:
-    """Say what happened, in plain values.
+    """Describe an exception in plain values.
 
     Args:
         error: Of daskdl or of the user's code.
@@ -595,9 +595,9 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
 
 
 def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
-    """Do once, on a copy of the model, what the first step does.
+    """Make one step with a copy of the model, so that the first real one is not slow.
 
-    What the user's code raises comes out as it is: the real step would raise it too.
+    Exceptions of the user's code come out as they are: the real step would raise them.
 
     Args:
         spec: Callables with a state of their own are called once more.
@@ -619,7 +619,7 @@ T = TypeVar("T")
 
 
 class _Setting(Generic[T]):
-    """A setting of this process, which replicas change; the last one puts it back.
+    """A setting of this process that replicas change; the last one restores it.
 
     Args:
         read: Returns the setting.
@@ -634,10 +634,10 @@ class _Setting(Generic[T]):
 
     @contextlib.contextmanager
     def kept(self, now: T | None = None) -> Iterator[None]:
-        """Have the setting as it was when the last replica leaves.
+        """Restore the setting when the last replica leaves.
 
         Args:
-            now: Changed to this; None: left to the caller.
+            now: The new value; None: left to the caller.
         """
         with self._lock:
             self._found.append(self._found[0] if self._found else self._read())
@@ -675,7 +675,7 @@ def _generator(device: torch.device) -> _Setting[Tensor]:
 
 @contextlib.contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Leave the generators as they were: the CPU's, and that of the device."""
+    """Restore the random generators of the CPU and of the device afterwards."""
     with contextlib.ExitStack() as stack:
         for each in {torch.device("cpu"), device}:
             stack.enter_context(_generator(each).kept())
@@ -688,7 +688,7 @@ def generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on from what `generators` made, as far as there is such a device."""
+    """Restore what `generators` returned, for the devices that there are."""
     for each in {torch.device("cpu"), device}:
         if each.type in states:
             _write_generator(each, states[each.type])
@@ -698,7 +698,7 @@ _threads = _Setting(torch.get_num_threads, torch.set_num_threads)
 
 
 def torch_threads(count: int) -> AbstractContextManager[None]:
-    """Let torch compute with so many threads while inside.
+    """Context manager: let torch compute with so many threads.
 
     Args:
         count: Threads for one operation, >= 1.
@@ -712,15 +712,14 @@ _users_devices: Counter[int] = Counter()  # replicas now, by number of the CUDA 
 
 @contextlib.contextmanager
 def device_for(device: str) -> Iterator[torch.device]:
-    """Yield where a replica computes meanwhile.
+    """Context manager: choose the device of a replica.
 
-    A CUDA device is the calling thread's current one too, for code of the user's that
-    says ``"cuda"`` without a number.
+    A CUDA device is also the calling thread's current one, for user code that says
+    ``"cuda"`` without a number.
 
     Args:
-        device: ``"auto"`` takes the CUDA device with the fewest replicas of this
-            process, the first of these, and without one the CPU. Else the name of a
-            torch device.
+        device: ``"auto"`` takes the first CUDA device with the fewest replicas of this
+            process, and the CPU without CUDA. Else the name of a torch device.
 
     Raises:
         OptionError: If this process has no such device.
@@ -739,10 +738,10 @@ def device_for(device: str) -> Iterator[torch.device]:
 
 
 def check_device(device: str) -> None:
-    """Refuse a CUDA device that this process has not.
+    """Refuse a CUDA device that this process does not have.
 
     Raises:
-        OptionError: How many there are.
+        OptionError: With the number of devices there are.
     """
     if device == "auto" or torch.device(device).type != "cuda":
         return
@@ -775,12 +774,11 @@ def _fewest_users(count: int) -> Iterator[torch.device]:
 
 @contextlib.contextmanager
 def process_environment(device: str, threads: int) -> Iterator[torch.device]:
-    """Share the process with other replicas; afterwards it is as it was.
+    """Set up the process for a replica; the last replica to leave restores it.
 
     Args:
-        device: Where the replica is to compute, see
-            :func:`~daskdl.training.replica.device_for`.
-        threads: Of torch's own, >= 1.
+        device: See :func:`~daskdl.training.replica.device_for`.
+        threads: That torch computes with, >= 1.
 
     Yields:
         The device.

@@ -149,7 +149,7 @@ class TestPlateau:
         rate = LearningRate(sgd(), Scheduling(plateau))
         notes = [EpochReport(totals=EpochTotals(1.0, 1), **rate.report())]
 
-        rate.end_epoch(notes, judged=False)
+        rate.end_epoch(notes, scored=False)
 
         assert rate.scheduler.best == math.inf
         assert rate.report()["scheduled"] == 0
@@ -158,7 +158,7 @@ class TestPlateau:
         rate = LearningRate(sgd(), Scheduling(halved))
         notes = [EpochReport(totals=EpochTotals(1.0, 1), **rate.report())]
 
-        rate.end_epoch(notes, judged=False)
+        rate.end_epoch(notes, scored=False)
 
         assert rate_of(rate) == 0.5
 

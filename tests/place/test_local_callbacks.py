@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from daskdl import Callback, FixedThreshold, LearningRateMonitor, PrintProgress
+from daskdl import (
+    Callback,
+    Checkpoint,
+    FixedThreshold,
+    LearningRateMonitor,
+    PrintProgress,
+)
 from tests.support.endings import Interrupt
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import delivered, vector
@@ -341,6 +347,16 @@ def test_a_bar_counts_the_examples(capsys, shown):
     text = capsys.readouterr().err
     assert (f"{2 * len(X)}/{2 * len(X)}" in text) is shown
     assert ("epoch=1, loss=" in text) is shown
+
+
+def test_the_bar_of_a_fit_that_is_resumed_begins_where_it_ended(capsys, tmp_path):
+    options = {"master": TWO, "progress": True, "callbacks": [Checkpoint(tmp_path)]}
+    trainer(False, **options).fit(X, Y, epochs=1)
+    capsys.readouterr()
+
+    trainer(False, **options).fit(X, Y, epochs=2, resume=True)
+
+    assert "960/960" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("terminal", [True, False])

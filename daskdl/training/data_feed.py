@@ -35,7 +35,7 @@ from daskdl.data.loading import ASK_S, Fetcher
 from daskdl.data.source import Source
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
-from daskdl.training.optimizer_step import Group
+from daskdl.training.optimizer_step import BatchGroup
 from daskdl.training.telemetry import EpochTotals
 from daskdl.util import settle
 
@@ -620,7 +620,7 @@ class Feed:
         for group in self.groups(lambda: None, size=1):
             yield from group
 
-    def groups(self, rest: Callable[[], None], size: int) -> Iterator[Group]:
+    def groups(self, rest: Callable[[], None], size: int) -> Iterator[BatchGroup]:
         """Yield groups; a group counts as trained on when the next one is asked for.
 
         Args:

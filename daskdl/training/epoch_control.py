@@ -28,7 +28,7 @@ from daskdl.training.telemetry import (
 Every = Literal["epoch", "step"]
 Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
 # With the optimizer's groups, and the steps before this run.
-State = tuple[int, dict[str, Any], list[dict[str, Any]], int]
+ScheduleState = tuple[int, dict[str, Any], list[dict[str, Any]], int]
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,17 @@ class LearningRate:
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
-        state = (*self._position(self.scheduler), groups, self._count_before)
+        own = self.scheduler.state_dict()
+        state = (self._count, own, groups, self._count_before)
         return Packed(state, "scheduler").payload.tobytes()
 
     def load_(self, state: bytes) -> None:
         """Continue from a packed state; an empty one changes nothing."""
         if self.scheduler is None or not state:
             return
-        packed: Packed[State] = Packed.of(np.frombuffer(state, np.uint8), "scheduler")
+        packed: Packed[ScheduleState] = Packed.of(
+            np.frombuffer(state, np.uint8), "scheduler"
+        )
         count, own, groups, self._count_before = packed.unpack()
         self.go_on_(count, own)
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
@@ -172,8 +175,8 @@ class LearningRate:
         """The state in its fit, as plain values; None without a scheduler."""
         if self.scheduler is None:
             return None
-        count, own = self._position(self.scheduler)
-        return {"count": count, "before": self._count_before, "state": own}
+        own = self.scheduler.state_dict()
+        return {"count": self._count, "before": self._count_before, "state": own}
 
     def restore_(self, values: Mapping[str, Any] | None) -> None:
         """Continue from what `values` returned; the optimizer is restored already."""
@@ -184,10 +187,9 @@ class LearningRate:
 
     def position(self) -> Position | None:
         """Steps and state dict of the scheduler; None without one."""
-        return None if self.scheduler is None else self._position(self.scheduler)
-
-    def _position(self, scheduler: LRScheduler) -> Position:
-        return self._count, scheduler.state_dict()
+        if self.scheduler is None:
+            return None
+        return self._count, self.scheduler.state_dict()
 
     def go_on_(self, count: int, own: dict[str, Any]) -> None:
         """Continue from a position; the optimizer is restored already.

@@ -20,7 +20,7 @@ from daskdl.errors import ModelError, OptionError, SaveError
 from daskdl.objective import Batch, Objective, OwnStep, Penalised, is_sum, on_device
 from daskdl.training.base import check_like
 
-Key = tuple[int, str]  # parameter number in the optimizer, name of the state
+StateKey = tuple[int, str]  # parameter number in the optimizer, name of the state
 
 
 @dataclass
@@ -35,9 +35,9 @@ class OptimizerState:
         groups: Parameter groups, with the user's own learning rates.
     """
 
-    parts: dict[Key, NDArray[np.floating[Any]]]
-    dtypes: dict[Key, torch.dtype]
-    scalars: dict[Key, Any]
+    parts: dict[StateKey, NDArray[np.floating[Any]]]
+    dtypes: dict[StateKey, torch.dtype]
+    scalars: dict[StateKey, Any]
     groups: list[dict[str, Any]]
 
 
@@ -406,7 +406,7 @@ def _of_sharing(s: Symptoms) -> Iterator[str]:
         )
 
 
-Group = Sequence[Batch]
+BatchGroup = Sequence[Batch]
 ONE_ROW = "Expected more than 1 value per channel"  # so torch's batch norm begins
 
 
@@ -503,7 +503,7 @@ class Stepper:
         scaling = stepping.autocast is torch.float16
         self._scaler = torch.amp.GradScaler(device.type) if scaling else None
 
-    def backward(self, group: Group) -> float:
+    def backward(self, group: BatchGroup) -> float:
         """Compute the gradients of a group of batches; the parameters stay unchanged.
 
         Each batch is weighted by its rows, so that a mean loss has the gradients of one

@@ -57,7 +57,7 @@ from daskdl.training.data_feed import Feed, Store
 from daskdl.training.epoch_control import EarlyStopper, LearningRate
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import (
-    Group,
+    BatchGroup,
     LossWatch,
     Stepper,
     Symptoms,
@@ -337,7 +337,7 @@ class Replica:
             self._step(epoch, group, feed.rows)
         totals.seconds += time.perf_counter() - started
 
-    def _step(self, epoch: int, group: Group, rows: int) -> None:
+    def _step(self, epoch: int, group: BatchGroup, rows: int) -> None:
         self._channel.check()
         started = time.perf_counter()
         exchange, totals = self.exchange, self.totals

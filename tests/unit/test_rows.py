@@ -185,3 +185,22 @@ def test_a_report_arrives_as_it_was_sent():
     )
 
     assert EpochReport.from_wire(sent.to_wire()) == sent
+
+
+def test_each_row_has_the_time_since_the_one_before():
+    log = RowLog(10, (), now=iter((10.0, 15.0, 17.0)).__next__)
+
+    for epoch in (0, 1):
+        log.end_epoch(epoch, TWO, NOTHING)
+
+    assert [row["seconds"] for row in log.rows] == [5.0, 2.0]
+
+
+def test_rows_of_before_stay_and_are_not_changed():
+    before = [{"epoch": 0}]
+    log = RowLog(10, (), before, now=iter((10.0, 11.0)).__next__)
+
+    log.end_epoch(1, TWO, NOTHING)
+
+    assert [row["epoch"] for row in log.rows] == [0, 1]
+    assert before == [{"epoch": 0}]

@@ -6,6 +6,7 @@ import pytest
 
 from daskdl import Checkpoint
 from daskdl.errors import OptionError
+from tests.support.problems import rows, trainer
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,18 @@ def test_what_is_allowed_is_kept_as_it_is(options):
 
 def test_a_path_becomes_text_so_that_a_trainer_with_it_can_be_saved():
     assert Checkpoint(Path("x")) == Checkpoint("x")
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "resume", "message"),
+    [
+        ([Checkpoint("memory://x")] * 2, None, "at most one Checkpoint"),
+        ([], True, "resume=True needs a Checkpoint among"),
+        ([], 3, "must be a URL or a path"),
+        ([], b"x", "must be a URL or a path"),
+    ],
+    ids=str,
+)
+def test_what_a_fit_cannot_write_or_resume_is_refused(callbacks, resume, message):
+    with pytest.raises(OptionError, match=message):
+        trainer(False, callbacks=callbacks).fit(*rows(16), resume=resume)

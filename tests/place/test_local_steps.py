@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from daskdl import DivergedError, ModelError, OptionError
+from daskdl.objective import Penalised
 from tests.support.problems import (
     adam,
     kept,
@@ -19,6 +20,7 @@ from tests.support.problems import (
     plain_loop,
     rows,
     sgd,
+    start_of,
     trainer,
 )
 from tests.support.recording import Notes, Recorded, delivered, records, vector
@@ -54,6 +56,17 @@ class TestOneReplica:
         for name, value in parameters_of(own.model_).items():
             np.testing.assert_array_equal(value, plain[name], err_msg=name)
 
+    def test_equal_batches_are_divided_by_their_number(self, one_thread):
+        loop = {"model": mlp, "optimizer": sgd, "seed": 3}
+        own = trainer(False, **loop, accumulate=7)
+        own.fit(X[:140], Y[:140], batch_size=4, shuffle=False)
+
+        fit = {"epochs": 1, "batch_size": 4, "x": X[:140], "y": Y[:140]}
+        plain = plain_loop(**loop, **fit, more={"accumulate": 7})
+
+        for name, value in parameters_of(own.model_).items():
+            np.testing.assert_array_equal(value, plain[name], err_msg=name)
+
     @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
     def test_the_options_change_something(self, one_thread, options):
         models = []
@@ -67,11 +80,13 @@ class TestOneReplica:
 
 class TestAccumulation:
     @pytest.mark.parametrize("shuffle", [False, True])
-    @pytest.mark.parametrize("optimizer", [sgd, adam])
-    def test_a_group_is_one_large_batch(self, optimizer, shuffle):
-        runs = []
+    @pytest.mark.parametrize(
+        ("optimizer", "reduction"), [(sgd, "mean"), (adam, "mean"), (adam, "sum")]
+    )
+    def test_a_group_is_one_large_batch(self, optimizer, reduction, shuffle):
+        runs, loss = [], nn.CrossEntropyLoss(reduction=reduction)
         for options, batch_size in (({"accumulate": 3}, 28), ({}, 84)):
-            own = trainer(False, optimizer=optimizer, **options)
+            own = trainer(False, optimizer=optimizer, loss=loss, **options)
             history = own.fit(X, Y, epochs=2, batch_size=batch_size, shuffle=shuffle)
             runs.append((vector(own.model_), history.column("loss")))
 
@@ -130,6 +145,112 @@ class TestAccumulation:
 
         assert torch.equal(runs[0][0], runs[1][0])
         assert runs[0][1] == runs[1][1]
+
+
+class Held(nn.Linear, Penalised):
+    """Its weights are to be small."""
+
+    def penalty(self):
+        return self.weight.square().sum()
+
+
+class TestPenalty:
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    def test_it_counts_once_in_a_step(self, reduction, accumulate):
+        own = trainer(
+            False,
+            model=lambda: Held(20, 4),
+            loss=nn.CrossEntropyLoss(reduction=reduction),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+            accumulate=accumulate,
+        )
+        module = start_of(lambda: Held(20, 4))
+        loss = own.loss(module(torch.from_numpy(X)), torch.from_numpy(Y))
+        (loss + module.penalty()).backward()
+
+        # The last batch of a group has fewer rows.
+        size = len(X) if accumulate == 1 else 200
+        history = own.fit(X, Y, batch_size=size, shuffle=False)
+
+        expected = module.weight - 1e-3 * module.weight.grad
+        torch.testing.assert_close(own.model_.weight, expected)
+        if accumulate == 1:
+            penalised = loss + module.penalty()
+            assert history[0]["loss"] == pytest.approx(penalised.item(), rel=1e-5)
+
+    def test_a_step_of_the_users_own_is_left_to_itself(self):
+        def step(model, batch):
+            return functional.cross_entropy(model(batch[0]), batch[1])
+
+        models = []
+        for model in (lambda: Held(20, 4), lambda: nn.Linear(20, 4)):
+            own = trainer(False, model=model, loss=None, step=step)
+            own.fit(X, Y, batch_size=40)
+            models.append(vector(own.model_))
+
+        assert torch.equal(*models)
+
+
+SEEN = []
+
+
+class Seen(torch.autograd.Function):
+    """Notes the dtype of outputs, and whether gradients come inside of autocast."""
+
+    @staticmethod
+    def forward(ctx, x):
+        SEEN.append((x.dtype, False))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        SEEN.append((gradient.dtype, torch.is_autocast_enabled("cpu")))
+        return gradient
+
+
+def seen_step(model, batch):
+    return functional.cross_entropy(Seen.apply(model(batch[0])).float(), batch[1])
+
+
+class TestAutocast:
+    def test_the_backward_pass_is_outside(self):
+        SEEN.clear()
+        own = trainer(False, loss=None, step=seen_step, autocast=torch.bfloat16)
+
+        own.fit(X, Y)
+
+        # The dry run has no autocast.
+        assert {dtype for dtype, _ in SEEN} == {torch.float32, torch.bfloat16}
+        assert not any(inside for _, inside in SEEN)
+
+    def test_the_loss_that_is_reported_is_not_scaled(self):
+        losses = [
+            trainer(False, **options).fit(X, Y, batch_size=len(X))[0]["loss"]
+            for options in ({}, {"autocast": torch.float16})
+        ]
+
+        assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+    def test_a_model_in_float16_has_no_gradients_to_scale(self):
+        own = trainer(False, model=lambda: mlp().half(), autocast=torch.float16)
+
+        with pytest.raises(OptionError, match=r"autocast=torch.float16 .* '0.weight'"):
+            own.fit(X, Y)
+
+
+def test_an_optimizer_without_a_rate_to_scale_is_named():
+    class Signs(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self):
+            raise AssertionError("its rate cannot be scaled")
+
+    master = kept(replicas_per_worker=2, apply="strict")
+
+    with pytest.raises(ModelError, match=r"groups \[0\] .* no 'lr' to scale by 0.5"):
+        trainer(False, optimizer=Signs, master=master).fit(X, Y)
 
 
 class TestDivergence:

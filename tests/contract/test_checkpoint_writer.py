@@ -9,8 +9,7 @@ import torch
 
 from daskdl import Checkpoint
 from daskdl.channel.base import BarrierResult
-from daskdl.data.stores.store import Store
-from daskdl.errors import DataError, SaveError, WaitTimeoutError
+from daskdl.errors import SaveError, WaitTimeoutError
 from daskdl.saving.checkpoints import (
     COMMON,
     CheckpointPlan,
@@ -19,9 +18,8 @@ from daskdl.saving.checkpoints import (
     complete_at,
     of_replica,
 )
-from daskdl.training.checkpointing import CheckpointState, CheckpointWriter, plain
+from daskdl.training.checkpointing import CheckpointState, CheckpointWriter
 from tests.support.records import TIMEOUTS
-from tests.support.written import put_part
 
 BOUND_S = 20  # of a test that hangs
 
@@ -110,16 +108,6 @@ class TestParts:
         assert found.stamp == Stamp("fit", "run", 1)
         assert Part(found.store, of_replica(1)).read()[1]["x"].tolist() == [1.0]
 
-    def test_numbers_and_counts_go_on(self, series):
-        own = writer(series, first=7, before=4)
-
-        own.take(met(-1, taken=2), having())
-        own.finish()
-
-        found = series.newest()
-        assert (found.stamp.number, found.header["count"]) == (9, 7)
-        assert own.counters()["written"] == 9
-
     def test_a_replica_that_is_gone_has_no_part(self, series):
         second = writer(series, 1)
 
@@ -127,15 +115,6 @@ class TestParts:
         second.finish()
 
         assert complete_at(series.folder(1)).members == [1]
-
-    def test_those_that_are_not_kept_are_deleted(self, series):
-        own = writer(series, keep_last=1)
-
-        for taken in range(3):
-            own.take(met(taken or -1, taken=taken), having())
-            own.finish()
-
-        assert series.numbers() == [3]
 
 
 class TestCopy:
@@ -158,36 +137,6 @@ class TestCopy:
         assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.0]] * 3
         _, common = Part(series.folder(1), COMMON).read()
         assert (common["losses"], common["c"].tolist()) == ([1.0], [0.0, 0.0])
-
-    @pytest.mark.parametrize(
-        "value",
-        [
-            torch.nn.Parameter(torch.ones(2)),
-            torch.ones(4)[::2],
-            torch.ones(2, dtype=torch.bfloat16),
-            np.ones(2, np.float16),
-            np.ones(4)[::2],
-        ],
-        ids=lambda value: f"{type(value).__name__} {value.dtype} {len(value)}",
-    )
-    def test_it_is_a_plain_tensor_of_the_same_kind(self, series, value):
-        own = writer(series)
-
-        own.take(met(-1), having(value=value))
-        own.finish()
-
-        _, found = Part(series.folder(1), of_replica(0)).read()
-        copy = found["value"]
-        assert type(copy) is torch.Tensor
-        assert not copy.requires_grad
-        assert str(copy.dtype).removeprefix("torch.") in str(value.dtype)
-        assert copy.tolist() == [1.0, 1.0]
-
-    def test_a_read_only_array_is_copied_without_a_warning(self):
-        array = np.ones(2)
-        array.flags.writeable = False
-
-        assert plain([array])[0].tolist() == [1.0, 1.0]
 
 
 class TestWaiting:
@@ -222,13 +171,6 @@ class TestWaiting:
         assert made == [0, 2]  # a part of its own, and the common one
         assert series.numbers() == [1, 2]
 
-    def test_with_nothing_to_wait_for_it_is_finished(self, series):
-        channel = Waiting()
-
-        writer(series, channel=channel).finish()
-
-        assert not channel.waits.is_set()
-
     def test_a_store_that_does_not_answer_is_named(self, series, gate):
         own = writer(series, channel=Waiting(patience_s=0.01))
         own.take(met(-1), having())
@@ -238,28 +180,6 @@ class TestWaiting:
 
 
 class TestFailures:
-    @pytest.fixture
-    def full(self, monkeypatch):
-        def fails(self, name, content):
-            raise DataError("the disk is full")
-
-        monkeypatch.setattr(Store, "write", fails)
-
-    def test_what_could_not_be_written_comes_out_at_the_next_look(self, series, full):
-        own = writer(series)
-        own.take(met(-1), having())
-        own._writing[1].exception(BOUND_S)
-
-        with pytest.raises(SaveError, match=r"cannot write .*: the disk is full"):
-            own.counters()
-
-    def test_or_when_it_is_waited_for(self, series, full):
-        own = writer(series)
-        own.take(met(-1), having())
-
-        with pytest.raises(SaveError, match=r"cannot write .*: the disk is full"):
-            own.finish()
-
     def test_a_folder_that_is_not_the_same_for_all_is_named(self, series):
         own = writer(series)
         own.take(met(-1, -1), having())
@@ -289,12 +209,3 @@ class TestFailures:
         own.finish()
 
         assert series.newest().stamp.number == 2
-
-    def test_the_first_of_a_run_needs_none_before(self, series):
-        put_part(series, Stamp("fit", "run before", 4), 0)
-        own = writer(series, first=5)
-
-        own.take(met(-1), having())
-        own.finish()
-
-        assert series.newest().stamp.number == 5

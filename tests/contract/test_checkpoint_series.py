@@ -1,0 +1,248 @@
+"""Checkpoints in a folder: which are whole, which is the newest, which go."""
+
+import logging
+import math
+
+import pytest
+
+from daskdl import Checkpoint
+from daskdl.data.stores.store import Store
+from daskdl.errors import DataError, SaveError
+from daskdl.saving.checkpoints import CheckpointPlan, Stamp, complete_at
+from daskdl.training.base import ALONE
+from daskdl.training.checkpointing import Fingerprint, ResumePlan, restored_state
+from daskdl.training.epoch_control import StoppingDecision
+from tests.support.written import damaged, put, put_part
+
+NAN, INF = math.nan, math.inf
+
+
+def plan_of(series, keep_last=1, **options):
+    rule = Checkpoint(series.store.url, keep_last=keep_last, **options)
+    return CheckpointPlan(rule.url, rule, "fit", "run", 1)
+
+
+def resuming(url, stamp, members):
+    made_of = Fingerprint({}, "", None)
+    return ResumePlan(
+        url, stamp, members, 1, None, [], StoppingDecision(), 0, 1, ALONE, made_of
+    )
+
+
+def test_a_count_that_cannot_be_is_refused(series):
+    put(series, 3, count=0)
+
+    with pytest.raises(SaveError, match="is damaged: it is number"):
+        complete_at(series.folder(3))
+
+
+def test_a_store_that_cannot_be_read_is_an_error(series, monkeypatch):
+    def fails(self, name):
+        raise DataError("no permission")
+
+    monkeypatch.setattr(Store, "exists", fails)
+
+    with pytest.raises(SaveError, match=r"cannot read .*: no permission"):
+        complete_at(series.folder(1))
+
+
+class TestNewest:
+    def test_it_is_the_last_whole_one(self, series):
+        for number in (9, 10, 11):
+            put(series, number)
+        series.folder(11).delete(["replica-1.json"])
+
+        assert series.numbers() == [9, 10, 11]
+        assert series.newest().stamp.number == 10
+
+    def test_a_folder_that_is_not_there_has_none(self, series):
+        assert series.numbers() == []
+        assert series.newest() is None
+
+    def test_other_folders_and_files_are_passed_over(self, series):
+        for name in ("checkpoint-12/x", "checkpoint-000013x/x", "checkpoint-000014"):
+            series.store.write(name, b"")
+        put(series, 2)
+
+        assert series.numbers() == [2]
+
+    def test_numbers_are_not_in_the_order_of_the_alphabet(self, series):
+        for number in (999_999, 1_000_000):
+            put(series, number)
+
+        assert series.newest().stamp.number == 1_000_000
+
+    def test_an_older_one_does_not_take_the_place_of_a_damaged_one(self, series):
+        put(series, 1)
+        put(series, 2)
+        damaged(series.folder(2), "common.json")
+
+        with pytest.raises(SaveError, match="checkpoint-000002"):
+            series.newest()
+        assert complete_at(series.folder(1)) is not None
+
+    def test_a_folder_that_cannot_be_listed_is_an_error(self, series, monkeypatch):
+        def fails(self):
+            raise DataError("no permission")
+
+        monkeypatch.setattr(Store, "folders", fails)
+
+        with pytest.raises(SaveError, match=r"cannot list .*: no permission"):
+            series.numbers()
+
+
+class TestPrune:
+    def test_only_those_that_are_kept_stay(self, series):
+        for number in range(1, 8):
+            put(series, number)
+
+        plan_of(series, keep_last=2, keep_every=3).prune()
+
+        assert series.numbers() == [3, 6, 7]
+        assert complete_at(series.folder(3)) is not None
+        assert not [name for name in series.store.names() if "000005" in name]
+
+    def test_it_counts_in_the_fit_and_not_in_the_folder(self, series):
+        for number in range(11, 16):
+            put(series, number, count=number - 10)
+
+        plan_of(series, keep_every=2).prune()
+
+        assert series.numbers() == [12, 14, 15]
+
+    def test_those_of_other_fits_stay(self, series):
+        for number in (1, 2):
+            put(series, number, origin="another fit")
+        for number in (3, 4):
+            put(series, number)
+
+        plan_of(series).prune()
+
+        assert series.numbers() == [1, 2, 4]
+
+    def test_those_of_earlier_runs_of_the_fit_go(self, series):
+        for number in (1, 2):
+            put(series, number, run="earlier run")
+        put(series, 3)
+
+        plan_of(series).prune()
+
+        assert series.numbers() == [3]
+
+    def test_one_that_was_broken_off_before_goes(self, series):
+        put_part(series, Stamp("fit", "run", 1), 0)
+        put(series, 2)
+
+        plan_of(series, keep_last=None).prune()
+
+        assert series.numbers() == [2]
+        assert not [name for name in series.store.names() if "000001" in name]
+
+    def test_one_that_is_being_written_stays(self, series):
+        put(series, 2)
+        put_part(series, Stamp("fit", "run", 3), 1)
+
+        plan_of(series).prune()
+
+        assert series.numbers() == [2, 3]
+
+    def test_one_that_is_damaged_stays(self, series, caplog):
+        for number in (1, 2):
+            put(series, number)
+        damaged(series.folder(1), "common.json")
+
+        with caplog.at_level(logging.WARNING):
+            plan_of(series).prune()
+
+        assert series.numbers() == [1, 2]
+        assert "is left where it is" in caplog.text
+
+    def test_its_common_part_is_deleted_first(self, series, monkeypatch):
+        for number in (1, 2):
+            put(series, number)
+
+        def dies(self):
+            raise DataError("gone away")
+
+        monkeypatch.setattr(Store, "delete_all", dies)
+
+        with pytest.raises(SaveError, match=r"cannot delete .*000001: gone away"):
+            plan_of(series).prune()
+        assert complete_at(series.folder(1)) is None
+        assert series.folder(1).exists("replica-0.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "losses", "kept"),
+    [
+        ({"keep_last": None}, [3, 1, 2, 1, 4], [1, 2, 3, 4, 5]),
+        ({"keep_last": 2}, [3, 1, 2, 1, 4], [4, 5]),
+        ({"keep_last": 9}, [3, 1, 2, 1, 4], [1, 2, 3, 4, 5]),
+        ({"keep_last": 1, "keep_best": "loss"}, [3, 1, 2, 1, 4], [2, 5]),
+        ({"keep_last": 1, "keep_every": 3}, [3, 1, 2, 1], [3, 4]),
+        ({"keep_last": 1, "keep_best": "loss"}, [NAN, 3, 2, 5], [3, 4]),
+        ({"keep_last": 1, "keep_best": "loss"}, [-INF, 3, 2, 5], [3, 4]),
+        ({"keep_last": 1, "keep_best": "loss"}, [INF, NAN], [2]),
+        ({"keep_last": 1, "keep_best": "loss"}, [], []),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_kept(in_memory, options, losses, kept):
+    for number, loss in enumerate(losses, 1):
+        put(in_memory, number, rows=[{"loss": loss}])
+
+    plan_of(in_memory, **options).prune()
+
+    assert in_memory.numbers() == kept
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "best"), [("val_loss", 2), ("val_accuracy", 3), ("loss", 1)]
+)
+def test_the_best_is_the_one_whose_last_row_is(in_memory, keep_best, best):
+    rows = [{"loss": 0.0, "val_loss": -9.0, "val_accuracy": 9.0}]  # of an epoch before
+    scores = {1: (1.0, 2.0, 0.25), 2: (2.0, 1.0, 0.5), 3: (3.0, 3.0, 0.75)}
+    for number, values in scores.items():
+        row = dict(zip(("loss", "val_loss", "val_accuracy"), values, strict=True))
+        put(in_memory, number, rows=[*rows, row])
+    put(in_memory, 4, rows=[*rows, {"loss": 9.0}])  # it was not scored
+
+    plan_of(in_memory, keep_last=1, keep_best=keep_best).prune()
+
+    assert in_memory.numbers() == [best, 4]
+
+
+class TestParts:
+    """What each initial replica of a resumed fit reads."""
+
+    def parts(self, in_memory, members, founders):
+        """Which parts each founder takes, and whose optimizer."""
+        stamp = put(in_memory, 1, members=members)
+        plan = resuming(in_memory.folder(1).url, stamp, members)
+        for place in range(founders):
+            own = restored_state(plan, place, founders)
+            taken = [int(part["own"][0]) for part in own.own]
+            yield taken, int(own.donor["own"][0])
+
+    @pytest.mark.parametrize(
+        ("members", "founders", "expected"),
+        [
+            ([0, 1, 2], 3, [([0], 0), ([1], 1), ([2], 2)]),
+            ([1, 4], 2, [([1], 1), ([4], 4)]),  # others were lost
+            ([0, 1, 2, 3, 4], 2, [([0, 2, 4], 0), ([1, 3], 1)]),
+            ([0, 1, 2], 1, [([0, 1, 2], 0)]),
+            ([0, 1], 5, [([0], 0), ([1], 1), ([], 0), ([], 1), ([], 0)]),
+        ],
+        ids=["as many", "as many of other numbers", "fewer", "one", "more"],
+    )
+    def test_each_part_is_taken_once(self, in_memory, members, founders, expected):
+        assert list(self.parts(in_memory, members, founders)) == expected
+
+    def test_a_part_that_another_was_put_for_is_refused(self, in_memory):
+        stamp = put(in_memory, 1)
+        plan = resuming(in_memory.folder(1).url, stamp, [0, 1])
+        put_part(in_memory, Stamp("fit", "another run", 1), 1)
+
+        restored_state(plan, 0, 2)
+        with pytest.raises(SaveError, match=r"replica-1.json is of another checkpoint"):
+            restored_state(plan, 1, 2)

@@ -56,17 +56,6 @@ class TestOneReplica:
         for name, value in parameters_of(own.model_).items():
             np.testing.assert_array_equal(value, plain[name], err_msg=name)
 
-    def test_equal_batches_are_divided_by_their_number(self, one_thread):
-        loop = {"model": mlp, "optimizer": sgd, "seed": 3}
-        own = trainer(False, **loop, accumulate=7)
-        own.fit(X[:140], Y[:140], batch_size=4, shuffle=False)
-
-        fit = {"epochs": 1, "batch_size": 4, "x": X[:140], "y": Y[:140]}
-        plain = plain_loop(**loop, **fit, more={"accumulate": 7})
-
-        for name, value in parameters_of(own.model_).items():
-            np.testing.assert_array_equal(value, plain[name], err_msg=name)
-
     @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
     def test_the_options_change_something(self, one_thread, options):
         models = []

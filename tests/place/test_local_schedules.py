@@ -210,9 +210,10 @@ class TestFitAgain:
         assert rates[0] == rates[1]
         assert rates[0][0][0] != rates[0][0][1]
 
-    def test_a_fit_that_fails_keeps_the_schedule_of_the_one_before(self):
+    def test_a_fit_that_fails_keeps_the_state_and_the_schedule_of_the_one_before(self):
         own = trainer(False, scheduler=halved)
         own.fit(X, Y, epochs=2)
+        before = own.optimizer_.state_dict()["state"]
 
         class Fail(Callback):
             def on_step_end(self, step):
@@ -225,6 +226,11 @@ class TestFitAgain:
 
         assert own.scheduler_.last_epoch == 2
         assert own.optimizer_.param_groups[0]["lr"] == 0.0125
+        after = own.optimizer_.state_dict()["state"]
+        assert after.keys() == before.keys() != set()
+        for number, state in before.items():
+            momentum = after[number]["momentum_buffer"]
+            assert torch.equal(momentum, state["momentum_buffer"])
 
     def test_another_scheduler_begins_at_its_start(self):
         own = trainer(False, scheduler=halved)

@@ -13,17 +13,6 @@ def steps(inbox):
     return {origin: p.step for origin, p in inbox.peers.progress.items()}
 
 
-def test_the_slowest_is_the_one_with_the_fewest_steps():
-    inbox = filled()
-    inbox.announce(1, PeerProgress(0))
-    inbox.announce(2, PeerProgress(0))
-    inbox.note(control(MessageKind.PROGRESS, 1, 7, payload=-1))
-    inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
-
-    assert inbox.peers.slowest(0) == 5
-    assert steps(inbox) == {1: 7, 2: 5}
-
-
 def test_an_update_tells_how_far_its_origin_is():
     inbox = filled()
     inbox.announce(1, PeerProgress(0))
@@ -41,19 +30,6 @@ def test_progress_never_goes_back():
 
     assert steps(inbox) == {1: 7}
     assert inbox.peers.slowest(2) is None
-
-
-def test_who_is_done_with_an_epoch_is_not_waited_for_in_it():
-    inbox = filled()
-    inbox.note(control(MessageKind.PROGRESS, 1, 3, payload=0))
-    inbox.note(control(MessageKind.PROGRESS, 2, 5, payload=-1))
-
-    assert inbox.peers.slowest(interval=0) == 5
-    assert inbox.peers.slowest(interval=1) == 3
-
-
-def test_with_nobody_else_there_is_no_slowest():
-    assert filled().peers.slowest(0) is None
 
 
 def test_a_lost_replica_is_not_waited_for_any_more():

@@ -189,9 +189,9 @@ class Outbox:
             return batch
 
     def drop(self, count: int) -> None:
-        """Forget the oldest messages: they have arrived."""
+        """Forget the oldest messages, if still here: they have arrived."""
         with self._lock:
-            for _ in range(count):
+            for _ in range(min(count, len(self._messages))):
                 message = self._messages.popleft()
                 nbytes = message.nbytes + MESSAGE_BYTES
                 self._bytes_of[message.origin] -= nbytes

@@ -11,7 +11,7 @@ from daskdl.config import Timeouts
 from daskdl.errors import WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training.dask_backend import collect
-from tests.unit.test_merge import result, shared
+from tests.maths.test_merge import result, shared
 
 PATIENCE_S = 20
 

@@ -18,7 +18,7 @@ from daskdl.saving.checkpoints import (
     complete_at,
     of_replica,
 )
-from daskdl.training.checkpointing import CheckpointState, CheckpointWriter
+from daskdl.training.checkpointing import CheckpointState, CheckpointWriter, plain
 from tests.support.records import TIMEOUTS
 
 BOUND_S = 20  # of a test that hangs
@@ -137,6 +137,13 @@ class TestCopy:
         assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.0]] * 3
         _, common = Part(series.folder(1), COMMON).read()
         assert (common["losses"], common["c"].tolist()) == ([1.0], [0.0, 0.0])
+
+
+def test_a_read_only_array_is_copied_without_a_warning():
+    array = np.ones(2)
+    array.flags.writeable = False
+
+    assert plain([array])[0].tolist() == [1.0, 1.0]
 
 
 class TestWaiting:

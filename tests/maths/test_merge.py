@@ -210,11 +210,3 @@ def test_each_pattern_goes_on_from_those_that_have_sent_it():
     )
 
     assert final.compression.sent == {"a": Sent(1.5, 0.5), "b": Sent(4.0, 0.5)}
-
-
-def test_rows_of_steps_that_were_not_reported_come_in_order_of_replica():
-    results = [result(shared([1])), result(shared([1]), finished=False)]
-    for own, rows in zip(results, (b"first", b"second"), strict=True):
-        own.steps = rows
-
-    assert merged(*results).steps == b"firstsecond"

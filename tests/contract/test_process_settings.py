@@ -1,11 +1,11 @@
-"""How the CUDA devices of a process are shared out among its replicas."""
+"""What replicas of one process share: CUDA devices, torch's threads and generator."""
 
 import contextlib
 
 import pytest
 import torch
 
-from daskdl.training.replica import device_for
+from daskdl.training.replica import device_for, random_state_kept, torch_threads
 
 
 @pytest.fixture
@@ -72,3 +72,49 @@ def test_the_device_is_the_current_one_meanwhile(two_devices, name):
             assert two_devices[-1] == device == torch.device("cuda", 1)
 
     assert two_devices == [torch.device("cuda", 0)]
+
+
+@pytest.fixture
+def two_threads():
+    former = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(former)
+
+
+def test_who_leaves_last_restores_torchs_threads(two_threads):
+    first, second = torch_threads(3), torch_threads(4)
+    first.__enter__()
+    second.__enter__()
+
+    first.__exit__(None, None, None)
+    between = torch.get_num_threads()
+    second.__exit__(None, None, None)
+
+    assert (between, torch.get_num_threads()) == (4, 2)
+
+
+def test_who_leaves_last_restores_the_generator_that_the_first_found():
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        first, second = (random_state_kept(torch.device("cpu")) for _ in range(2))
+        first.__enter__()
+        torch.manual_seed(98)
+        second.__enter__()
+        torch.manual_seed(99)
+
+        first.__exit__(None, None, None)
+        between = torch.get_rng_state()
+        second.__exit__(None, None, None)
+
+        assert not torch.equal(between, before)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_later_one_finds_the_settings_of_its_own_time(two_threads):
+    for count in (2, 1):
+        torch.set_num_threads(count)
+        with torch_threads(3):
+            pass
+
+        assert torch.get_num_threads() == count

@@ -1,4 +1,3 @@
-import pickle
 
 import numpy as np
 import pytest
@@ -58,20 +57,6 @@ def test_the_state_of_one_replica_comes_back_bit_for_bit(make, dtype):
             continue
         assert after[key].dtype == value.dtype
         assert torch.equal(after[key], value)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_restored_optimizer_goes_on_as_the_first_would_have(make):
-    first = trained(make, 3)
-    second = restored(make, [weigh(first, 1.0)])
-    for optimizer in (first, second):
-        for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
-            parameter.data.fill_(0.5)
-            parameter.grad = torch.full_like(parameter, number + 0.25)
-        optimizer.step()
-
-    pairs = zip(*(o.param_groups[0]["params"] for o in (first, second)), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -147,20 +132,6 @@ def test_counters_are_restored_in_their_dtype():
     assert (step.item(), step.dtype) == (3.0, torch.float64)
 
 
-def test_read_only_arrays_are_restored_into_memory_of_their_own():
-    state = weigh(trained(OPTIMIZERS["momentum"], 2), 1.0)
-    before = {key: part.copy() for key, part in state.parts.items()}
-    for part in state.parts.values():
-        part.flags.writeable = False  # as what came through Dask
-
-    optimizer = trained(OPTIMIZERS["momentum"], 0)
-    restore_(optimizer, state)
-    for value in entries(optimizer).values():
-        value.zero_()
-
-    assert all((state.parts[key] == part).all() for key, part in before.items())
-
-
 def test_the_parts_of_the_replicas_are_left_alone():
     make = OPTIMIZERS["momentum"]
     states = [weigh(trained(make, 2, seed), 0.5) for seed in (1, 2)]
@@ -169,31 +140,3 @@ def test_the_parts_of_the_replicas_are_left_alone():
     add(states)
 
     assert all((states[0].parts[key] == part).all() for key, part in before.items())
-
-
-def test_weighing_leaves_the_optimizer_alone():
-    optimizer = trained(OPTIMIZERS["momentum"], 2)
-    before = {key: value.clone() for key, value in entries(optimizer).items()}
-
-    weigh(optimizer, 0.5)
-
-    after = entries(optimizer)
-    assert all(torch.equal(after[key], before[key]) for key in before)
-
-
-def test_the_learning_rates_are_the_users_own():
-    optimizer = trained(OPTIMIZERS["momentum"], 1)
-    optimizer.param_groups[0]["lr"] = 0.025
-
-    after = restored(OPTIMIZERS["momentum"], [weigh(optimizer, 1.0)])
-
-    assert after.param_groups[0]["lr"] == 0.025
-
-
-def test_a_state_travels():
-    state = pickle.loads(pickle.dumps(weigh(trained(OPTIMIZERS["Adam"], 2), 1.0)))
-
-    after = entries(restored(OPTIMIZERS["Adam"], [state]))
-
-    before = entries(trained(OPTIMIZERS["Adam"], 2))
-    assert all(torch.equal(after[key], before[key]) for key in before)

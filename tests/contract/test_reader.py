@@ -1,7 +1,6 @@
 """From leased pieces to rows: what is loaded when, and what of it is used."""
 
 import dataclasses
-import re
 import weakref
 
 import numpy as np
@@ -97,13 +96,6 @@ class TestAhead:
         assert store.kept == kept
         assert store.begun == [part for now in kept for part in now]
 
-    def test_rows_count_not_parts(self):
-        store = Noting()
-
-        next(reader(store).chunks(piece((0, 0, 2), (1, 0, 3), (2, 0, 1), (3, 0, 2))))
-
-        assert store.begun == [0, 1, 2]
-
     def test_the_next_part_is_begun_in_any_case(self):
         store = Noting()
 
@@ -159,11 +151,6 @@ class TestAhead:
 
 
 class TestOrder:
-    def test_without_a_seed_it_is_kept(self):
-        got = numbers(reader(Noting()).chunks(piece((1, 2, 5))))
-
-        assert got == [[102, 103, 104]]
-
     def test_a_seed_gives_each_part_an_order_whoever_reads_which_of_it(self):
         one, other = (reader(Noting(), seed=(1, 0)) for _ in range(2))
 
@@ -191,19 +178,6 @@ class TestOrder:
 class TestLabels:
     TWO = LabelCheck(ClassRange(classes=2, ignore_index=-100))
 
-    def test_one_that_the_loss_does_not_accept_is_named_with_its_part(self):
-        own = reader(Noting(), labels=self.TWO, phase="validation")
-
-        message = "y of part 3 of the validation data[2] is 2"
-        with pytest.raises(DataError, match=re.escape(message)):
-            list(own.chunks(piece((3, 0, 2))))
-
-    def test_such_a_part_may_be_left_out(self):
-        own = reader(Noting(), labels=self.TWO, skips=True)
-
-        assert list(own.chunks(piece((3, 0, 2)))) == []
-        assert own.totals.skipped == 2
-
     def test_those_of_a_stream_are_looked_at_too(self):
         own = reader(Noting(), labels=self.TWO)
         chunks = own.chunks(piece((3, 0, TO_ITS_END)))
@@ -214,35 +188,6 @@ class TestLabels:
 
 
 class TestSkipping:
-    @pytest.mark.parametrize(
-        "error",
-        [DataError("bad"), OSError("gone"), KeyError("mine"), EOFError("torn")],
-        ids=repr,
-    )
-    def test_a_part_that_cannot_be_read_is_an_error_that_says_which(self, error):
-        own = reader(Noting(errors={1: error}))
-
-        with pytest.raises(type(error)) as caught:
-            list(own.chunks(piece(*FOUR)))
-
-        assert caught.value is error
-        assert error.__notes__ == ["in part 1 of the train data"]
-
-    @pytest.mark.parametrize(
-        "error",
-        [DataError("bad"), OSError("gone"), KeyError("mine"), EOFError("torn")],
-        ids=repr,
-    )
-    def test_it_may_be_left_out_and_its_rows_are_counted(self, error, caplog):
-        store = Noting(errors={1: error})
-        own = reader(store, skips=True)
-
-        got = numbers(own.chunks(piece((0, 0, 2), (1, 0, 3), (1, 3, 8), (2, 0, 1))))
-
-        assert got == [[0, 1], [200]]
-        assert own.totals.skipped == 8
-        assert caplog.messages == [f"part 1 of the train data is left out: {error}"]
-
     def test_it_is_not_asked_for_again(self):
         store = Noting(errors={1: DataError("bad")})
         own = reader(store, skips=True, prefetch=1)

@@ -1,7 +1,5 @@
 """Groups of batches from leased pieces, and when a piece is given back."""
 
-import weakref
-
 import numpy as np
 
 from daskdl.channel.leasing import Lease, Range
@@ -69,14 +67,6 @@ def numbers(group):
     return [[int(i) for i in x] for x, _ in group]
 
 
-def test_a_group_has_as_many_batches_as_asked_for():
-    own = feed(Leasing([[(0, 0, 8)]]), Rows(8))
-
-    groups = [numbers(group) for group in own.groups(lambda: None, size=2)]
-
-    assert groups == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-
-
 def test_groups_and_batches_go_across_pieces_and_the_last_have_what_is_left():
     own = feed(Leasing([[(0, 0, 3)], [(1, 0, 4)]]), Rows(3, 4))
 
@@ -107,25 +97,6 @@ def test_what_is_left_is_stepped_before_anybody_is_waited_for():
     events.extend((numbers(group), channel.waits) for group in groups)
 
     assert events == [([[0, 1]], 0), ("rest", 0), ([[100, 101]], 1), ("rest", 1)]
-
-
-def test_batches_are_done_with_one_by_one():
-    channel = Leasing([[(0, 0, 2)], [(1, 0, 2)]])
-    own = feed(channel, Rows(2, 2))
-
-    seen = [(numbers([batch]), list(channel.returned)) for batch in own.batches()]
-
-    assert seen == [([[0, 1]], []), ([[100, 101]], [0])]
-
-
-def test_a_piece_is_its_ranges_one_after_the_other():
-    channel = Leasing([[(0, 2, 4), (1, 0, 3)], [(1, 3, 4)]])
-    own = feed(channel, Rows(4, 4))
-
-    got = [numbers([batch]) for batch in own.batches()]
-
-    assert got == [[[2, 3]], [[100, 101]], [[102, 103]]]
-    assert channel.returned == [0, 1]
 
 
 def test_each_batch_is_transformed_and_its_rows_are_counted_before():
@@ -160,20 +131,3 @@ def test_a_part_that_cannot_be_read_is_counted_and_given_back():
     assert got == [[[0, 1]], [[200, 201]]]
     assert own.totals.skipped == 3
     assert channel.returned == [0, 1, 2]
-
-
-def test_a_part_that_is_done_with_is_not_there_while_the_next_is_loaded():
-    class Watched(Rows):
-        def rows(self, phase, part, key):
-            alive.append(sum(ref() is not None for ref in refs))
-            rows = super().rows(phase, part, key)
-            refs.extend(map(weakref.ref, rows))
-            return rows
-
-    alive, refs = [], []
-    own = feed(Leasing([[(0, 0, 4), (1, 0, 4)], [(2, 0, 4)]]), Watched(4, 4, 4))
-
-    for _ in own.batches():
-        pass
-
-    assert alive == [0, 0, 0]

@@ -7,7 +7,7 @@ import pytest
 
 from daskdl.channel.leasing import TO_ITS_END, Lease, Range
 from daskdl.data.batching import batches
-from daskdl.errors import DataError, LostPieceError
+from daskdl.errors import DataError
 from daskdl.training.data_feed import Reader, Reading
 from daskdl.training.telemetry import EpochTotals
 
@@ -81,44 +81,6 @@ def test_many_small_parts_do_not_take_longer_each():
     assert Counted.looks <= 400 * 3 * (2 * 4 + 1)  # rows of two batches ahead, not 400
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "begun"), [(0, [0]), (1, [0, 1, 2, 3, 4]), (2, list(range(9)))]
-)
-def test_parts_with_rows_of_so_many_batches_are_begun(prefetch, begun):
-    store = Store()
-    piece = piece_of(*((part, 0, 1) for part in range(20)))
-
-    next(reader_of(store, reading(prefetch=prefetch)).chunks(piece))
-
-    assert store.begun == begun
-    assert store.wanted == set(begun)
-
-
-def test_the_next_part_is_begun_in_any_case():
-    store = Store(rows=100)
-    piece = piece_of((0, 0, 50), (0, 50, 100), (1, 0, 100), (2, 0, 100))
-
-    next(reader_of(store, reading()).chunks(piece))
-
-    assert store.begun == [0, 1]
-
-
-def test_the_part_ahead_is_begun_when_the_piece_has_no_other():
-    store = Store(rows=100)
-
-    next(reader_of(store, reading()).chunks(piece_of((0, 0, 50), ahead=7)))
-
-    assert store.begun == [0, 7]
-
-
-def test_no_shard_of_a_stream_is_begun():
-    store = Store(bits=[2, 2])
-
-    list(reader_of(store, reading()).chunks(piece_of((0, 0, TO_ITS_END), ahead=1)))
-
-    assert store.begun == []
-
-
 @pytest.mark.parametrize("seed", [None, (0, 0)], ids=["in order", "shuffled"])
 def test_rows_that_are_not_there_are_an_error(seed):
     reader = reader_of(Store(rows=5), reading(seed=seed))
@@ -135,16 +97,6 @@ def test_the_rest_of_a_bad_stream_is_left_out_if_it_may_be():
     chunks = list(reader.chunks(piece_of((0, 0, TO_ITS_END), (1, 0, TO_ITS_END))))
 
     assert [chunk.rows[0][0, 0] for chunk in chunks] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("error", "skips"), [(ValueError("torn"), False), (LostPieceError("gone"), True)]
-)
-def test_an_error_of_a_stream_comes_out(error, skips):
-    reader = reader_of(Store(bits=[error]), reading(skips=skips))
-
-    with pytest.raises(type(error), match=str(error)):
-        list(reader.chunks(piece_of((0, 0, TO_ITS_END))))
 
 
 def test_an_error_of_a_stream_says_which_part_it_is_of():

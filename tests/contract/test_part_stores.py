@@ -4,15 +4,11 @@ import dataclasses
 import threading
 import weakref
 
-import dask
-import dask.array as da
 import numpy as np
 import pytest
 
 from daskdl.channel.base import Stopped
 from daskdl.data.in_memory import InMemory
-from daskdl.data.options import SourceOptions
-from daskdl.data.sources import source_of
 from daskdl.errors import LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training import data_feed as module
@@ -255,11 +251,6 @@ class TestWorkerStore:
         assert store.rows("train", 0, "key") == (X, Y)
         assert told == [True]
 
-    def test_rows_that_are_here_go_through_no_other_thread(self, worker_store):
-        store = worker_store(None, None, held={"key": [X, Y]})
-
-        assert store.rows("train", 0, "key") == (X, Y)
-
     def test_of_rows_that_are_here_nothing_is_kept_if_they_were_begun(
         self, worker_store
     ):
@@ -278,46 +269,6 @@ class TestWorkerStore:
         assert store.rows("train", 0, "key") == (X, Y)
         assert store.rows("train", 1, "elsewhere") is not None  # so that 0 has come
         assert gone.wait(PATIENCE_S)
-
-    def test_a_part_without_a_key_is_loaded_from_the_whole_source(self, worker_store):
-        sources = {"train": Packed(Parts((X, Y), (X + 1, Y)), "X")}
-        store = worker_store(None, Channel(), sources=sources)
-
-        x, _ = store.rows("train", 1, "")
-
-        assert x.tolist() == (X + 1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("x", "y"),
-    [(X, Y), (da.from_array(X, chunks=(3, 2)), da.from_array(Y, chunks=4))],
-    ids=["numpy", "dask"],
-)
-def test_a_local_store_has_every_row_once_and_in_order(x, y, local_store):
-    source = source_of(x, y, SourceOptions(batch_size=1))
-    store = local_store(source)
-
-    parts = [store.rows("train", i, "") for i in range(source.parts)]
-
-    assert len(parts) > 2
-    np.testing.assert_array_equal(np.concatenate([x for x, _ in parts]), X)
-    np.testing.assert_array_equal(np.concatenate([y for _, y in parts]), Y)
-
-
-def test_a_local_store_computes_only_the_part_that_is_asked_for(local_store):
-    computed = []
-
-    def noting(block, block_info):
-        computed.append(block_info[None]["chunk-location"][0])
-        return block
-
-    x = da.from_array(X, chunks=(3, 2)).map_blocks(noting, dtype=X.dtype)
-    source = source_of(x, da.from_array(Y, chunks=3))
-
-    with dask.config.set(scheduler=lambda *args, **options: 1 / 0):
-        local_store(source).rows("train", 2, "")
-
-    assert computed == [2]
 
 
 def test_what_is_in_this_process_is_cut_in_the_thread_that_asks(
@@ -343,30 +294,6 @@ def test_what_is_in_this_process_is_cut_in_the_thread_that_asks(
 
 
 class TestAhead:
-    def test_a_part_that_was_begun_is_not_loaded_again(self, local_store):
-        source = waiting()
-        source.may_end.set()
-        store = local_store(source)
-
-        store.begin("train", 1, "")
-        store.begin("train", 1, "")
-        x, _ = store.rows("train", 1, "")
-
-        assert x[0, 0] == 1
-        assert source.loaded == [1]
-
-    def test_a_part_that_was_used_is_loaded_again_when_it_is_needed_again(
-        self, local_store
-    ):
-        source = waiting()
-        source.may_end.set()
-        store = local_store(source)
-
-        for _ in range(2):
-            store.rows("train", 1, "")
-
-        assert source.loaded == [1, 1]
-
     @pytest.mark.parametrize("end", ["forget", "close"])
     def test_a_part_that_is_not_needed_after_all_is_not_loaded(self, local_store, end):
         source = waiting()
@@ -400,18 +327,6 @@ class TestAhead:
 
         assert x[0, 0] == 0
 
-    def test_of_another_phase_nothing_is_forgotten(self, local_store):
-        source = waiting()
-        store = local_store(source)
-        store.begin("train", 1, "")
-        assert source.begun.wait(PATIENCE_S)
-
-        store.forget("validation", but=[])
-        source.may_end.set()
-        store.rows("train", 1, "")
-
-        assert source.loaded == [1]
-
     def test_a_part_that_does_not_come_in_time_is_named(self, local_store):
         source = waiting()
         soon = dataclasses.replace(TIMEOUTS, data=0.02, silence=0.01)
@@ -425,12 +340,6 @@ class TestAhead:
             "no part came within 0.02 s (daskdl.timeouts.data); it is waiting for part "
             "1 of the train data (box 1) to be loaded"
         )
-
-    def test_what_loading_raises_comes_out(self, local_store):
-        store = local_store(Parts(KeyError("mine")))
-
-        with pytest.raises(KeyError, match="mine"):
-            store.rows("train", 0, "")
 
 
 class TestStream:
@@ -500,30 +409,3 @@ class TestStream:
                 thread.join(PATIENCE_S)
 
         assert asked == [0, 1]
-
-
-def test_a_part_ahead_on_a_worker_that_hangs_does_not_hold_up_the_one_waited_for(
-    worker_store,
-):
-    timeouts = dataclasses.replace(TIMEOUTS, silence=0.2)
-
-    class Moved(Channel):
-        """The part ahead has been sent again; the other one is where it was."""
-
-        def missing(self, phase, part, key):
-            return f"{key} again" if part == 1 else key
-
-    def rows(key, unwanted):
-        ends = threading.Event()
-        while key == "ahead" and not unwanted():
-            assert not ends.wait(0.01)  # its worker never answers
-        if key == "ahead":
-            raise LostPieceError(key)
-        return X, Y
-
-    store = worker_store(rows, Moved(), timeouts=timeouts)
-    store.begin("train", 1, "ahead")
-
-    x, y = store.rows("train", 0, "now")
-
-    assert (x is X, y is Y) == (True, True)

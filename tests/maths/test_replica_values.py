@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 from daskdl.callbacks import EarlyStopping
 from daskdl.data.rehearsal import random_state_left_alone
@@ -19,9 +18,9 @@ from daskdl.training.epoch_control import (
     Scheduling,
 )
 from daskdl.training.optimizer_step import LossWatch, Stepper, Stepping
-from daskdl.training.replica import generators, restore_generators
+from daskdl.training.replica import restore_generators
 from daskdl.training.telemetry import EpochReport, EpochTotals
-from tests.maths.test_learning_rate import KINDS, end_epoch, groups_of, sgd
+from tests.maths.test_learning_rate import KINDS, end_epoch, sgd
 
 CPU = torch.device("cpu")
 
@@ -36,10 +35,6 @@ class Clock:
 
 def note(own, loss):
     return EpochReport(totals=EpochTotals(loss, 1), **own.report())
-
-
-def epoch_of(best):
-    return None if best is None else int(best.shared_N[0])
 
 
 def model(epoch):
@@ -78,53 +73,8 @@ class TestLossWatch:
         for stopped_at in (0, 30, 100, 199, 275):
             assert ends(stopped_at) == ends(None)
 
-    def test_what_it_gave_away_does_not_change(self):
-        watch = LossWatch(10.0)
-        watch.note(1.0)
-        values = watch.values()
-
-        watch.note(2.0)
-
-        assert (values["block"], values["last"]) == ([0.0], 1.0)
-
 
 class TestLearningRate:
-    @pytest.mark.parametrize("every", ["epoch", "step"])
-    @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-    def test_it_goes_on_as_if_it_had_not_been_stopped(self, make, every):
-        one, other = (LearningRate(sgd(), Scheduling(make, every)) for _ in "ab")
-        self.steps(one, 4)
-
-        optimizer = travelled(one._optimizer.state_dict())
-        other._optimizer.load_state_dict(optimizer)
-        other.restore_(travelled(one.values()))
-
-        for _ in range(5):
-            assert groups_of(other) == groups_of(one)
-            assert other.position()[0] == one.position()[0]
-            self.steps(one, 1)
-            self.steps(other, 1)
-
-    def steps(self, rate, count):
-        for _ in range(count):
-            if rate.per_step:
-                rate.step_()
-            end_epoch(rate)
-
-    def test_a_plateau_knows_what_it_has_seen(self):
-        def make(optimizer):
-            return lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
-
-        one, other = (LearningRate(sgd(), Scheduling(make)) for _ in "ab")
-        for loss in (1.0, 2.0):
-            end_epoch(one, loss=loss)
-        other._optimizer.load_state_dict(travelled(one._optimizer.state_dict()))
-        other.restore_(travelled(one.values()))
-
-        end_epoch(other, loss=3.0)
-
-        assert groups_of(other)[0]["lr"] == 0.5
-
     def test_a_newcomer_knows_how_many_steps_were_before_the_run(self):
         first = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
         end_epoch(first)
@@ -135,20 +85,6 @@ class TestLearningRate:
         third.restore_(travelled(second.values()))
 
         assert (third._count, third._count_before) == (2, 1)
-
-    def test_without_a_scheduler_there_is_nothing(self):
-        rate = LearningRate(sgd(), Scheduling())
-
-        rate.restore_(rate.values())
-
-        assert rate.values() is None
-
-    def test_a_scheduler_where_there_was_none_is_at_its_start(self):
-        rate = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
-
-        rate.restore_(None)
-
-        assert rate.position()[0] == 0
 
 
 class TestStopper:
@@ -161,42 +97,6 @@ class TestStopper:
     def values(self, stopper):
         """In a file there are no arrays."""
         return travelled(plain(stopper.values()))
-
-    def test_it_stops_at_the_same_epoch_with_the_same_best_model(self):
-        def stops(stopped_at):
-            own = self.own()
-            for epoch, loss in enumerate([3.0, 1.0, 2.0, 0.5, 4.0, 5.0, 6.0]):
-                if epoch == stopped_at:
-                    values, own = self.values(own), self.own()
-                    own.restore_(values, epoch)
-                train({epoch: loss}, own)
-                if own.over:
-                    return epoch, epoch_of(own.best()), repr(own.decision)
-            return None
-
-        assert stops(None) == (5, 3, stops(None)[2])
-        for stopped_at in range(6):
-            assert stops(stopped_at) == stops(None)
-
-    def test_one_that_is_over_stays_so(self):
-        one, other = self.own(), self.own()
-        train({0: 1.0, 1: 2.0, 2: 3.0}, one)
-
-        other.restore_(self.values(one), 3)
-
-        assert other.over
-        assert other.decision == one.decision
-        assert epoch_of(other.best()) == 0
-
-    def test_one_with_more_patience_goes_on(self):
-        one, other = self.own(), self.own(patience=3)
-        train({0: 1.0, 1: 2.0, 2: 3.0}, one)
-
-        other.restore_(self.values(one), 3)
-
-        assert not other.over
-        train({3: 4.0}, other)
-        assert (other.over, epoch_of(other.best())) == (True, 0)
 
     @pytest.mark.parametrize("rule", [None, EarlyStopping("val_loss", patience=2)])
     def test_what_was_about_another_score_is_forgotten(self, rule):
@@ -271,26 +171,6 @@ class TestStepper:
 
 
 class TestGenerators:
-    def test_what_is_drawn_goes_on(self):
-        with random_state_left_alone():
-            torch.manual_seed(5)
-            states = generators(CPU)
-            expected = torch.rand(3)
-            torch.manual_seed(6)
-
-            restore_generators(states, CPU)
-
-            assert torch.equal(torch.rand(3), expected)
-
-    def test_those_that_were_noted_do_not_change(self):
-        with random_state_left_alone():
-            states = generators(CPU)
-            before = states["cpu"].clone()
-
-            torch.rand(3)
-
-            assert torch.equal(states["cpu"], before)
-
     def test_a_device_that_is_not_there_is_passed_over(self):
         with random_state_left_alone():
             state = torch.get_rng_state()

@@ -1,3 +1,5 @@
+"""Requests of a send loop: their pace, and answers that are lost."""
+
 import asyncio
 import contextlib
 import re
@@ -7,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from daskdl.channel.protocol import MESSAGE_BYTES, Message, MessageKind
-from daskdl.channel.sender import BATCH_BYTES, Outbox, SendLoop
+from daskdl.channel.sender import Outbox, SendLoop
 from daskdl.config import Bound
 from daskdl.errors import WaitTimeoutError
 
@@ -83,15 +85,6 @@ async def pumping(box, receiver, *, pace_s=0.0, beat_s=PATIENCE_S, timeout_s=5.0
         await asyncio.wait([task])
 
 
-def test_everything_queued_goes_in_one_request():
-    async def body():
-        box, receiver = box_of(update(1), update(2), update(3)), Receiver()
-        async with pumping(box, receiver):
-            assert await receiver.request() == [1, 2, 3]
-
-    asyncio.run(body())
-
-
 def test_one_request_is_in_flight_and_what_comes_meanwhile_goes_together():
     async def body():
         answered = asyncio.Event()
@@ -108,42 +101,6 @@ def test_one_request_is_in_flight_and_what_comes_meanwhile_goes_together():
     asyncio.run(body())
 
 
-def test_a_request_is_at_most_four_mebibytes_and_the_rest_follows():
-    async def body():
-        half = BATCH_BYTES // 2 - MESSAGE_BYTES
-        items = [update(sequence, half) for sequence in (1, 2, 3, 4, 5)]
-        receiver = Receiver()
-        async with pumping(box_of(*items), receiver):
-            batches = [await receiver.request() for _ in range(3)]
-        assert batches == [[1, 2], [3, 4], [5]]
-
-    asyncio.run(body())
-
-
-def test_what_was_not_accepted_is_sent_again_in_order():
-    async def body():
-        box = box_of(update(1), update(2), update(3))
-        receiver = Receiver(1, 0, 2)
-        async with pumping(box, receiver):
-            batches = [await receiver.request() for _ in range(3)]
-        assert batches == [[1, 2, 3], [2, 3], [2, 3]]
-
-    asyncio.run(body())
-
-
-def test_accepted_items_leave_the_box_and_refused_ones_stay():
-    async def body():
-        answered = asyncio.Event()
-        box = box_of(update(1), update(2), update(3))
-        receiver = Receiver(2, answered)
-        async with pumping(box, receiver):
-            await receiver.request()
-            assert await receiver.request() == [3]
-            assert [item.sequence for item in box.head(10**9)] == [3]
-
-    asyncio.run(body())
-
-
 @pytest.mark.parametrize("lost", [NEVER, OSError("reset")], ids=["silent", "broken"])
 def test_a_lost_answer_is_asked_for_once_more_with_the_same_items(lost):
     async def body():
@@ -153,18 +110,6 @@ def test_a_lost_answer_is_asked_for_once_more_with_the_same_items(lost):
             assert await receiver.request() == [1]
             assert await receiver.request() == [1]
             box.offer(update(2))
-            assert await receiver.request() == [2]
-
-    asyncio.run(body())
-
-
-def test_what_is_queued_meanwhile_does_not_join_a_repeated_request():
-    async def body():
-        box, receiver = box_of(update(1)), Receiver(NEVER())
-        async with pumping(box, receiver, timeout_s=0.05):
-            assert await receiver.request() == [1]
-            box.offer(update(2))
-            assert await receiver.request() == [1]
             assert await receiver.request() == [2]
 
     asyncio.run(body())
@@ -230,15 +175,6 @@ def test_another_error_is_not_tried_again():
             with pytest.raises(ValueError, match="refused"):
                 await asyncio.wait_for(task, PATIENCE_S)
         assert receiver.requests.qsize() == 1
-
-    asyncio.run(body())
-
-
-def test_an_empty_request_is_a_sign_of_life():
-    async def body():
-        receiver = Receiver()
-        async with pumping(box_of(), receiver, beat_s=0.01):
-            assert [await receiver.request() for _ in range(3)] == [[], [], []]
 
     asyncio.run(body())
 

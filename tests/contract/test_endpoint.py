@@ -1,4 +1,4 @@
-"""The event loop's half of a channel, as the training thread finds it."""
+"""What a replica is told when its scheduler or its own event loop fails it."""
 
 import asyncio
 import dataclasses
@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl.channel.protocol import ChannelSpec
+from daskdl.channel.sender import Connection
 from daskdl.channel.worker import ReplicaEndpoint
-from daskdl.errors import WaitTimeoutError
-from tests.support.inboxes import GRID, SIZE
+from daskdl.errors import ChannelError, WaitTimeoutError
+from tests.support.inboxes import GRID, SIZE, filled
 from tests.support.records import TIMEOUTS
 
 SPEC = ChannelSpec(7, 3, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
@@ -38,3 +39,22 @@ def test_an_event_loop_that_does_nothing_is_not_waited_for_without_end(loop):
         ),
     ):
         link.begin({}, GRID)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (OSError("gone"), ChannelError, "the scheduler cannot be reached: gone"),
+        (WaitTimeoutError("too late"), WaitTimeoutError, "too late"),
+    ],
+    ids=["gone", "silent"],
+)
+def test_every_wait_ends_with_an_error_of_daskdls_own(loop, error, kind, message):
+    worker = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=loop))
+    inbox = filled()
+    connection = Connection(worker, SPEC, inbox.stop)
+
+    connection.fail(error)
+
+    assert type(connection.failure) is kind
+    assert inbox.stopped == str(connection.failure) == message

@@ -75,21 +75,3 @@ def test_one_that_fails_took_its_time_all_the_same(clock):
         clock.now += 1.0
 
     assert gauge.take(1) == Drained(busy_s=3.0)
-
-
-def test_what_was_accepted_is_counted_without_the_queues_overhead():
-    gauge = LinkMeter()
-
-    gauge.arrived([update(100), update(20)])
-    gauge.arrived([update(3)])
-
-    assert gauge.take(copies=4) == Drained(123, 3, 2, 0.0, 4)
-
-
-def test_each_is_counted_once():
-    gauge = LinkMeter()
-    gauge.arrived([update()])
-
-    first, second = gauge.take(1), gauge.take(1)
-
-    assert (first.frames, second) == (1, Drained())

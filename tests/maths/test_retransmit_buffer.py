@@ -30,31 +30,6 @@ def kept(ring, origin, sequences=range(1, 10)):
     return [item.sequence for item in ring.find(origin, sequences)]
 
 
-def test_what_is_kept_is_found_ascending_and_only_what_was_asked_for():
-    ring = ring_of((0, 2), (0, 1), (0, 3), (1, 2))
-
-    assert kept(ring, 0, [3, 1, 9, 3]) == [1, 3]
-    assert kept(ring, 1) == [2]
-    assert kept(ring, 2) == []
-
-
-def test_beyond_the_bound_the_oldest_are_forgotten_whatever_their_origin():
-    ring = ring_of((0, 1), (1, 1), (0, 2), (1, 2), limit_bytes=3 * WEIGHT)
-
-    assert kept(ring, 0) == [2]
-    assert kept(ring, 1) == [1, 2]
-    assert (len(ring), ring.nbytes) == (3, 3 * WEIGHT)
-
-
-def test_a_large_one_displaces_as_many_as_it_needs():
-    ring = ring_of((0, 1), (0, 2), (0, 3), limit_bytes=3 * WEIGHT)
-
-    ring.keep(update(1, 1, 36 + WEIGHT))
-
-    assert kept(ring, 0) == [3]
-    assert kept(ring, 1) == [1]
-
-
 def test_one_larger_than_the_bound_is_not_kept_and_displaces_nothing():
     ring = ring_of((0, 1), limit_bytes=WEIGHT)
 
@@ -69,19 +44,6 @@ def test_one_that_is_here_counts_once_and_stays_as_old_as_it_is():
 
     assert kept(ring, 0) == [2, 3]
     assert ring.nbytes == 2 * WEIGHT
-
-
-def test_a_payload_is_shared():
-    frame = bytearray(36)
-    ring = RetransmitBuffer(10**6)
-
-    ring.keep(update(0, 1, 36, frame))
-
-    assert ring.find(0, [1])[0].payload is frame
-
-
-def test_a_ring_without_room_keeps_nothing():
-    assert len(ring_of((0, 1), limit_bytes=0)) == 0
 
 
 @given(KEPT, st.integers(0, 1000))
@@ -124,28 +86,6 @@ def test_two_threads_lose_no_count():
 
 
 class TestUntilAcknowledged:
-    def test_at_the_bound_there_is_no_room_and_nothing_is_forgotten(self):
-        ring = RetransmitBuffer(3 * WEIGHT, evicts=False)
-        room = []
-
-        for sequence in range(1, 6):
-            room.append(ring.has_room())
-            ring.keep(update(0, sequence))
-
-        assert room == [True, True, True, False, False]
-        assert kept(ring, 0) == [1, 2, 3, 4, 5]
-
-    def test_what_is_acknowledged_is_forgotten_up_to_there(self):
-        ring = RetransmitBuffer(3 * WEIGHT, evicts=False)
-        for sequence in (1, 2, 3):
-            ring.keep(update(0, sequence))
-
-        assert [ring.acknowledge(2), ring.acknowledge(2)] == [True, False]
-
-        assert kept(ring, 0) == [3]
-        assert (len(ring), ring.nbytes) == (1, WEIGHT)
-        assert ring.has_room()
-
     def test_one_of_any_size_is_taken_while_there_is_nothing(self):
         ring = RetransmitBuffer(1, evicts=False)
 

@@ -50,6 +50,15 @@ class TestStaleness:
             await in_thread(run.channels[0].wait_for_peers, 30, 1, 8)
             assert run.channels[0].wait_for_peers(30, 1, None) == 0
 
+    @every_channel()
+    async def test_all_have_come_as_far_where_they_meet(self, a_run):
+        async with a_run() as run:
+            assert run.channels[0].wait_for_peers(5, 0, None) == 5
+
+            run.channels[0].sync(5, GRID)
+
+            assert run.channels[0].wait_for_peers(5, 0, None) == 0
+
 
 BLOCKING = {
     "gather": lambda channel: channel.barrier("end", None),

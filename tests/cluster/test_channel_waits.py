@@ -10,7 +10,7 @@ from daskdl import codec
 from daskdl.channel import sender as pump_end
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import MESSAGE_BYTES, WaitCause
-from daskdl.channel.routing import BEAT_S
+from daskdl.channel.routing import BEAT_S, RECENT
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,
@@ -97,6 +97,19 @@ async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
         await in_thread(receiver.wait_for_updates, {0: 9})
         assert totals(receiver.drain())[0] == 9
         assert sender.stats().withheld == 3
+
+
+@two_workers()
+async def test_over_a_relay_only_the_latest_are_kept_for_those_that_miss_them(
+    c, s, a, b
+):
+    async with a_run(c, s, a, b, outbox_bytes=1000) as run:
+        for step in range(RECENT + 4):
+            await in_thread(publish, run.channels[0], step=step, force=True)
+
+        kept = run.link(0).lookup(0, range(1, RECENT + 5))
+
+        assert [message.sequence for message in kept] == [*range(5, RECENT + 5)]
 
 
 @EITHER

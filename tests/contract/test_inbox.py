@@ -80,6 +80,16 @@ class TestProgress:
         assert steps(inbox) == {1: 7}
         assert inbox.peers.slowest(2) is None
 
+    def test_a_late_message_takes_nothing_back(self):
+        inbox = Inbox(SIZE, GRID, 10**9, in_order=False)
+        for sequence in (1, 2):
+            put(inbox, 1, sequence)
+        inbox.announce(1, PeerProgress(9, 4))  # those updates are under way
+
+        inbox.announce(1, PeerProgress(1, 1))
+
+        assert steps(inbox) == {1: 2}
+
     def test_a_failed_replica_has_none_any_more(self):
         inbox = filled()
         for origin in (1, 2):

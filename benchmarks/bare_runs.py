@@ -10,6 +10,7 @@ from distributed import Client, LocalCluster
 from daskdl.channel import protocol
 from daskdl.channel.leasing import WHOLE_EPOCHS, partition_sizes
 from daskdl.channel.protocol import ChannelSpec
+from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
@@ -47,7 +48,7 @@ def bare_run(
         "relay_bytes": LIMIT_BYTES,
         "min_replicas": 1,
         "timeouts": vars(timeouts),
-        "routing": routing,
+        "relayed": ROUTINGS[routing].relayed,
         "intervals": WHOLE_EPOCHS,
     }
     client.sync(client.scheduler.daskdl_open, spec=plan, client=client.id)

@@ -174,7 +174,7 @@ class RunSpec:
         relay_bytes: Bound of the relay's queue for each replica.
         min_replicas: With fewer active ones nobody gets a lease.
         timeouts: Bounds on waiting, seconds, by name.
-        routing: ``"plain"``, or ``"mesh"``: then no updates come here.
+        relayed: Whether the scheduler passes updates on; see `Routing`.
         first_epoch: That is trained, counted from 0; those before were, elsewhere.
         intervals: How the epochs are divided.
     """
@@ -188,7 +188,7 @@ class RunSpec:
     relay_bytes: Natural
     min_replicas: Natural
     timeouts: Mapping[str, float]
-    routing: str = "plain"
+    relayed: bool = True
     first_epoch: Natural = 0
     intervals: SyncIntervals = WHOLE_EPOCHS
 

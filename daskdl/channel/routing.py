@@ -6,11 +6,13 @@ updates go and what it passes on for others; what all routings do alike lies in
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -25,14 +27,9 @@ from daskdl.channel.protocol import (
     MessageKind,
     PeerProgress,
 )
-from daskdl.channel.sender import (
-    Connection,
-    LinkMeter,
-    Outbox,
-    RetransmitBuffer,
-    SendLoop,
-)
+from daskdl.channel.sender import Connection, Outbox, RetransmitBuffer, SendLoop
 from daskdl.errors import DaskDLError
+from daskdl.thresholds import Drained
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +38,65 @@ PACE_S = 0.005  # least time between two requests to one destination
 BEAT_PACE_S = 0.05  # least time between two signs of life without updates
 IDLE_S = 60.0  # between neighbours nothing is sent only to show a sign of life
 RETRY_S = 1.0  # after a neighbour could not be reached
+
+
+class LinkMeter:
+    """Counts what leaves one replica, over all its destinations.
+
+    Time counts once where requests are under way side by side: they share the link.
+    The pause between two requests is not counted, nor is a request without frames.
+    """
+
+    def __init__(self) -> None:
+        self._drained = Drained()
+        self._under_way = 0
+        self._since = 0.0  # until then the time is counted
+        self._lock = threading.Lock()
+
+    # ---- event loop
+
+    @contextlib.contextmanager
+    def request(self, messages: Sequence[Message]) -> Iterator[None]:
+        """Count the time of a request that carries these."""
+        counts = bool(messages)
+        self._count_time(counts)
+        try:
+            yield
+        finally:
+            self._count_time(-counts)
+
+    def _count_time(self, begun: int) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            if self._under_way:
+                busy_s = self._drained.busy_s + now - self._since
+                self._drained = self._drained._replace(busy_s=busy_s)
+            self._since = now
+            self._under_way += begun
+
+    def arrived(self, messages: Sequence[Message]) -> None:
+        """Count a request that was answered, and the messages it accepted."""
+        if not messages:
+            return
+        with self._lock:
+            former = self._drained
+            self._drained = former._replace(
+                nbytes=former.nbytes + sum(message.nbytes for message in messages),
+                frames=former.frames + len(messages),
+                requests=former.requests + 1,
+            )
+
+    # ---- training thread
+
+    def take(self, copies: int) -> Drained:
+        """Counts since the last call.
+
+        Args:
+            copies: Of one published frame that leave this replica.
+        """
+        with self._lock:
+            drained, self._drained = self._drained, Drained()
+        return drained._replace(copies=copies)
 
 
 class Destination(ABC):

@@ -27,7 +27,6 @@ from daskdl.channel.protocol import (
     MessageKind,
     PeerProgress,
 )
-from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.sender import Outbox
 from daskdl.config import Bound, Timeouts
 from daskdl.errors import DaskDLError, RunError, WaitTimeoutError, shown
@@ -265,9 +264,6 @@ class RunState:
     holding: bool
 
     def __init__(self, spec: RunSpec, now: float = 0.0) -> None:
-        if spec.routing not in ROUTINGS:
-            known = " or ".join(ROUTINGS)
-            raise ValueError(f"routing must be {known}, got {spec.routing!r}")
         self.spec = spec
         self.timeouts = Timeouts(**spec.timeouts)
         self.members = Membership(spec.replicas)
@@ -495,7 +491,7 @@ class RunState:
         adopt the membership first: from then on they send to the joining one.
         """
         replicas = self.members.replicas
-        return ROUTINGS[self.spec.routing].relayed or all(
+        return self.spec.relayed or all(
             replicas[r].generation >= generation for r in self.members.training
         )
 
@@ -504,7 +500,7 @@ class RunState:
 
         All later ones it is sent.
         """
-        if ROUTINGS[self.spec.routing].relayed:
+        if self.spec.relayed:
             return self._passed_on()
         replicas = self.members.replicas
         cut = {r: replicas[r].adopted_at for r in self.members.training}

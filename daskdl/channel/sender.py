@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from distributed import Worker
@@ -15,7 +15,6 @@ from distributed import Worker
 from daskdl.channel.protocol import MESSAGE_BYTES, Answer, ChannelSpec, Message
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, DaskDLError, WaitTimeoutError
-from daskdl.thresholds import Drained
 
 logger = logging.getLogger(__name__)
 
@@ -280,65 +279,6 @@ class RetransmitBuffer:
         with self._lock:
             of_origin = self._found.get(origin, {})
             return [of_origin[sequence] for sequence in wanted if sequence in of_origin]
-
-
-class LinkMeter:
-    """Counts what leaves one replica, over all its destinations.
-
-    Time counts once where requests are under way side by side: they share the link.
-    The pause between two requests is not counted, nor is a request without frames.
-    """
-
-    def __init__(self) -> None:
-        self._drained = Drained()
-        self._under_way = 0
-        self._since = 0.0  # until then the time is counted
-        self._lock = threading.Lock()
-
-    # ---- event loop
-
-    @contextlib.contextmanager
-    def request(self, messages: Sequence[Message]) -> Iterator[None]:
-        """Count the time of a request that carries these."""
-        counts = bool(messages)
-        self._count_time(counts)
-        try:
-            yield
-        finally:
-            self._count_time(-counts)
-
-    def _count_time(self, begun: int) -> None:
-        with self._lock:
-            now = time.perf_counter()
-            if self._under_way:
-                busy_s = self._drained.busy_s + now - self._since
-                self._drained = self._drained._replace(busy_s=busy_s)
-            self._since = now
-            self._under_way += begun
-
-    def arrived(self, messages: Sequence[Message]) -> None:
-        """Count a request that was answered, and the messages it accepted."""
-        if not messages:
-            return
-        with self._lock:
-            former = self._drained
-            self._drained = former._replace(
-                nbytes=former.nbytes + sum(message.nbytes for message in messages),
-                frames=former.frames + len(messages),
-                requests=former.requests + 1,
-            )
-
-    # ---- training thread
-
-    def take(self, copies: int) -> Drained:
-        """Counts since the last call.
-
-        Args:
-            copies: Of one published frame that leave this replica.
-        """
-        with self._lock:
-            drained, self._drained = self._drained, Drained()
-        return drained._replace(copies=copies)
 
 
 BATCH_BYTES = 4 * 2**20  # below Dask's 10 MiB offload to its one helper thread

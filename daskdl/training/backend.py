@@ -307,7 +307,7 @@ def run_spec_of(
     workers: Mapping[int, str],
     sources: Mapping[str, Source],
     keys: Mapping[str, Sequence[str]] | None = None,
-    routing: str = "plain",
+    relayed: bool = True,
     relay_bytes: int = 0,
 ) -> RunSpec:
     """Describe a run to the run state; the log shows how the data are leased.
@@ -318,7 +318,7 @@ def run_spec_of(
         sources: Data of each phase; their lengths are known, if not sequential.
         keys: By phase, the Dask key of each part that a worker holds; None: no worker
             holds any.
-        routing: ``"plain"`` or ``"mesh"``.
+        relayed: Whether the scheduler passes updates on.
         relay_bytes: Bound of the relay's queue for each replica.
 
     Raises:
@@ -369,7 +369,7 @@ def run_spec_of(
         relay_bytes=relay_bytes,
         min_replicas=spec.master.min_replicas,
         timeouts=vars(spec.timeouts),
-        routing=routing,
+        relayed=relayed,
         first_epoch=spec.first_epoch,
         intervals=SyncIntervals(
             replicas=len(workers),

@@ -25,6 +25,7 @@ from typing_extensions import override
 from daskdl.channel import protocol
 from daskdl.channel.protocol import NAME, Answer, join, unwrap
 from daskdl.channel.remote import RemoteChannel
+from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.cluster import OWN, REMEDY, arrival_plugin, mismatch
@@ -400,7 +401,7 @@ class DaskBackend(Backend):
             self.workers,
             {phase: own.source for phase, own in self._supplies.items()},
             {phase: own.keys for phase, own in self._supplies.items()},
-            self._routing,
+            ROUTINGS[self._routing].relayed,
             RELAY_BYTES,
         )
         answer = self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)

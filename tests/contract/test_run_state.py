@@ -527,7 +527,7 @@ def test_nobody_is_told_of_routes_before_all_founders_are_there():
 
 
 def test_every_join_and_loss_changes_the_routes_for_all():
-    record = joined(2, routing="mesh")
+    record = joined(2, relayed=False)
 
     replica = newcomer(record)
     record.remove(0)
@@ -541,7 +541,7 @@ def test_every_join_and_loss_changes_the_routes_for_all():
 
 
 def test_the_routes_come_after_the_word_of_the_loss():
-    record = joined(2, routing="mesh")
+    record = joined(2, relayed=False)
 
     record.remove(0)
 
@@ -549,7 +549,7 @@ def test_the_routes_come_after_the_word_of_the_loss():
 
 
 def test_a_newcomer_is_cut_off_where_all_have_heard_of_it():
-    record = joined(2, routing="mesh")
+    record = joined(2, relayed=False)
     replica = newcomer(record)
     generation = record.members.generation
     acknowledge(record, 0, (1, 9, -1), generation, adopted_at=7)
@@ -562,7 +562,7 @@ def test_a_newcomer_is_cut_off_where_all_have_heard_of_it():
 
 
 def test_nothing_is_forgotten_that_a_newcomer_may_still_need():
-    record = joined(2, routing="mesh")
+    record = joined(2, relayed=False)
     acknowledge(record, 0, (1, 5, -1), 2)
     replica = newcomer(record)  # at that time it needs nothing up to 5
     acknowledge(record, 0, (1, 9, -1), 3, adopted_at=7)
@@ -577,7 +577,7 @@ def test_nothing_is_forgotten_that_a_newcomer_may_still_need():
 
 
 def test_one_that_is_lost_keeps_nothing_from_being_forgotten():
-    record = joined(3, routing="mesh")
+    record = joined(3, relayed=False)
     acknowledge(record, 0, (1, 5, -1), 3)
     acknowledge(record, 1, (1, 0, -1), 3, received={0: 5})
     assert record.received_by_all(0) == 0
@@ -588,7 +588,7 @@ def test_one_that_is_lost_keeps_nothing_from_being_forgotten():
 
 
 def test_the_words_are_of_those_that_train():
-    record = joined(2, routing="mesh")
+    record = joined(2, relayed=False)
     newcomer(record)
     acknowledge(record, 0, (6, 5, 1), 2)
 

@@ -20,6 +20,7 @@ from daskdl.channel.protocol import (
     wrap,
 )
 from daskdl.channel.remote import RemoteChannel
+from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
@@ -171,7 +172,7 @@ class Run:
             "relay_bytes": relay_bytes,
             "min_replicas": min_replicas,
             "timeouts": dataclasses.asdict(self.spec.timeouts),
-            "routing": self.spec.routing,
+            "relayed": ROUTINGS[self.spec.routing].relayed,
             "intervals": intervals,
         }
         answer = await self.ask("daskdl_open", spec=plan, client=self.client.id)

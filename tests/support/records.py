@@ -29,7 +29,7 @@ def of_one(piece):
 
 
 def plan_of(
-    replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None, routing="plain"
+    replicas=3, relay_bytes=10 * EACH, synchronous=False, seed=None, relayed=True
 ):
     return RunSpec(
         run=7,
@@ -41,7 +41,7 @@ def plan_of(
         relay_bytes=relay_bytes,
         min_replicas=1,
         timeouts=dataclasses.asdict(TIMEOUTS),
-        routing=routing,
+        relayed=relayed,
     )
 
 

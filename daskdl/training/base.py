@@ -1,7 +1,7 @@
-"""What a training algorithm provides: the frozen plan and the exchange of one replica.
+"""The interface of a training algorithm: `TrainingMaster` and `Exchange`.
 
-A :class:`TrainingMaster` is chosen by the user and travels. The :class:`Exchange` it
-makes lives in one replica and moves its parameters.
+A :class:`TrainingMaster` is a frozen specification, pickled to the workers. It creates
+one :class:`Exchange` per replica, which shares that replica's progress with the others.
 """
 
 import contextlib
@@ -38,19 +38,19 @@ from daskdl.thresholds import Sent
 
 @dataclass
 class ExchangeStats:
-    """Counts what an exchange does in one epoch."""
+    """Counters of one exchange over an epoch."""
 
     exchanges: int = 0
     density_sum: float = 0.0  # entries sent / parameters, summed over exchanges
-    threshold: float = math.nan  # the last one, parameter units; of several the mean
+    threshold: float = math.nan  # last used, parameter units; mean over groups
     clipped: float = 0.0  # mass removed by clipping, parameter units
     lead_sum: int = 0  # steps ahead of the slowest replica, summed over steps
     steps: int = 0
-    frozen_bytes: int = 0  # sent to all at the last barrier, see `Untrained`
+    frozen_bytes: int = 0  # frozen parameters sent at the last sync
 
 
 class StepStats(NamedTuple):
-    """What one step exchanged and left; columns of `history.STEP_COLUMNS`."""
+    """Measurements of one step's exchange; columns of `history.STEP_COLUMNS`."""
 
     threshold: float = math.nan
     density: float = math.nan
@@ -67,7 +67,7 @@ class StepStats(NamedTuple):
 
 
 def trained_in(module: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters by name; views, not copies.
+    """Return the trainable parameters by name, as views.
 
     Example:
         >>> list(trained_in(nn.BatchNorm1d(2)))
@@ -77,7 +77,7 @@ def trained_in(module: nn.Module) -> dict[str, Tensor]:
 
 
 def largest_in(module: nn.Module) -> float:
-    """The largest absolute value of a trainable parameter; NaN if one is.
+    """Return the largest absolute value of all trainable parameters; NaN if any is NaN.
 
     Example:
         >>> largest_in(nn.LayerNorm(2))
@@ -89,7 +89,7 @@ def largest_in(module: nn.Module) -> float:
 
 
 def others_in(module: nn.Module) -> dict[str, Tensor]:
-    """Frozen parameters and buffers by name; views, not copies.
+    """Return frozen parameters and buffers by name, as views.
 
     Example:
         >>> list(others_in(nn.BatchNorm1d(2)))
@@ -100,14 +100,14 @@ def others_in(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a module; parameters that are not given stay unchanged.
+    """Copy tensors into a module; trainable parameters may be missing from them.
 
     Args:
         module: Changed in place; its tensors stay the same objects.
-        tensors: By name, on any device; at least those of `others_in`.
+        tensors: By name, on any device; must include every name of `others_in`.
 
     Raises:
-        SaveError: If names or shapes do not match those of the module.
+        SaveError: If a name or shape does not match the module.
     """
     others = others_in(module)
     own = {**trained_in(module), **others}
@@ -123,7 +123,7 @@ def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def described(tensor: Tensor) -> str:
-    """A tensor's dtype and shape.
+    """Return a tensor's dtype and shape as text.
 
     Example:
         >>> described(torch.zeros(2, 3))
@@ -139,18 +139,18 @@ def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
 
 @dataclass
 class Parameters:
-    """A replica's parameters and buffers as they leave it; one of the two forms.
+    """A replica's parameters and buffers, either `exact` or as counts in `shared_N`.
 
     Attributes:
-        exact: State dict of one replica's own module, on the CPU; else None.
-        shared_N: Steps of `grid` that all replicas agree on, int32, else None.
-        residual_N: Steps of `grid` that have not been sent, of this replica, or of all
-            together, int32, else None. They are no part of the model.
+        exact: State dict of one replica's module, on the CPU, or None.
+        shared_N: Parameters agreed on by all replicas, int32, steps of `grid`, or None.
+        residual_N: Residual of this replica, or summed over all replicas, int32, steps
+            of `grid`, or None. Not part of the model.
         grid: Parameter units per step.
-        untrained: Averaged buffers, and frozen parameters that the model has changed,
-            where the parameters are not `exact`; see `Untrained`.
+        untrained: With `shared_N`, averaged buffers and the frozen parameters that the
+            model has changed; see `Untrained`.
         hidden: With `exact`, buffers that are not in the state dict, by name.
-        digest: Checksum of what is equal on all replicas after a sync point.
+        digest: Checksum of the state that is equal on all replicas after a sync point.
     """
 
     exact: Mapping[str, Any] | None = None
@@ -162,12 +162,12 @@ class Parameters:
     digest: int = 0
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether parameters are present."""
         return self.exact is not None or self.shared_N is not None
 
     @classmethod
     def of(cls, module: nn.Module) -> "Parameters":
-        """Copy those of a module to the CPU; tied ones stay tied on loading."""
+        """Copy a module's tensors to the CPU; tied tensors stay tied on loading."""
         state, buffers = module.state_dict(), module.named_buffers()
         hidden = {name: value for name, value in buffers if name not in state}
         kept = [{n: v.cpu() for n, v in part.items()} for part in (state, hidden)]
@@ -175,7 +175,7 @@ class Parameters:
         return cls(exact=exact, hidden=hidden)
 
     def values(self) -> dict[str, Any]:
-        """The same as plain values and tensors."""
+        """Convert to plain values and tensors."""
         if self.shared_N is None:
             exact = None if self.exact is None else dict(self.exact)
             return {"exact": exact, "hidden": dict(self.hidden)}
@@ -187,7 +187,7 @@ class Parameters:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Parameters":
-        """Read what `values` returned."""
+        """Create from the result of `values`."""
         if "shared" not in values:
             return cls(exact=values["exact"], hidden=values.get("hidden", {}))
         untrained = {n: tensor.numpy() for n, tensor in values["untrained"].items()}
@@ -195,7 +195,7 @@ class Parameters:
         return cls(None, shared_N, None, grid, untrained)
 
     def load_into(self, module: nn.Module) -> None:
-        """Load these parameters and buffers into a module, if there are any."""
+        """Load into a module; do nothing if no parameters are present."""
         if self.exact is not None:
             _make_room_(module, self.exact, self.hidden)
             module.load_state_dict(self.exact)
@@ -210,7 +210,7 @@ class Parameters:
 def _make_room_(
     module: nn.Module, exact: Mapping[str, Any], hidden: Mapping[str, Tensor]
 ) -> None:
-    """Register and resize buffers, so that the tensors can be loaded."""
+    """Register, replace and remove buffers, so that the tensors can be loaded."""
     tensors = {**exact, **hidden}
     for prefix, part in module.named_modules():
         for leaf, buffer in part.named_buffers(recurse=False):
@@ -221,11 +221,11 @@ def _make_room_(
     for name in own.keys() - tensors.keys():
         path, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(path), leaf, None)
-    # A state dict may have other names than the parameters and buffers.
+    # State dict names may differ from those of parameters and buffers.
     there = {*own, *module.state_dict()}
     for name in [name for name in tensors if name not in there]:
         path, _, leaf = name.rpartition(".")
-        # Where there is no place for it, it is left out, or refused on loading.
+        # A tensor with no place in the module is skipped, or refused on loading.
         with contextlib.suppress(AttributeError, KeyError):
             new = torch.empty_like(tensors[name])
             module.get_submodule(path).register_buffer(leaf, new, name in exact)
@@ -236,28 +236,29 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
 
 
 class CompressionState(NamedTuple):
-    """State of compression that one fit leaves to the next."""
+    """Compression state that one fit passes to the next."""
 
-    sent: Mapping[str, Sent]  # what the last exchange of each pattern did
-    steps: int  # of all fits, of the replica that made most of them
+    sent: Mapping[str, Sent]  # outcome of the last exchange, by pattern
+    steps: int  # over all fits, of the replica with the most steps
 
 
 class ExchangeResult(NamedTuple):
-    """What one exchange leaves at the end of a fit, beside the agreed parameters."""
+    """State of an exchange at the end of a fit, without the agreed parameters."""
 
     compression: CompressionState = CompressionState({}, 0)
-    residual_N: NDArray[np.int32] | None = None  # not sent, steps of the agreed grid
+    residual_N: NDArray[np.int32] | None = None  # int32, steps of the agreed grid
 
 
 @dataclass(frozen=True, eq=False)
 class KeptResidual:
-    """The residuals of all replicas at the end of a fit, for the next one.
+    """The residuals of all replicas at the end of a fit, kept for the next fit.
 
     Attributes:
-        counts_N: Their sum, int32, steps of `grid`, in the order of FlatParameters.
+        counts_N: Sum of the residuals, int32, steps of `grid`, in the order of
+            FlatParameters.
         grid: Parameter units per step, a power of two.
-        layout: Of the trainable parameters that it is beside, as `layout_of` says it.
-        checksum: Of their values, as `checksum_of` says it.
+        layout: `layout_of` the module at the end of the fit.
+        checksum: `checksum_of` the module at the end of the fit.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -276,32 +277,32 @@ class KeptResidual:
     def beside(
         cls, module: nn.Module, counts_N: NDArray[np.int32], grid: float
     ) -> "KeptResidual":
-        """The residual of a fit that ended with a module's parameters."""
+        """Create for a fit that ended with the parameters of `module`."""
         return cls(counts_N, grid, layout_of(module), checksum_of(module))
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether a module has the same trainable parameters, with the same values."""
+        """Return whether a module has the same trainable parameters and values."""
         same = list(self.layout.items()) == list(layout_of(module).items())
         return same and self.checksum == checksum_of(module)
 
     def share_N(self, place: int, replicas: int) -> NDArray[np.int32]:
-        """Return the share of one initial replica of a run; shares sum up exactly.
+        """Return one initial replica's share; all shares sum exactly to `counts_N`.
 
         Args:
-            place: Of the replica among them, from 0. The remainder of the division goes
-                to the first ones.
-            replicas: How many there are.
+            place: Index of the replica among the initial replicas, from 0. The first
+                replicas get the remainder of the division.
+            replicas: Number of initial replicas.
         """
         whole_N, left_N = np.divmod(self.counts_N, np.int32(replicas))
         return whole_N + (left_N > place)
 
     def deliver_(self, module: nn.Module) -> None:
-        """Add all of it to a module's parameters."""
+        """Add the whole residual to a module's parameters."""
         load_counts_(module, self.counts_N, self.grid, add=True)
 
 
 def layout_of(module: nn.Module) -> dict[str, str]:
-    """Name, dtype and shape of the trainable parameters, in their order.
+    """Return dtype and shape of the trainable parameters by name, in order.
 
     Example:
         >>> layout_of(nn.Linear(2, 1))
@@ -311,7 +312,7 @@ def layout_of(module: nn.Module) -> dict[str, str]:
 
 
 def checksum_of(module: nn.Module) -> int:
-    """A CRC-32 of the values of the trainable parameters, on whatever device."""
+    """Return a CRC-32 of the trainable parameters' values, on any device."""
     checksum = 0
     for tensor in trained_in(module).values():
         octets = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -319,37 +320,34 @@ def checksum_of(module: nn.Module) -> int:
     return checksum
 
 
-# Kinds of the states of exchanges.
+# Kinds of exchange states.
 ALONE, SHARER, AVERAGER = "alone", "sharer", "averager"
-PARAMETERS = "parameters"  # in what is common, where a module has them as they are
-MODEL = "model"  # kind of an exchange whose only state is the model, and its snapshot
+PARAMETERS = "parameters"  # key of unquantized parameters in `State.common`
+MODEL = "model"  # kind of an exchange whose only state is the model; its snapshot key
 
 
 class State(NamedTuple):
-    """State of an exchange between two epochs: plain values and tensors.
+    """State of an exchange at a sync point: plain values, and tensors, not copied."""
 
-    Tensors are not copied.
-    """
-
-    kind: str  # of the exchange
-    common: Mapping[str, Any]  # the same for all replicas
+    kind: str  # kind of the exchange
+    common: Mapping[str, Any]  # equal on all replicas
     own: Mapping[str, Any]
 
 
 class Resumed(NamedTuple):
-    """States of exchanges of another run that one replica takes over."""
+    """Exchange states that one replica resumes from a checkpoint."""
 
-    kind: str  # of the exchanges
+    kind: str  # kind of the exchanges
     common: Mapping[str, Any]
-    own: Sequence[Mapping[str, Any]]  # of replicas whose part it takes, maybe of none
-    common_at: str = "what is common"  # where it was read, for messages
+    own: Sequence[Mapping[str, Any]]  # one per replica it takes over, maybe none
+    common_at: str = "what is common"  # location of `common`, for messages
     own_at: Sequence[str] = ()
 
     def check(self, state: State) -> None:
-        """Refuse states of another form than the one of the new exchange.
+        """Check that the states have the same form as the state of the new exchange.
 
         Raises:
-            SaveError: Naming the file and the field.
+            SaveError: If a form differs; names the file and the field.
         """
         check_like(state.common, self.common, f"{self.common_at}: exchange")
         for own, at in zip(self.own, self.own_at, strict=False):
@@ -357,7 +355,7 @@ class Resumed(NamedTuple):
 
     @property
     def last(self) -> CompressionState | None:
-        """The compression state of a replica that was alone; else None."""
+        """Compression state of a `SoloExchange`; None for other kinds."""
         if self.kind != ALONE:
             return None
         with restoring(f"{self.common_at}: exchange"):
@@ -369,13 +367,13 @@ class Resumed(NamedTuple):
 
 @contextlib.contextmanager
 def restoring(what: str) -> Iterator[None]:
-    """Context manager: errors from wrong values mean that a checkpoint is damaged.
+    """Context manager: report errors from wrong values as a damaged checkpoint.
 
     Args:
-        what: The file and the field.
+        what: File and field, for the message.
 
     Raises:
-        SaveError: In place of the errors of Python and torch.
+        SaveError: In place of errors from Python and torch.
     """
     try:
         yield
@@ -399,21 +397,21 @@ def restoring(what: str) -> Iterator[None]:
 
 
 def check_like(own: Any, found: Any, what: str, *, loose: bool = False) -> None:
-    """Refuse a state that was read if its form differs from that of the own state.
+    """Check that a state read from a checkpoint has the same form as the current state.
 
-    Types, fields, lengths and shapes are compared, values are not. None matches
-    anything.
+    Types, fields, lengths and shapes are compared; values are not. None in `own`
+    matches anything.
 
     Args:
-        own: What would be written.
-        found: What was read; it may have more fields.
-        what: Its name in messages.
-        loose: For states of another library's or the user's classes: lists and tensors
-            may be of any length, None matches anything, private fields may be missing,
-            and private lists are not compared.
+        own: Current state.
+        found: State that was read; may have additional fields.
+        what: Name of the state in messages.
+        loose: For states of classes from other libraries or the user: lists and tensors
+            may have any length, None in `found` matches any scalar, private fields may
+            be missing, and private lists are not compared.
 
     Raises:
-        SaveError: Naming the field.
+        SaveError: If the form differs; names the field.
     """
     if isinstance(own, Tensor):
         fits = isinstance(found, Tensor) and (loose or found.shape == own.shape)
@@ -453,23 +451,23 @@ def _kind(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ReplicaContext:
-    """What a training master gets to make the exchange of one replica from.
+    """Arguments from which a training master creates one replica's exchange.
 
     Attributes:
-        module: The replica's model, on its device; its parameters are the start.
+        module: The replica's model on its device, with the initial parameters.
         channel: The replica's end of the run: messages, barriers and blobs.
-            `docs/extending.md` lists the methods for a master of your own.
+            `docs/extending.md` lists the methods for custom masters.
         replica: Number of the replica in the run.
-        members: Numbers of all initial replicas of the run, ascending; of a replica
-            that joins later only its own.
-        compression: State of compression that an earlier fit left, or None.
-        snapshot: What `Exchange.snapshot` of another replica returned, where this one
-            joins later; else None.
-        optimizer: Of the module; the exchange may change its state.
-        resumed: What a checkpoint has for the exchange, or None.
-        residual: Undelivered progress of an earlier fit, of all replicas together, for
-            the initial ones to deliver; or None.
-        untrained: The buffers, and frozen parameters that the model changes itself.
+        members: Numbers of all initial replicas, ascending; for a joining replica only
+            its own.
+        compression: Compression state of an earlier fit, or None.
+        snapshot: For a joining replica, the result of another replica's
+            `Exchange.snapshot`; else None.
+        optimizer: Optimizer of the module; the exchange may change its state.
+        resumed: Exchange states from a checkpoint, or None.
+        residual: Summed residual of an earlier fit, which the initial replicas deliver;
+            or None.
+        untrained: The buffers, and the frozen parameters that the model itself changes.
     """
 
     module: nn.Module
@@ -481,7 +479,7 @@ class ReplicaContext:
     optimizer: Optimizer | None = None
     resumed: Resumed | None = None
     residual: KeptResidual | None = None
-    untrained: Untrained = None  # type: ignore[assignment]  # as the module is now
+    untrained: Untrained = None  # type: ignore[assignment]  # from `module`
 
     def __post_init__(self) -> None:
         if self.untrained is None:
@@ -489,40 +487,41 @@ class ReplicaContext:
 
     @property
     def alone(self) -> bool:
-        """Whether this replica starts the run alone, and goes on from nobody else."""
+        """Whether this is the only initial replica, new or resumed from a solo run."""
         resumed = self.resumed
         begins = self.snapshot is None and (resumed is None or resumed.kind == ALONE)
         return begins and len(self.members) == 1
 
 
 class Exchange(ABC):
-    """One replica's part in training together. Only its training thread uses it.
+    """One replica's side of distributed training, used only by its training thread.
 
-    Each step calls `before_step`, computes the gradients, lets the optimizer step at
-    `learning_rate_scale` times its rate, and calls `after_step`. At the end of each
-    sync interval (an epoch, or the time between two checkpoints in the middle of one)
-    `sync` has all replicas agree. A subclass defines `after_step` and `sync`. The
-    other methods have defaults, for an exchange whose only state is the model.
+    Each step calls `before_step`, computes the gradients, runs the optimizer at
+    `learning_rate_scale` times its learning rate, and calls `after_step`. `sync` makes
+    all replicas agree at the end of each sync interval, which is an epoch, or the part
+    of an epoch between two checkpoints. Subclasses define `after_step` and `sync`. The
+    other methods have defaults for an exchange whose only state is the model.
 
-    Any method may raise what its calls of the channel raise:
+    Any method may raise the errors of its channel calls:
     :class:`~daskdl.ChannelError` and :class:`~daskdl.WaitTimeoutError`. `after_step`
-    and `sync` raise :class:`~daskdl.DivergedError` if there is progress that cannot be
-    shared; the replica adds a diagnosis.
+    and `sync` raise :class:`~daskdl.DivergedError` if progress cannot be shared; the
+    replica adds a diagnosis.
 
     Args:
-        context: Of the replica. The model and buffers of a `snapshot` are loaded.
+        context: Context of the replica. If its `snapshot` has a model, the constructor
+            loads it.
 
     Attributes:
-        context: The same.
+        context: The context passed in.
         learning_rate_scale: Factor on the optimizer's learning rate in the next step.
-        update_scale: How much an update of this replica counts for the group; only
-            messages about a fit that diverges use it.
+        update_scale: Weight of this replica's updates in the group; used only in
+            divergence messages.
         exchanged: Whether the last step ended with an exchange.
-        averages_optimizer: Whether `sync` leaves all replicas with the same state of
-            the optimizer, so that a checkpoint has it once.
+        averages_optimizer: Whether `sync` gives all replicas the same optimizer state,
+            so that a checkpoint stores it once.
     """
 
-    kind: ClassVar[str] = MODEL  # of its states in checkpoints
+    kind: ClassVar[str] = MODEL  # kind of its checkpointed states
     learning_rate_scale: float = 1.0
     update_scale: float = 1.0
     exchanged: bool = True
@@ -537,7 +536,7 @@ class Exchange(ABC):
             packed.unpack().load_into(context.module)
 
     def before_step(self, interval: int) -> None:  # noqa: B027
-        """Wait if too far ahead, and apply what other replicas have sent.
+        """Wait if too far ahead, then apply the updates of other replicas.
 
         Args:
             interval: Number of the sync interval, from 0 over all epochs of the fit.
@@ -545,7 +544,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def after_step(self, interval: int, examples: int) -> None:
-        """Share what is due; the optimizer has just moved the parameters.
+        """Share progress if due; called right after the optimizer step.
 
         Args:
             interval: See `before_step`.
@@ -554,74 +553,74 @@ class Exchange(ABC):
 
     @abstractmethod
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
-        """Share what is left; where the interval has ended, agree with all replicas.
+        """Share remaining progress; at the end of an interval, agree with all replicas.
 
         Args:
             interval: See `before_step`.
-            examples: Rows this replica trained on so far in this epoch.
-            ended: False: there is no data for this replica at present. More may come,
-                when another replica is lost; nobody is to be waited for. True: return
-                when all replicas have the same parameters and buffers.
+            examples: Rows this replica has trained on in this epoch.
+            ended: False: this replica has no data at present, but may take over the
+                leases of a failed replica; do not wait for the end of the interval.
+                True: return when all replicas have the same parameters and buffers.
         """
 
     def agreed(self) -> Parameters:
-        """Copy what all replicas agree on: at the start, and when `sync` has ended.
+        """Copy the agreed state; called at the start and after each completed `sync`.
 
-        The default copies the module, with a checksum of its trainable parameters.
-        Replicas compare checksums.
+        The default copies the module and computes a checksum of its trainable
+        parameters. Replicas compare checksums.
         """
         parameters = Parameters.of(self.context.module)
         return dataclasses.replace(parameters, digest=checksum_of(self.context.module))
 
     def showing_agreed(self) -> AbstractContextManager[None]:
-        """Context manager in which the module shows the agreed parameters.
+        """Context manager in which the module has the agreed parameters.
 
-        They are validated in it, right after `sync`. The default leaves the module as
-        it is.
+        Validation runs in it, right after `sync`. The default leaves the module
+        unchanged.
         """
         return contextlib.nullcontext()
 
     def stats(self) -> ExchangeStats:
-        """Counters since the last call, for the epoch's row of the history."""
+        """Return the counters since the last call, for the epoch's row of `history`."""
         stats, self._stats = self._stats, ExchangeStats()
         return stats
 
     def step_stats(self) -> StepStats:
-        """What the last step exchanged, for a row of `history.steps`."""
+        """Return measurements of the last step, for a row of `history.steps`."""
         return StepStats()
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything that a joining replica needs: plain values and arrays.
+        """Return everything a joining replica needs, as plain values and arrays.
 
-        Its exchange finds them in `ReplicaContext.snapshot`. ``"received"``, ``"grid"``
-        and ``"step"`` are for its channel: updates of each replica that are in the
-        snapshot, parameter units per count, and steps completed.
+        The joining replica's exchange gets them as `ReplicaContext.snapshot`. Its
+        channel reads ``"received"`` (the updates of each replica that are included),
+        ``"grid"`` (parameter units per count) and ``"step"`` (steps completed).
         """
         model = Packed(Parameters.of(self.context.module), MODEL).payload
         return {"received": [], "grid": 1.0, "step": 0, MODEL: model}
 
     def state(self) -> State:
-        """Everything that another fit needs to go on from here, between two intervals.
+        """Return the state that another fit needs to resume from this sync point.
 
-        Buffers, frozen parameters and the optimizer are in the checkpoint anyway. The
-        default has the trainable parameters, which are loaded before an exchange is
-        made; a master names this exchange's `kind` in `TrainingMaster.resumes`.
+        The checkpoint stores buffers, frozen parameters and the optimizer separately.
+        The default returns the trainable parameters, which a resuming replica loads
+        before it creates the exchange. `TrainingMaster.resumes` must list this `kind`.
         """
         return State(self.kind, {PARAMETERS: trained_in(self.context.module)}, {})
 
     def result(self) -> ExchangeResult:
-        """What this replica leaves at the end of a fit, beside what is agreed."""
+        """Return the state at the end of a fit, without the agreed parameters."""
         return ExchangeResult()
 
     def leave(self) -> None:  # noqa: B027
-        """Deliver what only this replica has; it leaves before the end of the fit."""
+        """Deliver unshared progress; the replica leaves before the end of the fit."""
 
 
 class SoloExchange(Exchange):
-    """For the only replica of a run, which trains exactly as a plain PyTorch loop.
+    """Exchange of a run's only replica, which trains exactly like a plain PyTorch loop.
 
     Args:
-        context: Of the replica.
+        context: Context of the replica.
         scale: Factor on the learning rate.
     """
 
@@ -632,7 +631,7 @@ class SoloExchange(Exchange):
         self.learning_rate_scale = self.update_scale = scale
         self._compression = context.compression or CompressionState({}, 0)
         self._start: Parameters | None = None
-        if context.residual is not None:  # there is nobody to share it with
+        if context.residual is not None:  # there is no replica to share it with
             self._start = Parameters.of(context.module)
             context.residual.deliver_(context.module)
 
@@ -647,16 +646,16 @@ class SoloExchange(Exchange):
         pass
 
     @override
-    def agreed(self) -> Parameters:  # without a digest: there is nobody to compare with
+    def agreed(self) -> Parameters:  # no digest: there is no replica to compare with
         start, self._start = self._start, None
         return start or Parameters.of(self.context.module)
 
     def shared_context(self) -> ReplicaContext:
-        """The context of the exchange that takes over when a second replica joins."""
+        """Return the context for the exchange used once another replica joins."""
         return dataclasses.replace(
             self.context,
             compression=self._compression,
-            residual=None,  # it is delivered by now
+            residual=None,  # already delivered
         )
 
     @override
@@ -672,76 +671,76 @@ class SoloExchange(Exchange):
 
 
 class TrainingMaster(ABC):
-    """A way of training: frozen, picklable, without state.
+    """A training algorithm: frozen, picklable and stateless.
 
-    A subclass defines `attach`. `docs/extending.md` has one of a user's own.
+    Subclasses define `attach`; `docs/extending.md` has an example.
     """
 
     replicas_per_worker: int | str = 1
-    min_replicas: int = 1  # with fewer, training waits for more
-    rejoin_timeout: float | None = None  # how long, seconds; None: as configured
-    fan_out: int = FAN_OUT  # most replicas that one passes an update on to, in a mesh
-    # Kinds of the states of exchanges that a fit can resume from, see `Exchange.kind`.
+    min_replicas: int = 1  # training waits while there are fewer
+    rejoin_timeout: float | None = None  # seconds of this wait; None: as configured
+    fan_out: int = FAN_OUT  # most replicas that a replica forwards to, in a mesh
+    # Kinds of exchange states that a fit can resume from, see `Exchange.kind`.
     resumes: ClassVar[Collection[str]] = (ALONE, MODEL)
 
     @property
     def synchronous(self) -> bool:
-        """Whether replicas go in step, so that a run is repeatable from its seed."""
+        """Whether replicas run in lockstep, so that a seed makes runs reproducible."""
         return False
 
     @property
     def solo_scale(self) -> float | None:
-        """Factor on the learning rate of the only replica of a run.
+        """Factor on the learning rate of a run's only replica.
 
-        It trains as a plain PyTorch loop does until a second one joins; `attach` is
-        called then. None: `attach` is called for the only replica too.
+        The only replica trains like a plain PyTorch loop until a second one joins;
+        `attach` is called then. None: `attach` is called for the only replica too.
         """
         return 1.0
 
     @property
     def averages(self) -> bool:
-        """Whether the mean of the replicas' updates counts, as of one large batch."""
+        """Whether the replicas' updates are averaged, as in one large batch."""
         return False
 
     def routing_for(self, workers: int) -> str:
-        """``"plain"`` or ``"mesh"``, for a run that begins on so many workers."""
+        """Return ``"plain"`` or ``"mesh"`` for the number of workers at the start."""
         return "plain"
 
     def timeouts(self) -> Timeouts:
-        """The configured bounds on waiting, with this one's own.
+        """Return the configured timeouts, overridden by `rejoin_timeout`.
 
         Raises:
-            OptionError: If one that is configured is not allowed.
+            OptionError: If a configured timeout is not allowed.
         """
         timeouts = Timeouts.from_config()
         if self.rejoin_timeout is None:
             return timeouts
         return dataclasses.replace(timeouts, rejoin=self.rejoin_timeout)
 
-    def check(  # noqa: B027 - most take any
+    def check(  # noqa: B027 - most masters accept any model
         self, parameters: FlatParameters
     ) -> None:
-        """Refuse a model that its options are not for; on the client.
+        """Check on the client that the options fit the model.
 
         Raises:
-            OptionError: Naming the option and the parameter.
+            OptionError: If they do not; names the option and the parameter.
         """
 
-    def warm_up(  # noqa: B027 - most need not
+    def warm_up(  # noqa: B027 - most masters need no warm-up
         self, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Run the code between steps once, on something small."""
+        """Run the code between steps once on small tensors, before the first step."""
 
     @abstractmethod
     def attach(self, context: ReplicaContext) -> Exchange:
-        """Make the exchange of one replica, which has joined the run."""
+        """Create the exchange of a replica that has joined the run."""
 
 
 def check_places(master: TrainingMaster) -> None:
-    """Refuse how many replicas a way of training is to have, and how they are joined.
+    """Check a master's options on replicas, fan-out and rejoining.
 
     Raises:
-        OptionError: Naming the option, what was given and what is allowed.
+        OptionError: If an option is not allowed; names its value and what is allowed.
     """
     check_whole("replicas_per_worker", master.replicas_per_worker, 1, "auto")
     check_whole("min_replicas", master.min_replicas, 1)

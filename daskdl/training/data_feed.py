@@ -1,4 +1,8 @@
-"""The batches of one replica: leases taken, parts loaded ahead, batches cut."""
+"""Batches of one replica: takes leases, loads parts ahead, and cuts batches.
+
+Also handles failed and hanging loads, parts that were lost with their worker, and bad
+files. :class:`Feed` is the entry point.
+"""
 
 import contextlib
 import itertools
@@ -44,14 +48,14 @@ Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class Loader:
-    """A pool of daemon threads, started when needed, that runs jobs in order.
+    """A pool of daemon threads, started when needed, that starts jobs in order.
 
-    Unlike those of Python's own pool, a thread that hangs in the user's code does not
-    keep the process from ending.
+    Unlike in Python's own pool, a thread that hangs in the user's code does not keep
+    the process from ending.
 
     Args:
-        threads: How many jobs may run at the same time, >= 1.
-        name: Of the threads.
+        threads: Most jobs that run at the same time, >= 1.
+        name: Name of the threads.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -61,12 +65,12 @@ class Loader:
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Callable[[], T]) -> "Future[T]":
-        """Run a job as soon as a thread is free, in the caller's context variables.
+        """Run a job as soon as a thread is free, with the caller's context variables.
 
-        The user's code finds the same Dask worker in it as in the calling thread.
+        So the user's code gets the same Dask worker as in the calling thread.
 
         Args:
-            job: The future gets what it returns or raises.
+            job: Its return value or exception becomes the result of the future.
         """
         future: Future[T] = Future()
         if len(self._threads) < self._most:
@@ -78,7 +82,7 @@ class Loader:
         return future
 
     def close(self) -> None:
-        """Cancel the jobs that have not started; running ones end by themselves."""
+        """Cancel the jobs that have not started; running jobs finish normally."""
         with contextlib.suppress(queue.Empty):
             while waiting := self._jobs.get_nowait():
                 waiting[0].cancel()
@@ -90,7 +94,7 @@ class Loader:
             future, job = taken
             if future.set_running_or_notify_cancel():
                 settle(future, job)
-            del future, job, taken  # or a loaded part would stay until the next job
+            del future, job, taken  # frees the loaded part before the next job
 
 
 Which = tuple[str, int]  # phase and part
@@ -100,16 +104,16 @@ class _Loading(NamedTuple):
     """A part that is being loaded."""
 
     rows: Future[Rows]
-    unwanted: threading.Event  # set when nobody waits for it any more
+    unwanted: threading.Event  # set when the part is no longer needed
 
 
 class Store(ABC):
-    """The data of a run for one replica; only its training thread uses it.
+    """The data of a run for one replica, used only by its training thread.
 
     Args:
-        channel: Of the replica.
+        channel: The replica's end of the run.
         timeouts: Bounds on waiting.
-        threads: How many parts are loaded at the same time, >= 1.
+        threads: Most parts that are loaded at the same time, >= 1.
     """
 
     def __init__(self, channel: Channel, timeouts: Timeouts, threads: int) -> None:
@@ -119,12 +123,12 @@ class Store(ABC):
         self._begun: dict[Which, _Loading] = {}
 
     def begin(self, phase: str, part: int, key: str) -> None:
-        """Begin to load a part, unless that has begun; do not wait.
+        """Start loading a part, unless loading has started; do not wait.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
-            part: Its number.
-            key: Dask's, of a part that workers hold; else "".
+            part: Number of the part.
+            key: Dask key of a part that workers hold; else "".
         """
         if (phase, part) not in self._begun:
             unwanted = threading.Event()
@@ -132,11 +136,11 @@ class Store(ABC):
             self._begun[phase, part] = _Loading(self._loader.submit(job), unwanted)
 
     def forget(self, phase: str, but: Collection[int]) -> None:
-        """Cancel the parts that are being loaded and are not needed any more.
+        """Cancel the loading of parts that are no longer needed.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
-            but: Numbers of those that are still needed.
+            but: Numbers of the parts that are still needed.
         """
         for which in [w for w in self._begun if w[0] == phase and w[1] not in but]:
             self._drop(which)
@@ -148,37 +152,37 @@ class Store(ABC):
             loading.rows.cancel()
 
     def rows(self, phase: str, part: int, key: str) -> Rows:
-        """Wait for a part, which another thread loads; see `begin`.
+        """Wait for a part, loaded by another thread; arguments as in `begin`.
 
         Returns:
-            Trees (x, y) of arrays, to be read only.
+            Read-only trees (x, y) of arrays.
 
         Raises:
             WaitTimeoutError: If loading takes too long.
-            DataError: If the part cannot be used. Exceptions of the user's code come
-                out as they are.
+            DataError: If the part cannot be used. Exceptions of the user's code
+                propagate unchanged.
         """
         while True:
             self.begin(phase, part, key)
             try:
                 return self._wait(phase, part, key, self._begun[phase, part].rows)
             except LostPieceError:
-                self.forget(phase, ())  # they may be where this one was
+                self.forget(phase, ())  # other parts may be on the same worker
                 key = self._found_again(phase, part, key)
             finally:
                 self._drop((phase, part))
-                self._channel.check()  # Dask fails as it likes while a worker closes
+                self._channel.check()  # a closing worker causes arbitrary Dask errors
 
     def stream(self, phase: str, part: int, size: int, ahead: int) -> Iterator[Rows]:
-        """Yield the rows of a sequential part, some at a time.
+        """Yield the rows of a sequential part in chunks.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
-            part: Its number.
-            size: Rows at a time, about.
-            ahead: How many such chunks are loaded while one is trained on.
+            part: Number of the part.
+            size: Approximate rows of a chunk.
+            ahead: Chunks loaded ahead in addition to the next one.
         """
-        own = Loader(1, "daskdl-stream")  # the order counts
+        own = Loader(1, "daskdl-stream")  # one thread keeps the order
         source = self.source(phase)
         assert source is not None, "what is sequential is sent as a whole"
         bits = source.stream(part, size)
@@ -190,21 +194,21 @@ class Store(ABC):
                     return
                 coming.append(own.submit(lambda: next(bits, None)))
                 yield bit
-                del bit  # or it would stay while the next is waited for
+                del bit  # frees the chunk before the wait for the next one
         finally:
             own.close()
 
     def separate(
         self, phase: str, part: int, key: str, skips: bool
     ) -> list[tuple[str, Rows]]:
-        """Read the files or parts that a part is made of one by one.
+        """Read the files or smaller parts of a part one by one.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
-            part: Its number.
-            key: Dask's, of a part that workers hold; else "".
-            skips: Whether those that cannot be read are left out; else the error of
-                the first one is raised.
+            part: Number of the part.
+            key: Dask key of a part that workers hold; else "".
+            skips: Whether unreadable files are left out; else the first error is
+                raised.
 
         Returns:
             Names and rows; empty if the part can only be read as a whole.
@@ -222,14 +226,14 @@ class Store(ABC):
         return () if source is None else source.separate(part)
 
     def name(self, phase: str, part: int) -> str:
-        """The name of a part in messages, with its file where that is known."""
+        """Return the name of a part for messages, with its file if known."""
         own = self._name(phase, part)
-        if own.startswith(("part ", "parts ")):  # as the user counts them
+        if own.startswith(("part ", "parts ")):  # numbered as by the user
             return f"{own} of the {phase} data"
         return f"part {part} of the {phase} data ({own})"
 
     def _name(self, phase: str, part: int) -> str:
-        """See `Source.name`; the number of the part if there is no name."""
+        """Return `Source.name`, or the part's number if the source is elsewhere."""
         source = self.source(phase)
         return f"part {part}" if source is None else source.name(part)
 
@@ -241,7 +245,7 @@ class Store(ABC):
 
     @abstractmethod
     def source(self, phase: str) -> Source | None:
-        """The source of a phase, if this process has it as a whole."""
+        """Return the source of a phase, or None if this process lacks it."""
 
     @abstractmethod
     def _job(
@@ -250,17 +254,17 @@ class Store(ABC):
         """Return the function that loads a part; it runs in another thread."""
 
     def _still(self, phase: str, part: int, key: str) -> bool:
-        """Whether the part may still be loaded by this key."""
+        """Whether the part can still be loaded by this key."""
         return True
 
     def _found_again(self, phase: str, part: int, key: str) -> str:
-        """The new key of a part that was lost."""
+        """Return the new key of a lost part."""
         raise AssertionError("nothing is lost in this process")
 
     def _wait(self, phase: str, part: int, key: str, coming: "Future[T]") -> T:
         bound = self._timeouts.bound("data")
         look_s = min(self._timeouts.silence / 4, bound.seconds)
-        # Who fetches a result has the same bound, and says then where it is.
+        # The fetcher has the same bound; its error then reports where the result is.
         most_s = bound.seconds + (ASK_S if key else 0.0)
         for waited in itertools.count(1):
             if self._channel.wait(WaitCause.DATA, coming, look_s):
@@ -270,7 +274,7 @@ class Store(ABC):
                     f"no part came within {bound}; it is waiting for "
                     f"{self.name(phase, part)} to be loaded"
                 )
-            if key and not coming.running():  # those before it may hang
+            if key and not coming.running():  # parts queued before it may hang
                 self.forget(phase, (part,))
             if not self._still(phase, part, key):
                 raise LostPieceError(f"part {part} is on a worker that hangs")
@@ -280,11 +284,11 @@ class Store(ABC):
 class LocalStore(Store):
     """Slices, loads or computes parts in this process.
 
-    Nothing is kept: a part that has to be computed is computed again in each epoch.
+    Nothing is cached: a computed part is computed again in each epoch.
 
     Args:
-        sources: Of each phase; all replicas may share them.
-        channel: See `Store`, as `timeouts` and `threads`.
+        sources: Sources by phase; replicas may share them.
+        channel: See `Store`, like `timeouts` and `threads`.
     """
 
     def __init__(
@@ -303,7 +307,7 @@ class LocalStore(Store):
 
     @override
     def begin(self, phase: str, part: int, key: str) -> None:
-        if not self._sources[phase].here:  # else it is only to be cut
+        if not self._sources[phase].here:  # else slicing is enough
             super().begin(phase, part, key)
 
     @override
@@ -320,14 +324,14 @@ class LocalStore(Store):
 
 
 class WorkerStore(Store):
-    """Loads parts on this worker, or fetches them as results of Dask's tasks.
+    """Loads parts on this worker, or fetches them as results of Dask tasks.
 
-    Made in the task of the replica.
+    Must be created in the replica's task.
 
     Args:
-        sources: Of the phases whose source every worker has as a whole.
-        channel: Of the replica; it asks for new keys of parts that were lost.
-        timeouts: See `Store`, as `threads`.
+        sources: Sources by phase, for phases whose source every worker has.
+        channel: The replica's end of the run; requests new keys for lost parts.
+        timeouts: See `Store`, like `threads`.
     """
 
     def __init__(
@@ -341,7 +345,7 @@ class WorkerStore(Store):
         self._remote = channel
         self._sources = sources
         self._fetcher = Fetcher()
-        self._keys: dict[Which, str] = {}  # of parts, as they were asked for last
+        self._keys: dict[Which, str] = {}  # last requested key of each part
 
     @override
     def source(self, phase: str) -> Source | None:
@@ -352,8 +356,8 @@ class WorkerStore(Store):
     def rows(self, phase: str, part: int, key: str) -> Rows:
         held = self._fetcher.here(key) if key else None
         if held is not None and not isinstance(held, Packed):
-            self._drop((phase, part))  # it may have been begun
-            x, y = held  # without going through another thread
+            self._drop((phase, part))  # loading may have started
+            x, y = held  # no other thread is needed
             return x, y
         return super().rows(phase, part, key)
 
@@ -396,16 +400,16 @@ class Reading:
 
     Attributes:
         phase: ``"train"`` or ``"validation"``.
-        seed: Of the order of the rows of each part; None keeps it.
+        seed: Seed for shuffling the rows of each part; None: no shuffling.
         batch_size: Rows per batch.
-        prefetch: Parts with rows of so many batches more are loaded meanwhile, and
-            the next part in any case; 0: none.
-        labels: What labels are held to; None: they are not looked at.
-        skips: Whether a part that cannot be read is left out; of several files, those
-            that cannot.
-        fits: Raises `DataError` if the model cannot be run on the rows of a part, which
-            gets a name for the message; None: that is not looked at.
-        drop_last: Whether batches of fewer rows are left out.
+        prefetch: Batches to load ahead: parts with this many batches, but at least the
+            next part; 0: none.
+        labels: Check of the labels; None: labels are not checked.
+        skips: Whether unreadable parts are left out, or only the unreadable files of
+            a part with several files.
+        fits: Takes the rows of a part and its name for messages; raises `DataError` if
+            the model cannot run on them. None: no check.
+        drop_last: Whether batches with fewer rows are left out.
     """
 
     phase: str
@@ -422,9 +426,9 @@ class Reader:
     """Reads the leased rows of one epoch; holds the part that was read last.
 
     Args:
-        store: Has the parts.
-        reading: How they are read.
-        totals: Counts the rows that cannot be read or used, and says why.
+        store: Provides the parts.
+        reading: How parts are read.
+        totals: Records the number of rows left out, and the first reason.
     """
 
     def __init__(self, store: Store, reading: Reading, totals: EpochTotals) -> None:
@@ -442,15 +446,15 @@ class Reader:
                 yield from self._stream(one.part)
                 continue
             if self._held is not None and self._held[0] != one.part:
-                self._held = None  # not two in memory that are done with
+                self._held = None  # frees the part before the next is loaded
             self._look_ahead(lease, i)
             chunk = self._read(one, lease.keys)
             if chunk is not None:
                 yield chunk
-            del chunk  # or the part would stay while the next is waited for
+            del chunk  # frees the part before the wait for the next one
 
     def _look_ahead(self, lease: Lease, now: int) -> None:
-        """Begin to load the next parts, and cancel all others."""
+        """Start loading the next parts, and cancel the loading of all others."""
         wanted = self._wanted(lease, now)
         phase = self._reading.phase
         self._store.forget(phase, wanted)
@@ -460,7 +464,7 @@ class Reader:
                 self._store.begin(phase, part, lease.keys[part])
 
     def _wanted(self, lease: Lease, now: int) -> Mapping[int, None]:
-        """The part that is read now and those after it, in order."""
+        """Return the current part and the parts to prefetch, in order."""
         wanted = {lease.ranges[now].part: None}
         if self._reading.prefetch == 0:
             return wanted
@@ -468,7 +472,7 @@ class Reader:
         at = now + 1  # no slice: a lease may have thousands of parts
         while at < len(lease.ranges) and (rows < enough or len(wanted) == 1):
             part, start, stop = lease.ranges[at]
-            rows += max(stop - start, 1)  # of a part of unknown length one
+            rows += max(stop - start, 1)  # 1 for a part of unknown length
             wanted[part] = None
             at += 1
         if len(wanted) == 1 and lease.ahead is not None:
@@ -505,9 +509,9 @@ class Reader:
             self._held = part, rows, self._order(part, batching.length(rows[0]))
 
     def _left_of(self, part: int, key: str, error: BaseException) -> Rows | None:
-        """The rows of a part without its bad files; None if there are none.
+        """Return the rows of a part's good files, or None.
 
-        Unless bad data may be skipped, the error of the first bad file is raised.
+        Unless bad data may be skipped, raise the error of the first bad file.
         """
         if not blames_data(error):
             return None
@@ -524,7 +528,7 @@ class Reader:
         return rows
 
     def _order(self, part: int, rows: int) -> np.ndarray | None:
-        """The order of the rows, the same on every replica."""
+        """Return the order of the rows, equal on all replicas; None: unshuffled."""
         if self._reading.seed is None:
             return None
         rng = np.random.default_rng([*self._reading.seed, part])
@@ -570,26 +574,26 @@ class Reader:
 
 
 class Feed:
-    """Batches of one phase of one epoch, until no replica has any left.
+    """Batches of one phase of one epoch, until no replica has rows left.
 
-    Batches come in groups, one for each optimizer step. A lease is returned once all
-    its rows were trained on, so that another replica can take it over if this one is
-    lost before. A replica that finishes first waits for the others, and takes over the
-    leases of lost ones.
+    Batches are grouped by optimizer step. A lease is returned after all its rows have
+    been trained on; until then, another replica can take it over if this one fails. A
+    replica that finishes early waits for the others, and takes over the leases of
+    failed replicas.
 
     Args:
         channel: Grants the leases.
         epoch: Counted from 0.
-        store: Has the parts.
-        reading: How they are read.
-        totals: Counts the rows that are left out. Its mean loss so far is reported with
-            each finished lease.
+        store: Provides the parts.
+        reading: How parts are read.
+        totals: Counts the rows that are left out. Each finished lease is returned with
+            the mean loss so far.
         transform: Applied to each batch, or None.
 
     Attributes:
-        rows: Rows of the group yielded last.
-        sync_point: What is left of the epoch, if a sync interval ended before it; else
-            None. After the sync, `groups` goes on.
+        rows: Rows of the last group, after `transform`.
+        sync_point: Remaining work of the epoch, if `groups` stopped at the end of a
+            sync interval; else None. After the sync, call `groups` again.
     """
 
     rows: int
@@ -610,25 +614,25 @@ class Feed:
         self.totals = totals
         self._reader = Reader(store, reading, totals)
         self._transform = transform
-        self._given = self._done = 0  # rows: passed to the batches, and done with
-        self._held: deque[tuple[Lease, int, int]] = deque()  # rows, and `_given` after
+        self._given = self._done = 0  # rows passed to batches, and rows trained on
+        self._held: deque[tuple[Lease, int, int]] = deque()  # its rows; `_given` after
         self.rows = 0
         self.sync_point = None
 
     def batches(self) -> Iterator[Batch]:
-        """Yield batches; a batch counts as used when the next one is asked for."""
+        """Yield batches; a batch counts as used when the next one is requested."""
         for group in self.groups(lambda: None, size=1):
             yield from group
 
     def groups(self, rest: Callable[[], None], size: int) -> Iterator[BatchGroup]:
-        """Yield groups; a group counts as trained on when the next one is asked for.
+        """Yield groups; a group counts as trained on when the next one is requested.
 
         Args:
-            rest: Called before waiting for others, with no group under way.
-            size: Batches of a group. The last one before a wait may have fewer.
+            rest: Called before waiting for other replicas, between two groups.
+            size: Batches of a group. The last group before a wait may have fewer.
 
         Yields:
-            Pairs (x, y), see :func:`daskdl.data.batching.batches`.
+            Lists of batches (x, y), see :func:`daskdl.data.batching.batches`.
         """
         self.sync_point = None
         lease = self._lease(wait=False)
@@ -674,6 +678,6 @@ class Feed:
             for chunk in self._reader.chunks(lease):
                 self._given += chunk.length
                 yield chunk
-                del chunk  # as in the reader
+                del chunk  # see `Reader.chunks`
             self._held.append((lease, self._given - before, self._given))
             lease = self._lease(wait=False)

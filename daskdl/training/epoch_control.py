@@ -1,4 +1,8 @@
-"""What happens between epochs: learning rates, evaluation, early stopping."""
+"""Decisions between epochs: learning rate, evaluation schedule, early stopping.
+
+Replicas and the client decide independently but from the same reports, so they agree.
+No I/O.
+"""
 
 import math
 import time
@@ -27,7 +31,7 @@ from daskdl.training.telemetry import (
 
 Every = Literal["epoch", "step"]
 Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
-# With the optimizer's groups, and the steps before this run.
+# Position, the optimizer's groups, and the steps before this run.
 ScheduleState = tuple[int, dict[str, Any], list[dict[str, Any]], int]
 
 
@@ -36,11 +40,11 @@ class Scheduling:
     """The options `scheduler` and `scheduler_every` of a trainer.
 
     Args:
-        make: Makes a scheduler from an optimizer; None: the learning rate is constant.
+        make: Creates a scheduler for an optimizer; None: the learning rate is constant.
         every: When the scheduler is stepped.
 
     Raises:
-        OptionError: Naming the option, what was given and what is allowed.
+        OptionError: If an option is not allowed; names its value and what is allowed.
 
     Example:
         >>> Scheduling(None, "batch")
@@ -67,10 +71,10 @@ class Scheduling:
             raise OptionError("scheduler_every='step' needs a scheduler, got None")
 
     def of(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the scheduler of an optimizer.
+        """Create the scheduler of an optimizer, or None if `make` is None.
 
         Raises:
-            OptionError: If the result is no scheduler, or cannot be used here.
+            OptionError: If the result is not a scheduler, or cannot be used here.
         """
         if self.make is None:
             return None
@@ -94,20 +98,21 @@ class Scheduling:
                 "scheduler_every must be 'epoch' for ReduceLROnPlateau, which needs "
                 "the loss of an epoch, got 'step'"
             )
-        # torch warns, once per process, of steps before the optimizer's; a replica that
-        # found no data in an epoch has made none.
+        # torch warns once per process if the scheduler steps before the optimizer, as
+        # in a replica that had no data in an epoch.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return made
 
     def check(self, optimizer: Callable[[Any], Optimizer], model: nn.Module) -> None:
-        """Rehearse it on a copy of a model, so that what does not fit is found here.
+        """Dry run: create a scheduler for a copy of a model, and pickle its state.
 
         Args:
-            optimizer: Makes one; `check_step` has accepted it.
+            optimizer: Creates an optimizer; already accepted by `check_step`.
             model: Not changed.
 
         Raises:
-            OptionError: As `of`; a ModelError if its state cannot travel.
+            OptionError: See `of`.
+            ModelError: If the scheduler's state cannot be pickled.
         """
         if self.make is not None:
             copy = copied(model)
@@ -119,13 +124,13 @@ class LearningRate:
 
     Args:
         optimizer: Its parameter groups are changed in place.
-        scheduling: Makes the scheduler.
-        before: The state of an earlier fit; empty: at its start.
-        epochs: Of the run.
+        scheduling: Creates the scheduler.
+        before: State from an earlier fit; empty: a new scheduler.
+        epochs: Epochs of the run.
 
     Attributes:
-        scheduler: That was made, or None.
-        per_step: Whether `step_` has to follow each step of the optimizer.
+        scheduler: The scheduler, or None.
+        per_step: Whether `step_` must follow each optimizer step.
     """
 
     scheduler: LRScheduler | None
@@ -141,16 +146,16 @@ class LearningRate:
         self._optimizer = optimizer
         self.per_step = scheduling.every == "step"
         self.scheduler = scheduling.of(optimizer)
-        self._count = self._count_before = 0  # how often it was stepped, over all fits
+        self._count = self._count_before = 0  # steps over all fits
         self.load_(before)
-        self._count_before = self._count  # this run
+        self._count_before = self._count  # steps before this run
         self._epochs = epochs
 
     def state(self) -> bytes:
-        """The packed state, for other replicas and fits; empty without a scheduler."""
+        """Return the packed state, for replicas and fits; empty without a scheduler."""
         if self.scheduler is None:
             return b""
-        # Some compute the next rate from the last one, and some change momentum too.
+        # Some schedulers derive the next rate from the last; some change momentum too.
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
@@ -160,7 +165,7 @@ class LearningRate:
         return Packed(state, "scheduler").payload.tobytes()
 
     def load_(self, state: bytes) -> None:
-        """Continue from a packed state; an empty one changes nothing."""
+        """Continue from a packed state; do nothing if it is empty."""
         if self.scheduler is None or not state:
             return
         packed: Packed[ScheduleState] = Packed.of(
@@ -172,31 +177,31 @@ class LearningRate:
             group.update(saved)
 
     def values(self) -> dict[str, Any] | None:
-        """The state in its fit, as plain values; None without a scheduler."""
+        """Return the state within a fit as plain values; None without a scheduler."""
         if self.scheduler is None:
             return None
         own = self.scheduler.state_dict()
         return {"count": self._count, "before": self._count_before, "state": own}
 
     def restore_(self, values: Mapping[str, Any] | None) -> None:
-        """Continue from what `values` returned; the optimizer is restored already."""
+        """Restore the result of `values`; the optimizer has been restored before."""
         if self.scheduler is not None and values is not None:
             check_like(self.values(), values, "it", loose=True)
             self.go_on_(values["count"], values["state"])
             self._count_before = values["before"]
 
     def position(self) -> Position | None:
-        """Steps and state dict of the scheduler; None without one."""
+        """Return steps and state dict of the scheduler; None without one."""
         if self.scheduler is None:
             return None
         return self._count, self.scheduler.state_dict()
 
     def go_on_(self, count: int, own: dict[str, Any]) -> None:
-        """Continue from a position; the optimizer is restored already.
+        """Continue from a position; the optimizer has been restored before.
 
         Args:
-            count: How often it was stepped.
-            own: The scheduler's state dict.
+            count: Steps of the scheduler.
+            own: State dict of the scheduler.
         """
         assert self.scheduler is not None, "a position is of a scheduler"
         self._count = count
@@ -204,11 +209,11 @@ class LearningRate:
 
     @property
     def value(self) -> float:
-        """The learning rate of the first parameter group; NaN if it has none."""
+        """Learning rate of the first parameter group; NaN if it has none."""
         return float(self._optimizer.param_groups[0].get("lr", math.nan))
 
     def report(self) -> dict[str, Any]:
-        """Fields of an :class:`~daskdl.training.telemetry.EpochReport`."""
+        """Return fields of an :class:`~daskdl.training.telemetry.EpochReport`."""
         return {
             "scheduled": self._count,
             "learning_rate": self.value,
@@ -216,11 +221,11 @@ class LearningRate:
         }
 
     def end_epoch(self, reports: Reports, *, scored: bool = True) -> None:
-        """Continue from the replica that is farthest, and step if one is due.
+        """Continue from the replica with the most scheduler steps, and step if due.
 
         Args:
-            reports: Of all replicas, this one included.
-            scored: Whether they have the loss that ReduceLROnPlateau waits for.
+            reports: Reports of all replicas, including this one.
+            scored: Whether they have the loss that ReduceLROnPlateau needs.
         """
         if self.scheduler is None:
             return
@@ -231,10 +236,10 @@ class LearningRate:
             self.step_(validation(reports).get("val_loss", training_loss(reports)))
 
     def catch_up_(self, epoch: int) -> None:
-        """Step up to the epoch that a joining replica begins with.
+        """Step up to the epoch in which a joining replica starts.
 
-        ReduceLROnPlateau is not stepped: the losses in between are unknown here. At the
-        end of the epoch it continues from the other replicas.
+        ReduceLROnPlateau is not stepped, because the losses in between are unknown
+        here. At the end of the epoch it continues from the other replicas.
         """
         if self.scheduler is None or self.per_step:
             return
@@ -282,20 +287,20 @@ class StoppingDecision(NamedTuple):
     """The early-stopping decision at the end of an epoch."""
 
     best: BestScore = BestScore()
-    score: float | None = None  # None: it was not checked
-    reason: Reason | None = None  # why the fit ends here; None: it goes on
+    score: float | None = None  # score of the epoch; None: not checked
+    reason: Reason | None = None  # why the fit ends here; None: it continues
     details: str = ""
 
     def values(self) -> list[Any]:
-        """The same as plain values."""
+        """Return the decision as plain values."""
         return [list(self.best), self.score, self.reason, self.details]
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> Self:
-        """Read what `values` returned.
+        """Create from the result of `values`.
 
         Raises:
-            ValueError: If the fields have other types.
+            ValueError: If a field has another type.
         """
         match fields:
             case [[*best], float() | int() | None as score, reason, str(details)]:
@@ -308,14 +313,14 @@ class StoppingDecision(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """In which epochs the agreed model is scored, and when a fit ends early.
+    """Decides in which epochs the agreed model is scored, and when a fit ends early.
 
     Attributes:
-        epochs: Of the fit, at most.
+        epochs: Most epochs of the fit.
         validates: Whether there are validation data.
-        accuracy: Whether they are scored by accuracy too.
-        evaluate: In which epochs; None: in all of them.
-        stopping: When the fit ends early; None: never.
+        accuracy: Whether accuracy on them is also computed.
+        evaluate: Rule for the epochs with a score; None: see `scored`.
+        stopping: Rule for ending the fit early; None: never.
     """
 
     epochs: int
@@ -333,17 +338,17 @@ class EvaluationPlan:
         validates: bool,
         accuracy: bool | None = None,
     ) -> Self:
-        """Read the plan off the callbacks of a trainer.
+        """Create the plan from the callbacks of a trainer.
 
         Args:
-            callbacks: All of them.
-            epochs: Of the fit, at most.
+            callbacks: All callbacks.
+            epochs: Most epochs of the fit.
             validates: Whether there are validation data.
-            accuracy: Whether they are scored by accuracy too; None: not known yet.
+            accuracy: Whether accuracy on them is also computed; None: unknown.
 
         Raises:
-            OptionError: If there are two callbacks of a kind, or one needs a score that
-                there will not be.
+            OptionError: If two callbacks are of the same kind, or a callback needs a
+                score that is not computed.
         """
         evaluate = only(Evaluate, callbacks)
         stopping = only(EarlyStopping, callbacks)
@@ -360,13 +365,17 @@ class EvaluationPlan:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the scores in a row of the history."""
+        """Names of the score columns in a row of the history."""
         if not self.validates:
             return ()
         return ("val_loss", "val_accuracy") if self.accuracy else ("val_loss",)
 
     def scored(self, epoch: int) -> bool:
-        """Whether the agreed model is scored at the end of an epoch."""
+        """Whether the agreed model is scored at the end of an epoch.
+
+        No epoch is scored without validation data; with them, always the last epoch,
+        and every epoch if no rule selects epochs.
+        """
         if not self.validates or self._is_last(epoch):
             return self.validates
         rules: list[Evaluate | EarlyStopping] = []
@@ -377,10 +386,10 @@ class EvaluationPlan:
         return not rules or any(rule.due(epoch) for rule in rules)
 
     def scores(self, rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-        """The scores that early stopping has checked, by epoch.
+        """Return the scores that early stopping has checked, by epoch.
 
         Args:
-            rows: Of the history.
+            rows: Rows of the history.
         """
         rule = self.stopping
         if rule is None:
@@ -394,18 +403,18 @@ class EvaluationPlan:
         return epoch + 1 == self.epochs
 
     def decide(self, epoch: int, reports: Reports) -> StoppingDecision:
-        """Decide at the end of an epoch whether the fit goes on.
+        """Decide at the end of an epoch whether the fit continues.
 
-        Replicas and the client decide alike, since they have the same reports.
+        Replicas and the client reach the same decision from the same reports.
 
         Args:
             epoch: Counted from 0.
-            reports: Of all replicas at its end.
+            reports: Reports of all replicas for this epoch.
         """
         rule = self.stopping
         if rule is None:
             return StoppingDecision()
-        best, score = reports[0].best, None  # the same for all
+        best, score = reports[0].best, None  # equal in all reports
         if rule.due(epoch) or self._is_last(epoch):
             scores = {"loss": training_loss(reports), **validation(reports)}
             score = scores[rule.monitor]
@@ -416,11 +425,11 @@ class EvaluationPlan:
     def conclude(
         self, epoch: int, decision: StoppingDecision, elapsed_s: float
     ) -> StoppingDecision:
-        """Apply the rule to a score; that of a resumed fit may be another one.
+        """Apply the rule to a score; a resumed fit may have another rule.
 
         Args:
             epoch: Counted from 0.
-            decision: With the best score so far and that of the epoch.
+            decision: Has the best score so far and the score of the epoch.
             elapsed_s: Seconds since the fit began.
         """
         rule, decision = self.stopping, StoppingDecision(*decision[:2])
@@ -447,7 +456,7 @@ def _updated(
 def _reasons(
     rule: EarlyStopping, epoch: int, decision: StoppingDecision, elapsed_s: float
 ) -> dict[Reason, str]:
-    """Everything that ends a fit, the most important reason first, with details."""
+    """Return all reasons to end the fit, most important first, with details."""
     reasons: dict[Reason, str] = {}
     name, score, best = rule.monitor, decision.score, decision.best
     if score is not None:
@@ -480,7 +489,7 @@ def _epochs(count: int) -> str:
 
 
 def only(kind: type[Any], callbacks: Sequence[Callback]) -> Any:
-    """The callback of a kind, or None.
+    """Return the callback of a kind, or None.
 
     Raises:
         OptionError: If there are several.
@@ -510,14 +519,14 @@ def _check_monitor(
 
 
 class EarlyStopper:
-    """Early stopping in one replica, from when all had joined; one thread uses it.
+    """Early stopping in one replica, created when the replica has joined.
 
     Args:
-        plan: The same for all replicas.
-        now: Seconds, of a clock that never goes back.
+        plan: Equal on all replicas.
+        now: Returns seconds of a monotonic clock.
 
     Attributes:
-        decision: That at the end of the last epoch.
+        decision: Decision at the end of the last epoch.
     """
 
     decision: StoppingDecision
@@ -542,11 +551,11 @@ class EarlyStopper:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since the fit began, including those before it was resumed."""
         return self._now() - self._began_at
 
     def values(self) -> dict[str, Any]:
-        """The state as plain values and tensors, for joining replicas and resuming."""
+        """Return plain values and tensors, for joining replicas and resuming."""
         return {
             "decision": self.decision.values(),
             "monitor": self._monitor,
@@ -556,17 +565,17 @@ class EarlyStopper:
         }
 
     def restore_(self, values: Mapping[str, Any], epoch: int) -> None:
-        """Continue from what `values` returned, unless it was about another score.
+        """Continue from the result of `values`; only its time if the monitor differs.
 
         Args:
-            values: Of another replica, or of the fit that is resumed.
-            epoch: The next one, counted from 0.
+            values: From another replica, or from the fit that is resumed.
+            epoch: The next epoch, counted from 0.
         """
         self._began_at = self._now() - values["elapsed_s"]
         if values["monitor"] != self._monitor:
             return
         self.decision = StoppingDecision.of(values["decision"])
-        if self.over:  # a rule with more patience may go on
+        if self.over:  # a rule with more patience may continue
             self.decision = self._plan.conclude(
                 epoch - 1, self.decision, values["elapsed_s"]
             )
@@ -575,27 +584,28 @@ class EarlyStopper:
             self._best = Parameters.from_values(values["best"])
 
     def report(self) -> dict[str, Any]:
-        """Fields of an :class:`~daskdl.training.telemetry.EpochReport`."""
+        """Return fields of an :class:`~daskdl.training.telemetry.EpochReport`."""
         return {"best": self.decision.best, "elapsed_s": self.elapsed_s}
 
     def end_epoch(
         self, epoch: int, reports: Reports, agreed: Parameters | None
     ) -> None:
-        """Decide whether to go on, and keep the model if it is the best.
+        """Decide whether the fit continues, and keep the model if it is the best.
 
         Args:
             epoch: Counted from 0.
-            reports: Of all replicas.
-            agreed: The parameters on which they agree; None: this replica joined since.
+            reports: Reports of all replicas.
+            agreed: The agreed parameters; None: this replica joined later.
         """
         self.decision = self._plan.decide(epoch, reports)
         if self._keeps_best and agreed and self.decision.best.best_epoch == epoch:
             self._best_epoch, self._best = epoch, agreed
 
     def best(self) -> Parameters | None:
-        """The agreed model of the best epoch; None: it is not restored, or not known.
+        """Return the agreed model of the best epoch, or None.
 
-        A replica that joined after that epoch may not have been given it.
+        None if the model is not to be restored, or this replica joined after the best
+        epoch and does not have it.
         """
         known = self._best_epoch == self.decision.best.best_epoch
         return self._best if known else None

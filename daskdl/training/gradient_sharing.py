@@ -1,4 +1,8 @@
-"""Asynchronous SGD: replicas send threshold-compressed updates and never meet."""
+"""Asynchronous SGD: replicas exchange threshold-compressed updates as they train.
+
+Hides when updates are due, how they are proposed, published and committed, and how
+replicas agree at sync points.
+"""
 
 import math
 import time
@@ -57,15 +61,15 @@ from daskdl.training.telemetry import SAMPLE, mean, spread_of
 
 
 class GradientSharingExchange(Exchange):
-    """One replica's part in sharing updates.
+    """One replica's side of gradient sharing.
 
-    If a barrier finds no other replica, shared is this one's own from then on: it takes
-    in the residual as a whole, and nothing is encoded. The first snapshot that it gives
-    to a joining replica ends that.
+    If a barrier finds no other replica, this one becomes the sole owner of shared: it
+    moves the whole residual into shared and encodes no updates, until it serves a
+    snapshot to a joining replica.
 
     Args:
-        context: Of the replica.
-        options: Of all replicas.
+        context: Context of the replica.
+        options: Options, equal on all replicas.
     """
 
     kind = SHARER
@@ -86,12 +90,12 @@ class GradientSharingExchange(Exchange):
         self._vector = self._compressor.vector
         self._in_step = options.max_staleness == 0
         self._now = time.perf_counter
-        self._made = made  # steps before those counted here: in earlier fits, or alone
-        self._step = 0  # of this fit, aligned with all replicas at each sync
-        self._unshared = 0  # steps since the last exchange that was accepted
-        self._due = False  # steps were made since the last exchange was tried
-        self._sole = False  # shared is its own
-        self._served = False  # a snapshot was given since the last barrier began
+        self._made = made  # steps before `_step` counts: in earlier fits, or alone
+        self._step = 0  # steps of this fit, aligned on all replicas at each sync
+        self._unshared = 0  # steps since the last accepted exchange
+        self._due = False  # steps were made since the last attempted exchange
+        self._sole = False  # no other replica uses shared
+        self._served = False  # a snapshot was served since the last barrier began
         # For the threshold rules, since the last accepted exchange.
         self._began = self._computed_s = 0.0
         self._chances = 0  # exchanges that were due
@@ -126,14 +130,14 @@ class GradientSharingExchange(Exchange):
 
     def _resume(self, resumed: Resumed) -> None:
         common, state = resumed.common, self.state()
-        # Patterns may be other ones.
+        # The patterns of the groups may have changed.
         own = {**state.own, "groups": {}}
         resumed.check(state._replace(own=own))
         with restoring(f"{' or '.join(resumed.own_at)}: exchange"):
             self._compressor.restore_(common["compressor"], resumed.own)
             for part in resumed.own[:1]:
                 self._unshared, self._due = part["unshared"], part["due"]
-        self._replicas = 0  # what was restored has a scale of its own
+        self._replicas = 0  # the restored state has its own scale
         self._made, self._step = common["made"], common["step"]
         self._clipped_before = self._compressor.clipped
         self._channel.sync(self._step, self._vector.grid)
@@ -185,18 +189,18 @@ class GradientSharingExchange(Exchange):
             self._channel.progress(self._step)
 
     def _share(self) -> None:
-        """Publish what is due; without room for it, all stays in the residual."""
+        """Publish pending updates; without room, they stay in the residual."""
         self._due = False
         self._chances += 1
         if self._sole:
-            if self._vector.strict:  # else it would not see its own progress
+            if self._vector.strict:  # else the module would not see its own progress
                 self._vector.flush_residual_()
             self._unshared, self._computed_s, self._chances = 0, 0.0, 0
             return
         if not self._has_room():
             return
         started = self._now()
-        # All that was made in the warm-up goes densely, however late it can.
+        # Progress made in the warm-up is sent densely, even if it is sent later.
         first = self._made + self._step - self._unshared
         updates = self._compressor.propose(dense=first < self._options.warmup_steps)
         waiting = [update for update in updates if update.entries]
@@ -231,10 +235,10 @@ class GradientSharingExchange(Exchange):
         return room
 
     def _publish(self, updates: Sequence[PendingUpdate]) -> list[Frame]:
-        """Return the frames that the channel accepted, of the first of these."""
+        """Publish until the outbox is full; return the frames of accepted updates."""
         frames: list[Frame] = []
         for update in updates:
-            if frames and self._in_step:  # all, or it could not be repeated
+            if frames and self._in_step:  # wait: lockstep must publish all updates
                 self._has_room()
             started = self._now()
             frame: Frame | None = None
@@ -247,7 +251,7 @@ class GradientSharingExchange(Exchange):
             partial = update is not updates[-1]
             if not self._channel.publish(encode, self._step, partial=partial):
                 break
-            # Only what is on its way leaves the residual.
+            # Only published updates leave the residual.
             self._compressor.commit_(update)
             assert frame is not None, "it was published"
             frames.append(frame)
@@ -284,8 +288,8 @@ class GradientSharingExchange(Exchange):
         published = {r: own["sequence"] for r, own in met.payloads.items()}
         self._channel.agree(key, published, met.gone, self._load)
         self._apply(self._channel.drain())
-        # A replica that joins later gets a snapshot that is made later, unless one was
-        # made while this replica was on its way here.
+        # A replica that joins later gets a later snapshot, unless a snapshot was made
+        # during this barrier.
         self._sole = met.counted.get("present") == 1 and not self._served
         if self._sole:
             self._vector.flush_residual_()
@@ -296,7 +300,7 @@ class GradientSharingExchange(Exchange):
         self._untrained.load_(average_untrained(parts))
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
-        """Take over the state of another replica; what only this one has stays."""
+        """Replace shared by that of another replica; the residual stays."""
         self._vector.replace_shared_(snapshot["counts_N"], snapshot["grid"])
 
     def _check_reach(self, far: float) -> None:
@@ -322,7 +326,7 @@ class GradientSharingExchange(Exchange):
     def showing_agreed(self) -> AbstractContextManager[None]:
         return self._vector.showing_shared()
 
-    # ---- what it reports and leaves
+    # ---- reports and results
 
     @override
     def stats(self) -> ExchangeStats:
@@ -396,8 +400,8 @@ class GradientSharingExchange(Exchange):
         )
 
 
-# Where "auto" changes over: relaying for 8 takes 41% of a scheduler's core, for 4 it
-# takes 23% (benchmarks/channel.py). With fewer, a relay needs no repair.
+# Workers from which "auto" is a mesh: relaying for 8 takes 41% of a scheduler's core,
+# for 4 it takes 23% (benchmarks/channel.py). A relay, unlike a mesh, needs no repair.
 MESH_FROM = 9
 
 
@@ -407,33 +411,34 @@ class GradientSharing(TrainingMaster):
 
     Args:
         threshold: Chooses the size of a quantum before each exchange. Or a mapping
-            from patterns of parameter names, as of `fnmatch`, to such: each parameter
-            has the first one that matches its name in ``named_parameters``.
-        residual: Limits what is carried over.
-        apply: ``"eager"``: a replica uses its own progress at once.
-            ``"strict"``: only once it has been sent, as Strom and
-            Deeplearning4j have it.
-        update_scale: How much of each replica's updates the group gets: ``"mean"`` is
-            1 / replicas, so that it moves like data-parallel training at the same
-            learning rate; ``"sum"`` is 1; or a number > 0. With ``apply="strict"``
-            this is a factor on each replica's learning rate.
+            from patterns of parameter names (see `fnmatch`) to threshold algorithms:
+            the first pattern that matches a name in ``named_parameters`` applies.
+        residual: Limits the residual after an exchange.
+        apply: ``"eager"``: a replica uses its own progress immediately.
+            ``"strict"``: a replica uses it only after it is sent, as in Strom and
+            Deeplearning4j.
+        update_scale: Weight of each replica's updates: ``"mean"`` is 1 / replicas,
+            which behaves like data-parallel training at the same learning rate;
+            ``"sum"`` is 1; or a number > 0. With ``apply="strict"`` this is a factor
+            on each replica's learning rate.
         max_staleness: Steps a replica may be ahead of the slowest when it starts
-            an exchange interval. 0 goes in step and makes a run repeatable bit
-            for bit; None is unbounded.
+            an exchange interval. 0 runs replicas in lockstep, reproducible bit for
+            bit; None is unbounded.
         exchange_every: Steps between exchanges.
-        warmup_steps: What the first so many steps make is sent whole, in eight bits
-            per parameter, and without a threshold. They are counted over all fits of
-            a trainer: neither a later fit nor a replica that joins later begins again.
+        warmup_steps: The progress of this many first steps is sent in full, in eight
+            bits per parameter and without a threshold. Steps are counted over all fits
+            of a trainer; later fits and joining replicas do not start again from 0.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
             worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
             run starts.
-        fan_out: In a mesh, most replicas that one passes an update on to. While
-            there are at most one more than these, each sends to all others.
-        replicas_per_worker: Replicas in each worker process, or in this one with
-            ``client=False``; ``"auto"`` is one for each of its CUDA devices, else one.
-        min_replicas: With fewer than these, training waits for more; with
-            ``client=False`` nobody would come, so it is refused.
-        rejoin_timeout: How long, seconds; None: ``daskdl.timeouts.rejoin``, 300 s.
+        fan_out: In a mesh, most replicas that one replica forwards an update to. With
+            up to ``fan_out + 1`` replicas, each sends directly to all others.
+        replicas_per_worker: Replicas in each worker process, or in this process with
+            ``client=False``; ``"auto"`` is one per CUDA device of the process, else
+            one.
+        min_replicas: Training waits while there are fewer replicas. With
+            ``client=False`` no replica can join, so fewer are refused at the start.
+        rejoin_timeout: Seconds of this wait; None: ``daskdl.timeouts.rejoin``, 300 s.
             No effect with ``client=False``.
 
     Example:
@@ -443,7 +448,7 @@ class GradientSharing(TrainingMaster):
     Source:
         Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
         Computing", Interspeech 2015; Deeplearning4j, SharedTrainingMaster.java.
-        There updates are summed and the residual is dropped at each epoch's end.
+        There, updates are summed and the residual is dropped at each epoch's end.
     """
 
     threshold: ThresholdAlgorithm | Mapping[str, ThresholdAlgorithm] = field(
@@ -463,9 +468,9 @@ class GradientSharing(TrainingMaster):
     resumes: ClassVar = (ALONE, SHARER)
 
     def __post_init__(self) -> None:
-        thresholds = self.thresholds  # refuses what is none
+        thresholds = self.thresholds  # validates `threshold`
         if isinstance(self.threshold, Mapping):
-            # Frozen like the rest, whatever becomes of the user's mapping.
+            # Frozen like the other options, even if the user's mapping changes.
             object.__setattr__(self, "threshold", thresholds)
         check_type("residual", self.residual, ResidualPostProcessor)
         if self.apply not in ("eager", "strict"):
@@ -493,7 +498,7 @@ class GradientSharing(TrainingMaster):
 
     @property
     def thresholds(self) -> LayerThresholds:
-        """The algorithm, or all of them, by pattern of parameter names."""
+        """The threshold algorithms, by pattern of parameter names."""
         return LayerThresholds.of(self.threshold)
 
     @property
@@ -519,7 +524,7 @@ class GradientSharing(TrainingMaster):
     @override
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
         small = nn.Linear(8, 8, device=device, dtype=dtype)
-        rule = next(iter(self.thresholds.values()))  # the names are not its own
+        rule = next(iter(self.thresholds.values()))  # the patterns are for other names
         compressor = Compressor(FlatParameters(small), rule, self.residual, self.apply)
         with torch.no_grad():
             small.weight.add_(1.0)
@@ -542,10 +547,10 @@ class GradientSharing(TrainingMaster):
         return GradientSharingExchange(context, self)
 
     def announces(self, step: int) -> bool:
-        """Whether replicas announce that they completed a step: others may wait for it.
+        """Return whether replicas announce a completed step, as others may wait for it.
 
-        They do so only when they begin an exchange interval, for what was made
-        `max_staleness` steps before.
+        Other replicas wait only at the start of an exchange interval, for the step that
+        is `max_staleness` steps back.
 
         Example:
             >>> own = GradientSharing(max_staleness=4, exchange_every=16)
@@ -556,11 +561,11 @@ class GradientSharing(TrainingMaster):
         return step % every == 0 or (step + ahead) % every == 0
 
     def least_lead(self, step: int, known: int) -> int:
-        """Steps ahead of another replica at least: it may not have announced its last.
+        """Return the least lead over a replica that may have unannounced steps.
 
         Args:
-            step: Steps made here.
-            known: How many more these are than the other one has announced.
+            step: Steps completed by this replica.
+            known: Lead over the last step announced by the other replica.
 
         Example:
             >>> own = GradientSharing(max_staleness=4, exchange_every=16)
@@ -574,7 +579,7 @@ class GradientSharing(TrainingMaster):
         return max(0, known - (every - 1 - since))
 
     def scale(self, replicas: int) -> float:
-        """How much of its updates the group gets from each of so many replicas.
+        """Return the weight of each replica's updates for a number of replicas.
 
         Example:
             >>> GradientSharing().scale(4), GradientSharing(update_scale=2).scale(4)

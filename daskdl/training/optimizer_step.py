@@ -1,4 +1,8 @@
-"""One step of the optimizer on one batch, and which losses and gradients it refuses."""
+"""One optimizer step: gradients of a batch group, autocast, clipping, loss scaling.
+
+Also averages optimizer states over replicas, detects diverging losses, and explains
+divergence to the user.
+"""
 
 import contextlib
 import math
@@ -30,9 +34,9 @@ class OptimizerState:
     Attributes:
         parts: Arrays already multiplied by the replica's weight, float64 where
             the state is float64, else float32.
-        dtypes: Of the tensors, as torch names them.
-        scalars: Step counters and the like.
-        groups: Parameter groups, with the user's own learning rates.
+        dtypes: Dtypes of the original tensors.
+        scalars: Zero-dimensional tensors and plain values, such as step counters.
+        groups: Parameter groups of the state dict, with unscaled learning rates.
     """
 
     parts: dict[StateKey, NDArray[np.floating[Any]]]
@@ -42,7 +46,7 @@ class OptimizerState:
 
 
 def state_of(optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state dict, its tensors dense.
+    """Return an optimizer's state dict with all tensors dense.
 
     Example:
         >>> layer = torch.nn.Embedding(3, 2, sparse=True)
@@ -68,7 +72,7 @@ def _dense(value: Any) -> Any:
 
 
 def weigh(optimizer: Optimizer, weight: float) -> OptimizerState:
-    """Copy an optimizer's state, its arrays multiplied by a replica's weight."""
+    """Copy an optimizer's state, with arrays multiplied by a replica's weight."""
     state = state_of(optimizer)
     result = OptimizerState({}, {}, {}, state["param_groups"])
     for number, entries in state["state"].items():
@@ -87,7 +91,7 @@ def weigh(optimizer: Optimizer, weight: float) -> OptimizerState:
 
 
 def add(states: Sequence[OptimizerState]) -> OptimizerState:
-    """The averaged state, from all replicas' weighted shares in order."""
+    """Sum the replicas' weighted shares in order; scalars take the maximum."""
     total = OptimizerState({}, {}, {}, states[0].groups)
     for state in states:
         total.dtypes.update(state.dtypes)
@@ -114,12 +118,12 @@ def restore_(optimizer: Optimizer, state: OptimizerState) -> None:
 
 
 def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state dict of a checkpoint, and check it: torch does not before a step.
+    """Load a checkpoint's state dict and check it, which torch does only in a step.
 
     Raises:
-        SaveError: If a group lacks an option, or has one of another kind; or if a
-            tensor of one of torch's own optimizers has another shape than its
-            parameter, or lacks one that others have.
+        SaveError: If an option of a group is missing or has another type. For most of
+            torch's own optimizers, also if a state tensor's shape differs from its
+            parameter's, or a parameter lacks an entry that others of its group have.
     """
     groups = optimizer.param_groups
     made = [{name: group[name] for name in optimizer.defaults} for group in groups]
@@ -132,7 +136,7 @@ def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _check_option(own: Any, found: Any, what: str) -> None:
-    """Torch accepts a tensor in place of a number, and None where it chooses itself."""
+    """Check an option; torch accepts a tensor as a number, and None as a default."""
     if own is not None and not isinstance(own, bool | torch.Tensor):
         if not isinstance(found, torch.Tensor):
             check_like(own, found, what)
@@ -159,52 +163,52 @@ def _check_tensors(optimizer: Optimizer, group: Mapping[str, Any], what: str) ->
                 raise SaveError(f"{where} is damaged: it is a {type(value).__name__}")
 
 
-# Steps between decisions. Shorter blocks would have too few low losses where losses are
+# Steps between decisions. Shorter blocks would have too few low losses if losses are
 # noisy, as with a batch of one row.
 BLOCK = 50
-BLOCKS = 4  # in a row that have to be too high
+BLOCKS = 4  # consecutive blocks that must be too high
 LOW = 5  # lowest losses of a block that are ignored: a tenth
-# Least ratio of the lowest remaining loss to the median. Below it the losses are spread
-# over everything from low to high, and the first one was among the low ones by chance.
+# Minimum ratio of the lowest remaining loss to the median. Below this ratio, losses are
+# noisy, and the first loss was a low one by chance.
 SPREAD = 0.25
 
 
 class Level(NamedTuple):
-    """The losses of one block, above the first loss of all."""
+    """Summary of one block: rises of its losses above the first loss of training."""
 
-    low: float  # nine of ten are higher
+    low: float  # lowest rise after the `LOW` lowest
     median: float
 
     @classmethod
     def of(cls, rises: list[float]) -> "Level":
-        """Describe a block by how far each of its losses is above the first of all."""
+        """Summarize the rises of one block."""
         return cls(sorted(rises)[LOW], median(rises))
 
     def too_high(self, least: float) -> bool:
-        """Whether all but a few losses are more than `least` above the first."""
+        """Whether all but the `LOW` lowest losses rose by more than `least`."""
         return self.low > least and self.low >= SPREAD * self.median
 
 
 class LossWatch:
     """Detects from the losses of one replica that training has diverged.
 
-    It has if, for four blocks of 50 steps in a row,
+    Training has diverged if, in four consecutive blocks of 50 steps,
 
     - nine of ten losses were more than ``max_rise * max(1, |first|)`` above the first,
-    - they were close together: the lowest of these nine was at least a quarter of the
-      median above the first, and
-    - they do not fall: the median of the last block is no lower than that of the first
-      of the four.
+    - these nine were close together: the rise of the lowest above the first loss was at
+      least a quarter of the median rise, and
+    - losses did not fall: the median of the fourth block is not below that of the first
+      block.
 
-    Noisy, small and negative losses, spikes, and bad starts that recover do not count,
-    nor does a loss that only returns to where it began.
+    Noisy, small and negative losses, spikes, bad starts that recover, and losses that
+    return to their first value do not count as divergence.
 
     Args:
-        max_rise: See above; None: nothing counts.
+        max_rise: See above; None: never report divergence.
 
     Attributes:
         first: The first loss, or None.
-        last: The last one, or None.
+        last: The last loss, or None.
 
     Example:
         >>> watch = LossWatch(max_rise=10)
@@ -222,7 +226,7 @@ class LossWatch:
         self._levels: list[Level] = []
 
     def note(self, loss: float) -> bool:
-        """Add the finite loss of a step; return whether training has diverged."""
+        """Add a step's finite loss; return whether training has diverged."""
         if self.first is None:
             self.first = loss
         self.last = loss
@@ -241,13 +245,13 @@ class LossWatch:
         )
 
     def values(self) -> dict[str, Any]:
-        """The state as plain values."""
+        """Return the state as plain values."""
         levels = [tuple(level) for level in self._levels]
         seen = {"first": self.first, "last": self.last}
         return {**seen, "block": list(self._block), "levels": levels}
 
     def restore_(self, values: Mapping[str, Any]) -> None:
-        """Go on from what `values` made."""
+        """Restore the result of `values`."""
         first, last = values["first"], values["last"]
         self.first = None if first is None else float(first)
         self.last = None if last is None else float(last)
@@ -256,38 +260,39 @@ class LossWatch:
 
     @property
     def recent(self) -> int:
-        """Steps that the last decision is based on."""
+        """Number of steps on which the last decision is based."""
         return BLOCK * len(self._levels)
 
 
-# Training that goes well stays below these.
-APART = 2.0  # steps between replicas
+# Healthy training stays below these limits.
+APART = 2.0  # steps ahead of the slowest replica
 BEHIND = 10.0  # thresholds; ResidualClipping's default carries over up to 5
-# Above it no density is enough: the steps are too long, which another hint says.
+# Above this limit no density suffices: the steps are too long, covered by other hints.
 TOO_FAR = 1e6  # thresholds
 
 
 @dataclass(frozen=True)
 class Symptoms:
-    """What is known about a replica that has diverged.
+    """Measurements of a replica that has diverged.
 
     Attributes:
-        replica: Its number.
+        replica: Number of the replica.
         epoch: Counted from 0.
-        step: Of this replica, counted from 1.
-        loss: Of that step.
-        first: Loss of the first step; None: this is the first.
-        before: Loss of the step before; None: this is the first.
-        high_steps: Steps for which the loss was too high; 0 if it is not finite.
-        learning_rate: Of the optimizer's first group; NaN if it has none.
-        scale: How much an update of each replica counts.
-        replicas: How many train.
+        step: Step of this replica, counted from 1.
+        loss: Loss of this step.
+        first: First finite loss; None: there is none.
+        before: Last finite loss, which may be that of this step; None: there is none.
+        high_steps: Steps for which the loss was too high; 0 if the loss is not finite.
+        learning_rate: Rate of the optimizer's first group; NaN if it has none.
+        scale: Weight of each replica's updates.
+        replicas: Number of replicas that train.
         staleness: Steps ahead of the slowest replica, mean over this epoch.
         residual: 99th percentile of |residual| / threshold; NaN if unknown.
-        gradient_norm: Of this step, before clipping; NaN if unknown.
-        clip_grad_norm: The norm that gradients are clipped to; None: they are not.
-        event: What the exchange could not share after the step; "": the loss is the
-            problem, and the step was not made.
+        gradient_norm: Norm of the last gradients, after clipping if there is an
+            `event`; NaN if unknown.
+        clip_grad_norm: Norm that gradients are clipped to; None: no clipping.
+        event: Error of the exchange after the step; "": the loss is the problem, and
+            the step was not made.
     """
 
     replica: int
@@ -315,7 +320,7 @@ class Symptoms:
 
 
 def diagnosis(symptoms: Symptoms) -> str:
-    """Explain what happened, where the last good state is, and what might help.
+    """Explain the divergence: its course, the last good state, and possible remedies.
 
     Example:
         >>> print(diagnosis(Symptoms(replica=1, epoch=0, step=1, loss=math.nan)))
@@ -407,20 +412,20 @@ def _of_sharing(s: Symptoms) -> Iterator[str]:
 
 
 BatchGroup = Sequence[Batch]
-ONE_ROW = "Expected more than 1 value per channel"  # so torch's batch norm begins
+ONE_ROW = "Expected more than 1 value per channel"  # start of torch's batch norm error
 
 
 @dataclass(frozen=True)
 class Stepping:
-    """How an optimizer step is made; the options of the same names of a trainer.
+    """Options of an optimizer step, named as in a trainer.
 
     Args:
-        autocast: Computes forward passes in this dtype; None: in the model's own.
-        accumulate: Batches of a group, at most.
+        autocast: Dtype of forward passes; None: the model's own.
+        accumulate: Most batches of a group.
         clip_grad_norm: Largest norm of all gradients together; None: any.
 
     Raises:
-        OptionError: Naming the option, what was given and what is allowed.
+        OptionError: If an option is not allowed; names its value and what is allowed.
 
     Example:
         >>> Stepping(torch.float64)
@@ -434,7 +439,7 @@ None, got torch.float64
     clip_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
-        # By identity: a numpy dtype, for one, is not comparable with torch's.
+        # By identity: a numpy dtype, for example, cannot be compared with torch's.
         if not any(self.autocast is d for d in (None, torch.bfloat16, torch.float16)):
             raise OptionError(
                 "autocast must be torch.bfloat16, torch.float16 or None, got "
@@ -449,10 +454,10 @@ None, got torch.float64
             )
 
     def check_model(self, module: nn.Module) -> None:
-        """Refuse a model with which these options do not go.
+        """Check that these options fit the model.
 
         Raises:
-            OptionError: If gradients were to be scaled that are in half precision.
+            OptionError: If `autocast` is float16 and a parameter is float16.
         """
         half = [n for n, p in module.named_parameters() if p.dtype == torch.float16]
         if self.autocast is torch.float16 and half:
@@ -467,10 +472,10 @@ class Stepper:
 
     Args:
         module: The model, on its device.
-        objective: What to make small; moved to the device.
-        optimizer: Of the model's trainable parameters.
-        stepping: How.
-        device: Where to compute.
+        objective: The loss to minimize, or the user's own step; moved to the device.
+        optimizer: Optimizer of the model's trainable parameters.
+        stepping: Options of a step.
+        device: Device of the model.
     """
 
     def __init__(
@@ -488,9 +493,9 @@ class Stepper:
         self._device = device
         self._dtype = floating_dtype(module)
         self._parameters = trainable(module)
-        # Found out once, and not in each step.
+        # Determined once, not in each step.
         self._own_step = objective.function if isinstance(objective, OwnStep) else None
-        own = self._own_step is not None  # adds to its loss what there is to add
+        own = self._own_step is not None  # its loss includes any penalty
         self._penalty = (
             module.penalty if isinstance(module, Penalised) and not own else None
         )
@@ -504,13 +509,13 @@ class Stepper:
         self._scaler = torch.amp.GradScaler(device.type) if scaling else None
 
     def backward(self, group: BatchGroup) -> float:
-        """Compute the gradients of a group of batches; the parameters stay unchanged.
+        """Compute the gradients of a group of batches; parameters are unchanged.
 
         Each batch is weighted by its rows, so that a mean loss has the gradients of one
         large batch.
 
         Args:
-            group: On any device; batches are moved one at a time.
+            group: Batches on any device, moved one at a time.
 
         Returns:
             The loss over all rows of the group.
@@ -519,7 +524,7 @@ class Stepper:
         rows = [length(x) for x, _ in group]
         total = sum(rows)
         parts = [self._backward(*each, total) for each in zip(group, rows, strict=True)]
-        # Read at the end only: it waits for an accelerator.
+        # Read only at the end: reading waits for the accelerator.
         return sum(float(part) for part in parts)
 
     def _backward(self, batch: Batch, rows: int, total: int) -> Tensor:
@@ -540,7 +545,7 @@ class Stepper:
                     ) from error
                 raise
             if rows != total and not is_sum(self._objective):
-                # Not times a share: of equal batches this is the plain loss / k.
+                # Not multiplied by rows / total: equal batches give exactly loss / k.
                 loss = loss / (total / rows)
             penalty = None if self._penalty is None else self._penalty()
             if penalty is not None:
@@ -550,17 +555,17 @@ class Stepper:
         return loss.detach()
 
     def values(self) -> dict[str, Any]:
-        """The state of the loss scale for float16; empty without one."""
+        """Return the state of the float16 loss scaler; empty without one."""
         return {} if self._scaler is None else dict(self._scaler.state_dict())
 
     def restore_(self, values: Mapping[str, Any]) -> None:
-        """Continue from what `values` returned."""
+        """Restore the result of `values`."""
         if self._scaler is not None and values:
             check_like(self.values(), values, "it")
             self._scaler.load_state_dict(dict(values))
 
     def gradient_norm(self) -> float:
-        """Return the norm of all gradients together, before they are clipped."""
+        """Return the norm of all gradients together, before `update` clips them."""
         squares = sum(
             float(grad.double().square().sum()) for grad in _gradients(self._parameters)
         )
@@ -570,8 +575,8 @@ class Stepper:
     def _clip(self, norm: float) -> None:
         holders = []
         for gradient in _gradients(self._parameters):
-            # torch clips what is the gradient of something, and nothing that is sparse:
-            # here of one number, as large as the gradient says it is.
+            # torch clips only dense gradients of tensors. This holder has one element,
+            # expanded to the shape of the gradient.
             holders.append(gradient.new_empty(()).expand(gradient.shape))
             holders[-1].grad = gradient
         nn.utils.clip_grad_norm_(holders, norm)
@@ -579,14 +584,14 @@ class Stepper:
     def update(self, scale: float) -> None:
         """Make an optimizer step with the gradients of `backward`.
 
-        In float16 a step whose gradients overflow is skipped, and the loss scale is
-        lowered.
+        With float16, a step whose gradients overflow is skipped, and the loss scale
+        decreases.
 
         Args:
             scale: Factor on the learning rate.
 
         Raises:
-            ModelError: If there is no learning rate to scale.
+            ModelError: If a parameter group has no learning rate to scale.
         """
         if self._stepping.clip_grad_norm is not None:
             if self._scaler is not None:
@@ -601,13 +606,13 @@ class Stepper:
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """All gradients, for sparse ones their values, which may be changed in place."""
+    """Return all gradients; of sparse ones their values. Views, changeable in place."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None:
             continue
         if parameter.grad.is_sparse:
-            # An index may occur several times: its values are one gradient.
+            # An index may occur several times; its values are summed.
             parameter.grad = parameter.grad.coalesce()
             gradients.append(parameter.grad.values())
         else:

@@ -1,4 +1,8 @@
-"""Synchronous training: replicas average their parameters every few steps."""
+"""Synchronous training: replicas average their parameters every few steps.
+
+Replicas vote at barriers, and all derive the same decision for each round from the
+votes; means are computed by :mod:`daskdl.training.tree_reduce`.
+"""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -44,44 +48,44 @@ from daskdl.training.tree_reduce import (
 
 
 class Vote(NamedTuple):
-    """What one replica brings to a round."""
+    """A replica's vote at the barrier of a round."""
 
-    seen: int  # number of the last round it was at
-    mean: int  # number of the round whose mean it began from, -1: none
-    examples: int  # trained on since
-    ended: bool = False  # it has nothing left to do in this epoch
-    parked: bool = False  # it is not there, but waits for a lease
-    digest: int = 0  # of its parameters, if `ended`
-    rests: bool = False  # there is nothing for it to train on at present
-    owes: bool = False  # rounding has left something that is in no mean yet
+    seen: int  # number of the last round the replica took part in
+    mean: int  # number of the round whose mean the replica has; -1: none
+    examples: int  # trained on since this mean
+    ended: bool = False  # the sync interval has ended for the replica
+    parked: bool = False  # absent from the round, waiting for a lease
+    digest: int = 0  # checksum of the parameters, if `ended`
+    rests: bool = False  # no data to train on at present
+    owes: bool = False  # the replica has a residual from rounding
 
     def to_wire(self) -> dict[str, list[int]]:
-        """Plain values."""
+        """Return the vote as plain values."""
         return {"vote": list(self)}
 
     @classmethod
     def by_replica(cls, notes: Mapping[int, Any]) -> dict[int, "Vote"]:
-        """Read what `to_wire` returned on each replica."""
+        """Create the votes of all replicas from results of `to_wire`."""
         return {replica: cls(*note["vote"]) for replica, note in notes.items()}
 
 
 @dataclass(frozen=True)
 class RoundDecision:
-    """What is done in one round; all replicas decide it from the same votes.
+    """The decision of one round, which all replicas derive from the same votes.
 
     Attributes:
-        number: Of the meeting.
-        latest: Number of the last mean that anybody has.
-        weights: Of those whose models are averaged; their sum is 1. Empty: there is
-            nothing to average.
-        members: That get the new mean, ascending, if there is one.
-        current: That have the latest mean, ascending.
-        donors: Of those, who let others fetch it, ascending.
-        whole: The mean is to be exact, and of all there is: because it will be the
-            last of an epoch, or somebody has nothing in common with the others.
-        settles: Nobody has trained since the latest mean, and all have ended: it is
-            only completed by what rounding has left.
-        over: All have ended, and have the same.
+        number: Number of the round.
+        latest: Number of the latest mean that any replica has.
+        weights: Weights of the replicas whose models are averaged, with sum 1; empty:
+            no mean is computed.
+        members: Replicas that take part and get the mean, if there is one, ascending.
+        current: Replicas that have the latest mean, ascending.
+        donors: Replicas in `current` that serve the latest mean to others, ascending.
+        whole: Whether the mean is exact, without rounding: when all members have ended
+            or have no data, a member lacks the latest mean, or there is one member.
+        settles: Whether all replicas have ended and none has trained since the latest
+            mean; the round only adds the residuals to it.
+        over: Whether all replicas have ended with the same parameters.
     """
 
     number: int
@@ -96,21 +100,21 @@ class RoundDecision:
 
     @property
     def root(self) -> int:
-        """Where the mean is made: a member that has the latest one."""
+        """The member that computes the mean; it has the latest one."""
         there = [replica for replica in self.members if replica in self.current]
         return there[self.number % len(there)]
 
     @classmethod
     def of(cls, votes: Mapping[int, Vote], gone: Collection[int]) -> Self:
-        """Decide what is done in a round.
+        """Derive the decision of a round from the votes.
 
-        A mean counts what all who were there had trained. Whoever has not got it,
-        because the one that was to pass it on was lost, has nothing to add to the next
-        one; if nobody has got it, all still have what they had trained.
+        A mean includes the training of all replicas in its round. A replica that did
+        not get the mean, because its parent in the tree failed, adds nothing to the
+        next one. If no replica got the mean, all keep their progress.
 
         Args:
-            votes: Of each replica.
-            gone: Replicas that were lost, whatever their votes.
+            votes: Votes by replica.
+            gone: Replicas that have left or failed; their votes are ignored.
 
         Example:
             >>> votes = {0: Vote(4, 4, 60), 1: Vote(4, 4, 20), 2: Vote(4, 3, 20)}
@@ -144,22 +148,22 @@ class RoundDecision:
             settles=settles,
             over=ended and not total and not settles and len(current) == len(here),
         )
-        # All have the same; the root's need not travel up.
+        # All models are equal; the root contributes its own.
         return replace(decided, weights={decided.root: 1.0}) if settles else decided
 
 
-MEETING = "average"  # key of the barrier, of one round after the other
-STATE = "state "  # before the names of a snapshot's arrays
+MEETING = "average"  # barrier key of all rounds
+STATE = "state "  # prefix of array names in a snapshot
 
 
 class AveragingExchange(Exchange):
-    """One replica's part in averaging.
+    """One replica's side of parameter averaging.
 
     Args:
-        context: Of the replica.
-        state: Of the same replica.
-        frequency: Steps between two averagings.
-        fan_out: Of the tree along which means are made.
+        context: Context of the replica.
+        state: State of the replica that is averaged.
+        frequency: Steps between two means.
+        fan_out: Fan-out of the reduction tree.
     """
 
     kind = AVERAGER
@@ -181,14 +185,14 @@ class AveragingExchange(Exchange):
         self._trained = 0  # steps of this fit
         self._since = 0  # steps since the last mean
         self._untrained = context.untrained
-        self._behind = False  # others may have a later mean
+        self._behind = False  # other replicas may have a later mean
         self._made = 0 if context.compression is None else context.compression.steps
-        self._sent_bytes, self._sent_kind = 0, ""  # in this step
-        self._wait_s = 0.0  # in this step
+        self._sent_bytes, self._sent_kind = 0, ""  # sent in this step
+        self._wait_s = 0.0  # waited in this step
         self.exchanged = False
         if context.snapshot is not None:
-            # What a replica was doing when it was asked. The common state is fetched
-            # before the first step; this counts if nobody is left by then.
+            # State of one replica at an arbitrary step. The common state is fetched
+            # before the first step; this one is used if no other replica is left then.
             snapshot = context.snapshot
             names = [name for name in snapshot if name.startswith(STATE)]
             state.load_blob_({n.removeprefix(STATE): snapshot[n] for n in names})
@@ -198,7 +202,7 @@ class AveragingExchange(Exchange):
         if context.resumed is not None and context.resumed.kind == AVERAGER:
             self._resume(context.resumed)
         self._start: Parameters | None = None
-        if context.residual is not None:  # all of it, as every other initial replica
+        if context.residual is not None:  # whole, on every initial replica
             self._start = self.agreed()
             context.residual.deliver_(context.module)
             if state.outer is not None:
@@ -211,7 +215,7 @@ class AveragingExchange(Exchange):
             if common["outer"] is not None and outer is not None:
                 outer.restore_(common["outer"])
         self._made = common["made"]
-        # The number of a round decides along which tree its mean is made.
+        # The number of a round determines the tree of its mean.
         self._vote = Vote(seen=common["met"], mean=common["met"], examples=0)
 
     @override
@@ -237,7 +241,7 @@ class AveragingExchange(Exchange):
             self._average_all()
 
     def _average_all(self) -> None:
-        """Meet until what was trained here is in a mean."""
+        """Run rounds until this replica's training is in a mean."""
         while self._vote.examples:
             self._meet()
         self._channel.progress(self._made)
@@ -250,7 +254,7 @@ class AveragingExchange(Exchange):
             self._behind = False
             self._channel.progress(self._made, interval)
             return
-        # After the last step of an interval too: its mean is made now.
+        # Also after the last step of an interval: its mean is computed now.
         self._untrained.look()
         self._vote = self._vote._replace(rests=True)
         self._average_all()
@@ -259,7 +263,7 @@ class AveragingExchange(Exchange):
         self._behind = True
 
     def _meet(self, *, ended: bool = False) -> RoundDecision:
-        """Come together once, and do what is decided there."""
+        """Run one round: vote, and carry out the decision."""
         digest = checksum_of(self.context.module) if ended else 0
         owes = bool(self._state.feedback.residual)
         self._vote = self._vote._replace(ended=ended, digest=digest, owes=owes)
@@ -272,7 +276,7 @@ class AveragingExchange(Exchange):
         if self._replica in gathered.gone:
             raise Stopped("the others have gone on without this replica")
         decided = RoundDecision.of(Vote.by_replica(gathered.payloads), gathered.gone)
-        # By now everybody has fetched what was published for the round before.
+        # By now, all replicas have fetched the blobs of the round before.
         self._channel.drop_blobs(keep=self._state_name)
         self._vote = self._vote._replace(seen=decided.number)
         self._state.feedback.settle_(decided.latest)
@@ -368,29 +372,28 @@ class AveragingExchange(Exchange):
 class ParameterAveraging(TrainingMaster):
     """Average the replicas' models every few steps.
 
-    With `frequency` 1 and plain SGD, k replicas with batches of b rows make the steps
-    of one process with batches of k x b. A replica that is lost costs at most what it
-    had trained since the last mean; the others average without it.
+    With `frequency` 1 and plain SGD, k replicas with batches of b rows behave like one
+    process with batches of k x b rows. A failed replica costs at most its training
+    since the last mean; the other replicas average without it.
 
     Args:
-        frequency: Steps of each replica between two averagings, >= 1.
-        average_optimizer: Average the optimizer's state too; else each replica keeps
-            its own, and the trainer gets their weighted mean at the end.
-        outer: Makes a `torch.optim.Optimizer` from a list of parameters; it takes the
-            way from the last common parameters to their mean for a gradient. With
-            SGD, learning rate 0.7 and Nesterov momentum 0.9, this is DiLoCo. None: the
-            mean itself is taken.
-        compression: "dense8": what travels are differences to the last common
-            parameters, in eight bits for each; what rounding leaves is sent with the
-            next mean, and whole at the end of an epoch. None: 32 bits.
+        frequency: Steps of each replica between two means, >= 1.
+        average_optimizer: Whether to average the optimizer's state too; else each
+            replica keeps its own, and the trainer gets the weighted mean at the end.
+        outer: Creates a `torch.optim.Optimizer` from a list of parameters. Its gradient
+            is the difference between the last common parameters and the new mean. With
+            SGD, learning rate 0.7 and Nesterov momentum 0.9, this is DiLoCo. None: no
+            outer optimizer, replicas continue from the mean.
+        compression: "dense8": replicas send differences to the last common parameters
+            in eight bits per parameter. The rounding error is sent with the next mean,
+            and exactly at the end of an epoch. None: 32 bits.
         replicas_per_worker: See `GradientSharing`.
-        min_replicas: Likewise.
-        rejoin_timeout: Likewise.
-        fan_out: Most replicas whose models one adds up, >= 1. Means are made along a
-            tree from worker to worker.
+        min_replicas: See `GradientSharing`.
+        rejoin_timeout: See `GradientSharing`.
+        fan_out: Fan-out of the tree of workers along which means are computed, >= 1.
 
     Raises:
-        OptionError: Naming the option, what was given and what is allowed.
+        OptionError: If an option is not allowed; names its value and what is allowed.
 
     Example:
         >>> ParameterAveraging(frequency=0)

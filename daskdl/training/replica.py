@@ -1,4 +1,8 @@
-"""What happens on a worker: join, build, train each epoch, report, and leave."""
+"""The training loop of one replica: join, build, train each epoch, report, leave.
+
+Also changes and restores the process settings that replicas share: torch's threads, its
+random generators and the CUDA device.
+"""
 
 import contextlib
 import functools
@@ -81,29 +85,29 @@ class Replica:
     """One replica on a worker: a live model, its optimizer, and its exchange.
 
     Args:
-        number: Of the replica in the run.
+        number: Number of the replica in the run.
         spec: This replica's own copy; its objects are changed in place.
         channel: This replica's end of the run.
-        device: Where to compute.
-        store: Where the data are.
+        device: Device of the model.
+        store: Provides the data.
 
     Attributes:
         module: The model, on its device.
-        optimizer: Of its trainable parameters.
-        rate: Their learning rate.
+        optimizer: Optimizer of the trainable parameters.
+        rate: Learning rate of the optimizer.
         stepper: Makes the optimizer steps.
-        exchange: With the other replicas.
+        exchange: Exchange with the other replicas.
         stopper: Decides whether the fit ends early.
         watch: Detects diverging losses.
-        steps: Steps that this replica has made, over all epochs.
-        seen: Examples that it has trained on, over all epochs.
-        weight: Its share of the examples of all replicas.
-        totals: Of the current epoch.
+        steps: Steps of this replica, over all epochs.
+        seen: Examples this replica has trained on, over all epochs.
+        weight: This replica's share of the examples of all replicas.
+        totals: Sums of the current epoch.
         first_epoch: The first epoch to train in.
         interval: Number of the current sync interval, from 0 over all epochs.
-        agreed: Parameters on which all replicas agreed last, or those of the start.
+        agreed: Parameters that all replicas agreed on last; at first the initial ones.
         met: Whether all replicas have agreed since the start of the run.
-        checkpoints: Writes them; None: the fit has no checkpoints.
+        checkpoints: Writes checkpoints; None: the fit has none.
     """
 
     module: nn.Module
@@ -142,8 +146,8 @@ class Replica:
         """Join the run, train, and leave.
 
         Returns:
-            What the replica leaves, also if it was stopped or failed: it has told the
-            others then.
+            The replica's result, partial if it was stopped or failed. A failure has
+            been reported to the channel.
         """
         try:
             return guarded(self._run, self._fail)
@@ -158,14 +162,14 @@ class Replica:
         return self._finished()
 
     def _fail(self, error: Exception) -> FitResult:
-        """Report an error, which may be the user's, of any kind."""
+        """Report an error of daskdl or of the user's code."""
         self._channel.fail(failure_of(error, self.steps))
         return self._unfinished()
 
     # ---- join, build, restore
 
     def join(self) -> None:
-        """Join the run, build what trains, and restore its state."""
+        """Join the run, build the model and exchange, and restore their state."""
         joined = self._channel.join()  # waits for the other initial replicas
         inherited = None
         if self._spec.resume is not None and joined.snapshot is None:
@@ -190,7 +194,7 @@ class Replica:
     def _build(self, joined: JoinResult, inherited: RestoredState | None) -> None:
         spec, channel, number = self._spec, self._channel, self._number
         self.module = spec.model.to(self._device).train()
-        untrained = Untrained(self.module)  # as it is on the client
+        untrained = Untrained(self.module)  # before loading, as on the client
         if inherited is not None:
             inherited.check(self.module)
             with restoring(inherited.common_at):
@@ -208,7 +212,7 @@ class Replica:
             joined.snapshot,
             self.optimizer,
             resumed,
-            # The initial replicas deliver all of it.
+            # Only the initial replicas deliver it.
             spec.residual if joined.snapshot is None else None,
             untrained,
         )
@@ -262,7 +266,7 @@ class Replica:
                 self.watch.restore_(part["watch"])
             with restoring(f"{at}: random"):
                 restore_generators(part["random"], self._device)
-        # No replica sends anything before all have the same state, on the same grid.
+        # No replica sends updates before all replicas have the same state and grid.
         gathered = self._channel.barrier("resume", {"digest": self.agreed.digest})
         check_alike(gathered, "after they have read a checkpoint")
         for part, at in zip(inherited.own, inherited.own_at, strict=True):
@@ -274,7 +278,7 @@ class Replica:
             self.totals.add(totals)
 
     def _catch_up(self, snapshot: Mapping[str, Any]) -> None:
-        """Continue from another replica's snapshot, in the epoch of the others."""
+        """Continue from another replica's snapshot, in the current epoch of the run."""
         packed: Packed[dict[str, Any]] = Packed.of(snapshot["replica"], "snapshot")
         state = packed.unpack()
         self.optimizer.load_state_dict(state["optimizer"])
@@ -287,9 +291,9 @@ class Replica:
         self.first_epoch = epoch
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything that a joining replica begins with."""
+        """Return the state that a joining replica starts from."""
         if isinstance(self.exchange, SoloExchange):
-            # The replica that joins is the second one.
+            # The joining replica is the second one.
             context = self.exchange.shared_context()
             self.exchange = self._spec.master.attach(context)
         own = {
@@ -353,7 +357,7 @@ class Replica:
         if self.rate.per_step:
             self.rate.step_()
         if callbacks:
-            # Before the exchange: it shares what they change like the optimizer's move.
+            # Before the exchange, which also shares changes made by callbacks.
             paused = time.perf_counter()
             step = Step(self._number, epoch, self.steps, loss, rows, rate)
             for callback in callbacks:
@@ -417,7 +421,7 @@ class Replica:
 
     def _end_epoch(self, epoch: int) -> None:
         self._sync(epoch)
-        # Drops that of the epoch before while the new one is validated.
+        # Drops the state of the epoch before while the new one is validated.
         self._channel.keep_state(epoch, None)
         self.seen += self.totals.examples
         gathered = self._channel.barrier(
@@ -459,7 +463,7 @@ class Replica:
         )
 
     def _validate(self, epoch: int) -> tuple[Score | None, str]:
-        """Score this replica's share; also say why some of it was left out."""
+        """Return the score of this replica's share, and why rows were left out."""
         if not self._spec.evaluation.scored(epoch):
             return None, ""
         totals = EpochTotals()
@@ -474,11 +478,11 @@ class Replica:
     def _checkpoint(
         self, epoch: int, sync_point: SyncPoint | None = None
     ) -> CheckpointState:
-        """The state of this replica for a checkpoint.
+        """Return the state of this replica for a checkpoint.
 
         Args:
-            epoch: The next one to train in, counted from 0.
-            sync_point: What is left of that epoch, if it has begun; else None.
+            epoch: The next epoch to train in, counted from 0.
+            sync_point: Remaining work of this epoch if it has begun; else None.
         """
         state = self.exchange.state()
         fingerprint = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
@@ -513,7 +517,7 @@ class Replica:
     # ---- leave
 
     def _unfinished(self) -> FitResult:
-        """What this replica leaves before the end: what all agreed on last."""
+        """Return the result before the end: the parameters agreed on last."""
         if not self._joined:
             return FitResult(Parameters(), met=False, finished=False)
         return FitResult(
@@ -525,7 +529,7 @@ class Replica:
         )
 
     def _finished(self) -> FitResult:
-        """What this replica leaves at the end, with what it has not sent."""
+        """Return the result at the end, with the residual."""
         left, best = self.exchange.result(), self.stopper.best()
         return FitResult(
             best or replace(self.agreed, residual_N=left.residual_N),
@@ -538,7 +542,7 @@ class Replica:
     # ---- divergence
 
     def _diverged(self, epoch: int, loss: float, event: str = "") -> DivergedError:
-        """Explain a step's loss, or the `event` that an exchange has raised."""
+        """Diagnose a step's loss, or the `event` reported by an exchange."""
         exchange, stats = self.exchange, self.exchange.stats()
         symptoms = Symptoms(
             replica=self._number,
@@ -561,14 +565,14 @@ class Replica:
 
 
 def check_alike(gathered: BarrierResult, when: str) -> None:
-    """Refuse to go on if replicas that must be equal differ.
+    """Check that all replicas have the same state.
 
     Args:
         gathered: Payloads with a ``"digest"`` each.
-        when: For the message.
+        when: When replicas were compared, for the message.
 
     Raises:
-        ChannelError: If they differ.
+        ChannelError: If the digests differ.
     """
     digests = {r: note["digest"] for r, note in gathered.payloads.items()}
     if len(set(digests.values())) > 1:
@@ -579,8 +583,8 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
     """Describe an exception in plain values.
 
     Args:
-        error: Of daskdl or of the user's code.
-        step: Steps that the replica has made.
+        error: Raised by daskdl or by the user's code.
+        step: Steps the replica has made.
     """
     summary = f"{type(error).__name__}: {error}"
     own = type(error).__module__ == errors.__name__
@@ -589,19 +593,19 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
         "summary": str(error) if own else summary,
         "traceback": "".join(traceback.format_exception(error)),
         "step": step,
-        # How it is pickled may be the user's code; its traceback, as text, says enough.
+        # Pickling may run the user's code and fail; the traceback remains as text.
         "pickled": guarded(lambda: cloudpickle.dumps(error), lambda _: b""),
     }
 
 
 def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
-    """Make one step with a copy of the model, so that the first real one is not slow.
+    """Make one step with a copy of the model, so that the first real step is not slow.
 
-    Exceptions of the user's code come out as they are: the real step would raise them.
+    Exceptions of the user's code propagate unchanged: the real step would raise them.
 
     Args:
-        spec: Callables with a state of their own are called once more.
-        device: Where the replica computes.
+        spec: Stateful callables in it get one extra call.
+        device: Device of the replica.
     """
     module = copied(spec.model).to(device)
     with random_state_left_alone():
@@ -613,31 +617,31 @@ def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
         spec.master.warm_up(device, floating_dtype(module))
 
 
-# ---- the process that replicas share
+# ---- process settings shared by replicas
 
 T = TypeVar("T")
 
 
 class _Setting(Generic[T]):
-    """A setting of this process that replicas change; the last one restores it.
+    """A process-wide setting that replicas change; the last one to leave restores it.
 
     Args:
         read: Returns the setting.
-        write: Changes it.
+        write: Changes the setting.
     """
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], object]) -> None:
         self._read = read
         self._write = write
         self._lock = threading.Lock()
-        self._found: list[T] = []  # by the first of the replicas inside, once for each
+        self._found: list[T] = []  # the original value, once per active replica
 
     @contextlib.contextmanager
     def kept(self, now: T | None = None) -> Iterator[None]:
-        """Restore the setting when the last replica leaves.
+        """Context manager: restore the setting when the last replica leaves.
 
         Args:
-            now: The new value; None: left to the caller.
+            now: The new value; None: the caller changes the setting.
         """
         with self._lock:
             self._found.append(self._found[0] if self._found else self._read())
@@ -675,7 +679,7 @@ def _generator(device: torch.device) -> _Setting[Tensor]:
 
 @contextlib.contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random generators of the CPU and of the device afterwards."""
+    """Context manager: restore the random generators of the CPU and the device."""
     with contextlib.ExitStack() as stack:
         for each in {torch.device("cpu"), device}:
             stack.enter_context(_generator(each).kept())
@@ -683,12 +687,12 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:
-    """The states of the CPU's generator and of the device's, as they are now."""
+    """Return the current random states of the CPU and the device, by device type."""
     return {e.type: _read_generator(e) for e in {torch.device("cpu"), device}}
 
 
 def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore what `generators` returned, for the devices that there are."""
+    """Restore the result of `generators`, for the device types in use."""
     for each in {torch.device("cpu"), device}:
         if each.type in states:
             _write_generator(each, states[each.type])
@@ -698,7 +702,7 @@ _threads = _Setting(torch.get_num_threads, torch.set_num_threads)
 
 
 def torch_threads(count: int) -> AbstractContextManager[None]:
-    """Context manager: let torch compute with so many threads.
+    """Context manager: set the number of torch's threads.
 
     Args:
         count: Threads for one operation, >= 1.
@@ -707,14 +711,14 @@ def torch_threads(count: int) -> AbstractContextManager[None]:
 
 
 _lock_devices = threading.Lock()
-_users_devices: Counter[int] = Counter()  # replicas now, by number of the CUDA device
+_users_devices: Counter[int] = Counter()  # active replicas, by CUDA device number
 
 
 @contextlib.contextmanager
 def device_for(device: str) -> Iterator[torch.device]:
     """Context manager: choose the device of a replica.
 
-    A CUDA device is also the calling thread's current one, for user code that says
+    A CUDA device becomes the calling thread's current device, for user code that names
     ``"cuda"`` without a number.
 
     Args:
@@ -722,7 +726,7 @@ def device_for(device: str) -> Iterator[torch.device]:
             process, and the CPU without CUDA. Else the name of a torch device.
 
     Raises:
-        OptionError: If this process has no such device.
+        OptionError: If this process does not have the device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device != "auto":
@@ -738,10 +742,10 @@ def device_for(device: str) -> Iterator[torch.device]:
 
 
 def check_device(device: str) -> None:
-    """Refuse a CUDA device that this process does not have.
+    """Check that this process has a CUDA device.
 
     Raises:
-        OptionError: With the number of devices there are.
+        OptionError: If it does not; names the number of CUDA devices.
     """
     if device == "auto" or torch.device(device).type != "cuda":
         return
@@ -778,7 +782,7 @@ def process_environment(device: str, threads: int) -> Iterator[torch.device]:
 
     Args:
         device: See :func:`~daskdl.training.replica.device_for`.
-        threads: That torch computes with, >= 1.
+        threads: Number of torch's threads, >= 1.
 
     Yields:
         The device.

@@ -1,4 +1,7 @@
-"""What a replica measures while it trains, and the rows of the history made from it."""
+"""Measurements of replicas and the rows of the history made from them.
+
+Hides how step rows are sampled, how epoch reports travel, and how they are aggregated.
+"""
 
 import math
 import time
@@ -16,27 +19,26 @@ from daskdl.history import StepRow, Thinned, pack_rows
 from daskdl.scores import Score
 from daskdl.training.base import ExchangeStats
 
-# Residuals looked at for one row. Ten of them are above the highest percentile.
+# Residuals sampled for one row. Ten of them are above the highest percentile.
 SAMPLE = 1024
 PERCENTILES = (50, 90, 99)
 
 
 def mean(thresholds: Sequence[float]) -> float:
-    """Of what there is; NaN of nothing."""
+    """Return the mean; NaN of no thresholds."""
     return math.fsum(thresholds) / len(thresholds) if thresholds else math.nan
 
 
 def spread_of(samples: Iterable[Sample]) -> list[float]:
-    """How long a residual is, and how it compares with its thresholds.
+    """Estimate the norm of a residual, and its percentiles relative to the thresholds.
 
     Args:
-        samples: Of all of it. Where a threshold is NaN, the residuals count for the
-            length only.
+        samples: Samples of all parameter groups. Residuals with a NaN threshold count
+            only towards the norm.
 
     Returns:
-        The Euclidean length, as the samples have it, and the :data:`PERCENTILES` of
-        |residual| / threshold, all parameters weighing the same. NaN if there is
-        nothing to say.
+        The Euclidean norm, parameter units, and the :data:`PERCENTILES` of
+        |residual| / threshold, with equal weight per parameter; NaN without thresholds.
 
     Example:
         >>> import torch
@@ -62,22 +64,22 @@ def spread_of(samples: Iterable[Sample]) -> list[float]:
     return [math.sqrt(squares), *ratio[order][ranks].tolist()]
 
 
-# Between two reports, so that one has 39 KB of them at most.
+# Rows between two reports: 39 KB at most.
 MOST_ROWS = 256
-# With "auto": steps from one row to the next, at least; and the share of the time that
-# making them may take, half of what is promised, since the clock sees not all of it.
+# With "auto": least steps between two rows, and the fraction of time that making rows
+# may take. The documented fraction is twice as large: the clock misses some work.
 SPACING = 10
 SHARE = 0.005
 
 
 class StepLog:
-    """Rows of one replica.
+    """Chooses the steps of one replica that get a row, and collects the rows.
 
     Args:
-        every: Steps from one row to the next: those whose number it divides have one.
-            With ``"auto"`` the first step, and then one in ten, fewer where making
-            them would take more than a share of the time. None: no step.
-        now: Seconds, of a clock that never goes back.
+        every: Steps between rows: steps divisible by it get one. With ``"auto"``, the
+            first step and then at most one in ten, limited to a fraction of the time.
+            None: no rows.
+        now: Returns seconds of a monotonic clock.
 
     Attributes:
         next_step: No step before this one is due.
@@ -98,17 +100,18 @@ class StepLog:
         self._every = every
         self._now = now
         self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
-        self._number = 0  # of the last row, in the life of this replica
+        self._number = 0  # number of this replica's last row
         self.next_step = math.inf if every is None else 1
         self._began = 0.0
         self._next_at = -math.inf
 
     def due(self, step: int, exchange_tried: bool = True) -> bool:
-        """Whether a step is to have a row; `add` has to follow if so.
+        """Return whether a step gets a row; if so, `add` must follow.
 
         Args:
-            step: Steps this replica has made with this one.
-            exchange_tried: In this step; then there is more to say of it.
+            step: Number of the step on this replica, from 1.
+            exchange_tried: Whether the step ended with an exchange; with ``"auto"``,
+                only such steps get rows.
         """
         if self._every is None or step < self.next_step:
             return False
@@ -126,14 +129,14 @@ class StepLog:
         return self._rows.wants(self._number)
 
     def add(self, row: StepRow) -> None:
-        """Keep the row of a step that was due."""
+        """Add the row of a step that was due."""
         self._rows.add(self._number, row)
         if self._every == "auto":
             now = self._now()
             self._next_at = now + (now - self._began) * (1 / SHARE - 1)
 
     def take(self) -> bytes:
-        """Return the rows since the last call, packed."""
+        """Return the packed rows since the last call."""
         return pack_rows(self._rows.take())
 
 
@@ -145,11 +148,11 @@ class EpochTotals:
     examples: int = 0
     seconds: float = 0.0
     skipped: int = 0  # examples, with on_bad_batch="skip"
-    reason: str = ""  # why the first of them was skipped
+    reason: str = ""  # why the first example was skipped
     dropped: int = 0  # examples, with drop_last
 
     def add(self, other: "EpochTotals") -> None:
-        """Add the sums of another replica."""
+        """Add the sums of another replica in place."""
         self.loss_sum += other.loss_sum
         self.examples += other.examples
         self.seconds += other.seconds
@@ -159,35 +162,35 @@ class EpochTotals:
 
 
 class BestScore(NamedTuple):
-    """How far early stopping is: the best epoch, and the last one that counted."""
+    """Progress of early stopping: the best epoch, and the last that reset patience."""
 
-    best_epoch: int = -1  # none yet
+    best_epoch: int = -1  # -1: none yet
     best_score: float = math.nan
-    counted_epoch: int = -1  # the last one that improved by min_delta
+    counted_epoch: int = -1  # last epoch that improved by min_delta
     counted_score: float = math.nan
 
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What a replica reports at the end of an epoch, to all others and the client.
+    """A replica's report at the end of an epoch, sent to all replicas and the client.
 
-    All decisions between two epochs follow from the reports of all replicas. So all
-    replicas come to the same ones, and the client does too.
+    All decisions between two epochs depend only on the reports of all replicas, so
+    replicas and the client agree on them.
 
     Attributes:
-        digest: Checksum of what is equal on all replicas.
-        seen: Examples this replica trained on in all epochs.
-        totals: Of the epoch.
-        exchange: What it exchanged.
-        traffic: What its channel carried.
-        score: Of its share of the validation data; None: it was not scored.
-        unscored: Why some of that share was left out.
-        scheduled: Steps of the learning rate's scheduler.
-        learning_rate: Of the first parameter group.
-        schedule: State of the scheduler, packed.
-        best: How far early stopping was before this epoch.
-        elapsed_s: Seconds since the run began.
-        checkpoint: Counters of its checkpoints, see `CheckpointWriter.counters`.
+        digest: Checksum of the state that is equal on all replicas.
+        seen: Examples this replica has trained on, over all epochs.
+        totals: Sums over the steps of the epoch.
+        exchange: Counters of the exchange.
+        traffic: Counters of the channel.
+        score: Score on this replica's share of the validation data; None: not scored.
+        unscored: Why examples of this share were left out.
+        scheduled: Steps of the learning rate scheduler.
+        learning_rate: Learning rate of the first parameter group.
+        schedule: Packed state of the scheduler.
+        best: Progress of early stopping before this epoch.
+        elapsed_s: Seconds since the fit began.
+        checkpoint: Counters of checkpoints, see `CheckpointWriter.counters`.
     """
 
     digest: int = 0
@@ -205,7 +208,7 @@ class EpochReport:
     checkpoint: Mapping[str, int] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the report as plain values."""
         return {
             **vars(self),
             "totals": vars(self.totals),
@@ -217,7 +220,7 @@ class EpochReport:
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> Self:
-        """Read what `to_wire` returned."""
+        """Create from the result of `to_wire`."""
         score = fields["score"]
         return cls(
             **{
@@ -231,14 +234,14 @@ class EpochReport:
         )
 
 
-Reports = Sequence[EpochReport]  # of all replicas, in the order of their numbers
+Reports = Sequence[EpochReport]  # one per replica, by replica number
 
 
 def reports_of(payloads: Mapping[int, Any]) -> Reports:
-    """The reports at a barrier.
+    """Read the reports of a barrier.
 
     Args:
-        payloads: What replicas brought there, by replica.
+        payloads: Results of `EpochReport.to_wire`, by replica.
     """
     return [EpochReport.from_wire(payloads[replica]) for replica in sorted(payloads)]
 
@@ -246,15 +249,16 @@ def reports_of(payloads: Mapping[int, Any]) -> Reports:
 def check_trained(
     epoch: int, reports: Reports, departed: Sequence[tuple[float, int]] = ()
 ) -> None:
-    """Refuse an epoch in which all examples were left out.
+    """Raise an error if all examples of an epoch were left out.
 
     Args:
         epoch: Counted from 0.
-        reports: Of all replicas.
+        reports: Reports of all replicas.
         departed: See `_trained`.
 
     Raises:
-        DataError: Why the first example was left out.
+        DataError: If all training or all validation examples were left out; names the
+            first reason.
     """
     totals = [report.totals for report in reports]
     skipped = sum(own.skipped for own in totals)
@@ -284,9 +288,9 @@ def check_trained(
 
 
 def training_loss(reports: Reports) -> float:
-    """Mean over the examples of all replicas that are there.
+    """Return the mean loss over the examples of all replicas that reported.
 
-    NaN of nothing: all who trained in the epoch may be gone.
+    NaN if there are none: all replicas that trained in the epoch may have left.
     """
     total, examples = _trained(reports)
     return total / examples if examples else math.nan
@@ -295,18 +299,18 @@ def training_loss(reports: Reports) -> float:
 def _trained(
     reports: Reports, departed: Sequence[tuple[float, int]] = ()
 ) -> tuple[float, int]:
-    """Sum of the losses, and examples.
+    """Return the sum of losses and the number of examples.
 
     Args:
-        reports: Of the replicas that are there.
-        departed: The same two of those that left, for the leases they finished.
+        reports: Reports of the present replicas.
+        departed: Both numbers of each replica that left, for its finished leases.
     """
     sums = [*((r.totals.loss_sum, r.totals.examples) for r in reports), *departed]
     return sum(loss_sum for loss_sum, _ in sums), sum(count for _, count in sums)
 
 
 def validation(reports: Reports) -> dict[str, float]:
-    """Scores of the agreed model, by column; empty if it was not scored."""
+    """Return scores of the agreed model, by column; empty if it was not scored."""
     scores = [report.score for report in reports if report.score is not None]
     total = sum(scores[1:], start=scores[0]) if scores else None
     metrics = {} if total is None else total.metrics()
@@ -317,14 +321,14 @@ class RowLog:
     """Makes the rows of a history, on the client and on replicas with checkpoints.
 
     Args:
-        size: Parameters of the model.
-        columns: Of the scores; NaN in epochs that were not scored.
-        rows: Of the epochs before.
-        now: Seconds, of a clock that never goes back.
-        left_out: Examples that were in no part from the beginning.
+        size: Trainable parameters of the model.
+        columns: Score columns; NaN in epochs that were not scored.
+        rows: Rows of earlier epochs.
+        now: Returns seconds of a monotonic clock.
+        left_out: Examples left out of all parts from the beginning.
 
     Attributes:
-        rows: Oldest first.
+        rows: Rows of all epochs, oldest first.
     """
 
     rows: list[dict[str, Any]]
@@ -351,7 +355,7 @@ class RowLog:
 
         Args:
             epoch: Counted from 0.
-            reports: Of all replicas.
+            reports: Reports of all replicas.
             counted: ``"departed"``, see `_trained`, and the scheduler's counters
                 ``"repeated"`` and ``"refused"``.
 
@@ -371,7 +375,7 @@ class RowLog:
         waits: Counter[str] = Counter()
         for carried in traffic:
             waits.update(carried.waits_s)
-        # The replica whose schedule is farthest: the others go on from there.
+        # The replica with the most scheduler steps: the others continue from its state.
         farthest = max(reports, key=lambda r: r.scheduled, default=EpochReport())
         row = {
             "epoch": epoch,

@@ -1,4 +1,7 @@
-"""Sums over replicas along a tree, rounded with error feedback; the outer optimizer."""
+"""Reduction of replicas' states along a tree, and the outer optimizer.
+
+Hides how arrays are named, rounded with error feedback, and written to blobs.
+"""
 
 import enum
 import json
@@ -34,13 +37,13 @@ from daskdl.training.optimizer_step import (
 )
 
 ALMOST, ONE = 1e-9, np.ones(1)
-# State of torch's optimizers that a step adds to the parameters as it is.
+# Entries of optimizer states that change parameters linearly.
 LINEAR_STATE = frozenset({"momentum_buffer"})
-PLAIN = {"int": int, "float": float, "bool": bool}  # numbers that are no tensors
+PLAIN = {"int": int, "float": float, "bool": bool}  # types of plain numbers in a state
 
 
 class ReduceOp(enum.StrEnum):
-    """What becomes of the arrays of several replicas."""
+    """How the arrays of several replicas are combined."""
 
     SUM = "sum"
     MAX = "max"
@@ -58,17 +61,17 @@ class Key(NamedTuple):
 
     op: ReduceOp
     part: str  # "parameters", "untrained", "weight" or "optimizer"
-    name: str = ""  # of an untrained array, or of an optimizer's entry
-    number: int = 0  # of a flat vector, or of a parameter in the optimizer
-    dtype: str = ""  # of an optimizer's tensor, or the type of a plain number
+    name: str = ""  # name of an untrained array, or of an optimizer's entry
+    number: int = 0  # number of a flat vector, or of a parameter in the optimizer
+    dtype: str = ""  # dtype of an optimizer's tensor, or type of a plain number
 
     @property
     def linear(self) -> bool:
-        """Whether small errors of the array make only small ones in the parameters.
+        """Whether small errors in the array cause only small errors in the parameters.
 
-        So it is with parameters and momentum. Adam and its like divide by the square
-        root of their state: an error that is small beside the largest number of a block
-        may be many times the smallest, and as many times a step.
+        This holds for parameters and momentum. Optimizers like Adam divide by the
+        square root of their state: an error that is small relative to the largest
+        number of a block may be many times the smallest number, and distort its step.
         """
         return self.op is ReduceOp.SUM and (
             self.part == "parameters"
@@ -80,10 +83,10 @@ Reduced = Mapping[Key, NDArray[Any]]  # one replica's arrays, or a sum of severa
 
 
 def total_of(states: Sequence[Reduced]) -> dict[Key, NDArray[Any]]:
-    """The sum of several replicas' arrays; the order decides the rounding.
+    """Combine several replicas' arrays by `ReduceOp`; the order decides the rounding.
 
     Args:
-        states: Not changed.
+        states: Arrays of each replica, not changed.
 
     Example:
         >>> one, two = Key(ReduceOp.SUM, "weight"), Key(ReduceOp.MAX, "untrained")
@@ -100,34 +103,35 @@ def total_of(states: Sequence[Reduced]) -> dict[Key, NDArray[Any]]:
             elif key.op is ReduceOp.MAX:
                 total[key] = np.maximum(total[key], array)
             else:
-                # Parameters that diverged are found before the next sync.
+                # Diverged parameters are detected before the next sync.
                 with np.errstate(over="ignore", invalid="ignore"):
                     total[key] = total[key] + array
     return total
 
 
-# ---- how arrays travel
+# ---- blobs
 
 KEYS = "keys"  # name of the list of keys in a blob; the arrays are "0", "1" and so on
 # Counts stay within int32, and a block whose largest number is 2**-23 of that of the
 # array still has eight bits.
 COUNT_BITS = 30
-# Exponents of a grid: it has to be exact in float32, as 2**31 times it must be.
+# Exponents of a grid: the grid and 2**31 times the grid must be exact in float32.
 LEAST_EXPONENT, MOST_EXPONENT = -126, 96
 
 
 def to_blob(state: Reduced, stamp: Stamp | None = None) -> tuple[Arrays, Reduced]:
-    """Write arrays for other replicas.
+    """Write arrays to a blob for other replicas.
 
-    With a stamp, linear ones become DENSE8 frames where a frame is smaller and can hold
-    the array: NaN and infinities travel as they are.
+    With a stamp, linear arrays become DENSE8 frames if a frame is smaller and can hold
+    the array. Arrays with NaN or infinity are written exactly.
 
     Args:
-        state: Not changed.
-        stamp: Of all frames; None: nothing is rounded.
+        state: Arrays, not changed.
+        stamp: Stamp of all frames; None: no rounding.
 
     Returns:
-        The blob, and what rounding leaves: array - what is read, where that is not 0.
+        The blob, and the residual, which is the array minus its rounded value, for
+        arrays where it is not 0.
 
     Example:
         >>> key = Key(ReduceOp.SUM, "parameters")
@@ -157,10 +161,10 @@ def to_blob(state: Reduced, stamp: Stamp | None = None) -> tuple[Arrays, Reduced
 
 
 def from_blob(blob: Arrays) -> dict[Key, NDArray[Any]]:
-    """Read what `to_blob` wrote.
+    """Read a blob of `to_blob`.
 
     Raises:
-        CodecError: If it is damaged.
+        CodecError: If the blob is damaged.
     """
     state = {}
     try:
@@ -183,7 +187,7 @@ def from_blob(blob: Arrays) -> dict[Key, NDArray[Any]]:
 def _frame(
     array: NDArray[Any], stamp: Stamp
 ) -> tuple[NDArray[np.uint8], NDArray[Any]] | None:
-    """A frame and what is read of it; None: it would be of no use."""
+    """Return a frame and its decoded values, or None if a frame does not pay off."""
     largest = float(np.abs(array).max(initial=0.0))
     exponent = max(LEAST_EXPONENT, math.frexp(largest)[1] - COUNT_BITS)
     if not array.size or not math.isfinite(largest) or exponent > MOST_EXPONENT:
@@ -205,18 +209,18 @@ def _values(
     return values_N
 
 
-# ---- what is reduced
+# ---- state and error feedback
 
 
 class ErrorFeedback:
     """The residual of a replica that sends rounded sums.
 
-    It changes with each sum that the replica has passed on, but only if a mean came of
-    that, which the replica may learn in the next round: else all is sent again, rounded
-    from the residual that there was before.
+    The residual of a sum replaces the previous residual only if the mean of this sum
+    was computed, which the replica may learn only in the next round. Otherwise the
+    replica sends a new sum with the previous residual.
 
     Attributes:
-        residual: By key; empty if nothing is left. Not changed in place.
+        residual: Arrays by key; empty without rounding errors. Not changed in place.
 
     Example:
         >>> import numpy as np
@@ -242,42 +246,42 @@ class ErrorFeedback:
         self._proposed: Reduced | None = None
 
     def propose(self, number: int, residual: Reduced) -> None:
-        """Propose what is left here if a mean is made.
+        """Propose the residual to keep if a mean is computed.
 
         Args:
-            number: Of the mean.
-            residual: Takes the place of the present one; not changed any more.
+            number: Number of the mean.
+            residual: Replaces the current residual; must not be changed any more.
         """
         self._number, self._proposed = number, residual
 
     def settle_(self, latest: int) -> None:
-        """Take over what was proposed for a mean that exists; forget it otherwise.
+        """Keep the proposed residual if its mean exists; discard it otherwise.
 
         Args:
-            latest: Number of the last mean that anybody has.
+            latest: Number of the latest mean that any replica has.
         """
         if self._proposed is not None and self._number == latest:
             self.residual = self._proposed
         self._proposed = None
 
 
-OUTER = "outer"  # the outer optimizer's state, in a blob
+OUTER = "outer"  # name of the outer optimizer's state in a blob
 
 
 class ReduceState:
-    """What replicas average: a module, maybe its optimizer, and an outer optimizer.
+    """The averaged state: a module, optionally its optimizer and an outer optimizer.
 
     Args:
-        module: Its parameters' memory is replaced, see `FlatParameters`.
-        optimizer: Of the module; None: it is not averaged.
-        outer: Makes the outer optimizer; None: there is none.
+        module: The memory of its parameters is replaced, see `FlatParameters`.
+        optimizer: Optimizer of the module; None: its state is not averaged.
+        outer: Creates the outer optimizer; None: there is none.
         compressed: Whether rounded differences are averaged.
-        untrained: Of the module; None: as it is now.
+        untrained: Untrained tensors of the module; None: derived from the module now.
 
     Attributes:
-        feedback: What rounding has left.
-        common: What all replicas had after the last mean, of what is linear; None
-            where it is not known, or not needed.
+        feedback: The residual from rounding.
+        common: Linear arrays that all replicas had after the last mean; None if unknown
+            or not needed.
     """
 
     feedback: ErrorFeedback
@@ -302,22 +306,23 @@ class ReduceState:
         self._untrained = Untrained(module) if untrained is None else untrained
 
     def keep_common_(self) -> None:
-        """Before a step: what is here after a mean, or at the start, is what all have.
+        """Copy the linear arrays as `common`, if compressed and not done yet.
 
-        With compression a copy of it is kept; a second call changes nothing.
+        Call before the first step after a mean or the start, when all replicas are
+        equal.
         """
         if self.compressed and self.common is None:
             arrays = self.take(1.0)
             self.common = {key: a for key, a in arrays.items() if key.linear}
 
     def take(self, weight: float) -> dict[Key, NDArray[Any]]:
-        """This replica's share of a mean.
+        """Return this replica's share of a mean.
 
         Args:
-            weight: In (0, 1].
+            weight: Weight of this replica, in (0, 1].
 
         Returns:
-            New arrays; those to be added up are times the weight.
+            New arrays; `ReduceOp.SUM` arrays are multiplied by the weight.
         """
         arrays: dict[Key, NDArray[Any]] = {}
         for number, group in enumerate(self._groups):
@@ -328,7 +333,7 @@ class ReduceState:
             if array.dtype.kind == "f":
                 share = array * array.dtype.type(weight)
                 arrays[Key(ReduceOp.SUM, "untrained", name)] = share
-                if name.startswith(FROZEN):  # not all replicas may have changed it
+                if name.startswith(FROZEN):  # some replicas may not have changed it
                     arrays[Key(ReduceOp.SUM, "weight", name)] = np.array([weight])
             else:
                 arrays[Key(ReduceOp.MAX, "untrained", name)] = array
@@ -337,7 +342,7 @@ class ReduceState:
         return arrays
 
     def load_(self, arrays: Reduced) -> None:
-        """Take over a mean.
+        """Load a mean.
 
         Args:
             arrays: The sum of all shares; not changed.
@@ -353,21 +358,21 @@ class ReduceState:
         self.common = None
 
     def to_blob(self) -> Arrays:
-        """Everything that another replica needs to have the same; new arrays."""
+        """Return the whole state for another replica, as new arrays."""
         return self.with_outer(to_blob(self.take(1.0))[0])
 
     def with_outer(self, blob: Arrays) -> Arrays:
-        """Add what those need that have not got the last mean."""
+        """Add the outer optimizer's state, for replicas without the last mean."""
         return blob if self.outer is None else {**blob, OUTER: self.outer.payload()}
 
     def load_blob_(self, blob: Arrays) -> None:
-        """Take over another replica's state."""
+        """Load another replica's state."""
         self.load_(from_blob(blob))
         if self.outer is not None:
             self.outer.load_(blob[OUTER])
 
     def residual_norm(self) -> float:
-        """Length of what rounding has left of the parameters; NaN without rounding."""
+        """Return the norm of the parameters' residual; NaN without compression."""
         if not self.compressed:
             return math.nan
         left = self.feedback.residual.items()
@@ -381,7 +386,7 @@ def _untrained_means(arrays: Reduced) -> dict[str, NDArray[Any]]:
         if key.part == "untrained":
             weight = arrays.get(Key(ReduceOp.SUM, "weight", key.name), ONE)
             total = float(weight[0])
-            # One whose weights add up to 1 but for rounding is as it is.
+            # Weights that sum to 1, apart from rounding, leave the array unchanged.
             whole = abs(total - 1.0) < ALMOST
             means[key.name] = array if whole else array / array.dtype.type(total)
     return means
@@ -393,7 +398,7 @@ def _optimizer_arrays(state: OptimizerState) -> dict[Key, NDArray[Any]]:
         for (n, name), a in state.parts.items()
     }
     for (n, name), value in state.scalars.items():
-        if isinstance(value, int | float):  # others are each replica's own affair
+        if isinstance(value, int | float):  # other values stay local
             dtype = state.dtypes.get((n, name))
             kind = type(value).__name__ if dtype is None else _dtype_name(dtype)
             arrays[Key(ReduceOp.MAX, "optimizer", name, n, kind)] = np.array(value)
@@ -421,29 +426,29 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-BROKEN = "broken"  # the one name in what is passed on when somebody was lost
+BROKEN = "broken"  # the only name in a blob sent after a replica has failed
 
 
 class TreeMean:
-    """One replica's part in one mean, which is summed up along a tree of replicas.
+    """One replica's side of one mean, which is reduced along a tree of replicas.
 
-    An exact mean is of everything as it is, with what rounding has left before. Else
-    replicas sum how far each has moved from what all had in common, and round at each
-    node of the tree; what rounding leaves there is sent with the next mean. Arrays that
-    rounding could harm are sent exactly, see `Key.linear`.
+    An exact mean sums all arrays without rounding, and includes the residuals. Else
+    replicas sum the differences to the common state and round at each node of the tree;
+    the residual of a node is sent with the next mean. Arrays for which rounding is
+    harmful are sent exactly, see `Key.linear`.
 
     Args:
-        state: Of the replica.
-        channel: Of the replica.
-        topology: Of the replicas that take part.
-        root: Where the mean is made.
-        stamp: Of frames; its origin is the replica, its sequence the number of the
-            mean.
-        exact: Nothing is to be rounded.
+        state: State of the replica.
+        channel: The replica's end of the run.
+        topology: Tree of the replicas that take part.
+        root: Replica that computes the mean.
+        stamp: Stamp of frames; its origin is the replica, its sequence the number of
+            the mean.
+        exact: Whether to disable rounding.
 
     Attributes:
-        kind: Of what travels.
-        sent_bytes: Of what this replica adds to the mean, with those below it.
+        kind: ``"MEAN"`` if exact, else ``"DENSE8"``.
+        sent_bytes: Bytes of the sum over this replica and its descendants.
     """
 
     kind: str
@@ -470,20 +475,21 @@ class TreeMean:
         self.kind = "MEAN" if self._exact else Kind.DENSE8.name
         self.sent_bytes = 0
         if not self._exact:
-            state.keep_common_()  # it may have made no step since
+            state.keep_common_()  # there may have been no step since the mean
         self._common = state.common or {}
 
     def reduce(
         self, weight: float | None, *, with_outer: bool = False
     ) -> Arrays | None:
-        """Take part, and return the mean.
+        """Take part in the reduction, and return the mean.
 
         Args:
-            weight: Of what this replica has trained; None: nothing.
-            with_outer: Whether somebody needs the outer optimizer's state with it.
+            weight: Weight of this replica; None: it has not trained.
+            with_outer: Whether a replica also needs the outer optimizer's state.
 
         Returns:
-            None if somebody was lost who was needed. Others may have it even so.
+            The mean, or None if a required replica has failed. Other replicas may still
+            have the mean.
         """
         own = self._share(weight)
         states, lost = [own] if own else [], False
@@ -492,7 +498,7 @@ class TreeMean:
             lost = lost or blob is None
             if blob:
                 states.append(from_blob(blob))
-        # Also where nobody below adds anything: the one above waits for it.
+        # Even an empty sum is published: the parent waits for it.
         total = None if lost else self._sum(states) if states else {}
         if self._parent is not None:
             self._publish("sum", total)
@@ -505,7 +511,7 @@ class TreeMean:
         return mean
 
     def _share(self, weight: float | None) -> Reduced:
-        """What this replica adds; empty: nothing."""
+        """Return this replica's contribution; empty if there is none."""
         if weight is None:
             share: Reduced = {}
         elif self._exact:
@@ -540,9 +546,9 @@ class TreeMean:
         """Continue from the mean, or from the outer step towards it.
 
         Args:
-            mean: That `reduce` returned.
-            step: Whether there is to be an outer step; else the outer optimizer takes
-                the mean for what all have in common.
+            mean: Result of `reduce`.
+            step: Whether to make an outer step; else the outer optimizer only takes the
+                mean as its common parameters.
         """
         total, outer = from_blob(mean), self._state.outer
         self._state.load_(total if self._exact else total_of([total, self._common]))
@@ -553,13 +559,13 @@ class TreeMean:
 
 
 class OuterOptimizer:
-    """Takes the way from the last common parameters to their mean for a gradient.
+    """Applies an optimizer to means: common parameters minus the mean is the gradient.
 
-    Every replica has one, and all make the same steps.
+    Each replica has an instance, and all instances make the same steps.
 
     Args:
-        make: Makes the optimizer from a list of parameters.
-        module: Whose parameters are the first common ones; it is not changed.
+        make: Creates the optimizer from a list of parameters.
+        module: Has the first common parameters; not changed.
 
     Source:
         Douillard and others, "DiLoCo: Distributed Low-Communication Training of
@@ -572,7 +578,7 @@ class OuterOptimizer:
         self._optimizer = make(self._common)
 
     def step_(self) -> None:
-        """Let the module, which has the mean, take the outer step instead."""
+        """Make an outer step from the mean in the module; load the result into it."""
         for common, mean in zip(self._common, trainable(self._module), strict=True):
             common.grad = common.detach() - mean.detach()
         self._optimizer.step()
@@ -582,7 +588,7 @@ class OuterOptimizer:
                 common.grad = None
 
     def values(self) -> dict[str, Any]:
-        """The common parameters and the optimizer's state; they go on changing."""
+        """Return the common parameters and the optimizer's state, not copied."""
         return {
             "common": [parameter.detach() for parameter in self._common],
             "optimizer": self._optimizer.state_dict(),
@@ -590,11 +596,11 @@ class OuterOptimizer:
         }
 
     def restore_(self, values: Mapping[str, Any]) -> None:
-        """Go on from what `values` returned.
+        """Restore the result of `values`.
 
         Raises:
-            OptionError: If that was of another kind of optimizer.
-            SaveError: If its tensors are of other shapes.
+            OptionError: If the state is from another optimizer class.
+            SaveError: If its tensors have other shapes.
         """
         own = {**self.values(), "optimizer": {}}
         check_like(own, values, "exchange.outer")
@@ -610,16 +616,16 @@ class OuterOptimizer:
         restore_optimizer_(self._optimizer, values["optimizer"])
 
     def follow_(self) -> None:
-        """Take what the module has for the common parameters, without a step."""
+        """Take the module's parameters as the common ones, without a step."""
         with torch.no_grad():
             for common, own in zip(self._common, trainable(self._module), strict=True):
                 common.copy_(own)
 
     def payload(self) -> NDArray[np.uint8]:
-        """What `values` returns, as bytes."""
+        """Return the result of `values` as packed bytes."""
         return Packed(self.values(), "outer").payload
 
     def load_(self, state: NDArray[np.uint8]) -> None:
-        """Go on from another replica's."""
+        """Restore the `payload` of another replica."""
         packed: Packed[dict[str, Any]] = Packed.of(state, "outer")
         self.restore_(packed.unpack())

@@ -1,4 +1,7 @@
-"""The channel as a replica sees it, and what its methods return."""
+"""The channel interface of a replica, and the results of its methods.
+
+Hides whether replicas are threads of one process or run on Dask workers.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,26 +18,26 @@ from daskdl.thresholds import Drained
 
 
 class JoinResult(NamedTuple):
-    """How a replica enters a run.
+    """Members and snapshot for a replica that enters a run.
 
-    An initial replica finds all others there. A joining replica gets a snapshot: the
-    state of another replica, to be loaded before `activate`.
+    Initial replicas join together, without a snapshot. A joining replica receives a
+    snapshot of another replica's state, to be loaded before `activate`.
     """
 
-    members: Sequence[int]  # ascending, itself included; of a joining one only itself
+    members: Sequence[int]  # ascending, with itself; a joining replica: only itself
     snapshot: Mapping[str, Any] | None
 
 
 class ActivateResult(NamedTuple):
-    """Where a joining replica begins."""
+    """Where a joining replica starts to train."""
 
-    members: Sequence[int]  # that train, ascending, itself included
+    members: Sequence[int]  # training replicas, ascending, with itself
     epoch: int  # counted from 0
-    report: Mapping[int, Any]  # payloads of the end of the epoch before, if any
+    report: Mapping[int, Any]  # payloads of the end of the last epoch, if any
     interval: int = 0  # sync interval, counted from 0 over all epochs
 
 
-# What was received of one origin: all up to a number, and those beyond a gap.
+# Updates received from one origin: the last before the first gap, and all beyond it.
 Received = tuple[int, Sequence[int]]
 Last = Mapping[int, int]  # sequence number of the last update of each replica
 
@@ -42,26 +45,27 @@ Last = Mapping[int, int]  # sequence number of the last update of each replica
 class BarrierResult(NamedTuple):
     """The payloads of all members at a barrier."""
 
-    payloads: Mapping[int, Any]  # by replica; of failed ones too, if they had arrived
-    gone: Last  # of those that left or failed
-    # At a ``REPORT``, by the run in this epoch: "refused", "repeated" and "departed".
-    # At a ``SYNC``: "departed", of all but those whose parts a checkpoint has.
-    # At an ``AGREE``: "present", how many replicas there are, joining ones included.
+    payloads: Mapping[int, Any]  # by replica; also of those that failed after arrival
+    gone: Last  # replicas that left or failed
+    # ``REPORT``: counters of the run in this epoch, "refused", "repeated", "departed".
+    # ``SYNC``: "departed", the work of replicas without a part in the checkpoint.
+    # ``AGREE``: "present", the number of replicas, joining ones included.
     counted: Mapping[str, Any] = {}
 
 
 @dataclass
 class ChannelStats:
-    """Counters of a channel since the epoch began.
+    """Counters of a channel since they were last read.
 
     Attributes:
-        sent_bytes: Of published frames, and of arrays in payloads; each counts once.
-        received_bytes: Of frames and arrays that came from others.
-        frames: Published.
+        sent_bytes: Bytes of published frames and of arrays in payloads, each counted
+            once, and of blobs that other replicas fetched.
+        received_bytes: Bytes of frames, arrays and blobs from other replicas.
+        frames: Published frames.
         withheld: Exchanges skipped because the outbox was full.
         refused: Frames that could not be decoded.
         folds: How often the inbox folded its updates into one vector.
-        repaired: Updates that arrived only because they were requested again.
+        repaired: Missing updates that arrived after a repair request.
         waits_s: Seconds waited, by :class:`~daskdl.channel.protocol.WaitCause`.
     """
 
@@ -79,12 +83,12 @@ class DrainResult(NamedTuple):
     """Updates to apply, in an order that does not depend on arrival."""
 
     updates: list[codec.Update]
-    folded_N: NDArray[np.int32] | None  # counts of the grid; None if nothing folded
-    received: Mapping[int, Received] = {}  # by origin: what has been received in all
+    folded_N: NDArray[np.int32] | None  # grid counts; None if nothing was folded
+    received: Mapping[int, Received] = {}  # all updates received so far, by origin
 
 
-class Stopped(BaseException):  # not an error: the way out of a wait
-    """The run was stopped; leave now. Not an `Exception`, as `KeyboardInterrupt`."""
+class Stopped(BaseException):  # not an error: unwinds a wait
+    """The run was stopped; leave now. Like `KeyboardInterrupt`, no `Exception`."""
 
 
 Frame = NDArray[np.uint8]
@@ -94,100 +98,100 @@ Load = Callable[[Mapping[str, Any]], object]
 
 
 class Channel(ABC):
-    """One replica's end of a run. All methods belong to its training thread.
+    """One replica's connection to its run; for the training thread only.
 
     Methods that wait raise :class:`Stopped` once the run is stopped, and
     :class:`~daskdl.errors.ChannelError` or
-    :class:`~daskdl.errors.WaitTimeoutError` if the replica cannot go on.
+    :class:`~daskdl.errors.WaitTimeoutError` if the replica cannot continue.
     """
 
     @property
     @abstractmethod
     def run(self) -> int:
-        """Identity of the run, as in stamps."""
+        """Id of the run, as in stamps."""
 
     @property
     @abstractmethod
     def closing(self) -> bool:
-        """Whether the replica has to hand over and leave while the run goes on."""
+        """Whether the replica must flush and leave while the run continues."""
 
     @property
     @abstractmethod
     def published(self) -> int:
-        """Sequence number of the last published update, 0 if there is none."""
+        """Sequence number of the last published update; 0 before the first."""
 
     # ---- joining and leaving
 
     @abstractmethod
     def join(self) -> JoinResult:
-        """Wait for all initial replicas, or for the snapshot of another replica."""
+        """Wait for all initial replicas, or for another replica's snapshot."""
 
     @abstractmethod
     def activate(self, step: int) -> ActivateResult:
-        """Train from now on; a joining replica has loaded its snapshot.
+        """Start to train as a joining replica that has loaded its snapshot.
 
         Args:
-            step: Steps that the snapshot's replica had completed.
+            step: Completed steps of the replica that made the snapshot.
         """
 
     @abstractmethod
     def serve_snapshot(self, make: Snapshot | None) -> None:
-        """Set how joining replicas get this replica's state.
+        """Set the function that makes snapshots for joining replicas.
 
         Args:
             make: Called by the training thread in waits and in `check`; returns plain
-                values and arrays, with "received" and "grid" among them. None: not
-                now.
+                values and arrays, including "received" and "grid". None: no snapshots
+                for now.
         """
 
     @abstractmethod
     def fail(self, failure: Mapping[str, Any]) -> None:
-        """End the run: this replica cannot go on.
+        """Report a failure of this replica; ends the run unless it is still joining.
 
         Args:
-            failure: Plain values; "type" and "summary" at least.
+            failure: Plain values; at least "type" and "summary".
         """
 
     @abstractmethod
     def leave(self, *, retires: bool = False) -> None:
-        """Leave the run; nothing of this replica stays in the channel.
+        """Leave the run and release this replica's resources in the channel.
 
         Args:
-            retires: Its worker closes, and the run goes on without it.
+            retires: The worker closes, and the run continues without this replica.
         """
 
     # ---- updates
 
     @abstractmethod
     def has_room(self, *, wait: bool = False) -> bool:
-        """Whether an update could be published now; counted as withheld if not.
+        """Whether an update can be published now; counted as withheld if not.
 
         Args:
-            wait: Block until the last update was passed on.
+            wait: Block until there is room; with a relay, until the outbox is empty.
         """
 
     @abstractmethod
     def publish(
         self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
     ) -> bool:
-        """Send an update to all others; False if the outbox is full.
+        """Broadcast an update to all other replicas; False if the outbox is full.
 
         Args:
-            encode: Makes the frame for a stamp, in vain if the outbox is full: ask
-                :meth:`has_room` first. Nobody may write to the frame any more.
-            step: Steps completed; receivers take them for completed too.
-            partial: More updates of this step follow, so receivers do not.
-            force: Publish whatever the bounds, and wait until it is on its way. For a
-                replica that leaves: it works even if the run was stopped here.
+            encode: Makes the frame for a stamp; the frame must not change afterwards
+                and is discarded if the outbox is full, so check :meth:`has_room`.
+            step: Completed steps; receivers count them as completed.
+            partial: More updates of this step follow; receivers count one step less.
+            force: Ignore the bounds and wait until the update is sent. For a leaving
+                replica; works even after the run was stopped.
         """
 
     @abstractmethod
     def progress(self, step: int, interval: int = -1) -> None:
-        """Announce how far this replica is.
+        """Announce the progress of this replica.
 
         Args:
-            step: Steps completed.
-            interval: The last sync interval completed.
+            step: Completed steps.
+            interval: Last completed sync interval.
         """
 
     @abstractmethod
@@ -195,38 +199,38 @@ class Channel(ABC):
         """Drain pending updates; also return the set of updates received so far.
 
         Args:
-            up_to_step: Only updates up to this step, so that replicas in step do not
-                apply an update of a later step early.
+            up_to_step: Last step to drain, so that replicas in step do not apply
+                updates of later steps early. None: all.
         """
 
     @abstractmethod
     def sync(self, step: int, grid: float) -> None:
-        """All replicas have met at a barrier.
+        """Adopt the step and grid that all replicas agreed on at a barrier.
 
         Args:
-            step: Steps completed, from now on the same for all.
-            grid: Of the run from now on, parameter units.
+            step: Completed steps, now the same for all replicas.
+            grid: New grid of the run, parameter units.
         """
 
     @abstractmethod
     def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
-        """Return when all have the same updates, after an ``AGREE`` barrier.
+        """Wait, after an ``AGREE`` barrier, until all replicas have the same updates.
 
-        Until the next barrier of another kind no other update is accepted.
+        No other update is accepted until a barrier of another kind is complete.
 
         Args:
             key: Name of the barrier.
-            published: Last update of each replica that arrived there.
+            published: Last update of each replica that arrived at the barrier.
             gone: Replicas that left or failed, from the barrier's result.
-            load: Called with another replica's snapshot if this one has to take over
-                its state.
+            load: Called with the snapshot if this replica has to take over another
+                replica's state.
         """
 
     # ---- other replicas
 
     @abstractmethod
     def peers(self) -> Sequence[int]:
-        """The other replicas that train now, as far as is known here."""
+        """The other replicas known to train now, ascending."""
 
     @abstractmethod
     def wait_for_peers(
@@ -235,25 +239,25 @@ class Channel(ABC):
         """Wait while more than `max_staleness` steps ahead of the slowest peer.
 
         Args:
-            step: Steps completed.
+            step: Completed steps.
             interval: Peers that have completed this sync interval do not count.
-            max_staleness: None: do not wait.
+            max_staleness: Steps; None: do not wait.
 
         Returns:
-            Steps ahead of the slowest peer, 0 if behind it.
+            Steps ahead of the slowest peer; 0 if behind it.
         """
 
     @abstractmethod
     def wait(self, cause: WaitCause, future: Any, timeout_s: float) -> bool:
-        """Wait for a future of another thread, but leave if the run is stopped.
+        """Wait for a future of another thread.
 
         Args:
-            cause: What the wait counts as.
+            cause: Counter that the wait is added to.
             future: Has `done` and `add_done_callback`.
             timeout_s: Seconds.
 
         Returns:
-            Whether it is done.
+            Whether the future is done.
         """
 
     @abstractmethod
@@ -264,24 +268,24 @@ class Channel(ABC):
         kind: BarrierKind = BarrierKind.MEET,
         client_payload: bytes = b"",
     ) -> BarrierResult:
-        """Wait for all members, and exchange payloads.
+        """Wait for all members and exchange payloads.
 
         Args:
-            key: Name of the barrier; once it is complete, it may be used again.
-            payload: Plain values, or arrays, which nobody in between unpacks.
-            kind: ``AGREE``: all that was published is passed on first, and what is
-                published later is held back until the next barrier is complete.
+            key: Name of the barrier; may be used again once the barrier is complete.
+            payload: Plain values, or arrays, which the scheduler does not unpack.
+            kind: ``AGREE``: a relay first passes on all published updates, then holds
+                later ones back until a barrier of another kind is complete.
                 ``REPORT``: the client reads the payloads too. ``ROUND``: see
-                `set_idle`; others may come for ``AGREE``.
-            client_payload: With ``REPORT``, for the client alone.
+                `set_idle`; other replicas may arrive with ``AGREE``.
+            client_payload: For the client alone, with ``REPORT``.
         """
 
     @abstractmethod
     def set_idle(self, payload: Any) -> None:
-        """During the next wait for a lease ``ROUND`` barriers do not wait for this one.
+        """Exempt this replica from ``ROUND`` barriers during its next wait for a lease.
 
         Args:
-            payload: Taken as this replica's at those barriers.
+            payload: Counts as this replica's payload at these barriers.
         """
 
     # ---- work and blobs
@@ -290,49 +294,48 @@ class Channel(ABC):
     def lease(
         self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
     ) -> Lease | SyncPoint | None:
-        """Give finished pieces back and take the next; None: none free.
+        """Return finished leases and take the next one; None if no rows are free.
 
-        Between two sync intervals of an epoch there is a sync point instead, for all,
-        until they have met at a ``SYNC`` barrier.
+        Between two sync intervals of an epoch every replica gets a sync point instead,
+        until a ``SYNC`` barrier is complete.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
             epoch: Counted from 0.
-            finished: Of each ``{"lease": ..., "examples": ..., "loss": ...}``.
-            wait: Until there is one, or all pieces are finished, by whomever.
+            finished: One ``{"lease": ..., "examples": ..., "loss": ...}`` per lease.
+            wait: Block until there is a lease or sync point, or all rows are finished.
         """
 
     @abstractmethod
     def publish_blob(self, name: str, arrays: Arrays) -> None:
-        """Let other replicas fetch arrays, until they are dropped.
+        """Publish arrays for other replicas to fetch, until they are dropped.
 
         Args:
-            name: Not used before.
-            arrays: Not changed any more.
+            name: Must not have been used before.
+            arrays: Must not change afterwards.
         """
 
     @abstractmethod
     def drop_blobs(self, keep: str = "") -> None:
-        """Drop all published blobs but the one of this name."""
+        """Drop all published blobs except the one named `keep`."""
 
     @abstractmethod
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
         """Wait for a blob of another replica.
 
         Returns:
-            The arrays, not to be changed; None: the replica is gone.
+            The arrays, which must not be changed; None if the replica is gone.
         """
 
     def keep_state(  # noqa: B027
         self, epoch: int, make: Callable[[], Arrays] | None
     ) -> None:
-        """Let the client fetch the agreed state, where replicas can fail.
+        """Let the client fetch the agreed state, in runs where replicas can fail.
 
         Args:
-            epoch: That has ended, counted from 0.
-            make: Makes it in another thread when it is fetched, any number of times
-                until the next call. None: there is none for now, and the former one is
-                released.
+            epoch: Epoch that has ended, counted from 0.
+            make: Makes the state in another thread on each fetch, until the next call.
+                None: no state for now; the former one is released.
         """
 
     # ---- counters
@@ -343,12 +346,12 @@ class Channel(ABC):
 
     @abstractmethod
     def link_stats(self) -> Drained:
-        """Bytes and frames delivered since the last call, and how long that took.
+        """Bytes and frames delivered since the last call, and the time it took.
 
-        A frame counts when it has arrived at its first destination: the relay, or each
-        neighbour. Among threads that is when `publish` returns, without a request.
+        A frame counts once it arrives at its first destination: the relay, or each
+        neighbour. Between threads it arrives before `publish` returns; no time counts.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raise :class:`Stopped` if the run was stopped. Cheap."""
+        """Raise :class:`Stopped` if the run was stopped; cheap."""

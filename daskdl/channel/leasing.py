@@ -1,10 +1,8 @@
-"""Which replica trains on which rows: leases, handed out dynamically or partitioned.
+"""Leases of rows to replicas: dynamic, or a static partition. No I/O, clock or thread.
 
-Each row is leased once per epoch; what a failed replica had not finished is leased
-again. Decides only: no I/O, no clock, no thread.
-
-An epoch may be divided into sync intervals: all replicas meet after each, and then
-nobody holds a lease, so that the rows that remain describe where the epoch is.
+Each row is leased once per epoch; a failed replica's leases are leased again. After a
+sync interval no replica holds a lease, so the remaining rows describe the position in
+the epoch.
 """
 
 import bisect
@@ -30,9 +28,9 @@ from daskdl.channel.protocol import (
 )
 from daskdl.config import Timeouts
 
-TO_ITS_END = -1  # where a range stops whose part has no known length
+TO_ITS_END = -1  # `stop` of a range whose part has unknown length
 
-NOBODY = -1  # the replica of rows that anybody may take
+NOBODY = -1  # `replica` of rows that any replica may take
 
 IsNear = Callable[[str], bool]  # whether a worker holds the result of a Dask task
 
@@ -46,51 +44,51 @@ class Range(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many; a part of unknown length counts as one."""
+        """Number of rows; 1 for a part of unknown length."""
         return 1 if self.stop == TO_ITS_END else self.stop - self.start
 
 
 class Lease(NamedTuple):
-    """Rows that are leased to a replica at a time."""
+    """Rows leased to one replica."""
 
-    number: int  # from 0 in its phase and epoch
-    ranges: tuple[Range, ...]  # in the order to train on them
-    keys: Mapping[int, str] = MappingProxyType({})  # Dask's, of its parts; "": none
-    ahead: int | None = None  # the part that its replica will probably load next
+    number: int  # counted from 0 in its phase and epoch
+    ranges: tuple[Range, ...]  # in training order
+    keys: Mapping[int, str] = MappingProxyType({})  # Dask key by part; "": none
+    ahead: int | None = None  # part that the replica will probably load next
 
     @property
     def rows(self) -> int:
-        """In all its ranges."""
+        """Number of rows in all ranges."""
         return sum(one.rows for one in self.ranges)
 
 
 class RemainingWork(NamedTuple):
     """Rows that are in no lease."""
 
-    replica: IntervalNumber  # that would train on them next, or `NOBODY`
-    ranges: tuple[Range, ...]  # in the order to train on them
+    replica: IntervalNumber  # replica to train on them, or `NOBODY`
+    ranges: tuple[Range, ...]  # in training order
 
 
 class Done(NamedTuple):
-    """What a replica has trained on in an epoch, in leases that it finished."""
+    """Work of one replica in an epoch, over its finished leases."""
 
     loss_sum: float
     examples: Natural
 
 
-Finished = Sequence[Mapping[str, Any]]  # of each what a `FinishedLease` has
+Finished = Sequence[Mapping[str, Any]]  # each with the fields of a `FinishedLease`
 
 
 class SyncPoint(NamedTuple):
-    """Where an epoch is when all replicas meet between two sync intervals."""
+    """Position in an epoch when all replicas meet between two sync intervals."""
 
-    order: int  # checksum of what ranges depend on, see `RunSpec.order`
+    order: int  # checksum of the data and their order, see `RunSpec.order`
     remaining: Sequence[RemainingWork]
-    departed: Sequence[Done] = ()  # of replicas that trained in it and have gone
+    departed: Sequence[Done] = ()  # work of gone replicas in this epoch
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> Self:
-        """Read one as it came over the wire, where a tuple has no names."""
+        """Read a sync point from its wire form, in which tuples have no names."""
         order, remaining, departed = fields
         work = [
             RemainingWork(replica, tuple(Range(*one) for one in ranges))
@@ -99,38 +97,38 @@ class SyncPoint(NamedTuple):
         return cls(order, work, done_of(departed))
 
     def to_wire(self) -> list[Any]:
-        """The same as plain lists."""
+        """The sync point as plain lists."""
         remaining = [[r, [list(one) for one in own]] for r, own in self.remaining]
         return [self.order, remaining, [list(one) for one in self.departed]]
 
 
 def done_of(fields: Iterable[Any]) -> list[Done]:
-    """Read what was done as it came over the wire, where a tuple has no names."""
+    """Read work from its wire form, in which tuples have no names."""
     return [Done(*one) for one in fields]
 
 
 class PartitionSizes(NamedTuple):
-    """How much there is to train on in a phase, and in which portions."""
+    """Sizes of the parts, steps and leases of a phase."""
 
-    rows: tuple[IntervalNumber, ...]  # of each part; -1 if only reading it tells
-    keys: tuple[str, ...]  # of each part that a worker holds, else ""
-    step_rows: Positive  # per optimizer step of one replica
-    lease_rows: Positive  # aimed at; a multiple of `step_rows`
+    rows: tuple[IntervalNumber, ...]  # rows of each part; -1 if unknown
+    keys: tuple[str, ...]  # Dask key of each part; "" if no worker holds it
+    step_rows: Positive  # rows per optimizer step of one replica
+    lease_rows: Positive  # target rows per lease; a multiple of `step_rows`
 
 
 class SyncIntervals(NamedTuple):
-    """How training epochs are divided: all replicas meet after each interval."""
+    """Division of training epochs; all replicas meet after each interval."""
 
-    replicas: Positive = 1  # that the run begins with
-    rows: Positive | None = None  # of each in one interval; None: as many as there are
-    seconds: float | None = None  # after which an interval is ended; None: it is not
-    resumed: SyncPoint | None = None  # where the first epoch begins; None: at its start
+    replicas: Positive = 1  # initial replicas
+    rows: Positive | None = None  # rows per replica and interval; None: no bound
+    seconds: float | None = None  # duration of an interval; None: no bound
+    resumed: SyncPoint | None = None  # position to resume at; None: start of the epoch
 
 
 WHOLE_EPOCHS = SyncIntervals()
 
-# Fine enough that a replica twice as slow as the others delays them little at the end
-# of an epoch, coarse enough that a lease is worth a request.
+# Enough that a replica at half the speed of the others delays the end of an epoch
+# little, few enough that a lease is worth its request.
 LEASES_PER_REPLICA = 8
 
 
@@ -140,14 +138,13 @@ def partition_sizes(
     replicas: int,
     keys: Sequence[str] | None = None,
 ) -> PartitionSizes:
-    """Choose the usual size of a lease, about eight for each replica.
+    """Choose a lease size that gives each replica about eight leases per epoch.
 
     Args:
-        rows: Of each part; -1 if that is not known.
-        step_rows: Per optimizer step of one replica.
-        replicas: How many share it.
-        keys: Dask key of each part that a worker holds, "" of others; None: all are
-            loaded from elsewhere.
+        rows: Rows of each part; -1 if unknown.
+        step_rows: Rows per optimizer step of one replica.
+        replicas: Number of replicas.
+        keys: Dask key of each part, "" if no worker holds it; None: no part is held.
 
     Example:
         >>> partition_sizes([100, 60], step_rows=4, replicas=2).lease_rows
@@ -162,21 +159,21 @@ def partition_sizes(
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a client asks for; plain values, sent as a dict.
+    """Specification of a run by its client; plain values, sent as a dict.
 
     Attributes:
-        run: RunId of the run, a random unsigned 64-bit integer.
+        run: Id of the run, a random unsigned 64-bit integer.
         replicas: Worker address of each initial replica.
-        sizes: What there is of each phase ("train", "validation").
-        seed: Of the order of the training parts; None keeps their order.
-        epochs_before: Of earlier fits, so that each has an order of its own.
+        sizes: Sizes of each phase ("train", "validation").
+        seed: Seed of the order of the training parts; None keeps their order.
+        epochs_before: Epochs of earlier fits, so that each epoch has its own order.
         synchronous: Static partition instead of dynamic leases.
-        relay_bytes: Bound of the relay's queue for each replica.
-        min_replicas: With fewer active ones nobody gets a lease.
+        relay_bytes: Bound of the relay's queue for each replica, bytes.
+        min_replicas: With fewer active replicas, no replica gets a lease.
         timeouts: Bounds on waiting, seconds, by name.
-        relayed: Whether the scheduler passes updates on; see `Routing`.
-        first_epoch: That is trained, counted from 0; those before were, elsewhere.
-        intervals: How the epochs are divided.
+        relayed: Whether the scheduler relays updates; see `Routing`.
+        first_epoch: First epoch to train, counted from 0; a resumed run skips some.
+        intervals: Division of the epochs.
     """
 
     run: RunId
@@ -194,16 +191,16 @@ class RunSpec:
 
     @property
     def order(self) -> int:
-        """A checksum of what ranges of rows depend on: the data, and their order."""
+        """Checksum of the part sizes and their order, on which ranges depend."""
         rows = self.sizes["train"].rows
         return zlib.crc32(repr((rows, self.seed, self.epochs_before)).encode())
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> Self:
-        """Read a specification as it came over the wire, where a tuple has no names.
+        """Read a specification from its wire form, in which tuples have no names.
 
         Raises:
-            ValueError: If it is none that anybody makes, or a TypeError.
+            TypeError, ValueError: If the specification is invalid.
         """
         check(fields, hints_of(cls))
         sizes = {phase: PartitionSizes(*own) for phase, own in fields["sizes"].items()}
@@ -221,12 +218,12 @@ class RunSpec:
 
 
 def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
-    """The order in which an epoch goes through the parts, however many replicas.
+    """Order of the parts in an epoch; independent of the number of replicas.
 
     Args:
-        parts: How many there are.
-        epoch: Counted from 0; each has its own order.
-        seed: None keeps the order of the data.
+        parts: Number of parts.
+        epoch: Counted from 0; each epoch has its own order.
+        seed: Seed of the order; None keeps the order of the data.
     """
     if seed is None:
         return list(range(parts))
@@ -234,11 +231,11 @@ def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
 
 
 def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
-    """All rows of all parts that have any, in this order.
+    """One range for each part that is not empty, in the given order.
 
     Args:
-        order: Of the parts.
-        rows: Of each part; -1 where that is not known.
+        order: Part numbers.
+        rows: Rows of each part; -1 if unknown.
 
     Example:
         >>> whole_parts([2, 1, 0], [4, 0, -1])
@@ -248,7 +245,7 @@ def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same rows in the same order, in as few ranges as possible.
+    """Merge adjacent ranges; rows and order stay the same.
 
     Example:
         >>> joined([Range(7, 0, 4), Range(7, 4, 6), Range(2, 6, 8)])
@@ -264,17 +261,17 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def split(own: Range, rows: int) -> tuple[Range, Range]:
-    """The first rows of a range, and the others."""
+    """Split a range into its first `rows` rows and the rest."""
     middle = own.start + rows
     return own._replace(stop=middle), own._replace(start=middle)
 
 
 def portions(ranges: Iterable[Range], sizes: Iterable[int]) -> Iterator[list[Range]]:
-    """Cut ranges, one after the other, into portions of so many rows.
+    """Cut ranges, in order, into portions of the given sizes.
 
     Args:
-        ranges: Of known length.
-        sizes: Rows of each portion; the last ones may get fewer, or none.
+        ranges: Ranges of known length.
+        sizes: Rows of each portion; the last portions may get fewer, or none.
 
     Example:
         >>> for portion in portions([Range(7, 0, 6), Range(2, 0, 4)], [8, 8]):
@@ -299,23 +296,23 @@ class Leasing(ABC):
     """The leases of one phase, epoch after epoch.
 
     Args:
-        sizes: How much there is.
-        seed: Of the order of the parts, another one in each epoch; None: as they are.
-        epochs_before: Of earlier fits, so that each has an order of its own.
-        intervals: How the epochs are divided.
+        sizes: Sizes of the phase.
+        seed: Seed of the order of the parts in each epoch; None keeps their order.
+        epochs_before: Epochs of earlier fits, so that each epoch has its own order.
+        intervals: Division of the epochs.
 
     Attributes:
-        epoch: That runs, counted from 0; -1 before the first.
-        repeated: Leases granted again in this epoch because their replica failed.
-        unfinished: Rows of this epoch that nobody has finished yet.
+        epoch: Current epoch, counted from 0; -1 before the first.
+        repeated: Leases granted again in this epoch because their replica was gone.
+        unfinished: Rows of this epoch that no replica has finished yet.
     """
 
-    shared_limit: ClassVar[bool]  # of a sync interval: for all together, or for each
+    shared_limit: ClassVar[bool]  # one limit per sync interval for all, or per replica
 
     epoch: int
     repeated: int
     unfinished: int
-    _limit: int | None  # of rows leased in a sync interval
+    _limit: int | None  # rows leased per sync interval; None: no bound
 
     def __init__(
         self,
@@ -340,8 +337,8 @@ class Leasing(ABC):
         """Begin an epoch, unless it has begun.
 
         Args:
-            epoch: Counted from 0; never one before the last one.
-            replicas: That train now.
+            epoch: Counted from 0; not before the current epoch.
+            replicas: Replicas that train now.
 
         Raises:
             ValueError: If the epoch is over.
@@ -359,11 +356,11 @@ class Leasing(ABC):
         self._begin(order, remaining, replicas)
 
     def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
-        """Lease rows to a replica, with the keys of their parts; None: not now.
+        """Lease rows to a replica; None if there are none for it now.
 
         Args:
-            replica: Who asks.
-            is_near: Whether its worker holds the part of a key; None: all parts are
+            replica: Replica that requests a lease.
+            is_near: Whether its worker holds the part with a key; None: all parts are
                 equally far.
         """
         if not self.has_one_for(replica):
@@ -378,34 +375,34 @@ class Leasing(ABC):
         return lease
 
     def has_one_for(self, replica: int) -> bool:
-        """Whether `take` would lease this replica rows now."""
+        """Whether `take` would lease rows to this replica now."""
         within = (
             self._limit is None or self._leased[self._counted(replica)] < self._limit
         )
         return within and (bool(self._again) or self._has_free(replica))
 
     def finish(self, replica: int, number: int) -> bool:
-        """A replica has finished its lease; False if it was not its own."""
+        """Finish a lease; False if the replica does not hold it."""
         lease = self._held.get(replica, {}).pop(number, None)
         self.unfinished -= 0 if lease is None else lease.rows
         return lease is not None
 
     def lose(self, replica: int) -> None:
-        """Free what a failed replica held or would have got."""
+        """Free the leases of a gone replica, and its share or parts."""
         held = self._held.pop(replica, {})
         self._again.extend(held[number] for number in sorted(held))
 
     def end_interval(self) -> None:
-        """End the sync interval as soon as nobody is behind in it."""
+        """Limit the sync interval to the largest number of rows leased so far."""
         self._limit = max(self._leased.values(), default=0)
 
     def begin_interval(self) -> None:
-        """All have met: go on."""
+        """Begin the next sync interval, after all replicas have met."""
         self._leased.clear()
         self._limit = self._interval_rows
 
     def interval_is_over(self, replicas: Iterable[int]) -> bool:
-        """Whether there is more, but for nobody before the next interval."""
+        """Whether rows remain that no replica can lease before the next interval."""
         return (
             self._limit is not None
             and self.unfinished > 0
@@ -414,23 +411,24 @@ class Leasing(ABC):
         )
 
     def held_key(self, part: int) -> str:
-        """The Dask key of a part that a worker holds, as it is now.
+        """Current Dask key of a part that a worker holds.
 
         Raises:
-            ValueError: If none ever has, or a LookupError if there is no such part.
+            ValueError: If no worker has ever held the part.
+            LookupError: If there is no such part.
         """
         if not self._keys[part]:
             raise ValueError(f"no worker holds part {part}")
         return self._keys[part]
 
     def replace_key(self, part: int, key: str) -> None:
-        """A part that was lost with its worker is computed again; see `held_key`."""
+        """Set the new key of a part that was lost with its worker; see `held_key`."""
         self.held_key(part)
         self._keys[part] = key
 
     @abstractmethod
     def remaining(self) -> list[RemainingWork]:
-        """Rows that nobody has trained on, while nobody holds a lease."""
+        """Rows that no replica has trained on; call while no lease is held."""
 
     def _begin(
         self,
@@ -438,20 +436,20 @@ class Leasing(ABC):
         remaining: Sequence[RemainingWork],
         replicas: Sequence[int],
     ) -> None:
-        """Begin an epoch with what remains of it, which may be all.
+        """Begin an epoch with its remaining work, which may be the whole epoch.
 
         Args:
-            order: Of the parts.
-            remaining: Of the epoch.
-            replicas: That train now.
+            order: Part numbers in training order.
+            remaining: Remaining work of the epoch.
+            replicas: Replicas that train now.
         """
         self.repeated = 0
         self.unfinished = sum(one.rows for work in remaining for one in work.ranges)
         self._count = 0  # leases cut so far
         self._limit = self._interval_rows
-        self._leased: Counter[int] = Counter()  # in this interval, by replica
-        self._held: dict[int, dict[int, Lease]] = {}  # by replica, and by number
-        self._again: deque[Lease] = deque()  # those of failed replicas
+        self._leased: Counter[int] = Counter()  # rows in this interval, by replica
+        self._held: dict[int, dict[int, Lease]] = {}  # by replica and lease number
+        self._again: deque[Lease] = deque()  # unfinished leases of gone replicas
 
     @abstractmethod
     def _has_free(self, replica: int) -> bool:
@@ -459,7 +457,7 @@ class Leasing(ABC):
 
     @abstractmethod
     def _take(self, replica: int, is_near: IsNear | None) -> Lease:
-        """Lease the replica what it gets; there is something."""
+        """Lease rows to a replica; called only if `has_one_for` it."""
 
     def _counted(self, replica: int) -> int:
         return NOBODY if self.shared_limit else replica
@@ -469,28 +467,28 @@ class Leasing(ABC):
         return Lease(self._count - 1, tuple(ranges), ahead=ahead)
 
     def _repeat(self) -> Lease:
-        """Lease again, as it was, what was lost first; nothing is known to follow."""
+        """Lease the oldest lost lease again, without a part to load ahead."""
         self.repeated += 1
         return self._again.popleft()._replace(ahead=None)
 
 
-# Enough that of parts spread over the workers at random one is found nearly always
-# (1 - exp(-4) = 98 %), few enough that an answer takes no longer with more parts.
+# With parts spread over the workers at random, four looks per replica find a near part
+# with 98 % probability, 1 - exp(-4); the bound keeps answers fast with many parts.
 LOOKS_PER_REPLICA, LEAST_LOOKS = 4, 64
 
-# To load a part takes up to so much of the time to train on it: it is not loaded once
-# more for fewer rows than that.
+# Loading a part takes up to this fraction of the time to train on it; a part is not
+# loaded again for a smaller fraction of its rows.
 LOADING = 0.005
 
 
 class DynamicLeasing(Leasing):
-    """A replica goes through its parts one after the other, so that each loads once.
+    """Replicas work through one part after another, so that most parts load once.
 
-    A new part is one that its worker holds, else the next one in order; it is reserved
-    when the one before is begun, to be loaded meanwhile. Of a part that is more than
-    one replica's share, several replicas get stretches. At the end, when all parts are
-    reserved or begun, who has nothing left takes reserved ones, then shares begun ones,
-    and leases become smaller, so that all come to the end at about the same time.
+    The next part is held by the replica's worker, else the next in order. It is
+    reserved when the current part is begun, to be loaded meanwhile. A part larger than
+    one replica's share is divided into stretches. Once all parts are begun or reserved,
+    a replica without rows takes over a reserved part, then shares a begun part. Leases
+    become smaller near the end, so that all replicas finish at about the same time.
     """
 
     shared_limit = True
@@ -506,19 +504,19 @@ class DynamicLeasing(Leasing):
         self._order = {part: i for i, part in enumerate(order)}
         self._unleased = self.unfinished  # rows
         most = LEASES_PER_REPLICA * self._sizes.lease_rows
-        # The next one is the last, so that it goes without moving the others.
+        # In reverse order: the next part is at the end, where removal is cheap.
         self._parts = [
             stretch
             for work in remaining
             for part in work.ranges
             for stretch in stretches(part, most, self._sizes.step_rows)
         ][::-1]
-        self._free = list(range(len(self._parts)))  # positions of those nobody begun
-        self._rests: list[Range] = []  # of parts that failed replicas had
-        self._own: dict[int, Range] = {}  # what is free of the part a replica is on
-        self._reserved: dict[int, Range] = {}  # and the part that it goes on with
-        self._far: set[int] = set()  # replicas whose reserved part is elsewhere
-        self._looked: dict[int, int] = {}  # where a replica looks on for a near part
+        self._free = list(range(len(self._parts)))  # positions of parts not begun
+        self._rests: list[Range] = []  # unleased rows of gone replicas' parts
+        self._own: dict[int, Range] = {}  # unleased rows of each replica's part
+        self._reserved: dict[int, Range] = {}  # next part of each replica
+        self._far: set[int] = set()  # replicas whose reserved part is not near
+        self._looked: dict[int, int] = {}  # where a replica's search resumes
         self._takers: set[int] = set()
 
     @override
@@ -560,7 +558,7 @@ class DynamicLeasing(Leasing):
         while rows < most and self._go_on(replica, is_near):
             own = self._own.pop(replica)
             if own.stop == TO_ITS_END:
-                if ranges:  # it is leased alone
+                if ranges:  # a part of unknown length is leased alone
                     self._own[replica] = own
                     break
                 most = 0
@@ -573,17 +571,17 @@ class DynamicLeasing(Leasing):
         return self._cut_lease(ranges, None if ahead == ranges[-1].part else ahead)
 
     def _lease_rows(self) -> int:
-        """The size aimed at, but half of a fair share of what is free at the end."""
+        """Target rows of a lease; near the end, half of a fair share of the rest."""
         step, rows = self._sizes.step_rows, self._unleased
         if self._limit is not None:
             rows = min(rows, self._limit - self._leased[NOBODY])
         share = -(-rows // (2 * len(self._takers) * step)) * step
         return min(self._sizes.lease_rows, share)
 
-    # ---- parts of its own
+    # ---- own parts
 
     def _go_on(self, replica: int, is_near: IsNear | None) -> bool:
-        """Whether a replica has a part to go on with; the next one is reserved."""
+        """Ensure that a replica has a part, and reserve its next; False if none."""
         if replica not in self._own:
             if not self._reserve(replica, is_near):
                 return False
@@ -607,7 +605,7 @@ class DynamicLeasing(Leasing):
         return True
 
     def _find_near(self, replica: int, is_near: IsNear) -> Range | None:
-        """A part that its worker holds, and nobody is on, as far as is looked for."""
+        """A part that the replica's worker holds and no replica trains on, if found."""
 
         def near(part: Range) -> bool:
             key = self._keys[part.part]
@@ -617,7 +615,7 @@ class DynamicLeasing(Leasing):
             if near(rest):
                 self._rests.remove(rest)
                 return rest
-        # It looks at some, and the next time goes on from there.
+        # A bounded search; the next one resumes where this one ends.
         most = max(LOOKS_PER_REPLICA * len(self._takers), LEAST_LOOKS)
         first = self._looked.get(replica, len(self._parts))
         at = bisect.bisect_right(self._free, first) - 1
@@ -625,22 +623,22 @@ class DynamicLeasing(Leasing):
             self._looked[replica] = self._free[index] - 1
             if near(self._parts[self._free[index]]):
                 return self._parts[self._free.pop(index)]
-        # What is reserved for one that would have to fetch it from here.
+        # Parts reserved for replicas that would have to fetch them from this worker.
         for other in sorted(self._far & self._reserved.keys()):
             if near(self._reserved[other]):
                 return self._reserved.pop(other)
         return None
 
-    # ---- what others have
+    # ---- parts of other replicas
 
     def _ample(self) -> list[int]:
-        """Replicas that have enough of their part left to share it."""
+        """Replicas with enough unleased rows of their part to share it."""
         rows = self._sizes.rows
         own = self._own.items()
         return [r for r, part in own if part.rows > LOADING * rows[part.part]]
 
     def _join_in(self, replica: int) -> None:
-        """Take over some of what others would do next."""
+        """Take over rows that another replica would train on next."""
 
         def to_do(other: int) -> int:
             parts = (self._own.get(other), self._reserved.get(other))
@@ -652,7 +650,7 @@ class DynamicLeasing(Leasing):
             return
         busiest = max(sorted(self._ample()), key=to_do)
         own, step = self._own.pop(busiest), self._sizes.step_rows
-        if own.rows >= 2 * step:  # half of it, in whole steps; else all
+        if own.rows >= 2 * step:  # half of the rows, in whole steps; else all
             loading = int(LOADING * self._sizes.rows[own.part])
             kept = (own.rows + loading + step) // (2 * step)
             most = own.rows // step - 1
@@ -661,7 +659,7 @@ class DynamicLeasing(Leasing):
 
 
 def stretches(part: Range, most: int, step_rows: int) -> list[Range]:
-    """Cut a part into equal ones of about so many rows, in whole steps.
+    """Cut a part into equal stretches of about `most` rows, in whole steps.
 
     Example:
         >>> stretches(Range(7, 0, 100), most=40, step_rows=8)
@@ -676,15 +674,15 @@ def stretches(part: Range, most: int, step_rows: int) -> list[Range]:
 
 
 class StaticPartition(Leasing):
-    """For synchronous runs, which must be repeatable: as many steps for each replica.
+    """Repeatable leases for synchronous runs: an equal share of steps per replica.
 
-    The rows of the epoch are numbered through in the order of the parts and cut into
-    steps; each replica gets consecutive ones. So neither who makes a step nor what is
-    in it depends on how the data are cut into parts, or on where they are. Parts of
-    unknown length are dealt out in turn. What a failed replica had goes to all others.
+    The rows of the epoch are numbered in the order of the parts and cut into steps;
+    each replica gets consecutive steps. Neither the replica of a step nor its rows
+    depend on how the data are cut into parts or where the parts are. Parts of unknown
+    length are dealt out in turn. A gone replica's rows are free for all others.
 
-    Of an epoch that is resumed each goes on with what a replica had left if there are
-    as many of them as then; else all share it anew.
+    A resumed epoch keeps its shares if the number of replicas is the same; otherwise
+    its remaining rows are shared out again.
     """
 
     shared_limit = False
@@ -709,7 +707,7 @@ class StaticPartition(Leasing):
         self._shares = dict(zip(sorted(replicas), cut, strict=True))
 
     def _cut(self, share: Sequence[Range]) -> deque[tuple[Range, ...]]:
-        """The leases of a share; none crosses the end of a sync interval."""
+        """Cut a share into leases; none crosses the end of a sync interval."""
         known = [one for one in share if one.stop != TO_ITS_END]
         rows, most = sum(one.rows for one in known), self._sizes.lease_rows
         interval = self._interval_rows or max(rows, 1)
@@ -738,7 +736,7 @@ class StaticPartition(Leasing):
 
     @override
     def _take(self, replica: int, is_near: IsNear | None) -> Lease:
-        # Where copies happen to be must not change a run that is to be repeatable.
+        # The locations of copies must not change a repeatable run.
         share = self._shares.get(replica) or self._orphans
         if not share:
             return self._repeat()
@@ -752,7 +750,7 @@ class StaticPartition(Leasing):
 def shared_out(
     parts: Sequence[Range], step_rows: int, replicas: int
 ) -> list[list[Range]]:
-    """Cut the rows of some parts into a share for each replica, in whole steps.
+    """Cut the rows of parts into one share per replica, in whole steps.
 
     The first shares may have one step more than the others.
 

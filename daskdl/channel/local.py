@@ -1,4 +1,8 @@
-"""The channel between threads of one process, on the scheduler's own run state."""
+"""The channel between threads of one process, on the run state of the scheduler.
+
+Hides that there is no network: one condition guards the run, and a sender puts its
+updates into the inboxes of all others itself.
+"""
 
 import contextlib
 import math
@@ -44,18 +48,18 @@ from daskdl.thresholds import Drained
 
 
 class LocalRun:
-    """A run in this process, for whoever started it and for its replicas' channels.
+    """A run in this process, shared by its client and its replicas' channels.
 
     Args:
-        spec: What is asked for; its `replicas` say where they are for messages only.
-        now: A clock, seconds.
+        spec: Specification of the run; its worker addresses appear in messages only.
+        now: Clock, seconds.
 
     Attributes:
-        state: What the scheduler would know of the run; guarded by `changed`.
+        state: State of the run; guarded by `changed`.
         changed: Notified after every change.
-        blobs: Published ones by name, of each replica.
-        fetched_bytes: Of each replica's blobs, since its last `stats`.
-        now: The clock.
+        blobs: Published blobs of each replica, by name.
+        fetched_bytes: Bytes fetched of each replica's blobs since its last `stats`.
+        now: Clock, seconds.
     """
 
     state: RunState
@@ -78,8 +82,8 @@ class LocalRun:
         """Make the inbox of a replica.
 
         Raises:
-            ChannelError: If there is one already.
-            OptionError: If updates are to be dropped on purpose.
+            ChannelError: If the replica has an inbox already.
+            OptionError: If the specification injects dropped updates.
         """
         replica = spec.replica
         if spec.drops:
@@ -104,7 +108,7 @@ class LocalRun:
         return inbox
 
     def leave(self, replica: int) -> None:
-        """A replica has left, and nobody waits for it any more."""
+        """Remove a replica; no other replica waits for it any more."""
         with self.changed:
             self.blobs.pop(replica, None)
             if self._inboxes.pop(replica, None) is not None:
@@ -113,7 +117,7 @@ class LocalRun:
 
     @contextlib.contextmanager
     def waiting(self, replica: int) -> Iterator[None]:
-        """While it waits for others, a replica does not time out."""
+        """Exempt a replica from time-out while it waits for others."""
         member = self.state.members.replicas[replica]
         member.heartbeat_at = math.inf
         try:
@@ -122,15 +126,15 @@ class LocalRun:
             member.heartbeat_at = self.now()
 
     def patience_s(self, bound: Bound) -> float:
-        """Seconds until a replica may time out, by this bound."""
+        """Seconds until the first replica may time out, at most the bound."""
         members = self.state.members
         first = min(members.replicas[r].heartbeat_at for r in members.present)
         return max(min(first + bound.seconds - self.now(), bound.seconds), 0.0)
 
     def check_heartbeats(self, bound: Bound) -> None:
-        """Give the run up if a replica has timed out.
+        """Give up the run if a replica has timed out.
 
-        Its thread keeps its lease, and no other replica can replace it.
+        The thread of the replica keeps its lease, so no other replica can replace it.
         """
         members, now = self.state.members, self.now()
         timed_out = members.timed_out(now - bound.seconds)
@@ -142,32 +146,32 @@ class LocalRun:
                 self.notify()
 
     def describe(self, replica: int) -> str:
-        """A replica in words: who, and what was last seen, and when."""
+        """Describe a replica: worker, progress, age of the heartbeat."""
         with self.changed:
             return self.state.members.describe([replica], self.now())
 
     def watch(
         self, timeout_s: float, over: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Wait for new events, but not for long.
+        """Wait for new events and return them; none after a time-out.
 
         Args:
-            timeout_s: Seconds.
-            over: Whether not to wait, checked after each change.
+            timeout_s: Longest wait, seconds.
+            over: Ends the wait early; checked after each change.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.state.events or over(), timeout_s)
             return self.state.take_events()
 
     def stop(self, reason: str) -> None:
-        """End the run: every replica leaves."""
+        """Stop the run: every replica has to leave."""
         with self.changed:
             self.state.stop(reason)
             self.notify()
 
     def notify(self) -> None:
-        """Let every replica that waits look again. Call under `changed`."""
-        if self.state.stopped is not None:  # those that have not joined hear it here
+        """Wake every waiting replica; call with `changed` held."""
+        if self.state.stopped is not None:  # also for replicas that have not joined
             for inbox in self._inboxes.values():
                 inbox.stop(self.state.stopped)
         self.changed.notify_all()
@@ -182,16 +186,16 @@ class LocalRun:
 class LocalChannel(ReceivingChannel):
     """The channel of one replica among threads.
 
-    No replica joins later, and no update is dropped on purpose: each has arrived
-    before its sender goes on.
+    No replica joins later and no update is lost: updates arrive before `publish`
+    returns.
 
     Args:
-        run: That all are in.
-        spec: Which replica it is, and the bounds.
+        run: Run of all replicas.
+        spec: The replica and its bounds.
 
     Raises:
         ChannelError: If the replica has a channel already.
-        OptionError: If updates are to be dropped on purpose.
+        OptionError: If the specification injects dropped updates.
     """
 
     def __init__(self, run: LocalRun, spec: ChannelSpec) -> None:
@@ -208,15 +212,15 @@ class LocalChannel(ReceivingChannel):
 
     @override
     def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        # A wait without a bound of its own ends when a replica has done nothing for
-        # longer than a lease and a step may take: no scheduler would give it up.
+        # No watchdog removes an inactive replica here, so a wait without a bound ends
+        # once a replica is inactive for longer than a lease and a step may take.
         run = self._run
         with run.changed, run.waiting(self._replica):
             if timeout_s is not None:
                 return super()._block(ready, timeout_s)
             while not super()._block(ready, run.patience_s(self._patience)):
                 run.check_heartbeats(self._patience)
-            return True  # or the run was given up, which ends the wait too
+            return True  # ready, or the run was given up
 
     # ---- joining and leaving
 
@@ -243,7 +247,7 @@ class LocalChannel(ReceivingChannel):
         return JoinResult(members, None)
 
     def _deliver(self, outbox: Outbox) -> None:
-        """Put what others send where it is read; called by whoever sends it."""
+        """Move queued messages to the inbox; runs in the thread of their sender."""
         for item in outbox.head(outbox.nbytes):
             if item.kind == MessageKind.UPDATE:
                 if isinstance(item.payload, Exception):
@@ -260,7 +264,7 @@ class LocalChannel(ReceivingChannel):
 
     @override
     def serve_snapshot(self, make: Snapshot | None) -> None:
-        pass  # nobody will ask
+        pass  # no replica joins later
 
     @override
     def fail(self, failure: Mapping[str, Any]) -> None:
@@ -283,7 +287,7 @@ class LocalChannel(ReceivingChannel):
     @override
     def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
         grid = self._inbox.pending.grid
-        try:  # decoded once for all, and outside of the lock
+        try:  # decoded once for all replicas, outside the lock
             update: Any = decoded(item, SharedFrame(frame), self._spec, grid)
         except UNREADABLE as error:
             update = error

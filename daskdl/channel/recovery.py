@@ -1,4 +1,8 @@
-"""After losses: which updates are missing, who has them, and what all settle on."""
+"""Recovery after losses: repair of missing updates, and agreement of the survivors.
+
+`Repairs` requests missing updates during the run. Pure functions compute the target,
+helpers and donors of an agreement from the updates that the survivors have received.
+"""
 
 import asyncio
 import contextlib
@@ -22,24 +26,24 @@ from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0  # what is late for longer than this was dropped somewhere
-MOST = 1000  # asked for at once, of one origin
+PATIENCE_S = 1.0  # an update that is later than this counts as dropped
+MOST = 1000  # updates of one origin requested at once
 
 
-LOOK_S = 0.25  # between two looks for what is missing
+LOOK_S = 0.25  # between two checks for missing updates
 
 Take = Callable[[Message], Awaitable[bool]]
 
 
 class Repairs:
-    """Asks others for updates that did not come.
+    """Requests missing updates from other replicas.
 
     Args:
-        routing: Of this replica; knows the workers of the others.
-        take: Called with each update that was asked for and came.
+        routing: Routing of this replica, with the workers of the others.
+        take: Called with each update in an answer.
 
     Attributes:
-        repaired: Updates that came, and were missing, in all.
+        repaired: Number of missing updates that arrived on request.
     """
 
     repaired: int
@@ -50,11 +54,11 @@ class Repairs:
         self._connection = routing.connection
         self._inbox = routing.inbox
         self._take = take
-        self._missing_since: dict[tuple[int, int], float] = {}  # or asked for last
-        self._vain: dict[int, int] = {}  # times asked for nothing, by origin
+        self._missing_since: dict[tuple[int, int], float] = {}  # or last requested
+        self._vain: dict[int, int] = {}  # consecutive requests without updates
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Request missing updates until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for origin, missing in self._due().items():
@@ -64,7 +68,7 @@ class Repairs:
                     self._vain[origin] = 0 if came else self._vain.get(origin, 0) + 1
 
     def _due(self) -> dict[int, list[int]]:
-        """Announced updates that have been missing for so long, by origin."""
+        """Announced updates that have been missing for `PATIENCE_S`, by origin."""
         now, inbox = self._connection.loop.time(), self._inbox
         with inbox.changed:
             last = {
@@ -82,7 +86,7 @@ class Repairs:
         return due
 
     def _helper(self, origin: int) -> int | None:
-        """The origin at first, which has it for sure; if in vain, others in turn."""
+        """The origin first; after a request without updates, the others in turn."""
         own = self._connection.spec.replica
         workers = self._routing.workers
         others = [r for r in sorted(workers) if r not in (own, origin)]
@@ -90,10 +94,10 @@ class Repairs:
         return helpers[self._vain.get(origin, 0) % len(helpers)] if helpers else None
 
     async def ask(self, helper: int, origin: int, sequences: Sequence[int]) -> int:
-        """Ask a replica for updates of an origin, and take what it has.
+        """Request updates of an origin from a replica and take those that it has.
 
         Returns:
-            How many came.
+            Number of updates in the answer.
         """
         worker = self._routing.workers.get(helper)
         if worker is None:
@@ -117,7 +121,7 @@ class Repairs:
 
 
 def _messages_of(answer: Any, origin: int) -> list[Message]:
-    """The updates in an answer; what is not understood is nothing."""
+    """The updates in an answer; empty if the answer cannot be read."""
     if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
         return []
     messages: list[Message] = []
@@ -126,20 +130,20 @@ def _messages_of(answer: Any, origin: int) -> list[Message]:
     return [i for i in messages if i.kind == MessageKind.UPDATE and i.origin == origin]
 
 
-# By replica and origin. Everyone's own updates count as received by itself.
+# By replica and origin. A replica's own updates count as received.
 Have = Mapping[int, Mapping[int, Received]]
 
 
 def settle(have: Have) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Everything that any survivor has received: what all must have.
+    """The target of all survivors: every update that any of them has received.
 
     Args:
-        have: What each survivor has received, and nobody else: with what a failed
-            replica said it had, the target could be out of reach.
+        have: Received updates of the survivors only: no replica could provide updates
+            that a failed replica alone had.
 
     Returns:
-        By origin, in the form of :meth:`ReceivedSet.received`. It depends on
-        nothing but `have`, so that all come to the same.
+        By origin, in the form of :meth:`ReceivedSet.by_origin`. Depends on `have`
+        alone, so all survivors compute the same target.
 
     Example:
         >>> settle({0: {7: (5, (7,))}, 1: {7: (6, ())}, 2: {7: (2, (9,))}})
@@ -165,9 +169,9 @@ def _union(parts: Sequence[Received]) -> tuple[int, tuple[int, ...]]:
 def missing(
     mine: Mapping[int, Received], target: Mapping[int, Received]
 ) -> dict[int, list[int]]:
-    """What one replica lacks of a target, ascending, by origin.
+    """Updates of a target that one replica lacks, ascending, by origin.
 
-    Unlike :meth:`ReceivedSet.behind` it does not ask for what the target leaves out.
+    Unlike :meth:`ReceivedSet.behind`, the result leaves out the gaps of the target.
 
     Example:
         >>> missing({7: (2, (5,))}, {7: (3, (5, 8)), 9: (1, ())})
@@ -192,21 +196,21 @@ def helpers(
     alive: Collection[int],
     asker: int,
 ) -> list[int]:
-    """Whom to ask for updates of one origin, one after the other.
+    """Replicas from which to request updates of one origin, in order.
 
-    The origin first, if it is alive: it keeps its own. Then those that have
-    received most of what is asked for. Among equals each asker begins with another
-    one, so that not all who miss the same ask the same.
+    The origin comes first if it is alive, as it keeps its own updates. Replicas with
+    more of the requested updates precede replicas with fewer. Among equals, each asker
+    starts with a different replica, so that equal requests are spread.
 
     Args:
-        origin: Whose updates are missing.
-        sequences: Their numbers.
-        have: What each replica has received, as far as it said.
-        alive: Replicas that can be asked.
-        asker: Replica that misses them; it is not among the helpers.
+        origin: Origin of the missing updates.
+        sequences: Sequence numbers of the missing updates.
+        have: Received updates that each replica has reported.
+        alive: Replicas that can answer.
+        asker: Replica that lacks the updates; never among the helpers.
 
     Returns:
-        Replicas that have received at least one of them; empty if nobody has.
+        The origin if alive, and replicas with at least one of the updates.
 
     Example:
         >>> have = {0: {}, 1: {7: (5, ())}, 2: {7: (5, ())}, 3: {7: (4, ())}}
@@ -227,23 +231,23 @@ def helpers(
 
 
 def donors(have: Have, asker: int) -> list[int]:
-    """Whose state to take, in order, when no retransmit buffer has what is missing.
+    """Replicas whose state to take over, in order, if requests did not help.
 
-    The reference is the replica with most updates; if anybody has the whole target,
-    it does. All who have what it has are donors; everybody else takes their state,
-    and with it goes back on what it alone has (of failed replicas, see above).
+    Donors have the most updates among the replicas that lack no survivor's own updates,
+    and have the same ones. Every other replica takes over their state, and drops the
+    updates of failed replicas that the donors lack.
 
     Args:
-        have: What each survivor has received, after they have asked each other.
-        asker: Whose turn it is.
+        have: Received updates of each survivor, after requests to each other.
+        asker: Replica that chooses a donor.
 
     Returns:
-        Replicas, each asker beginning with another; empty if it has what they
-        have and needs nothing.
+        Donors, in a different order for each asker; empty if the asker has the same
+        updates as the donors.
 
     Raises:
-        ChannelError: If every state lacks an update of a survivor. That does not
-            happen while each keeps its own until all have them.
+        ChannelError: If every state lacks an update of a survivor, which cannot happen
+            while each survivor keeps its updates until all replicas have them.
 
     Example:
         >>> have = {0: {0: (4, ()), 1: (2, ())}, 1: {0: (4, ()), 1: (2, ())}, 2: {}}
@@ -269,7 +273,7 @@ def _count(received: Mapping[int, Received]) -> int:
 
 
 def _comparable(received: Mapping[int, Received]) -> Hashable:
-    """Equal if the updates are, whatever the wire made of them."""
+    """Equal for equal updates, whatever sequence types the wire has produced."""
     return frozenset(
         (origin, complete, tuple(beyond))
         for origin, (complete, beyond) in received.items()

@@ -1,7 +1,7 @@
-"""A replica's channel over Dask: what its training thread calls.
+"""A replica's channel over Dask, for its training thread.
 
-Every wait here also serves joining replicas with this one's state, and ends when the
-run is stopped or the connection to the scheduler breaks.
+Every wait also serves snapshots to joining replicas, and ends when the run is stopped
+or the connection to the scheduler fails.
 """
 
 import concurrent.futures
@@ -53,15 +53,15 @@ from daskdl.thresholds import Drained
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 0.1  # until a request that got no answer is sent again
+AGAIN_S = 0.1  # before a failed fetch is repeated
 
 
 class RemoteChannel(ReceivingChannel):
     """The channel of one replica, over Dask's connections.
 
     Args:
-        plugin: Of the worker where the replica trains.
-        spec: Which replica it is, and the bounds.
+        plugin: Plugin of the worker on which the replica trains.
+        spec: The replica and its bounds.
 
     Raises:
         ChannelError: If the replica is on this worker already.
@@ -101,7 +101,7 @@ class RemoteChannel(ReceivingChannel):
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             came = self._inbox.wait_for(lambda: ready() or bool(self._servable()), left)
             self._serve()
-            # A joining replica that has given up is no reason to stop waiting.
+            # A snapshot request alone does not end the wait.
             if not came or self._inbox.stopped is not None or ready():
                 return came
 
@@ -110,7 +110,7 @@ class RemoteChannel(ReceivingChannel):
         self._make = make
 
     def _serve(self) -> None:
-        """Answer joining replicas if this one has all that they need."""
+        """Serve a snapshot to each joining replica whose cut is reached."""
         for request in self._servable():
             assert self._make is not None
             self._end.serve(request, wrap_arrays(self._make()))
@@ -119,7 +119,7 @@ class RemoteChannel(ReceivingChannel):
         if self._make is None or self._inbox.stopped is not None:
             return []
         with self._inbox.changed:
-            # Without a relay, updates of a failed replica may have reached nobody.
+            # In a mesh, updates of a failed replica may have reached no other replica.
             without = {self._replica}
             if not self._routing.relayed:
                 without |= self._inbox.peers.failed
@@ -132,12 +132,12 @@ class RemoteChannel(ReceivingChannel):
             ]
 
     def _wait_until_sent(self, cause: WaitCause, ready: Callable[[], bool]) -> None:
-        """Wait until enough of what was published has gone.
+        """Wait until queued updates are sent or acknowledged, according to `ready`.
 
         Raises:
-            WaitTimeoutError: If it takes too long.
+            WaitTimeoutError: If the wait takes too long.
         """
-        # In a mesh it may be for a replica that hangs, which has failed by then.
+        # In a mesh the wait may be for a hanging replica, which is removed by then.
         names = ("silence",) if self._routing.relayed else ("silence", "request")
         bound = self._timeouts.bound(*names)
         if not self._wait_until(cause, ready, bound.seconds):
@@ -164,14 +164,15 @@ class RemoteChannel(ReceivingChannel):
         """Send a request and wait for the answer.
 
         Args:
-            cause: What the wait counts as.
-            worker: Its address; None: the scheduler.
-            operation: Its name.
-            bound: How long; None: no bound.
-            **fields: Of the message.
+            cause: Counter that the wait is added to.
+            worker: Address of a worker; None: the scheduler.
+            operation: Name of the operation.
+            bound: Longest wait; None: no bound.
+            **fields: Fields of the message.
 
         Raises:
-            OSError: If it cannot be reached; a TimeoutError if it takes too long.
+            OSError: If the server cannot be reached; a TimeoutError if its answer is
+                late.
         """
         future = self._connection.submit(worker, operation, self._inbox.wake, **fields)
         self._timed(cause, future.done, None if bound is None else bound.seconds)
@@ -181,7 +182,7 @@ class RemoteChannel(ReceivingChannel):
             raise TimeoutError("it did not answer")
         try:
             return future.result()
-        except RuntimeError as error:  # what Dask's pool raises once the worker closes
+        except RuntimeError as error:  # raised by Dask's pool once the worker closes
             raise OSError(str(error)) from error
 
     def _ask(
@@ -190,16 +191,16 @@ class RemoteChannel(ReceivingChannel):
         """Send the scheduler a request and wait for the answer.
 
         Args:
-            cause: What the wait counts as.
-            operation: Its name.
-            bound: How long. None: it is answered when others have done something; the
-                scheduler gives up replicas without a heartbeat meanwhile, and this
-                replica's heartbeat notices a scheduler that does not answer.
-            **fields: Of the message.
+            cause: Counter that the wait is added to.
+            operation: Name of the operation.
+            bound: Longest wait. None: the answer depends on other replicas. Meanwhile
+                the scheduler removes replicas without a heartbeat, and this replica's
+                own heartbeat fails if the scheduler does not answer.
+            **fields: Fields of the message.
 
         Raises:
-            WaitTimeoutError: If it takes too long.
-            ChannelError: If the scheduler cannot be reached, or refuses.
+            WaitTimeoutError: If the answer is late.
+            ChannelError: If the scheduler cannot be reached, or refuses the request.
         """
         fields["replica"] = self._replica
         try:
@@ -221,7 +222,7 @@ class RemoteChannel(ReceivingChannel):
         """Send another worker a request, once.
 
         Returns:
-            Its answer, or one with the reason why there is none.
+            The worker's answer, or a substitute with the reason for its absence.
         """
         bound = self._timeouts.bound("request")
         try:
@@ -237,7 +238,7 @@ class RemoteChannel(ReceivingChannel):
         return answer
 
     def _tell(self, operation: str, **fields: Any) -> None:
-        """Send the scheduler a last message, whether the run goes on or not."""
+        """Send the scheduler a final message, even if the run was stopped."""
         future = self._connection.submit(
             None, operation, lambda: None, replica=self._replica, **fields
         )
@@ -250,7 +251,7 @@ class RemoteChannel(ReceivingChannel):
 
     @override
     def join(self) -> JoinResult:
-        # Updates may come before the answer does.
+        # Updates may arrive before the answer.
         self._end.wait_for_snapshot()
         answer = self._ask_to_join()
         self._end.enter(answer["topology"])
@@ -266,7 +267,7 @@ class RemoteChannel(ReceivingChannel):
         return JoinResult([self._replica], snapshot)
 
     def _meet(self, steps: Mapping[int, int]) -> None:
-        """Get to know the members, and the steps that each has completed."""
+        """Record the other members and their completed steps."""
         for replica in steps.keys() - {self._replica}:
             self._inbox.announce(replica, PeerProgress(steps[replica]))
 
@@ -275,7 +276,7 @@ class RemoteChannel(ReceivingChannel):
         return self._ask(WaitCause.JOIN, protocol.JOIN, bound, version=VERSION)
 
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Ask the donor that was named, or another one if that has gone."""
+        """Request a snapshot from the named donor; on failure, from the next one."""
         bound = self._timeouts.bound("join")
         deadline = time.monotonic() + bound.seconds
         while answer["donor"] is not None:
@@ -378,16 +379,16 @@ class RemoteChannel(ReceivingChannel):
         return None if sync_point is None else SyncPoint.from_wire(sync_point)
 
     def missing(self, phase: str, part: int, key: str) -> str:
-        """A part does not come: was it lost with the worker that held it?
+        """Return the current key of a part that does not arrive.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
-            part: Of a lease of this replica.
-            key: Under which it does not come.
+            part: Part of a lease of this replica.
+            key: Key under which the part does not arrive.
 
         Returns:
-            The same key if it is not lost; else, once it has been started again, its
-            new key.
+            The same key if the part is not lost with its worker; else its new key,
+            once the client has set one.
         """
         answer = self._ask(
             WaitCause.MISSING,
@@ -410,7 +411,8 @@ class RemoteChannel(ReceivingChannel):
         client_payload: bytes = b"",
     ) -> BarrierResult:
         if kind == BarrierKind.AGREE and self._routing.relayed:
-            # What is still here would be held back with what others hand over.
+            # Updates still queued here would be held back with those of leaving
+            # replicas.
             self._wait_until_sent(WaitCause.FLUSH, self._routing.sent)
         answer = self._ask(
             WaitCause.GATHER,
@@ -459,7 +461,7 @@ class RemoteChannel(ReceivingChannel):
                     f"waited {self._patience} for {name!r} of replica {replica} on "
                     f"{worker}; last seen: {self._last_seen()}"
                 )
-            # Not at once: the failure of a replica is known a little later.
+            # Pause: the failure of a replica is reported a little later.
             gone = lambda: replica not in self._routing.workers  # noqa: E731
             self._wait_until(WaitCause.FETCH, gone, AGAIN_S)
         arrays = join(forms, parts)
@@ -473,15 +475,15 @@ class RemoteChannel(ReceivingChannel):
         if self._routing.relayed:
             super().agree(key, published, gone, load)
             return
-        # What those that are there have published comes; of failed ones some replicas
-        # may have updates that others lack. So all say what they have, round by round,
-        # until that is the same: one round after updates were requested, the next
-        # after states were taken over, where a request did not help.
+        # Updates of survivors arrive, but some survivors may lack updates of failed
+        # replicas. Survivors compare their received updates in rounds until these are
+        # equal. After one round a survivor requests its missing updates, after the next
+        # it takes over a state if requests did not help.
         self._wait_for_survivors(published, gone)
         failed, deadline, requests = set(gone), math.inf, True
         for turn in itertools.count():
             have, now_failed = self._compare(f"{key}, round {turn}", failed)
-            if now_failed != failed:  # another one meanwhile: what it had counts too
+            if now_failed != failed:  # another replica failed meanwhile: start over
                 failed, deadline, requests = now_failed, math.inf, True
                 continue
             first, *others = have.values()
@@ -509,7 +511,7 @@ class RemoteChannel(ReceivingChannel):
         self._wait_for_others(WaitCause.UPDATES, lambda: not behind(), behind)
 
     def _compare(self, key: str, failed: set[int]) -> tuple[Have, set[int]]:
-        """What each survivor has, after nothing more is delivered; and who failed."""
+        """Stop deliveries; return each survivor's updates, and the gone replicas."""
         own = {self._replica: (self.published, ())}
         received: Mapping[int, Received] = {**self._inbox.hold(failed), **own}
         payload = [
@@ -520,7 +522,7 @@ class RemoteChannel(ReceivingChannel):
         return {r: _received(met.payloads[r]) for r in survivors}, set(met.gone)
 
     def _request_missing(self, have: Have) -> None:
-        """Request the updates that this replica lacks of one helper after the other."""
+        """Request this replica's missing updates from one helper after another."""
         target = settle(have)
         self._inbox.barrier.open(target)
 
@@ -539,7 +541,7 @@ class RemoteChannel(ReceivingChannel):
                     former = wanted
 
     def _take_state(self, have: Have, load: Load) -> None:
-        """Begin again from a replica that has what this one cannot get."""
+        """Take over the state of a donor, if this replica lacks its updates."""
         workers = self._routing.workers
         for donor in donors(have, self._replica):
             if donor not in workers:
@@ -551,7 +553,7 @@ class RemoteChannel(ReceivingChannel):
             if answer["status"] != Answer.OK:
                 continue
             snapshot = unwrap_arrays(answer["snapshot"])
-            if _received(snapshot) != have[donor]:  # it is of another time
+            if _received(snapshot) != have[donor]:  # made at another time
                 continue
             self._inbox.begin(self._received_with(snapshot), snapshot["grid"])
             load(snapshot)
@@ -564,7 +566,7 @@ class RemoteChannel(ReceivingChannel):
             return
 
     def _received_with(self, snapshot: Mapping[str, Any]) -> Mapping[int, Received]:
-        """What this replica has received once it has loaded a snapshot."""
+        """Updates of others that this replica has received with a snapshot."""
         received = _received(snapshot)
         received.pop(self._replica, None)
         return received
@@ -580,6 +582,6 @@ class RemoteChannel(ReceivingChannel):
 
 
 def _received(payload: Mapping[str, Any]) -> dict[int, Received]:
-    """The updates that a replica says it has, of each origin of which it has any."""
+    """Received updates in a payload or snapshot, by origin; empty entries left out."""
     received = ((o, (last, tuple(more))) for o, last, more in payload["received"])
     return {o: own for o, own in received if any(own)}

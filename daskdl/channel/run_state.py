@@ -1,8 +1,7 @@
-"""What the scheduler knows of one run, and what it decides.
+"""State and decisions of one run: membership, relay queues, barriers and leases.
 
-Membership, the relay's queues, acknowledgements of replicas that send to each other,
-barriers, leases, and how the run ends. A request is a call; what is to be sent lies in
-`RunState.outboxes` and `RunState.events` afterwards. No I/O, no clock, no thread.
+A request is a method call; its effects are the messages in `RunState.outboxes` and the
+events in `RunState.events`. No I/O, no clock, no thread.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,15 +39,15 @@ class Member:
 
     Attributes:
         worker: Address of its worker.
-        active: Whether it trains, so that barriers wait for it: initial replicas do
-            from the beginning, joining ones once they have the common state.
-        joined: Whether its task has reached the scheduler.
-        gone: Whether it has left or failed, for good.
-        heartbeat_at: When it was last seen of, seconds on the clock of the scheduler.
-        progress: How far it is, as far as the scheduler knows.
-        generation: Of the membership by which it sends to others; -1: none yet.
-        adopted_at: Its last own update when it adopted that membership, or later.
-        received: By origin, up to which update it has all, or needs none.
+        active: Whether the replica trains, so that barriers wait for it: initial
+            replicas from the beginning, joining ones once they have the common state.
+        joined: Whether the replica's task has reached the scheduler.
+        gone: Whether the replica has left or failed, for good.
+        heartbeat_at: Time of the last heartbeat, seconds on the scheduler's clock.
+        progress: Last known progress.
+        generation: Membership by which the replica sends to others; -1: none yet.
+        adopted_at: Last own update when that membership was adopted, or a later one.
+        received: By origin, the update up to which all are received or not needed.
     """
 
     worker: str
@@ -62,7 +61,7 @@ class Member:
     received: dict[int, int] = field(default_factory=dict)
 
     def advance(self, step: int, sequence: int, interval: int) -> None:
-        """Raise what it has reached; late messages change nothing."""
+        """Raise the progress; late messages change nothing."""
         own = self.progress
         self.progress = PeerProgress(
             max(own.step, step),
@@ -71,7 +70,7 @@ class Member:
         )
 
     def acknowledge(self, received: Mapping[int, int]) -> None:
-        """Note up to which update of each origin it has all."""
+        """Record the update of each origin up to which all are received."""
         for origin, sequence in received.items():
             self.received[origin] = max(self.received.get(origin, 0), sequence)
 
@@ -84,7 +83,7 @@ class Membership:
 
     Attributes:
         generation: Grows with every join, departure and failure.
-        replicas: All that have ever been assigned to a worker, by number.
+        replicas: All replicas ever assigned to a worker, by number.
     """
 
     generation: int
@@ -115,12 +114,12 @@ class Membership:
 
     @property
     def absent(self) -> list[int]:
-        """Initial replicas that have not joined yet, ascending; all wait for them."""
+        """Initial replicas that have not joined yet, ascending."""
         return self._those(lambda one: one.active and not one.joined and not one.gone)
 
     @property
     def joining(self) -> list[int]:
-        """Replicas that were added later and are not active yet, ascending."""
+        """Replicas that were assigned later and are not active yet, ascending."""
         return self._those(lambda one: not one.active and not one.gone)
 
     @property
@@ -146,15 +145,15 @@ class Membership:
         return self._those(lambda one: one.worker == worker and not one.gone)
 
     def is_here(self, replica: int) -> bool:
-        """Whether a number is that of a replica that has not gone."""
+        """Whether the replica exists and has not gone."""
         return replica in self.replicas and not self.replicas[replica].gone
 
     def taking_part(self, replica: int) -> Member:
         """A replica that joined and has not gone.
 
         Raises:
-            GoneError: If it has gone.
-            ValueError: If it never took part.
+            GoneError: If the replica has gone.
+            ValueError: If the replica never joined.
         """
         member = self.replicas.get(replica)
         if member is not None and member.gone:
@@ -164,19 +163,19 @@ class Membership:
         return member
 
     def timed_out(self, bound: float) -> list[int]:
-        """Replicas without a heartbeat since; nobody before the start."""
+        """Replicas whose last heartbeat is before `bound`; none before the start."""
         if not self.started:
             return []
         return [r for r in self.present if self.replicas[r].heartbeat_at < bound]
 
     def donor(self) -> int | None:
-        """The replica whose state a joining one takes: the farthest that trains."""
+        """The replica that makes snapshots: the training replica with most steps."""
         return max(
             self.training, key=lambda r: self.replicas[r].progress.step, default=None
         )
 
     def describe(self, replicas: Iterable[int], now: float) -> str:
-        """Who, where, and how far at the last heartbeat, and when; may be empty."""
+        """Describe replicas: worker, progress, age of the heartbeat; may be empty."""
         described = []
         for replica in replicas:
             member = self.replicas[replica]
@@ -195,16 +194,16 @@ class Membership:
 class OpenBarrier:
     """A barrier at which some replicas have arrived.
 
-    A replica that fails after it arrived keeps its payload: what it had sent, all
-    survivors have. Nobody waits for one that failed before.
+    The payload of a replica that fails after its arrival stays. The barrier does not
+    wait for a replica that failed before.
 
     Attributes:
-        payloads: What each has to say to the others, by replica.
-        client_payloads: What each has to say to the client alone.
-        kinds: What they have come for.
+        payloads: Payloads for all replicas, by replica.
+        client_payloads: Payloads for the client alone, by replica.
+        kinds: Kinds with which the replicas arrived.
         gone: Last update of each replica that left or failed before the barrier was
-            complete: everybody has to read the same. None: it is not complete.
-        counted: What the run counted, by name; see `BarrierResult`.
+            complete, the same for all readers. None: the barrier is not complete.
+        counted: Counters of the run, by name; see `BarrierResult`.
     """
 
     payloads: dict[int, Any] = field(default_factory=dict)
@@ -215,38 +214,38 @@ class OpenBarrier:
 
     @property
     def kind(self) -> str:
-        """What all have come for; if they have not come for the same, it is a round."""
+        """The kind with which all replicas arrived; ``ROUND`` if the kinds differ."""
         return next(iter(self.kinds)) if len(self.kinds) == 1 else BarrierKind.ROUND
 
     @property
     def complete(self) -> bool:
-        """Whether nobody is waited for any more; stays true."""
+        """Whether the barrier waits for no more replicas; stays true."""
         return self.gone is not None
 
 
-MOST_NAMED = 8  # of those that are gone: a message fits a screen
+MOST_NAMED = 8  # gone replicas in a message, which fits a screen
 
 
 class RunState:
     """State of one run; changed only by the methods here.
 
     Args:
-        spec: What was asked for.
-        now: Seconds on the clock that all methods are given.
+        spec: Specification of the run.
+        now: Time when the run opens, seconds; all methods take the same clock.
 
     Attributes:
-        timeouts: The bounds on waiting that the client chose.
-        members: Who takes part.
-        outboxes: What waits for each present replica.
-        events: For the client, oldest first; see `post` and `take_events`.
-        leases: Who trains on which rows, by phase ("train", "validation").
-        barriers: Open ones, by key, which may be used again for the next one.
-        stopped: Why the run was stopped; None while it runs.
-        refused: Messages that were not understood.
-        epoch: That runs now, counted from 0.
-        interval: That runs now, counted from 0 over all epochs.
-        report: Payloads of the last epoch's end, ``[replica, payload]`` each.
-        holding: Whether updates have to wait, see `_complete`.
+        timeouts: Bounds on waiting, chosen by the client.
+        members: Replicas of the run.
+        outboxes: Queue of messages to each present replica.
+        events: Events for the client, oldest first; see `post` and `take_events`.
+        leases: Leases of each phase ("train", "validation").
+        barriers: Open barriers, by key; a key may be used again.
+        stopped: Reason why the run was stopped; None while it runs.
+        refused: Number of messages that could not be read.
+        epoch: Current epoch, counted from 0.
+        interval: Current sync interval, counted from 0 over all epochs.
+        report: Payloads of the last epoch's end, each ``[replica, payload]``.
+        holding: Whether updates are held back, see `_complete`.
     """
 
     spec: RunSpec
@@ -283,45 +282,45 @@ class RunState:
         self.report = ()
         self.holding = False
         self._opened_at = self._enough_at = now
-        self._held: list[Message] = []  # updates that wait, one of each that leaves
-        self._idle: dict[int, Any] = {}  # payloads of those that wait for a lease
+        self._held: list[Message] = []  # updates held back, one per leaving replica
+        self._idle: dict[int, Any] = {}  # payloads of replicas that wait for a lease
         self._interval_began_at: float | None = None
-        # Of this epoch, by replica: examples of finished leases, mean loss.
+        # Examples of finished leases and mean loss in this epoch, by replica.
         self._trained: dict[int, tuple[int, float]] = {}
         resumed = spec.intervals.resumed
         self._departed_before = () if resumed is None else resumed.departed
-        self._refused_before = 0  # this epoch
-        self._departed: dict[int, str] = {}  # those that trained, in words
+        self._refused_before = 0  # before this epoch
+        self._departed: dict[int, str] = {}  # gone replicas that trained, described
         self._all_retired = True
-        self._ended = False  # a replica has come to the end of the run
+        self._ended = False  # a replica has completed the run
 
     @property
     def has_enough(self) -> bool:
-        """Whether as many replicas take part as were asked for at least."""
+        """Whether at least `min_replicas` replicas are expected to train."""
         return len(self.members.expected) >= self.spec.min_replicas
 
     # ---- events for the client
 
     def post(self, kind: str, **fields: Any) -> None:
-        """Let the client know of something."""
+        """Queue an event for the client."""
         self.events.append({"kind": kind, **fields})
 
     def take_events(self) -> list[dict[str, Any]]:
-        """What was posted since the last call."""
+        """Return and clear the events posted since the last call."""
         events, self.events = self.events, []
         return events
 
     # ---- membership
 
     def join(self, replica: int, now: float) -> Outbox:
-        """A replica takes part from now on; returns the queue of what it is sent."""
+        """Add a replica to the members; return its queue of messages."""
         members = self.members
         member, started = members.replicas[replica], members.started
         if started:
-            # It needs no update from before, but within a snapshot.
+            # The snapshot contains the earlier updates.
             member.acknowledge(self._passed_on())
         else:
-            # Those who wait for it at the start send nothing meanwhile.
+            # Replicas that wait for the start send no heartbeat meanwhile.
             for one in members.replicas.values():
                 one.heartbeat_at = now
         members.generation += 1
@@ -332,15 +331,15 @@ class RunState:
         return self.outboxes[replica]
 
     def topology(self) -> tuple[int, list[tuple[int, str]]]:
-        """The generation, and all present replicas with their workers."""
+        """The generation, and each present replica with its worker."""
         replicas = self.members.replicas
         present = [(r, replicas[r].worker) for r in self.members.present]
         return self.members.generation, present
 
     def activate(self, replica: int, step: int) -> None:
-        """A joining replica has the common state: it trains from now on."""
+        """Let a joining replica train, once it has the common state."""
         member = self.members.replicas[replica]
-        if member.active:  # it asks again
+        if member.active:  # a retried request
             return
         member.active = True
         member.progress = member.progress._replace(step=step)
@@ -348,7 +347,7 @@ class RunState:
         self.post("joined", replica=replica, worker=member.worker)
 
     def lose(self, replica: int, why: str, now: float) -> None:
-        """A replica has failed; the client learns why."""
+        """Remove a failed replica and report the reason to the client."""
         what = f"{self.members.describe([replica], now)}: {why}"
         if replica in self.members.expected:
             self._departed[replica] = what
@@ -358,16 +357,16 @@ class RunState:
         self._give_up_if_deserted()
 
     def leave(self, replica: int, now: float, *, retires: bool = False) -> None:
-        """A replica has handed over what it had, or nobody wants it.
+        """Remove a replica whose task ends.
 
         Args:
-            replica: Its number.
+            replica: Number of the replica.
             now: Seconds.
-            retires: Its worker closes, and it had not come to the end of the run.
+            retires: Its worker closes before the replica has completed the run.
         """
         members = self.members
         trained = replica in members.expected
-        if not members.is_here(replica):  # given up before: its worker is free again
+        if not members.is_here(replica):  # failed before: its worker is free again
             self.post("worker", worker=members.replicas[replica].worker)
         elif retires:
             what = f"{members.describe([replica], now)}: it retired with its worker"
@@ -382,7 +381,7 @@ class RunState:
             self._give_up_if_deserted()
 
     def remove(self, replica: int) -> None:
-        """A replica has gone: what it held is free, and no barrier waits for it."""
+        """Remove a replica: its leases are free, and no barrier waits for it."""
         if not self.members.is_here(replica):
             return
         member = self.members.replicas[replica]
@@ -411,15 +410,15 @@ class RunState:
     def publish(
         self, origin: int, messages: Iterable[Message], progress: PeerProgress
     ) -> int:
-        """Queue a replica's updates for all others, in order, while they have room.
+        """Queue a replica's updates for all others, in order, while there is room.
 
         Args:
-            origin: Who sends.
+            origin: Replica that sends the updates.
             messages: Updates, oldest first.
-            progress: How far it is, if all updates are accepted.
+            progress: Progress of the replica if all updates are accepted.
 
         Returns:
-            How many updates were accepted; the rest has to be sent again.
+            Number of accepted updates; the replica has to retransmit the rest.
         """
         others = [box for replica, box in self.outboxes.items() if replica != origin]
         member = self.members.replicas[origin]
@@ -435,7 +434,7 @@ class RunState:
             accepted += 1
         before = member.progress
         member.advance(progress.step, 0, progress.interval)
-        if member.progress != before:  # no update says it
+        if member.progress != before:  # not announced by an update
             step, sequence, interval = member.progress
             kind = MessageKind.PROGRESS.value
             self._send(Message(kind, origin, sequence, step, 0, interval), but=origin)
@@ -449,17 +448,18 @@ class RunState:
         adopted_at: int,
         received: Mapping[int, int],
     ) -> bool:
-        """A replica that sends to the others itself says what it has sent and received.
+        """Record the progress and received updates of a replica in a mesh.
 
         Args:
-            origin: Who says it.
-            progress: How far it is.
-            generation: Of the membership by which it sends.
-            adopted_at: Its last update when it adopted that, or later.
-            received: Last update by origin up to which it has all.
+            origin: Replica that acknowledges.
+            progress: Progress of the replica.
+            generation: Membership by which the replica sends.
+            adopted_at: Last own update when that membership was adopted, or a later
+                one.
+            received: By origin, the update up to which all are received.
 
         Returns:
-            Whether it has adopted a newer membership.
+            Whether the replica has adopted a newer membership.
         """
         member = self.members.replicas[origin]
         member.advance(*progress)
@@ -470,7 +470,7 @@ class RunState:
         return True
 
     def received_by_all(self, origin: int) -> int:
-        """The update of an origin up to which all others have its updates."""
+        """The update up to which all other replicas have an origin's updates."""
         replicas = self.members.replicas
         others = (r for r in self.members.present if r != origin)
         return min(
@@ -479,16 +479,16 @@ class RunState:
         )
 
     def progress(self) -> list[tuple[int, PeerProgress]]:
-        """How far each replica that trains is."""
+        """Progress of each replica that trains."""
         return [(r, self.members.replicas[r].progress) for r in self.members.training]
 
     # ---- the snapshot of a joining replica
 
     def can_cut(self, generation: int) -> bool:
-        """Whether `cut` is known for one that joined in this generation.
+        """Whether `cut` is final for a replica that joined in this generation.
 
-        A relay knows what it has passed on. Replicas that send to each other have to
-        adopt the membership first: from then on they send to the joining one.
+        In a mesh, all replicas that train first have to adopt the new membership, by
+        which they send to the joining replica. A relay sends to it at once.
         """
         replicas = self.members.replicas
         return self.spec.relayed or all(
@@ -496,9 +496,9 @@ class RunState:
         )
 
     def cut(self, replica: int) -> dict[int, int]:
-        """Last update of each origin that the snapshot of a joining one has to contain.
+        """Last update of each origin that a joining replica's snapshot must contain.
 
-        All later ones it is sent.
+        The joining replica receives all later updates as messages.
         """
         if self.spec.relayed:
             return self._passed_on()
@@ -518,9 +518,9 @@ class RunState:
     def arrive(
         self, key: str, replica: int, payload: Any, client_payload: bytes, kind: str
     ) -> OpenBarrier:
-        """A replica is at a barrier; arriving again, on a retry, changes nothing.
+        """Register a replica at a barrier; a second arrival changes nothing.
 
-        Whoever comes once a barrier is complete is the first at the next one.
+        An arrival after the barrier is complete opens the next barrier of this key.
         """
         barrier = self.barriers.setdefault(key, OpenBarrier())
         barrier.kinds.add(kind)
@@ -530,7 +530,7 @@ class RunState:
         return barrier
 
     def _complete_barriers(self) -> None:
-        """Complete those at which nobody is waited for any more."""
+        """Complete each barrier at which all awaited replicas have arrived."""
         members = self.members.expected
         for key, barrier in list(self.barriers.items()):
             awaited = members - barrier.payloads.keys()
@@ -540,11 +540,11 @@ class RunState:
                 self._complete(key, barrier)
 
     def _complete(self, key: str, barrier: OpenBarrier) -> None:
-        """Fix what everybody reads at a barrier.
+        """Fix the result of a barrier, the same for all replicas.
 
-        After an ``AGREE`` updates are held here until the next barrier is complete.
-        Only replicas that leave have any then, one each, and what some survivors took
-        in before they compare, all of them must.
+        After an ``AGREE`` barrier, updates are held back here until a barrier of
+        another kind is complete. Only leaving replicas publish then, one update each;
+        while survivors compare their updates, all or none must receive it.
         """
         del self.barriers[key]
         kind, payloads = barrier.kind, barrier.payloads
@@ -589,7 +589,7 @@ class RunState:
         self._refused_before = self.refused
 
     def _trained_by_departed(self, reported: Collection[int]) -> list[Done]:
-        """What those did in this epoch that do not report it themselves."""
+        """Work of this epoch by replicas that do not report it themselves."""
         counted = [own for r, own in sorted(self._trained.items()) if r not in reported]
         here = [Done(loss * examples, examples) for examples, loss in counted]
         return [*self._departed_before, *here]
@@ -605,16 +605,16 @@ class RunState:
         now: float,
         idle_payload: Any = None,
     ) -> None:
-        """A replica has finished leases; an interval that has taken long enough ends.
+        """Take back finished leases; end a sync interval whose time is over.
 
         Args:
-            replica: Who asks.
-            phase: Of the data.
+            replica: Replica that finished the leases.
+            phase: ``"train"`` or ``"validation"``.
             epoch: Counted from 0.
-            finished: Its leases.
+            finished: The finished leases.
             now: Seconds.
-            idle_payload: Not None: it waits for a lease, and rounds take this as its
-                payload meanwhile.
+            idle_payload: Payload of the replica at ``ROUND`` barriers while it waits
+                for a lease; None: these barriers wait for it.
 
         Raises:
             ValueError: If the epoch is over, or has not begun.
@@ -637,9 +637,9 @@ class RunState:
             self._complete_barriers()
 
     def can_lease(self, replica: int, phase: str, epoch: int) -> bool:
-        """Whether `lease` has an answer that stays: a lease, or none any more.
+        """Whether `lease` has a final answer: a lease, a sync point, or no more rows.
 
-        There may be one yet as long as another replica holds one and can fail.
+        Rows that another replica holds may become free, if that replica fails.
         """
         if not self.members.is_here(replica):
             return True
@@ -653,17 +653,17 @@ class RunState:
     def lease(
         self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
     ) -> Lease | SyncPoint | None:
-        """Lease the next rows to a replica, which is idle no more.
+        """Lease the next rows to a replica, which is no longer idle.
 
         Args:
-            replica: Who asks.
-            phase: Of the data.
+            replica: Replica that requests a lease.
+            phase: ``"train"`` or ``"validation"``.
             epoch: Counted from 0.
             is_near: Whether its worker holds the part with a key.
 
         Returns:
-            None if there is none for it now; a sync point if the interval is over and
-            the epoch is not.
+            A lease; a sync point if the interval is over and the epoch is not; None if
+            no rows are free for this replica now.
         """
         self._idle.pop(replica, None)
         leases = self._leases(phase, epoch)
@@ -685,10 +685,10 @@ class RunState:
     # ---- the end
 
     def check_deadlines(self, now: float) -> list[int]:
-        """Give up a run that waits for too many for too long.
+        """Give up the run if too many replicas are missing for too long.
 
         Returns:
-            Replicas without a heartbeat for too long, which have failed.
+            Replicas whose heartbeat has timed out.
         """
         timeouts, members = self.timeouts, self.members
         if members.absent and now - self._opened_at > timeouts.join:
@@ -706,7 +706,7 @@ class RunState:
         return members.timed_out(now - timeouts.silence)
 
     def give_up_late(self, bound: Bound, now: float) -> None:
-        """Not all initial replicas have joined within a bound."""
+        """Give up the run: not all initial replicas have joined within a bound."""
         members = self.members
         self.give_up(
             WaitTimeoutError(
@@ -717,7 +717,7 @@ class RunState:
         )
 
     def _give_up_if_deserted(self) -> None:
-        """Nobody is left to train, and nobody came to the end."""
+        """Give up the run if no replica is left to train and none has completed it."""
         if self.members.expected or self._ended:
             return
         gone = sorted(self._departed)
@@ -736,16 +736,16 @@ class RunState:
         self.give_up(error)
 
     def give_up(self, error: DaskDLError) -> None:
-        """The run cannot go on, and no replica's code is the reason."""
+        """End the run with an error that no replica's code has caused."""
         if self.stopped is None:
             kind, summary = type(error).__name__, str(error)
             self.post("failed", type=kind, summary=summary)
             self.stop(summary)
 
     def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
-        """A replica cannot go on: the run ends, and the client learns why."""
+        """Report a replica's failure; end the run unless the replica is joining."""
         summary = failure["summary"]
-        if replica in self.members.joining:  # it ends nobody's run
+        if replica in self.members.joining:  # the others can continue
             self.post("not joined", replica=replica, summary=shown(summary, 500))
             return
         worker = self.members.replicas[replica].worker
@@ -753,7 +753,7 @@ class RunState:
         self.stop(f"replica {replica} failed: {summary}")
 
     def stop(self, reason: str) -> None:
-        """Tell every replica to leave; the first reason stays."""
+        """Stop the run: every replica has to leave. The first reason is kept."""
         if self.stopped is None:
             self.stopped = reason
             self._send(Message(MessageKind.STOP.value, 0, 0, 0, len(reason), reason))

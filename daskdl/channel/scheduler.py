@@ -1,8 +1,7 @@
-"""The scheduler's end: the plugin, the handlers of a run's requests, and what it sends.
+"""The scheduler's side: the plugin, the request handlers of a run, and its send loops.
 
-What a request means is decided in :mod:`daskdl.channel.run_state`. Here requests wait,
-send loops carry the relay's queues, one request per worker at a time, and a watchdog
-gives up replicas that send no heartbeat.
+:mod:`daskdl.channel.run_state` makes the decisions. Here requests wait, send loops
+deliver the relay's queues, and a watchdog removes replicas without a heartbeat.
 """
 
 import asyncio
@@ -46,21 +45,20 @@ from daskdl.errors import shown
 
 logger = logging.getLogger(__name__)
 
-CHECKABLE = ("tcp", "tls")  # others do not say at once that nobody is there
+CHECKABLE = ("tcp", "tls")  # protocols that refuse a connection to a closed port
 
 
 async def is_listening(address: str, timeout_s: float) -> bool:
-    """Ask the operating system of a worker's host, not the worker.
+    """Whether a process listens at an address, according to its operating system.
 
-    Dask's own way to connect tries again for long when it is refused.
+    Dask's own connect retries a refused connection for a long time.
 
     Args:
-        address: Of Dask's kind, with its scheme.
-        timeout_s: A host that does not answer in this time counts as one where
-            nobody listens, seconds.
+        address: Dask address with its scheme.
+        timeout_s: Seconds; a host without an answer in time counts as not listening.
 
     Returns:
-        True also where that cannot be asked.
+        True also for protocols that cannot be checked.
     """
     scheme, _ = parse_address(address)
     if scheme not in CHECKABLE:
@@ -76,32 +74,32 @@ async def is_listening(address: str, timeout_s: float) -> bool:
     return True
 
 
-# The send loops of one worker answer to the same request and then pause alike; what is
-# left between them are turns of the event loop, and less than a request takes.
+# The send loops of one worker resume after the same request and pause equally long. So
+# they differ only by turns of the event loop: less time than a request takes.
 TOGETHER_S = 0.002
 
 
 class Batch(NamedTuple):
-    """What is to go to one replica."""
+    """Queued messages for one replica."""
 
     replica: int
     items: Sequence[Message]
-    accepted: asyncio.Future[int]  # how many of them
+    accepted: asyncio.Future[int]  # number of accepted items
 
 
 class WorkerBatcher:
-    """Sends the batches of one worker's replicas together, a request at a time.
+    """Sends the batches of one worker's replicas together, one request at a time.
 
-    A message for several of them travels once.
+    A message for several replicas travels once.
 
     Args:
-        scheduler: Whose connections carry the messages.
+        scheduler: Scheduler whose connections carry the messages.
         worker: Address of the worker.
-        run: RunId of the run.
-        bound: How long a request may take.
+        run: Id of the run.
+        bound: Longest time for a request.
 
     Attributes:
-        replicas: Those that it delivers to.
+        replicas: Replicas on the worker.
     """
 
     replicas: set[int]
@@ -118,14 +116,14 @@ class WorkerBatcher:
         self._sending: asyncio.Task[None] | None = None
 
     async def deliver(self, replica: int, items: Sequence[Message]) -> int:
-        """Deliver messages to a replica, with what others of its worker are sent.
+        """Deliver messages to a replica, with batches for others on its worker.
 
         Returns:
-            How many were accepted.
+            Number of accepted messages.
 
         Raises:
             TimeoutError: If the worker did not answer.
-            OSError: If it cannot be reached, or does not know the replica.
+            OSError: If the worker cannot be reached, or does not have the replica.
         """
         accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append(Batch(replica, items, accepted))
@@ -147,11 +145,11 @@ class WorkerBatcher:
             try:
                 async with asyncio.timeout(self._bound.seconds):
                     answers = await self._request(batches)
-            # What Dask's pool raises once the scheduler closes is a RuntimeError.
+            # Dask's pool raises a RuntimeError once the scheduler closes.
             except (OSError, RuntimeError) as error:  # a TimeoutError is an OSError
                 answers = [error] * len(batches)
             for batch, answer in zip(batches, answers, strict=True):
-                if batch.accepted.done():  # it did not wait so long
+                if batch.accepted.done():  # its send loop was cancelled or timed out
                     continue
                 if isinstance(answer, Exception):
                     batch.accepted.set_exception(answer)
@@ -162,7 +160,7 @@ class WorkerBatcher:
                     batch.accepted.set_exception(why)
 
     def _next(self) -> list[Batch]:
-        """The oldest batches that are waited for, up to so many bytes together."""
+        """The oldest batches with a waiting send loop, up to `BATCH_BYTES`."""
         waiting = [batch for batch in self._waiting if not batch.accepted.done()]
         nbytes, seen, count = 0, set[int](), 0
         for batch in waiting:
@@ -176,7 +174,7 @@ class WorkerBatcher:
         return waiting[:count]
 
     async def _request(self, batches: Sequence[Batch]) -> Sequence[Any]:
-        """Send batches; the worker answers to each of them."""
+        """Send batches; return one answer of the worker for each."""
         items = {id(item): item for batch in batches for item in batch.items}
         messages = [item.to_wire() for item in items.values()]
         if len(batches) == 1:
@@ -191,28 +189,28 @@ class WorkerBatcher:
         return answers if len(answers) == len(batches) else [answer] * len(batches)
 
 
-# The relay paces itself slower than replicas do: its cost is requests, not bytes.
+# The relay is paced slower than replicas: its cost is requests, not bytes.
 PACE_S = 0.010
 WATCHDOG_S = 0.25
-GRACE_S = 3.0  # for a closing worker to hand over; it takes 2 s itself at most
-MOST_REPLICAS = 1000  # of a worker
-LONGEST_S = 3600.0  # that a client waits for events; it asks every few seconds
+GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
+MOST_REPLICAS = 1000  # per worker
+LONGEST_S = 3600.0  # longest wait of a client for events; usually a few seconds
 
 
 class LiveRun:
-    """A run with its send loops, and the requests that wait in it.
+    """A run with its send loops and waiting requests.
 
     A method ``handle_x`` answers the request ``daskdl_x``, see `answer`.
 
     Args:
-        spec: What the client asks for.
-        scheduler: Whose connections carry the messages.
-        client: Id of the client that opened it.
+        spec: Specification of the run.
+        scheduler: Scheduler whose connections carry the messages.
+        client: Id of the client that opens the run.
 
     Attributes:
-        state: What is known of the run.
-        hanging: Addresses of workers that Dask has, and that send no heartbeat.
-        relays: The send loop of each replica.
+        state: State of the run.
+        hanging: Addresses of workers with a heartbeat timeout that Dask still has.
+        relays: Send loop of each replica.
     """
 
     state: RunState
@@ -226,39 +224,39 @@ class LiveRun:
         self.hanging = set()
         self.relays = {}
         self._scheduler = scheduler
-        self._changed = asyncio.Event()  # another one after each change
+        self._changed = asyncio.Event()  # replaced after each change
         self._batchers: dict[str, WorkerBatcher] = {}
         self._removals: dict[int, asyncio.Task[None]] = {}  # of removed workers
         self._watchdog = asyncio.ensure_future(self._watch())
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """All that run in the background."""
+        """All background tasks."""
         return [self._watchdog, *self.relays.values(), *self._removals.values()]
 
     def now(self) -> float:
-        """The clock for heartbeats, seconds."""
+        """Time on the clock for heartbeats, seconds."""
         return asyncio.get_running_loop().time()
 
     def notify(self) -> None:
-        """Let every waiting request look again."""
+        """Let every waiting request check its condition again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def until(
         self, ready: Callable[[], bool], timeout_s: float | None = None
     ) -> None:
-        """Wait until ready or stopped, looking after each `notify`.
+        """Wait until ready or stopped; check after each `notify`.
 
         Raises:
-            TimeoutError: If it did not become ready in time.
+            TimeoutError: If neither happens in time.
         """
         async with asyncio.timeout(timeout_s):
             while self.state.stopped is None and not ready():
                 await self._changed.wait()
 
     def answer(self, fields: Fields) -> Fields:
-        """The answer to a request, with the reason to leave if the run was stopped."""
+        """The answer to a request, with the reason if the run was stopped."""
         if self.state.stopped is not None:
             stopped = {"status": Answer.STOPPED.value, "reason": self.state.stopped}
             return {**stopped, **fields}
@@ -267,7 +265,7 @@ class LiveRun:
     # ---- requests of a client
 
     async def handle_watch(self, timeout_s: float) -> Fields:
-        """A client asks for new events, and waits for one."""
+        """Return new events to the client; wait if there are none."""
         if not 0 <= timeout_s <= LONGEST_S:
             raise ValueError(f"timeout_s must be in 0 .. {LONGEST_S}, got {timeout_s}")
         with contextlib.suppress(TimeoutError):
@@ -275,13 +273,13 @@ class LiveRun:
         return {"events": self.state.take_events()}
 
     async def handle_stop(self, reason: str) -> Fields:
-        """A client wants every replica to leave."""
+        """Stop the run for the client."""
         self.state.stop(reason)
         self.notify()
         return {}
 
     async def handle_assign(self, worker: str, replicas: Natural) -> Fields:
-        """A client wants so many replicas on a worker; answered with the new ones."""
+        """Raise the number of replicas on a worker; return the new replicas."""
         if replicas > MOST_REPLICAS:
             raise ValueError(f"replicas must be <= {MOST_REPLICAS}, got {replicas}")
         members = self.state.members
@@ -290,13 +288,13 @@ class LiveRun:
         return {"replicas": [members.assign(worker) for _ in range(missing)]}
 
     async def handle_unassign(self, replica: Natural) -> Fields:
-        """A replica could not be started."""
+        """Remove a replica that could not be started."""
         if not self.state.members.replicas[replica].joined:
             self.lose(replica, "it was not started")
         return {}
 
     async def handle_restore(self, phase: str, part: Natural, key: str) -> Fields:
-        """A client has computed a lost part again, under another key."""
+        """Set the new key of a lost part, which the client computes again."""
         self.state.leases[phase].replace_key(part, key)
         self.notify()
         return {}
@@ -308,13 +306,14 @@ class LiveRun:
         avoid: Sequence[Natural],
         replica: Natural | None,
     ) -> Fields:
-        """A client wants a part of the newest state that all have agreed on.
+        """Fetch a part of the newest agreed state for the client.
 
         Args:
-            epoch: At the end of which, or of a later one; after the first part: that.
+            epoch: Epoch at whose end the state was agreed on; part 0 may be of a later
+                epoch.
             part: Counted from 0.
-            avoid: Replicas that are not asked.
-            replica: That is asked; None: any.
+            avoid: Replicas that must not be chosen.
+            replica: Replica to fetch from; None: any.
         """
         members = self.state.members
         if replica is None:
@@ -333,10 +332,10 @@ class LiveRun:
     # ---- requests of a replica
 
     async def handle_join(self, replica: Natural, version: str) -> Fields:
-        """A replica's task runs; answered once all initial ones have joined.
+        """Let a replica join; answer once all initial replicas have joined.
 
-        One that joins later then learns whose state to take, and which updates that
-        has to contain: all later ones it is sent.
+        The answer to a joining replica names the donor of its snapshot and the updates
+        that the snapshot must contain; all later updates are sent to the replica.
         """
         state, members = self.state, self.state.members
         if version != VERSION:
@@ -345,11 +344,11 @@ class LiveRun:
                 "install the same version on all"
             )
         initial = replica in state.spec.replicas
-        if not initial:  # no initial replica must take it for one
+        if not initial:  # not one of the members that start together
             await self.until(lambda: members.started)
         if not members.is_here(replica):
             raise ValueError(f"no replica {replica} in this run")
-        if replica not in state.outboxes:  # else it is a retried request
+        if replica not in state.outboxes:  # else the request is a retry
             self._relay_to(replica)
         if initial:
             self.notify()
@@ -357,7 +356,7 @@ class LiveRun:
             present = [[r, 0] for r in members.training]
             return {"members": present, "topology": state.topology(), "donor": None}
         generation, member = members.generation, members.replicas[replica]
-        member.heartbeat_at = math.inf  # it waits here, and sends nothing
+        member.heartbeat_at = math.inf  # no heartbeat while it waits here
         await self.until(lambda: member.gone or state.can_cut(generation))
         members.taking_part(replica).heartbeat_at = self.now()
         cut, donor = state.cut(replica), members.donor()
@@ -370,7 +369,7 @@ class LiveRun:
         }
 
     def _relay_to(self, replica: int) -> None:
-        """Begin to carry what others send to a replica; it has joined."""
+        """Add a replica to the members and start its send loop."""
         state, worker = self.state, self.state.members.replicas[replica].worker
         bound = state.timeouts.bound("request")
         if worker not in self._batchers:
@@ -387,20 +386,20 @@ class LiveRun:
             destination=f"replica {replica} on {worker}",
         )
         outbox.on_offer = loop.wake
-        loop.wake()  # who the members are waits already
+        loop.wake()  # the membership may be queued already
 
         async def relay() -> None:
             try:
                 await loop.run()
             except (OSError, RuntimeError) as error:
-                # A closing worker refuses before Dask reports it gone: both end here.
-                # RuntimeError is what Dask's pool raises once the scheduler closes.
+                # A closing worker refuses before Dask removes it. Dask's pool raises
+                # RuntimeError once the scheduler closes.
                 self.lose(replica, str(error))
 
         self.relays[replica] = asyncio.ensure_future(relay())
 
     async def handle_activate(self, replica: Natural, step: Natural) -> Fields:
-        """A joining replica has the common state; answered between two barriers."""
+        """Activate a replica that has the common state, once no updates are held."""
         state, members = self.state, self.state.members
         members.taking_part(replica)
         await self.until(lambda: not state.holding)
@@ -417,10 +416,10 @@ class LiveRun:
         progress: PeerProgress,
         acknowledgement: Acknowledgement | None = None,
     ) -> Fields:
-        """A replica has updates for all others, or only a heartbeat.
+        """Accept a replica's updates for all others, or only a heartbeat.
 
-        Where replicas send to each other there is an acknowledgement instead of
-        updates. The answer says how far the others are.
+        In a mesh, an acknowledgement replaces the updates, and the answer contains the
+        progress of all replicas that train.
         """
         state = self.state
         member = state.members.taking_part(replica)
@@ -453,15 +452,15 @@ class LiveRun:
         wait: bool,
         idle_payload: Any = None,
     ) -> Fields:
-        """A replica gives finished leases back and takes the next one.
+        """Take back a replica's finished leases and lease the next rows to it.
 
-        If it waits, then until there is one, or nobody has anything left to do. With an
-        idle payload no round waits for it meanwhile.
+        With `wait`, answer once there is a lease or sync point, or all rows are
+        finished. With an idle payload, ``ROUND`` barriers do not wait for the replica.
         """
         state, members = self.state, self.state.members
         worker = members.taking_part(replica).worker
         state.give_back(replica, phase, epoch, finished, self.now(), idle_payload)
-        self.notify()  # others may get what is free, or be at the end of an interval
+        self.notify()  # rows may be free for others, or the interval may be over
         if wait:
             await self.until(lambda: state.can_lease(replica, phase, epoch))
             members.taking_part(replica)
@@ -475,14 +474,14 @@ class LiveRun:
         return {"lease": None, "sync_point": lease}
 
     def _holders(self, key: str) -> set[str]:
-        """The workers that have the result of a task."""
+        """Addresses of the workers that hold the result of a task."""
         task = self._scheduler.tasks.get(key)
         return set() if task is None else {w.address for w in task.who_has or ()}
 
     async def handle_missing(
         self, replica: Natural, phase: str, part: Natural, key: str
     ) -> Fields:
-        """A part does not arrive; if it is lost, answered once it has another key."""
+        """Return the key of a part; if the part is lost, wait until its key changes."""
         state = self.state
         member, leases = state.members.taking_part(replica), state.leases[phase]
         if leases.held_key(part) == key and self._is_lost(key):
@@ -493,7 +492,7 @@ class LiveRun:
         return {"key": leases.held_key(part)}
 
     def _is_lost(self, key: str) -> bool:
-        """Whether no worker that answers has the result of a task, or computes it."""
+        """Whether a task is unknown, or only hanging workers hold or compute it."""
         task = self._scheduler.tasks.get(key)
         if task is None:
             return True
@@ -510,7 +509,7 @@ class LiveRun:
         client_payload: bytes,
         kind: str,
     ) -> Fields:
-        """A replica is at a barrier; answered with all payloads when all are."""
+        """Register a replica at a barrier; answer once the barrier is complete."""
         state, kind = self.state, BarrierKind(kind)
         state.members.taking_part(replica)
         barrier = state.arrive(key, replica, payload, client_payload, kind)
@@ -523,17 +522,17 @@ class LiveRun:
         }
 
     async def handle_fail(self, replica: Natural, failure: Failure) -> Fields:
-        """A replica cannot go on: the run ends, unless it was about to join."""
+        """Report a replica's failure; end the run unless the replica is joining."""
         members = self.state.members
         if replica not in members.joining:
-            # One that was given up and comes back must not end the others' run.
+            # A removed replica that returns must not end the run of the others.
             members.taking_part(replica)
         self.state.fail(replica, failure)
         self.notify()
         return {}
 
     async def handle_leave(self, replica: Natural, retires: bool = False) -> Fields:
-        """A replica's task ends; see `RunState.leave`."""
+        """Remove a replica whose task ends; see `RunState.leave`."""
         self.hanging.discard(self.state.members.replicas[replica].worker)
         self.state.leave(replica, self.now(), retires=retires)
         self._forget(replica)
@@ -543,10 +542,10 @@ class LiveRun:
     # ---- replicas that fail
 
     def worker_removed(self, replica: int) -> None:
-        """Dask has removed the worker of a replica: it was closed, or it died.
+        """Handle a replica whose worker closed or died, and was removed by Dask.
 
-        A worker that closes still answers, and its replica has something to hand
-        over; where one died, nobody listens any more.
+        A closing worker still listens, so its replica gets time to flush; a dead worker
+        does not listen.
         """
         state = self.state
         worker = state.members.replicas[replica].worker
@@ -558,18 +557,18 @@ class LiveRun:
 
         async def lose_later() -> None:
             if await is_listening(worker, GRACE_S):
-                await asyncio.sleep(GRACE_S)  # it closes
+                await asyncio.sleep(GRACE_S)  # the worker closes
             self.lose(replica, "its worker is gone")
 
         self._removals[replica] = asyncio.ensure_future(lose_later())
         if replica in state.outboxes:
-            state.outboxes[replica].on_offer()  # the next request fails
+            state.outboxes[replica].on_offer()  # wakes the loop: its next request fails
 
     def lose(self, replica: int, why: str) -> None:
-        """A replica has failed; the run goes on with the others."""
+        """Remove a failed replica; the run continues with the others."""
         if not self.state.members.is_here(replica):
             return
-        # The client says it where its user looks.
+        # The client reports the failure to its user.
         logger.info("run %s lost replica %s: %s", self.state.spec.run, replica, why)
         self.state.lose(replica, why, self.now())
         self._forget(replica)
@@ -584,7 +583,7 @@ class LiveRun:
             batcher.replicas.discard(replica)
 
     async def _watch(self) -> None:
-        """Give up replicas without a heartbeat, and a run that waits for too long."""
+        """Remove replicas without a heartbeat; give up the run at its deadlines."""
         state, bound = self.state, self.state.timeouts.bound("silence")
         while state.stopped is None:
             await asyncio.sleep(WATCHDOG_S)
@@ -596,14 +595,14 @@ class LiveRun:
     # ---- the end
 
     async def close(self, reason: str, wait_s: float = 0.0) -> str:
-        """Stop the run, and end all tasks.
+        """Stop the run and end all tasks.
 
         Args:
-            reason: For replicas, and for requests that still wait.
-            wait_s: So long replicas have to leave, seconds.
+            reason: Reported to replicas and to waiting requests.
+            wait_s: Time for replicas to leave, seconds.
 
         Returns:
-            Who has not left, and what was last heard of each; empty if nobody.
+            Description of the replicas that have not left; empty if there are none.
         """
         members = self.state.members
         self.state.stop(reason)
@@ -620,9 +619,9 @@ class LiveRun:
 
 
 class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is untyped
-    """Keep the runs of a cluster and answer their clients and replicas.
+    """Keeps the runs of a cluster and answers their clients, replicas and workers.
 
-    Registered once per cluster, by name; registering again changes nothing.
+    Registered once per cluster, by name; a second registration changes nothing.
     """
 
     name = NAME
@@ -637,7 +636,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     @override
     async def start(self, scheduler: Scheduler) -> None:
-        # Two clients may register at once: the first one's state is everybody's.
+        # Two clients may register at once: both plugins use the state of the first.
         first = scheduler.extensions.setdefault(NAME, self)
         if first is not self:
             self.runs, self.arrived = first.runs, first.arrived
@@ -660,7 +659,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         return handler
 
     def _count(self, fields: Fields) -> None:
-        """What is of no run counts in all of them: their clients should know."""
+        """Count a refused message in its run; a message without a run in all runs."""
         run: Any = fields.get("run")
         of_one = isinstance(run, int) and run in self.runs
         for live in [self.runs[run]] if of_one else self.runs.values():
@@ -669,15 +668,15 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     # ---- requests of a client
 
     async def handle_open(self, spec: Mapping[str, Any], client: str) -> Fields:
-        """A client starts a run."""
+        """Open a run for a client."""
         if client not in self._scheduler.clients:
             raise ValueError(f"{client!r} is no client of this cluster")
         own = RunSpec.from_wire(spec)
         if own.run in self.runs:
             raise ValueError(f"run {own.run} is open already")
         live = self.runs[own.run] = LiveRun(own, self._scheduler, client)
-        # Some may have come after the client had chosen, or have no replica for want
-        # of work; it knows which.
+        # Workers without a replica: some arrived after the client's choice, others had
+        # no work left. The client distinguishes them.
         for worker, found in self.arrived.items():
             if not live.state.members.assigned_to(worker):
                 live.state.post("worker", worker=worker, found=found)
@@ -685,12 +684,12 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         return {"status": Answer.OK.value, "version": VERSION}
 
     async def handle_close(self, run: RunId) -> Fields:
-        """A client is through with a run: nothing of it stays."""
+        """Close a run for its client and remove its state."""
         still_here = await self._close(run, "the run was closed")
         return {"status": Answer.OK.value, "still_here": still_here}
 
     async def _close(self, run: int, reason: str, wait_s: float = 0.0) -> str:
-        """Close a run if it is here; see `LiveRun.close`."""
+        """Close a run if it is open; see `LiveRun.close`."""
         if run not in self.runs:
             return ""
         still_here = await self.runs[run].close(reason, wait_s)
@@ -701,7 +700,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     # ---- requests of a worker
 
     async def handle_arrive(self, worker: str, found: WorkerVersions) -> Fields:
-        """A worker has imported what it needs, or cannot; clients judge what it has."""
+        """Record the versions, or the import error, of a worker for all clients."""
         if worker not in self._scheduler.workers:
             raise ValueError(f"no worker {worker} in this cluster")
         told = WorkerVersions(

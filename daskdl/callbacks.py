@@ -1,4 +1,8 @@
-"""Callbacks: the base class, those that come with daskdl, and failure injection."""
+"""Callbacks: the base class, the built-in callbacks, and failure injection.
+
+`Evaluate`, `EarlyStopping` and `Checkpoint` are plain rules that the training loop
+applies; the other callbacks implement the hooks.
+"""
 
 import math
 import os
@@ -28,14 +32,14 @@ from daskdl.history import History
 
 
 class FitBegin(NamedTuple):
-    """A fit that is about to begin; all of it has been checked."""
+    """A fit that is about to begin; all options and data have been checked."""
 
-    replicas: int  # at the start; others may join, and some may leave
-    epochs: int  # of this fit, at most
-    epochs_before: int  # of earlier fits of the trainer
+    replicas: int  # initial replicas; others may join, and replicas may leave
+    epochs: int  # most epochs of this fit
+    epochs_before: int  # epochs of earlier fits of the trainer
     batch_size: int  # rows per batch of each replica
-    examples: int | None  # in one epoch; None: unknown
-    parameters: int  # trainable ones of the model
+    examples: int | None  # examples in one epoch; None: unknown
+    parameters: int  # trainable parameters of the model
 
 
 class EpochBegin(NamedTuple):
@@ -43,35 +47,35 @@ class EpochBegin(NamedTuple):
 
     replica: int
     epoch: int  # from 0
-    replicas: int  # that train now, as far as this one knows, including itself
-    learning_rate: float  # of the first parameter group; NaN: it has none
+    replicas: int  # replicas training now, including this one; this replica's view
+    learning_rate: float  # rate of the first parameter group; NaN: it has none
 
 
 class Step(NamedTuple):
-    """An optimizer step that a replica has just made."""
+    """An optimizer step that a replica has just completed."""
 
     replica: int
     epoch: int  # from 0
-    number: int  # steps this replica has made, from 1
+    number: int  # number of the step in this replica, from 1
     loss: float  # mean over the rows of this step
-    examples: int  # in the batch of this step, or in all accumulated batches
-    learning_rate: float  # of the first parameter group, in this step; NaN: it has none
+    examples: int  # rows of this step, over all accumulated batches
+    learning_rate: float  # rate of the first parameter group in this step, or NaN
 
 
 class FitEnd(NamedTuple):
     """A fit that has ended, early or not."""
 
     history: History
-    error: BaseException | None  # that ended it early, and comes out of `fit`
+    error: BaseException | None  # error that ended the fit and that `fit` raises
 
 
 class Callback:
-    """Base class of callbacks; override the hooks you need, they do nothing here.
+    """Base class of callbacks; override the hooks you need, the defaults do nothing.
 
     ==================  ======================================================
     hook                where, and when
     ==================  ======================================================
-    `on_fit_begin`      on the client, once, before anything is trained
+    `on_fit_begin`      on the client, once, before training starts
     `on_epoch_begin`    on the workers, in each replica, before its first step
     `on_step_end`       on the workers, in each replica, after each step
     `on_epoch_end`      on the client, when all replicas have ended an epoch
@@ -79,8 +83,9 @@ class Callback:
     ==================  ======================================================
 
     An instance that overrides a hook of the workers is pickled once, when the fit
-    begins, and each replica has its own copy: attributes set there stay on the worker,
-    attributes set by other hooks stay on the client. Other instances are not pickled.
+    begins, and each replica has its own copy: attributes set by these hooks stay on
+    the worker, attributes set by other hooks stay on the client. Other instances are
+    not pickled.
 
     Example:
         >>> class Print(Callback):
@@ -102,54 +107,55 @@ class Callback:
     def on_fit_begin(self, fit: FitBegin) -> None:
         """Run on the client, after all checks and before the replicas begin.
 
-        An exception comes out of `fit`, and nothing is trained. Changes to this
-        instance do not reach the copies on the workers.
+        `fit` raises an exception of this hook, and no training takes place. Changes to
+        this instance do not reach the copies on the workers.
         """
 
     def on_epoch_begin(self, epoch: EpochBegin) -> None:
         """Run on a worker, in the training thread, before a replica begins an epoch.
 
-        A replica that joins in the middle of an epoch begins it then. An exception ends
-        the run like one in the model.
+        For a replica that joins in mid-epoch, the hook runs when it joins. An exception
+        ends the run like an exception in the model.
         """
 
     def on_step_end(self, step: Step) -> None:
         """Run on a worker, in the training thread, after each step.
 
-        The step is shared afterwards, with what the hook changes in the model's
-        parameters. An exception ends the run like one in the model.
+        The step is shared afterwards, including changes that the hook makes to the
+        model's parameters. An exception ends the run like an exception in the model.
         """
 
     def on_epoch_end(self, row: Mapping[str, Any]) -> None:
         """Run on the client after each epoch, with its row of the history.
 
-        The replicas go on meanwhile. An exception stops the run and comes out of `fit`.
+        The replicas continue meanwhile. An exception stops the run, and `fit` raises
+        it.
         """
 
     def on_fit_end(self, end: FitEnd) -> None:
-        """Run on the client when the replicas have left and `model_` is there.
+        """Run on the client when the replicas have left and `model_` is set.
 
-        It runs if `on_fit_begin` has returned, whatever happened since, in reverse
-        order of the callbacks. An exception comes out of `fit`; if the fit has ended
-        with an error, that error comes out, with a note of the exception.
+        The hook runs whenever `on_fit_begin` has returned, in reverse order of the
+        callbacks. `fit` raises an exception of this hook; if the fit has already failed
+        with an error, `fit` raises that error, with a note of the exception.
         """
 
 
 @dataclass(frozen=True)
 class Evaluate(Callback):
-    """Evaluate `validation` in every n-th epoch, and in the last one of the fit.
+    """Evaluate the validation data every n-th epoch, and in the last one of the fit.
 
-    Without this callback it is evaluated in every epoch. In other epochs the columns
-    ``val_loss`` and ``val_accuracy`` of the history are NaN, and `ReduceLROnPlateau`
-    waits. An :class:`~daskdl.EarlyStopping` that monitors one of them has it evaluated
-    in the epochs it checks as well.
+    An :class:`~daskdl.EarlyStopping` that monitors a validation score adds evaluations
+    in the epochs that it checks. Without either callback, every epoch is evaluated. In
+    epochs without an evaluation, the columns ``val_loss`` and ``val_accuracy`` of the
+    history are NaN, and `ReduceLROnPlateau` is not stepped.
 
     Args:
         every: Epochs from one evaluation to the next, counted from the start of the
             fit.
 
     Raises:
-        OptionError: If it is not a whole number >= 1.
+        OptionError: If `every` is not a whole number >= 1.
 
     Example:
         >>> [epoch for epoch in range(9) if Evaluate(every=3).due(epoch)]
@@ -167,19 +173,19 @@ class Evaluate(Callback):
 
 
 MONITORS = ("val_loss", "val_accuracy", "loss")
-PATIENCE = 5  # epochs, if no criterion is given
+PATIENCE = 5  # epochs; default without any other criterion
 
 
 @dataclass(frozen=True)
 class EarlyStopping(Callback):
     """End a fit that no longer improves, and restore the best model.
 
-    At the barrier at the end of an epoch replicas decide independently but
-    deterministically from identical reports, so they agree: none begins an epoch too
-    many, and the client need not be asked. `Trainer.history_` says in ``stopping`` why
-    the fit ended and which epoch was the best; see :class:`~daskdl.Stopping`.
+    At the barrier at the end of an epoch, replicas decide independently but
+    deterministically from identical reports, so they agree without a request to the
+    client, and no replica begins an extra epoch. ``Trainer.history_.stopping`` records
+    the reason and the best epoch; see :class:`~daskdl.Stopping`.
 
-    A fit ends with the first epoch in which one of these holds:
+    A fit ends with the first epoch in which one of these conditions holds:
 
     - the score is not finite, unless `check_finite` is off,
     - the score is at least as good as `target`,
@@ -189,26 +195,28 @@ class EarlyStopping(Callback):
     Args:
         monitor: The score: ``"val_loss"`` or ``"val_accuracy"`` of the validation
             data, or ``"loss"``, the mean training loss of an epoch.
-        patience: Epochs without an improvement; None: any number, or 5 where there is
-            neither `target` nor `max_seconds`.
-        min_delta: The least improvement that counts for `patience`, >= 0. It is
-            measured from the last score that counted. The best epoch is that of the
-            best score, by however little.
-        mode: Whether the least or the largest score is the best; ``"auto"``: the
-            largest accuracy, the least loss.
-        target: A score that is good enough; None: none is.
-        max_seconds: Since all replicas had joined; the current epoch is completed.
-        every: Check the score in every n-th epoch of the fit, and in the last one. A
-            score of the validation data is then computed in these only.
-        check_finite: Whether a score that is NaN or infinite ends the fit. Else it
-            counts as no improvement.
+        patience: Epochs without an improvement; None: any number, or 5 without `target`
+            and `max_seconds`.
+        min_delta: Smallest improvement that resets `patience`, >= 0, measured from the
+            last score that did. The best epoch is that of the best score, by whatever
+            margin.
+        mode: Whether the smallest or the largest score is the best; ``"auto"``: the
+            largest accuracy, the smallest loss.
+        target: Score at which the fit ends; None: no target.
+        max_seconds: Time limit from the moment all replicas have joined; the current
+            epoch is completed. None: no limit.
+        every: Check the score in every n-th epoch of the fit, and in the last one.
+            Validation scores, if monitored, are computed only in these epochs and in
+            those of an :class:`~daskdl.Evaluate`.
+        check_finite: Whether a NaN or infinite score ends the fit. Otherwise it counts
+            as no improvement.
         restore_best: Whether the fit returns the model that all replicas agreed on at
-            the end of the best epoch. Each replica keeps it: 4 bytes per parameter.
-            Optimizer and schedule stay as they were at the end.
+            the end of the best epoch. Each replica keeps a copy: 4 bytes per parameter.
+            Optimizer and schedule keep their final state.
 
     Raises:
-        OptionError: If an argument is out of range. When the fit begins, if there is no
-            such score.
+        OptionError: If an argument is out of range; when the fit begins, if the score
+            does not exist.
 
     Example:
         >>> EarlyStopping().patience
@@ -250,24 +258,24 @@ class EarlyStopping(Callback):
 
     @property
     def needs_validation(self) -> bool:
-        """Whether it monitors a score of the validation data."""
+        """Whether the monitored score needs validation data."""
         return self.monitor != "loss"
 
     def due(self, epoch: int) -> bool:
-        """Whether it checks the score at the end of an epoch, counted from 0."""
+        """Whether to check the score at the end of an epoch, counted from 0."""
         return (epoch + 1) % self.every == 0
 
     def improves(self, score: float, on: float) -> bool:
         """Whether a finite score is better than another by `min_delta` or more.
 
         Args:
-            score: Of an epoch.
-            on: Of another epoch; NaN: none.
+            score: Score of an epoch.
+            on: Score of another epoch; NaN: any score is an improvement.
         """
         return self.is_better(score, on) and not abs(score - on) < self.min_delta
 
     def is_better(self, score: float, than: float) -> bool:
-        """Whether a finite score is better than another; NaN: there is no other."""
+        """Whether a finite score is better than another; every score beats NaN."""
         if math.isnan(than):
             return True
         return score > than if self.largest_is_best else score < than
@@ -280,7 +288,7 @@ class EarlyStopping(Callback):
 
     @property
     def largest_is_best(self) -> bool:
-        """Whether `mode` is ``"max"``, or stands for it."""
+        """Whether `mode` is ``"max"``, or ``"auto"`` with an accuracy."""
         if self.mode == "auto":
             return self.monitor == "val_accuracy"
         return self.mode == "max"
@@ -297,28 +305,27 @@ _STEPS = re.compile(r"(\d+) steps?")
 class Checkpoint(Callback):
     """Write the state of a running fit, so that another fit can resume it.
 
-    At a barrier each replica copies its state and trains on, while a thread writes the
-    copy. A checkpoint counts once all of its parts are there: if a process is killed
-    meanwhile, the one before is still complete. ``Trainer.fit(..., resume=url)``
-    resumes the newest.
+    At a barrier each replica copies its state and continues training, while a thread
+    writes the copy. A checkpoint is complete once all of its parts are written: if a
+    process is killed meanwhile, the previous checkpoint remains complete.
+    ``Trainer.fit(..., resume=url)`` resumes the newest checkpoint.
 
     Args:
-        url: A folder: a path or a URL of fsspec, such as ``s3://bucket/run-17``, which
-            is the same place for all workers and for the client.
-        every: ``"epoch"``, or so many epochs. Or ``"500 steps"``, so many of each
-            replica, or a time, ``"10 minutes"``: in the middle of an epoch replicas
-            then meet too, after as many steps or as long since they met before. The
-            end of a fit always has one.
-        keep_last: How many of the newest are kept, >= 1; None: all.
-        keep_every: Every n-th is kept in any case, counted from the first of the fit;
-            None: none.
+        url: A folder: a path or an fsspec URL, such as ``s3://bucket/run-17``, that all
+            workers and the client share.
+        every: ``"epoch"``, or a number of epochs. Or steps of each replica,
+            ``"500 steps"``, or a time, ``"10 minutes"``: replicas then also meet at
+            barriers in mid-epoch, that many steps or that long after the last one. The
+            end of a fit always writes a checkpoint.
+        keep_last: Number of newest checkpoints to keep, >= 1; None: all.
+        keep_every: Also keep every n-th checkpoint of the fit; None: keep no others.
         keep_best: Also keep the checkpoint with the best ``"val_loss"``,
             ``"val_accuracy"`` or ``"loss"``, the mean training loss of the epoch; None:
-            do not.
+            keep no others.
 
     Raises:
-        OptionError: If an argument is out of range. When the fit begins, if there is no
-            such score.
+        OptionError: If an argument is out of range; when the fit begins, if the score
+            does not exist.
 
     Example:
         >>> rule = Checkpoint("s3://bucket/run-17", every=2, keep_last=1)
@@ -340,7 +347,7 @@ class Checkpoint(Callback):
             raise OptionError(
                 f"url must be a URL or a path of a folder, got {self.url!r}"
             )
-        # As text, so that a trainer that has it can be saved.
+        # Text, so that a trainer with this callback can be saved.
         object.__setattr__(self, "url", os.fspath(self.url))
         if isinstance(self.every, str):
             self._check_text(self.every)
@@ -369,7 +376,7 @@ class Checkpoint(Callback):
             )
 
     def due(self, epoch: int) -> bool:
-        """Whether to write one at the end of an epoch, counted from 0."""
+        """Whether to write a checkpoint at the end of an epoch, counted from 0."""
         return isinstance(self.every, str) or (epoch + 1) % self.every == 0
 
     @property
@@ -391,27 +398,27 @@ class Checkpoint(Callback):
 
 
 class Rate(NamedTuple):
-    """A learning rate, of a step of a replica or of all at the end of an epoch."""
+    """The learning rate in a step of a replica, or at the end of an epoch."""
 
     epoch: int  # from 0, over all fits
-    learning_rate: float  # of the first parameter group
-    replica: int | None = None
-    step: int | None = None  # of this replica in this fit, from 1
+    learning_rate: float  # rate of the first parameter group
+    replica: int | None = None  # None: at the end of an epoch
+    step: int | None = None  # step of this replica in this fit, from 1
 
 
 class LearningRateMonitor(Callback):
-    """Record the learning rates of all fits that an instance is used for.
+    """Record the learning rates of all fits that use this instance.
 
-    A schedule goes on from fit to fit, while a history belongs to one fit. It runs on
-    the client, from what the replicas report anyway.
+    A schedule continues from fit to fit, while a history belongs to one fit. The
+    callback runs on the client and needs no extra messages from the replicas.
 
     Args:
-        every: ``"epoch"``, or ``"step"``: those steps of each replica that
-            ``history.steps`` has, see `telemetry_every` of a trainer.
+        every: ``"epoch"``, or ``"step"``: the steps of each replica in
+            ``history.steps``, see `telemetry_every` of :class:`~daskdl.Trainer`.
 
     Attributes:
-        rates: By epoch, or by replica and step of each epoch, over all fits. Those of
-            steps come when a fit ends.
+        rates: Learning rates of epochs or steps, over all fits. Rates of steps are
+            added when a fit ends.
 
     Raises:
         OptionError: If `every` is neither.
@@ -456,7 +463,7 @@ class LearningRateMonitor(Callback):
             )
 
     def to_pandas(self) -> Any:
-        """The rates as a `pandas.DataFrame`; needs pandas."""
+        """Return the rates as a `pandas.DataFrame`; needs pandas."""
         import pandas as pd
 
         columns = (
@@ -471,10 +478,10 @@ SCORES = ("loss", "val_loss", "val_accuracy")
 class PrintProgress(Callback):
     """Print a line for each epoch, and one at the end if the fit ended early.
 
-    It runs on the client. Scores that an epoch lacks are left out.
+    The callback runs on the client. Scores that an epoch lacks are left out.
 
     Args:
-        stream: Where to write; None: standard output at that time.
+        stream: Text stream to write to; None: the current standard output.
 
     Example:
         >>> progress = PrintProgress()
@@ -523,7 +530,7 @@ class PrintProgress(Callback):
 KINDS = ("raise", "exit", "sleep", "freeze", "drop")
 EXIT_CODE = 1
 
-# Run by another process, since a frozen one cannot wake itself.
+# Runs in another process, since a frozen process cannot wake itself.
 WAKE = """
 import os, signal, sys, time
 pid, seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -542,39 +549,40 @@ class FailureInjection(Callback):
     """Make chosen replicas fail at chosen steps, or at random.
 
     ========  ==========================================================
-    kind      what happens in the replica
+    kind      effect on the replica
     ========  ==========================================================
-    raise     a `RuntimeError`, as if the user's own code had raised it
-    exit      its process ends at once, as if it had been killed
-    sleep     it does nothing for `seconds`, but its worker answers
+    raise     raises a `RuntimeError`, as if from the user's own code
+    exit      its process exits immediately, as if killed
+    sleep     pauses for `seconds`, while its worker stays responsive
     freeze    its process stops (SIGSTOP; not on Windows), for `seconds` or
-              until somebody continues it
-    drop      an update of it does not arrive at another replica
+              until it receives SIGCONT
+    drop      one of its updates does not arrive at another replica
     ========  ==========================================================
 
-    A failure follows its step. Randomness depends on `seed`, the replica's number and
-    the step alone, so it is the same in every run. A replica on a restarted worker has
-    a new number.
+    The failure happens after the step. Randomness depends only on `seed`, the replica's
+    number, the step and, for ``"drop"``, the receiver, so it is the same in every run.
+    A replica on a restarted worker has a new number.
 
     A dropped update is retransmitted on request. With the routing ``"plain"`` only its
-    origin has it: if the origin is lost meanwhile, the run cannot go on.
+    origin holds the update: if the origin fails before that, the run cannot continue.
 
     Args:
-        kind: What happens.
-        replicas: Numbers of those that fail; None: all.
-        steps: Numbers of the steps, from 1, as in :class:`Step`; for ``"drop"`` of
-            the replica's updates, from 1. None: all.
-        probability: With which each of these fails, in (0, 1]; for ``"drop"`` drawn
-            for each other replica that it goes to.
-        times: How often each replica fails at most; for ``"drop"``, how many updates
-            of each replica do not arrive at each other one. None: no bound.
-        seconds: For ``"sleep"``, and for ``"freeze"`` if it ends.
-        seed: Of the chance.
+        kind: The kind of failure, see above.
+        replicas: Numbers of the replicas that fail; None: all.
+        steps: Numbers of the steps, from 1, as in :class:`Step`; for ``"drop"`` numbers
+            of the replica's updates, from 1. None: all.
+        probability: Probability of failure in each of these steps, in (0, 1]; for
+            ``"drop"`` drawn separately for each receiver.
+        times: Most failures of each replica; for ``"drop"``, most updates dropped
+            between each pair of replicas. None: no limit.
+        seconds: Duration of ``"sleep"``, or of ``"freeze"``; None: no end of the
+            freeze.
+        seed: Seed of the random choice.
 
     Raises:
-        OptionError: If an argument is out of range; while it trains, if ``"exit"`` or
-            ``"freeze"`` would hit the client's own process, and for ``"drop"`` with
-            ``client=False``, where no message can get lost.
+        OptionError: If an argument is out of range; during training, if ``"exit"`` or
+            ``"freeze"`` would affect the client's own process, and for ``"drop"`` with
+            ``client=False``, where no message can be lost.
 
     Example:
         >>> rule = FailureInjection("raise", replicas=[1], probability=0.5, times=2)
@@ -626,9 +634,9 @@ class FailureInjection(Callback):
         """Whether a replica fails at a step.
 
         Args:
-            replica: Its number.
-            number: Of the step; with a receiver, of the update.
-            receiver: The replica that does not get the update.
+            replica: Number of the replica.
+            number: Number of the step; with a receiver, of the update.
+            receiver: For ``"drop"``, the replica that does not get the update.
         """
         if self.replicas is not None and replica not in self.replicas:
             return False
@@ -636,7 +644,7 @@ class FailureInjection(Callback):
             return False
         if self.times is None:
             return True
-        # Recounted each time: a counter would make this more than a plain value.
+        # Recounted each time: a counter would make this class stateful.
         earlier = 0
         for other in range(1, number):
             earlier += self._chosen(replica, other, receiver)
@@ -678,7 +686,7 @@ class FailureInjection(Callback):
 
 
 def freeze(seconds: float | None) -> None:
-    """Stop this process; another one continues it after `seconds`; None: none does."""
+    """Stop this process; a helper process continues it after `seconds`, unless None."""
     waker = None
     if seconds is not None:
         waker = subprocess.Popen(

@@ -1,4 +1,8 @@
-"""Which cluster to use, and whether it has what a run needs."""
+"""The choice of a client or a cluster, and checks of its software versions.
+
+Every process of a cluster must have the same daskdl, and torch of the same minor
+version; workers that join later are checked when they arrive.
+"""
 
 import asyncio
 import contextlib
@@ -18,32 +22,31 @@ from daskdl.errors import OptionError, RunError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
-# A terminal sends it to the workers too, which the client then tells to end.
+# A terminal sends SIGINT to the workers too; the client shuts them down instead.
 LEAVE_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 REMEDY = (
     "install the same daskdl, and a torch of the same minor version, in the "
     "environment of the scheduler and of every worker, and start them again"
 )
-MOST_NAMED = 8  # addresses, and kinds of findings, in a message
+MOST_NAMED = 8  # most addresses, and most kinds of problems, in a message
 
 OWN = f"the client has daskdl {VERSION} and torch {torch.__version__}"
 
-Found = Mapping[str, str]  # versions of "daskdl" and "torch", and "error"; or empty
+Found = Mapping[str, str]  # versions of "daskdl" and "torch", and "error"; "": none
 
 
 @contextlib.contextmanager
 def client_or_process(
     client: Client | Literal[False] | None,
 ) -> Iterator[Client | Literal[False]]:
-    """Yield a synchronous client, or False; a cluster started here is closed again.
+    """Yield a synchronous client, or False; close a cluster started here on exit.
 
     Args:
-        client: None: the default client if there is one, else a
-            :class:`distributed.LocalCluster` with Dask's own defaults. False: this
-            process.
+        client: A synchronous client. None: the default client if there is one, else a
+            :class:`distributed.LocalCluster` with Dask's defaults. False: this process.
 
     Raises:
-        OptionError: If it is neither, or an asynchronous or closed client.
+        OptionError: If `client` has another type, or is asynchronous or closed.
     """
     found = _default() if client is None else client
     if found is None:
@@ -72,7 +75,7 @@ def client_or_process(
 
 
 def check_outlives(client: Any) -> None:
-    """Refuse lazy outputs on a cluster that would be closed before they are computed.
+    """Refuse lazy outputs if their cluster would close before they are computed.
 
     Raises:
         OptionError: If `client_or_process` would start a cluster.
@@ -87,26 +90,26 @@ def check_outlives(client: Any) -> None:
 def _default() -> Client | None:
     try:
         return default_client()
-    except ValueError:  # Dask's way to say that there is none
+    except ValueError:  # there is no default client
         return None
 
 
 def check_installed(client: Client) -> None:
     """Import daskdl on the scheduler and all workers, and compare versions.
 
-    A process without daskdl could not unpickle anything of it. The import takes seconds
-    and runs in a thread of each process, so that its event loop stays responsive.
+    A process without daskdl could not unpickle its objects. The import takes seconds
+    and runs in a thread of each process, so that the event loop stays responsive.
 
     Args:
-        client: A synchronous client. Workers that are leaving are passed over.
+        client: A synchronous client. Workers that are leaving are ignored.
 
     Raises:
-        RunError: If daskdl or torch is missing somewhere, or is of another version.
-        WaitTimeoutError: If not all have answered in time.
+        RunError: If a process lacks daskdl or torch, or has another version.
+        WaitTimeoutError: If a process does not respond in time.
     """
     bound = Timeouts.from_config().bound("join", "request")
     answers = client.sync(_answers, client, bound)
-    places: dict[str, list[str]] = {}  # by what is wrong there
+    places: dict[str, list[str]] = {}  # processes by problem
     for where, answer in answers.items():
         if isinstance(answer, OSError):
             logger.info("%s is leaving: %s", where, answer)
@@ -121,7 +124,7 @@ def check_installed(client: Client) -> None:
 
 
 async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
-    """Ask the scheduler and each worker for their versions; a value may be an error."""
+    """Return the versions on the scheduler and each worker, or errors, by process."""
     scheduler = f"the scheduler, {client.scheduler.address}"
     asked = {asyncio.ensure_future(client.nthreads()): scheduler}
     done, waiting = await asyncio.wait(asked, timeout=bound.seconds)
@@ -136,7 +139,7 @@ async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
     for task in waiting:
         task.cancel()
     if waiting:
-        # One that still imports must not be sent what it would import again.
+        # A process that still imports must not get tasks that need the same import.
         silent = _listed(sorted(asked[task] for task in waiting))
         raise WaitTimeoutError(
             f"no answer within {bound} to which daskdl and torch it has, from "
@@ -150,10 +153,10 @@ async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
 
 
 def _version_finder() -> Callable[[], Awaitable[Found]]:
-    """Make a function that imports daskdl where daskdl may be missing.
+    """Make a function that finds the versions in a process that may lack daskdl.
 
-    An inner function is pickled as code, not as a name in its module. The scheduler
-    imports as much as a worker: Dask unpickles tasks there, on the event loop.
+    An inner function is pickled by value, not by module and name. The scheduler imports
+    the same modules as a worker, since Dask unpickles tasks there, on the event loop.
     """
 
     def find() -> Found:
@@ -174,14 +177,14 @@ def _version_finder() -> Callable[[], Awaitable[Found]]:
 
 
 def arrival_plugin(name: str) -> WorkerPlugin:
-    """Make a plugin that lets workers take part, now and whenever they arrive.
+    """Make a plugin that sets up present and future workers for a run.
 
-    It is pickled as code, so that a worker without daskdl can load it. It imports
-    daskdl in a thread, sets up the channel's end if the version is the same, and
-    reports to the scheduler what it has found.
+    The plugin is pickled by value, so that a worker without daskdl can load it. It
+    imports daskdl in a thread, installs the channel plugin if the versions match, and
+    reports the versions to the scheduler.
 
     Args:
-        name: Of the channel's end.
+        name: Name of the channel plugin.
     """
     find, version = _version_finder(), VERSION
 
@@ -198,8 +201,8 @@ def arrival_plugin(name: str) -> WorkerPlugin:
             await worker.scheduler.daskdl_arrive(worker=worker.address, found=found)
 
         async def teardown(self, worker: Worker) -> None:
-            # Dask also calls this before it sets a plugin up twice, as it may for a
-            # worker that has just arrived: its replicas go on then.
+            # Dask also calls this before it sets up a plugin a second time, which can
+            # happen on a new worker: its replicas must continue.
             end = worker.extensions.get(name)
             if end is not None and worker.status is not Status.running:
                 await end.teardown(worker)
@@ -208,7 +211,7 @@ def arrival_plugin(name: str) -> WorkerPlugin:
 
 
 def mismatch(found: Found | Exception) -> str:
-    """Why a process cannot take part in a run; empty: it can."""
+    """Return the reason why a process cannot take part in a run; empty if it can."""
     if isinstance(found, Exception):
         return f"{type(found).__name__}: {found}"
     other = []
@@ -220,7 +223,7 @@ def mismatch(found: Found | Exception) -> str:
 
 
 def _minor(version: str) -> str:
-    """The part of a version that has to be equal; patches and builds may differ.
+    """Return the minor version, which has to match; patches and builds may differ.
 
     Example:
         >>> _minor("2.8.1+cu128")

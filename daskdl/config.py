@@ -1,8 +1,8 @@
 """The version, the time-outs in Dask's configuration, and checks of plain options.
 
-The defaults are in ``daskdl.yaml``, beside this file; importing daskdl adds them to
-Dask's configuration, where the user's own settings win. The client reads them when a
-run starts and sends them along, since batch jobs do not see its configuration::
+The defaults are in ``daskdl.yaml``, beside this file. Importing daskdl adds them to
+Dask's configuration, where the user's settings take precedence. The client reads the
+values when a run starts and sends them to the workers::
 
     dask.config.set({"daskdl.timeouts.silence": "30s"})
     DASK_DASKDL__TIMEOUTS__SILENCE=30s
@@ -27,13 +27,13 @@ FILE = Path(__file__).with_name("daskdl.yaml")
 
 
 class Bound(NamedTuple):
-    """How long one wait may take, and what to set if that is too short."""
+    """The longest time for one wait, and the options that set it."""
 
-    seconds: float
-    names: tuple[str, ...]  # of time-outs; their sum
+    seconds: float  # sum of the named time-outs
+    names: tuple[str, ...]  # time-outs in `daskdl.timeouts`
 
     def __str__(self) -> str:
-        """As messages have it."""
+        """Return the bound as text for messages."""
         return f"{self.seconds:g} s (daskdl.timeouts.{' + '.join(self.names)})"
 
 
@@ -42,12 +42,12 @@ class Timeouts:
     """Bounds on waiting, seconds; the defaults are in ``daskdl.yaml``.
 
     Attributes:
-        join: For every replica of a run to start on its worker.
-        request: For one request to be answered.
-        silence: How long a replica or its worker may say nothing at all.
-        stop: For replicas to leave once they were told to stop.
-        rejoin: For more replicas to come, once there are fewer than `min_replicas`.
-        data: For a piece of data to be computed and moved to where it is used.
+        join: Start of every replica of a run on its worker.
+        request: Response to one request.
+        silence: Longest time without a heartbeat of a replica or its worker.
+        stop: Departure of the replicas after a stop.
+        rejoin: Arrival of replicas while there are fewer than `min_replicas`.
+        data: Computation and transfer of one part of the data.
     """
 
     join: float
@@ -66,7 +66,7 @@ class Timeouts:
                 )
 
     def bound(self, *names: str) -> Bound:
-        """The sum of some time-outs, for a wait and its message.
+        """Return the sum of some time-outs, for a wait and its message.
 
         Example:
             >>> timeouts = Timeouts(1, 2, 3, 4, 5, 6)
@@ -77,10 +77,11 @@ class Timeouts:
 
     @classmethod
     def from_config(cls) -> "Timeouts":
-        """The configured time-outs; a number is seconds, text as ``"30s"``.
+        """Return the configured time-outs: numbers of seconds, or text like ``"30s"``.
 
         Raises:
-            OptionError: If one is not understood, not > 0, or does not exist.
+            OptionError: If a value cannot be parsed or is not > 0, or a name does not
+                exist.
         """
         known = [field.name for field in fields(cls)]
         configured: Any = dask.config.get("daskdl.timeouts", None)
@@ -94,7 +95,7 @@ class Timeouts:
 
 
 def _seconds(name: str) -> float:
-    # Who sets the namespace as a whole may have left some of it out.
+    # A user who sets the whole namespace may have left out some time-outs.
     value = dask.config.get(
         f"daskdl.timeouts.{name}", DEFAULTS["daskdl"]["timeouts"][name]
     )
@@ -106,20 +107,20 @@ def _seconds(name: str) -> float:
         ) from error
 
 
-# As Dask's own libraries do: the user finds them in ~/.config/dask, commented out.
+# Copies the defaults to ~/.config/dask, commented out, as Dask's own libraries do.
 dask.config.ensure_file(source=str(FILE))
 dask.config.update_defaults(DEFAULTS)
 
 
 def check_type(name: str, value: object, wanted: type) -> None:
-    """Refuse what is not of a type."""
+    """Refuse a value of another type."""
     if not isinstance(value, wanted):
         hint = f"{wanted.__module__}.{wanted.__qualname__}"
         raise OptionError(f"{name} must be a {hint}, got {value!r}")
 
 
 def check_whole(name: str, value: Any, least: int, *others: str | None) -> None:
-    """Refuse what is neither a whole number of at least so much nor one of `others`.
+    """Refuse a value that is neither an integer >= `least` nor one of `others`.
 
     Example:
         >>> check_whole("patience", 0, 1, None)
@@ -134,7 +135,7 @@ def check_whole(name: str, value: Any, least: int, *others: str | None) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Refuse what is not a whole number >= 1, of Python or of numpy.
+    """Refuse a value that is not an integer >= 1, of Python or numpy.
 
     Example:
         >>> check_count("batch_size", 0)
@@ -146,13 +147,13 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False."""
+    """Refuse a value that is neither True nor False."""
     if not isinstance(value, bool):
         raise OptionError(f"{name} must be True or False, got {value!r}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Refuse what is none of a few words.
+    """Refuse a value that is not among the allowed strings.
 
     Example:
         >>> check_choice("mode", "most", ("min", "max", "auto"))
@@ -166,7 +167,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 
 def check_bound(name: str, value: Any) -> None:
-    """Refuse what is neither None nor a time > 0, seconds."""
+    """Refuse a value that is neither None nor a finite number of seconds > 0."""
     if value is None:
         return
     if not is_number(value) or not 0 < value < math.inf:
@@ -174,10 +175,10 @@ def check_bound(name: str, value: Any) -> None:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number; True and False are none."""
+    """Whether a value is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is an int or a float; True and False are none."""
+    """Whether a value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,27 +1,27 @@
 """Every exception daskdl raises on purpose.
 
 DaskDLError
-├── OptionError           an argument is outside what is allowed
-│   ├── DataError         the data cannot be trained on as it was given
-│   │   ├── ShapeError    a part can be read, and has another shape than others
-│   │   └── LostPieceError  a part of them died with the worker that held it
+├── OptionError           an argument is out of range
+│   ├── DataError         the data cannot be used as given
+│   │   ├── ShapeError    a part of the data differs in shape from the others
+│   │   └── LostPieceError  a part of the data was lost with its worker
 │   └── ModelError        the model, loss or optimizer cannot be used
 ├── CodecError            bytes that are not a valid update message
-├── SaveError             what was saved cannot be loaded, or nothing can be saved there
-├── WaitTimeoutError      something awaited did not come in time
-├── BusyError             a predictor has as many calls waiting as it may
+├── SaveError             a save cannot be loaded or written
+├── WaitTimeoutError      a wait exceeded its time-out
+├── BusyError             the queue of a predictor is full
 └── RunError              a run ended before it was finished
     ├── ReplicaError      user code raised on a worker
     ├── DivergedError     the loss became NaN or infinite, or ran away
     └── ChannelError      the channel between the replicas failed
 """
 
-MOST_CHARACTERS = 2000  # of a message: a screen
-MOST_OF_A_TRACEBACK = 20_000  # of a message that contains one
+MOST_CHARACTERS = 2000  # longest message: one screen
+MOST_OF_A_TRACEBACK = 20_000  # longest message with a traceback
 
 
 def shown(text: str, limit: int = 200) -> str:
-    """A text that came from elsewhere, without its middle if it is long.
+    """Shorten long text by replacing its middle.
 
     Example:
         >>> shown("weight" * 1000, limit=40)
@@ -35,49 +35,49 @@ def shown(text: str, limit: int = 200) -> str:
 
 
 class DaskDLError(Exception):
-    """Base class; catch it to catch any failure daskdl itself reports."""
+    """Base class of all errors that daskdl raises."""
 
     _most = MOST_CHARACTERS
 
     def __str__(self) -> str:
-        """The message, without its middle if it is longer than a screen."""
+        """Return the message, with the middle replaced if it is too long."""
         return shown(super().__str__(), self._most)
 
 
 class OptionError(DaskDLError, ValueError):
-    """An argument is outside what is allowed."""
+    """An argument is out of range or has the wrong type."""
 
 
 class DataError(OptionError):
-    """The data cannot be trained on as it was given."""
+    """The data cannot be used as given."""
 
 
 class ShapeError(DataError):
-    """A part of the data can be read, and has another shape than the others."""
+    """A part of the data is readable but differs in shape from the others."""
 
 
 class LostPieceError(DataError):
-    """A part of the data died with the worker that held it; a run restores it."""
+    """A part of the data was lost with its worker; a run restores the part."""
 
 
 class ModelError(OptionError):
-    """The model, the loss or the optimizer cannot be used as it was given."""
+    """The model, the loss or the optimizer cannot be used as given."""
 
 
 class CodecError(DaskDLError, ValueError):
-    """The bytes are not an update message this version can read."""
+    """The bytes are not an update message that this version can read."""
 
 
 class SaveError(DaskDLError, ValueError):
-    """What was saved cannot be loaded, or nothing can be saved there."""
+    """A save or a checkpoint cannot be loaded or written."""
 
 
 class WaitTimeoutError(DaskDLError, TimeoutError):
-    """Something awaited did not come in time; the message says from whom."""
+    """A wait exceeded its time-out; the message names the process or operation."""
 
 
 class BusyError(DaskDLError, RuntimeError):
-    """A predictor has as many calls waiting as it may; call again later."""
+    """The queue of a predictor is full; call again later."""
 
 
 class RunError(DaskDLError, RuntimeError):
@@ -91,9 +91,9 @@ class ReplicaError(RunError):
 
 
 class DivergedError(RunError):
-    """The loss became NaN or infinite, or ran away, or the parameters did.
+    """The loss or a parameter became NaN or infinite, or ran away.
 
-    The message says what is known.
+    The message lists the known symptoms.
     """
 
 

@@ -1,6 +1,6 @@
-"""What a fit records: a row per epoch, a sample of steps, and why it stopped.
+"""The record of a fit: a row per epoch, a sample of steps, and early stopping.
 
-Rows of steps travel packed, and are thinned evenly where they become too many.
+Replicas send step rows in packed form; beyond a bound the rows are thinned evenly.
 """
 
 import math
@@ -16,18 +16,17 @@ Reason = Literal["not_finite", "target", "patience", "max_seconds"]
 
 @dataclass(frozen=True)
 class Stopping:
-    """What :class:`~daskdl.EarlyStopping` saw and did in a fit; `history.stopping`.
+    """The record of :class:`~daskdl.EarlyStopping` in a fit; `history.stopping`.
 
     Attributes:
         monitor: The name of the score.
         reason: Why the fit ended before its last epoch: the score was
-            ``"not_finite"``, it reached the ``"target"``, ``"patience"`` was used up,
-            or ``"max_seconds"`` had passed. None: it did not end early, or for another
-            reason.
-        details: The reason in words; empty without one.
-        scores: The score of each epoch that was evaluated, by epoch, from 0.
+            ``"not_finite"`` or reached the ``"target"``, ``"patience"`` was used up, or
+            ``"max_seconds"`` had passed. None: early stopping did not end the fit.
+        details: The reason as text; empty without a reason.
+        scores: Score of each checked epoch, by epoch, from 0.
         best_epoch: The epoch with the best score; None: no score was finite.
-        best_score: Its score; NaN without one.
+        best_score: Score of the best epoch; NaN without one.
         restored: Whether the fit returned the model of the best epoch.
     """
 
@@ -46,11 +45,12 @@ T = TypeVar("T")
 class Thinned(Generic[T]):
     """A bounded, evenly thinned sequence of numbered items, in order of arrival.
 
-    When there are more than `most`, only items with even numbers stay; next only every
-    fourth number, then every eighth, and so on. Equal numbers are thinned alike.
+    Beyond `most` items, only items with even numbers are kept, then only every fourth
+    number, then every eighth, and so on. Items with equal numbers are kept or dropped
+    together.
 
     Args:
-        most: Items, >= 1.
+        most: Largest number of items, >= 1.
 
     Example:
         >>> thinned = Thinned(most=3)
@@ -75,11 +75,11 @@ class Thinned(Generic[T]):
         return (thing for _, thing in self._numbered)
 
     def wants(self, number: int) -> bool:
-        """Whether an item with this number would be kept now."""
+        """Whether an item with this number would be kept."""
         return number % self._stride == 0
 
     def add(self, number: int, thing: T) -> None:
-        """Add an item, if its number is among those that are kept."""
+        """Add an item, unless its number is thinned out."""
         if not self.wants(number):
             return
         self._numbered.append((number, thing))
@@ -88,18 +88,18 @@ class Thinned(Generic[T]):
             self._numbered = [kept for kept in self._numbered if self.wants(kept[0])]
 
     def numbered(self) -> list[tuple[int, T]]:
-        """The items with their numbers."""
+        """Return the items with their numbers."""
         return list(self._numbered)
 
     def take(self) -> list[tuple[int, T]]:
-        """Return the items with their numbers, and empty it; it stays as sparse."""
+        """Remove and return all items with their numbers; keep the stride."""
         taken, self._numbered = self._numbered, []
         return taken
 
 
 Row = Mapping[str, Any]
 
-# In memory about 600 bytes each, 12 MB in all.
+# About 600 bytes of memory per row, 12 MB in total.
 MOST_ROWS = 20_000
 
 STEP_COLUMNS: Mapping[str, str] = {
@@ -148,7 +148,7 @@ class StepRow(NamedTuple):
     step_s: float = 0.0
 
 
-# As rows travel: little-endian, without gaps. The scheduler does not look into them.
+# Wire layout of a row: little-endian, no padding. The scheduler never unpacks rows.
 _FIELD = {int: "<i8", float: "<f8", str | None: "S8"}
 LAYOUT = np.dtype(
     [("number", "<i8")] + [(n, _FIELD[t]) for n, t in StepRow.__annotations__.items()]
@@ -156,7 +156,7 @@ LAYOUT = np.dtype(
 
 
 def pack_rows(numbered: Sequence[tuple[int, StepRow]]) -> bytes:
-    """Pack rows and their numbers, 152 bytes each; no rows are no bytes.
+    """Pack rows and their numbers, 152 bytes per row.
 
     Example:
         >>> row = StepRow(epoch=0, step=10, replica=1, loss=0.5, kind="GAPS")
@@ -173,12 +173,12 @@ def pack_rows(numbered: Sequence[tuple[int, StepRow]]) -> bytes:
 def unpack_rows(
     packed: bytes, layout: np.dtype[Any] = LAYOUT
 ) -> list[tuple[int, StepRow]]:
-    """Read what :func:`pack_rows` wrote.
+    """Unpack rows from :func:`pack_rows`.
 
     Args:
-        packed: Whole rows.
-        layout: Of these rows, perhaps of another release: columns that it lacks have
-            their defaults, and unknown ones are ignored.
+        packed: A whole number of rows.
+        layout: Layout of the rows, perhaps of another release: missing columns get
+            their defaults, and unknown columns are ignored.
 
     Raises:
         ValueError: If the bytes do not fit the layout, or it lacks a required column.
@@ -203,8 +203,8 @@ class StepTable(Sequence[Row]):
     """A sample of the steps of all replicas; a sequence of mappings.
 
     Every row has the keys of :data:`STEP_COLUMNS`. The rows of an epoch are added when
-    it ends, in ascending order of replica. There are at most 20,000 rows: beyond that
-    every second row of each replica is dropped, and from then on every second new one.
+    the epoch ends, in ascending order of replica. The table holds at most 20,000 rows:
+    beyond that, it drops every second row of each replica, among new rows too.
 
     Example:
         >>> table = StepTable()
@@ -217,23 +217,23 @@ class StepTable(Sequence[Row]):
         self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
 
     def extend(self, numbered: Iterable[tuple[int, StepRow]]) -> None:
-        """Add rows, each with its number among those of its replica."""
+        """Add rows, each with its number within its replica."""
         for number, row in numbered:
             self._rows.add(number, row)
 
     def packed(self) -> bytes:
-        """The rows and their numbers, as :func:`pack_rows` packs them."""
+        """Return the rows and their numbers, packed by :func:`pack_rows`."""
         numbered = self._rows.numbered()
         return pack_rows(numbered) if numbered else b""
 
     def column(self, name: str) -> list[Any]:
-        """One column over all rows."""
+        """Return one column over all rows."""
         if name not in STEP_COLUMNS:
             raise KeyError(name)
         return [getattr(row, name) for row in self._rows]
 
     def to_pandas(self) -> Any:
-        """The rows as a `pandas.DataFrame`; needs pandas."""
+        """Return the rows as a `pandas.DataFrame`; needs pandas."""
         import pandas as pd
 
         return pd.DataFrame(list(self._rows), columns=list(STEP_COLUMNS))
@@ -287,7 +287,7 @@ COLUMNS: Mapping[str, str] = {
 
 
 class History(Sequence[Row]):
-    """Rows of a fit, oldest first; a sequence of mappings.
+    """The rows of a fit, one per epoch, oldest first; a sequence of mappings.
 
     Every row has the keys of :data:`COLUMNS`, and with validation data
     ``val_loss`` and, for classification, ``val_accuracy``: NaN in epochs without an
@@ -295,8 +295,8 @@ class History(Sequence[Row]):
 
     Attributes:
         steps: A sample of the steps of each replica.
-        stopping: What early stopping saw and did; None without it, and until the fit
-            ends.
+        stopping: The record of early stopping; None without early stopping, and until
+            the fit ends.
 
     Example:
         >>> history = History([{"epoch": 0, "loss": 0.5}, {"epoch": 1, "loss": 0.25}])
@@ -317,11 +317,11 @@ class History(Sequence[Row]):
         self._rows.append(row)
 
     def column(self, name: str) -> list[Any]:
-        """One column over all epochs."""
+        """Return one column over all epochs."""
         return [row[name] for row in self._rows]
 
     def to_pandas(self) -> Any:
-        """The rows as a `pandas.DataFrame`, indexed by epoch; needs pandas."""
+        """Return the rows as a `pandas.DataFrame`, indexed by epoch; needs pandas."""
         import pandas as pd
 
         columns = None if self._rows else list(COLUMNS)

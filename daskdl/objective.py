@@ -1,6 +1,6 @@
 """The objective of training: a loss of the model's output, or the user's own step.
 
-Everything that runs a model on labelled rows accepts either.
+Code that runs a model on labelled rows accepts either.
 """
 
 import functools
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from daskdl.errors import OptionError
 
-Loss = Callable[[Any, Any], Tensor]  # of the model's output and the labels
-Batch = tuple[Any, Any]  # x and y, tensors, or tuples and dicts of them
+Loss = Callable[[Any, Any], Tensor]  # (output of the model, labels) -> scalar
+Batch = tuple[Any, Any]  # (x, y): tensors, or tuples and dicts of tensors
 
 
 @dataclass(frozen=True)
 class OwnStep:
-    """For models whose forward pass is not ``model(x)``.
+    """A user's step, for models whose forward pass is not ``model(x)``.
 
     Attributes:
-        function: Of the model and a batch (x, y); returns the batch's mean loss.
+        function: Maps the model and a batch (x, y) to the batch's mean loss, a scalar.
     """
 
     function: Callable[[nn.Module, Batch], Tensor]
@@ -33,12 +33,12 @@ Objective = Loss | OwnStep
 
 
 def objective_of(loss: Any, step: Any) -> Any:
-    """Choose between the two arguments of a trainer; exactly one must be given.
+    """Return the objective for a trainer's `loss` and `step`.
 
     A loss is returned unchecked.
 
     Raises:
-        OptionError: If both are given, or neither, or the step cannot be called.
+        OptionError: If both or neither are given, or the step is not callable.
 
     Example:
         >>> objective_of(None, None)
@@ -78,11 +78,11 @@ class Penalised(ABC):
 
     @abstractmethod
     def penalty(self) -> Tensor | None:
-        """Return the penalty after a forward pass, for any number of rows, or None."""
+        """Return the penalty after a forward pass, independent of the rows, or None."""
 
 
 def on_device(objective: Objective, device: torch.device) -> Objective:
-    """Move its tensors, such as class weights; a module is changed in place."""
+    """Move the objective's tensors, such as class weights; modules change in place."""
     holder = objective.function if isinstance(objective, OwnStep) else objective
     if isinstance(holder, nn.Module):
         holder.to(device)
@@ -90,7 +90,7 @@ def on_device(objective: Objective, device: torch.device) -> Objective:
 
 
 def is_sum(objective: Objective) -> bool:
-    """Return whether it sums over the rows of a batch; otherwise it is a mean.
+    """Whether an objective sums over the rows of a batch; otherwise it is a mean.
 
     Example:
         >>> is_sum(nn.MSELoss(reduction="sum")), is_sum(nn.MSELoss())

@@ -1,4 +1,8 @@
-"""What users call: :class:`Trainer`, :func:`evaluate` and :func:`predict`."""
+"""The main interface: :class:`Trainer`, :func:`evaluate` and :func:`predict`.
+
+This module collects the user's options and delegates to training, evaluation,
+inference and saving; the functions work without a trainer, for any model.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -60,29 +64,29 @@ def evaluate(
     collate_fn: Callable[..., Any] | None = None,
     on_bad_batch: OnBad = "raise",
 ) -> Evaluation:
-    """Evaluate any model in one pass, as :meth:`Trainer.evaluate` does its own.
+    """Evaluate any model in one pass, as :meth:`Trainer.evaluate` does.
 
     Args:
-        model: Any module; not changed, whatever mode it is in.
-        data: Inputs, or inputs and labels, of the kinds that ``Trainer.fit`` takes.
-        labels: Likewise.
-        loss: ``loss(model(x), labels)``, which also says what the outputs are; None:
-            it is not measured, and the first outputs show what they are.
-        metrics: See `Trainer.evaluate`.
-        client: A synchronous `distributed.Client`; None: the default one, else a
-            `LocalCluster` that is closed again; False: in this process.
-        batch_size: See `Trainer.evaluate`, as those that follow.
-        transform: Of each batch.
-        loader: For files.
-        collate_fn: For datasets.
-        on_bad_batch: What to do about unreadable parts.
+        model: Any module, in training or evaluation mode; not changed.
+        data: Inputs, or inputs and labels, of any type that :meth:`Trainer.fit` takes.
+        labels: Labels, or None if `data` includes them.
+        loss: ``loss(model(x), labels)``; also determines the meaning of the outputs.
+            None: no loss is measured, and the first outputs determine their meaning.
+        metrics: See :meth:`Trainer.evaluate`.
+        client: A synchronous `distributed.Client`; None: the default client, else a
+            temporary `LocalCluster`; False: this process.
+        batch_size: Rows per forward pass.
+        transform: Applied to each batch, see :class:`Trainer`.
+        loader: For files, see :meth:`Trainer.fit`.
+        collate_fn: For datasets, see :meth:`Trainer.fit`.
+        on_bad_batch: Treatment of unreadable parts, see :meth:`Trainer.fit`.
 
     Returns:
-        A dict of all measures over all rows, which prints as a report.
+        A dict of all metrics over all rows, which prints as a report.
 
     Raises:
         DataError: If the data cannot be used.
-        ModelError: If the model does not fit them.
+        ModelError: If the model does not fit the data.
         OptionError: If another argument cannot be used, or there is nothing to
             measure.
 
@@ -128,28 +132,29 @@ def predict(
     collate_fn: Callable[..., Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Apply any model to every row, as :meth:`Trainer.predict` does its own.
+    """Apply any model to every row, as :meth:`Trainer.predict` does.
 
     Args:
-        model: Any module; not changed, whatever mode it is in.
-        data: Inputs, of the kinds that ``Trainer.fit`` takes.
-        client: A synchronous `distributed.Client`; None: the default one, else a
-            `LocalCluster` that is closed again; False: in this process.
-        batch_size: See `Trainer.predict`, as those that follow.
-        output: ``"same"``, or a folder to write to.
-        postprocess: Of the outputs of each batch.
-        keyed: Whether examples are pairs (key, x).
-        transform: Of each batch.
-        loader: For files.
-        collate_fn: For datasets.
-        storage_options: Of the file system of `output`.
+        model: Any module, in training or evaluation mode; not changed.
+        data: Inputs, of any type that :meth:`Trainer.fit` takes.
+        client: A synchronous `distributed.Client`; None: the default client, else a
+            temporary `LocalCluster`; False: this process.
+        batch_size: Rows per forward pass.
+        output: ``"same"``, or a folder to write to, see :meth:`Trainer.predict`.
+        postprocess: Applied to the outputs of each batch, see :meth:`Trainer.predict`.
+        keyed: Whether examples are pairs (key, x), see :meth:`Trainer.predict`.
+        transform: Applied to each batch, see :class:`Trainer`.
+        loader: For files, see :meth:`Trainer.fit`.
+        collate_fn: For datasets, see :meth:`Trainer.fit`.
+        storage_options: fsspec options for `output`, such as credentials.
 
     Returns:
-        The outputs in order, lazy if the data are; or `Predictions`.
+        The outputs in order, lazy if the data are lazy; or `Predictions`, if `output`
+        is a folder.
 
     Raises:
         DataError: If the data cannot be used.
-        ModelError: If the model does not fit them.
+        ModelError: If the model does not fit the data.
         OptionError: If another argument cannot be used.
 
     Example:
@@ -185,54 +190,56 @@ class Trainer:
     ``replicas_per_worker`` threads of this process; see the page on how it works.
 
     Args:
-        model: An `nn.Module`, which is copied, or a function that returns one, and is
-            called again for each copy of one that cannot be pickled; also of Keras, see
-            `daskdl.keras`.
+        model: An `nn.Module`, which is copied, or a function that returns one; the
+            function runs again for each copy of a module that cannot be pickled. For
+            Keras models see `daskdl.keras`.
         loss: ``loss(model(x), y)``, a scalar tensor. Left out if `step` is given.
         optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
-            parameters; required. It may be replaced between fits: new hyperparameters
-            take effect and the state stays; with another class, other parameters, or an
-            option that needs other state, such as amsgrad, the state begins anew.
-        master: The way of training.
-        client: A synchronous `distributed.Client`; None: the default one, else a
-            `LocalCluster` that is closed again; False: none, see above.
-        device: Where replicas compute: ``"auto"`` is CUDA where a worker has it, with
-            its devices divided evenly among its replicas, else the CPU; or a torch
-            device.
-        seed: For initialising the model (if it is a function), shuffling and dropout:
-            replica i seeds torch with ``seed + i``.
+            parameters; required. It may change between fits: new hyperparameters take
+            effect and the state is kept; another class, other parameters, or an option
+            that needs other state, such as amsgrad, resets the state.
+        master: Training master: how replicas exchange updates.
+        client: A synchronous `distributed.Client`; None: the default client, else a
+            temporary `LocalCluster`; False: no cluster, see above.
+        device: Device of the replicas: ``"auto"`` is CUDA on workers that have it,
+            with devices divided evenly among the worker's replicas, else the CPU; or a
+            torch device.
+        seed: Seeds model initialisation (if `model` is a function), shuffling and
+            dropout: replica i seeds torch with ``seed + i``.
         callbacks: See :class:`daskdl.Callback`.
-        progress: Show a bar while fitting; None: if standard error is a terminal.
+        progress: Show a progress bar; None: if standard error is a terminal.
         autocast: Training computes forward passes under `torch.autocast` in this
             dtype, ``torch.bfloat16``, or ``torch.float16`` with a
             `torch.amp.GradScaler` for each replica. Evaluation and prediction compute
             in the model's own dtype.
         accumulate: Batches of `batch_size` rows for each optimizer step; with a mean
-            loss the step is that of one large batch.
-        clip_grad_norm: Largest norm of all gradients together, > 0, after
-            accumulation and before the optimizer; None: any.
+            loss the step equals that of one large batch.
+        clip_grad_norm: Largest total norm of the gradients, > 0, applied after
+            accumulation and before the optimizer step; None: no clipping.
         step: ``step(model, (x, y))`` returns the mean loss of a batch, a scalar tensor,
             for models whose forward pass is not ``model(x)``. Validation and evaluation
-            then have the loss only.
+            then report only the loss.
         scheduler: Makes a `torch.optim.lr_scheduler.LRScheduler` from an optimizer. At
-            the end of an epoch all replicas continue from the most advanced one, and
-            `ReduceLROnPlateau` gets the validation loss, or the mean training loss.
-        scheduler_every: Step it after each ``"epoch"``, or ``"step"`` of a replica.
-        telemetry_every: Steps of a replica for each row of `history.steps`; ``"auto"``:
-            10, or more where rows would take 1 % of the time; None: no rows.
-        transform: Callable of a batch (x, y) of tensors, or of tuples and dicts of
-            them, that returns such a batch; applied to every batch that this trainer
-            trains on, scores or predicts, on the worker; y is None where there are
-            no labels. A fitted `daskdl.data.Standardize`, for one.
-        max_loss_rise: A fit ends when a replica's loss stays above its first one by
-            this many times the first one, or 1 if that is larger; None: it does not.
+            the end of an epoch all replicas continue from the most advanced schedule,
+            and `ReduceLROnPlateau` gets the validation loss, or the mean training loss.
+        scheduler_every: Step the scheduler after each ``"epoch"``, or each ``"step"``
+            of a replica.
+        telemetry_every: Steps of a replica per row of `history.steps`; ``"auto"``: 10,
+            or more so that rows take less than 1 % of the time; None: no rows.
+        transform: Callable that maps a batch (x, y) of tensors, or of tuples and dicts
+            of tensors, to a batch, such as a fitted `daskdl.data.Standardize`. It runs
+            on the worker, on every batch for training, evaluation and prediction; y is
+            None without labels.
+        max_loss_rise: The fit ends with a `DivergedError` when a replica's loss stays
+            more than ``max_loss_rise * max(1, |first loss|)`` above its first loss;
+            None: no limit.
 
     Attributes:
         model_: The trained model, an ordinary module on the CPU.
-        optimizer_: Its optimizer, with the replicas' averaged state.
-        scheduler_: Of that optimizer, or None; the next fit goes on from it.
+        optimizer_: Optimizer of `model_`, with the replicas' averaged state.
+        scheduler_: Scheduler of `optimizer_`, or None; the next fit continues from it.
         history_: The rows of the last fit.
-        classes_: Names of the labels 0, 1, ... if the data of the last fit have any.
+        classes_: Names of the labels 0, 1, ... if the data of the last fit name them.
 
     Raises:
         OptionError: If an option is out of range.
@@ -299,54 +306,57 @@ class Trainer:
         approach: Approach = "direct",
         resume: Any = None,
     ) -> History:
-        """Train; calling it again goes on from `model_`, and from what was not sent.
+        """Train the model; later calls continue from `model_` and unsent residuals.
 
         Args:
             X: Inputs, rows first: numpy arrays, torch tensors, pandas and pyarrow
                 tables, `dask.array`, `dask.dataframe`, or tuples and dicts of these.
                 Or inputs and labels together: `dask.bag`, lists of Delayed objects
-                and futures, datasets of torch, paths and URLs, `daskdl.data` sources;
+                and futures, torch datasets, paths and URLs, `daskdl.data` sources;
                 see the page on data.
-            y: Labels of the same length, of the same kinds.
-            epochs: How many times to go through the data, >= 1.
-            batch_size: Rows per step of each replica, >= 1.
-            validation: (X, y), or what has both, on which the agreed model is scored
-                after each epoch, or after those of an :class:`~daskdl.Evaluate`.
+            y: Labels of the same length and types.
+            epochs: Number of passes over the data, >= 1.
+            batch_size: Rows per batch of each replica, >= 1.
+            validation: (X, y), or data that include labels. The agreed model is scored
+                on them after each epoch, or in the epochs of an
+                :class:`~daskdl.Evaluate`.
             shuffle: New random order in each epoch, from the seed.
             drop_last: Leave out incomplete batches, at the end of a replica's epoch and
-                before rows of another shape. `examples` in the history does not count
-                them.
-            transform: Of each batch, before that of the trainer; of `validation` too.
-            loader: Makes (x, y) of a file: a function of its path, or one of those in
-                `daskdl.data`; None: by the files' extension.
-            collate_fn: Makes (x, y) of a list of `batch_size` items of a dataset.
+                before rows of another shape. `examples` in the history excludes them.
+            transform: Applied to each batch before the trainer's own transform, also to
+                batches of `validation`.
+            loader: Makes (x, y) from a file: a function of its path, or a loader of
+                `daskdl.data`; None: chosen by file extension.
+            collate_fn: Makes (x, y) from a list of `batch_size` items of a dataset.
             on_bad_batch: ``"skip"``: parts that cannot be read are left out, and
                 counted in `history_`.
-            prefetch: Parts with rows of so many batches are loaded while one is
-                trained on, and the next part in any case; 0: none.
-            approach: ``"export"``: write batch files first, which all epochs read,
-                and which are deleted in the end; where: ``daskdl.export.url``.
-            resume: Where a :class:`~daskdl.Checkpoint` has written: go on from the
-                newest one there, or from this one, instead of `model_`, and train until
-                `epochs` are done, including those before it. True: where the one among
-                `callbacks` writes, if there is one yet.
+            prefetch: Number of batches to load ahead, in whole parts and at least the
+                next part; 0: no prefetching.
+            approach: ``"export"``: write batch files first, read them in all epochs,
+                and delete them at the end; ``daskdl.export.url`` sets the folder.
+            resume: URL of one checkpoint, or of a folder in which a
+                :class:`~daskdl.Checkpoint` wrote several, of which the newest is used.
+                Training continues from there instead of from `model_`, and `epochs`
+                includes the epochs before the checkpoint. True: the folder of the
+                `Checkpoint` among `callbacks`, if it has a checkpoint yet.
 
         Returns:
             One row for each epoch, as in `history_`.
 
         Raises:
             SaveError: If there is no checkpoint to resume, or one cannot be written.
-            DataError: If the data cannot be trained on. What can be checked without
-                loading data is checked before a worker is touched.
-            ModelError: If model, loss, step or optimizer cannot be used, likewise.
-            OptionError: If another argument cannot be used, likewise.
+            DataError: If the data cannot be used. Errors of this and the next two kinds
+                are raised before any worker is used where no loaded data are needed.
+            ModelError: If model, loss, step or optimizer cannot be used.
+            OptionError: If another argument cannot be used.
             ReplicaError: If the user's code raised on a worker.
             DivergedError: If the loss, or a parameter, became NaN or infinite or ran
                 away.
-            RunError: If the run ended early for another reason. In these three cases
-                `model_` is the state that all replicas agreed on last. If all replicas
-                or the scheduler were lost, also with a WaitTimeoutError, it is the
-                newest such state that had reached the client; a note says which.
+            RunError: If the run ended early for another reason. After this error and
+                the two above, `model_` is the last state that all replicas agreed on.
+                If all replicas or the scheduler were lost, also with a
+                WaitTimeoutError, `model_` is the newest such state that had reached
+                the client; a note of the error identifies it.
         """
         spec = self._spec(
             read=self._read(batch_size, transform, loader, collate_fn, on_bad_batch),
@@ -366,7 +376,7 @@ class Trainer:
             self.history_, self.classes_ = run.history, run.classes
             try:
                 run.train()
-            finally:  # what was trained until it ended early is not lost
+            finally:  # keeps the trained state if the fit ends early
                 self._state = run.settle_(model)
                 if run.result is not None:
                     self._show(model)
@@ -390,29 +400,29 @@ class Trainer:
         evaluation.
 
         Args:
-            data: Inputs, or inputs and labels, of the kinds that :meth:`fit` takes as
+            data: Inputs, or inputs and labels, of any type that :meth:`fit` takes as
                 `X`.
-            labels: As it takes them as `y`.
-            metrics: What is measured beside the loss: ``"classification"``,
-                ``"binary"``, ``"multilabel"``, ``"regression"``, ``"calibration"``, or
-                one of their classes in `daskdl.metrics`; metrics of torchmetrics, one,
-                a `MetricCollection`, or a mapping of names to them; or a sequence of
-                all these. None: accuracy, if labels are class indices.
+            labels: Labels, of any type that :meth:`fit` takes as `y`.
+            metrics: Metrics beside the loss: ``"classification"``, ``"binary"``,
+                ``"multilabel"``, ``"regression"``, ``"calibration"``, or one of their
+                classes in `daskdl.metrics`; a torchmetrics metric, a
+                `MetricCollection`, or a mapping of names to metrics; or a sequence of
+                these. None: accuracy, if labels are class indices.
             batch_size: Rows per forward pass.
-            transform: See :meth:`fit`, as those that follow.
-            loader: For files.
-            collate_fn: For datasets.
-            on_bad_batch: What to do about parts that cannot be read.
+            transform: See :meth:`fit`.
+            loader: For files, see :meth:`fit`.
+            collate_fn: For datasets, see :meth:`fit`.
+            on_bad_batch: Treatment of parts that cannot be read, see :meth:`fit`.
 
         Returns:
-            A dict of all measures over all rows, which prints as a report; with a
-            `step` it has ``"loss"`` only.
+            A dict of all metrics over all rows, which prints as a report; with a
+            `step` it contains only ``"loss"``.
 
         Raises:
-            DataError: If the data cannot be used, or there is a label that the loss or
-                a metric does not accept.
-            ModelError: If the model, its outputs, or the loss cannot be.
-            OptionError: If another argument cannot.
+            DataError: If the data cannot be used, or the loss or a metric does not
+                accept a label.
+            ModelError: If the model, its outputs or the loss cannot be used.
+            OptionError: If another argument cannot be used.
         """
         read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
         return _evaluate(
@@ -439,34 +449,35 @@ class Trainer:
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
     ) -> Any:
-        """Compute the loss of each example, that of a batch which has only it.
+        """Compute the loss of each example, as the loss of a batch of one.
 
         Args:
-            data: Inputs, of the kinds that :meth:`fit` takes.
-            labels: Likewise.
-            key: Names the scores. The name of a column of a table, which is then no
-                input; a sequence with a value for each row of data in memory, of a
-                dataset or of files; a `dask.array` of one axis where the data are one.
-                For a bag, whether it is of pairs (key, example), as `keyed` of
-                :meth:`predict`. None: they come without.
-            regularization: Add what weight decay, and regularisers of a Keras model,
-                stand for: the same number for each.
+            data: Inputs, of any type that :meth:`fit` takes.
+            labels: Labels, likewise.
+            key: Keys for the scores: the name of a table column, which is then no
+                input; a sequence with one value per row, for data in memory, datasets
+                and files; a one-dimensional `dask.array`, if the data are a
+                `dask.array`; for a bag, whether its items are pairs (key, example).
+                None: detected for bags and lists of Delayed, as with `keyed` of
+                :meth:`predict`; no keys for other data.
+            regularization: Add the penalty that weight decay, and the regularisers of
+                a Keras model, stand for: the same number for each example.
             batch_size: Rows per forward pass.
-            transform: See :meth:`fit`, as those that follow.
-            loader: For files.
-            collate_fn: For datasets.
-            on_bad_batch: What to do about parts that cannot be read. With ``"skip"``
-                their scores are NaN where the number of rows is known, else left out.
+            transform: See :meth:`fit`.
+            loader: For files, see :meth:`fit`.
+            collate_fn: For datasets, see :meth:`fit`.
+            on_bad_batch: Treatment of parts that cannot be read. With ``"skip"`` their
+                scores are NaN if the number of rows is known, else left out.
 
         Returns:
-            One float64 number per example, in order: a tensor of tensors, a series of
-            pandas, and of all else in memory a numpy array; of Dask's collections a
-            lazy `dask.array`, series, bag, or list of Delayed. With keys a series
-            indexed by them, or a bag of pairs (key, score).
+            One float64 number per example, in order: a tensor for tensors, a pandas
+            series for pandas, a numpy array for other data in memory; for Dask's
+            collections a lazy `dask.array`, series, bag, or list of Delayed. With keys,
+            a series indexed by key, or a bag of pairs (key, score).
 
         Raises:
-            OptionError: If an option does not go with the data, or if the optimizer's
-                weight decay is no term of the loss, as AdamW's.
+            OptionError: If an option does not apply to the data, or if the optimizer's
+                weight decay, such as AdamW's, is not a term of the loss.
         """
         read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
         model = self._trained_model()
@@ -491,28 +502,27 @@ class Trainer:
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
     ) -> WorstExamples:
-        """Find the examples with the largest losses, and where they came from.
+        """Find the examples with the largest losses, and their origin.
 
         Args:
-            data: Inputs, of the kinds that :meth:`fit` takes.
-            labels: Likewise.
-            top: How many to return, >= 1; no process keeps more of a part.
-            wrong_only: Leave out those that were predicted right; for labels that are
-                one class index for each row.
+            data: Inputs, of any type that :meth:`fit` takes.
+            labels: Labels, likewise.
+            top: Number of examples to return, >= 1; no process keeps more per part.
+            wrong_only: Leave out correctly predicted examples; requires labels that are
+                one class index per row.
             key: See :meth:`score_examples`.
             batch_size: Rows per forward pass.
-            transform: See :meth:`fit`, as those that follow.
-            loader: For files.
-            collate_fn: For datasets.
-            on_bad_batch: What to do about parts that cannot be read.
+            transform: See :meth:`fit`.
+            loader: For files, see :meth:`fit`.
+            collate_fn: For datasets, see :meth:`fit`.
+            on_bad_batch: Treatment of parts that cannot be read, see :meth:`fit`.
 
         Returns:
-            The worst first; a loss that is NaN is the worst. Of equal ones the first
-            in the data comes first. Rows of which the loss ignores all labels are
-            passed over.
+            The examples, worst first; a NaN loss is the worst. Equal losses keep the
+            order of the data. Rows whose labels the loss ignores are left out.
 
         Raises:
-            OptionError: If an option does not go with the data.
+            OptionError: If an option does not apply to the data.
         """
         read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
         model = self._trained_model()
@@ -537,36 +547,37 @@ class Trainer:
         """Apply `model_(x)` to every row, on the cluster or in this process.
 
         Args:
-            X: Inputs, of the kinds that :meth:`fit` takes; labels that come with them
-                are passed over. In a bag, and in a list of Delayed objects that are
-                lists of examples, these may be pairs (key, x), and of any shapes.
+            X: Inputs, of any type that :meth:`fit` takes; labels are ignored. Items of
+                a bag, or of a list of Delayed lists, may be pairs (key, x) and differ
+                in shape.
             batch_size: Rows per forward pass.
-            output: ``"same"``: what came in comes out. Or a folder, as a URL of fsspec
-                or a path, that the workers write to, part by part: Parquet for a
-                `dask.dataframe`, else safetensors. A run that was interrupted goes on
-                with the parts that are missing when it is begun again.
-            postprocess: Of the outputs of each batch, tensors, in tuples or dicts if
-                the model returns such; returns tensors with the same rows, or such of
-                them. It runs on the worker.
-            keyed: Whether the examples of bags and lists are pairs (key, x); None: they
-                are if the first begins with text, bytes, a UUID or a date, or with a
-                whole number or a tuple of these before arrays.
-            transform: See :meth:`fit`, as those that follow; y is None for it.
-            loader: For files.
-            collate_fn: For datasets.
-            storage_options: Of the file system of `output`, for fsspec.
+            output: ``"same"``: return outputs of the same type as `X`. Or a folder, as
+                an fsspec URL or a path, to which the workers write part by part:
+                Parquet for a `dask.dataframe`, else safetensors. Calling `predict`
+                again after an interruption writes only the missing parts.
+            postprocess: Maps the outputs of each batch to outputs with the same rows;
+                both are tensors, or tuples and dicts of tensors. Runs on the worker.
+            keyed: Whether the items of bags and lists are pairs (key, x). None:
+                detected from the first item; text, bytes, a UUID or a date is a key,
+                and so is a whole number before arrays, or a tuple of these.
+            transform: See :meth:`fit`; its y is None.
+            loader: For files, see :meth:`fit`.
+            collate_fn: For datasets, see :meth:`fit`.
+            storage_options: fsspec options for `output`, such as credentials.
 
         Returns:
-            The outputs in order. Of Dask's collections, lazy ones of the same kind, in
-            the same partitions and with the same keys or index; a tensor of tensors,
-            and of all else a numpy array. Where the outputs are tuples or dicts, such
-            of these; but of a `dask.dataframe`, a dict of outputs with one number for
-            each row is one dataframe with these columns. Its columns are `classes_`
-            where there are as many outputs. With a folder, :class:`Predictions`.
+            The outputs in order: for Dask's collections a lazy collection of the same
+            type, with the same partitions and keys or index; a tensor for tensors; a
+            numpy array for other data. If the model returns tuples or dicts, so does
+            `predict`; but for a `dask.dataframe`, a dict of outputs with one number per
+            row becomes one dataframe with these columns, and a single output with as
+            many columns as `classes_` gets these names. With a folder,
+            :class:`Predictions`.
 
         Raises:
-            OptionError: If it would be lazy, and no cluster is there to compute it; or
-                if the folder has predictions of another model, data or options.
+            OptionError: If the outputs would be lazy and there is no cluster to compute
+                them; or if the folder has predictions of another model, data or
+                options.
         """
         read = self._read(batch_size, transform, loader, collate_fn)
         wanted = OutputOptions(
@@ -583,17 +594,18 @@ class Trainer:
         queue_limit: int = 1024,
         transform: Transform | None = None,
     ) -> Predictor:
-        """Serve `model_` to calls from many threads, on the cluster or here.
+        """Serve the current `model_` to calls from many threads.
 
-        It serves the model as it is now; see :class:`daskdl.Predictor`, also for its
-        errors. Close it, best by ``with``.
+        The replicas are on the cluster, or threads of this process. Close the
+        predictor, preferably with ``with``. See :class:`daskdl.Predictor`, also for
+        errors.
 
         Args:
-            replicas: Models in the workers' memory.
-            batch_limit: Rows of a batch, and of one call.
-            wait_ms: How long a call waits for others at most.
-            queue_limit: Rows that may wait for a replica.
-            transform: See :meth:`fit`; y is None for it.
+            replicas: Number of model copies, in the workers' memory.
+            batch_limit: Most rows of a batch, and of one call.
+            wait_ms: Longest wait of a call for other calls, milliseconds.
+            queue_limit: Most rows that may wait for a replica.
+            transform: See :meth:`fit`; its y is None.
         """
         return Predictor(
             self._trained_model(),
@@ -612,13 +624,13 @@ class Trainer:
         earlier save is replaced atomically, once all files are written.
 
         Args:
-            url: A folder: a path, or a URL of fsspec such as ``s3://bucket/run-17``.
+            url: A folder: a path, or an fsspec URL such as ``s3://bucket/run-17``.
             optimizer: Also save the state of optimizer, scheduler, thresholds and
-                residuals; without it they begin anew in the next fit.
+                residuals; otherwise the next fit of the loaded trainer resets them.
 
         Raises:
-            OptionError: If there is no `model_` yet, or something cannot be saved.
-            SaveError: If nothing can be written there.
+            OptionError: If there is no `model_` yet, or an object cannot be saved.
+            SaveError: If the folder cannot be written.
         """
         self._trained_model()
         arguments = {name: getattr(self, name) for name in NAMES}
@@ -636,21 +648,22 @@ class Trainer:
         trusted: Sequence[str] = (),
         **passed: Any,
     ) -> Self:
-        """Load a trainer that continues where the saved one was.
+        """Load a trainer that continues from the saved state.
 
-        Executes nothing that the files contain and imports nothing that they name. It
-        calls only known classes and functions; the page on saving lists them.
+        Loading executes no code from the files. It imports and calls only known classes
+        and functions, which the page on saving lists, and those in `trusted`.
 
         Args:
-            url: Where it was saved.
+            url: The folder of the save.
             client: See the class.
-            trusted: Names of modules or packages, such as ``["my_nets"]``: what a save
-                names there is imported, and called with its saved arguments.
-            passed: Other arguments of the class, instead of the saved ones.
+            trusted: Names of modules or packages, such as ``["my_nets"]``, whose
+                classes and functions a save may import and call with saved arguments.
+            passed: Other arguments of the class; they replace the saved ones.
 
         Raises:
-            SaveError: If there is no save, or it is damaged, foreign or too new.
-            OptionError: Naming each argument that has to be passed, and why.
+            SaveError: If the save is missing, damaged, foreign or too new.
+            OptionError: If arguments have to be passed; the message names each, and
+                the reason.
         """
         state = saves.load(url, passed, trusted)
         trainer = cls(client=client, **state.arguments)

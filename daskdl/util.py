@@ -1,4 +1,7 @@
-"""Guarded calls, the only broad excepts of daskdl, and freed memory that is kept."""
+"""Guarded calls, with the only broad excepts in daskdl, and memory retention in glibc.
+
+`guarded` and `settle` turn exceptions into values; `freed_memory_kept` tunes malloc.
+"""
 
 import contextlib
 import ctypes
@@ -12,11 +15,12 @@ T = TypeVar("T")
 
 
 def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
-    """Call a function; if it raises an Exception, return what `failed` makes of it.
+    """Call a function; if it raises an Exception, return the result of `failed`.
 
     Args:
-        action: KeyboardInterrupt, SystemExit and their like come out.
-        failed: Gets the exception.
+        action: The function; KeyboardInterrupt, SystemExit and other exceptions that
+            are not an Exception propagate.
+        failed: Called with the exception.
     """
     try:
         return action()
@@ -25,13 +29,14 @@ def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 
 def settle(future: "Future[T]", action: Callable[[], T]) -> None:
-    """Call a function, and put what it returns or raises into a future.
+    """Call a function, and store its result or exception in a future.
 
-    SystemExit too: in a thread nobody else would learn of it, and wait for ever.
+    The future gets SystemExit as well: otherwise, in a thread, a wait for the future
+    would never end.
 
     Args:
-        future: Not done yet. The caller should not keep a name for it: the traceback
-            refers to the caller's frame, and both would stay until a collection.
+        future: A pending future. The caller should not keep a reference: the traceback
+            refers to the caller's frame, which would form a reference cycle.
         action: Called once.
     """
     try:
@@ -39,25 +44,25 @@ def settle(future: "Future[T]", action: Callable[[], T]) -> None:
     except BaseException as error:
         future.set_exception(error)
     finally:
-        del future, action  # the error's traceback leads here: no circle
+        del future, action  # the traceback refers to this frame: break the cycle
 
 
-DEFAULT_BYTES = 128 * 1024  # of each setting, in glibc
+DEFAULT_BYTES = 128 * 1024  # default of each setting in glibc
 
 
 class _Setting(NamedTuple):
-    """One of glibc's, see mallopt(3)."""
+    """A malloc setting of glibc, see mallopt(3)."""
 
     number: int
-    variable: str  # in the environment
-    kept_bytes: int
+    variable: str  # environment variable
+    kept_bytes: int  # value that keeps freed memory
 
 
 SETTINGS = (
-    # Larger blocks are always mapped afresh: this is glibc's limit.
+    # glibc's limit: larger blocks are always mapped anew.
     _Setting(-3, "MALLOC_MMAP_THRESHOLD_", 32 * 2**20),
     _Setting(-1, "MALLOC_TRIM_THRESHOLD_", 2**30),
-    # Heaps of threads are smaller. It is taken from the system, and not touched.
+    # Heaps of threads are smaller. The padding is reserved, but not touched.
     _Setting(-2, "MALLOC_TOP_PAD_", 64 * 2**20),
 )
 
@@ -67,10 +72,10 @@ _users: list[None] = []
 
 @contextlib.contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory for the next step, instead of returning it to the system.
+    """Keep freed memory for reuse, instead of returning it to the system.
 
-    Works for blocks up to 32 MiB under glibc; has no effect elsewhere. The last user to
-    leave returns the memory and restores the settings of the environment.
+    Works for blocks up to 32 MiB under glibc; has no effect elsewhere. When the last
+    context exits, it returns the memory and restores the settings.
     """
     with _lock:
         _users.append(None)

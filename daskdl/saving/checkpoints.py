@@ -1,4 +1,8 @@
-"""Checkpoints on disk: a series of folders, their parts, and how many are kept."""
+"""Checkpoints in storage: a series of folders, the parts in each, and pruning.
+
+A checkpoint is complete when all of its parts have the same stamp; incomplete ones are
+never resumed.
+"""
 
 import logging
 import math
@@ -28,15 +32,15 @@ FORM, FORMAT = "daskdl checkpoint", 1
 
 
 class Stamp(NamedTuple):
-    """Identity of a checkpoint; all of its parts have the same."""
+    """Identity of a checkpoint; all parts of a checkpoint have the same stamp."""
 
-    origin: str  # the first fit, however often it was resumed
-    run: str  # that wrote it
-    number: int  # in its folder
+    origin: str  # identity of the original fit; unchanged by resuming
+    run: str  # identity of the run that wrote the checkpoint
+    number: int  # number in the series
 
 
 def of_replica(replica: int) -> str:
-    """The name of a replica's part.
+    """Return the name of a replica's part.
 
     Example:
         >>> of_replica(3)
@@ -46,19 +50,19 @@ def of_replica(replica: int) -> str:
 
 
 class Copy(NamedTuple):
-    """A part in memory of its own, ready to be written."""
+    """A copy of a part in memory, ready to be written."""
 
-    content: dict[str, Any]  # JSON
-    tensors: Tensor | None  # laid out as in their file; None: there are none
+    content: dict[str, Any]  # JSON values
+    tensors: Tensor | None  # bytes of the safetensors file; None without tensors
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a checkpoint: an index in JSON, and its tensors.
+    """One part of a checkpoint: a JSON index and a file of tensors.
 
     Attributes:
         store: The folder of the checkpoint.
-        name: `COMMON`, or what `of_replica` says.
+        name: `COMMON`, or a name from `of_replica`.
     """
 
     store: Store
@@ -66,7 +70,7 @@ class Part:
 
     @property
     def index(self) -> str:
-        """Name of the index, which is written last."""
+        """File name of the index, which is written last."""
         return f"{self.name}.json"
 
     def copied(
@@ -76,16 +80,16 @@ class Part:
         state: Mapping[str, Any],
         used: Copy | None = None,
     ) -> Copy:
-        """Copy header and state, so that training can go on.
+        """Copy header and state, so that training can continue.
 
         Args:
-            stamp: Of the checkpoint.
-            header: Plain values that `header` reads without the rest.
-            state: Plain values and tensors, by other names.
-            used: A copy that has been written; its memory is used again.
+            stamp: Stamp of the checkpoint.
+            header: Plain values that `header` reads on their own.
+            state: Plain values and tensors; its names differ from those in `header`.
+            used: A written copy whose memory may be reused.
 
         Raises:
-            OptionError: Naming a value that cannot be written without code.
+            OptionError: If a value cannot be serialized as data; the message names it.
         """
         plain = Plain()
         content = {
@@ -99,10 +103,10 @@ class Part:
         return Copy(content, laid_out(plain.tensors, memory))
 
     def write(self, copy: Copy) -> None:
-        """Write the part; it appears at once, as a whole.
+        """Write the part atomically.
 
         Raises:
-            SaveError: If nothing can be written there.
+            SaveError: If the folder cannot be written.
         """
         made_by = {"daskdl": VERSION, "torch": torch.__version__}
         files = {} if copy.tensors is None else {self.name: copy.tensors}
@@ -112,17 +116,17 @@ class Part:
         """Read the header, without loading tensors.
 
         Raises:
-            SaveError: If it is not there, damaged, or too new.
+            SaveError: If the part is missing, damaged or too new.
         """
         with self._named():
             content = self._folder.content()
         return self._stamp(content), self._mapping(content, "header", {})
 
     def read(self) -> tuple[Stamp, dict[str, Any]]:
-        """Read header and state, in one mapping.
+        """Read header and state, merged into one mapping.
 
         Raises:
-            SaveError: If it is not there, damaged, or too new.
+            SaveError: If the part is missing, damaged or too new.
         """
         with self._named():
             content, tensors = self._folder.read()
@@ -136,7 +140,7 @@ class Part:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Name the part in errors."""
+        """Add the name of the part to errors."""
         try:
             yield
         except SaveError as error:
@@ -171,18 +175,18 @@ class CompleteCheckpoint(NamedTuple):
 
     store: Store
     stamp: Stamp
-    header: dict[str, Any]  # of its common part
+    header: dict[str, Any]  # header of the common part
 
     @property
     def members(self) -> list[int]:
-        """Replicas that have a part in it, ascending."""
+        """Replicas with a part in the checkpoint, ascending."""
         members: list[int] = self.header["members"]
         return members
 
 
 @dataclass(frozen=True)
 class Series:
-    """Checkpoints in one folder.
+    """The checkpoints in one folder.
 
     Attributes:
         store: The folder.
@@ -192,10 +196,10 @@ class Series:
 
     @classmethod
     def at(cls, url: Any) -> "Series":
-        """The series at a URL or a path.
+        """Return the series at a URL or a path.
 
         Raises:
-            OptionError: If it is neither.
+            OptionError: If `url` is neither.
         """
         if not is_path(url):
             raise OptionError(f"url must be a URL or a path of a folder, got {url!r}")
@@ -227,8 +231,8 @@ class Series:
         """Return the newest complete checkpoint, or None.
 
         Raises:
-            SaveError: If it is damaged or too new. No older one takes its place; the
-                user can give the URL of an older one.
+            SaveError: If the newest checkpoint is damaged or too new. The search stops
+                there; the user can give the URL of an older checkpoint.
         """
         for number in reversed(self.numbers()):
             found = complete_at(self.folder(number))
@@ -240,21 +244,21 @@ class Series:
         """Delete a checkpoint.
 
         Raises:
-            SaveError: If it cannot be deleted.
+            SaveError: If the checkpoint cannot be deleted.
         """
         store = self.folder(number)
         try:
-            store.delete([f"{COMMON}.json"])  # first: from now on it is not whole
+            store.delete([f"{COMMON}.json"])  # first: makes it incomplete
             store.delete_all()
         except DataError as error:
             raise SaveError(f"cannot delete {store.url}: {error}") from error
 
 
 def complete_at(store: Store) -> CompleteCheckpoint | None:
-    """Return the checkpoint in a folder; None if it is not complete.
+    """Return the checkpoint in a folder; None if it is incomplete.
 
     Raises:
-        SaveError: If it is damaged or too new.
+        SaveError: If the checkpoint is damaged or too new.
     """
     common = Part(store, COMMON)
     try:
@@ -274,7 +278,7 @@ def complete_at(store: Store) -> CompleteCheckpoint | None:
 def _check_header(store: Store, header: Mapping[str, Any]) -> None:
     members, count, rows = (header.get(n) for n in ("members", "count", "rows"))
     whole = isinstance(members, list) and all(type(m) is int for m in members)
-    # They become names of files.
+    # The numbers become file names.
     if not (whole and members and sorted(set(members)) == members and members[0] >= 0):
         raise SaveError(f"{store.url} is damaged: its replicas are {members!r:.80}")
     if type(count) is not int or count < 1:
@@ -285,12 +289,12 @@ def _check_header(store: Store, header: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """How one run writes checkpoints; plain values, the same for all replicas.
+    """The plan by which one run writes checkpoints, identical for all replicas.
 
     Attributes:
-        url: Of the series, absolute.
+        url: Absolute URL of the series.
         rule: The user's callback.
-        origin: Identity of the fit.
+        origin: Identity of the original fit; unchanged by resuming.
         run: Identity of the run.
         first: Number of the first checkpoint of the run.
         before: Checkpoints of the fit before this run.
@@ -307,7 +311,7 @@ class CheckpointPlan:
         """Return the stamp of the next checkpoint.
 
         Args:
-            taken: Checkpoints of this run before.
+            taken: Checkpoints that this run has taken so far.
         """
         return Stamp(self.origin, self.run, self.first + taken)
 
@@ -319,16 +323,16 @@ class CheckpointPlan:
     def prune(self) -> None:
         """Delete checkpoints of the fit that are not kept, and older incomplete ones.
 
-        Complete checkpoints of other fits stay, and so do damaged ones.
+        Complete checkpoints of other fits stay, as do damaged checkpoints.
 
         Raises:
-            SaveError: If one cannot be deleted.
+            SaveError: If a checkpoint cannot be deleted.
         """
         series, own, incomplete = self.series, dict[int, CompleteCheckpoint](), []
         for number in series.numbers():
             try:
                 found = complete_at(series.folder(number))
-            except SaveError as error:  # the user may want to look at it
+            except SaveError as error:  # the user may want to inspect it
                 logger.warning("%s is left where it is", error)
                 continue
             if found is None:
@@ -340,7 +344,7 @@ class CheckpointPlan:
             series.delete(number)
 
     def _kept(self, own: Mapping[int, CompleteCheckpoint]) -> set[int]:
-        """The numbers of the checkpoints of this fit to keep."""
+        """Return the numbers of the checkpoints to keep."""
         rule, numbers = self.rule, sorted(own)
         kept = set(numbers if rule.keep_last is None else numbers[-rule.keep_last :])
         if rule.keep_every is not None:
@@ -354,11 +358,11 @@ class CheckpointPlan:
         return kept
 
     def conclude(self) -> None:
-        """Prune, and check from the client that the run has left a checkpoint.
+        """Prune, and check on the client that the run has left a checkpoint.
 
         Raises:
-            SaveError: If none of its checkpoints is complete here, or if one cannot be
-                deleted.
+            SaveError: If the newest complete checkpoint is not of this run, or a
+                checkpoint cannot be deleted.
         """
         self.prune()
         newest = self.series.newest()

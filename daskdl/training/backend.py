@@ -1,7 +1,7 @@
-"""Where replicas run, what happens there, and what comes back.
+"""The interface between a fit and the machines that run its replicas.
 
 A :class:`Backend` assigns replicas to workers, yields typed events while they train,
-and collects a :class:`FitResult`.
+and collects a :class:`FitResult`; implementations use a Dask cluster or this process.
 """
 
 import functools
@@ -37,12 +37,12 @@ from daskdl.training.telemetry import Reports, reports_of
 logger = logging.getLogger(__name__)
 
 
-POLL_S = 0.5  # how long to wait for an event
+POLL_S = 0.5  # longest wait for an event
 
 
 @dataclass(frozen=True)
 class StepProgress:
-    """A replica has trained on some rows."""
+    """A replica has trained on more examples."""
 
     epoch: int
     examples: int
@@ -51,10 +51,10 @@ class StepProgress:
 
 @dataclass(frozen=True)
 class EpochEnded:
-    """All replicas have met at the end of an epoch."""
+    """All replicas have reached the barrier at the end of an epoch."""
 
     epoch: int
-    report: Mapping[str, Any]  # payloads and rows of steps by replica, and counters
+    report: Mapping[str, Any]  # payloads by replica, packed step rows, counters
 
     @functools.cached_property
     def reports(self) -> Reports:
@@ -64,19 +64,19 @@ class EpochEnded:
 
 @dataclass(frozen=True)
 class ReplicaFailed:
-    """A replica, or the run as a whole, cannot go on."""
+    """A replica, or the run as a whole, cannot continue."""
 
-    type: str  # a class of daskdl.errors
+    type: str  # name of a class in daskdl.errors
     summary: str
     replica: int | None = None  # None: the run as a whole
     worker: str = ""
     traceback: str = ""
-    pickled: bytes = b""  # the exception, if it can be
+    pickled: bytes = b""  # the exception; empty if not picklable
 
 
 @dataclass(frozen=True)
 class TaskFailed:
-    """The task of a replica ended with an error that no replica has reported."""
+    """The task of a replica ended with an error that the replica did not report."""
 
     replica: int
     error: BaseException
@@ -84,7 +84,7 @@ class TaskFailed:
 
 @dataclass(frozen=True)
 class ReplicaGone:
-    """Nothing is expected of a replica any more: it failed, or retired."""
+    """A replica has left the run: it failed or retired."""
 
     replica: int
 
@@ -102,7 +102,7 @@ Event = (
 
 
 def event_of(posted: Mapping[str, Any]) -> Event | None:
-    """Make an event of what the run state has posted; None: only the backend uses it.
+    """Convert an event posted by the run state; None: for the backend only.
 
     Example:
         >>> event_of({"kind": "removed", "replica": 3})
@@ -124,17 +124,17 @@ def event_of(posted: Mapping[str, Any]) -> Event | None:
 
 
 class Backend(ABC):
-    """A cluster, or this process, for the time of one run. One thread uses it.
+    """Runs the replicas of one run. Not thread-safe.
 
     Attributes:
-        workers: Where each replica is, or was, by its number.
+        workers: Worker of each replica, present or past, by replica number.
     """
 
     workers: dict[int, str]
 
     @abstractmethod
     def open(self) -> None:
-        """Open the run; `close` has to follow."""
+        """Open the run; the caller must call `close` afterwards."""
 
     @abstractmethod
     def assign(self) -> None:
@@ -142,23 +142,23 @@ class Backend(ABC):
 
     @abstractmethod
     def poll_events(self) -> Iterator[Event]:
-        """Yield events until every replica has ended; react to those of workers."""
+        """Yield events until every replica has ended; handle events of workers."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
-        """Tell every replica to leave."""
+        """Stop the run: every replica leaves."""
 
     @abstractmethod
     def collect(self) -> "FitResult | None":
-        """Wait until the replicas have left, and merge what they leave; None: nothing.
+        """Wait until the replicas have left, and merge their results; None: no result.
 
         Raises:
-            WaitTimeoutError: If it takes too long.
+            WaitTimeoutError: If the results were not merged in time.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave nothing of the run."""
+        """Release everything that the run holds."""
 
     @property
     def agreed(self) -> "AgreedState | None":
@@ -168,19 +168,20 @@ class Backend(ABC):
 
 @dataclass
 class FitResult:
-    """What one replica leaves behind, or all of them together.
+    """The result of one replica, or the merged result of all replicas.
 
     Attributes:
-        parameters: The agreed ones, with what was not sent.
-        optimizer: Of a replica its weighted share, of all the sum; None if the run did
-            not come to its end.
+        parameters: The agreed parameters, and the unsent residual.
+        optimizer: One replica's weighted share of the optimizer state, or the sum of
+            all shares; None if the run did not finish.
         compression: State of the compression; None if no replica left any.
         schedule: State of the scheduler; empty without scheduler or optimizer.
-        steps: Packed rows of steps that were not reported before.
+        steps: Packed step rows that were not reported before.
         restored: Whether the parameters are those of the best epoch.
-        met: Whether the parameters are of an epoch; else they are those of the start.
-        finished: Whether the end was reached; else the rest is of the last epoch on
-            which all agreed.
+        met: Whether the replicas have agreed since the start; otherwise the parameters
+            are the initial ones.
+        finished: Whether the replica, or any replica, reached the end of the run;
+            otherwise the other fields describe the last agreed state.
     """
 
     parameters: Parameters
@@ -194,15 +195,16 @@ class FitResult:
 
 
 def merge(results: Sequence[FitResult]) -> FitResult:
-    """Merge what the replicas left behind.
+    """Merge the results of the replicas.
 
-    The parameters are those that all agreed on last, and that were validated. Replicas
-    that came to the end add their residuals: whole steps of the grid, so that the sum
-    does not depend on its order. Replicas that restore the best epoch are all alike:
-    the first one counts. If no replica came to the end, the first agreed state counts.
+    The parameters are those of the last agreed state, which is also the validated one.
+    The residuals of the replicas that finished are summed as integer multiples of the
+    grid, so their order does not matter. Replicas that restore the best epoch have
+    equal results, and the first one is used. If no replica finished, the first agreed
+    state is used.
 
     Args:
-        results: In ascending order of replica, at least one.
+        results: At least one result, in ascending order of replica.
     """
     ended = [result for result in results if result.finished]
     restored = [result for result in ended if result.restored][:1]
@@ -215,7 +217,7 @@ def merge(results: Sequence[FitResult]) -> FitResult:
         _sum([result.parameters for result in used]),
         add(states) if states else None,
         average_compression(left) if left else None,
-        ended[0].schedule if ended else b"",  # there all have agreed
+        ended[0].schedule if ended else b"",  # equal on all replicas
         b"".join(result.steps for result in results),
         bool(restored),
         used[0].met,
@@ -227,8 +229,8 @@ def average_compression(states: Sequence[CompressionState]) -> CompressionState:
     """Average the compression states of replicas, for the next fit.
 
     Returns:
-        The mean of each pattern over the replicas that have sent, and the largest
-        number of steps.
+        For each pattern the mean over the replicas that sent updates of it, and the
+        largest number of steps.
     """
     patterns = dict.fromkeys(pattern for state in states for pattern in state.sent)
     means = {p: average_sent([one.sent.get(p) for one in states]) for p in patterns}
@@ -250,30 +252,30 @@ def _sum(parts: Sequence[Parameters]) -> Parameters:
 
 
 def most_replicas(source: Source, spec: ReplicaSpec) -> int:
-    """One replica for each step of an epoch; more would have nothing to do."""
+    """Return the largest useful number of replicas: one for each step of an epoch."""
     rows = rows_in(source)
     return sys.maxsize if rows is None else math.ceil(rows / spec.step_rows)
 
 
 def useful(wanted: int, most: int) -> int:
-    """At most so many replicas; the log says if that is fewer than asked for."""
+    """Return the smaller of two numbers of replicas; log a reduction."""
     if wanted > most:
         logger.info("%s batches only: %s of %s replicas", most, most, wanted)
     return min(wanted, most)
 
 
-SHARED, REST = ".shared", ".rest"  # no tensor of a module has such a name
+SHARED, REST = ".shared", ".rest"  # torch forbids such names of tensors
 
 
 class AgreedState(NamedTuple):
     """A state on which all replicas agreed."""
 
-    epoch: int  # at the end of which, counted from 0
+    epoch: int  # the epoch at whose end they agreed, counted from 0
     arrays: Arrays
 
     @property
     def parameters(self) -> Parameters:
-        """As the replicas had them."""
+        """The agreed parameters, unpacked."""
         pack: Packed[Parameters] = Packed.of(np.asarray(self.arrays[REST]), "model_")
         parameters = pack.unpack()
         if SHARED in self.arrays:
@@ -287,7 +289,7 @@ class AgreedState(NamedTuple):
 
 
 def arrays_of(parameters: Parameters) -> Arrays:
-    """What a replica offers the client to fetch; large arrays are not copied."""
+    """Return parameters as arrays for the client; large arrays are not copied."""
     if parameters.shared_N is not None:
         rest = replace(parameters, shared_N=None)
         return {REST: Packed(rest, "model_").payload, SHARED: parameters.shared_N}
@@ -310,25 +312,25 @@ def run_spec_of(
     relayed: bool = True,
     relay_bytes: int = 0,
 ) -> RunSpec:
-    """Describe a run to the run state; the log shows how the data are leased.
+    """Make the specification of a run for the run state; log the lease sizes.
 
     Args:
-        spec: Of the replicas.
-        workers: Where each initial replica is.
-        sources: Data of each phase; their lengths are known, if not sequential.
-        keys: By phase, the Dask key of each part that a worker holds; None: no worker
-            holds any.
-        relayed: Whether the scheduler passes updates on.
+        spec: Specification of the replicas.
+        workers: Worker of each initial replica.
+        sources: Data by phase, with known lengths unless they are sequential.
+        keys: Dask keys of the parts that workers hold, by phase; None: workers hold no
+            parts.
+        relayed: Whether the scheduler relays updates.
         relay_bytes: Bound of the relay's queue for each replica.
 
     Raises:
-        OptionError: If the data do not allow the checkpoints to write, or differ from
-            those of the checkpoint to resume.
-        SaveError: If rows that remain in that checkpoint cannot be.
+        OptionError: If checkpoints are due by steps and the lengths are unknown, or if
+            the data differ from those of the checkpoint to resume.
+        SaveError: If the checkpoint to resume refers to rows that do not exist.
     """
     sizes = {}
     for phase, source in sources.items():
-        # Leases are multiples of so many rows, so that few steps cross their edges.
+        # Leases are multiples of a step, so that few steps cross lease boundaries.
         step_rows = spec.step_rows if phase == "train" else spec.read.batch_size
         lengths = source.lengths
         sizes[phase] = partition_sizes(
@@ -384,12 +386,16 @@ def run_spec_of(
 
 
 def _check_sync_point(point: SyncPoint, run: RunSpec, url: str) -> None:
-    """Refuse to resume in the middle of an epoch of other data.
+    """Refuse to resume in mid-epoch with other data.
 
     Args:
-        point: Of the checkpoint.
-        run: That is about to begin.
-        url: Of the checkpoint.
+        point: Sync point of the checkpoint.
+        run: The run that is about to begin.
+        url: URL of the checkpoint.
+
+    Raises:
+        OptionError: If data, parts, seed or shuffle differ.
+        SaveError: If the checkpoint refers to rows that do not exist.
     """
     if point.order != run.order:
         raise OptionError(

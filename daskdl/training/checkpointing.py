@@ -1,7 +1,7 @@
-"""Checkpoints of a running fit, written part by part by replicas, and resuming.
+"""Writing checkpoints of a running fit, and resuming from one.
 
-Replicas copy their state at a barrier and write it while they train on. What a resumed
-fit reads is compared with what it would write, and refused by file and field.
+Replicas copy their state at a barrier and write it in the background while training
+continues. A resumed fit validates the checkpoint; errors name the file and the field.
 """
 
 import functools
@@ -55,9 +55,9 @@ T = TypeVar("T")
 
 
 def run_in_thread(action: Callable[[], T], name: str) -> "Future[T]":
-    """Run something in a thread of its own, which does not keep the process alive."""
+    """Run a function in a new daemon thread."""
     future: Future[T] = Future()
-    # A store that does not answer must not keep a process from ending.
+    # A store that hangs must not block interpreter exit.
     threading.Thread(
         target=settle, args=(future, action), name=name, daemon=True
     ).start()
@@ -65,10 +65,12 @@ def run_in_thread(action: Callable[[], T], name: str) -> "Future[T]":
 
 
 def wait_for(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> T:
-    """Wait for a thread, sending heartbeats; leave if the run is stopped.
+    """Wait for a thread while sending heartbeats; leave if the run is stopped.
+
+    Exceptions of the thread propagate.
 
     Raises:
-        WaitTimeoutError: If it takes too long. An exception of the thread comes out.
+        WaitTimeoutError: If the thread exceeds the bound.
     """
     if not channel.wait(WaitCause.CHECKPOINT, future, bound.seconds):
         raise WaitTimeoutError(f"{what} took longer than {bound}")
@@ -76,25 +78,25 @@ def wait_for(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> 
 
 
 class CheckpointState(NamedTuple):
-    """State of one replica: plain values, and tensors that go on changing."""
+    """State of one replica: plain values, and tensors that training keeps changing."""
 
-    header: Mapping[str, Any]  # of the common part: plain values, read without the rest
-    common: Mapping[str, Any]  # the same for all replicas
-    own: Mapping[str, Any]
+    header: Mapping[str, Any]  # plain values of the common part, readable on their own
+    common: Mapping[str, Any]  # identical on all replicas
+    own: Mapping[str, Any]  # specific to this replica
 
 
 class CheckpointWriter:
     """Takes checkpoints of one replica, and writes its parts in a thread.
 
-    All replicas decide alike when one is due. At most one copy waits to be written.
+    All replicas agree when a checkpoint is due. At most one copy is being written.
 
     Args:
-        plan: Of the run.
-        replica: The number of this one.
-        channel: Its end of the run.
+        plan: The checkpoint plan of the run.
+        replica: Number of this replica.
+        channel: Channel of this replica.
         timeouts: Bounds on waiting.
-        rows: Of the history, also of the epochs before this run.
-        taken: Checkpoints in this run before this replica joined it.
+        rows: Rows of the history, including epochs before this run.
+        taken: Checkpoints that the run took before this replica joined.
     """
 
     def __init__(
@@ -113,20 +115,20 @@ class CheckpointWriter:
         self._rows = rows
         self._taken = taken
         self._series = plan.series
-        self._written = -1  # number of the last one
-        self._members: tuple[int, ...] = ()  # that had a part in the last one
+        self._written = -1  # number of the last checkpoint written
+        self._members: tuple[int, ...] = ()  # replicas with a part in the last one
         self._writing: tuple[int, Future[None]] | None = None
-        self._copies: dict[str, Copy] = {}  # of the last one, by part
+        self._copies: dict[str, Copy] = {}  # copies of the last one, by part
 
     def snapshot(self) -> dict[str, Any]:
-        """What a joining replica begins with."""
+        """Return the state for a joining replica."""
         return {"checkpoints": self._taken, "rows": self._rows.rows}
 
     def counters(self) -> dict[str, int]:
-        """What the other replicas need to know at a barrier.
+        """Return the counters for the other replicas at a barrier.
 
         Raises:
-            SaveError: If a checkpoint could not be written.
+            SaveError: If the previous checkpoint could not be written.
         """
         return {
             "checkpoints": self._taken,
@@ -145,14 +147,14 @@ class CheckpointWriter:
         """Take a checkpoint at the end of an epoch if one is due.
 
         Args:
-            epoch: Counted from 0.
+            epoch: Epoch that ended, counted from 0.
             gathered: Payloads of the barrier; ``"checkpoint"`` has the counters.
-            reports: The same, read.
+            reports: The same payloads as reports.
             over: Whether it was the last epoch.
             make: Returns the state to write.
 
         Raises:
-            SaveError: If the checkpoint before could not be written.
+            SaveError: If the previous checkpoint could not be written.
         """
         self._rows.end_epoch(epoch, reports, gathered.counted)
         if self._plan.rule.due(epoch) or over:
@@ -168,7 +170,7 @@ class CheckpointWriter:
             make: Returns the state to write.
 
         Raises:
-            SaveError: If the checkpoint before could not be written.
+            SaveError: If the previous checkpoint could not be written.
         """
         self.finish()
         counters = {r: note["checkpoint"] for r, note in gathered.payloads.items()}
@@ -178,7 +180,7 @@ class CheckpointWriter:
         complete = {own["written"] for own in counters.values()} == {stamp.number - 1}
         expected = complete and set(self._members) <= set(members)
         self._members = members
-        # A replica that joined later may not know all rows of the history.
+        # A replica that joined later may lack rows of the history.
         first = max(members, key=lambda replica: counters[replica]["rows"])
         self._copy(stamp, taken, make(), of_all=self._replica == first)
         write = functools.partial(self._write, stamp.number, expected)
@@ -186,11 +188,11 @@ class CheckpointWriter:
         self._writing = stamp.number, run_in_thread(write, name)
 
     def finish(self) -> None:
-        """Wait until everything that was taken is written.
+        """Wait until the last checkpoint is written.
 
         Raises:
-            SaveError: If it could not be written.
-            WaitTimeoutError: If it takes too long.
+            SaveError: If the checkpoint could not be written.
+            WaitTimeoutError: If writing exceeds the bound.
         """
         if self._writing is not None:
             number, writing = self._writing
@@ -199,7 +201,7 @@ class CheckpointWriter:
             self._last_written()
 
     def _last_written(self) -> int:
-        """Number of the last checkpoint that this replica has written its part of."""
+        """Return the number of the last checkpoint with its parts written."""
         if self._writing is not None and self._writing[1].done():
             self._written, done = self._writing
             self._writing = None
@@ -209,7 +211,7 @@ class CheckpointWriter:
     def _copy(
         self, stamp: Stamp, taken: int, state: CheckpointState, *, of_all: bool
     ) -> None:
-        """Copy into the memory of the last copy, where that is large enough."""
+        """Copy the state, reusing the memory of the last copy where it suffices."""
         used, store = self._copies, self._series.folder(stamp.number)
         own = of_replica(self._replica)
         part = Part(store, own)
@@ -228,7 +230,12 @@ class CheckpointWriter:
     # ---- thread of its own
 
     def _write(self, number: int, expected: bool) -> None:
-        """Write the copies, the common part last; `expected`: as was the one before."""
+        """Write the copies, the common part last.
+
+        Args:
+            number: Number of the checkpoint.
+            expected: Whether the previous checkpoint must be complete.
+        """
         store = self._series.folder(number)
         for name, copy in self._copies.items():
             before = self._series.folder(number - 1)
@@ -243,7 +250,7 @@ class CheckpointWriter:
 
 
 def plain(value: Any) -> Any:
-    """Plain values with tensors in the place of arrays.
+    """Return nested values with numpy arrays replaced by tensors.
 
     Example:
         >>> plain({"a": [np.zeros(2), 1.5]})
@@ -260,12 +267,12 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a fit is made of, in words, to be compared with a checkpoint.
+    """A description of a fit, for comparison with a checkpoint.
 
     Attributes:
         tensors: Dtypes and shapes of the model's tensors, by name.
         optimizer: Class, and number of parameters of each group.
-        scheduler: Class; None: there is none.
+        scheduler: Class; None without a scheduler.
 
     Example:
         >>> import torch
@@ -292,15 +299,15 @@ class Fingerprint:
         return cls(tensors, made, schedules)
 
     def values(self) -> list[Any]:
-        """As plain values."""
+        """Return the fields as plain values."""
         return [dict(self.tensors), self.optimizer, self.scheduler]
 
     def check(self, other: "Fingerprint", url: str) -> None:
         """Refuse to resume a checkpoint with another fingerprint.
 
         Args:
-            other: Of the checkpoint.
-            url: Of the checkpoint.
+            other: Fingerprint of the checkpoint.
+            url: URL of the checkpoint.
 
         Raises:
             OptionError: If model, optimizer or scheduler differ.
@@ -322,12 +329,12 @@ class Fingerprint:
                 )
 
 
-# Columns of a history that are read; others are only shown.
+# Columns of a history that the code reads; other columns are only displayed.
 LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
 _ROW = dict.fromkeys(LOOKED_AT, float)
 
-# Fields of the header of a checkpoint, which may have been written by hand. Others are
-# checked by `complete_at` and `StoppingDecision.of`.
+# Header fields to validate, as a checkpoint may be edited by hand. `complete_at` and
+# `StoppingDecision.of` validate the other fields.
 _HEADER = {
     "epoch": Natural,
     "sync_point": SyncPoint | None,
@@ -339,20 +346,20 @@ _HEADER = {
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """A checkpoint that a fit resumes, as its header describes it.
+    """The header of the checkpoint that a fit resumes.
 
     Attributes:
-        url: Of the checkpoint, absolute.
-        stamp: Of the checkpoint.
-        members: Replicas that have a part in it, ascending.
-        epoch: The first one to train, counted from 0.
-        sync_point: What is left of that epoch, if it has begun; None: all.
-        rows: Of the history so far.
-        decision: Of early stopping, on the last row.
-        epochs_before: Of earlier fits of the trainer.
-        count: Checkpoints of the fit up to this one.
-        kind: Of the replicas' exchanges.
-        fingerprint: What the fit was made of.
+        url: Absolute URL of the checkpoint.
+        stamp: Stamp of the checkpoint.
+        members: Replicas with a part in the checkpoint, ascending.
+        epoch: First epoch to train, counted from 0.
+        sync_point: Remaining work of that epoch if it has begun; None: all of it.
+        rows: Rows of the history so far.
+        decision: Early-stopping decision after the last row.
+        epochs_before: Epochs of earlier fits of the trainer.
+        count: Checkpoints of the fit up to and including this one.
+        kind: Kind of the replicas' exchanges.
+        fingerprint: Fingerprint of the fit.
     """
 
     url: str
@@ -372,13 +379,13 @@ class ResumePlan:
         """Read the header of a checkpoint.
 
         Raises:
-            SaveError: If it is damaged.
+            SaveError: If the header is damaged.
         """
         with restoring(found.store.url_of(f"{COMMON}.json")):
             header = found.header
             check({name: header[name] for name in _HEADER}, _HEADER)
             epoch, rows, point = header["epoch"], header["rows"], header["sync_point"]
-            # If only replicas that joined later are left, some rows may be missing.
+            # Rows may be missing if only replicas that joined later remained.
             if epoch < len(rows):
                 raise ValueError(f"{epoch} epochs, and {len(rows)} rows")
             for row in rows:
@@ -406,17 +413,17 @@ class ResumePlan:
         optimizer: Optimizer,
         scheduler: LRScheduler | None,
     ) -> None:
-        """Refuse to resume with something else.
+        """Check that the checkpoint fits the options of a fit.
 
         Args:
-            master: Of the fit, like the others.
-            model: At its start.
-            optimizer: Over its trainable parameters.
-            scheduler: Of that.
+            master: Training master of the fit.
+            model: Initial model of the fit.
+            optimizer: Optimizer over the model's trainable parameters.
+            scheduler: Scheduler of the optimizer, or None.
 
         Raises:
-            OptionError: If the checkpoint is of another way of training, model,
-                optimizer or scheduler.
+            OptionError: If master, model, optimizer or scheduler do not match the
+                checkpoint.
         """
         if self.kind not in master.resumes:
             raise OptionError(
@@ -428,11 +435,11 @@ class ResumePlan:
 
 
 def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None:
-    """Find the checkpoint that a fit resumes; None: it begins anew.
+    """Find the checkpoint that a fit resumes; None if it resumes none.
 
     Args:
         resume: The argument of `Trainer.fit`.
-        callbacks: Of the trainer.
+        callbacks: Callbacks of the trainer.
 
     Raises:
         OptionError: If `resume` is no URL, or True without a
@@ -454,7 +461,7 @@ def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None
     found = complete_at(series.store) or series.newest()
     if found is not None:
         return ResumePlan.of(found)
-    if resume is True:  # the first checkpoint is still to come
+    if resume is True:  # no checkpoint has been written yet
         return None
     raise SaveError(f"there is no checkpoint in {series.store.url}")
 
@@ -462,11 +469,11 @@ def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None
 def checkpoints_of(
     callbacks: Sequence[Callback], resume: ResumePlan | None
 ) -> CheckpointPlan | None:
-    """How a fit writes checkpoints; None: it does not.
+    """Plan the checkpoints of a fit; None if it writes none.
 
     Args:
-        callbacks: Of the trainer.
-        resume: The checkpoint that it resumes, or None.
+        callbacks: Callbacks of the trainer.
+        resume: The checkpoint that the fit resumes, or None.
 
     Raises:
         OptionError: If there is more than one :class:`~daskdl.Checkpoint`.
@@ -481,7 +488,7 @@ def checkpoints_of(
     return CheckpointPlan(series.store.url, rule, origin, run, first, before)
 
 
-# Fields that the state of each part has at least; None: of any type.
+# Required fields of the state of each part; None: any type.
 _COMMON = {
     "kind": "",
     "exchange": {},
@@ -509,12 +516,12 @@ _OWN = {
 
 
 class RestoredState(NamedTuple):
-    """What one replica has read of a checkpoint."""
+    """The parts of a checkpoint that one replica restores."""
 
     common: Mapping[str, Any]
-    own: Sequence[Mapping[str, Any]]  # of the parts it takes over, maybe of none
-    donor: Mapping[str, Any]  # that has the optimizer; the first of `own`, if any
-    common_at: str  # the file, for messages
+    own: Sequence[Mapping[str, Any]]  # parts that the replica takes over; may be empty
+    donor: Mapping[str, Any]  # part with the optimizer; the first of `own`, if any
+    common_at: str  # file of the common part, for messages
     own_at: Sequence[str]
     donor_at: str
 
@@ -526,10 +533,10 @@ class RestoredState(NamedTuple):
         return Resumed(kind, common, own, self.common_at, self.own_at)
 
     def check(self, module: nn.Module) -> None:
-        """Refuse parts without their fields, and tensors that no module has.
+        """Check the fields of all parts, and the tensors against a module.
 
         Raises:
-            SaveError: Naming the file and the field.
+            SaveError: If fields or tensors differ; the message names file and field.
         """
         check_like(_COMMON, self.common, f"{self.common_at}: its state")
         parts = [*zip(self.own_at, self.own, strict=True), (self.donor_at, self.donor)]
@@ -559,12 +566,12 @@ def restored_state(plan: ResumePlan, place: int, initial: int) -> RestoredState:
     """Read the parts of a checkpoint that one initial replica takes over.
 
     Args:
-        plan: Where the checkpoint is.
-        place: Of the replica among the initial ones, from 0.
-        initial: How many initial replicas there are.
+        plan: The checkpoint to resume.
+        place: Index of the replica among the initial replicas, from 0.
+        initial: Number of initial replicas.
 
     Raises:
-        SaveError: If it cannot be read.
+        SaveError: If the checkpoint cannot be read.
     """
     members = plan.members
     taken = members[place::initial]

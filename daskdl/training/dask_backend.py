@@ -1,4 +1,8 @@
-"""Replicas as tasks of a Dask cluster: launched, watched, replaced and collected."""
+"""Replicas as tasks of a Dask cluster.
+
+:class:`DaskBackend` chooses workers, submits and cancels tasks, replaces failed
+replicas and lost parts, and fetches agreed states and results.
+"""
 
 import asyncio
 import contextlib
@@ -72,17 +76,18 @@ def train_replica(
     """Train one replica on this worker, from start to end.
 
     Args:
-        packed: The same for all replicas.
-        sources: Of the data that each worker has as a whole, by phase.
-        number: Of this replica in the run.
-        on_worker: Replicas of this run on this worker.
+        packed: The specification, identical for all replicas.
+        sources: Sources that every worker holds completely, by phase.
+        number: Number of this replica in the run.
+        on_worker: Number of replicas of this run on this worker.
         routing: ``"plain"`` or ``"mesh"``.
-        initial: No replica trains before all initial ones have joined.
+        initial: Whether this is an initial replica; training starts when all initial
+            replicas have joined.
 
     Returns:
-        What the replica leaves, packed: Dask never serialises a tensor.
+        The replica's result, packed so that Dask serialises no tensor.
     """
-    # Frees the slot for other tasks, and keeps adaptive clusters from closing us.
+    # Frees the slot for other tasks, and keeps adaptive clusters from closing it.
     secede()
     worker = get_worker()
     spec = packed.unpack()
@@ -107,18 +112,21 @@ def train_replica(
         channel.leave(retires=channel.closing and not finished)
 
 
-LOOK_S = 0.5  # between two looks whether what is awaited can still come
+LOOK_S = 0.5  # interval of the checks in `_awaited`
 
 
 async def _awaited(
     awaitable: Awaitable[Any], deadline: float, look: Callable[[], None]
 ) -> Any:
-    """Await something that may never come.
+    """Await a result with a deadline and a periodic check.
 
     Args:
-        awaitable: Cancelled if it is given up.
-        deadline: Of the monotonic clock; a TimeoutError follows.
-        look: Called now and then; raises if it cannot come any more.
+        awaitable: Cancelled on failure.
+        deadline: Monotonic time, seconds.
+        look: Called every `LOOK_S`; raises if the result can no longer arrive.
+
+    Raises:
+        TimeoutError: If the result has not arrived by the deadline.
     """
     task = asyncio.ensure_future(awaitable)
     try:
@@ -135,28 +143,28 @@ async def _awaited(
 
 
 def merge_packed(results: Sequence[Packed[FitResult]]) -> Packed[FitResult]:
-    """Merge what the replicas left, on a worker."""
+    """Merge the packed results of replicas, on a worker."""
     return Packed(merge([result.unpack() for result in results]), "result")
 
 
 def collect(
     client: Client, tasks: Mapping[str, Future], spec: ReplicaSpec
 ) -> FitResult | None:
-    """Wait for the tasks of a run to end, and merge what they left.
+    """Wait for the tasks of a run to end, and merge their results.
 
-    A result may be lost with its worker when it is there already; then the others
-    are merged without it.
+    A finished result may still be lost with its worker; the remaining results are then
+    merged without it.
 
     Args:
-        client: Synchronous, of the cluster.
-        tasks: Of the replicas that have not been given up, by their names in messages.
-        spec: Of the replicas.
+        client: Synchronous client of the cluster.
+        tasks: Tasks of the replicas that are not given up, by name in messages.
+        spec: Specification of the replicas.
 
     Returns:
-        What the run ended with; None if no task has come to its end.
+        The merged result; None if no task has finished.
 
     Raises:
-        WaitTimeoutError: If they were not merged in time.
+        WaitTimeoutError: If the results were not merged in time.
     """
     futures = tasks.values()
     _wait_for(client, futures, spec.timeouts.stop)
@@ -179,28 +187,28 @@ def collect(
 def _wait_for(client: Client, tasks: Collection[Future], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while live := [task for task in tasks if task.status == "pending"]:
-        # One that Dask gives up meanwhile is not pending any more.
+        # A task that Dask cancels meanwhile is no longer pending.
         with contextlib.suppress(CancelledError):
             try:
-                with client.as_current():  # `wait` asks the default client
+                with client.as_current():  # `wait` uses the default client
                     wait(live, timeout=max(deadline - time.monotonic(), 0.0))
-            except TimeoutError:  # who they are is said in the end
+            except TimeoutError:  # `collect` reports their status
                 return
 
 
 def _merge(
     client: Client, results: Sequence[Future], run: int, deadline: float
 ) -> Packed[FitResult] | None:
-    """Merge results; None if one of them was lost, or it takes too long."""
+    """Merge results; None if a result was lost, or the deadline has passed."""
     merged = client.submit(merge_packed, list(results), key=new_key(f"merge-{run:x}"))
 
     def look() -> None:
-        # Dask would train again what was lost, on a worker that is gone.
+        # Dask would recompute a lost result by training again.
         if any(result.status != "finished" for result in results):
             raise CancelledError
 
     async def fetch() -> Any:
-        # Once: over a slow link it takes long, and would take longer every time.
+        # No retries: over a slow link each transfer takes long.
         return await _awaited(client.gather(merged, asynchronous=True), deadline, look)
 
     try:
@@ -212,21 +220,21 @@ def _merge(
     return packed
 
 
-RELAY_BYTES = 8 * 2**20  # of the relay's queue for each replica
-MUCH_FROZEN = 64 * 2**20  # bytes that come to each replica when an epoch ends
+RELAY_BYTES = 8 * 2**20  # bound of the relay's queue for each replica
+MUCH_FROZEN = 64 * 2**20  # frozen bytes received per replica and epoch: warn above
 
 
 def assign_workers(master: TrainingMaster, client: Client, most: int) -> dict[int, str]:
     """Choose the worker of each initial replica, by number from 0.
 
     Args:
-        master: Says how many replicas each worker gets.
-        client: Of the cluster.
-        most: Replicas, see `most_replicas`.
+        master: Gives the number of replicas per worker.
+        client: Client of the cluster.
+        most: Largest number of replicas, see `most_replicas`.
 
     Raises:
         OptionError: If the cluster has no workers.
-        OSError: If one of them does not answer.
+        OSError: If a worker does not respond.
     """
     workers = workers_of(client)
     try:
@@ -235,8 +243,8 @@ def assign_workers(master: TrainingMaster, client: Client, most: int) -> dict[in
         there = set(client.nthreads())
         if there.issuperset(workers):
             raise
-        return assign_workers(master, client, most)  # one has gone meanwhile
-    # Round robin, so that leaving some out leaves the workers evenly used.
+        return assign_workers(master, client, most)  # a worker has left
+    # Round robin, so that truncation leaves the load balanced.
     places = [w for i in range(max(each.values())) for w in workers if i < each[w]]
     return dict(enumerate(places[: useful(len(places), most)]))
 
@@ -244,11 +252,11 @@ def assign_workers(master: TrainingMaster, client: Client, most: int) -> dict[in
 def replicas_on(
     master: TrainingMaster, client: Client, workers: Sequence[str]
 ) -> dict[str, int]:
-    """How many replicas each of these workers gets.
+    """Return the number of replicas for each of these workers.
 
     Raises:
-        OSError: If a worker is gone, or does not answer; the latter is a
-            WaitTimeoutError.
+        OSError: If a worker has left.
+        WaitTimeoutError: If a worker does not respond; an OSError as well.
     """
     if master.replicas_per_worker != "auto":
         return dict.fromkeys(workers, int(master.replicas_per_worker))
@@ -258,19 +266,19 @@ def replicas_on(
     return {worker: max(1, devices[worker]) for worker in workers}
 
 
-REST_TIMES = 4.0  # as long as the last one took: most of the network is for updates
+REST_TIMES = 4.0  # pause after a fetch / its duration: leaves bandwidth for updates
 
 
 class AgreedStateFetcher:
-    """Brings agreed states to the client, on its event loop.
+    """Fetches agreed states to the client, on its event loop.
 
     Args:
-        client: Of the cluster.
+        client: Client of the cluster.
         run: Identity of the run.
-        bound: For each request.
+        bound: Time-out of each request.
 
     Attributes:
-        state: The newest one that has arrived as a whole, or None.
+        state: The newest state that has arrived completely, or None.
     """
 
     state: AgreedState | None
@@ -280,7 +288,7 @@ class AgreedStateFetcher:
         self._client = client
         self._run = run
         self._bound = bound
-        self._wanted = -1  # the epoch that ended last
+        self._wanted = -1  # the last epoch that ended
         self._fetching: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -313,7 +321,7 @@ class AgreedStateFetcher:
             began_at = now()
             try:
                 state = await self._newest()
-            except OSError as error:  # the client's own requests say more
+            except OSError as error:  # the backend's requests raise this error
                 logger.info("the agreed state was not brought: %s", error)
                 return
             if state is None:
@@ -322,7 +330,7 @@ class AgreedStateFetcher:
             await asyncio.sleep(REST_TIMES * (now() - began_at))
 
     async def _newest(self) -> AgreedState | None:
-        """Ask one replica after the other; None: none has the whole state."""
+        """Request the state from one replica after another; None if all fail."""
         avoid: list[int] = []
         while True:
             first = answer = await self._ask(self._wanted, 0, avoid)
@@ -350,15 +358,15 @@ class AgreedStateFetcher:
 
 
 class DaskBackend(Backend):
-    """Tasks on the workers of a cluster, one for each replica.
+    """Runs each replica as a task on a worker of a cluster.
 
     Args:
         client: Synchronous client of the cluster.
-        spec: Of the replicas.
-        packed: The same, as it is sent to them.
-        workers: Address of the worker of each initial replica.
-        supplies: Data of each phase.
-        most_replicas: More would have nothing to do.
+        spec: Specification of the replicas.
+        packed: The same specification, packed for the workers.
+        workers: Worker address of each initial replica.
+        supplies: Data by phase.
+        most_replicas: Largest useful number of replicas.
     """
 
     def __init__(
@@ -378,9 +386,9 @@ class DaskBackend(Backend):
         self._initial = set(workers)
         self._supplies = supplies
         self._most_replicas = most_replicas
-        self._futures: dict[int, Future] = {}  # of replicas that are not given up
-        self._retry_at: dict[str, float] = {}  # by worker; monotonic clock
-        self._answered_at = time.monotonic()  # by the scheduler
+        self._futures: dict[int, Future] = {}  # by replica, not given up
+        self._retry_at: dict[str, float] = {}  # by worker; monotonic time
+        self._answered_at = time.monotonic()  # last response of the scheduler
         self._address = client.scheduler.address
         self._scheduler_lost = self._warned = False
         bound = spec.timeouts.bound("request")
@@ -392,8 +400,8 @@ class DaskBackend(Backend):
         try:
             self._client.register_plugin(arrival_plugin(NAME))
         except OSError as error:
-            # Dask registers with all workers at once, and does not wait for them once
-            # one of them has gone; `assign` then leaves that one out.
+            # Dask registers with all workers concurrently, and stops waiting when a
+            # worker fails; `assign` then leaves that worker out.
             logger.warning("a worker has gone while the run began: %s", error)
             self._client.run(_set_up, on_error="return")
         run = run_spec_of(
@@ -442,7 +450,7 @@ class DaskBackend(Backend):
             name: self._packed,
             **{f"{name}-{phase}": source for phase, source in carried.items()},
         }
-        # While a worker that comes later does not take it, no event is handled.
+        # Events wait during `scatter`: workers that joined later get a shorter bound.
         initial = self._initial.issuperset(replicas)
         bound = self._spec.timeouts.bound("join" if initial else "request")
         nbytes = sum(value.payload.nbytes for value in values.values())
@@ -467,7 +475,7 @@ class DaskBackend(Backend):
             )
 
     def _unassign(self, replicas: Iterable[int]) -> None:
-        """Free the places of replicas that do not start."""
+        """Cancel replicas that do not start, and free their places."""
         for replica in replicas:
             self._cancel(replica)
             self._ask(protocol.UNASSIGN, replica=replica)
@@ -489,7 +497,7 @@ class DaskBackend(Backend):
                 if time.monotonic() >= at:
                     del self._retry_at[worker]
                     self._assign_more(worker)
-            # Before asking for events: an earlier one told which worker is gone.
+            # Before the next poll: earlier events have reported the failed workers.
             self._restore_lost_parts()
             timeout_s = 0 if ended else POLL_S
             posted = self._ask(protocol.WATCH, timeout_s=timeout_s)["events"]
@@ -500,7 +508,7 @@ class DaskBackend(Backend):
                     yield event
             for replica, future in list(self._futures.items()):
                 if future.status == "cancelled":
-                    # Its worker has gone, perhaps before the task arrived there.
+                    # Its worker has left, perhaps before the task arrived there.
                     logger.info("Dask has given up the task of replica %s", replica)
                     self._cancel(replica)
                     yield ReplicaGone(replica)
@@ -512,10 +520,10 @@ class DaskBackend(Backend):
                     self._unassign([replica])
 
     def _handle(self, posted: Mapping[str, Any], event: Event | None) -> None:
-        """React to what concerns workers."""
+        """Handle events of workers, and of parts that are missing."""
         match posted:
             case {"kind": "removed", "replica": replica}:
-                # Pinned to a worker that is gone, the task would wait for ever.
+                # The task is pinned to a worker that has left: it would never run.
                 self._cancel(replica)
             case {"kind": "lost" | "retired", "replica": replica, "summary": summary}:
                 logger.warning("%s", summary)
@@ -526,7 +534,7 @@ class DaskBackend(Backend):
                 worker = self.workers[replica]
                 logger.warning("a joining replica on %s failed: %s", worker, summary)
             case {"kind": "worker", "worker": worker}:
-                found = posted.get("found")  # its versions; None: it took part before
+                found = posted.get("found")  # its versions; None if it took part before
                 wrong = "" if found is None else mismatch(found)
                 if wrong:
                     logger.warning(
@@ -539,7 +547,7 @@ class DaskBackend(Backend):
                 else:
                     self._assign_more(worker)
             case {"kind": "missing", "phase": phase, "part": part, "key": key}:
-                # `avoid` are workers that hang.
+                # `avoid` lists workers that hang.
                 self._restore(phase, part, key, posted["worker"], posted["avoid"])
             case {"kind": "over", "waiting": waiting}:
                 for replica in waiting:
@@ -549,7 +557,7 @@ class DaskBackend(Backend):
             self._warn_of_frozen(event)
 
     def _assign_more(self, worker: str) -> None:
-        """Let a worker take part that has come, or is free again."""
+        """Assign replicas to a worker that has joined or is idle again."""
         room = self._most_replicas - len(self._futures)
         if room <= 0:
             return
@@ -569,15 +577,15 @@ class DaskBackend(Backend):
                 self._retry_later(worker, error)
 
     def _retry_later(self, worker: str, error: OSError) -> None:
-        """A worker has gone again, or hangs."""
+        """Retry a worker later if it is still connected."""
         logger.warning("no replica on %s: %s", worker, error)
         if worker in self._client.nthreads():
-            # Not at once: while waiting for it no event is handled.
+            # Not at once: no event is handled while waiting for the worker.
             bound_s = self._spec.timeouts.request
             self._retry_at[worker] = time.monotonic() + bound_s
 
     def _restore_lost_parts(self) -> None:
-        """Replace parts that died with their worker, before a replica needs them."""
+        """Restore parts lost with their worker, before a replica needs them."""
         lost = [(p, *part) for p, own in self._supplies.items() for part in own.lost()]
         there = self._workers() if lost else set()
         training = sorted(there.intersection(self.workers[r] for r in self._futures))
@@ -588,12 +596,12 @@ class DaskBackend(Backend):
     def _restore(
         self, phase: str, part: int, key: str, worker: str, avoid: Iterable[str] = ()
     ) -> None:
-        """Send a part again: to the worker that needs it, else to any that takes it."""
+        """Send a part again, to the worker that needs it if possible."""
         there = self._workers().difference(avoid)
         for home in sorted(there, key=lambda one: (one != worker, one)):
             try:
                 new = self._supplies[phase].restore(part, key, [home])
-            except OSError as error:  # it has gone, or hangs
+            except OSError as error:  # the worker has left, or hangs
                 logger.info("part %s is not put on %s: %s", part, home, error)
                 continue
             self._ask(protocol.RESTORE, phase=phase, part=part, key=new)
@@ -639,7 +647,7 @@ class DaskBackend(Backend):
     @override
     def close(self) -> None:
         self._fetcher.close()
-        if not self._connected:  # Dask has given up the futures
+        if not self._connected:  # Dask has cancelled the futures
             self._futures.clear()
             return
         for replica in list(self._futures):
@@ -653,7 +661,7 @@ class DaskBackend(Backend):
             logger.warning("after %s these have not left: %s", bound, still_here)
 
     async def _say_farewell(self) -> None:
-        """The scheduler does not answer, and may still read this."""
+        """Send a close request to a scheduler that no longer responds."""
         with contextlib.suppress(OSError):
             await self._client.scheduler.daskdl_close(run=self._spec.run)
 
@@ -666,12 +674,12 @@ class DaskBackend(Backend):
         return answer
 
     def _answer(self, operation: str, **fields: Any) -> Any:
-        """Ask the scheduler, and notice at once if the connection to it is lost.
+        """Send a request to the scheduler; detect a lost connection promptly.
 
         Raises:
-            ChannelError: If the connection is lost: Dask then releases everything that
-                belongs to the client, even if it can connect again.
-            WaitTimeoutError: If the connection is there, and no answer comes.
+            ChannelError: If the connection is lost: Dask then releases all keys of the
+                client, even if the client reconnects.
+            WaitTimeoutError: If the connection is open and no response arrives.
         """
         bound = self._spec.timeouts.bound("request")
 
@@ -712,15 +720,15 @@ class DaskBackend(Backend):
 def dask_backend(
     client: Client, spec: ReplicaSpec, sources: Mapping[str, Source]
 ) -> Iterator[DaskBackend]:
-    """Choose the workers of a run, and put the data where they are.
+    """Choose the workers of a run, and place the data on them.
 
     Args:
-        client: A synchronous client.
-        spec: Of the replicas.
-        sources: By phase.
+        client: Synchronous client of the cluster.
+        spec: Specification of the replicas.
+        sources: Data by phase.
 
     Raises:
-        ModelError: If something of the user's cannot be pickled.
+        ModelError: If one of the user's objects cannot be pickled.
     """
     packed = Packed(spec, "trainer")
     most = most_replicas(sources["train"], spec)
@@ -738,6 +746,6 @@ def dask_backend(
 
 
 async def _set_up(dask_worker: Worker) -> None:
-    """Let a worker take part that Dask has not told of it yet."""
+    """Register the plugin on a worker that Dask has not reached yet."""
     if NAME not in dask_worker.plugins:
         await dask_worker.plugin_add(arrival_plugin(NAME), NAME, catch_errors=False)

@@ -1,9 +1,8 @@
 """One fit on the client, from its options to the trained model.
 
-:class:`FitRun` reads top to bottom. `prepare` does a dry run of model and data, loads
-or exports the data, and chooses the workers. `train` opens the backend, handles its
-events and collects the result. `settle_` puts the result into the model and returns
-the state that the next fit goes on from.
+:class:`FitRun` hides the order of a fit: `prepare` does a dry run, readies the data and
+chooses the workers; `train` drives the backend and collects the result; `settle_` loads
+the result into the model and returns the state for the next fit.
 """
 
 import contextlib
@@ -68,27 +67,27 @@ from daskdl.util import guarded
 
 logger = logging.getLogger(__name__)
 
-OUTBOX_BYTES = 2**20  # more would only grow old; the residual is the better queue
-INBOX_BYTES = 64 * 2**20  # of decoded entries; beyond it they are folded
-FILE_BYTES = 4 * 2**20  # of a batch file for one run: large enough to be worth a look
+OUTBOX_BYTES = 2**20  # a longer queue only goes stale; the residual is better
+INBOX_BYTES = 64 * 2**20  # decoded entries; an inbox above this size is folded
+FILE_BYTES = 4 * 2**20  # target size of an exported batch file
 
-Sources = Mapping[str, Source]  # by "train" and "validation"
+Sources = Mapping[str, Source]  # keys: "train" and "validation"
 
 
 class FitRun:
-    """One fit: `prepare`, `train` once, `settle_`.
+    """One fit: call `prepare`, then `train` once, then `settle_`.
 
     Args:
-        spec: What is asked for.
-        model: At its start; not changed.
-        state: What earlier fits of the trainer have left.
-        resume: The checkpoint to go on from, or None.
+        spec: Options of the fit.
+        model: The initial model; not changed.
+        state: State that earlier fits of the trainer left.
+        resume: The checkpoint to resume, or None.
 
     Attributes:
         history: Gets a row after each epoch.
-        classes: Names of the labels, if the data have such.
-        result: What the run ended with: the last agreed state if it ended early; None:
-            nothing, or it has not ended.
+        classes: Names of the labels, if the data name them.
+        result: The final state of the run, or the last agreed state if the run ended
+            early; None before the end, or if no state is available.
     """
 
     history: History
@@ -108,8 +107,8 @@ class FitRun:
         self._model = model
         self._state = state if resume is None else FitState(epochs=resume.epochs_before)
         self._resume = resume
-        self._assigned = False  # the replicas were told to begin
-        self._agreed_epoch: int | None = None  # of `result`, if later ones were lost
+        self._assigned = False  # the initial replicas have been submitted
+        self._agreed_epoch: int | None = None  # epoch of a fetched result
         self._failure: Exception | None = None
         self._class_count: int | None = None
         self._gone: set[int] = set()  # replicas that failed or retired
@@ -120,21 +119,21 @@ class FitRun:
     def prepare(
         self, sources: Sources, client: Client | Literal[False]
     ) -> Iterator[None]:
-        """Try everything out, and make the data and the backend ready.
+        """Do a dry run, and prepare the data and the backend.
 
         Args:
-            sources: By phase.
-            client: Of the cluster; False: replicas are threads of this process.
+            sources: Data by phase.
+            client: Client of the cluster; False: replicas are threads of this process.
 
         Raises:
-            DaskDLError: If something does not fit together. What can be seen without
-                loading data is seen before a worker is touched.
+            DaskDLError: If model, data or options do not fit together. Checks that need
+                no loaded data run before any worker is used.
         """
         spec, model = self._spec, self._model
         if client is False:
             check_device(str(spec.device))
         else:
-            PackedModel(model)  # refused here if it cannot travel
+            PackedModel(model)  # raises here if the model cannot be pickled
         known = all(is_known(source) for source in sources.values())
         accepted = self._dry_run(sources) if known else None
         if client is not False:
@@ -171,16 +170,16 @@ class FitRun:
             yield
 
     def _dry_run(self, sources: Sources) -> tuple[LabelCheck | None, EvaluationPlan]:
-        """Try model, optimizer and loss on a few rows; no worker is touched.
+        """Try model, optimizer and loss on a few rows, without any worker.
 
         Args:
-            sources: By phase; some rows of each are known.
+            sources: Data by phase, each with known first rows.
 
         Returns:
-            What labels of parts are held to, and in which epochs the model is scored.
+            The check for labels of all parts, or None, and the evaluation plan.
 
         Raises:
-            DaskDLError: Naming what does not fit together.
+            DaskDLError: If model, optimizer, loss and data do not fit together.
         """
         spec, model, train = self._spec, self._model, sources["train"]
         objective, transform = spec.objective, spec.read.transform
@@ -211,7 +210,7 @@ class FitRun:
     def _replica_spec(
         self, train: Source, labels: LabelCheck | None, evaluation: EvaluationPlan
     ) -> ReplicaSpec:
-        """What the replicas are sent."""
+        """Make the specification for the replicas."""
         spec, state, resume = self._spec, self._state, self._resume
         flat, trained = FlatParameters(copied(self._model)), state.optimizer
         spec.master.check(flat)
@@ -220,12 +219,12 @@ class FitRun:
             scheduler = spec.scheduling.of(optimizer)
             resume.check(spec.master, self._model, optimizer, scheduler)
         checkpoints = checkpoints_of(spec.callbacks, resume)
-        if checkpoints is not None:  # refused here if it cannot be written
+        if checkpoints is not None:  # raises here if the state cannot be written
             optimizer, plain = spec.optimizer_for(copied(self._model)), Plain()
             plain.encode(optimizer.state_dict(), "the state of the optimizer")
             rate = LearningRate(optimizer, spec.scheduling)
             plain.encode(rate.values(), "the state of the scheduler")
-        # Other callbacks, and a loader, may hold what cannot be pickled.
+        # Callbacks of the client and the loader may not be picklable.
         callbacks = [one for one in spec.callbacks if one.runs_on_workers]
         read = replace(spec.read, loader=None, collate_fn=None)
         return ReplicaSpec(
@@ -255,10 +254,11 @@ class FitRun:
     def train(self) -> None:
         """Train to the end.
 
+        Exceptions of callbacks, and KeyboardInterrupt, end the run and propagate
+        unchanged.
+
         Raises:
-            DaskDLError: Why it ended early; `result` is then the last agreed state.
-                Whatever a callback raises, and Ctrl-C, end it too and come out as they
-                are.
+            DaskDLError: If the run ended early; `result` is then the last agreed state.
         """
         if self._spec.master.averages:
             optimizer = self._spec.optimizer_for(self._model)
@@ -274,12 +274,12 @@ class FitRun:
             if self.result is not None:
                 self.history.steps.extend(unpack_rows(self.result.steps))
             elif self._assigned and self._resume is None:
-                # All replicas had agreed on the start.
+                # The initial model is the last state that all replicas agreed on.
                 self.result = FitResult(Parameters(), met=False)
         self._finish(self.result)
 
     def _run(self) -> None:
-        """Open the backend, follow its events to the end, and leave nothing of it."""
+        """Open the backend, handle its events to the end, and close the backend."""
         backend, callbacks = self._backend, self._spec.callbacks
         with ProgressReporter(self._sent, self.history, callbacks, self._rows) as shown:
             with contextlib.ExitStack() as ending:
@@ -298,7 +298,7 @@ class FitRun:
                 if failure is not None:
                     raise failure
             finally:
-                # Else it would hold itself, and by its frames the user's data with it.
+                # Breaks a reference cycle that keeps the user's data alive.
                 del failure
 
     def _handle_event(self, event: Event, reporter: "ProgressReporter") -> None:
@@ -320,12 +320,12 @@ class FitRun:
                 ) from error
 
     def _error_of(self, event: ReplicaFailed) -> Exception:
-        """The error that `fit` raises, with the replica's own as its cause."""
+        """Make the error that `fit` raises, with the replica's error as its cause."""
         kind: type[DaskDLError] = getattr(errors, event.type)
         if event.replica is None:
             return kind(event.summary)
         message = f"replica {event.replica} on {event.worker}: {event.summary}"
-        if self._gone:  # which may be why another one failed
+        if self._gone:  # their failure may have caused this one
             workers = self._backend.workers
             where = (f"replica {r} on {workers[r]}" for r in sorted(self._gone))
             message += f"; gone before: {', '.join(where)}"
@@ -334,16 +334,16 @@ class FitRun:
         error = kind(message)
         try:
             if event.pickled:
-                # User code: the class may be its own, or known on the worker alone.
-                with contextlib.suppress(Exception):  # its traceback says enough
+                # The class may be the user's, and importable only on the worker.
+                with contextlib.suppress(Exception):  # the message has the traceback
                     error.__cause__ = cloudpickle.loads(event.pickled)
             return error
         finally:
-            # The cause's traceback knows this frame.
+            # The cause's traceback refers to this frame: break the reference cycle.
             del error
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Collect what the replicas leave; stop them first after an exception."""
+        """Collect the result of the replicas; stop them first after an exception."""
         backend = self._backend
         try:
             if kind is not None:
@@ -351,7 +351,7 @@ class FitRun:
             self.result = backend.collect()
         finally:
             result, agreed = self.result, backend.agreed
-            # Nothing comes from replicas that had not agreed on anything, either.
+            # A result of replicas that agreed on no state has no parameters either.
             if agreed is not None and not (result and result.parameters):
                 result = result or FitResult(Parameters())
                 self.result = replace(result, parameters=agreed.parameters, met=True)
@@ -359,7 +359,7 @@ class FitRun:
             backend.close()
 
     def _explain(self, error: DaskDLError) -> None:
-        """Say what `model_` is now, and where the last checkpoint is."""
+        """Add notes: the state that `model_` has now, and the last checkpoint."""
         if self._agreed_epoch is not None:
             error.add_note(
                 f"model_ is what all replicas had agreed on at the end of epoch "
@@ -385,11 +385,11 @@ class FitRun:
             error.add_note(f"the last checkpoint, for fit(resume=...), is {where}")
 
     def _finish(self, result: FitResult) -> None:
-        """Record what the run came to, and conclude its checkpoints.
+        """Complete `history.stopping`, and conclude the checkpoints.
 
         Raises:
-            RunError: If there was something left to train on, and no replica trained.
-            SaveError: If the run has left no checkpoint where it should.
+            RunError: If no replica trained although epochs remained.
+            SaveError: If the run should have left a checkpoint and did not.
         """
         sent, history = self._sent, self.history
         rule, stopping = sent.evaluation.stopping, history.stopping
@@ -404,7 +404,7 @@ class FitRun:
                     stopping.best_epoch,
                 )
         rows = history[sent.first_epoch :]
-        # A checkpoint in the middle of an epoch may leave nothing of that epoch.
+        # After a checkpoint in mid-epoch, no rows of that epoch may remain.
         if any(row["examples"] or sent.resume is not None for row in rows):
             if sent.checkpoints is not None:
                 sent.checkpoints.conclude()
@@ -418,17 +418,17 @@ class FitRun:
     # ---- after
 
     def settle_(self, model: nn.Module) -> FitState:
-        """Put the result into the model, also if the fit ended early.
+        """Load the result into the model, also if the fit ended early.
 
         Args:
             model: Gets the parameters and buffers; changed in place.
 
         Returns:
-            What the next fit goes on from.
+            The state from which the next fit continues.
         """
         before, result, scheduling = self._state, self.result, self._spec.scheduling
         epochs = before.epochs
-        if self.history:  # with the epochs before a checkpoint
+        if self.history:  # includes the epochs before the resumed checkpoint
             epochs += self.history[-1]["epoch"] + 1
         if result is None:
             return replace(before, epochs=epochs)
@@ -441,7 +441,7 @@ class FitRun:
         elif former is not None:  # the run ended early
             optimizer.load_state_dict(former.optimizer.state_dict())
             trained.rate.load_(former.schedule(scheduling))
-        residual = before.residual  # it belongs to the start
+        residual = before.residual  # belongs to the initial model
         if result.met:
             counts_N, grid = result.parameters.residual_N, result.parameters.grid
             residual = None
@@ -455,7 +455,7 @@ class FitRun:
 def _ready(
     sources: Sources, spec: FitSpec, client: Client | Literal[False]
 ) -> Iterator[Sources]:
-    """Yield sources of which lengths and first rows are known; export if asked for."""
+    """Yield sources with known lengths and first rows, exported if requested."""
     ready = dict(sources)
     for phase, source in sources.items():
         with of_validation() if phase == "validation" else nullcontext():
@@ -477,14 +477,14 @@ def _ready(
 def callback_scope(
     callbacks: Sequence[Callback], fit: FitBegin, history: History
 ) -> Iterator[None]:
-    """Run `on_fit_begin` of all callbacks, and on the way out `on_fit_end`.
+    """Run `on_fit_begin` of all callbacks on entry, and `on_fit_end` on exit.
 
-    In reverse order, and only of callbacks whose `on_fit_begin` has returned.
+    `on_fit_end` runs in reverse order, for callbacks whose `on_fit_begin` returned.
 
     Args:
-        callbacks: All of them.
-        fit: That begins.
-        history: Of this fit.
+        callbacks: All callbacks of the fit.
+        fit: Passed to `on_fit_begin`.
+        history: The history of this fit.
     """
     with contextlib.ExitStack() as ending:
         for callback in callbacks:
@@ -500,7 +500,7 @@ def _end_callback(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """Run `on_fit_end`; what it raises must not hide an error that is under way."""
+    """Run `on_fit_end`; its exception becomes a note of an error in progress."""
     if error is None:
         callback.on_fit_end(FitEnd(history, None))
         return
@@ -514,13 +514,13 @@ def _end_callback(
 
 
 class ProgressReporter:
-    """Turns events into rows of a history, and shows a bar.
+    """Turns events into rows of a history, and shows a progress bar.
 
     Args:
-        spec: Of the replicas.
-        history: Gets a row after each epoch, and in the end what early stopping did.
+        spec: Specification of the replicas.
+        history: Gets a row after each epoch, and `stopping` at the end.
         callbacks: Their `on_epoch_end` is called with the row.
-        examples: Of one epoch, for the bar; None: unknown.
+        examples: Number of examples in one epoch; None: unknown.
     """
 
     def __init__(
@@ -570,7 +570,7 @@ class ProgressReporter:
             )
 
     def show(self, event: StepProgress) -> None:
-        """Move the bar."""
+        """Advance the progress bar."""
         self._bar.update(event.examples)
         self._bar.set_postfix(epoch=event.epoch, loss=f"{event.loss:.4f}")
 
@@ -589,20 +589,20 @@ class ProgressReporter:
             callback.on_epoch_end(row)
 
 
-# Optimizers that divide by a root of squared gradients have one of these in a group.
+# Optimizers that divide by the root of squared gradients have one of these options.
 ADAPTIVE = ("betas", "beta2_decay", "centered", "rho", "lr_decay")
 
 
 def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
-    """Warn where several replicas may learn slower than one with as large a batch.
+    """Warn if replicas with an Adam-like optimizer may learn slower than one process.
 
-    Adam and its like divide by the noise of the gradients. That of a replica's own
-    batches is larger than that of all batches together, by up to the root of their
-    number.
+    Adam-like optimizers scale steps by the inverse of the gradient noise. The noise in
+    one replica's batch exceeds that in all replicas' batches together by a factor of up
+    to the square root of the number of replicas.
 
     Args:
-        optimizer: As each replica has one.
-        replicas: Of whose updates the mean counts.
+        optimizer: An optimizer like those of the replicas.
+        replicas: Number of replicas whose updates are averaged.
 
     Example:
         >>> import torch
@@ -627,19 +627,19 @@ def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
     )
 
 
-# A threshold that fits sends a hundredth or less. Where half of all entries reach it,
-# it is far below what the parameters move by.
+# A suitable threshold sends 1 % of the entries or less. A threshold that half of the
+# entries reach is far smaller than the parameter updates.
 DENSE = 0.5
 
 
 def hint_at_small_threshold(last: Row) -> None:
-    """Say in the log how to begin, if the last epoch was sent in too small quanta.
+    """Log a hint if the quanta of the last epoch were too small.
 
-    What an entry is behind by more than some quanta, residual clipping drops: then a
-    fit learns little, and its loss does not tell why.
+    Residual clipping then drops the excess of each residual over a few quanta: the fit
+    learns little, and its loss does not show why.
 
     Args:
-        last: Row of the history.
+        last: Last row of the history.
     """
     if last["density"] >= DENSE and last["clipped"] > 0:
         logger.warning(

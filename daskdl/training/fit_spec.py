@@ -1,7 +1,7 @@
-"""What a fit is asked for, and what each of its replicas is sent.
+"""The specifications of a fit and of its replicas.
 
-A :class:`FitSpec` holds the options of one fit, checked before anything starts. A
-:class:`ReplicaSpec` adds what the client finds when it prepares the fit.
+A :class:`FitSpec` holds the options of one fit, checked before the fit starts. A
+:class:`ReplicaSpec` adds the values that the client determines during preparation.
 """
 
 import math
@@ -40,35 +40,37 @@ from daskdl.training.data_feed import Reading
 from daskdl.training.epoch_control import EvaluationPlan, Scheduling
 from daskdl.training.optimizer_step import Stepping
 
-SEED_BELOW = 2**63  # with a replica's number added it still fits torch's 64 bits
+SEED_BELOW = 2**63  # seed + replica number must fit torch's 64 bits
 
 
 @dataclass(frozen=True)
 class FitSpec:
-    """All options of one fit; wrong ones are refused here.
+    """All options of one fit, validated.
 
     Attributes:
         objective: The loss, or the user's own step.
         optimizer: Makes an optimizer from parameters.
-        master: The way of training.
-        stepping: How an optimizer step is made.
-        scheduling: How the learning rate changes.
+        master: The training master.
+        stepping: Options of an optimizer step.
+        scheduling: Options of the learning rate schedule.
         device: ``"auto"`` or a torch device.
-        seed: Of the model's start, of shuffling and of torch's generators.
-        callbacks: Run on workers or on the client.
+        seed: Seed for model initialisation, shuffling and torch's generators.
+        callbacks: Callbacks that run on workers or on the client.
         progress: Whether to show a bar; None: if standard error is a terminal.
-        telemetry_every: Steps of a replica from one row of `history.steps` to the next;
-            ``"auto"``, or None for no rows.
-        max_loss_rise: How far above its first value the loss may stay; None: any.
-        read: How the data are read.
-        epochs: How many times to go through them.
-        shuffle: Whether in a new order each time.
-        drop_last: Whether batches of fewer rows are left out.
-        prefetch: Parts with rows of so many batches are loaded ahead.
-        approach: Whether batch files are written first.
+        telemetry_every: Steps of a replica per row of `history.steps`; ``"auto"``, or
+            None for no rows.
+        max_loss_rise: Largest lasting rise of a replica's loss above its first loss,
+            in multiples of ``max(1, |first|)``; None: no limit.
+        read: Options for reading the data.
+        epochs: Number of passes over the data.
+        shuffle: Whether each epoch has a new random order.
+        drop_last: Whether incomplete batches are left out.
+        prefetch: Number of batches to load ahead, rounded up to whole parts.
+        approach: ``"direct"``, or ``"export"`` to write batch files first.
 
     Raises:
-        OptionError: Naming the option, what was given and what is allowed.
+        OptionError: If an option is out of range; the message has the value given and
+            the allowed values.
     """
 
     objective: Objective
@@ -126,19 +128,19 @@ class FitSpec:
         return self.optimizer(trainable(model))
 
     def sources(self, X: Any, y: Any, validation: Any) -> dict[str, Source]:
-        """Recognise the user's data; no worker is touched.
+        """Make sources from the user's data, without any worker.
 
         Args:
             X: Inputs, or inputs and labels together.
             y: Labels, or None.
-            validation: Both, or None.
+            validation: Validation inputs and labels, or None.
 
         Returns:
-            By phase, ``"train"`` and, if there is any, ``"validation"``.
+            Sources by phase: ``"train"`` and, with validation data, ``"validation"``.
 
         Raises:
-            DataError: If it is of no kind that can be trained on.
-            OptionError: If a callback needs validation data, and there are none.
+            DataError: If the type of the data is not supported.
+            OptionError: If a callback needs validation data and none are given.
         """
         EvaluationPlan.of(self.callbacks, self.epochs, validates=validation is not None)
         labelled = not isinstance(self.objective, OwnStep)
@@ -164,7 +166,7 @@ def _check_callbacks(callbacks: Any) -> None:
 
 
 def _check_device(device: Any) -> None:
-    # No bare number: what torch makes of it depends on the machine.
+    # No bare number: its meaning in torch depends on the machine.
     if not isinstance(device, str | torch.device):
         raise OptionError(f"device must be 'auto' or a torch device, got {device!r}")
     try:
@@ -176,35 +178,36 @@ def _check_device(device: Any) -> None:
         ) from error
 
 
-# Small files on a far store come sooner several at a time; a replica has one core.
+# Concurrent loading of small remote files hides latency; a replica has one core.
 MOST_LOAD_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicaSpec(FitSpec):
-    """What each replica of a run is sent, the same for all: a fit, prepared.
+    """The specification of a prepared fit, identical for all replicas of a run.
 
-    `callbacks` are those that run on workers, and `read` has no loader.
+    `callbacks` holds only the callbacks that run on workers; `read` has neither loader
+    nor collate function.
 
     Attributes:
         run: Identity of the run.
-        model: At its start, on the CPU.
-        optimizer_state: A state dict to begin with, or None.
-        schedule: State of the scheduler after earlier fits; empty: at its start.
+        model: The initial model, on the CPU.
+        optimizer_state: Initial state dict of the optimizer, or None.
+        schedule: State of the scheduler after earlier fits; empty: its initial state.
         compression: State of thresholds that an earlier fit left, or None.
-        residual: What the replicas of an earlier fit have not sent, or None.
+        residual: Unsent residuals of an earlier fit, or None.
         epochs_before: Epochs of earlier fits of the same trainer.
-        rows: Two rows of X and y, to warm up with.
-        evaluation: In which epochs the agreed model is scored, and when the fit ends
-            early.
-        labels: What labels of parts are held to; None: they are not looked at.
-        left_out: Examples that were found to be bad before, and are in no part.
-        size: Trainable parameters of the model.
-        grid: Of the run at its start, parameter units.
-        outbox_bytes: Bound of what waits to be sent.
-        inbox_bytes: Bound of what waits to be applied.
+        rows: Two rows of X and y for the warm-up.
+        evaluation: Epochs in which the agreed model is scored, and the rule for early
+            stopping.
+        labels: Check for the labels of each part; None: labels are not checked.
+        left_out: Number of unreadable examples excluded before the run.
+        size: Number of trainable parameters of the model.
+        grid: Initial grid of the run, parameter units.
+        outbox_bytes: Bound of the queued outgoing updates.
+        inbox_bytes: Bound of the pending updates.
         timeouts: Bounds on waiting.
-        checkpoints: How they are written; None: they are not.
+        checkpoints: Plan for writing checkpoints; None: the run writes none.
         resume: The checkpoint that the run resumes; None: it starts from `model`.
     """
 
@@ -234,7 +237,7 @@ class ReplicaSpec(FitSpec):
 
     @property
     def load_threads(self) -> int:
-        """Parts that a replica loads at the same time."""
+        """Number of parts that a replica loads concurrently."""
         return min(max(self.prefetch, 1), MOST_LOAD_THREADS)
 
     @property
@@ -243,11 +246,11 @@ class ReplicaSpec(FitSpec):
         return self.read.batch_size * self.stepping.accumulate
 
     def reading(self, phase: str, epoch: int) -> Reading:
-        """How the parts of a phase are read.
+        """Return the options for reading the parts of a phase.
 
         Args:
             phase: ``"train"`` or ``"validation"``.
-            epoch: Counted from 0.
+            epoch: Epoch of this fit, counted from 0.
         """
         trains = phase == "train"
         shuffled = trains and self.shuffle
@@ -262,10 +265,10 @@ class ReplicaSpec(FitSpec):
         )
 
     def spec(self, replica: int, routing: str = "plain") -> ChannelSpec:
-        """What the channel of a replica needs.
+        """Return the specification of a replica's channel.
 
         Args:
-            replica: Its number.
+            replica: Number of the replica.
             routing: ``"plain"`` or ``"mesh"``.
         """
         injected = [c for c in self.callbacks if isinstance(c, FailureInjection)]

@@ -1,6 +1,7 @@
-"""What the fits of a trainer leave to the next one, and the model of the first.
+"""The state that a trainer carries from fit to fit, and its initial model.
 
-A :class:`FitState` is all that goes on from fit to fit beside the model.
+A :class:`FitState` holds this state: optimizer, schedule, thresholds and residuals. It
+decides which parts still apply when the user changes options between fits.
 """
 
 import logging
@@ -22,7 +23,7 @@ from daskdl.training.epoch_control import LearningRate, Scheduling
 
 logger = logging.getLogger(__name__)
 
-# Options of torch's optimizers that change how a step is made, and not the state.
+# Options of torch's optimizers that change the step computation, not the state.
 STATELESS = frozenset(
     {
         "capturable",
@@ -36,14 +37,14 @@ STATELESS = frozenset(
 
 
 class TrainedOptimizer(NamedTuple):
-    """An optimizer with the state that a fit gave it, and its learning rate schedule.
+    """An optimizer after a fit, with its state and learning rate schedule.
 
     Attributes:
-        optimizer: With state.
+        optimizer: The optimizer, with state.
         rate: Its learning rate.
-        scheduling: How the rate changes.
+        scheduling: Options of the schedule.
         made: Hyperparameters of each group as the trainer's function set them.
-        parameters: The parameters of each group, as `parameters_of` names them.
+        parameters: The parameters of each group, from `parameters_of`.
     """
 
     optimizer: Optimizer
@@ -56,26 +57,26 @@ class TrainedOptimizer(NamedTuple):
     def new(
         cls, optimizer: Optimizer, scheduling: Scheduling, model: nn.Module
     ) -> Self:
-        """Describe an optimizer over a model's parameters that was just made."""
+        """Wrap a new optimizer over a model's parameters."""
         made = hyperparameters(optimizer)  # before a scheduler changes the rate
         rate = LearningRate(optimizer, scheduling)
         return cls(optimizer, rate, scheduling, made, parameters_of(optimizer, model))
 
     def schedule(self, scheduling: Scheduling) -> bytes:
-        """The state of the scheduler; empty if the next fit has another one."""
+        """Return the scheduler's state; empty if the next fit has other scheduling."""
         return self.rate.state() if scheduling == self.scheduling else b""
 
     def continued(
         self, optimizer: Optimizer, scheduling: Scheduling, model: nn.Module
     ) -> "TrainedOptimizer | None":
-        """Carry the state over to the next fit; None: its optimizer begins anew.
+        """Carry the state over to the next fit; None if the state does not apply.
 
-        The state stays; hyperparameters that the user has changed take effect.
+        The state is kept; hyperparameters that the user has changed take effect.
 
         Args:
-            optimizer: Just made for the next fit, over the model's parameters.
-            scheduling: Of the next fit.
-            model: The next fit starts from it.
+            optimizer: A new optimizer of the next fit, over the model's parameters.
+            scheduling: Scheduling of the next fit.
+            model: Initial model of the next fit.
         """
         if type(optimizer) is not type(self.optimizer):
             _log_anew(f"optimizer makes a {type(optimizer).__name__} now")
@@ -105,7 +106,7 @@ class TrainedOptimizer(NamedTuple):
                 )
             position = None
             for group, new in zip(state["param_groups"], made, strict=True):
-                group.pop("initial_lr", None)  # or a scheduler would start from it
+                group.pop("initial_lr", None)  # a new scheduler would start from it
                 group["lr"] = new["lr"]
         if position is None:
             optimizer.load_state_dict(state)
@@ -119,14 +120,14 @@ class TrainedOptimizer(NamedTuple):
 
 @dataclass(frozen=True)
 class FitState:
-    """What the fits of a trainer so far leave to the next one, beside the model.
+    """The state that the fits of a trainer leave to the next one, beside the model.
 
     Attributes:
-        optimizer: Of the last fit, or None.
-        compression: State of thresholds after the last fit that had any.
-        epochs: Of all fits.
-        class_count: Of the labels of the last fit, if they are classes; else None.
-        residual: What the replicas of the last fit have not sent; None: nothing.
+        optimizer: Optimizer of the last fit, or None.
+        compression: State of thresholds after the last fit that used any.
+        epochs: Number of epochs of all fits.
+        class_count: Number of classes in the last fit; None without class labels.
+        residual: Unsent residuals of the last fit; None: there are none.
     """
 
     optimizer: TrainedOptimizer | None = None
@@ -138,12 +139,12 @@ class FitState:
     def continued(
         self, model: nn.Module, optimizer: Optimizer, scheduling: Scheduling
     ) -> "FitState":
-        """Drop, with a line in the log, what does not fit the next fit.
+        """Drop state that does not apply to the next fit, with a log message.
 
         Args:
-            model: The next fit starts from it; not changed.
-            optimizer: Just made for it.
-            scheduling: Of its learning rate.
+            model: Initial model of the next fit; not changed.
+            optimizer: A new optimizer for this model.
+            scheduling: Scheduling of the next fit.
         """
         trained = self.optimizer
         if trained is not None:
@@ -160,7 +161,7 @@ class FitState:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return what each group has beside its parameters."""
+    """Return the options of each parameter group, without its parameters."""
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -168,7 +169,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def parameters_of(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Name, dtype and shape of the parameters of each group.
+    """Return name, dtype and shape of the parameters of each group.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -187,9 +188,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _needs_other_state(changed: dict[str, Any], old: dict[str, Any]) -> bool:
-    """Whether the state may lack something now, or have too much.
+    """Whether the changed options may need another set of state tensors.
 
-    A momentum that was zero needs a buffer, and so does an option that was off.
+    Momentum that becomes nonzero needs a buffer; boolean options may need one, too.
     """
     return any(
         bool(new) != bool(old.get(name))
@@ -203,14 +204,15 @@ def _log_anew(why: str) -> None:
 
 
 def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Copy the user's module, or make it; a Keras model becomes a module of torch.
+    """Copy the user's module or create it; a Keras model becomes a torch module.
 
     Args:
-        model: Not changed.
-        seed: For the generators of torch and Python, which are left as they were.
+        model: A module, which is not changed, or a function that returns one.
+        seed: Seeds torch's and Python's generators while the function runs; their
+            state is restored afterwards.
 
     Raises:
-        ModelError: If it is no module, or cannot be copied.
+        ModelError: If the model is not a module, or cannot be copied.
     """
     model = as_module(model)
     if isinstance(model, nn.Module) or not callable(model):
@@ -221,7 +223,7 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
     def seeded() -> Any:
         with random_state_left_alone():
             torch.manual_seed(seed)
-            random.seed(seed)  # from it Keras draws a seed for each initialiser
+            random.seed(seed)  # Keras draws the seeds of initialisers from it
             return as_module(function())
 
     return made(seeded)

@@ -1,4 +1,8 @@
-"""Replicas as threads of this process."""
+"""Replicas as threads of this process.
+
+:class:`LocalBackend` needs neither Dask nor a scheduler. The number of replicas is
+fixed: no replica can join later.
+"""
 
 import concurrent.futures
 import functools
@@ -36,18 +40,18 @@ from daskdl.util import settle
 
 logger = logging.getLogger(__name__)
 
-HERE = "this machine"  # where replicas are, in messages
+HERE = "this machine"  # location of the replicas in messages
 
 
 def replicas_here(master: TrainingMaster, most: int) -> int:
-    """Choose how many replicas this process gets.
+    """Choose the number of replicas in this process.
 
     Args:
-        master: Says how many it wants.
-        most: See `most_replicas`.
+        master: Gives `replicas_per_worker` and `min_replicas`.
+        most: Largest number of replicas, see `most_replicas`.
 
     Raises:
-        OptionError: If that is fewer than `min_replicas`: none can join later.
+        OptionError: If the number is below `min_replicas`; no replica can join later.
     """
     each = master.replicas_per_worker
     wanted = max(1, torch.cuda.device_count()) if each == "auto" else int(each)
@@ -62,15 +66,15 @@ def replicas_here(master: TrainingMaster, most: int) -> int:
 
 
 class LocalBackend(Backend):
-    """Threads of this process, one for each replica.
+    """Runs each replica in a thread of this process.
 
     Args:
-        spec: Of the replicas.
-        sources: Data of each phase.
+        spec: Specification of the replicas.
+        sources: Data by phase.
 
     Raises:
-        ModelError: If something of the user's can neither be pickled nor copied.
-        OptionError: If there can be fewer replicas than `min_replicas`.
+        ModelError: If one of the user's objects can neither be pickled nor copied.
+        OptionError: If the number of replicas is below `min_replicas`.
     """
 
     def __init__(self, spec: ReplicaSpec, sources: Mapping[str, Source]) -> None:
@@ -82,14 +86,14 @@ class LocalBackend(Backend):
         self._sources = {
             phase: sharded(own, replicas) for phase, own in sources.items()
         }
-        # Whoever fills a queue of the relay empties it: nothing waits there.
+        # The thread that fills a relay queue also empties it: no bound is needed.
         self._run = LocalRun(run_spec_of(spec, self.workers, self._sources))
         self._results: dict[int, concurrent.futures.Future[FitResult]] = {}
         self._threads: list[threading.Thread] = []
 
     @override
     def open(self) -> None:
-        pass  # the run is there
+        pass  # the constructor has opened the run
 
     @override
     def assign(self) -> None:
@@ -100,7 +104,7 @@ class LocalBackend(Backend):
                 target=self._end_with_result,
                 args=(replica, threads),
                 name=f"daskdl-replica-{replica}",
-                # One that hangs in the user's code must not keep Python from ending.
+                # A thread that hangs in user code must not block interpreter exit.
                 daemon=True,
             )
             self._threads.append(thread)

@@ -1,6 +1,6 @@
-"""How large a residual may be after an exchange. One small class per rule.
+"""Rules that bound the residual after an exchange, one small class per rule.
 
-No tensors: a rule returns a bound, the kernels clip.
+A rule returns a bound, and the kernels clip. No tensors are used here.
 """
 
 import math
@@ -13,18 +13,17 @@ from daskdl.errors import OptionError
 
 
 class ResidualPostProcessor(ABC):
-    """Choose how large a residual may be after an exchange.
+    """Bounds the residual after an exchange.
 
     Implementations are frozen and stateless: the compressor counts exchanges.
     """
 
     @abstractmethod
     def bound(self, exchange: int, threshold: float) -> float:
-        """Return the largest ``|residual|`` that is carried over.
+        """Return the largest ``|residual|`` to carry over.
 
-        As it is at least ``threshold``, only positions that were just sent can exceed
-        it (all others are below the threshold), so the compressor clips exactly the
-        entries it has sent.
+        As the bound is at least ``threshold``, only positions that were just sent can
+        exceed it, so the compressor clips only the entries it has sent.
 
         Args:
             exchange: Exchanges of this replica before this one, from 0.
@@ -37,14 +36,14 @@ class ResidualPostProcessor(ABC):
 
 @dataclass(frozen=True)
 class ResidualClipping(ResidualPostProcessor):
-    """Cut the residual to a multiple of the threshold every few exchanges.
+    """Clips the residual to a multiple of the threshold every few exchanges.
 
-    A residual of many quanta takes many exchanges to drain, and is stale by the time it
-    arrives. The removed mass is lost; the history counts it as ``clipped``.
+    A residual of many quanta takes many exchanges to drain, and is stale when it
+    arrives. Clipped mass is discarded; the history counts it as ``clipped``.
 
     Args:
         multiple: Bound in thresholds, finite, >= 1.
-        frequency: Exchanges between cuts, >= 1; the first exchange never cuts.
+        frequency: Exchanges between clippings, >= 1; the first exchange never clips.
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -55,8 +54,8 @@ class ResidualClipping(ResidualPostProcessor):
         [inf, inf, 2.5, inf]
 
     Source:
-        Deeplearning4j, ResidualClippingPostProcessor.java (2021). There an exchange
-        that sends nothing is skipped; here it has nothing to clip.
+        Deeplearning4j, ResidualClippingPostProcessor.java (2021). Deeplearning4j skips
+        an exchange without entries; here such an exchange clips no residual.
     """
 
     multiple: float = 5.0
@@ -81,7 +80,7 @@ class ResidualClipping(ResidualPostProcessor):
 
 @dataclass(frozen=True)
 class KeepResidual(ResidualPostProcessor):
-    """Carry the whole residual over.
+    """Carries the whole residual over.
 
     Example:
         >>> KeepResidual().bound(exchange=5, threshold=0.5)

@@ -1,13 +1,13 @@
-"""Models, losses and optimizers as bytes, for the way through Dask.
+"""Models, losses and optimizers as bytes, for transport through Dask.
 
 Dask serialises a module attribute by attribute, which unties tied weights, and it
-cannot serialise every tensor. So they travel as the bytes of ``torch.save`` with
-cloudpickle: a storage is written once however many tensors view it, lambdas and
-classes of a notebook are included, and tensors of an accelerator arrive on the CPU.
+cannot serialise every tensor. This module uses ``torch.save`` with cloudpickle instead:
+each storage is written once, lambdas and classes of a notebook are included, and
+tensors of an accelerator arrive on the CPU.
 
-A module that cannot be pickled, and that a function has made, travels as this function
-and its state: the function is called again on arrival. A module with parametrizations
-that no function has made is parametrized again on arrival.
+A module that cannot be pickled but was made by a function travels as the function and
+the module's state; the function is called again on arrival. Other modules with
+parametrizations are parametrized again on arrival.
 """
 
 import copy
@@ -31,7 +31,7 @@ from daskdl.errors import ModelError
 T = TypeVar("T")
 
 _PLAIN = (bool, int, float, str)
-# What pickling something unpicklable raises, depending on who notices first.
+# Exceptions that pickling an unpicklable value may raise.
 _PICKLING_ERRORS = (
     pickle.PicklingError,
     TypeError,
@@ -43,7 +43,7 @@ _PICKLING_ERRORS = (
 
 
 class _Kept:
-    """A value that stays in this process: it is pickled as a reference to it."""
+    """A value that stays in this process: it is pickled as a reference."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -62,14 +62,14 @@ def _look_up(number: int) -> _Kept:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, for modules with parametrizations too.
+    """cloudpickle's pickler, which also supports modules with parametrizations.
 
-    Torch gives each of these a class of its own, which cannot be pickled. The module of
-    the class before is written instead, and gets such a class again on arrival.
+    Torch gives each such module its own class, which cannot be pickled. The module is
+    written with its original class, and parametrized again on arrival.
     """
 
-    remakes = False  # write a module that a function has made as this function
-    kept: list[_Kept] | None = None  # the bytes stay in this process, as long as these
+    remakes = False  # write a module that a function has made as the function
+    kept: list[_Kept] | None = None  # referenced values, if the bytes stay here
 
     @override
     def reducer_override(self, obj: Any) -> Any:
@@ -79,7 +79,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if function is not None and self.kept is not None:
             return _remade, (self._keep(function), _state_of(obj))
         if function is not None:
-            # By itself: a module that it refers to is not made by it once more.
+            # In a separate pickle that writes modules in full: the function may refer
+            # to the module that it made.
             written = io.BytesIO()
             _Pickler(written).dump(function)
             return _remade, (written.getvalue(), _state_of(obj))
@@ -87,7 +88,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _copied, (self._keep(copy.deepcopy(obj).cpu()),)
         if parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
-            # Before Python 3.11 a class has none unless it defines one.
+            # Before Python 3.11, object has no __getstate__.
             state: Callable[[Any], Any] = getattr(kind, "__getstate__", vars)
             return _bare, (kind,), state(obj), None, None, _parametrize_
         return super().reducer_override(obj)
@@ -103,14 +104,14 @@ class _RemakingPickler(_Pickler):
 
 
 class _PartState(NamedTuple):
-    """What may have changed of a submodule since it was made."""
+    """State of a submodule that may have changed since the submodule was made."""
 
-    kind: str  # its class
+    kind: str  # name of its class
     parameters: dict[str, Tensor | None]
     trained: list[str]  # parameters that are not frozen
     buffers: dict[str, Tensor | None]
     plain: dict[str, Any]  # attributes that are numbers or text
-    extra: list[Any]  # what `get_extra_state` returned, if the class has its own
+    extra: list[Any]  # result of `get_extra_state`, if the class defines it
 
 
 def _copied(kept: _Kept) -> Any:
@@ -123,7 +124,7 @@ def _bare(kind: type[nn.Module]) -> nn.Module:
 
 def _parametrize_(module: nn.Module, state: dict[str, Any]) -> None:
     module.__setstate__(state)  # type: ignore[no-untyped-call]
-    # As torch registers a parametrization, without computing its inverse once more.
+    # As torch registers a parametrization, without computing the inverse again.
     parametrize._inject_new_class(module)
     assert isinstance(module.parametrizations, nn.ModuleDict)
     for name in module.parametrizations:
@@ -132,13 +133,13 @@ def _parametrize_(module: nn.Module, state: dict[str, Any]) -> None:
 
 # ---- modules that a function has made
 
-MAKER = "_daskdl_maker"  # the attribute of such a module that holds the function
-# All submodules of those of this process. No two may have one in common.
+MAKER = "_daskdl_maker"  # attribute of the module that holds the function
+# All submodules of made modules in this process. No two made modules may share one.
 _parts_made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Maker:
-    """The function that made a module; copies of the module do not have it."""
+    """The function that made a module; copies of the module do not keep it."""
 
     def __init__(self, function: Callable[[], nn.Module]) -> None:
         self.function = function
@@ -149,10 +150,11 @@ class _Maker:
 
 
 def made(function: Callable[[], nn.Module]) -> nn.Module:
-    """Call a function that makes a module, which is called again for copies of it.
+    """Make a module with a function that is called again for copies of the module.
 
     Args:
-        function: Leaves the random states alone. What it returns may be no module.
+        function: Must not change random states. May return another value than a module,
+            which is then returned as it is.
 
     Example:
         >>> class Locked(nn.Linear):
@@ -180,7 +182,7 @@ def _maker_of(value: Any) -> Callable[[], nn.Module] | None:
 
 
 def _remade(reference: bytes | _Kept, state: Mapping[str, _PartState]) -> nn.Module:
-    """Call a function that made a module again, and load the state of that module."""
+    """Make a module again with its function, and load the original's state."""
     function: Callable[[], nn.Module] = (
         reference.value if isinstance(reference, _Kept) else pickle.loads(reference)
     )
@@ -234,7 +236,7 @@ def _state_of(module: nn.Module) -> dict[str, _PartState]:
 
 
 def _layout(states: Mapping[str, _PartState]) -> dict[str, str]:
-    """Describe what a copy must have, by path: modules, parameters and buffers."""
+    """Describe the modules, parameters and buffers that a copy must have, by path."""
     found = {}
     for path, state in states.items():
         found[path] = f"a {state.kind}"
@@ -253,16 +255,16 @@ def _layout(states: Mapping[str, _PartState]) -> dict[str, str]:
 
 
 class Packed(Generic[T]):
-    """A value as bytes; pickles and travels as these bytes only.
+    """A value as bytes, which are pickled instead of the value.
 
     Args:
-        content: What to pack; read only, may be anything that cloudpickle can write.
-        argument: Its name in the user's call, for messages.
-        here: It stays in this process: a module in it need not be pickled if it was
-            made by a function or can be copied.
+        content: Value to pack, not changed; any value that cloudpickle can write.
+        argument: Name of the value in the user's call, for messages.
+        here: The pack stays in this process, so modules that cannot be pickled are
+            allowed if they were made by a function or can be copied.
 
     Raises:
-        ModelError: If it cannot be pickled; the message names the attribute.
+        ModelError: If the value cannot be pickled; the message names the attribute.
 
     Example:
         >>> packed = Packed(lambda x: x + 1, "loss")
@@ -271,10 +273,10 @@ class Packed(Generic[T]):
     """
 
     argument: str
-    payload: np.ndarray  # uint8: an array crosses Dask without being copied
+    payload: np.ndarray  # uint8; Dask transfers arrays without a copy
     _content: T | None
     _lock: threading.Lock
-    _kept: list[_Kept]  # what the payload refers to; empty: it may travel
+    _kept: list[_Kept]  # values that the payload refers to; empty: it may be pickled
 
     def __init__(self, content: T, argument: str, *, here: bool = False) -> None:
         self.argument = argument
@@ -285,16 +287,16 @@ class Packed(Generic[T]):
 
     @classmethod
     def of(cls, payload: np.ndarray, argument: str) -> Self:
-        """Return a pack with the bytes of another one."""
+        """Return a pack with the bytes of another pack."""
         packed = cls.__new__(cls)
         packed.__setstate__({"argument": argument, "payload": payload})
         return packed
 
     def unpack(self) -> T:
-        """Return a new copy at each call, the caller's own, on the CPU.
+        """Return a new copy on the CPU at each call.
 
         Raises:
-            ModelError: If a module it needs is missing in this process.
+            ModelError: If a Python module that the value needs cannot be imported.
         """
         try:
             content: T = torch.load(
@@ -309,13 +311,13 @@ class Packed(Generic[T]):
         return content
 
     def shared(self, prepare: Callable[[T], T] | None = None) -> T:
-        """Return the one copy of this process, unpacked at the first call.
+        """Return one copy for all calls, unpacked at the first call.
 
-        Threads share it, so it must not be changed; :meth:`unpack` returns a copy to
-        train.
+        Threads share the copy, so it must not be changed; :meth:`unpack` returns a copy
+        to train.
 
         Args:
-            prepare: Called with the copy, before it is shared, at the first call only.
+            prepare: Called with the copy at the first call; returns the copy to share.
         """
         with self._lock:
             if self._content is None:
@@ -324,9 +326,9 @@ class Packed(Generic[T]):
             return self._content
 
     def opened(self, prepare: Callable[[T], T] | None = None) -> T:
-        """Return the same as `shared`, and free the bytes: it travels no further.
+        """Return the same as `shared` and free the bytes; pickling then fails.
 
-        Thus a process has one copy of a model that arrived packed.
+        Thus the process holds only one copy of the value.
         """
         content = self.shared(prepare)
         with self._lock:
@@ -380,8 +382,8 @@ class PackedModel(Packed[nn.Module]):
     ) -> nn.Module:
         """Return this thread's module, whose tensors all threads of the process share.
 
-        Forward passes may set attributes and read them later: threads that shared one
-        module would read those of each other.
+        Forward passes may set attributes and read them later, so threads must not share
+        one module.
 
         Args:
             prepare: See `shared`.
@@ -398,16 +400,16 @@ class PackedModel(Packed[nn.Module]):
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a copy on the CPU, as replicas get one, for this process only.
+    """Return a copy on the CPU, made as for replicas but within this process.
 
     Raises:
-        ModelError: If it can be neither pickled, nor made again, nor copied.
+        ModelError: If the module can be neither pickled, nor made again, nor copied.
     """
     return PackedModel(module, here=True).unpack()
 
 
 def _with_same_tensors(module: nn.Module) -> nn.Module:
-    """Return a copy that shares parameters and buffers."""
+    """Return a copy of a module that shares its parameters and buffers."""
     if _maker_of(module) is None:
         tensors = [*module.parameters(), *module.buffers()]
         return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
@@ -419,12 +421,13 @@ def _with_same_tensors(module: nn.Module) -> nn.Module:
 
 
 def _packed(content: Any, argument: str, kept: list[_Kept] | None) -> bytes:
-    """Write it in the first way that works.
+    """Write a value with the first pickler that works.
 
     Args:
-        content: What to write.
-        argument: Its name.
-        kept: Gets what the bytes refer to if they stay in this process; else None.
+        content: Value to write.
+        argument: Name of the value, for messages.
+        kept: Receives the values that the bytes refer to, if the bytes stay in this
+            process; else None.
     """
     errors: list[Exception] = []
     ways: list[type[Any]] = [_Pickler, _RemakingPickler]
@@ -434,7 +437,7 @@ def _packed(content: Any, argument: str, kept: list[_Kept] | None) -> bytes:
         buffer = io.BytesIO()
         module = types.SimpleNamespace(Pickler=pickler, __name__=__name__)
         try:
-            # Protocol 5: cloudpickle writes nested classes only from protocol 4 on.
+            # Protocol 5: cloudpickle needs at least 4 to write nested classes.
             torch.save(content, buffer, pickle_module=module, pickle_protocol=5)
         except _PICKLING_ERRORS as error:
             errors.append(error)
@@ -444,7 +447,7 @@ def _packed(content: Any, argument: str, kept: list[_Kept] | None) -> bytes:
 
 
 def _refusal(content: Any, argument: str, here: bool) -> ModelError:
-    """Return an error that names what cannot be pickled, and why."""
+    """Return an error that names the unpicklable attribute and the reason."""
     function = _maker_of(content) or _maker_of(getattr(content, "model", None))
     pickler = _RemakingPickler if function is None else _Pickler
     blamed = next(_unpicklable(content, argument, pickler), None) or argument
@@ -479,7 +482,7 @@ def _unpicklable(
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
-        # As the user writes them: submodules are attributes, not dictionary items.
+        # Submodules by the names that the user writes, not as items of a dictionary.
         for name, child in value.named_children():
             yield f".{name}", child
     if isinstance(value, dict):

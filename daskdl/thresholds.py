@@ -1,9 +1,9 @@
-"""How large a residual must be before it is sent: one small class per algorithm.
+"""Algorithms that choose the threshold of each exchange, one small class each.
 
 An algorithm gets the outcome of the last exchange (threshold, density) and can read the
-residual, which most do once, for the first threshold. :class:`LinkThreshold` follows
+residual, which most do only for the first threshold. :class:`LinkThreshold` follows
 measurements of the replica's outgoing link, and a mapping from patterns of parameter
-names gives each parameter group an algorithm of its own.
+names gives each parameter group its own algorithm.
 """
 
 import math
@@ -21,42 +21,42 @@ from typing_extensions import override
 from daskdl.codec import dense8
 from daskdl.errors import OptionError
 
-# Outcomes that are combined. Their median tolerates two outliers, and follows a change
-# after three.
+# Number of measurements in a median, which tolerates two outliers and follows a change
+# after three measurements.
 WINDOW = 5
-HEADER_BYTES = 64  # of every frame
-LARGER = 1.5  # times the bytes of a smallest request: large enough to show a price
+HEADER_BYTES = 64  # header of a frame
+LARGER = 1.5  # times the bytes of the smallest requests: large enough to show a price
 
 
 class Drained(NamedTuple):
     """Frames that a channel has delivered since the previous call."""
 
-    nbytes: int = 0  # of frames that were delivered, each copy counted
-    frames: int = 0  # that were delivered, likewise
-    requests: int = 0  # that carried them; 0 between threads, where there is no link
-    busy_s: float = 0.0  # with at least one such request in flight
-    copies: int = 1  # of one published frame that leave this replica
+    nbytes: int = 0  # bytes of delivered frames, each copy counted
+    frames: int = 0  # delivered frames, each copy counted
+    requests: int = 0  # requests that delivered them; 0 between threads, without a link
+    busy_s: float = 0.0  # seconds with at least one such request in flight
+    copies: int = 1  # copies that leave this replica for each frame it publishes
 
 
 class Measured(NamedTuple):
-    """One exchange, and the deliveries of the channel since the one before."""
+    """Measurements of one exchange, and deliveries since the exchange before."""
 
     size: int  # parameters
     density: float  # entries sent / parameters, in [0, 1]
-    frame_bytes: int  # 0: nothing was published
+    frame_bytes: int  # 0 if no frame was published
     dense: bool  # the frame had a number for every parameter
-    step_s: float  # computing between two possible exchanges, without waits
+    step_s: float  # computation between two possible exchanges, without waits
     drained: Drained
 
 
 class Request(NamedTuple):
-    """One request: its duration and its size."""
+    """Duration and size of a request."""
 
     seconds: float
     nbytes: float
 
     def price_s(self, floor: "Request") -> float:
-        """Seconds for each byte beyond a smallest request; < 0 where it was faster."""
+        """Return seconds per byte beyond the floor; < 0 if faster than the floor."""
         return (self.seconds - floor.seconds) / (self.nbytes - floor.nbytes)
 
 
@@ -72,21 +72,21 @@ class Link(NamedTuple):
     """
 
     size: int  # parameters
-    # The current decision, with the state that the next one depends on.
+    # The current decision, and the state that the next decision depends on.
     density: float  # entries to send / parameters
     dense: bool = False  # send a number for every parameter instead
-    floor: Request = Request(math.inf, math.inf)  # with the smallest frames
-    price_s: float | None = None  # seconds for each byte beyond that; None: unknown
-    rest: int = 0  # deliveries to wait before growing beyond what was too much
+    floor: Request = Request(math.inf, math.inf)  # median smallest request
+    price_s: float | None = None  # seconds per byte beyond the floor; None: unknown
+    rest: int = 0  # deliveries to wait before exceeding a load that was too high
     hold: int = 0  # deliveries to wait the next time
     # The last few measurements, the newest last.
-    packing: float = 1.0  # bytes of a frame / of one with independent positions
+    packing: float = 1.0  # bytes of the last frame / `plain_bytes`
     steps_s: tuple[float, ...] = ()
     delivered: tuple[Drained, ...] = ()  # `busy_s` since the delivery before
-    idle_s: float = 0.0  # spent on requests that have not delivered anything yet
+    idle_s: float = 0.0  # busy time since the last delivery
 
     def after(self, measured: Measured) -> "Link":
-        """Return the link with the measurements of one more exchange."""
+        """Return the link with one more exchange measured."""
         drained = measured.drained
         packing, delivered = self.packing, self.delivered
         busy_s = self.idle_s + drained.busy_s
@@ -112,10 +112,9 @@ class Link(NamedTuple):
         return Request(median(seconds), median(nbytes))
 
     def request_with_price(self, floor: Request) -> Request | None:
-        """Return the request whose price is that of the median byte.
+        """Return the request with the median price, weighted by bytes.
 
-        None if no request is large enough, compared with a smallest one, to show a
-        price.
+        None if no request is large enough, compared with the floor, to show a price.
         """
         larger = [r for r in self._requests() if r.nbytes > LARGER * floor.nbytes]
         half = sum(request.nbytes for request in larger) / 2
@@ -126,15 +125,15 @@ class Link(NamedTuple):
         return None
 
     def frame_bytes(self, density: float) -> float:
-        """Estimate the bytes of a frame of a density from the last one."""
+        """Estimate the bytes of a frame of some density from the last frame."""
         return self.packing * plain_bytes(self.size, density)
 
 
 def plain_bytes(size: int, density: float) -> float:
-    """Bytes of a frame whose entries are at independent positions.
+    """Return the bytes of a frame whose entries are at independent positions.
 
-    This is the entropy of the positions, which GAPS and BITMAP come close to, one bit
-    for each sign, and the header.
+    The sum of the entropy of the positions, to which GAPS and BITMAP come close, one
+    bit for each sign, and the header.
 
     Example:
         >>> plain_bytes(8000, 0.5)
@@ -149,12 +148,12 @@ def plain_bytes(size: int, density: float) -> float:
 
 DL4J_INITIAL = 1e-4
 HALVES_IN_20 = 0.5 ** (1 / 20)  # Deeplearning4j's decay
-# The density that a dense message counts as. It is above every default band, so that
-# the threshold rises; Deeplearning4j's bitmap becomes smaller than its entries there.
+# The density recorded for a dense update. It is above every default band, so that the
+# threshold rises; Deeplearning4j's bitmap becomes smaller than its entries there.
 DENSE_DENSITY = 1 / 16
-# Largest share of the parameters that moved to be sent as entries. With Laplacian
-# residuals, one quantum for each of the 1/e largest moves the most mass at once; beyond
-# that, quanta shrink faster than the number of entries grows.
+# Largest share of the moved parameters to send as entries. With Laplacian residuals,
+# one quantum for each of the 1/e largest moves the most mass at once; at higher
+# densities, quanta shrink faster than the number of entries grows.
 MOST = 1 / math.e
 SAMPLE = 2**18  # values of the residual in a sample
 
@@ -162,30 +161,30 @@ SAMPLE = 2**18  # values of the residual in a sample
 class Sent(NamedTuple):
     """The outcome of the last exchange."""
 
-    threshold: float  # as the algorithm chose it, before the grid; parameter units
+    threshold: float  # threshold of the algorithm, not rounded to the grid
     density: float  # entries sent / parameters, in [0, 1]
-    link: Link | None = None  # what `learn` returned; never sent or saved
+    link: Link | None = None  # result of `learn`; never sent or saved
 
 
 class Residual(Protocol):
     """The residual of some parameters, computed on request."""
 
     def tensor(self) -> Tensor:
-        """Return all of it, shape (N,), parameter units, a fresh tensor."""
+        """Return the whole residual, shape (N,), parameter units, a new tensor."""
 
     def sample(self, most: int) -> Tensor:
-        """Return about ``most`` of its values, or all if there are fewer.
+        """Return about ``most`` values of the residual, or all if there are fewer.
 
-        The values come in short runs from the whole vector, always from the same
-        positions; a fresh tensor, on the CPU.
+        The values are short runs spread over the whole vector, always at the same
+        positions; a new tensor on the CPU.
         """
 
 
 class ThresholdAlgorithm(ABC):
-    """Choose the next threshold from the outcome of the last one.
+    """Chooses the next threshold from the outcome of the last exchange.
 
     Implementations are frozen and stateless: the compressor keeps :class:`Sent` and
-    passes it back in.
+    passes it back.
     """
 
     @abstractmethod
@@ -193,24 +192,24 @@ class ThresholdAlgorithm(ABC):
         """Return a threshold, finite and > 0, in parameter units.
 
         Args:
-            residual: What the threshold will be applied to; reading it costs a pass
-                over memory.
-            last: Outcome of the previous exchange; None on the first one.
+            residual: The residual to which the threshold will be applied; reading it
+                costs a pass over memory.
+            last: Outcome of the previous exchange; None before the first exchange.
         """
 
 
 class LinkAlgorithm(ThresholdAlgorithm):
     """A threshold algorithm that follows measurements of the link.
 
-    It decides for all parameters at once, as all of them share the link.
+    It covers all parameters, since they share the link.
     """
 
     @abstractmethod
     def sends_dense(self, last: Sent | None) -> bool:
-        """Return whether to send 8 bits for every parameter, and no entries.
+        """Return whether to send 8 bits for every parameter instead of entries.
 
         Args:
-            last: As of :meth:`next_threshold`, which is not called then.
+            last: As for :meth:`next_threshold`, which is not called if this is True.
         """
 
     @abstractmethod
@@ -220,8 +219,8 @@ class LinkAlgorithm(ThresholdAlgorithm):
         The compressor passes it back in ``last.link``.
 
         Args:
-            link: What the previous call returned, or None the first time.
-            measured: What was measured of the exchange.
+            link: Result of the previous call; None the first time.
+            measured: Measurements of the exchange.
         """
 
 
@@ -229,11 +228,11 @@ def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
     """Average the outcomes of several replicas, for the next run or a joining replica.
 
     Args:
-        outcomes: One per replica; None where a replica has not sent yet.
+        outcomes: One per replica; None for replicas without an exchange.
 
     Returns:
-        Mean threshold and mean density over those that have sent; None if none has.
-        Links are left out: each replica measures its own.
+        Mean threshold and mean density, ignoring None; None if all are None. Links are
+        left out: each replica measures its own.
 
     Example:
         >>> average_sent([Sent(1.0, 0.25), None, Sent(2.0, 0.75)])
@@ -252,15 +251,15 @@ def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
 
 
 def threshold_for(density: float, residual: Residual) -> float | None:
-    """Find the threshold that a share of the residual reaches, in a sample of it.
+    """Return the threshold for a density, from a sample of the residual.
 
     Args:
-        density: That share, entries / parameters; limited to 1/e of the values that
-            have moved.
-        residual: At least one value of the sample reaches the result.
+        density: Entries / parameters; limited to 1/e of the nonzero values. At least
+            one value of the sample reaches the threshold.
+        residual: The residual to sample.
 
     Returns:
-        Parameter units, > 0; None if nothing in the sample has moved.
+        Parameter units, > 0; None if no sampled value is finite and nonzero.
     """
     sample = residual.sample(SAMPLE).abs()
     moved = sample[(sample > 0) & (sample < math.inf)]
@@ -271,15 +270,15 @@ def threshold_for(density: float, residual: Residual) -> float | None:
 
 
 def first_threshold(initial: float | None, density: float, residual: Residual) -> float:
-    """Return a given first threshold, or the one that sends a given density.
+    """Return a given first threshold, or the threshold for a density.
 
     Args:
-        initial: Parameter units; None: it is found in a sample of the residual.
-        density: Entries / parameters to be sent, if `initial` is None.
+        initial: Parameter units; None: use a sample of the residual.
+        density: Entries / parameters to send, if `initial` is None.
         residual: Read only if `initial` is None.
 
     Returns:
-        Parameter units, > 0; Deeplearning4j's 1e-4 if nothing in the sample has moved.
+        Parameter units, > 0; Deeplearning4j's 1e-4 if all sampled values are zero.
     """
     if initial is not None:
         return initial
@@ -287,10 +286,10 @@ def first_threshold(initial: float | None, density: float, residual: Residual) -
 
 
 def check_initial(initial: float | None) -> None:
-    """Refuse a first threshold that is out of range.
+    """Check that a first threshold is None, or finite and > 0.
 
     Raises:
-        OptionError: If it is a number, and not finite and > 0.
+        OptionError: Otherwise.
     """
     if initial is not None:
         _check_positive("initial", initial)
@@ -316,18 +315,19 @@ def _steered(last: Sent, low: float, high: float, decay: float) -> float:
 
 @dataclass(frozen=True)
 class AdaptiveThreshold(ThresholdAlgorithm):
-    """Steer the sent fraction into ``[min_density, max_density]``.
+    """Steers the density into the band ``[min_density, max_density]``.
 
-    Too little sent: lower the threshold by ``decay``. Too much: raise it by
-    ``1 / decay``. Inside the band: leave it alone.
+    The threshold is multiplied by ``decay`` below the band and divided by ``decay``
+    above it.
 
     Args:
-        initial: First threshold, parameter units. None: found in a sample of the first
-            residual, such that the middle of the band is sent, on a logarithmic scale;
-            1e-4 if nothing has moved.
+        initial: First threshold, parameter units. None: the threshold that sends the
+            geometric mean of the band's edges in a sample of the first residual; 1e-4
+            if the sample is all zero.
         min_density: Lower edge of the band, entries sent / parameters.
         max_density: Upper edge of the band.
-        decay: Factor per exchange, in [0.5, 1); the default halves in 20 exchanges.
+        decay: Factor per exchange, in [0.5, 1); the default halves the threshold in 20
+            exchanges.
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -366,13 +366,13 @@ class AdaptiveThreshold(ThresholdAlgorithm):
 
 @dataclass(frozen=True)
 class FixedThreshold(ThresholdAlgorithm):
-    """Always the same threshold.
+    """Uses the same threshold for every exchange.
 
     Args:
         value: The threshold, parameter units.
 
     Raises:
-        OptionError: If it is not finite and > 0.
+        OptionError: If ``value`` is not finite and > 0.
 
     Example:
         >>> FixedThreshold(0.25).next_threshold(residual=None, last=Sent(1.0, 0.5))
@@ -391,13 +391,14 @@ class FixedThreshold(ThresholdAlgorithm):
 
 @dataclass(frozen=True)
 class TargetSparsityThreshold(ThresholdAlgorithm):
-    """Steer the sent fraction to one number; changes at nearly every exchange.
+    """Steers the density to a target; the threshold changes at nearly every exchange.
 
     Args:
-        initial: First threshold, parameter units. None: found in a sample of the first
-            residual, such that `target` is sent; 1e-4 if nothing has moved.
-        target: Density aimed at, in (0, 1/16).
-        decay: Factor per exchange, in [0.5, 1); the default halves in 20 exchanges.
+        initial: First threshold, parameter units. None: the threshold that sends
+            `target` in a sample of the first residual; 1e-4 if the sample is all zero.
+        target: Target density, entries sent / parameters, in (0, 1/16).
+        decay: Factor per exchange, in [0.5, 1); the default halves the threshold in 20
+            exchanges.
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -429,42 +430,45 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
 
 
 GROWTH = 1.9  # largest factor on density and bytes, from one delivery to the next
-# A first price counts from this factor on the duration of a smallest request: with
-# durations that are 20 % off either way, the factor is 1.2 / 0.8 without any price.
+# The first price counts once a request takes more than this factor times the floor:
+# with durations up to 20 % off, the factor reaches 1.2 / 0.8 at a price of 0.
 SEEN = 1.5
 CALM = 0.1  # weight of a new price while requests take about as long as predicted
-CHANGED = 2.0  # factor off the prediction, either way, from which the link has changed
-NEAR = 0.8  # medians of durations that are 20 % off are not smaller than that
-# Dense begins where it takes 0.8 of the share, and ends beyond 1.25 of it: medians of
-# durations that are 20 % off either way differ by less than that.
+CHANGED = 2.0  # factor off the prediction, either way, at which the link has changed
+NEAR = 0.8  # medians of durations up to 20 % off are not smaller
+# Dense updates begin at 0.8 of the share and end beyond 1.25 of it: medians of
+# durations up to 20 % off differ by less.
 MARGIN = 1.25
-# Deliveries before growing again beyond what was too much, doubled each time. The cost
-# of dense frames, 6 times the bytes of the densest entries, may show only once sent.
+# Deliveries to wait before growing again after a load was too high, doubled each time.
+# The cost of dense frames, 6 times the bytes of the densest entries, may show only
+# after they are sent.
 HOLD, LONGEST_HOLD = 16, 1024
 
 
 @dataclass(frozen=True)
 class LinkThreshold(LinkAlgorithm):
-    """Choose the density at which sending takes at most a share of a step.
+    """Chooses the density at which sending takes at most a share of a step.
 
-    It measures the duration of a step, and how much longer a request takes for each
-    byte in it. The latency does not count, as it is the same for every density. These
-    two determine a density, and a sample of the residual gives the threshold for it.
+    The algorithm measures the duration of a step and the time per byte of a request,
+    without the latency, which is the same for every density. These two determine a
+    density, and a sample of the residual gives the threshold for it.
 
-    It starts at the smallest density, to measure the latency, and then grows by at most
-    1.9 times from one delivery of frames to the next. Where 8 bits for every parameter
-    take no more than the share, it sends those (`sends_dense`). Between threads of one
-    process there is no link, so everything is sent. ``docs/how-it-works.md`` has the
-    rule.
+    The density starts at its minimum, to measure the latency, and grows by at most 1.9
+    times from one delivery of frames to the next. If 8 bits for every parameter take no
+    more than the share, dense updates are sent (`sends_dense`). Between threads of one
+    process there is no link, so the whole residual is sent. ``docs/how-it-works.md``
+    has the rule.
 
-    It depends on measured times, so a run on a cluster is not repeatable, not even with
-    ``max_staleness=0``.
+    Since the result depends on measured times, a run on a cluster is not reproducible,
+    even with ``max_staleness=0``.
 
     Args:
-        initial: First threshold, parameter units. None: found in a sample of the first
-            residual, such that `min_density` is sent; 1e-4 if nothing has moved.
-        share: Of a step's duration that sending may take, in (0, 1].
-        min_density: Entries sent / parameters that are sent at any cost, in (0, 1/e).
+        initial: First threshold, parameter units. None: the threshold that sends
+            `min_density` in a sample of the first residual; 1e-4 if the sample is all
+            zero.
+        share: Share of a step's duration that sending may take, in (0, 1].
+        min_density: Density that is sent at any cost, entries sent / parameters, in
+            (0, 1/e).
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -496,7 +500,7 @@ class LinkThreshold(LinkAlgorithm):
     def next_threshold(self, residual: Residual, last: Sent | None) -> float:
         if last is None:
             return first_threshold(self.initial, self.min_density, residual)
-        if last.link is None:  # carried on from another link
+        if last.link is None:  # continued from another link
             return last.threshold
         return threshold_for(last.link.density, residual) or last.threshold
 
@@ -511,7 +515,7 @@ class LinkThreshold(LinkAlgorithm):
         link = link.after(measured)
         if not measured.drained.frames:
             return link
-        if not measured.drained.requests:  # nothing but memory lies between
+        if not measured.drained.requests:  # threads: there is no link
             return link._replace(density=MOST, dense=True)
         link = link._replace(rest=max(link.rest - 1, 0))
         if link.density == self.min_density:
@@ -541,11 +545,11 @@ class LinkThreshold(LinkAlgorithm):
         return link._replace(density=density)
 
     def _density_of(self, link: Link, most_bytes: float) -> float:
-        """Return the highest density whose frames have at most so many bytes."""
+        """Return the highest density whose frames have at most `most_bytes` bytes."""
         if link.frame_bytes(MOST) <= most_bytes:
             return MOST
         low, high = self.min_density, MOST
-        for _ in range(40):  # to a millionth of the smallest
+        for _ in range(40):  # relative error far below 1e-6
             middle = math.sqrt(low * high)
             if link.frame_bytes(middle) <= most_bytes:
                 low = middle
@@ -555,7 +559,7 @@ class LinkThreshold(LinkAlgorithm):
 
 
 def _priced(link: Link) -> Link:
-    """Follow the price of a byte, and the floor where requests got faster."""
+    """Update the price of a byte, and the floor if requests have become faster."""
     request, floor, former_s = link.request(), link.floor, link.price_s
     if request.seconds < NEAR * floor.seconds:
         floor = floor._replace(seconds=request.seconds)
@@ -588,11 +592,11 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
     Equal to any mapping with the same patterns in the same order.
 
     Attributes:
-        pairs: Patterns, as of :mod:`fnmatch`, each with its algorithm.
+        pairs: Patterns for :mod:`fnmatch`, each with its algorithm.
 
     Raises:
-        OptionError: If it is empty, an item is not a pattern and an algorithm, or an
-            algorithm that follows the link is not the only one.
+        OptionError: If there are no pairs, a pair is not a pattern and an algorithm, or
+            an algorithm that follows the link is not the only one.
 
     Example:
         >>> from daskdl import FixedThreshold
@@ -622,7 +626,7 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
         """Convert a mapping, or a single algorithm for all parameters.
 
         Raises:
-            OptionError: If it is neither.
+            OptionError: If ``threshold`` is neither.
         """
         if isinstance(threshold, LayerThresholds):
             return threshold
@@ -633,13 +637,13 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
         raise OptionError(refusal(threshold))
 
     def assign(self, names: Collection[str]) -> dict[str, str]:
-        """Return the pattern of each parameter: the first that matches.
+        """Return the first pattern that matches each parameter.
 
         Args:
-            names: As in ``named_parameters``, trainable ones only.
+            names: Names from ``named_parameters``, of trainable parameters only.
 
         Raises:
-            OptionError: If a name has no pattern, or a pattern no name.
+            OptionError: If a name matches no pattern, or a pattern gets no name.
 
         Example:
             >>> from daskdl import AdaptiveThreshold, FixedThreshold
@@ -693,7 +697,7 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
 
 
 def refusal(value: object) -> str:
-    """Return the message for a value that is no threshold."""
+    """Return the error message for an invalid threshold option."""
     return (
         "threshold must be a daskdl.ThresholdAlgorithm, or a mapping from patterns of "
         f"parameter names to such, got {value!r}"

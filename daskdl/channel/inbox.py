@@ -1,7 +1,7 @@
-"""The receiving half of a replica: updates that have arrived and wait to be applied.
+"""The receiving half of a channel: pending updates and the progress of peers.
 
-Duplicates are dropped, gaps are noticed, and updates of one peer are applied in their
-order. A full inbox folds updates together instead of growing.
+It drops duplicates, tracks gaps and sorts updates into an order that does not depend on
+arrival. A full inbox folds pending updates together instead of growing.
 """
 
 import logging
@@ -48,26 +48,26 @@ NOTHING: Received = (0, ())
 
 
 def contains(received: Received, sequence: int) -> bool:
-    """Whether an update is among the received ones of its origin."""
+    """Whether an update of an origin has been received."""
     complete, beyond = received
     return sequence <= complete or sequence in beyond
 
 
 class ReceivedSet:
-    """For each origin, which of its updates have been received.
+    """The set of received updates, by origin.
 
-    Updates of one origin are numbered from 1. Normally they come in order;
-    a retried or re-routed one may come twice, a dropped one leaves a gap that a
-    later repair fills. Only what is beyond a gap takes memory, not the gap: a
-    sequence number may be anything.
+    Updates of one origin are numbered from 1. Normally they arrive in order; a retried
+    or re-routed update may arrive twice, and a dropped one leaves a gap until it is
+    repaired. Memory grows with the updates beyond a gap, not with the gap: sequence
+    numbers are not checked.
 
     Args:
-        received: Where to start, as :meth:`by_origin` gave it: that of a snapshot.
+        received: The received updates of a snapshot, as :meth:`by_origin` returns them.
     """
 
     def __init__(self, received: Mapping[int, Received] | None = None) -> None:
-        self._complete: dict[int, int] = {}  # received up to here, all of them
-        self._beyond: dict[int, set[int]] = {}  # received after a gap
+        self._complete: dict[int, int] = {}  # by origin, last update without a gap
+        self._beyond: dict[int, set[int]] = {}  # by origin, received after a gap
         for origin, (complete, beyond) in (received or {}).items():
             self._complete[origin] = complete
             self._beyond[origin] = set()
@@ -80,7 +80,7 @@ class ReceivedSet:
         return sequence <= self.complete(origin) or sequence in beyond
 
     def accept(self, origin: int, sequence: int) -> bool:
-        """Note an update; False if it was noted before (a duplicate)."""
+        """Add an update; False if it is a duplicate."""
         complete = self._complete.setdefault(origin, 0)
         beyond = self._beyond.setdefault(origin, set())
         if sequence <= complete or sequence in beyond:
@@ -93,15 +93,15 @@ class ReceivedSet:
         return True
 
     def complete(self, origin: int) -> int:
-        """All updates of an origin up to this one have been received."""
+        """Return the last update of an origin before the first gap."""
         return self._complete.get(origin, 0)
 
     def reached(self, target: Mapping[int, int]) -> bool:
-        """Whether nothing is missing up to a target, however far that is."""
+        """Whether all updates up to a target have been received."""
         return all(self.complete(origin) >= last for origin, last in target.items())
 
     def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
-        """The sequence numbers still missing up to a target, by origin."""
+        """Return the sequence numbers missing up to a target, by origin."""
         behind: dict[int, list[int]] = {}
         for origin, last in target.items():
             beyond = self._beyond.get(origin, set())
@@ -112,11 +112,11 @@ class ReceivedSet:
         return behind
 
     def by_origin(self) -> dict[int, Received]:
-        """What exactly was received of each origin, in plain values for the wire.
+        """Return the received updates of each origin, as plain values for the wire.
 
         Returns:
-            By origin: all of its updates up to this one were received, and these
-            beyond the first gap, ascending.
+            By origin: the last update before the first gap, and the updates received
+            beyond it, ascending.
 
         Example:
             >>> positions = ReceivedSet()
@@ -132,15 +132,15 @@ class ReceivedSet:
 
 
 class DeliveryBarrier:
-    """Which updates may still be delivered, once their origin has failed.
+    """Decides which updates may be delivered during a barrier or after a failure.
 
-    An update of a failed replica may arrive long after it, also in the answer to a
-    request for missing updates. If one survivor applied it after it had reported what
-    it has received, the others would never learn of it. Not thread-safe: it belongs
-    under the lock of the received set.
+    An update of a failed replica may arrive long after the failure, also in the answer
+    to a request for missing updates. If a survivor applied it after reporting its
+    received updates, the other survivors would never get it. Not thread-safe: guarded
+    by the lock of the received set.
 
     Attributes:
-        holding: Whether nothing is delivered of anybody, during a barrier.
+        holding: Whether updates of all replicas are held back, during a barrier.
 
     Example:
         >>> barrier = DeliveryBarrier()
@@ -160,16 +160,16 @@ class DeliveryBarrier:
         self._target: Mapping[int, Received] = {}
 
     def close(self, failed: Iterable[int]) -> None:
-        """Admit nothing of these replicas, and of those named before."""
+        """Stop admitting updates of these replicas, and of earlier failed ones."""
         self._failed |= set(failed)
         self._target = {}
 
     def open(self, target: Mapping[int, Received]) -> None:
-        """Admit what all have settled on, until the next `close`."""
+        """Admit the updates of the agreed target, until `close` or `release`."""
         self._target = target
 
     def release(self) -> None:
-        """The barrier is over: only updates of failed replicas stay out."""
+        """End the barrier: hold back only updates of failed replicas."""
         self.holding = False
         self._target = {}
 
@@ -180,29 +180,30 @@ class DeliveryBarrier:
         return contains(self._target.get(origin, NOTHING), sequence)
 
 
-UPDATE_BYTES = 440  # of memory around its entries, measured by `benchmarks/queues.py`
+UPDATE_BYTES = 440  # memory overhead of an update, measured by `benchmarks/queues.py`
 
 
 class PendingUpdates:
     """Updates that have arrived and are not applied yet.
 
-    Beyond the bound they are folded into one dense vector of counts. That is exact,
+    Beyond the bound, updates are folded into one dense vector of counts. This is exact,
     because sums of whole grid steps do not depend on their order.
 
-    In step each step is a bucket with a bound of its own, and later updates of a folded
-    bucket are folded too. Whether a step is applied as one vector, which rounds local
-    differently, then depends on what is sent in it and not on when it arrives.
+    With `in_step`, each step is a bucket with its own bound, and later updates of a
+    folded bucket are folded too. Folding rounds local differently; this way it depends
+    on the updates of the step and not on when they arrive.
 
     Args:
         size: Parameters of the model.
-        grid: Of the run, parameter units.
-        limit_bytes: Bytes of memory of waiting updates beyond which they are folded; in
-            step, of those of one step.
-        in_step: Replicas go in step, so that updates of two steps wait at most.
+        grid: Grid of the run, parameter units.
+        limit_bytes: Bytes of pending updates beyond which they are folded; with
+            `in_step`, of one step.
+        in_step: Replicas take each step together, so that at most two steps have
+            pending updates.
 
     Attributes:
-        grid: Of the run, parameter units.
-        folds: How often the bound was reached.
+        grid: Grid of the run, parameter units.
+        folds: Number of times the bound was reached.
     """
 
     grid: float
@@ -217,7 +218,7 @@ class PendingUpdates:
         self._limit_bytes = limit_bytes
         self._in_step = in_step
         self._waiting: list[tuple[int, int, Update]] = []  # bucket, bytes
-        self._bytes: Counter[int] = Counter()  # of each bucket
+        self._bytes: Counter[int] = Counter()  # by bucket
         self._folded: dict[int, NDArray[np.int32]] = {}
 
     def __len__(self) -> int:
@@ -225,11 +226,11 @@ class PendingUpdates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the updates that wait, as the bound counts them."""
+        """Bytes of pending updates that are not folded, with their overhead."""
         return self._bytes.total()
 
     def add(self, update: Update) -> None:
-        """Keep an update until it is taken."""
+        """Add an update."""
         bucket = update.stamp.step if self._in_step else 0
         own = update.entries_K if isinstance(update, SparseUpdate) else update.counts_N
         nbytes = UPDATE_BYTES + own.nbytes
@@ -256,7 +257,7 @@ class PendingUpdates:
         return sorted(now, key=lambda u: u.stamp), due[0] if due else None
 
     def clear(self) -> None:
-        """Forget what waits."""
+        """Drop all pending updates."""
         self._waiting.clear()
         self._bytes.clear()
         self._folded.clear()
@@ -272,18 +273,18 @@ class PendingUpdates:
 
 
 class Peers:
-    """How far each other replica that trains is.
+    """Progress of the other replicas that train.
 
-    What a replica announces counts once its updates up to then have arrived: until
-    then `progress` has less than `announced`.
+    Announced progress counts once the replica's updates up to it have arrived: until
+    then `progress` lags behind `announced`.
 
     Args:
-        clock: Seconds, for the age of the last news in messages.
+        clock: Returns seconds; dates the last announcements, for error messages.
 
     Attributes:
-        failed: Replicas that are gone; nobody waits for them.
-        progress: What counts, by replica.
-        announced: The latest that each announced.
+        failed: Replicas that failed or left, for which no replica waits.
+        progress: Progress that counts, by replica.
+        announced: Latest announced progress, by replica.
     """
 
     failed: set[int]
@@ -300,15 +301,15 @@ class Peers:
     def announce(
         self, origin: int, progress: PeerProgress, complete: float = math.inf
     ) -> bool:
-        """Note how far a replica says it is.
+        """Record progress that a replica announced.
 
         Args:
             origin: The replica.
-            progress: What it announces; fields never go back.
-            complete: All its updates up to this one have arrived.
+            progress: The announced progress; smaller fields are ignored.
+            complete: Last update of the replica before the first gap.
 
         Returns:
-            Whether this was news.
+            Whether the progress was new.
         """
         if origin in self.failed:
             return False
@@ -324,18 +325,18 @@ class Peers:
         return latest != former
 
     def fail(self, origin: int) -> None:
-        """A replica is gone."""
+        """Record that a replica has failed or left."""
         self.failed.add(origin)
         self.announced.pop(origin, None)
         self.progress.pop(origin, None)
 
     def slowest(self, interval: int) -> int | None:
-        """Steps of the slowest replica that has not completed a sync interval."""
+        """Return the least step among replicas that have not completed an interval."""
         progress = self.progress.values()
         return min((p.step for p in progress if p.interval < interval), default=None)
 
     def described(self) -> str:
-        """The last news of each, and how old it is, for messages."""
+        """Format the last announcement of each replica and its age, for messages."""
         now = self._clock()
         return "; ".join(
             f"replica {origin} at step {announced.step}, update {announced.sequence}, "
@@ -345,9 +346,9 @@ class Peers:
 
 
 class PreSnapshotBuffer:
-    """Items of a joining replica that wait for its snapshot; first copies only.
+    """Updates that arrive at a joining replica before its snapshot; first copies only.
 
-    They are not folded, as a full inbox is: the snapshot may contain some of them.
+    They are not folded as in a full inbox: the snapshot may contain some of them.
     """
 
     def __init__(self) -> None:
@@ -356,7 +357,7 @@ class PreSnapshotBuffer:
         self._received = ReceivedSet()
 
     def keep(self, message: Message, limit_bytes: int) -> bool | None:
-        """Keep a first copy; whether it is one, None if there is no room for it."""
+        """Keep a first copy; False if it is a duplicate, None if there is no room."""
         if self.messages and self._nbytes >= limit_bytes:
             return None
         if not self._received.accept(message.origin, message.sequence):
@@ -367,33 +368,32 @@ class PreSnapshotBuffer:
 
 
 class Inbox:
-    """What one replica has received, and how far the others are.
+    """Received updates of one replica, and progress of its peers.
 
-    The event loop fills it and the training thread empties it. Methods may be called
-    from any thread; whoever uses an attribute holds `changed` meanwhile, but for the
-    first three.
+    The event loop fills the inbox and the training thread empties it. Methods may be
+    called from any thread; all attributes but the first three are guarded by `changed`.
 
     Args:
         size: Parameters of the model.
-        grid: Of the run, parameter units.
+        grid: Grid of the run, parameter units.
         limit_bytes: Bytes of pending updates beyond which they are folded.
-        in_order: Messages of one origin never overtake each other. If they may, a
-            step counts once its updates have arrived.
-        in_step: Replicas go in step; see :class:`PendingUpdates`.
-        changed: A condition that guards more than this inbox; None: its own.
+        in_order: Messages of one origin never overtake each other. If False, a step
+            counts once its updates have arrived.
+        in_step: Replicas take each step together; see :class:`PendingUpdates`.
+        changed: A condition shared with other objects; None: a new one.
 
     Attributes:
-        stopped: Why the replica has to leave; None while the run goes on.
-        joining: Whether it waits for its snapshot: nothing counts as received or
-            missing before.
-        own: How far this replica is itself; `sequence` is of its last update.
-        changed: Notified after each change; may be entered more than once.
-        received: Which updates have arrived.
-        barrier: Which of them may be delivered.
-        pending: Those that are not applied yet.
-        peers: How far the others are.
-        received_bytes: Of frames, since the counters were read.
-        refused: Frames that could not be decoded, since the counters were read.
+        stopped: Reason why the replica has to leave; None while the run continues.
+        joining: Whether the replica waits for its snapshot. Until then no update counts
+            as received or missing.
+        own: Progress of this replica.
+        changed: Notified after each change; reentrant.
+        received: Received updates.
+        barrier: Decides which updates may be delivered.
+        pending: Updates that are not applied yet.
+        peers: Progress of the other replicas.
+        received_bytes: Bytes of received frames since the counters were read.
+        refused: Undecodable frames since the counters were read.
     """
 
     stopped: str | None
@@ -433,7 +433,7 @@ class Inbox:
         """Add a pending update, once.
 
         Returns:
-            False if it was received before, or is not to be delivered now.
+            False if the update is a duplicate, or must not be delivered now.
         """
         origin, sequence = message.origin, message.sequence
         with self.changed:
@@ -447,7 +447,7 @@ class Inbox:
             return True
 
     def holds_back(self, message: Message) -> bool:
-        """Whether an update has to be sent again, after the barrier."""
+        """Whether a barrier holds an update back, so that it must be sent again."""
         key = message.origin, message.sequence
         with self.changed:
             return self.barrier.holding and not (
@@ -455,7 +455,7 @@ class Inbox:
             )
 
     def note(self, message: Message) -> bool:
-        """Take in a control message; whether it is news of its origin."""
+        """Process a control message; False if its progress is not new."""
         if message.kind == MessageKind.STOP:
             self.stop(str(message.payload))
         elif message.kind == MessageKind.FAILED:
@@ -469,7 +469,7 @@ class Inbox:
         return True
 
     def announce(self, origin: int, progress: PeerProgress) -> bool:
-        """Note how far another replica is; whether this was news."""
+        """Record the progress of another replica; return whether it was new."""
         with self.changed:
             complete = math.inf if self._in_order else self.received.complete(origin)
             news = self.peers.announce(origin, progress, complete)
@@ -477,7 +477,7 @@ class Inbox:
             return news
 
     def begin(self, received: Mapping[int, Received], grid: float) -> None:
-        """Take over what another replica had applied, with its snapshot."""
+        """Start from a snapshot: adopt its grid and its received updates."""
         with self.changed:
             self.pending.grid = grid
             self.pending.clear()
@@ -486,10 +486,10 @@ class Inbox:
                 self.announce(origin, announced)
 
     def hold(self, failed: Iterable[int]) -> dict[int, Received]:
-        """Deliver nothing from now on; return what was received until now.
+        """Hold back all updates from now on; return the updates received so far.
 
         Args:
-            failed: Replicas of which nothing is delivered afterwards either.
+            failed: Replicas whose updates stay held back after the barrier.
         """
         with self.changed:
             self.barrier.close(failed)
@@ -497,13 +497,13 @@ class Inbox:
             return self.received.by_origin()
 
     def stop(self, reason: str) -> None:
-        """End every wait here; the first reason stays."""
+        """End every wait on this inbox; only the first reason is kept."""
         with self.changed:
             self.stopped = self.stopped or reason
             self.changed.notify_all()
 
     def wake(self) -> None:
-        """Let whoever waits look again, because something else changed."""
+        """Make all waits check their conditions again."""
         with self.changed:
             self.changed.notify_all()
 
@@ -514,12 +514,12 @@ class Inbox:
         *,
         even_if_stopped: bool = False,
     ) -> bool:
-        """Block until ready or stopped; False on time-out.
+        """Block until ready or stopped; return False on timeout.
 
         Args:
             ready: Checked after each change.
             timeout_s: Seconds; None: no bound.
-            even_if_stopped: Only until ready.
+            even_if_stopped: Continue to wait when stopped.
         """
 
         def over() -> bool:
@@ -529,14 +529,14 @@ class Inbox:
             return self.changed.wait_for(over, timeout_s)
 
 
-UNREADABLE = (CodecError, TypeError, ValueError, LookupError)  # of foreign bytes
+UNREADABLE = (CodecError, TypeError, ValueError, LookupError)  # decoding raises these
 
 
 class SharedFrame:
-    """A frame that came for several replicas of a run: decoded once.
+    """A received frame for several replicas of a run, decoded once.
 
     Args:
-        payload: As it came.
+        payload: Payload of the message, as received.
     """
 
     def __init__(self, payload: Any) -> None:
@@ -545,11 +545,11 @@ class SharedFrame:
 
     @property
     def frame(self) -> Any:
-        """Its bytes, as the sender had them."""
+        """Bytes of the frame, unwrapped."""
         return unwrap(self._payload)
 
     def decode(self, run: int, size: int) -> codec.Update:
-        """The update, which nobody changes; see :func:`daskdl.codec.decode`."""
+        """Return the update, not to be changed; see :func:`daskdl.codec.decode`."""
         if self._update is None:
             self._update = codec.decode(self.frame, run=run, size=size)
         return self._update
@@ -561,13 +561,13 @@ def decoded(
     """Decode an update for one replica.
 
     Args:
-        message: With which it came.
-        shared: Its frame.
-        spec: Of the replica.
-        grid: Of the run, parameter units.
+        message: Message that carries the update.
+        shared: Frame of the update.
+        spec: Settings of the replica.
+        grid: Grid of the run, parameter units.
 
     Raises:
-        CodecError, TypeError, ValueError, LookupError: If it cannot be read.
+        CodecError, TypeError, ValueError, LookupError: If the frame cannot be read.
     """
     update = shared.decode(spec.run, spec.size)
     if update.stamp[1:3] != (message.origin, message.sequence):
@@ -580,7 +580,7 @@ def decoded(
 
 
 def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:
-    """Count and log an update that could not be decoded; it is dropped."""
+    """Count and log an update that could not be decoded."""
     with inbox.changed:
         inbox.refused += 1
     logger.warning(
@@ -596,8 +596,8 @@ class ReceivingChannel(Channel):
     """The receiving half of a channel, and its bounded waits; subclasses send.
 
     Args:
-        inbox: What has arrived; woken by whatever may end a wait.
-        spec: Which replica it is, and the bounds.
+        inbox: Inbox of the replica; every event that may end a wait wakes it.
+        spec: Settings of the replica.
     """
 
     def __init__(self, inbox: Inbox, spec: ChannelSpec) -> None:
@@ -605,7 +605,7 @@ class ReceivingChannel(Channel):
         self._spec = spec
         self._timeouts = spec.timeouts
         self._replica = spec.replica
-        # The longest that a lease and a step of another replica may take.
+        # Longest time that another replica may take for a lease and a step.
         self._patience = spec.timeouts.bound("data", "silence")
         self._stats = ChannelStats()
         self._idle_payload: Any = None  # during the next wait for a lease
@@ -636,12 +636,15 @@ class ReceivingChannel(Channel):
     def _wait_until(
         self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
     ) -> bool:
-        """Wait, leave if the run is stopped, and return whether it was in time.
+        """Wait until ready; return False on timeout.
 
         Args:
-            cause: What the wait counts as.
-            ready: Checked whenever something arrives.
-            timeout_s: Seconds. None: others have to do something first.
+            cause: Cause to which the wait is counted.
+            ready: Checked after each change.
+            timeout_s: Seconds; None: no bound.
+
+        Raises:
+            Stopped: If the run was stopped.
         """
         came = self._timed(cause, ready, timeout_s)
         self.check()
@@ -662,16 +665,16 @@ class ReceivingChannel(Channel):
     def _wait_for_others(
         self, cause: WaitCause, ready: Callable[[], bool], state: Callable[[], Any]
     ) -> None:
-        """Wait for what other replicas do.
+        """Wait for other replicas.
 
         Args:
-            cause: For messages and counters.
-            ready: Checked whenever something arrives.
-            state: By replica, for the message.
+            cause: Cause of the wait, for counters and messages.
+            ready: Checked after each change.
+            state: Returns the state by replica, for the message.
 
         Raises:
-            WaitTimeoutError: If it takes too long. The scheduler, where there is one,
-                gives up replicas that do not answer; the bound is for its own answer.
+            WaitTimeoutError: On timeout. The scheduler, if there is one, fails replicas
+                without heartbeats; the bound is for an unresponsive scheduler.
         """
         if not self._wait_until(cause, ready, self._patience.seconds):
             with self._inbox.changed:
@@ -705,7 +708,7 @@ class ReceivingChannel(Channel):
 
     @abstractmethod
     def _queue(self, message: Message, frame: Frame, force: bool) -> bool:
-        """Queue an update, without its frame so far; False if there is no room."""
+        """Queue a message with the frame as its payload; False if there is no room."""
 
     @override
     def sync(self, step: int, grid: float) -> None:
@@ -737,7 +740,7 @@ class ReceivingChannel(Channel):
 
     @override
     def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
-        # Of one that left since it arrived here, what it handed over counts too.
+        # A replica that left after it arrived has published more since.
         self.wait_for_updates({**published, **gone})
 
     # ---- other replicas
@@ -773,7 +776,7 @@ class ReceivingChannel(Channel):
         self._idle_payload = payload
 
     def _exchanged(self, payloads: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Count the arrays in the payloads of a barrier, which travel as frames do."""
+        """Count the bytes of arrays in barrier payloads, as those of frames."""
         for replica, payload in payloads.items():
             values = payload.values() if isinstance(payload, Mapping) else ()
             nbytes = sum(v.nbytes for v in values if isinstance(v, np.ndarray))

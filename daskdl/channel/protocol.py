@@ -1,7 +1,7 @@
-"""What travels: the operations, their messages and every value inside of them.
+"""The protocol: operations, messages and the values inside them.
 
-Messages are validated against their annotations on arrival: they come from other
-machines. Frames of updates are bytes here (:mod:`daskdl.codec` reads them).
+Messages from other machines are validated against their annotations on arrival.
+Frames of updates stay bytes here; :mod:`daskdl.codec` decodes them.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from daskdl.errors import shown
 
 logger = logging.getLogger(__name__)
 
-COUNTS = range(2**63)  # no run has as many of anything
+COUNTS = range(2**63)  # no counter of a run gets larger
 Natural = Annotated[int, COUNTS]
 Positive = Annotated[int, range(1, 2**63)]
 IntervalNumber = Annotated[int, range(-1, 2**63)]
@@ -51,21 +51,21 @@ RunId = Annotated[int, range(2**64)]  # drawn at random
 
 
 def hints_of(kind: Any) -> Mapping[str, Any]:
-    """The annotations of a function's arguments, or of the fields of a class."""
+    """Return the annotations of a function's arguments or of a class's fields."""
     hints = get_type_hints(kind, include_extras=True)
     hints.pop("return", None)
     return hints
 
 
 def check(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Refuse fields that are not as annotated.
+    """Check the fields of a message against annotations.
 
     Args:
-        fields: Of a message.
-        hints: Annotations by name; there may be more than fields.
+        fields: Fields of a message, by name.
+        hints: Annotations by name; fields may be missing.
 
     Raises:
-        TypeError: If a field has another type or value, or is unknown.
+        TypeError: If a field is unknown, or its type or value does not match.
 
     Example:
         >>> check({"step": 3, "last": -1}, {"step": Natural, "last": IntervalNumber})
@@ -86,9 +86,9 @@ def check(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
 
 @functools.cache
 def validator(hint: Any) -> Callable[[Any], bool]:
-    """Compile an annotation to a function that says whether a value is as annotated.
+    """Compile an annotation to a function that checks whether a value matches it.
 
-    On the wire a tuple may be a list, and a NamedTuple has no names.
+    Tuples may arrive as lists, and a NamedTuple without its field names.
 
     Example:
         >>> valid = validator(Sequence[tuple[Natural, str]])
@@ -103,7 +103,7 @@ def validator(hint: Any) -> Callable[[Any], bool]:
 
 
 def message_validator(hints: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
-    """The same for all fields of a message, of which some may be missing."""
+    """Compile annotations to a check of a message, which may lack some fields."""
     names = {"__name__": __name__, "SEQUENCES": (list, tuple), "known": hints.keys()}
     fields = [
         f"({name!r} not in value or {_condition(hint, f'value[{name!r}]', names)})"
@@ -116,12 +116,12 @@ def message_validator(hints: Mapping[str, Any]) -> Callable[[Mapping[str, Any]],
 
 
 def _condition(hint: Any, value: str, names: dict[str, Any]) -> str:
-    """A Python expression, true for a value that is as annotated.
+    """Return a Python expression that is true if a value matches its annotation.
 
     Args:
         hint: The annotation.
         value: An expression for the value.
-        names: Globals of the expression; what it needs is added.
+        names: Globals of the expression. Constants are added in place.
     """
 
     def named(constant: Any) -> str:
@@ -130,7 +130,7 @@ def _condition(hint: Any, value: str, names: dict[str, Any]) -> str:
         return name
 
     def each(values: str, condition: Callable[[str], str]) -> str:
-        one = named(None)  # a name that no other expression has
+        one = named(None)  # a unique name
         return f"all({condition(one)} for {one} in {values})"
 
     def of(inner: Any) -> Callable[[str], str]:
@@ -147,7 +147,7 @@ def _condition(hint: Any, value: str, names: dict[str, Any]) -> str:
     if kind is NoneType:
         return f"{value} is None"
     if kind is Sequence or (kind is tuple and arguments[-1] is Ellipsis):
-        inner = of(arguments[0] if arguments else Any)  # of a text the letters: no
+        inner = of(arguments[0] if arguments else Any)  # a str is no sequence here
         return f"(isinstance({value}, SEQUENCES) and {each(value, inner)})"
     if kind in (Mapping, dict):
         key, inner_hint = arguments or (Any, Any)
@@ -178,7 +178,7 @@ WORDS = {
 
 
 def _words(hint: Any) -> str:
-    """An annotation as error messages show it."""
+    """Format an annotation for error messages."""
     text = hint.__name__ if inspect.isclass(hint) else repr(hint)
     for long, short in WORDS.items():
         text = text.replace(long, short)
@@ -188,30 +188,30 @@ def _words(hint: Any) -> str:
 # ---- requests and answers
 
 
-NAME = "daskdl-channel"  # of the plugins, and where servers keep them
+NAME = "daskdl-channel"  # name of the plugins, and their key on a server
 
 
 class Answer(enum.StrEnum):
     """The `status` of every answer."""
 
     OK = "ok"
-    STOPPED = "stopped"  # the run was stopped; `reason` says why
+    STOPPED = "stopped"  # the run was stopped, see `reason`
     UNKNOWN = "unknown"  # no such run or replica here
-    REFUSED = "refused"  # the message was not understood; `reason` says why
+    REFUSED = "refused"  # invalid message, or a timeout, see `reason`
 
 
 Fields = dict[str, Any]
 Handler = Callable[..., Awaitable[Fields]]
 
-LOG_S = 1.0  # least time between two lines about what was refused
+LOG_S = 1.0  # least time between two warnings about refused messages
 
 
 class GoneError(Exception):
-    """The run or replica is not here any more: the request may have been in time."""
+    """The run or replica has ended; the request may have been sent before."""
 
 
-# What a handler raises for a message that it cannot read; errors of daskdl are among
-# them. Anything else is a bug: Dask logs it and answers with it.
+# Handlers raise these for messages that they cannot read; errors of daskdl are
+# included. Any other exception is a bug: Dask logs and returns it.
 UNREADABLE = (
     ArithmeticError,
     AttributeError,
@@ -224,14 +224,15 @@ UNREADABLE = (
 
 
 class Guard:
-    """Makes handlers of requests that validate, and refuse what they cannot read.
+    """Wraps request handlers: validates requests, and refuses unreadable ones.
 
-    Dask logs a traceback for each request whose handler raises; here it is refused and
-    counted. Fields have to be as the handler annotates its arguments. Its answer gets
-    the status ``"ok"`` if it has none; one that times out may be asked again.
+    Dask logs a traceback for each request whose handler raises; a guarded handler
+    refuses and counts the request instead. Fields must match the annotations of the
+    handler's arguments. An answer without a status gets ``"ok"``; a request that timed
+    out may be sent again.
 
     Args:
-        refused: Counts a message; called with its fields, which may be anything.
+        refused: Counts a refused message; called with its fields, of any type.
     """
 
     def __init__(self, refused: Callable[[Fields], object]) -> None:
@@ -239,7 +240,7 @@ class Guard:
         self._logged_at = -LOG_S
 
     def of(self, handler: Handler) -> Handler:
-        """A handler that answers a message that it cannot read, too."""
+        """Wrap a handler; the result also answers messages that it cannot read."""
         hints = {"run": RunId, **hints_of(handler)}
         valid = message_validator(hints)
 
@@ -251,7 +252,7 @@ class Guard:
                 return {"status": Answer.OK.value, **await handler(**fields)}
             except GoneError as error:
                 return {"status": Answer.UNKNOWN.value, "reason": str(error)}
-            except TimeoutError:  # who asks may ask again
+            except TimeoutError:  # the sender may retry
                 reason = "it was not ready in time"
                 return {"status": Answer.REFUSED.value, "reason": reason}
             except UNREADABLE as error:
@@ -268,7 +269,7 @@ class Guard:
 
 
 def handlers_of(owner: Any) -> dict[str, Handler]:
-    """The methods ``handle_x`` of a class or an object, as operations ``daskdl_x``."""
+    """Return the ``handle_x`` methods of a class or object by operation, daskdl_x."""
     names = [name for name in dir(owner) if name.startswith("handle_")]
     return {f"daskdl_{name[len('handle_') :]}": getattr(owner, name) for name in names}
 
@@ -278,52 +279,52 @@ def handlers_of(owner: Any) -> dict[str, Handler]:
 # requests to the scheduler, from a client
 OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
 ASSIGN, UNASSIGN, RESTORE = "daskdl_assign", "daskdl_unassign", "daskdl_restore"
-# the same; the scheduler passes it on to a worker, and does not unpack the answer
+# the same; the scheduler forwards it to a worker and does not unpack the answer
 AGREED = "daskdl_agreed"
-# request to the scheduler, from a worker that has just come
+# request to the scheduler, from a new worker
 ARRIVE = "daskdl_arrive"
 # requests to the scheduler, from a replica
 JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
 LEASE, MISSING = "daskdl_lease", "daskdl_missing"
 BARRIER, FAIL, LEAVE = "daskdl_barrier", "daskdl_fail", "daskdl_leave"
-# request to a worker, from the scheduler or from a replica on another one
+# request to a worker, from the scheduler or from a replica on another worker
 DELIVER = "daskdl_deliver"
-# the same to a worker with several replicas, from the scheduler
+# request to a worker with several replicas, from the scheduler
 DELIVER_BATCHES = "daskdl_deliver_batches"
-# requests to a worker, from a replica on another one
+# requests to a worker, from a replica on another worker
 SNAPSHOT, REPAIR, FETCH = "daskdl_snapshot", "daskdl_repair", "daskdl_fetch"
 
-WIRE_BYTES = 32  # of msgpack around the frame of a message, measured: 24 to 32
-# Of memory around that frame: the message, its numbers and its place in a queue or a
-# ring. Measured by `benchmarks/queues.py`.
+WIRE_BYTES = 32  # msgpack overhead of a message around its frame, measured: 24 to 32
+# Memory overhead around a frame: the message, its numbers and its slot in a queue or a
+# retransmit buffer. Measured by `benchmarks/queues.py`.
 MESSAGE_BYTES = 304
 
 
 class PeerProgress(NamedTuple):
-    """How far a replica is."""
+    """Progress of a replica."""
 
     step: Natural = 0  # steps completed
-    sequence: Natural = 0  # of its last update
-    interval: IntervalNumber = -1  # the last sync interval that it has completed
+    sequence: Natural = 0  # sequence number of its last update
+    interval: IntervalNumber = -1  # last sync interval completed
 
 
 class Acknowledgement(TypedDict):
-    """What a replica has sent and received, where replicas send to each other."""
+    """Updates that a replica of a mesh has sent and received."""
 
-    generation: Natural  # of the membership by which it sends
-    adopted_at: Natural  # its last update when it adopted that, or later
-    received: Sequence[tuple[Natural, Natural]]  # by origin: all up to this one
+    generation: Natural  # generation of the membership it sends to
+    adopted_at: Natural  # its last update when it adopted the generation, or later
+    received: Sequence[tuple[Natural, Natural]]  # origin, last update without a gap
 
 
 class FinishedLease(TypedDict):
-    """A lease that a replica gives back."""
+    """A lease that a replica returns."""
 
-    lease: Natural  # its number
+    lease: Natural  # number of the lease
     examples: Natural
     loss: float  # mean of the epoch so far
 
 
-# Errors that a client can raise: nobody else's are known to it.
+# Names of the error classes that a client can raise.
 ERRORS = frozenset(
     name
     for name, kind in vars(errors).items()
@@ -342,38 +343,38 @@ class Failure(TypedDict):
 
 
 class WorkerVersions(TypedDict):
-    """Versions found on a worker, and why there are no more; empty where nothing."""
+    """Versions of packages on a worker, and the error of importing them; else empty."""
 
     daskdl: str
     torch: str
     error: str
 
 
-# The generation, and each replica with its worker.
+# Generation; replica and worker address of each member.
 Members = tuple[Natural, Sequence[tuple[Natural, str]]]
 
 
 class MessageKind(enum.StrEnum):
-    """What a message says; plain strings on the wire, as the scheduler demands."""
+    """Type of a message; plain strings on the wire, as the scheduler requires."""
 
     UPDATE = "update"  # payload: an encoded frame
     PROGRESS = "progress"  # origin has completed `step`; payload: its last interval
-    JOINED = "joined"  # origin trains too from now on, at `step`
+    JOINED = "joined"  # origin trains from now on, starting at `step`
     MEMBERS = "members"  # payload: `Members`
-    FAILED = "failed"  # origin is gone; nothing more comes from it
-    STOP = "stop"  # payload: why
+    FAILED = "failed"  # origin has failed or left, and sends no more messages
+    STOP = "stop"  # payload: the reason
 
 
 class Message(NamedTuple):
-    """One entry of a queue between replicas, in order for each origin."""
+    """A message in a queue between replicas, in order for each origin."""
 
     kind: str  # a MessageKind
-    origin: int  # replica it is about
-    sequence: int  # of an update, from 1; with progress, of the last one; else 0
+    origin: int  # replica that the message is about
+    sequence: int  # update: its number, from 1; progress: the last number; else 0
     step: int  # steps the origin had completed
-    nbytes: int  # of the payload
+    nbytes: int  # bytes of the payload
     payload: Any = None  # a frame, never unpacked by the scheduler; or plain values
-    generation: int = 0  # in which the origin sent it, replica to replica
+    generation: int = 0  # in a mesh, generation in which the origin sent it
 
     @classmethod
     def update(
@@ -382,21 +383,21 @@ class Message(NamedTuple):
         """Make the message of a frame.
 
         Args:
-            stamp: Of the frame.
-            completed: Steps the origin has completed with it: without the one of the
-                stamp, if others of that step follow.
-            nbytes: Of the frame.
-            payload: The frame, as it is carried.
+            stamp: Stamp of the frame.
+            completed: Steps the origin has completed with this update; excludes the
+                stamp's step if more updates of that step follow.
+            nbytes: Bytes of the frame.
+            payload: The frame, as it is sent.
         """
         kind = MessageKind.UPDATE.value
         return cls(kind, stamp.origin, stamp.sequence, completed, nbytes, payload)
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> "Message":
-        """Read a message as it came over the wire.
+        """Read a message that arrived over the wire.
 
         Raises:
-            ValueError: If its fields are not those of a message.
+            ValueError: If the fields do not form a message.
         """
         message = cls(*fields)
         numbers = (*message[1:5], message.generation)
@@ -412,15 +413,15 @@ class Message(NamedTuple):
         return message._replace(kind=kind.value)
 
     def to_wire(self) -> tuple[Any, ...]:
-        """The same, with an array as payload serialised."""
+        """Return the fields, with an array payload serialised."""
         is_array = isinstance(self.payload, np.ndarray)
         return tuple(self._replace(payload=wrap(self.payload)) if is_array else self)
 
     def check_size(self) -> None:
-        """Compare the size of the frame with what it says, without unpacking it.
+        """Compare the size of the frame with `nbytes`, without unpacking the frame.
 
         Raises:
-            ValueError: If it differs, so that a queue would count it wrongly.
+            ValueError: If they differ, since queues count `nbytes`.
         """
         wrapped = isinstance(self.payload, Serialized)
         frames = self.payload.frames if wrapped else [unwrap(self.payload)]
@@ -441,17 +442,17 @@ _PAYLOADS = {
 
 
 class BarrierKind(enum.StrEnum):
-    """What a barrier is for."""
+    """Purpose of a barrier."""
 
-    AGREE = "agree"  # afterwards updates are held, until the next one
-    REPORT = "report"  # the client reads the payloads too; an epoch is over
-    SYNC = "sync"  # a sync interval is over, and not the epoch
+    AGREE = "agree"  # updates are held back until the next barrier
+    REPORT = "report"  # an epoch is over; the client reads the payloads too
+    SYNC = "sync"  # a sync interval is over, but not the epoch
     MEET = "meet"
-    ROUND = "round"  # replicas that wait for a lease are not waited for, see `set_idle`
+    ROUND = "round"  # does not wait for replicas that wait for a lease, see `set_idle`
 
 
 class WaitCause(enum.StrEnum):
-    """Why a replica waits: the keys of ``history["waits"]``, see docs/tuning.md."""
+    """Causes of waits: the keys of ``history["waits"]``, see docs/tuning.md."""
 
     STALENESS = "staleness"
     ROOM = "room"
@@ -476,18 +477,18 @@ FAN_OUT = 8  # two hops reach 73 replicas, three 585
 class MeshTopology:
     """One tree for each origin over the members of one generation.
 
-    In the tree of the origin with index `i` among the `n` members, the member
-    with index `j` has position ``(j - i) % n``, and position `p` passes on to the
-    positions ``fan_out * p + 1`` to ``fan_out * p + fan_out``. The origin is the
-    root. While there are at most ``fan_out + 1`` members it sends to all others
-    and nobody forwards. Beyond that the rotation puts every member at every
-    position once over all origins, so that all forward the same amount; in one
-    shared tree the inner nodes would carry up to `fan_out` times what the leaves do.
+    In the tree of the origin with index `i` among the `n` members, the member with
+    index `j` has position ``(j - i) % n``, and position `p` forwards to the positions
+    ``fan_out * p + 1`` to ``fan_out * p + fan_out``. The origin is the root. With at
+    most ``fan_out + 1`` members, the origin sends to all others and no member forwards.
+    With more, the rotation puts every member at every position once over all origins,
+    so that all members forward the same amount; in one shared tree the inner nodes
+    would carry up to `fan_out` times the load of the leaves.
 
     Args:
-        generation: Of the membership, >= 0.
-        members: Replica numbers, >= 0, ascending and each once.
-        fan_out: Most members one passes an update on to, >= 1.
+        generation: Generation of the membership, >= 0.
+        members: Replica numbers, >= 0, strictly ascending.
+        fan_out: Most members to which a member forwards an update, >= 1.
 
     Example:
         >>> routes = MeshTopology(generation=3, members=(0, 1, 2, 5), fan_out=2)
@@ -500,11 +501,13 @@ class MeshTopology:
     fan_out: int = FAN_OUT
 
     def children(self, origin: int, node: int) -> tuple[int, ...]:
-        """To whom a member passes on an update; nobody if either is no member.
+        """Return the replicas to which a member forwards an update.
+
+        Empty if `origin` or `node` is not a member.
 
         Args:
-            origin: Replica whose update it is.
-            node: Replica that has it; the origin itself at first.
+            origin: Replica that published the update.
+            node: Replica that forwards the update; at first the origin itself.
         """
         root, index = self._index(origin), self._index(node)
         if root is None or index is None:
@@ -522,20 +525,20 @@ class MeshTopology:
 
 @dataclass(frozen=True)
 class ChannelSpec:
-    """One replica's end of a run.
+    """Settings of one replica's channel.
 
     Attributes:
         run: RunId of the run.
         replica: Number of the replica.
         size: Parameters of the model.
-        grid: Of the run at its start, parameter units.
-        outbox_bytes: Bound of what waits to be sent.
-        inbox_bytes: Bound of what waits to be applied.
+        grid: Grid of the run at its start, parameter units.
+        outbox_bytes: Bound on unsent updates, bytes.
+        inbox_bytes: Bound on pending updates, bytes.
         timeouts: Bounds on waiting.
         routing: ``"plain"`` or ``"mesh"``.
-        fan_out: Most replicas that one passes an update on to, in a mesh.
-        drops: On purpose: which updates that arrive here are dropped.
-        in_step: Replicas make each step together.
+        fan_out: Most replicas to which a replica of a mesh forwards an update.
+        drops: Injected failures: arriving updates to drop.
+        in_step: Replicas take each step together.
     """
 
     run: int
@@ -551,17 +554,17 @@ class ChannelSpec:
     in_step: bool = False
 
 
-PART_BYTES = 4 * 2**20  # of one answer: so much passes a slow link within a time-out
+PART_BYTES = 4 * 2**20  # bytes per answer; crosses a slow link within the timeout
 
 Arrays = Mapping[str, NDArray[Any]]
 Form = Sequence[Any]  # name, dtype and shape of an array: plain values
 
 
 class BlobParts:
-    """Arrays, and how to cut their bytes.
+    """Arrays to transfer in parts.
 
     Args:
-        arrays: Not changed any more.
+        arrays: Must not be changed any more.
 
     Example:
         >>> parcel = BlobParts({"a": np.arange(3), "b": np.float32([0.5])})
@@ -581,11 +584,11 @@ class BlobParts:
 
     @property
     def parts(self) -> int:
-        """How many there are, >= 1."""
+        """Number of parts, >= 1."""
         return max(1, -(-self.nbytes // PART_BYTES))
 
     def part(self, number: int) -> NDArray[np.uint8]:
-        """The bytes of one part, from 0; without a copy where it is of one array.
+        """Return the bytes of a part, without a copy if it lies within one array.
 
         Raises:
             ValueError: If there is no such part.
@@ -604,7 +607,7 @@ class BlobParts:
         return np.concatenate(cut) if cut else np.empty(0, np.uint8)
 
     def to_wire(self, number: int) -> dict[str, Any]:
-        """One part in an answer, the first with the forms."""
+        """Return the fields of an answer with a part; the first has the forms too."""
         return {
             "forms": self.forms if number == 0 else [],
             "parts": self.parts,
@@ -615,14 +618,14 @@ class BlobParts:
 def join(
     forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]
 ) -> dict[str, NDArray[Any]]:
-    """Make arrays of the parts of a parcel; they may be read-only.
+    """Rebuild arrays from parts; the arrays may be read-only.
 
     Args:
-        forms: Of the parcel.
-        parts: All of them, in order.
+        forms: Names, dtypes and shapes, as in `BlobParts.forms`.
+        parts: All parts, in order.
 
     Raises:
-        ValueError: If they do not go together.
+        ValueError: If the size of the parts does not match the forms.
     """
     whole_B = parts[0] if len(parts) == 1 else np.concatenate(parts)
     shapes = {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in forms}
@@ -645,21 +648,21 @@ def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-# Frames up to this are plain bytes, in messages and in queues: what Dask puts around an
-# array is 1.2 to 1.8 KB in memory. Larger ones travel beside the message, not copied.
+# Frames up to this size are plain bytes in messages and queues: Dask's wrapper of an
+# array takes 1.2 to 1.8 KB. Larger frames travel beside the message, not copied.
 PLAIN_BYTES = 2**16
 
 
 def wrap(array: NDArray[Any]) -> Any:
-    """Serialise an array here, so that Dask does not compress it on its way.
+    """Serialise an array in advance, so that Dask does not compress it.
 
-    The frames are the array's own memory: nobody may write to it any more.
+    The result shares the array's memory, which must not be changed any more.
     """
     return Serialized(*serialize(array))
 
 
 def unwrap(payload: Any) -> Any:
-    """A payload as its sender wrapped it, whatever the comm made of it."""
+    """Return a payload as it was before `wrap`, whichever comm carried it."""
     if isinstance(payload, Serialized):
         return deserialize(payload.header, payload.frames)
     if isinstance(payload, Serialize):
@@ -668,7 +671,7 @@ def unwrap(payload: Any) -> Any:
 
 
 def wrap_arrays(payload: Any) -> Any:
-    """A payload with its arrays wrapped; other values travel as they are."""
+    """Wrap the arrays of a payload; other values stay as they are."""
     if not isinstance(payload, dict):
         return payload
     return {k: wrap(v) if isinstance(v, np.ndarray) else v for k, v in payload.items()}
@@ -682,12 +685,12 @@ def unwrap_arrays(payload: Any) -> Any:
 
 
 def compact(frame: NDArray[np.uint8]) -> Any:
-    """A frame as it is kept in queues: nobody may write to it any more."""
+    """Return a frame for a queue; it must not be changed any more."""
     return frame.tobytes() if frame.nbytes <= PLAIN_BYTES else frame
 
 
 def owned(payload: Any) -> Any:
-    """A frame that came, compact: what it came in may be as large as a batch."""
+    """Copy a received frame out of its buffer, which may hold a whole batch."""
     frame = unwrap(payload)
     if isinstance(frame, bytes):
         return frame

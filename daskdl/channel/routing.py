@@ -1,8 +1,7 @@
-"""Which way updates go: over the scheduler (relay) or between replicas (mesh).
+"""Routing of updates: through the scheduler (relay) or between replicas (mesh).
 
-A routing is one class and one entry of `ROUTINGS`. It says where a replica's own
-updates go and what it passes on for others; what all routings do alike lies in
-`Routing`.
+Each routing is a class and an entry of `ROUTINGS`; it chooses the destinations of a
+replica's own updates and the updates of others to forward. `Routing` does the rest.
 """
 
 import asyncio
@@ -33,31 +32,31 @@ from daskdl.thresholds import Drained
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 1.0  # most time between two signs of life
+BEAT_S = 1.0  # most time between two heartbeats
 PACE_S = 0.005  # least time between two requests to one destination
-BEAT_PACE_S = 0.05  # least time between two signs of life without updates
-IDLE_S = 60.0  # between neighbours nothing is sent only to show a sign of life
-RETRY_S = 1.0  # after a neighbour could not be reached
+BEAT_PACE_S = 0.05  # least time between two heartbeats without updates
+IDLE_S = 60.0  # neighbours exchange no heartbeats, so an idle loop rarely wakes
+RETRY_S = 1.0  # pause after a neighbour could not be reached
 
 
 class LinkMeter:
-    """Counts what leaves one replica, over all its destinations.
+    """Counts the outgoing traffic of one replica, over all destinations.
 
-    Time counts once where requests are under way side by side: they share the link.
-    The pause between two requests is not counted, nor is a request without frames.
+    Time with several requests in flight counts once, since they share the link. Pauses
+    between requests and requests without messages are not counted.
     """
 
     def __init__(self) -> None:
         self._drained = Drained()
         self._under_way = 0
-        self._since = 0.0  # until then the time is counted
+        self._since = 0.0  # time up to which busy time has been counted
         self._lock = threading.Lock()
 
     # ---- event loop
 
     @contextlib.contextmanager
     def request(self, messages: Sequence[Message]) -> Iterator[None]:
-        """Count the time of a request that carries these."""
+        """Count the duration of a request that carries these messages."""
         counts = bool(messages)
         self._count_time(counts)
         try:
@@ -75,7 +74,7 @@ class LinkMeter:
             self._under_way += begun
 
     def arrived(self, messages: Sequence[Message]) -> None:
-        """Count a request that was answered, and the messages it accepted."""
+        """Count an answered request and the messages that it delivered."""
         if not messages:
             return
         with self._lock:
@@ -89,10 +88,10 @@ class LinkMeter:
     # ---- training thread
 
     def take(self, copies: int) -> Drained:
-        """Counts since the last call.
+        """Return the counts since the last call.
 
         Args:
-            copies: Of one published frame that leave this replica.
+            copies: Copies that leave this replica for each frame it publishes.
         """
         with self._lock:
             drained, self._drained = self._drained, Drained()
@@ -100,12 +99,12 @@ class LinkMeter:
 
 
 class Destination(ABC):
-    """A queue of one replica to one place, and the loop that sends it.
+    """The queue from a replica to one destination, and its send loop.
 
     Args:
-        routing: Of the replica.
-        name: Of the place, for messages.
-        limit_bytes: Of the queue.
+        routing: Routing of the replica.
+        name: Name of the destination, for messages.
+        limit_bytes: Bound of the queue, bytes.
         pace_s: Least time between two requests, seconds.
         beat_s: Most time between two requests, seconds.
 
@@ -143,25 +142,25 @@ class Destination(ABC):
 
     @abstractmethod
     def announce(self, progress: Message) -> None:
-        """Send the progress of a replica soon; of each replica only the latest."""
+        """Send the progress of a replica soon; later progress replaces it."""
 
     def offer(self, message: Message) -> None:
-        """Queue an update; the routing has looked for room."""
+        """Queue an update; the routing has checked for room."""
         self.outbox.offer(message, force=True)
 
     def wake(self) -> None:
-        """There is something to send. Any thread."""
+        """Wake the send loop. Any thread."""
         self._connection.loop.call_soon_threadsafe(self._loop.wake)
 
     def sent(self) -> bool:
-        """Whether all updates of this replica have arrived there."""
+        """Whether all updates of this replica have arrived at the destination."""
         return not self.outbox.bytes_of(self._connection.spec.replica)
 
 
 class ToScheduler(Destination):
-    """Shows the scheduler that the replica lives, and how far it is.
+    """Sends heartbeats and progress to the scheduler, and updates in a relay.
 
-    It carries updates if the scheduler passes them on; without it nothing works.
+    If the scheduler cannot be reached, the replica stops.
     """
 
     async def run(self) -> None:
@@ -177,8 +176,8 @@ class ToScheduler(Destination):
 
     @override
     async def _send(self, messages: Sequence[Message]) -> int:
-        # Progress beyond the batch would overtake the updates still waiting. It is
-        # read first: what was queued before it was set is then counted as waiting.
+        # Progress beyond the batch would overtake queued updates. It is read before
+        # the queue's length, which then counts every update queued before it was set.
         routing = self._routing
         progress, more = routing.inbox.own, routing.acknowledgement()
         if len(messages) != len(self.outbox):
@@ -200,15 +199,15 @@ class ToScheduler(Destination):
 class Neighbour(Destination):
     """Sends to another replica.
 
-    One that cannot be reached holds nobody up: its queue is dropped, and it requests
-    those updates later if it lives. The scheduler decides who has failed. The queue has
-    no bound of its own: what waits there of this replica is not acknowledged, and the
-    routing bounds what it passes on.
+    An unreachable replica blocks no other: its queue is dropped, and if it is alive, it
+    requests the dropped updates later. The scheduler decides which replicas have
+    failed. The queue has no bound of its own: the retransmit buffer bounds this
+    replica's own updates, and the routing bounds forwarded updates.
 
     Args:
-        routing: Of the replica that sends.
-        replica: Its number.
-        worker: Address of its worker.
+        routing: Routing of the sending replica.
+        replica: Number of the receiving replica.
+        worker: Address of the receiving replica's worker.
     """
 
     def __init__(self, routing: "Routing", replica: int, worker: str) -> None:
@@ -219,14 +218,14 @@ class Neighbour(Destination):
         self._replica = replica
         self._worker = worker
         self._progress: dict[int, Message] = {}  # the latest of each origin
-        self._announced: dict[int, Message] = {}  # the last that has arrived
+        self._announced: dict[int, Message] = {}  # the last delivered, by origin
         self._down = False
         self._sending = asyncio.run_coroutine_threadsafe(
             self._run(), self._connection.loop
         )
 
     def end(self) -> None:
-        """It is a member no more: nothing waits for it, and nobody for it."""
+        """Drop the queue and stop sending: the replica is no longer a member."""
         self._down = True
         self.outbox.drop(len(self.outbox))
         self._sending.cancel()
@@ -245,7 +244,7 @@ class Neighbour(Destination):
 
     @override
     async def _send(self, messages: Sequence[Message]) -> int:
-        # Not before what was published earlier, or that would seem to be missing.
+        # Progress must not overtake earlier updates, which would then seem missing.
         progress = [
             latest
             for latest in list(self._progress.values())
@@ -287,26 +286,26 @@ class Neighbour(Destination):
 
 
 class Routing(ABC):
-    """Where one replica's updates go, and what it does for the updates of others.
+    """Routes one replica's updates, and forwards updates of other replicas.
 
-    A routing decides where its own updates go (`destinations`) and what it passes on
-    (`on_message`); `relayed` says whether the scheduler does that. If it does not,
-    updates are kept until all others have acknowledged them, and the queues to other
-    replicas are made as they are needed (`neighbour`).
+    A subclass chooses the destinations of the replica's own updates (`destinations`)
+    and forwards updates of others (`on_message`). If the scheduler does not relay
+    updates (`relayed`), own updates are kept until all other replicas have acknowledged
+    them, and queues to other replicas are made on first use (`neighbour`).
 
     Args:
-        connection: Of this replica.
-        inbox: Where updates of others arrive; woken when there may be room again.
+        connection: Connection of this replica.
+        inbox: Inbox of this replica; woken when there may be room again.
 
     Attributes:
-        relayed: Whether the scheduler passes updates on: they arrive in order then,
-            and those of a failed replica reach all or nobody.
-        generation: Of the membership; 0 until the first is known.
+        relayed: Whether the scheduler passes updates on: they then arrive in order,
+            and an update of a failed replica reaches all replicas or none.
+        generation: Generation of the membership; 0 before the first membership.
         workers: Address of the worker of each member.
         own: Updates of this replica that others may request again.
-        others: Those of others, where the scheduler does not pass them on.
-        meter: Counts what leaves.
-        to_scheduler: Shows that the replica lives, whatever the routing.
+        others: Updates of others, if the scheduler does not relay them.
+        meter: Counts outgoing bytes and frames.
+        to_scheduler: Sends heartbeats, whatever the routing.
     """
 
     relayed: ClassVar[bool]
@@ -334,31 +333,31 @@ class Routing(ABC):
             beat_s=min(BEAT_S, spec.timeouts.silence / 4),
         )
         self._replica = spec.replica
-        self._lock = threading.RLock()  # an update is of one generation
+        self._lock = threading.RLock()  # an update belongs to one generation
         self._neighbours: dict[int, Neighbour] = {}
         self._ended = False
-        self._adopted_at = 0  # last own update when the current generation came
+        self._adopted_at = 0  # last own update when the generation was adopted
         self._published_step = -1
         self._unreported: dict[int, int] = {}  # bytes by origin since the last beat
 
-    # ---- what a routing decides
+    # ---- for subclasses
 
     @abstractmethod
     def destinations(self) -> Sequence[Destination]:
-        """Where the next update of this replica goes. Any thread."""
+        """Return the destinations of this replica's next update. Any thread."""
 
     def on_message(self, message: Message) -> None:  # noqa: B027
-        """Pass on what another replica sent, if this one has to. Event loop.
+        """Forward a message of another replica, if the routing does so. Event loop.
 
         Args:
-            message: The first copy of an update, or news of progress.
+            message: The first copy of an update, or new progress.
         """
 
     def on_members(self, generation: int, workers: Mapping[int, str]) -> None:
-        """The members are now these, each on its worker. Event loop.
+        """Adopt a membership. Event loop.
 
         Args:
-            generation: Of the membership; not always later than the former one.
+            generation: Generation of the membership; may be an older one.
             workers: Address of each member's worker.
         """
         with self._lock:
@@ -371,18 +370,18 @@ class Routing(ABC):
         for neighbour in former:
             neighbour.end()
         if not self.relayed:
-            self.to_scheduler.wake()  # a joining replica waits for this
+            self.to_scheduler.wake()  # a joining replica waits for the acknowledgement
             self.inbox.wake()
 
     def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
-        """Kept updates, for replicas that miss them; ascending. Event loop."""
+        """Return kept updates for a replica that lacks them, ascending. Event loop."""
         kept = self.own if origin == self._replica else self.others
         return kept.find(origin, sequences)
 
     # ---- any thread
 
     def neighbour(self, replica: int) -> Neighbour | None:
-        """The queue to another member, made when it is first needed."""
+        """Return the queue to another member, made on first use; None if no member."""
         with self._lock:
             known = replica in self.workers and not self._ended
             if known and replica not in self._neighbours:
@@ -391,25 +390,25 @@ class Routing(ABC):
             return self._neighbours.get(replica)
 
     def sent(self) -> bool:
-        """Whether all updates of this replica have arrived where they go first."""
+        """Whether all updates of this replica have arrived at their destinations."""
         neighbours = list(self._neighbours.values())
         return self.to_scheduler.sent() and all(one.sent() for one in neighbours)
 
     # ---- training thread
 
     def has_room(self, nbytes: float = 1) -> bool:
-        """Whether an update of so many bytes may be published now."""
+        """Whether an update of `nbytes` bytes may be published now."""
         if self.relayed:
             return self.to_scheduler.outbox.has_room(nbytes)
-        # What waits for a neighbour is not acknowledged: this bounds that too.
+        # Updates queued for a neighbour are not acknowledged: this bounds them too.
         return self.own.has_room()
 
     def publish(self, message: Message, *, force: bool = False) -> bool:
         """Queue an update for its destinations; False if there is no room.
 
         Args:
-            message: Of this replica, the next in sequence.
-            force: Queue it whatever the bounds.
+            message: This replica's next update in sequence.
+            force: Queue the update even beyond the bounds.
         """
         with self._lock:
             if not (force or self.has_room(message.nbytes + MESSAGE_BYTES)):
@@ -421,14 +420,14 @@ class Routing(ABC):
             for destination in self.destinations():
                 destination.offer(message)
         if not self.relayed and self.own.nbytes > self.own.limit_bytes // 2:
-            self.to_scheduler.wake()  # its answer says what is acknowledged
+            self.to_scheduler.wake()  # its answer has the acknowledgements
         return True
 
     def announce(self, progress: PeerProgress) -> None:
-        """Announce how far this replica is."""
+        """Announce the progress of this replica."""
         former, self.inbox.own = self.inbox.own, progress
         step, sequence, interval = progress
-        # A published update of this step says the same.
+        # A published update of this step carries the same progress.
         if interval > former.interval or step != self._published_step:
             kind = MessageKind.PROGRESS.value
             with self._lock:
@@ -439,7 +438,7 @@ class Routing(ABC):
                     destination.announce(message)
 
     def backlog(self) -> str:
-        """What waits to be sent, for messages."""
+        """Describe the unsent updates, for error messages."""
         queue = self.to_scheduler.outbox if self.relayed else self.own
         destination = "the scheduler" if self.relayed else "all others"
         return (
@@ -449,28 +448,28 @@ class Routing(ABC):
 
     @property
     def copies(self) -> int:
-        """Of one published frame that leave this replica.
+        """Copies of a frame that leave this replica for each frame it publishes.
 
-        In a round of all, a replica of a mesh sends as many frames as there are others:
-        those of its own that others pass on are as many as it passes on for them.
+        In a mesh, the number of other members: over one update of each member, a
+        replica forwards as many frames as others forward for it.
         """
         return 1 if self.relayed else max(len(self.workers) - 1, 1)
 
     # ---- event loop
 
     def keep(self, message: Message) -> None:
-        """Keep an update of another replica that was delivered, unless relayed."""
+        """Keep a delivered update of another replica, unless it was relayed."""
         if self.relayed:
             return
         self.others.keep(message)
         more = self._unreported.get(message.origin, 0) + message.nbytes + MESSAGE_BYTES
         self._unreported[message.origin] = more
-        # Its origin can publish no more than so much before this is acknowledged.
+        # The origin can publish `outbox_bytes` at most without an acknowledgement.
         if more > self.connection.spec.outbox_bytes // 4:
             self.to_scheduler.wake()
 
     def acknowledgement(self) -> Mapping[str, Any]:
-        """Fields of a request to the scheduler, besides progress."""
+        """Return the fields of a request to the scheduler, besides progress."""
         if self.relayed:
             return {}
         self._unreported.clear()
@@ -485,7 +484,7 @@ class Routing(ABC):
         }
 
     def on_answer(self, answer: Mapping[str, Any]) -> None:
-        """Take in what the scheduler says of the others."""
+        """Process progress and acknowledgements of other replicas in an answer."""
         if self.relayed:
             return
         for replica, *progress in answer.get("peers", ()):
@@ -503,13 +502,13 @@ class Routing(ABC):
             neighbour.end()
 
 
-# Updates that are kept though they fill more than an outbox. Who misses one asks for it
-# a second later; as many dense ones of some MB take about that long to be sent.
+# Updates kept even if they are larger than an outbox. A replica requests a missing
+# update after a second; sending this many dense updates of some MB takes about as long.
 RECENT = 16
 
 
 class RelayRouting(Routing):
-    """One destination: the scheduler, which passes updates on to all others."""
+    """Routes updates to the scheduler, which relays them to all other replicas."""
 
     relayed = True
 
@@ -519,33 +518,33 @@ class RelayRouting(Routing):
 
     @override
     def publish(self, message: Message, *, force: bool = False) -> bool:
-        # Never less again: small ones may follow before it is asked for.
+        # Never lowered: small updates may follow before a large one is requested.
         wanted = RECENT * (message.nbytes + MESSAGE_BYTES)
         most = min(wanted, self.connection.spec.inbox_bytes)
         self.own.limit_bytes = max(self.own.limit_bytes, most)
         return super().publish(message, force=force)
 
 
-# Scaling up by 32 workers is 32 generations within a second, in which frames of
-# the first are still on their way. One of 128 members takes 1 KB.
+# Scaling up by 32 workers makes 32 generations within a second, while frames of the
+# first are still in flight. A generation of 128 members takes 1 KB.
 GENERATIONS_KEPT = 32
 
 
 class TopologyHistory:
-    """The topologies of the latest generations, as far as one replica knows.
+    """The topologies of the latest generations that one replica has received.
 
-    An update carries the generation in which its origin sent it, and goes along
-    that generation's tree to the end: whoever was a member then gets it, once,
-    although those on its way may know a later generation. Before the
-    first generation there is nobody to send to.
+    An update carries the generation in which its origin sent it, and follows that
+    generation's tree to the end: each member of that generation gets the update once,
+    even if forwarding replicas have adopted a later generation. Before the first
+    generation there are no members to send to.
 
     All methods belong to the event loop; `current` may be read from any thread.
 
     Args:
-        kept: How many generations are kept, >= 1; older ones are forgotten.
+        kept: Number of generations to keep, >= 1.
 
     Attributes:
-        current: That of the highest generation known.
+        current: Topology of the highest generation received.
 
     Example:
         >>> book = TopologyHistory()
@@ -565,11 +564,11 @@ class TopologyHistory:
         self._known: dict[int, MeshTopology] = {}
 
     def adopt(self, routes: MeshTopology) -> bool:
-        """Note the routes of a generation; whether they are the current ones now.
+        """Add the topology of a generation; return whether it is now the current one.
 
         Membership messages may arrive out of order: an older generation is kept for
-        the frames stamped with it, and changes nothing else. The first message about
-        a generation counts.
+        frames that carry it and changes nothing else. Only the first topology of a
+        generation counts.
         """
         self._known.setdefault(routes.generation, routes)
         while len(self._known) > self._kept:
@@ -580,26 +579,26 @@ class TopologyHistory:
         return newer
 
     def for_generation(self, generation: int) -> MeshTopology:
-        """The routes along which to forward what is stamped with a generation.
+        """Return the topology along which to forward updates of a generation.
 
-        One that is too old, or not known yet, falls back to the current one.
-        The update may then reach somebody twice or not at all. Both are safe:
-        positions know duplicates, and a gap is repaired by asking. It also ends:
-        **only the first copy of an update may be forwarded**, so each replica
-        forwards it once; with every copy it could circle between two that go by
+        A generation that is too old, or not received yet, falls back to the current
+        one. An update may then reach a replica twice or not at all. Both are safe:
+        receivers drop duplicates and request missing updates. Forwarding also ends:
+        **only the first copy of an update may be forwarded**, so each replica forwards
+        it once; otherwise an update could circle between two replicas that follow
         different trees.
         """
         return self._known.get(generation, self.current)
 
 
 class MeshRouting(Routing):
-    """Replicas send to each other along one tree per origin, see `MeshTopology`.
+    """Routes updates between replicas along one tree per origin, see `MeshTopology`.
 
-    Updates of others are passed on while there is room; those that are not are counted,
-    and requested by the replicas that miss them. So nobody waits in a circle.
+    Updates of others are forwarded while there is room and dropped otherwise; replicas
+    request missing updates later. Thus replicas never wait for each other in a cycle.
 
     Attributes:
-        forwards_dropped: Updates of others that were not passed on.
+        forwards_dropped: Updates of others that were not forwarded.
     """
 
     relayed = False
@@ -644,5 +643,5 @@ class MeshRouting(Routing):
         return not waiting or waiting + message.nbytes + MESSAGE_BYTES <= limit
 
 
-# The routings of a run, by the name that its options have for them.
+# Routings by the name of the option.
 ROUTINGS: dict[str, type[Routing]] = {"plain": RelayRouting, "mesh": MeshRouting}

@@ -1,4 +1,7 @@
-"""The way out: requests over Dask, a bounded queue, a paced loop, retransmission."""
+"""Sending: requests over Dask, bounded queues, paced send loops, retransmission.
+
+Routings and endpoints build on these. No class here chooses a destination.
+"""
 
 import asyncio
 import concurrent.futures
@@ -20,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class Connection:
-    """Requests over Dask's own connections: no port, no address of its own.
+    """Sends a replica's requests over the connections of its Dask worker.
 
     Args:
-        worker: Where the replica trains.
-        spec: Which replica it is, and the bounds.
-        stop: Ends every wait of the replica, for a reason.
+        worker: The worker on which the replica trains.
+        spec: Settings of the replica.
+        stop: Ends every wait of the replica; called with the reason.
 
     Attributes:
         spec: As given.
-        failure: Why the connection does not work any more, or None.
+        failure: Error that broke the connection, or None.
         loop: The event loop of the worker.
     """
 
@@ -45,28 +48,28 @@ class Connection:
         self.loop = worker.loop.asyncio_loop
         self._worker = worker
         self._stop = stop
-        self._answered_at = time.monotonic()  # of the scheduler's last answer
+        self._answered_at = time.monotonic()  # time of the scheduler's last answer
 
     # ---- event loop
 
     async def ask(self, worker: str | None, operation: str, **fields: Any) -> Any:
-        """Send a request to another worker, or to the scheduler; return its answer.
+        """Send a request to a worker, or None: to the scheduler; return the answer.
 
         Raises:
-            OSError: If it cannot be reached, or this worker closes.
+            OSError: If the receiver cannot be reached, or this worker closes.
         """
         peer = self._worker.scheduler if worker is None else self._worker.rpc(worker)
         try:
             return await getattr(peer, operation)(run=self.spec.run, **fields)
-        except RuntimeError as error:  # of Dask's pool of connections, once it closes
+        except RuntimeError as error:  # from Dask's connection pool, once it closes
             raise OSError(f"the worker closes: {error}") from error
 
     async def ask_scheduler(self, operation: str, **fields: Any) -> dict[str, Any]:
-        """Send a request to the scheduler; return its answer, see `checked`."""
+        """Send a request to the scheduler; return the answer, see `checked`."""
         return self.checked(await self.ask(None, operation, **fields))
 
     def fail(self, error: DaskDLError | OSError) -> None:
-        """End every wait: nothing works without the scheduler."""
+        """End every wait: the scheduler cannot be reached."""
         if not isinstance(error, DaskDLError):
             error = ChannelError(f"the scheduler cannot be reached: {error}")
         self.failure = error
@@ -75,14 +78,14 @@ class Connection:
     # ---- any thread
 
     def since_answer_s(self) -> float:
-        """Seconds since the scheduler's last answer, or since the beginning."""
+        """Return the seconds since the scheduler's last answer, or since the start."""
         return time.monotonic() - self._answered_at
 
     def checked(self, answer: Any) -> dict[str, Any]:
-        """Return an answer of the scheduler; stop if the run was stopped.
+        """Return an answer of the scheduler; end every wait if the run has stopped.
 
         Raises:
-            ChannelError: If there is no plugin there, or it refused the request.
+            ChannelError: If the scheduler has no plugin, or refused the request.
         """
         if not isinstance(answer, dict):
             raise ChannelError(
@@ -105,10 +108,10 @@ class Connection:
         """Send a request, as `ask` does, from another thread.
 
         Args:
-            worker: Its address; None: the scheduler.
-            operation: Its name.
-            on_answer: Called on the event loop when the answer has come.
-            **fields: Of the message, beside the run.
+            worker: Address of the worker; None: the scheduler.
+            operation: Name of the operation.
+            on_answer: Called on the event loop when the answer has arrived.
+            **fields: Fields of the request, besides the run.
         """
         asking = self.ask(worker, operation, **fields)
         future = asyncio.run_coroutine_threadsafe(asking, self.loop)
@@ -119,18 +122,17 @@ class Connection:
 class Outbox:
     """A queue for one destination with a bound in bytes.
 
-    At the bound an offer is refused and nothing changes: on a replica the update then
-    stays in the residual, in the relay the publisher keeps it. An empty queue takes one
-    message of any size, so that no update is too large to be sent at all.
+    At the bound, offers are refused and nothing changes: on a replica the update then
+    stays in the residual, in the relay the publisher keeps it. An empty queue accepts
+    one message of any size, so that no update is too large to send.
 
     Args:
-        limit_bytes: Bytes that may wait here, each message with `MESSAGE_BYTES`.
+        limit_bytes: Bound on `nbytes`.
 
     Attributes:
-        nbytes: Bytes waiting now.
-        on_offer: Called after each accepted message, from the offering thread; the
-            loop that empties the queue sets it.
-        on_drop: Called after messages have arrived, from the dropping thread.
+        nbytes: Bytes of the queued messages, each with `MESSAGE_BYTES` of overhead.
+        on_offer: Called after each accepted message, in the offering thread.
+        on_drop: Called after messages have arrived, in the dropping thread.
     """
 
     limit_bytes: float
@@ -150,19 +152,19 @@ class Outbox:
         return len(self._messages)
 
     def has_room(self, nbytes: float) -> bool:
-        """Whether a message of so many bytes would be accepted now."""
+        """Whether `nbytes` more bytes would be accepted now."""
         return not self._messages or self.nbytes + nbytes <= self.limit_bytes
 
     def bytes_of(self, origin: int) -> int:
-        """Bytes waiting of messages of one replica."""
+        """Return the bytes of queued messages of one origin."""
         return self._bytes_of[origin]
 
     def offer(self, message: Message, *, force: bool = False) -> bool:
-        """Append a message if there is room; say whether it was accepted.
+        """Append a message if there is room; return whether it was accepted.
 
         Args:
-            message: What to append.
-            force: Accept beyond the bound.
+            message: The message to append.
+            force: Accept the message even beyond the bound.
         """
         nbytes = message.nbytes + MESSAGE_BYTES
         with self._lock:
@@ -176,7 +178,7 @@ class Outbox:
         return True
 
     def head(self, limit_bytes: int) -> list[Message]:
-        """The oldest messages, at least one if any, up to so many bytes together."""
+        """Return the oldest messages, up to a number of bytes but at least one."""
         with self._lock:
             batch: list[Message] = []
             total = 0
@@ -188,7 +190,7 @@ class Outbox:
             return batch
 
     def drop(self, count: int) -> None:
-        """Forget the oldest messages, if still here: they have arrived."""
+        """Remove the oldest messages, which have arrived."""
         with self._lock:
             for _ in range(min(count, len(self._messages))):
                 message = self._messages.popleft()
@@ -199,22 +201,21 @@ class Outbox:
 
 
 class RetransmitBuffer:
-    """Updates published or received that others may request again, within a bound.
+    """Published or received updates that other replicas may request again.
 
-    Payloads are shared, not copied: nobody may write to them, and they have to be
-    compact: a view keeps alive what it is a view of. All methods may be called from any
-    thread.
+    Payloads are shared, not copied: they must not be changed, and must not be views of
+    larger buffers, which a view keeps alive. All methods may be called from any thread.
 
     Args:
-        limit_bytes: Most bytes kept, each message with `MESSAGE_BYTES`.
-        evicts: At the bound the oldest are forgotten, and an update that is larger is
-            not kept at all; who requests those takes a snapshot instead. Otherwise an
-            update stays until all others have acknowledged it: at the bound there is
-            no room, so that no update of a replica that is alive is out of reach.
+        limit_bytes: Bound on `nbytes`.
+        evicts: At the bound, evict the oldest updates; an update above the bound is not
+            kept. A replica that lacks an evicted update takes a snapshot instead. If
+            False, an update is kept until all others have acknowledged it, and at the
+            bound `has_room` is False, so no update of a live replica is lost.
 
     Attributes:
-        limit_bytes: As given.
-        nbytes: Bytes kept now.
+        limit_bytes: As given; may be raised.
+        nbytes: Bytes of the kept messages, each with `MESSAGE_BYTES` of overhead.
 
     Example:
         >>> recent = RetransmitBuffer(limit_bytes=1000)
@@ -243,11 +244,11 @@ class RetransmitBuffer:
         return len(self._messages)
 
     def has_room(self) -> bool:
-        """Whether one more update may be kept, of any size."""
+        """Whether one more update of any size may be kept."""
         return self._evicts or not self._messages or self.nbytes < self.limit_bytes
 
     def keep(self, message: Message) -> None:
-        """Keep an update as the latest one; one that is here stays where it is."""
+        """Append an update; a duplicate changes nothing."""
         nbytes = message.nbytes + MESSAGE_BYTES
         with self._lock:
             of_origin = self._found.setdefault(message.origin, {})
@@ -261,7 +262,10 @@ class RetransmitBuffer:
                 self._forget_oldest()
 
     def acknowledge(self, sequence: int) -> bool:
-        """Forget updates up to this one, of one origin; whether there were any."""
+        """Drop updates up to a sequence number; return whether there were any.
+
+        All kept updates must be of one origin.
+        """
         with self._lock:
             before = len(self._messages)
             while self._messages and self._messages[0].sequence <= sequence:
@@ -274,7 +278,7 @@ class RetransmitBuffer:
         self.nbytes -= oldest.nbytes + MESSAGE_BYTES
 
     def find(self, origin: int, sequences: Iterable[int]) -> list[Message]:
-        """Those of an origin's updates that are still here, ascending."""
+        """Return the requested updates that are still kept, ascending."""
         wanted = sorted(set(sequences))
         with self._lock:
             of_origin = self._found.get(origin, {})
@@ -282,7 +286,7 @@ class RetransmitBuffer:
 
 
 BATCH_BYTES = 4 * 2**20  # below Dask's 10 MiB offload to its one helper thread
-ATTEMPTS = 2  # a lost answer is asked for once more: receivers know duplicates
+ATTEMPTS = 2  # a request without an answer is sent again: receivers drop duplicates
 
 BACK_OFF = 16  # most times the pace between two requests to a full destination
 
@@ -290,15 +294,15 @@ Send = Callable[[Sequence[Message]], Awaitable[int]]
 
 
 class SendLoop:
-    """Carry one outbox to its destination, in order, until cancelled.
+    """Sends the messages of an outbox in order.
 
     Args:
-        outbox: What to carry.
-        send: Sends a batch and returns how many of its items were accepted.
-            Called with an empty batch as a sign of life.
+        outbox: The outbox.
+        send: Sends a batch and returns the number of accepted messages. An empty batch
+            is a heartbeat.
         pace_s: Least time between two requests, seconds.
         beat_s: Most time between two requests, seconds.
-        bound: How long one request may take.
+        bound: Timeout of a request.
         destination: For messages, for example ``"the scheduler"``.
     """
 
@@ -319,24 +323,24 @@ class SendLoop:
         self._bound = bound
         self._destination = destination
         self._more = asyncio.Event()
-        self._answered_at: float | None = None  # of the last answer, the loop's clock
+        self._answered_at: float | None = None  # time of the last answer, loop's clock
 
     def wake(self) -> None:
-        """There is something to send. Call from the event loop."""
+        """Send soon. Event loop."""
         self._more.set()
 
     async def run(self) -> None:
-        """Carry items until cancelled.
+        """Send messages until cancelled.
 
         Raises:
-            WaitTimeoutError: If a request was not answered in time, twice.
-            OSError: If the destination cannot be reached, twice.
+            WaitTimeoutError: If a request timed out twice.
+            OSError: If the destination could not be reached twice.
         """
         pause_s = self._pace_s
         while True:
             with contextlib.suppress(TimeoutError):
-                # Not `wait_for`: of what is woken and cancelled at once, before
-                # Python 3.12 it forgets that it was cancelled.
+                # Not `wait_for`, which before Python 3.12 loses a cancellation that
+                # arrives together with the wake-up.
                 async with asyncio.timeout(self._beat_s):
                     await self._more.wait()
             self._more.clear()
@@ -345,7 +349,7 @@ class SendLoop:
             self._outbox.drop(accepted)
             if len(self._outbox):
                 self._more.set()
-            # All that was refused goes again, so ask less often while it is.
+            # Refused messages are sent again, so back off while all are refused.
             full = batch and not accepted
             longest_s = BACK_OFF * self._pace_s
             pause_s = min(2 * pause_s, longest_s) if full else self._pace_s

@@ -1,7 +1,7 @@
-"""The channel's end on a worker: the plugin, and the event loop's end of each replica.
+"""The channel on a worker: the plugin, and the endpoint of each replica.
 
-The plugin answers requests of the scheduler and of other workers. Behind it each
-replica has an endpoint on the event loop, where its messages arrive and leave.
+The plugin answers requests of the scheduler and of other workers. Each replica has an
+endpoint on the worker's event loop, which receives and sends its messages.
 """
 
 import asyncio
@@ -52,18 +52,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-INLINE_BYTES = 2**20  # larger frames are decoded beside the event loop
+INLINE_BYTES = 2**20  # larger frames are decoded in a thread
 
 
 class BlobServer:
-    """Arrays of a replica for others to fetch, part by part, on the event loop.
+    """Serves arrays of a replica in parts, on the event loop.
 
-    Blobs have names. Besides them there is the newest state that all replicas agreed
-    on, for the client; nothing is made of it before its first part is fetched, and what
-    the parts are cut from stays until the last of them has gone: one copy at most.
+    Other replicas fetch blobs by name. The client fetches the newest agreed state,
+    which is made when its first part is fetched and released after the last part.
 
     Attributes:
-        sent_bytes: Of blobs that others have fetched.
+        sent_bytes: Bytes of fetched blobs.
     """
 
     sent_bytes: int
@@ -71,33 +70,33 @@ class BlobServer:
     def __init__(self) -> None:
         self.sent_bytes = 0
         self._blobs: dict[str, BlobParts] = {}
-        # At the end of which epoch it was agreed on, and what makes it.
+        # Epoch at whose end the state was agreed on, and the function that makes it.
         self._state: tuple[int, Callable[[], Arrays]] | None = None
-        self._cut: tuple[int, BlobParts] | None = None  # with its epoch
+        self._cut: tuple[int, BlobParts] | None = None  # epoch, state being fetched
         self._changed = asyncio.Condition()
 
     async def publish(self, name: str, blob: BlobParts) -> None:
-        """Let others fetch a blob; a second one of the same name changes nothing."""
+        """Let other replicas fetch a blob; a name that is in use is ignored."""
         async with self._changed:
             self._blobs.setdefault(name, blob)
             self._changed.notify_all()
 
     async def drop(self, keep: str) -> None:
-        """Drop all blobs but the one of this name."""
+        """Drop all blobs except one."""
         async with self._changed:
             self._blobs = {n: one for n, one in self._blobs.items() if n == keep}
 
     async def keep_state(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
-        """Let the client fetch the state of an epoch's end; None: not yet."""
+        """Let the client fetch the state at the end of an epoch; None: no state."""
         async with self._changed:
             self._state = None if make is None else (epoch, make)
             self._changed.notify_all()
 
     async def blob(self, name: str, part: int, timeout_s: float) -> dict[str, Any]:
-        """One part of a blob, as it is sent; waits until there is such a blob.
+        """Return a part of a blob, for the wire; wait until the blob is published.
 
         Raises:
-            TimeoutError: If there is none in time.
+            TimeoutError: If it is not published in time.
         """
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(lambda: name in self._blobs)
@@ -106,17 +105,17 @@ class BlobServer:
         return blob.to_wire(part)
 
     async def state(self, epoch: int, part: int, timeout_s: float) -> dict[str, Any]:
-        """One part of the agreed state, as it is sent.
+        """Return a part of the agreed state, for the wire.
 
         Args:
-            epoch: At the end of which it was agreed on; for the first part, that one
-                or a later one, for which this waits.
-            part: Counted from 0.
-            timeout_s: How long to wait for it, seconds; making it is not counted.
+            epoch: Epoch at whose end the state was agreed on. For the first part, wait
+                for the state of this or a later epoch.
+            part: Number of the part, from 0.
+            timeout_s: Bound on the wait, seconds, without the time to make the state.
 
         Raises:
-            TimeoutError: If there is none in time.
-            ValueError: If this is not what is being fetched.
+            TimeoutError: If there is no state in time.
+            ValueError: If another epoch's state, or none, is being fetched.
         """
         if part == 0:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -133,27 +132,27 @@ class BlobServer:
 
 
 class SnapshotRequest(NamedTuple):
-    """A joining replica waits for this replica's state."""
+    """A joining replica's request for this replica's state."""
 
-    cut: dict[int, int]  # updates that it has to contain, by origin
+    cut: dict[int, int]  # by origin, last update that the state must contain
     answer: asyncio.Future[dict[str, Any]]
 
 
 class ReplicaEndpoint:
-    """Where the messages of one replica arrive, on its worker's event loop.
+    """Receives and sends the messages of one replica, on its worker's event loop.
 
     Args:
-        worker: Where the replica trains.
-        spec: Which replica it is, and the bounds.
+        worker: The worker on which the replica trains.
+        spec: Settings of the replica.
 
     Attributes:
-        inbox: What has arrived.
-        connection: To the scheduler and to other workers.
-        routing: Where updates go.
-        repairs: Requests missing updates again.
-        closing: The worker closes; the replica should hand over and leave.
-        blobs: What other replicas and the client may fetch.
-        snapshot_requests: Of joining replicas; the training thread answers them.
+        inbox: Received updates and progress.
+        connection: Connection to the scheduler and to other workers.
+        routing: Sends and forwards updates.
+        repairs: Requests missing updates.
+        closing: Whether the worker closes; the replica should hand over and leave.
+        blobs: Arrays that other replicas and the client may fetch.
+        snapshot_requests: Requests of joining replicas, for the training thread.
     """
 
     inbox: Inbox
@@ -187,10 +186,11 @@ class ReplicaEndpoint:
     # ---- event loop
 
     async def deliver(self, message: Message) -> bool:
-        """Take in a message; one that cannot be read is counted and dropped.
+        """Process a message; an unreadable one is counted and dropped.
 
         Returns:
-            False if there is no room for it: it has to be sent again.
+            False if there is no room for the message or a barrier holds it back, so
+            that it must be sent again.
         """
         if message.kind == MessageKind.MEMBERS:
             self.on_members(message.payload)
@@ -213,26 +213,26 @@ class ReplicaEndpoint:
         if await self._put(message):
             self.routing.on_message(message)
             return True
-        return not self.inbox.holds_back(message)  # it may since it was decoded
+        return not self.inbox.holds_back(message)  # a barrier may have begun meanwhile
 
     def _dropped(self, message: Message) -> bool:
-        """Whether it is dropped here on purpose; the sender takes it for delivered."""
+        """Whether failure injection drops a message, which counts as delivered."""
         own, origin, number = self._spec.replica, message.origin, message.sequence
         if not any(d.strikes(origin, number, own) for d in self._spec.drops):
             return False
-        # That there is one is known: through a relay nothing else might say so.
+        # Announced, or in a relay the gap might never be noticed.
         self.inbox.announce(origin, PeerProgress(message.step, number))
         return True
 
     def _owned(self, message: Message) -> Message:
-        """The message with memory of its own: it came in a buffer of a whole batch."""
+        """Copy the frame of a message out of its buffer, which may hold a batch."""
         if self.routing.relayed and self._before_snapshot is None:
-            return message  # it is decoded, and not kept
+            return message  # decoded at once, not kept
         shared = message.payload if isinstance(message.payload, SharedFrame) else None
         payload = message.payload if shared is None else shared.frame
         try:
             return message._replace(payload=owned(payload))
-        except (TypeError, ValueError):  # no bytes: `decoded` refuses it
+        except (TypeError, ValueError):  # not bytes: `decoded` refuses it
             return message
 
     async def _put(self, message: Message) -> bool:
@@ -253,7 +253,7 @@ class ReplicaEndpoint:
         return True
 
     def on_members(self, payload: Any) -> None:
-        """Take in the membership: its generation, and the worker of each member."""
+        """Adopt a membership: its generation, and the worker of each member."""
         generation, members = payload
         first = not self.routing.generation
         self.routing.on_members(generation, dict(members))
@@ -262,7 +262,7 @@ class ReplicaEndpoint:
                 self.routing.on_message(message)
 
     def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
-        """Updates that another replica misses, as many as fit a request."""
+        """Return updates that another replica lacks, as many as fit one answer."""
         found: list[Message] = []
         nbytes = 0
         for message in self.routing.lookup(origin, sequences):
@@ -273,10 +273,10 @@ class ReplicaEndpoint:
         return found
 
     async def snapshot(self, cut: dict[int, int]) -> dict[str, Any]:
-        """The state of this replica for a joining one, made between two steps.
+        """Return this replica's state for a joining replica, made between two steps.
 
         Raises:
-            TimeoutError: If it was not made in time.
+            TimeoutError: If the state was not made in time.
         """
         request = SnapshotRequest(cut, self.connection.loop.create_future())
         self.snapshot_requests.append(request)
@@ -288,12 +288,12 @@ class ReplicaEndpoint:
             self._forget(request)
 
     def close_soon(self) -> None:
-        """The worker closes; the training thread leaves at its next step."""
+        """Make the training thread leave at its next step: the worker closes."""
         self.closing = True
         self.inbox.stop("its worker closes")
 
     async def left(self, timeout_s: float) -> None:
-        """Wait until the replica has left, but not for long."""
+        """Wait until the replica has left; log a warning on timeout."""
         try:
             await asyncio.wait_for(self._left.wait(), timeout_s)
         except TimeoutError:
@@ -306,17 +306,17 @@ class ReplicaEndpoint:
     # ---- training thread
 
     def start(self) -> None:
-        """Begin to send, and to request what is missing."""
+        """Start sending, and requesting missing updates."""
         for work in (self.routing.to_scheduler.run(), self.repairs.run()):
             self._running.append(self.on_loop(work))
 
     def wait_for_snapshot(self) -> None:
-        """Keep updates as they come; the state that they change is not here yet."""
+        """Buffer arriving updates until `begin`, when the snapshot has arrived."""
         self._before_snapshot = PreSnapshotBuffer()
         self.inbox.joining = True
 
     def enter(self, payload: Any) -> None:
-        """Know the members before anything is published; see `on_members`."""
+        """Adopt the membership before the first update; see `on_members`."""
 
         async def enter() -> None:
             self.on_members(payload)
@@ -324,7 +324,7 @@ class ReplicaEndpoint:
         self._now(enter())
 
     def begin(self, received: Mapping[int, Received], grid: float) -> None:
-        """The snapshot is here: deliver the updates that it does not contain."""
+        """Start from a snapshot; deliver buffered updates that it does not contain."""
 
         async def deliver() -> None:
             kept, self._before_snapshot = self._before_snapshot, None
@@ -338,14 +338,14 @@ class ReplicaEndpoint:
     def pull(
         self, helper: int, origin: int, sequences: Sequence[int]
     ) -> concurrent.futures.Future[int]:
-        """Request updates of an origin; done once those of the helper are here."""
+        """Request updates of an origin from a helper; done once they have arrived."""
         asking = self.repairs.ask(helper, origin, sequences)
         future = self.on_loop(asking)
         future.add_done_callback(lambda _: self.inbox.wake())
         return future
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begin what runs on the event loop."""
+        """Start a coroutine on the event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.connection.loop)
 
     def _now(self, work: Coroutine[Any, Any, None]) -> None:
@@ -361,41 +361,41 @@ class ReplicaEndpoint:
             ) from error
 
     def _forget(self, request: SnapshotRequest) -> None:
-        with contextlib.suppress(ValueError):  # it may have been answered meanwhile
+        with contextlib.suppress(ValueError):  # may have been answered meanwhile
             self.snapshot_requests.remove(request)
 
     def serve(self, request: SnapshotRequest, snapshot: dict[str, Any]) -> None:
-        """Answer a joining replica, once."""
+        """Answer a request of a joining replica, once."""
         self._forget(request)
 
         def answer() -> None:
-            if not request.answer.done():  # it may not have waited
+            if not request.answer.done():  # the request may have timed out
                 request.answer.set_result(snapshot)
 
         self.connection.loop.call_soon_threadsafe(answer)
 
     def stop_sending(self) -> None:
-        """Send nothing more, not even a sign of life."""
+        """Stop sending, heartbeats included."""
         for future in self._running:
             future.cancel()
         self.connection.loop.call_soon_threadsafe(self.routing.end)
 
     def end(self) -> None:
-        """Whoever waits for the replica to leave may go on."""
+        """End the wait for the replica to leave."""
         self.connection.loop.call_soon_threadsafe(self._left.set)
 
 
-WAIT_S = 1.0  # for what is not there yet; then who wants it asks again
-LEAVE_S = 2.0  # batch systems kill soon after they ask a worker to close
+WAIT_S = 1.0  # longest wait for a blob or state; the requester then retries
+LEAVE_S = 2.0  # batch systems kill a worker soon after its close request
 
 
 class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untyped
-    """Deliver arriving messages to the channels of the replicas on this worker."""
+    """Handles requests to the replicas on a worker."""
 
     name = NAME
     idempotent = True
     endpoints: dict[tuple[int, int], ReplicaEndpoint]
-    refused: int  # messages for no replica of this worker, or not understood
+    refused: int  # unreadable messages, and messages to replicas not on this worker
 
     def __init__(self) -> None:
         self.endpoints = {}
@@ -404,7 +404,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
 
     @override
     def setup(self, worker: Worker) -> None:
-        # Dask may set a plugin up twice; live channels then go on.
+        # Dask may set a plugin up twice; endpoints in use are kept.
         former = worker.extensions.get(NAME)
         if former is not None:
             self.endpoints = former.endpoints
@@ -413,14 +413,14 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             worker.handlers[operation] = self._guard.of(handler)
         self._worker = worker
         if worker.nanny:
-            # Its process is there for it alone. To look for cycles in all that torch
-            # leaves takes over a second of the four that a nanny waits for its end.
+            # The process runs only this worker. A search for cycles among the objects
+            # of torch at exit takes over a second of the four that a nanny waits.
             atexit.unregister(gc.freeze)
             atexit.register(gc.freeze)
 
     @override
     async def teardown(self, worker: Worker) -> None:
-        """The worker closes: its replicas leave, what they had done is delivered."""
+        """Let the replicas hand over their work and leave before the worker closes."""
         if worker.extensions.get(NAME) is not self:
             return
         endpoints = list(self.endpoints.values())
@@ -431,7 +431,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     async def handle_deliver(
         self, run: RunId, replica: Natural, messages: Sequence[Any]
     ) -> Fields:
-        """The relay, or another replica, has messages for a replica here."""
+        """Deliver messages of the relay or of another replica to a replica here."""
         endpoint = self._endpoint_of(run, replica)
         return await _deliver(endpoint, [Message.from_wire(one) for one in messages])
 
@@ -441,10 +441,10 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         messages: Sequence[Any],
         shares: Sequence[tuple[Natural, Sequence[Natural]]],
     ) -> Fields:
-        """The relay has messages for several replicas here, each of them once."""
+        """Deliver messages of the relay to several replicas, each message sent once."""
         unpacked = [_shareable(fields) for fields in messages]
         own = {r: [unpacked[i] for i in places] for r, places in shares}
-        shared = self._guard.of(self._share)  # each replica's answer is its own
+        shared = self._guard.of(self._share)  # an answer for each replica
         answers = [
             await shared(run=run, replica=replica, messages=for_it)
             for replica, for_it in own.items()
@@ -466,7 +466,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         replica: Natural,
         cut: Sequence[tuple[Natural, Natural]],
     ) -> Fields:
-        """A joining replica elsewhere wants the state of one here."""
+        """Return the state of a replica here to a joining replica."""
         return {"snapshot": await self._endpoint_of(run, replica).snapshot(dict(cut))}
 
     async def handle_repair(
@@ -476,14 +476,14 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         origin: Natural,
         sequences: Sequence[Natural],
     ) -> Fields:
-        """A replica elsewhere requests updates that it missed."""
+        """Return updates to a replica that lacks them."""
         found = self._endpoint_of(run, replica).lookup(origin, sequences)
         return {"messages": [one.to_wire() for one in found]}
 
     async def handle_fetch(
         self, run: RunId, replica: Natural, name: str, part: Natural
     ) -> Fields:
-        """A replica elsewhere fetches a blob that one here has published, or will."""
+        """Return a part of a blob to another replica, once it is published."""
         return await self._endpoint_of(run, replica).blobs.blob(name, part, WAIT_S)
 
     async def handle_agreed(
@@ -493,11 +493,11 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         epoch: Natural,
         part: Natural,
     ) -> Fields:
-        """The client fetches what all have agreed on, through the scheduler."""
+        """Return a part of the agreed state to the client, through the scheduler."""
         return await self._endpoint_of(run, replica).blobs.state(epoch, part, WAIT_S)
 
     def _count(self, fields: Fields) -> None:
-        """Count what was refused, for the replica that it was for if there is one."""
+        """Count a refused message, at the endpoint of its replica if there is one."""
         run, replica = fields.get("run"), fields.get("replica")
         if not isinstance(replica, int):
             replica = None
@@ -509,10 +509,10 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self.refused += 1
 
     def _endpoint_of(self, run: int, replica: int) -> ReplicaEndpoint:
-        """The endpoint of a replica here.
+        """Return the endpoint of a replica.
 
         Raises:
-            GoneError: If it is not here; counted.
+            GoneError: If the replica is not on this worker; counted as refused.
         """
         endpoint = self.endpoints.get((run, replica))
         if endpoint is None:
@@ -521,7 +521,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         return endpoint
 
     def open(self, spec: ChannelSpec) -> ReplicaEndpoint:
-        """Make the endpoint of a replica; messages for it are kept from now on.
+        """Make the endpoint of a replica, which accepts messages from now on.
 
         Raises:
             ChannelError: If the replica is on this worker already.
@@ -533,19 +533,19 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         return self.endpoints[key]
 
     def forget(self, spec: ChannelSpec) -> None:
-        """A replica has left: whoever waits for that may go on."""
+        """Remove the endpoint of a replica that has left, and end waits for that."""
         endpoint = self.endpoints.pop((spec.run, spec.replica), None)
         if endpoint is not None:
             endpoint.end()
 
 
 def set_up(worker: Worker) -> None:
-    """Set the channel's end up on a worker."""
+    """Set up the plugin on a worker."""
     ChannelWorkerPlugin().setup(worker)
 
 
 def _shareable(fields: Any) -> Message | Exception:
-    """A message whose frame is decoded once, or why it is none."""
+    """Return a message whose frame is decoded once, or the error of reading it."""
     try:
         message = Message.from_wire(fields)
     except (TypeError, ValueError) as error:
@@ -556,7 +556,7 @@ def _shareable(fields: Any) -> Message | Exception:
 
 
 async def _deliver(endpoint: ReplicaEndpoint, messages: Sequence[Message]) -> Fields:
-    """Give a replica messages, in order, until it takes no more."""
+    """Deliver messages in order, until the replica accepts no more."""
     accepted = 0
     for message in messages:
         if not await endpoint.deliver(message):

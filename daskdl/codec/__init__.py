@@ -1,10 +1,9 @@
 """Updates as bytes and back: numpy in, numpy out; no torch, no Dask, no state.
 
-:func:`encode` writes entries as the smallest frame, :func:`decode` reads a frame and
-checks every byte of it. Updates of other processes are checked there and nowhere else.
-Frames, entries and bitmaps are in :mod:`daskdl.codec.frame`; two kinds of body have a
-module of their own: Golomb-Rice coded gaps (:mod:`daskdl.codec.golomb`) and eight bits
-per parameter (:mod:`daskdl.codec.dense8`).
+:func:`encode` writes entries as the smallest frame; :func:`decode` reads a frame and
+checks every byte, the only check of updates from other processes. Frames, entries and
+bitmaps are in :mod:`daskdl.codec.frame`, Golomb-Rice coded gaps in
+:mod:`daskdl.codec.golomb`, and eight bits per parameter in :mod:`daskdl.codec.dense8`.
 """
 
 from daskdl.codec.dense8 import Quantized, counts_of, quantize

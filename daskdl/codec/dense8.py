@@ -1,8 +1,8 @@
-"""DENSE8 bodies: a scale for each block of parameters, then eight bits for each.
+"""DENSE8 bodies: a scale for each block of parameters, then eight bits per parameter.
 
-What is written is whole steps of the grid, as everything that is sent: a parameter
-moves by its eight bits times the scale of its block, and sums of that do not depend
-on their order. What rounding leaves is for the sender to keep.
+As in all updates, counts are whole steps of the grid: a parameter moves by its
+eight-bit value times the scale of its block, and sums of these counts do not depend on
+their order. The sender keeps the rounding errors.
 
 Shape suffixes: N = parameters of the model, B = blocks.
 """
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from daskdl.codec.golomb import compiled
 from daskdl.errors import CodecError
 
-# A scale of 4 bytes for 256 of one byte each is 1.6 % of the body. A larger block is
-# rounded to what is largest in more parameters, for 1.2 % less at most.
+# A scale of 4 bytes for 256 parameters of one byte is 1.6 % of the body. A larger block
+# would save 1.2 % at most, and round more parameters to the scale of the largest.
 BLOCK = 256
-MOST = 127  # of eight bits; -128 is refused, so that signs are alike
-MAX_SCALE = (2**31 - 1) // MOST  # so that no product leaves int32
+MOST = 127  # largest eight-bit value; -128 is refused, for a symmetric range
+MAX_SCALE = (2**31 - 1) // MOST  # so that products stay within int32
 
 ZERO, LOW, SCALE = range(3)
 FAULTS = {
@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
 
 
 def length(size: int) -> int:
-    """Return the bytes of a body.
+    """Return the length of a body in bytes.
 
     Example:
         >>> length(256), length(257)
@@ -47,7 +47,7 @@ def length(size: int) -> int:
 
 
 def blocks(size: int) -> int:
-    """Return how many blocks a vector has; the last one may be shorter."""
+    """Return the number of blocks of a vector; the last block may be shorter."""
     return -(-size // BLOCK)
 
 
@@ -65,14 +65,14 @@ def _write(
         for i in range(part.size):
             least = min(least, part[i])
             most = max(most, part[i])
-        largest = -np.int64(least)  # int32's minimum has no int32 negative
+        largest = -np.int64(least)  # int64, since -(-2**31) overflows int32
         if most > largest:
             largest = np.int64(most)
         scale = (largest + MOST - 1) // MOST
         if scale > MAX_SCALE:
             scale = np.int64(MAX_SCALE)
         scales_B[b] = scale
-        # float64: the largest is 127 scales at most, and stays so when divided.
+        # float64, so that the largest value cannot be rounded to more than 127.
         factor = 1.0 / scale if scale else 0.0
         for i in range(part.size):
             out[i] = np.int8(np.rint(np.float64(part[i]) * factor))
@@ -106,15 +106,15 @@ def _read(
 def quantize(counts_N: npt.NDArray[np.int32]) -> Quantized:
     """Round counts of grid steps to eight bits in each block.
 
-    The scale of a block is its largest count / 127, rounded up; a value is the count
-    / the scale, to the nearest. So no count moves by more than half a scale, and one
-    of a block whose largest is 127 or less does not move at all.
+    The scale of a block is its largest absolute count divided by 127, rounded up; a
+    value is the count divided by the scale, rounded to nearest. Thus rounding changes a
+    count by half a scale at most, and blocks with counts up to 127 are exact.
 
     Args:
-        counts_N: Steps, int32, any value; one-dimensional.
+        counts_N: Steps of the grid, int32, any value, one-dimensional.
 
     Returns:
-        What :func:`counts_of` makes the rounded counts of.
+        Scales and values; :func:`counts_of` returns the rounded counts.
 
     Raises:
         CodecError: If the counts are not one-dimensional int32.
@@ -129,8 +129,7 @@ def quantize(counts_N: npt.NDArray[np.int32]) -> Quantized:
 
     Source:
         Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", ICLR 2016,
-        for eight bits and the largest value as scale; the blocks and whole steps are
-        ours.
+        for eight bits and the largest value as scale. Blocks and whole steps are ours.
     """
     check_counts(counts_N)
     scales_B = np.empty(blocks(len(counts_N)), np.int32)
@@ -140,7 +139,7 @@ def quantize(counts_N: npt.NDArray[np.int32]) -> Quantized:
 
 
 def check_counts(counts_N: npt.NDArray[np.int32]) -> None:
-    """Refuse what is not a count of grid steps for every parameter.
+    """Check the shape and dtype of counts.
 
     Raises:
         CodecError: If the counts are not one-dimensional int32.
@@ -153,15 +152,16 @@ def check_counts(counts_N: npt.NDArray[np.int32]) -> None:
 
 
 def counts_of(quantized: Quantized) -> npt.NDArray[np.int32]:
-    """Return the counts that receivers make of it.
+    """Return the counts that receivers compute.
 
     Returns:
-        Steps of the grid, int32, shape (N,), an array of their own.
+        Steps of the grid, int32, shape (N,), a new array.
 
     Raises:
-        CodecError: If there are not as many scales as blocks, or one is negative or
-            so large that a product could leave int32; if a value is -128; or if a
-            block has the scale 0 and is not all 0, or the other way round.
+        CodecError: If dtypes differ, or the number of scales is not that of blocks; if
+            a scale is negative or so large that products could overflow int32; if a
+            value is -128; if the scale of a block of zeros is not 0, or the scale of
+            another block is 0.
     """
     scales_B, values_N = quantized
     if scales_B.dtype != np.int32 or values_N.dtype != np.int8:
@@ -186,7 +186,7 @@ def pack(quantized: Quantized) -> npt.NDArray[np.uint8]:
     """Write a body.
 
     Raises:
-        CodecError: If it could not be read back, see :func:`counts_of`.
+        CodecError: If `unpack` would refuse the body, see :func:`counts_of`.
 
     Example:
         >>> import numpy as np
@@ -200,19 +200,19 @@ def pack(quantized: Quantized) -> npt.NDArray[np.uint8]:
 
 
 def unpack(body: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.int32]:
-    """Read what :func:`pack` wrote.
+    """Read a body written by :func:`pack`.
 
     Args:
         body: ``length(size)`` bytes.
         size: N.
 
     Returns:
-        Counts, int32, shape (N,), an array of their own.
+        Counts, int32, shape (N,), a new array.
 
     Raises:
-        CodecError: As :func:`counts_of`.
+        CodecError: See :func:`counts_of`.
     """
     cut = 4 * blocks(size)
     scales_B = body[:cut].view("<i4").astype(np.int32)
-    # The compiled reader sees one kind of array only: frames may be read-only.
+    # Copied, so that numba compiles the reader once: frames may be read-only.
     return counts_of(Quantized(scales_B, body[cut:].view(np.int8).copy()))

@@ -1,9 +1,9 @@
-"""An update as one frame and back: 64 bytes of header and a body.
+"""An update as one frame and back: a header of 64 bytes and a body.
 
-The header says who sent what, how much and how it is packed; the body is packed in the
-way of one `Kind`, and compressed by lz4 where that is smaller. Encoding chooses the
-smallest kind; decoding checks every byte, and nothing after it checks again. The layout
-is in ``docs/wire-format.md``. numpy in, numpy out; no torch, no Dask, no state.
+The header has the stamp, the sizes and the kind of packing; the body is compressed with
+lz4 if that is smaller. Encoding chooses the smallest kind; decoding checks every byte,
+and later code does not check again. The layout is in ``docs/wire-format.md``. numpy in,
+numpy out; no torch, no Dask, no state.
 
 Shape suffixes: N = parameters of the model, K = entries of one update.
 """
@@ -35,15 +35,15 @@ CHECKSUM_OFFSET = 60
 FLAG_LZ4 = 1
 MAX_SIZE = 2**31 - 1  # an entry is a signed one-based int32 position
 LZ4_MOST = 0x7E000000  # bytes, LZ4_MAX_INPUT_SIZE of the library
-LZ4_RATIO = 255  # a byte of an lz4 block stands for at most as many
+LZ4_RATIO = 255  # most bytes that a byte of an lz4 block expands to
 
 
 class Kind(enum.IntEnum):
-    """How the body of a frame is packed."""
+    """Packing of the body of a frame."""
 
     RAW32 = 1  # an int32 per entry
-    GAPS = 2  # Golomb-Rice coded gaps, signs apart
-    BITMAP = 3  # a bit per parameter, signs apart
+    GAPS = 2  # Golomb-Rice coded gaps, then signs
+    BITMAP = 3  # a bit per parameter, then signs
     DENSE8 = 4  # eight bits per parameter, a scale in grid steps per block
     DENSE32 = 5  # an int32 count of grid steps per parameter
 
@@ -52,12 +52,12 @@ SPARSE = (Kind.RAW32, Kind.GAPS, Kind.BITMAP)
 
 
 class Stamp(NamedTuple):
-    """Which update a frame carries."""
+    """Identity of the update in a frame."""
 
     run: int  # u64, one per fit
     origin: int  # u32, the replica that made the update
     sequence: int  # u64, counts the origin's updates
-    step: int  # u64, the origin's step when it was made
+    step: int  # u64, the origin's step when it made the update
 
 
 STAMP_BITS = Stamp(run=64, origin=32, sequence=64, step=64)
@@ -100,15 +100,15 @@ def encode(
         threshold: One quantum, parameter units, > 0 and exact in float32.
         entries_K: ``+(i + 1)`` for ``+threshold`` at position ``i``,
             ``-(i + 1)`` for ``-threshold``; int32, strictly ascending in
-            position. None at all make a frame of a header only.
-        kind: RAW32, GAPS or BITMAP; None takes the one with the fewest bytes
-            by :func:`payload_sizes`, of equals the first in this order.
+            position. Without entries the frame is only a header.
+        kind: RAW32, GAPS or BITMAP; None: the kind with the fewest bytes by
+            :func:`payload_sizes`, or the first of equals in this order.
 
     Returns:
-        The frame, uint8, one-dimensional, an array of its own.
+        The frame, uint8, one-dimensional, a new array.
 
     Raises:
-        CodecError: If an argument is not as above.
+        CodecError: If an argument is invalid.
 
     Example:
         >>> import numpy as np
@@ -119,8 +119,8 @@ def encode(
 
     Source:
         Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
-        Computing", Interspeech 2015, for the entries. His 31-bit position and
-        sign bit are our signed int32.
+        Computing", Interspeech 2015, for the entries; a signed int32 replaces
+        Strom's 31-bit position and sign bit.
     """
     if kind is not None and kind not in SPARSE:
         raise CodecError(f"kind must be one of {SPARSE}, got {kind!r}")
@@ -129,7 +129,7 @@ def encode(
     plan = golomb.plan(size, positions_K)
     if kind is None:
         sizes = _sizes(size, plan)
-        kind = min(sizes, key=sizes.__getitem__)  # of equals the first
+        kind = min(sizes, key=sizes.__getitem__)  # the first of equals
     if kind is Kind.RAW32:
         body = _bytes(entries_K)
     elif not len(entries_K):
@@ -151,15 +151,15 @@ def encode_dense(stamp: Stamp, grid: float, counts_N: Integers | Quantized) -> B
     Args:
         stamp: Which update this is.
         grid: One step, parameter units, > 0 and exact in float32.
-        counts_N: Steps, int32, any value, one-dimensional and not empty, as DENSE32; or
-            what :func:`quantize` made of them, as DENSE8, which is read as
-            :func:`counts_of` the same.
+        counts_N: Steps, int32, any value, one-dimensional and not empty, written as
+            DENSE32; or the result of :func:`quantize`, written as DENSE8 and decoded to
+            its :func:`counts_of`.
 
     Returns:
-        The frame, uint8, one-dimensional, an array of its own.
+        The frame, uint8, one-dimensional, a new array.
 
     Raises:
-        CodecError: If an argument is not as above.
+        CodecError: If an argument is invalid.
 
     Example:
         >>> import numpy as np
@@ -179,7 +179,7 @@ def encode_dense(stamp: Stamp, grid: float, counts_N: Integers | Quantized) -> B
 
 
 def _check_given(stamp: Stamp, size: int, threshold: float) -> None:
-    """Refuse what would not come back from the wire as it was given.
+    """Check that a stamp, N and a threshold survive encoding unchanged.
 
     Raises:
         CodecError: If a number of the stamp does not fit its field, N is outside
@@ -189,8 +189,8 @@ def _check_given(stamp: Stamp, size: int, threshold: float) -> None:
         if not 0 <= value < 2**bits:
             raise CodecError(f"{name} must be in 0 .. 2**{bits} - 1, got {value}")
     _check_numbers(size, threshold)
-    # A rounded threshold would move the receivers by another quantum than the
-    # sender, and what is lost that way no residual remembers.
+    # With a rounded threshold, receivers would move by another quantum than the
+    # sender, and no residual would contain the difference.
     with np.errstate(over="ignore"):
         nearest = float(np.float32(threshold))
     if nearest != threshold:
@@ -208,20 +208,20 @@ def _check_numbers(size: int, threshold: float) -> None:
 
 
 def _positions(entries_K: Integers, size: int) -> Integers:
-    """Return the zero-based positions of entries, an array of its own.
+    """Return the zero-based positions of entries, a new array.
 
     Raises:
-        CodecError: If the entries are not one-dimensional int32, or one is
-            zero, beyond N, or not farther along than the one before it.
+        CodecError: If the entries are not one-dimensional int32, an entry is
+            zero or beyond N, or positions are not strictly ascending.
     """
     if entries_K.ndim != 1 or entries_K.dtype != np.int32:
         raise CodecError(
             "entries must be one-dimensional int32, "
             f"got {entries_K.dtype} of shape {entries_K.shape}"
         )
-    # Zero and the one int32 without an absolute value both come out negative.
+    # Zero, and int32's minimum, which has no absolute value, become negative.
     positions_K: Integers = np.abs(entries_K) - np.int32(1)
-    # As unsigned numbers the negative ones are the largest: one comparison.
+    # Negative numbers are the largest as unsigned ones: one comparison suffices.
     outside_K = positions_K.view(np.uint32) >= size
     if outside_K.any():
         i = int(outside_K.argmax())
@@ -259,12 +259,11 @@ def _bytes(values: Integers) -> Bytes:
 def _framed(
     stamp: Stamp, kind: Kind, size: int, count: int, threshold: float, body: Bytes
 ) -> Bytes:
-    """Compress a body with lz4 where that is smaller, and put the header before it.
+    """Compress a body with lz4 if that is smaller, and prepend the header.
 
-    lz4 is not tried on RAW32: ascending positions hold no four bytes twice in a way
-    that pays, not even when built to. On GAPS of independent positions it saves nothing
-    but takes a hundredth of the packing; of clustered ones it takes another 4 to 60 %
-    off (``benchmarks/wire_size.py``).
+    lz4 is not tried on RAW32: repetitions in ascending positions never pay. On GAPS of
+    independent positions it saves nothing, but costs only 1 % of the packing time; on
+    clustered positions it saves another 4 to 60 % (``benchmarks/wire_size.py``).
     """
     payload, flags = body, 0
     if kind is not Kind.RAW32 and 0 < len(body) <= LZ4_MOST:
@@ -286,23 +285,23 @@ def _framed(
 
 
 def _checksum(frame: memoryview) -> int:
-    """Return the CRC-32 of a frame, its checksum field taken as zero."""
+    """Return the CRC-32 of a frame, with zeros in its checksum field."""
     opening = bytes(frame[:CHECKSUM_OFFSET]) + bytes(4)
     return zlib.crc32(frame[LAYOUT.size :], zlib.crc32(opening))
 
 
 def payload_sizes(size: int, entries_K: Integers) -> dict[Kind, int]:
-    """Count the bytes each sparse kind would take; nothing is packed.
+    """Return the length of the body for each sparse kind, without packing it.
 
     Args:
         size: N.
         entries_K: As for :func:`encode`.
 
     Returns:
-        Exact bytes of the body, before lz4 and without the 64 of the header.
+        Bytes of the body, exact, before lz4 and without the header's 64 bytes.
 
     Raises:
-        CodecError: If N or an entry is impossible.
+        CodecError: If N or an entry is invalid.
 
     Example:
         >>> import numpy as np
@@ -316,22 +315,21 @@ def payload_sizes(size: int, entries_K: Integers) -> dict[Kind, int]:
 def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) -> Update:
     """Read a frame, checking every byte of it.
 
-    What comes back can be applied without a further look: positions are in
-    range and strictly ascending.
+    The update can be applied without further checks: positions are in range and
+    strictly ascending.
 
     Args:
-        frame: What one of the functions above wrote, in any contiguous buffer.
-            Never changed.
-        run: Refuse updates of any other run.
-        size: Refuse updates for any other number of parameters.
+        frame: A frame of :func:`encode` or :func:`encode_dense`, in any contiguous
+            buffer. Never changed.
+        run: Refuse updates of other runs.
+        size: Refuse updates for another number of parameters.
 
     Returns:
-        The update. Its array has memory of its own, so that the frame may be
-        freed and compiled consumers see one kind of array only.
+        The update, with a new array, so that the frame may be freed.
 
     Raises:
-        CodecError: If anything about the frame is not as documented in
-            ``docs/wire-format.md``, or it is for another run or model.
+        CodecError: If the frame violates ``docs/wire-format.md``, or is for another run
+            or model.
 
     Example:
         >>> import numpy as np
@@ -378,10 +376,10 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
 
 
 def read_kind(frame: Buffer) -> Kind:
-    """Read how a frame is packed, without looking at the rest, for statistics.
+    """Read the kind of a frame for statistics, without checking the rest.
 
     Args:
-        frame: A whole frame or its beginning, 64 bytes or more.
+        frame: A frame, or at least its first 64 bytes.
 
     Raises:
         CodecError: If the frame is too short, its magic or version is wrong, or its
@@ -391,7 +389,7 @@ def read_kind(frame: Buffer) -> Kind:
 
 
 class Header(NamedTuple):
-    """The fields of a header, in the order of their bytes."""
+    """The fields of a header, in byte order."""
 
     magic: bytes
     version: int
@@ -414,8 +412,8 @@ def _open(frame: Buffer) -> tuple[memoryview, Header]:
     """View a frame as read-only bytes, and read its header.
 
     Raises:
-        CodecError: If it is not contiguous or too short, or its magic or version is
-            wrong.
+        CodecError: If the frame is not contiguous or too short, or its magic or version
+            is wrong.
     """
     view = memoryview(frame)
     if not view.c_contiguous:
@@ -447,10 +445,10 @@ def _kind_of(header: Header) -> Kind:
 
 
 def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
-    """Return the body, decompressed where the header says so.
+    """Return the body, decompressed if the lz4 flag is set.
 
-    Nothing is allocated before the lengths have been compared with what N and K allow
-    and with what the payload can hold: a short frame cannot ask for much memory.
+    Lengths are checked against N, K and the payload before memory is allocated, so a
+    short frame cannot cause a large allocation.
 
     Raises:
         CodecError: If a length is impossible or the lz4 block is damaged.
@@ -485,7 +483,7 @@ def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
 
 
 def _length_range(kind: Kind, size: int, count: int) -> tuple[int, int]:
-    """Return the fewest and the most bytes that a body of a kind can have."""
+    """Return the least and the greatest length of a body in bytes."""
     signs = (count + 7) // 8
     if kind is Kind.GAPS and count:
         least, most = golomb.length_range(size, count)
@@ -501,17 +499,17 @@ def _length_range(kind: Kind, size: int, count: int) -> tuple[int, int]:
 
 
 def _signed_entries(kind: Kind, body: Bytes, size: int, count: int) -> Integers:
-    """Read positions, and after them one sign bit for each.
+    """Read positions, followed by one sign bit for each.
 
     Raises:
-        CodecError: If the positions are not as their kind allows, or a bit after the
-            last sign is not zero.
+        CodecError: If the positions are invalid, or a bit after the last sign is not
+            zero.
     """
     signs_at = len(body) - (count + 7) // 8
     if kind is Kind.GAPS:
         entries_K = golomb.unpack(body[:signs_at], size, count)
     else:
-        # As bool: numpy looks for what is set in those 7 times as fast.
+        # As bool: np.flatnonzero is 7 times as fast on bool arrays.
         present = np.unpackbits(body[:signs_at], bitorder="little").view(bool)
         positions = np.flatnonzero(present)
         if len(positions) and positions[-1] >= size:
@@ -529,6 +527,6 @@ def _signed_entries(kind: Kind, body: Bytes, size: int, count: int) -> Integers:
             f"got {negative[count:].tolist()}"
         )
     entries_K += 1
-    # A product, not np.negative(where=...): a third of the time.
+    # A product takes a third of the time of np.negative(where=...).
     entries_K *= 1 - 2 * negative[:count].view(np.int8)
     return entries_K

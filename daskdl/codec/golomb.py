@@ -1,20 +1,18 @@
 """GAPS bodies without their signs: positions as Golomb-Rice coded gaps.
 
-A gap is the number of parameters without an entry before the next one. Its
-code with Rice parameter r is ``gap >> r`` zero bits, a one bit, and the low r
-bits of the gap. There is one parameter for all gaps, or one for each block of
-4,096 parameters, whichever makes fewer bits. The layout is in
-``docs/wire-format.md``.
+A gap is the number of parameters without an entry before the next entry. Its code with
+Rice parameter r is ``gap >> r`` zero bits, a one bit, and the low r bits of the gap.
+There is one Rice parameter for all gaps, or one for each block of 4,096 model
+parameters, whichever takes fewer bits. The layout is in ``docs/wire-format.md``.
 
-Blocks of parameters, not of entries: of whole rows of a weight matrix, which
-is how real updates cluster, blocks of 4,096 entries took 4 to 5 times the bits
-(7.1 against 1.6 per entry on 2,048-wide rows), since a block of entries has no
-word for a silent stretch but one long gap. ``benchmarks/wire_size.py`` has the
-sizes.
+Blocks are of parameters, not of entries: real updates cluster in whole rows of a weight
+matrix, where blocks of 4,096 entries took 4 to 5 times the bits (7.1 against 1.6 per
+entry on 2,048-wide rows), since they can encode a stretch without entries only as one
+long gap. ``benchmarks/wire_size.py`` measures the sizes.
 
-Reading believes nothing: every bit is checked against the end of the stream before it
-is read and every position against the end of its block before it is written, as numba
-checks neither.
+The reader trusts no input: every bit is checked against the end of the stream before it
+is read, and every position against the end of its block before it is written, since
+numba checks neither.
 
 Shape suffixes: K = entries of one update, B = blocks.
 """
@@ -30,30 +28,29 @@ from daskdl.errors import CodecError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BLOCK = 4096  # parameters with a Rice parameter of their own
-WHOLE = 2**31  # "block" of the one parameter for all: beyond any position
-PER_BLOCK = 255  # first byte of a body; any other value is the one parameter
-MAX_RICE = 30  # a gap has at most 31 bits, and more only adds bits
-COUNT_BITS = 12  # of a block's entries, less one
+BLOCK = 4096  # parameters that share a Rice parameter
+WHOLE = 2**31  # block size for one Rice parameter: beyond any position
+PER_BLOCK = 255  # first byte of a body; other values are the one Rice parameter
+MAX_RICE = 30  # gaps have at most 31 bits; a larger parameter only adds bits
+COUNT_BITS = 12  # number of a block's entries, minus one
 RICE_BITS = 4
 MAX_BLOCK_RICE = 12  # a gap within a block is at most 4,095
 HEADER_BITS = COUNT_BITS + RICE_BITS  # after a block's bit "has entries"
 
 
 def compiled(function: F) -> F:
-    """Compile with numba, kept on disk.
+    """Compile with numba, cached on disk, releasing the GIL.
 
-    The first encode and decode ever took 3 s for all functions together, the
-    first of a process 0.4 s.
+    Compiling all functions took 3 s, loading them from the cache 0.4 s.
     """
     return cast(F, numba.njit(cache=True, nogil=True)(function))
 
 
 @compiled
 def rice_bits(gaps_K: npt.NDArray[np.int32], rice: int) -> int:
-    """Count the bits of the codes of gaps."""
+    """Return the number of bits of the codes of gaps."""
     zeros, shift = np.uint64(0), np.uint64(rice)
-    # Unsigned: processors without AVX-512 have no signed shift of 64 bits.
+    # Unsigned: without AVX-512 there is no signed vector shift of 64 bits.
     for gap in gaps_K:
         zeros += np.uint64(gap) >> shift
     return len(gaps_K) * (1 + rice) + int(np.int64(zeros))
@@ -61,12 +58,11 @@ def rice_bits(gaps_K: npt.NDArray[np.int32], rice: int) -> int:
 
 @compiled
 def best_rice(gaps_K: npt.NDArray[np.int32], silent: int) -> tuple[int, int]:
-    """Find the Rice parameter with the fewest bits, and count them.
+    """Return the Rice parameter with the fewest bits, and their number.
 
-    The bits are convex in the parameter (what a further bit of it saves only
-    falls), so the first one that is no better than its neighbours is the best.
-    The search starts at the mean gap and looks at three of them as a rule.
-    ``silent`` is the sum of the gaps.
+    The number of bits is convex in the parameter, so a parameter that is no worse than
+    its neighbours is the best. The search starts at the mean gap and usually tries
+    three parameters. ``silent`` is the sum of the gaps.
     """
     mean = silent // len(gaps_K)
     rice = 0
@@ -93,7 +89,7 @@ def plan_blocks(
     counts_B: npt.NDArray[np.int32],
     rices_B: npt.NDArray[np.int32],
 ) -> int:
-    """Fill the last three, which are as in :class:`Plan`; return the codes' bits."""
+    """Fill the last three arrays, see :class:`Plan`; return the bits of the codes."""
     bits = 0
     first = 0
     for b in range(len(counts_B)):
@@ -119,9 +115,9 @@ def plan_blocks(
 def write_bits(
     words: npt.NDArray[np.uint32], at: int, held: int, value: int, width: int
 ) -> tuple[int, int]:
-    """Append up to 31 bits; return the bit after them and those of its word.
+    """Append up to 31 bits at bit ``at``; return the next ``at`` and ``held``.
 
-    Stored every time, full or not: no processor can foresee which it is.
+    The word is stored even if it is not full, to avoid an unpredictable branch.
     """
     word, following = at >> 5, at + width
     if following >> 5 >= len(words):
@@ -139,17 +135,17 @@ def write_stream(
     rices_B: npt.NDArray[np.int32],
     headers: bool,
 ) -> int:
-    """Write all codes, each block's after its header; return the bits.
+    """Write all codes, with a header before each block; return the number of bits.
 
-    ``words`` are zeros, one more than the bits fill. ``held`` are the bits
-    before ``at`` of the word that ``at`` is in.
+    ``words`` are zeros, one more than the bits fill. ``held`` has the bits before
+    ``at`` in the word of ``at``.
     """
     at = held = first = 0
     for b in range(len(counts_B)):
         last = first + counts_B[b]
         rice = int(rices_B[b])
         if headers:
-            # One call: numba would compile it again for each constant width.
+            # One call: numba would compile it for each constant width.
             header = 1 | (last - first - 1) << 1 | rice << (1 + COUNT_BITS)
             full = last > first
             width = 1 + HEADER_BITS if full else 1
@@ -167,24 +163,24 @@ def write_stream(
 
 
 class Plan(NamedTuple):
-    """How gaps will be coded, counted before anything is packed."""
+    """Gaps, Rice parameters and length of a body to pack."""
 
-    block: int  # parameters, BLOCK or WHOLE
-    gaps_K: npt.NDArray[np.int32]  # the first of a block counts from its start
+    block: int  # parameters of a block, BLOCK or WHOLE
+    gaps_K: npt.NDArray[np.int32]  # the first gap of a block starts with the block
     counts_B: npt.NDArray[np.int32]  # entries of each block
     rices_B: npt.NDArray[np.int32]  # Rice parameter of each block
-    length: int  # bytes of the body: one, and those of the codes
+    length: int  # bytes of the body, its first byte included
 
 
 def plan(size: int, positions_K: npt.NDArray[np.int32]) -> Plan:
-    """Choose the Rice parameters and count the bytes they lead to.
+    """Choose the Rice parameters and count the bytes of the body.
 
     Args:
         size: N.
         positions_K: Zero-based positions, int32, strictly ascending.
 
     Returns:
-        The plan with the fewest bytes; of equals, one parameter for all.
+        The plan with the fewest bytes; of equals, one Rice parameter for all gaps.
     """
     one, blocks = (plan_with(block, size, positions_K) for block in (WHOLE, BLOCK))
     return one if one.length <= blocks.length else blocks
@@ -202,7 +198,7 @@ def plan_with(block: int, size: int, positions_K: npt.NDArray[np.int32]) -> Plan
 
 
 def pack(found: Plan) -> npt.NDArray[np.uint8]:
-    """Write a body as planned, of one entry or more.
+    """Write the body of a plan with one entry or more.
 
     Example:
         >>> import numpy as np
@@ -218,9 +214,9 @@ def pack(found: Plan) -> npt.NDArray[np.uint8]:
     return body
 
 
-# A reading function returns the next bit, or -(8 * got + one of these).
+# Readers return the next bit, or -(8 * got + fault).
 PAST_END, OUTSIDE, BAD_RICE, BAD_COUNT = 1, 2, 3, 4
-# Of a byte, 0 apart.
+# Lowest set bit of each byte; 0 for byte 0.
 LOWEST_ONE = np.array([0, *((i & -i).bit_length() - 1 for i in range(1, 256))])
 FAULTS = {
     PAST_END: "codes run past the {bits} bits there are, at parameter {got}",
@@ -231,10 +227,10 @@ FAULTS = {
 
 
 def length_range(size: int, count: int) -> tuple[int, int]:
-    """Return the fewest and the most bytes a body of one entry or more can have.
+    """Return the least and the greatest length of a body, for one entry or more.
 
-    At least one bit for each gap. At most what one Rice parameter as long as
-    N makes, since packing takes the shorter way.
+    A gap takes one bit at least. Since packing chooses the shorter plan, the greatest
+    length is that of one Rice parameter for all gaps, the bit length of N.
     """
     longest = count * (1 + min(size.bit_length(), MAX_RICE)) + 1
     return 1 + (count + 7) // 8, 1 + (longest + 7) // 8
@@ -257,10 +253,10 @@ def read_block(
     positions_K: npt.NDArray[np.int32],
     limits: tuple[int, int],
 ) -> int:
-    """Fill ``positions_K`` from codes; return the bit after them, or a fault.
+    """Fill ``positions_K`` from codes; return the next bit, or a fault.
 
-    Every code is looked up afresh at its bit: a window that is refilled now
-    and then costs more, since no processor can foresee when.
+    Each code is read at its own bit: a window with occasional refills is slower,
+    because its refills are unpredictable branches.
     """
     following, stop = limits
     for i in range(len(positions_K)):
@@ -275,7 +271,7 @@ def read_block(
         zeros, at = zeros + low, at + low + 1 + rice
         if at > bits:
             return -(8 * following + PAST_END)
-        # Compared before it is shifted: the product need not fit 64 bits.
+        # Compared before the shift, whose result may not fit 64 bits.
         if zeros > (stop - following) >> rice:
             return -(8 * following + OUTSIDE)
         position = following + (zeros << rice) + read_bits(words, at - rice, rice)
@@ -293,7 +289,7 @@ def read_blocks(
     positions_K: npt.NDArray[np.int32],
     size: int,
 ) -> int:
-    """Fill ``positions_K`` block by block; return the bit after, or a fault."""
+    """Fill ``positions_K`` block by block; return the next bit, or a fault."""
     at = 0
     first = 0
     for start in range(0, size, BLOCK):
@@ -309,7 +305,7 @@ def read_blocks(
         if rice > MAX_BLOCK_RICE:
             return -(8 * rice + BAD_RICE)
         stop = min(start + BLOCK, size)
-        block_K = positions_K[first:last]  # no longer than there is room for
+        block_K = positions_K[first:last]  # cut off at the end of positions_K
         at = read_block(words, bits, at + HEADER_BITS, rice, block_K, (start, stop))
         if at < 0:
             return at
@@ -318,22 +314,22 @@ def read_blocks(
 
 
 def unpack(body: npt.NDArray[np.uint8], size: int, count: int) -> npt.NDArray[np.int32]:
-    """Read what :func:`daskdl.codec.golomb.pack` wrote.
+    """Read a body written by :func:`daskdl.codec.golomb.pack`.
 
     Args:
-        body: Bytes, as many as ``length_range`` allows.
+        body: Bytes, of a length within ``length_range``.
         size: N.
         count: K, 1 or more.
 
     Returns:
-        Zero-based positions, int32, shape (K,), ascending, an array of their own.
+        Zero-based positions, int32, shape (K,), ascending, a new array.
 
     Raises:
-        CodecError: If the codes run past their end or leave the vector, leave
-            bytes over, or padding is not zero.
+        CodecError: If a Rice parameter or a block's count is invalid, codes run past
+            the end or leave the vector, bytes are left over, or padding is not zero.
     """
     stream = body[1:]
-    # Whole words, and one more that only zeros are read from.
+    # Whole words, and one more of zeros.
     padded = np.zeros(4 * (len(stream) // 4 + 2), np.uint8)
     padded[: len(stream)] = stream
     words = padded.view("<u4").astype(np.uint32, copy=False)

@@ -1,13 +1,13 @@
 """Threshold compression of flat vectors: updates to send, and updates to apply.
 
-The parameters of a model are flat vectors, each in three states: *local* has the values
-that this replica has trained, *shared* counts the grid steps that all replicas agree
-on, and the *residual*, their difference, has yet to be sent. An update is the set of
-positions whose residual has reached the threshold.
+The parameters of a model form a flat vector in three states: *local*, the values that
+this replica has trained; *shared*, the grid steps that all replicas agree on; and the
+*residual*, their unsent difference. A sparse update lists the positions whose residual
+has reached the threshold; a dense one has the whole residual in eight bits.
 
-:class:`~daskdl.compression.compressor.Compressor` proposes updates and commits those
-that the channel has accepted; its ``vector``, a
-:class:`~daskdl.compression.replica_vector.ReplicaVector`, applies those of other
-replicas. Grids, dtypes, devices, parameter groups and compiled loops stay behind these
-two. No network and no clock are used here.
+:class:`~daskdl.compression.compressor.Compressor` proposes and commits updates of its
+replica; its ``vector``, a
+:class:`~daskdl.compression.replica_vector.ReplicaVector`, applies updates of other
+replicas. These two hide grids, dtypes, devices, parameter groups and compiled loops.
+This package uses no network and no clock.
 """

@@ -1,10 +1,9 @@
-"""The updates of one replica: found, framed, and taken out of the residual.
+"""Updates of one replica: found in the residual, encoded, and committed.
 
-A threshold algorithm decides per parameter group how large a residual has to be before
-it is sent. :meth:`Compressor.propose` lists pending updates, the channel accepts them
-or not, and :meth:`Compressor.commit_` takes accepted ones out of the residual. Routing
-and time are elsewhere. Only the training thread calls these methods, between steps of
-the optimizer.
+A threshold algorithm chooses the quantum of each parameter group.
+:meth:`Compressor.propose` lists pending updates, and :meth:`Compressor.commit_` takes
+accepted updates out of the residual. Routing and time are elsewhere. Only the training
+thread calls these methods, between optimizer steps.
 
 Shape suffixes: N = parameters over all groups, K = entries of one update.
 """
@@ -49,11 +48,11 @@ Frame = npt.NDArray[np.uint8]
 class PendingSparse:
     """Quanta at some positions of one parameter group, not committed yet."""
 
-    pattern: str  # of the parameter group
+    pattern: str  # pattern of the parameter group
     size: int  # N
     grid: float  # one step, parameter units
     count: int  # the quantum in steps of the grid, in [1, 2**22]
-    chosen: float  # threshold of the algorithm, within what the grid can express
+    chosen: float  # threshold of the algorithm, limited to the range of the grid
     entries_K: Counts  # +(i + 1) or -(i + 1), ascending in i
 
     @cached_property
@@ -63,30 +62,30 @@ class PendingSparse:
 
     @cached_property
     def entries(self) -> int:
-        """K; without any there is nothing to send."""
+        """K; an update without entries is not sent."""
         return len(self.entries_K)
 
     def encode(self, stamp: Stamp) -> Frame:
-        """Write it as a frame of the smallest kind."""
+        """Encode the update as a frame of the smallest kind."""
         return codec.encode(stamp, self.size, self.threshold, self.entries_K)
 
 
 @dataclass(frozen=True, eq=False)
 class PendingDense:
-    """The whole residual, rounded to eight bits in each block, not committed yet."""
+    """The whole residual in eight bits per parameter, not committed yet."""
 
     grid: float  # one step, parameter units
     quantized: Quantized  # steps of the grid
-    thresholds: Mapping[str, float]  # to go on from, by pattern
+    thresholds: Mapping[str, float]  # by pattern, to continue from
 
     @cached_property
     def entries(self) -> int:
-        """N; 0 if nothing would move, so that there is nothing to send."""
+        """N; 0 if all values are 0, so that the update is not sent."""
         values_N = self.quantized.values_N
         return len(values_N) if values_N.any() else 0
 
     def encode(self, stamp: Stamp) -> Frame:
-        """Write it as a DENSE8 frame."""
+        """Encode the update as a DENSE8 frame."""
         return codec.encode_dense(stamp, self.grid, self.quantized)
 
 
@@ -94,11 +93,11 @@ PendingUpdate = PendingSparse | PendingDense
 
 
 class Sample(NamedTuple):
-    """Some of the residuals of a parameter group."""
+    """A sample of the residual of a parameter group."""
 
     size: int  # parameters of the group
     residuals: Tensor  # on the CPU, parameter units
-    threshold: float  # of the last exchange, parameter units; NaN: there was none
+    threshold: float  # of the last exchange, parameter units; NaN before the first
 
 
 @dataclass(eq=False)
@@ -111,10 +110,10 @@ class ParameterGroup:
     exchanges: int = 0
 
     def next_threshold(self, last: Sent | None, grid: float) -> float:
-        """Ask the algorithm, and limit its threshold to what the grid can express.
+        """Return the algorithm's next threshold, limited to the range of the grid.
 
         Raises:
-            OptionError: If it returns a threshold that is not finite and > 0.
+            OptionError: If the algorithm's threshold is not finite and > 0.
         """
         threshold = self.algorithm.next_threshold(self.residual, last)
         if not 0 < threshold < math.inf:
@@ -122,34 +121,33 @@ class ParameterGroup:
                 f"a threshold must be finite and > 0, got {threshold!r} "
                 f"from {self.algorithm!r}"
             )
-        # Or that of an algorithm with nothing to send would sink to 0, and take as long
-        # to return.
+        # Without limits, the threshold would sink towards 0 while the residual is zero,
+        # and take as long to rise again.
         return min(max(threshold, grid), MAX_COUNT * grid)
 
     def record(self, threshold: float, density: float) -> None:
-        """Remember the outcome of an exchange."""
+        """Record the outcome of an exchange."""
         link = None if self.sent is None else self.sent.link
         self.sent = Sent(threshold, density, link)
         self.exchanges += 1
 
 
 class Compressor:
-    """One replica's updates: propose some to send, and commit those accepted.
+    """Proposes updates of one replica, and commits the accepted ones.
 
     A quantum is 1 to 2**22 steps of the grid (2**-2 at most while no parameter starts
-    above 1): thresholds beyond are limited.
+    above 1); thresholds are limited to that range.
 
     Args:
         parameters: The module's flat parameters, changed in place from now on; see
             :class:`daskdl.compression.replica_vector.ReplicaVector`.
-        threshold: Chooses the threshold of each exchange; or several that do, by
-            pattern of parameter names.
+        threshold: Threshold algorithm, or algorithms by pattern of parameter names.
         residual: Limits the residual after an exchange.
         apply: "eager" (the module computes with local) or "strict" (with shared).
-        last: Outcomes to carry on from, of an earlier run, by pattern.
+        last: Outcomes of an earlier run to continue from, by pattern.
 
     Raises:
-        OptionError: If ``apply`` is neither, or patterns and parameters do not match.
+        OptionError: If ``apply`` is invalid, or patterns and parameters do not match.
 
     Example:
         >>> import torch
@@ -169,8 +167,8 @@ class Compressor:
     vector: ReplicaVector
     groups: Mapping[str, ParameterGroup]  # by pattern, in the order of the patterns
     clipped: float  # mass removed so far, parameter units
-    clipped_per_entry: float  # by the last exchange, in the mean, parameter units
-    follows_link: bool  # an algorithm wants `learn` after each exchange
+    clipped_per_entry: float  # mean mass removed by the last exchange, parameter units
+    follows_link: bool  # an algorithm needs `learn` after each exchange
 
     def __init__(
         self,
@@ -205,29 +203,28 @@ class Compressor:
 
     @property
     def sent(self) -> dict[str, Sent]:
-        """Outcome of the last exchange of each pattern that has had one."""
+        """Outcome of the last exchange by pattern, without patterns that had none."""
         return {p: g.sent for p, g in self.groups.items() if g.sent is not None}
 
     def propose(self, *, dense: bool = False) -> list[PendingUpdate]:
-        """List the updates to send now; nothing changes before :meth:`commit_`.
+        """Return the updates to send now; nothing changes before :meth:`commit_`.
 
         Quanta that would move shared beyond ``2**30`` steps stay in the residual.
 
         Args:
-            dense: Send everything in eight bits, whatever the algorithms say.
+            dense: Send the whole residual in eight bits, whatever the thresholds.
 
         Returns:
-            One update for each pattern, first those that were committed least often; or
-            a single dense one, of the whole residual.
+            One update for each pattern, least often committed patterns first; or a
+            single dense update of the whole residual.
 
         Raises:
             OptionError: If an algorithm returns a threshold that is not finite and > 0.
         """
         grid = self.vector.grid
         if dense or any(rule.sends_dense(group.sent) for group, rule in self._linked):
-            # A threshold has no effect here, so an algorithm is asked for its first one
-            # only: raised at each, with nothing that could follow from it, it would be
-            # out of reach soon.
+            # Dense updates do not use thresholds, so only the first one is computed.
+            # DENSE_DENSITY would raise the threshold after every dense exchange.
             thresholds = {
                 pattern: group.sent.threshold
                 if group.sent
@@ -250,17 +247,17 @@ class Compressor:
     def commit_(self, update: PendingUpdate) -> None:
         """Take an update out of the residual, once the channel has accepted it.
 
-        Shared moves by it. After a sparse one the residual is clipped, and the removed
-        mass is added to ``clipped``; a dense one leaves rounding errors only. An update
-        that was not accepted is dropped.
+        Shared moves by the update. A sparse update then clips the residual and adds the
+        removed mass to ``clipped``; a dense one leaves only rounding errors. An update
+        that the channel did not accept is simply dropped.
 
         Args:
-            update: One of the last ones proposed, committed once; empty ones count as
-                exchanges too.
+            update: Returned by the last :meth:`propose`, committed once; empty updates
+                count as exchanges too.
 
         Raises:
-            OptionError: If the grid has changed since, or the residual rule returns a
-                bound below the threshold; nothing is changed.
+            OptionError: If the grid has changed since :meth:`propose`, or the residual
+                rule returns a bound below the threshold; nothing is changed.
         """
         if update.grid != self.vector.grid:
             raise OptionError(
@@ -285,10 +282,10 @@ class Compressor:
         group.record(update.chosen, update.entries / max(group.residual.size, 1))
 
     def learn(self, measured: Measured) -> None:
-        """Give algorithms that follow the link the measurements of the last exchange.
+        """Pass measurements of the last exchange to algorithms that follow the link.
 
-        A dense exchange that they did not ask for is one of the warm-up and is left
-        out, as it does not depend on their choice.
+        Dense exchanges of the warm-up, which do not depend on the algorithm, are left
+        out.
         """
         for group, rule in self._linked:
             sent = group.sent
@@ -296,7 +293,7 @@ class Compressor:
                 group.sent = sent._replace(link=rule.learn(sent.link, measured))
 
     def samples(self, most: int) -> list[Sample]:
-        """Sample about ``most`` residuals of the model, from each group its share."""
+        """Sample about ``most`` residuals, from each group its share by size."""
         samples = []
         for group in self.groups.values():
             size = group.residual.size
@@ -306,9 +303,9 @@ class Compressor:
         return samples
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return values and tensors: those shared by all, and this replica's own.
+        """Return the state shared by all replicas, and this replica's own state.
 
-        The tensors go on changing: copy them. Measurements of a link are left out.
+        The tensors are not copies and change later. Link measurements are left out.
         """
         shared, own = self.vector.state()
         groups = {
@@ -324,13 +321,13 @@ class Compressor:
     def restore_(
         self, shared: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Restore what `state` returned, of one replica exactly or of several combined.
+        """Restore the state of one replica, or the combined state of several.
 
         Args:
-            shared: The shared part, the same for all.
-            parts: The own parts. One is restored as it was; of several, residuals and
-                clipped mass add up, and thresholds are those of the first; with none,
-                there is no residual. New patterns begin without an outcome.
+            shared: Shared state from `state`.
+            parts: Own states from `state`. One is restored exactly; with several,
+                residuals and clipped mass add up and thresholds are those of the first;
+                with none, the residual is 0. New patterns start without an outcome.
         """
         self.vector.restore_(shared, parts)
         self.clipped = sum(part["clipped"] for part in parts)

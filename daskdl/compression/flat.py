@@ -1,12 +1,11 @@
-"""A module's parameters and buffers as flat vectors, and back.
+"""Conversion of a module's parameters and buffers to flat vectors and back.
 
 Parameters are grouped by (dtype, device) in the order of their first appearance in
-``named_parameters``; the groups are concatenated. Replicas and the client agree on that
+``named_parameters``; the groups are concatenated. Replicas and the client agree on the
 order because their modules are built alike. Buffers, and frozen parameters that the
 model changes itself, are not compressed: replicas average them at sync points.
 
-Shape suffixes: N = parameters over all groups, F = floating and I = integer buffer
-elements.
+Shape suffixes: N = parameters over all groups.
 """
 
 import math
@@ -24,7 +23,7 @@ from daskdl.errors import ModelError
 
 TRAINABLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 MAX_SIZE = 2**31 - 1  # an entry is a signed one-based int32 position
-# A grid of 2**-24 of the largest parameter is float32's own resolution there.
+# 2**-24 of the largest parameter: the resolution of float32 there.
 GRID_BITS = 24
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector instruction
 
@@ -32,26 +31,26 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector instruction
 class DtypeGroup(NamedTuple):
     """The parameters of one dtype on one device, as views of one vector."""
 
-    flat: Tensor  # shape (numels summed,)
+    flat: Tensor  # shape (sum of numels,)
     start: int  # position of flat[0] among all N
     names: tuple[str, ...]
     numels: tuple[int, ...]
 
 
 class FlatParameters:
-    """Turn the trainable parameters of a module into views of flat vectors.
+    """Turns the trainable parameters of a module into views of flat vectors.
 
     Parameter objects, values and gradients stay the same, so optimizers keep working.
-    Frozen parameters are left alone, tied ones appear once. Memory formats such as
+    Frozen parameters are left alone, and tied ones appear once. Memory formats such as
     channels-last become contiguous.
 
     Args:
-        module: Its parameters' memory is replaced.
+        module: The module; the memory of its parameters is replaced.
 
     Raises:
-        ModelError: If nothing is trainable, or a trainable parameter has another dtype
-            than float32, bfloat16, float16 or float64, is not initialised, is not
-            finite, or overlaps another parameter's memory.
+        ModelError: If no parameter is trainable, or a trainable one is not a dense,
+            finite, initialised tensor of float32, bfloat16, float16 or float64, or
+            overlaps another parameter's memory.
 
     Example:
         >>> parameters = FlatParameters(torch.nn.Linear(2, 1))
@@ -61,7 +60,7 @@ class FlatParameters:
 
     groups: tuple[DtypeGroup, ...]
     size: int  # N
-    slices: dict[str, slice]  # of the N positions, in their order
+    slices: dict[str, slice]  # positions by parameter name, ascending
 
     def __init__(self, module: nn.Module) -> None:
         layout = _layout(module)
@@ -109,7 +108,7 @@ def _check_kind(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-# Views would untie two Parameter objects that share memory.
+# Flattening would untie two Parameter objects that share memory.
 def _check_overlap(parameters: dict[str, nn.Parameter]) -> None:
     spans = []
     for name, parameter in parameters.items():
@@ -141,11 +140,11 @@ def _flatten_(named: Named, start: int) -> DtypeGroup:
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised vector, aligned to 64 bytes as torch's own are.
+    """Return an uninitialised vector, aligned to 64 bytes as torch's vectors are.
 
-    On the CPU numpy allocates it, because numpy asks the system for huge pages: with
-    small pages, an update whose entries are far apart spends more time on looking up
-    pages than on applying itself.
+    On the CPU numpy allocates the memory, because numpy requests huge pages. With small
+    pages, applying an update with sparse entries takes more time for page look-ups than
+    for arithmetic.
 
     Example:
         >>> empty(3, torch.bfloat16, torch.device("cpu")).shape
@@ -165,10 +164,11 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def grid_for(parameters: FlatParameters) -> float:
-    """Return the step in which shared is counted: a power of two, at least 2**-24.
+    """Return the grid, the unit of shared: a power of two, at least 2**-24.
 
     Args:
-        parameters: As they are when a run starts; the largest absolute value decides.
+        parameters: Parameters at the start of a run; only the largest absolute value
+            matters.
 
     Returns:
         ``2**(ceil(log2(max(1, max |parameter|))) - 24)``, parameter units.
@@ -194,16 +194,16 @@ def load_counts_(
 ) -> None:
     """Write a vector of counts into a module's trainable parameters.
 
-    The module is not flattened: the client's model stays an ordinary one.
+    The module is not flattened, so the client's model stays an ordinary module.
 
     Args:
         module: Built like the replicas' modules. Changed in place.
         counts_N: Values in steps of ``grid``, in the order of FlatParameters.
         grid: Size of one step, parameter units, a power of two.
-        add: Add the values to those of the module, instead of replacing them.
+        add: Add the values to the parameters instead of replacing them.
 
     Raises:
-        ModelError: If the module has another number of trainable parameters.
+        ModelError: If the number of trainable parameters differs.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -220,7 +220,8 @@ def load_counts_(
     parts = torch.split(torch.from_numpy(np.array(counts_N)), numels)
     with torch.no_grad():
         for parameter, part in zip(parameters, parts, strict=True):
-            values = part.to(working_dtype(parameter.dtype)) * grid  # as replicas do
+            # The same rounding as on replicas.
+            values = part.to(working_dtype(parameter.dtype)) * grid
             values = values.view(parameter.shape).to(parameter.device)
             if add:
                 parameter.add_(values)
@@ -228,19 +229,19 @@ def load_counts_(
                 parameter.copy_(values)
 
 
-# Names of arrays: all buffers of a kind in one, each frozen parameter in its own.
+# Names of arrays: one for all floating buffers, one for all integer buffers, and a
+# prefix for the array of each frozen parameter.
 FLOATING, INTEGER, FROZEN = "floating buffers", "integer buffers", "frozen "
 
 
 class Untrained:
-    """The tensors of a module that are not trained and yet change.
+    """Tracks the tensors of a module that change without being trained.
 
-    These are its buffers, and frozen parameters that it changes itself, such as moving
-    averages. Frozen parameters that never change are neither copied nor sent, however
-    large they are.
+    These are its buffers, and frozen parameters that the module changes itself, such as
+    moving averages. Frozen parameters that never change are neither copied nor sent.
 
     Args:
-        module: In the state in which the run starts, the same on the client.
+        module: The module in its state at the start of the run, as on the client.
 
     Example:
         >>> layer = torch.nn.Linear(1, 1).requires_grad_(False)
@@ -254,18 +255,18 @@ class Untrained:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._forms = _forms(module)
-        self._changed: dict[str, None] = {}  # at any time, in their order
+        self._changed: dict[str, None] = {}  # frozen parameters that have changed
         self._checksums = _checksums(module)
 
     def look(self) -> None:
-        """Find frozen parameters that have changed; reads all of them.
+        """Find frozen parameters that have changed; reads all frozen parameters.
 
-        An exchange looks before it sends them, and after steps 1, 2, 4, 8 and so on: a
-        model that changes a frozen parameter mostly does so in every step from some
-        step on, and a pass after each step would be expensive.
+        Exchanges call this before sending the arrays, and after steps 1, 2, 4, 8 and so
+        on: a model that changes a frozen parameter mostly does so in every step from
+        some step on, and a pass after each step would be expensive.
 
         Raises:
-            ModelError: If the shape or dtype of one, or of a buffer, has changed.
+            ModelError: If the shape or dtype of a frozen parameter or buffer changed.
         """
         self._check()
         for name, checksum in _checksums(self._module).items():
@@ -284,7 +285,7 @@ class Untrained:
                 )
 
     def take(self) -> dict[str, npt.NDArray[Any]]:
-        """Copy the buffers, and those frozen parameters that have changed.
+        """Copy the buffers, and the frozen parameters that have changed.
 
         Returns:
             One-dimensional arrays by name: float64 of all floating buffers (complex
@@ -299,13 +300,13 @@ class Untrained:
         for name, (dtype, tensors) in _places(self._module).items():
             if name in self._changed or not name.startswith(FROZEN):
                 parts = [tensor.cpu().reshape(-1).to(dtype) for tensor in tensors]
-                # The empty one, as there may be no buffers.
+                # The empty tensor is for modules without buffers.
                 flat = torch.cat([torch.empty(0, dtype=dtype), *parts])
                 arrays[name] = flat.numpy()
         return arrays
 
     def load_(self, arrays: Mapping[str, Any]) -> None:
-        """Load what `take` returned on any replica; see :func:`load_untrained_`."""
+        """Load arrays that `take` returned on any replica; see `load_untrained_`."""
         load_untrained_(self._module, arrays)
         self._changed.update((name, None) for name in arrays if name.startswith(FROZEN))
 
@@ -316,12 +317,12 @@ def average_untrained(
     """Average the untrained tensors of several replicas.
 
     Args:
-        packed: What `Untrained.take` returned, other keys are ignored, and the number
-            of examples trained on, one pair per replica; the order decides the
+        packed: For each replica, the arrays that `Untrained.take` returned (other keys
+            are ignored) and the number of examples trained on. The order affects
             rounding.
 
     Returns:
-        Each array averaged over the replicas that have it. Floating ones: the mean
+        Each array, averaged over the replicas that have it. Floating arrays: the mean
         weighted by examples, unweighted if all weights are 0; values on which all
         replicas agree are unchanged, infinities included. Others: the maximum.
 
@@ -357,7 +358,7 @@ def _average(
     used = [(a, n if total else 1) for a, n in packed if n or not total]
     first = used[0][0]
     weighted, agreed = np.zeros(first.shape), np.ones(first.shape, bool)
-    with np.errstate(invalid="ignore"):  # infinities of both signs: NaN is the answer
+    with np.errstate(invalid="ignore"):  # infinities of both signs average to NaN
         for array, examples in used:
             weighted += array * np.float64(examples)
             agreed &= array == first
@@ -369,12 +370,12 @@ def load_untrained_(module: nn.Module, arrays: Mapping[str, Any]) -> None:
     """Load buffers and frozen parameters into a module.
 
     Args:
-        module: Built like the one they come from. Changed in place.
-        arrays: What `Untrained.take` or :func:`average_untrained` returned; other
-            names are ignored.
+        module: Built like the source module. Changed in place.
+        arrays: Arrays from `Untrained.take` or :func:`average_untrained`; other names
+            are ignored.
 
     Raises:
-        ModelError: If the module's tensors have other sizes; nothing is written.
+        ModelError: If sizes differ; nothing is written.
     """
     places = {n: place for n, place in _places(module).items() if n in arrays}
     for name, (_, tensors) in places.items():
@@ -390,7 +391,7 @@ def load_untrained_(module: nn.Module, arrays: Mapping[str, Any]) -> None:
 
 
 def _places(module: nn.Module) -> dict[str, tuple[torch.dtype, list[Tensor]]]:
-    """Return the dtype of each array, and the tensors in it, one after the other."""
+    """Return the dtype of each array, and the tensors concatenated in it, by name."""
     buffers = [_real(buffer.detach()) for buffer in module.buffers()]
     floating = [buffer for buffer in buffers if buffer.is_floating_point()]
     integer = [buffer for buffer in buffers if not buffer.is_floating_point()]

@@ -1,18 +1,18 @@
-"""The arithmetic on one flat vector, in torch operations.
+"""Arithmetic on one flat vector, in torch operations.
 
 Every vector is a pair: ``local_N`` (float32 or float64, parameter units) and
 ``shared_N`` (int32, steps of ``grid``). The residual is
 ``(local - shared * grid) / lead`` and is never stored: local is ahead of shared by
-``lead`` times what has yet to be sent, as if ``lead - 1`` other replicas had moved the
-same way. As ``shared`` counts whole steps, sums of updates are exact and do not depend
-on their order.
+``lead`` times the residual, as if ``lead - 1`` other replicas had moved the same way.
+As ``shared`` counts whole steps, sums of updates are exact and do not depend on their
+order.
 
-Entries are int32, ascending in the position ``i``: ``+(i + 1)`` moves it up by one
-quantum, ``-(i + 1)`` down. Nothing is checked here: entries come from ``find`` or from
-:func:`daskdl.codec.decode`, which checks them.
+Entries are int32, ascending in the position ``i``: ``+(i + 1)`` moves position ``i`` up
+by one quantum, ``-(i + 1)`` down. Kernels do not validate entries, which come from
+``find`` or from :func:`daskdl.codec.decode`, which checks them.
 
 :class:`Kernels` runs on any device and is the reference; on the CPU
-:class:`daskdl.compression.kernels_numba.NumbaKernels` gives the same bits faster.
+:class:`daskdl.compression.kernels_numba.NumbaKernels` returns the same bits faster.
 
 Shape suffixes: N = parameters of one flat vector, K = entries of one update.
 """
@@ -22,8 +22,8 @@ import math
 import torch
 from torch import Tensor
 
-# Entries wait, and dense updates end, at this |shared|: 2**30 steps are left before
-# int32 wraps.
+# Largest |shared| at which entries are sent and that dense updates reach: 2**30 steps
+# remain before int32 wraps.
 GUARD = 2**30
 INT32_MAX = 2**31 - 1
 
@@ -43,19 +43,19 @@ class Kernels:
         base: int = 0,
         lead: float = 1.0,
     ) -> Tensor:
-        """List where the residual has reached one quantum. Reads only.
+        """List the positions whose residual has reached one quantum. Reads only.
 
-        An entry is emitted where ``|local - shared * grid| >= lead * count * grid``,
-        one per position, unless ``|shared| > 2**30``: those wait, so that int32 never
-        wraps. NaN is never an entry.
+        A position gets one entry if ``|local - shared * grid| >= lead * count * grid``.
+        There are no entries where ``|shared| > 2**30``, so that int32 never wraps, and
+        none for NaN.
 
         Args:
-            local_N: A replica's own parameters, float32 or float64.
-            shared_N: What has been shared, int32, steps of ``grid``.
+            local_N: Local values, float32 or float64, parameter units.
+            shared_N: Shared values, int32, steps of ``grid``.
             count: Quantum in steps of ``grid``, in [1, 2**22].
             grid: Size of one step, parameter units, a power of two.
             base: Position of the vector's first parameter.
-            lead: How many times the residual local is ahead of shared, > 0.
+            lead: Ratio of ``local - shared * grid`` to the residual, > 0.
 
         Returns:
             Entries, int32, shape (K,), on the vector's device, ascending in position.
@@ -72,7 +72,7 @@ class Kernels:
         ahead_N = local_N - _sent(local_N, shared_N, grid)
         # Two comparisons, not abs: int32's minimum is its own absolute value.
         safe_N = (shared_N >= -GUARD) & (shared_N <= GUARD)
-        # Rounded as local is: a comparison with a Python number would not round.
+        # Rounded like local: a comparison with a Python number would not round.
         quantum = torch.tensor(lead * count * grid, dtype=local_N.dtype)
         emitted_N = (ahead_N.abs() >= quantum) & safe_N
         positions_K = emitted_N.nonzero().squeeze(1)
@@ -91,26 +91,25 @@ class Kernels:
         base: int = 0,
         lead: float = 1.0,
     ) -> float:
-        """Take own entries out of the residual, then limit what they leave of it.
+        """Take own entries out of the residual, then clip the residual there.
 
-        Shared moves by one quantum for each entry and local back by ``lead - 1``, the
-        quanta it expects from others. With ``bound >= count * grid`` no other position
-        can exceed the bound (it would have been an entry), so that this equals
+        For each entry shared moves by one quantum, and local moves back by ``lead - 1``
+        quanta, which it expects from other replicas. With ``bound >= count * grid`` no
+        other position can exceed the bound (it would be an entry), so this equals
         clipping the whole residual.
 
         Args:
-            local_N: Changed in place where there are entries.
+            local_N: Changed in place at the entries.
             shared_N: Changed in place.
-            entries_K: What `find` returned, int32.
-            count: As of `find`.
-            grid: As of `find`.
-            bound: Largest ``|residual|`` that is kept, parameter units; infinity: no
-                limit.
-            base: As of `find`.
-            lead: As of `find`.
+            entries_K: Entries from `find`, int32.
+            count: As for `find`.
+            grid: As for `find`.
+            bound: Largest ``|residual|`` to keep, parameter units; infinity: no limit.
+            base: As for `find`.
+            lead: As for `find`.
 
         Returns:
-            Clipped mass: sum of the lengths cut from the residual, parameter units.
+            Clipped mass: sum of the absolute changes of the residual, parameter units.
 
         Example:
             >>> local, shared = torch.tensor([1.5, 0.0]), torch.zeros(2).int()
@@ -152,10 +151,10 @@ class Kernels:
         Args:
             local_N: Changed in place.
             shared_N: Changed in place.
-            entries_K: Int32, of the vector's positions.
-            count: As of `find`.
-            grid: As of `find`.
-            base: As of `find`.
+            entries_K: Entries within the vector, int32.
+            count: As for `find`.
+            grid: As for `find`.
+            base: As for `find`.
 
         Example:
             >>> local, shared = torch.zeros(2), torch.zeros(2).int()
@@ -177,15 +176,15 @@ class Kernels:
         grid: float,
         factor: float = 1.0,
     ) -> None:
-        """Move shared by a dense update, and local by ``factor`` times it.
+        """Move shared by a dense update, and local by ``factor`` times the update.
 
         Args:
             local_N: Changed in place.
             shared_N: Changed in place.
             counts_N: The update, int32, steps of ``grid``.
-            grid: As of `find`.
-            factor: 1 for another replica's update, so that the residual stays;
-                ``1 - lead`` for an own one, which leaves the residual.
+            grid: As for `find`.
+            factor: 1 for another replica's update, which leaves the residual unchanged;
+                ``1 - lead`` for an own update, which is taken out of the residual.
 
         Example:
             >>> local, shared = torch.zeros(2), torch.zeros(2).int()
@@ -207,19 +206,19 @@ class Kernels:
     ) -> Tensor:
         """Return the residual in whole steps of the grid. Reads only.
 
-        It is rounded to even, and limited so that neither it nor shared plus it leaves
-        int32. NaN counts as 0: a replica that diverged does not send that.
+        The counts are rounded half to even, and limited so that neither they nor shared
+        plus the counts overflow int32. NaN becomes 0, so diverged replicas do not send
+        it.
 
         Args:
-            local_N: As of `find`.
-            shared_N: As of `find`.
-            grid: As of `find`.
-            most: Largest ``|shared|`` that shared plus the result reaches, in steps,
-                in [1, 2**31 - 1].
-            lead: As of `find`.
+            local_N: As for `find`.
+            shared_N: As for `find`.
+            grid: As for `find`.
+            most: Bound on ``|shared + result|``, steps, in [1, 2**31 - 1].
+            lead: As for `find`.
 
         Returns:
-            Counts, int32, shape (N,), on the CPU, fresh.
+            Counts, int32, shape (N,), a new tensor on the CPU.
 
         Example:
             >>> local, shared = torch.tensor([1.1, -9.0]), torch.tensor([2, 0]).int()

@@ -1,11 +1,10 @@
 """The kernels on the CPU: compiled loops that pass over memory once.
 
-Numba compiles them on first use and keeps the result on disk; they hold no interpreter
-lock. Nothing is checked: entries have to be positions of the vectors.
+Numba compiles them on first use and caches them on disk; they release the GIL. They do
+not validate arguments: entries must be positions of the vectors.
 
-A numba loop that compares and packs flags is not turned into vector instructions that
-end in one word of bits, and prefetches only where it stands in the code. Three numba
-intrinsics do so on every processor that LLVM knows.
+Numba does not vectorise a loop that packs comparisons into a word of bits, and has no
+prefetch. Three intrinsics add both on every processor that LLVM supports.
 
 Shape suffixes: N = parameters of one flat vector, K = entries of one update,
 L = fewer than 64 neighbours.
@@ -32,8 +31,8 @@ from daskdl.compression.kernels import GUARD, INT32_MAX, Kernels
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# How far ahead memory is prefetched: positions of a pass, entries of a list. A
-# processor's own guess ends with each page, and knows nothing of lists.
+# Prefetch distance: positions of a pass, entries of a list. Hardware prefetch stops at
+# page boundaries and does not follow lists.
 POSITIONS_AHEAD = 1024
 ENTRIES_AHEAD = 32
 LINE = 64  # bytes that a processor fetches at once
@@ -49,7 +48,7 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
 
 def _loaded(builder: Any, address: Any, vector: ir.VectorType, align: int) -> Any:
     lanes = builder.load(builder.bitcast(address, vector.as_pointer()))
-    lanes.align = align  # of one element: arrays may start anywhere
+    lanes.align = align  # alignment of one element: arrays may start at any element
     return lanes
 
 
@@ -64,10 +63,10 @@ def _repeated(builder: Any, value: Any, vector: ir.VectorType) -> Any:
 def reached(
     _: Any, local_N: Any, shared_N: Any, first: Any, quantum: Any, grid: Any
 ) -> Any:
-    """Flags of the 64 positions from ``first``, which have to be within the vectors.
+    """Compare 64 positions from ``first`` on, all within the vectors.
 
-    Bit b of the result (uint64) is set where the residual at ``first + b``,
-    ``|local - shared * grid|``, is at least ``quantum``.
+    Bit b of the result (uint64) is set if ``|local - shared * grid|`` at ``first + b``
+    is at least ``quantum``.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -97,7 +96,7 @@ def reached(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def lowest_bit(_: Any, word: Any) -> Any:
-    """Number of the lowest bit that is set; 64 if none is."""
+    """Return the index of the lowest set bit; 64 if no bit is set."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
@@ -107,7 +106,7 @@ def lowest_bit(_: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(_: Any, array: Any, index: Any) -> Any:
-    """Bring one element near, to be written; harmless outside of the array."""
+    """Prefetch one element for writing; harmless outside the array."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = _address(context, builder, signature.args[0], *args)
@@ -117,7 +116,7 @@ def prefetch(_: Any, array: Any, index: Any) -> Any:
             ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32]),
             "llvm.prefetch.p0i8",
         )
-        # To be written, to be kept in every cache, data.
+        # For writing, into all cache levels, data.
         how = [ir.Constant(INT32, n) for n in (1, 3, 1)]
         builder.call(hint, [builder.bitcast(address, byte), *how])
         return context.get_dummy_value()
@@ -127,7 +126,7 @@ def prefetch(_: Any, array: Any, index: Any) -> Any:
 
 @compiled
 def _reached(local_L: Array, shared_L: Array, quantum: float, grid: float) -> np.uint64:
-    """``llvm.reached`` for the last positions, which are fewer than 64."""
+    """Same as `reached`, for the last positions, fewer than 64."""
     word = np.uint64(0)
     for lane in range(local_L.size):
         sent = local_L.dtype.type(shared_L[lane]) * grid
@@ -145,18 +144,20 @@ def _scan_(
     base: int,
     step: tuple[float, float],
 ) -> tuple[int, int]:
-    """Write the entries from a position on, until all is seen or the room is used up.
+    """Write entries until the end of the vector or of the output.
 
     Args:
-        local_N: Floating.
+        local_N: Float32 or float64.
         shared_N: Int32.
-        entries_K: Room for entries, int32. Changed in place from the place on.
-        place: Position to look at first, and how many entries there are already.
+        entries_K: Output, int32. Changed in place.
+        place: First position to scan, and number of entries written before.
         base: Position of the vector's first parameter.
-        step: Least length of a difference, and the grid, both in local's type.
+        step: Least ``|local - shared * grid|`` of an entry, and the grid, both in
+            local's dtype.
 
     Returns:
-        The place from which to go on with more room; its first is N at the end.
+        The place at which to continue with a larger output; its position is N once the
+        whole vector has been scanned.
     """
     first, filled = place
     quantum, grid = step
@@ -193,15 +194,15 @@ def _commit_(
     count: int,
     lengths: tuple[float, float, float],
 ) -> float:
-    """Move shared by own entries, local back, and limit what is left of the lead.
+    """Move shared by own entries and local back, then limit local's lead over shared.
 
-    ``lengths`` are the grid, how far local moves for an entry up, and the most that
-    local may be ahead of shared, all in local's type. Returns how far local was cut.
+    ``lengths`` are the grid, the change of local for a positive entry, and the bound on
+    ``|local - shared * grid|``, all in local's dtype. Returns the mass cut from local.
     """
     grid, back, most = lengths
     removed = 0.0
     last = entries_K.size - 1
-    shared_only = back == 0 and most == math.inf  # local is not even read
+    shared_only = back == 0 and most == math.inf  # local is not read
     for k in range(entries_K.size):
         coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
         prefetch(shared_N, coming)
@@ -232,7 +233,7 @@ def _apply_(
     count: int,
     quantum: float,
 ) -> None:
-    """Move local and shared by entries."""
+    """Move shared by ``count`` and local by ``quantum`` for each entry."""
     last = entries_K.size - 1
     for k in range(entries_K.size):
         coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
@@ -252,7 +253,7 @@ def _apply_(
 def _apply_counts_(
     local_N: Array, shared_N: Array, counts_N: Array, step: float
 ) -> None:
-    """Move shared by counts, and local by so long a step for each."""
+    """Move shared by counts, and local by ``step`` for each count."""
     for i in range(local_N.size):
         shared_N[i] += counts_N[i]
         local_N[i] += local_N.dtype.type(counts_N[i]) * step
@@ -260,11 +261,11 @@ def _apply_counts_(
 
 @compiled
 def fold_(total_N: Array, entries_K: Array, count: int) -> None:
-    """Add entries of one update to a dense sum of counts, in place.
+    """Add entries of one update to a dense sum of counts.
 
     Args:
         total_N: Int32, steps of the grid. Changed in place.
-        entries_K: Int32, positions of the sum.
+        entries_K: Entries within the sum, int32.
         count: Quantum in steps of the grid.
     """
     for k in range(entries_K.size):
@@ -280,7 +281,7 @@ def _residual_counts_(
     step: tuple[float, float],
     most: float,
 ) -> None:
-    """Round the residual to steps; of step: the grid and the lead."""
+    """Round the residual to steps; ``step`` is the grid and the lead."""
     grid, lead = step
     per_step = 1.0 / grid  # exact, as the grid is a power of two
     for i in range(local_N.size):
@@ -296,7 +297,7 @@ def _residual_counts_(
 
 
 class NumbaKernels(Kernels):
-    """The kernels on the CPU; the same bits as the reference."""
+    """The kernels on the CPU; they return the same bits as the reference."""
 
     @override
     def find(
@@ -310,7 +311,7 @@ class NumbaKernels(Kernels):
     ) -> Tensor:
         local, shared = local_N.numpy(), shared_N.numpy()
         step = (local.dtype.type(lead * count * grid), local.dtype.type(grid))
-        # Density 1/64 before the first growth: above what thresholds are steered to.
+        # Room for a density of 1/64, above the densities that thresholds aim at.
         entries = np.empty(min(local.size, local.size // 64 + LANES), np.int32)
         place = (0, 0)
         while True:

@@ -2,14 +2,13 @@
 
 The module computes with ``flat``; ``local`` has the values that this replica has
 trained, and ``shared`` (int32, steps of the grid) those that all replicas have in
-common. Local is shared plus ``lead`` times the residual, which has yet to be sent.
-Between steps of the optimizer flat shows local (eager) or shared (strict). Eager
-float32 and float64: local *is* flat. Otherwise local is a vector of its own (float32
-for half types, so that quanta below their resolution add up), and
-:meth:`ReplicaVector.sync_from_parameters_` adds to it the changes that the optimizer
-made to flat.
+common. Local is shared plus ``lead`` times the unsent residual. Between optimizer steps
+flat equals local (eager) or shared (strict), in its own dtype. In eager float32 and
+float64, local *is* flat. Otherwise local is a separate vector (float32 for half types,
+so that quanta below their resolution add up), and
+:meth:`ReplicaVector.sync_from_parameters_` adds the optimizer's changes of flat to it.
 
-Only the training thread calls these methods, between steps of the optimizer.
+Only the training thread calls these methods, between optimizer steps.
 :mod:`daskdl.compression.compressor` chooses the updates.
 
 Shape suffixes: N = parameters over all groups, K = entries of one update.
@@ -37,20 +36,20 @@ from daskdl.errors import CodecError, RunError
 Counts = npt.NDArray[np.int32]
 Where = slice | Tensor  # positions within a group
 
-# 22 of float32's 24 bits: a quantum times a small multiple stays exact.
+# 22 of float32's 24 bits: small multiples of a quantum stay exact.
 MAX_COUNT = 2**22
-# Parameters of a chunk: 8 MiB of float64 at a time.
+# Parameters of a chunk: 8 MiB of float64.
 CHUNK = 2**20
-REGRID_ABOVE = 2**28  # a quarter of where the kernels stop sending
+REGRID_ABOVE = 2**28  # a quarter of the count at which kernels stop sending
 REGRID_BELOW = 2**25
-RUN = 16  # values that a sample takes together: a cache line of float32
+RUN = 16  # neighbouring values in a sample: a cache line of float32
 
 
 def count_of(threshold: float, grid: float) -> int:
-    """Return how many steps of the grid a received quantum is.
+    """Return a received quantum in steps of the grid.
 
     Raises:
-        CodecError: If it is not a whole number of steps in [1, 2**22].
+        CodecError: If the quantum is not a whole number of steps in [1, 2**22].
 
     Example:
         >>> count_of(0.75, grid=0.25)
@@ -65,11 +64,11 @@ def count_of(threshold: float, grid: float) -> int:
 
 
 def fold_(total_N: Counts, update: Update, grid: float) -> None:
-    """Add a decoded update to a dense sum of counts, as a full inbox does.
+    """Add a decoded update to a dense sum of counts.
 
     Args:
         total_N: Sum so far, int32, steps of ``grid``. Changed in place.
-        update: Of as many parameters and of this grid.
+        update: Update of the same size and grid.
         grid: One step, parameter units.
 
     Example:
@@ -91,13 +90,13 @@ class VectorGroup:
     """The vectors of the parameters of one dtype on one device.
 
     Attributes:
-        flat: What the module computes with, shape (n,), the parameters' dtype.
-        local_N: What the replica has trained, float32 or float64; flat itself where
-            that is the same.
-        shared_N: What all replicas have in common, int32, steps of the grid.
+        flat: Values that the module computes with, shape (n,), the parameters' dtype.
+        local_N: Values that the replica has trained, float32 or float64; flat itself in
+            eager float32 and float64.
+        shared_N: Values that all replicas have in common, int32, steps of the grid.
         start: Position of the first parameter in the model.
-        stop: Position after the last one.
-        kernels: Those for the device.
+        stop: Position after the last parameter.
+        kernels: Kernels for the device.
     """
 
     flat: Tensor
@@ -108,21 +107,21 @@ class VectorGroup:
     kernels: Kernels
 
     def chunks(self) -> Iterator[slice]:
-        """Cut passes over whole vectors into parts."""
+        """Yield slices of up to `CHUNK` parameters that cover the group."""
         size = self.stop - self.start
         for start in range(0, size, CHUNK):
             yield slice(start, min(start + CHUNK, size))
 
 
 class ReplicaVector:
-    """One replica's local and shared, of all parameters.
+    """The local and shared vectors of one replica, of all parameters.
 
-    Building it rounds the parameters to the grid once, so that all replicas that start
+    The constructor rounds the parameters to the grid, so that all replicas that start
     from the same module share the same counts. Extra memory: 4 bytes per parameter;
     strict or half types 8; strict float64 12.
 
-    Call :meth:`sync_from_parameters_` after each step of the optimizer; all other
-    methods rely on it.
+    Call :meth:`sync_from_parameters_` after each optimizer step; all other methods rely
+    on it.
 
     Args:
         parameters: The module's flat parameters, changed in place from now on.
@@ -143,7 +142,7 @@ class ReplicaVector:
 
     size: int  # N
     grid: float  # one step of shared, parameter units, a power of two
-    lead: float  # local is shared plus so many times the residual
+    lead: float  # local is shared plus lead times the residual
     strict: bool
     groups: list[VectorGroup]  # ascending in position
 
@@ -174,7 +173,7 @@ class ReplicaVector:
     # Flat, local and the residual.
 
     def _sent(self, group: VectorGroup, where: Where) -> Tensor:
-        """Return shared in parameter units, in local's dtype; a fresh tensor."""
+        """Return shared in parameter units, in local's dtype; a new tensor."""
         return group.shared_N[where].to(group.local_N.dtype) * self.grid
 
     def _ahead(self, group: VectorGroup, where: Where) -> Tensor:
@@ -195,20 +194,20 @@ class ReplicaVector:
             group.flat[where] = self._shown(group, where)
 
     def _local_groups(self) -> Sequence[VectorGroup]:
-        """Return the groups, for a use of local.
+        """Return the groups for methods that read or move local.
 
         Raises:
-            RunError: If the module shows shared.
+            RunError: Inside `showing_shared`.
         """
         if self._showing:
             raise RunError("the module shows shared; leave showing_shared() first")
         return self.groups
 
     def sync_from_parameters_(self) -> None:
-        """Add the changes that the optimizer made to flat to local, and show that.
+        """Add the optimizer's changes of flat to local, and update flat.
 
-        Eager float32 and float64 need nothing. A second call without a step in between
-        changes nothing.
+        No-op for eager float32 and float64. A second call without an optimizer step in
+        between changes nothing.
         """
         for group in self._local_groups():
             if group.local_N is group.flat:
@@ -220,14 +219,14 @@ class ReplicaVector:
                 group.flat[where] = self._shown(group, where)
 
     def residual(self, group: VectorGroup, where: Where) -> Tensor:
-        """Return the residual at some positions, parameter units; a fresh tensor."""
+        """Return the residual at some positions, parameter units; a new tensor."""
         return self._ahead(group, where) / self.lead
 
     def residual_counts(self, most: int = INT32_MAX) -> Counts:
         """Return the residual in whole steps of the grid, int32, shape (N,).
 
-        Rounded, and limited so that shared plus it stays within ``most`` steps, by
-        default within int32; NaN counts as 0.
+        The counts are rounded, and limited so that shared plus the counts stays within
+        ``most`` steps, by default within int32; NaN becomes 0.
         """
         counts_N = np.empty(self.size, np.int32)
         for group in self._local_groups():
@@ -244,7 +243,7 @@ class ReplicaVector:
         return counts_N
 
     def farthest(self) -> float:
-        """Return the largest ``|residual|``, parameter units; NaN if one is."""
+        """Return the largest ``|residual|``, parameter units; NaN if any is NaN."""
         far = [
             float(self.residual(group, where).abs().max())
             for group in self._local_groups()
@@ -254,24 +253,24 @@ class ReplicaVector:
 
     @property
     def reach(self) -> float:
-        """Largest ``|residual|`` that can be counted: 2**31 - 1 of the largest quanta.
+        """Largest ``|residual|`` that can be sent: 2**31 - 1 of the largest quanta.
 
-        Shared itself gets there in several sync intervals, as :meth:`regrid_` goes on.
+        Shared reaches it over several sync intervals, through :meth:`regrid_`.
         """
         return INT32_MAX * MAX_COUNT * self.grid
 
     # Updates and grids.
 
     def set_scale_(self, scale: float) -> float:
-        """Let a replica's own updates count ``scale`` times for the group.
+        """Scale the updates that this replica sends.
 
-        Eager: the module goes on at the whole learning rate, as if the other replicas
-        moved the same way, and what is sent is scaled: local leads by ``1 / scale``
-        times the residual. Strict: the learning rate itself is scaled. The residual
-        stays.
+        Eager: the module trains at the full learning rate, as if the other replicas
+        moved the same way, and sent updates are scaled: local leads shared by
+        ``1 / scale`` times the residual. Strict: the learning rate is scaled instead.
+        The residual stays.
 
         Args:
-            scale: > 0; 1 / replicas: shared moves by the mean of what all do.
+            scale: > 0; with 1 / replicas, shared moves by the mean of all replicas.
 
         Returns:
             Factor on the learning rate.
@@ -288,15 +287,15 @@ class ReplicaVector:
         return 1.0
 
     def commit_(self, entries_K: Counts, count: int, bound: float) -> float:
-        """Take own entries out of the residual: shared moves by them.
+        """Take own entries out of the residual and move shared by them.
 
         Args:
             entries_K: Entries, int32, ascending positions of the model.
             count: Quantum in steps of the grid, in [1, 2**22].
-            bound: Most that these leave of the residual, parameter units.
+            bound: Largest ``|residual|`` to keep at the entries, parameter units.
 
         Returns:
-            Mass removed from the residual by the bound, parameter units.
+            Mass clipped from the residual, parameter units.
         """
         removed = 0.0
         for group, part_K in self._split(entries_K):
@@ -318,11 +317,11 @@ class ReplicaVector:
         """Move local and shared by another replica's update; the residual stays.
 
         Args:
-            update: As :func:`daskdl.codec.decode` returned it: its entries are not
-                checked again.
+            update: Update from :func:`daskdl.codec.decode`; its entries are not checked
+                again.
 
         Raises:
-            CodecError: If it is for another size or grid; nothing is changed.
+            CodecError: If size or grid differ; nothing is changed.
         """
         if isinstance(update, DenseUpdate):
             if update.grid != self.grid:
@@ -340,15 +339,14 @@ class ReplicaVector:
                 self._show_entries_(group, part_K)
 
     def apply_counts_(self, counts_N: Counts, *, own: bool = False) -> None:
-        """Move local and shared by a dense update, or by many that were folded.
+        """Move local and shared by a dense update, or by a sum of folded updates.
 
         Args:
             counts_N: Int32, shape (N,), steps of the grid.
-            own: It is this replica's: it leaves the residual, instead of local moving
-                by all of it.
+            own: The update is this replica's own: take it out of the residual.
 
         Raises:
-            CodecError: If it has another size; nothing is changed.
+            CodecError: If shape or dtype differ; nothing is changed.
         """
         factor = 1.0 - self.lead if own else 1.0
         for group, where, part_N in self._split_counts(counts_N):
@@ -358,23 +356,23 @@ class ReplicaVector:
         self._show_all_()
 
     def flush_residual_(self) -> Counts:
-        """Move shared by :meth:`residual_counts` and return it, to be sent dense.
+        """Move shared by :meth:`residual_counts`; return the counts for a dense update.
 
-        What is left in the residual is below half a step.
+        At most half a step of residual remains, unless int32 limits the counts.
         """
         counts_N = self.residual_counts()
         self.apply_counts_(counts_N, own=True)
         return counts_N
 
     def add_residual_(self, counts_N: Counts, grid: float) -> None:
-        """Add progress that has not been sent; shared stays.
+        """Add counts to the residual; shared stays.
 
         Args:
-            counts_N: Int32, shape (N,).
-            grid: What they are steps of, parameter units; it may be another one.
+            counts_N: Int32, shape (N,), steps of ``grid``.
+            grid: One step of the counts, parameter units; may differ from `self.grid`.
 
         Raises:
-            CodecError: If they have another size; nothing is changed.
+            CodecError: If shape or dtype differ; nothing is changed.
         """
         for group, where, part_N in self._split_counts(counts_N):
             counts = part_N.to(group.local_N.dtype)
@@ -385,11 +383,11 @@ class ReplicaVector:
         """Coarsen the grid if shared has grown far beyond the start; at a barrier.
 
         Above ``2**28`` steps the grid is multiplied by the smallest power of two that
-        brings shared below ``2**25``. It depends on shared alone, so that replicas that
-        agree go on agreeing. Local is unchanged: rounding moves to the residual.
+        brings shared below ``2**25``. The result depends on shared alone, so replicas
+        keep agreeing. Local is unchanged: rounding errors move to the residual.
 
         Returns:
-            The grid from now on, parameter units.
+            The new grid, parameter units.
         """
         groups = [group for group in self._local_groups() if group.shared_N.numel()]
         ends = [(int(g.shared_N.min()), int(g.shared_N.max())) for g in groups]
@@ -401,7 +399,7 @@ class ReplicaVector:
             half = 1 << shift >> 1
             for group in groups:
                 for where in group.chunks():
-                    # Halves are rounded up, in integers: all replicas get the same.
+                    # Integer arithmetic, halves rounded up: equal on all replicas.
                     counts_N = (group.shared_N[where].long() + half) >> shift
                     group.shared_N[where] = counts_N.int()
             self.grid *= 2**shift
@@ -416,7 +414,7 @@ class ReplicaVector:
         return counts_N
 
     def digest(self) -> int:
-        """Return a CRC-32 of grid and shared: equal on replicas that agree."""
+        """Return a CRC-32 of grid and shared, equal on replicas that agree."""
         checksum = zlib.crc32(struct.pack("<d", self.grid))
         for group in self.groups:
             for where in group.chunks():
@@ -425,14 +423,14 @@ class ReplicaVector:
         return checksum
 
     def replace_shared_(self, counts_N: Counts, grid: float) -> None:
-        """Start from a snapshot, or repair: shared is replaced, the residual stays.
+        """Replace shared by that of another replica; the residual stays.
 
         Args:
             counts_N: Another replica's :meth:`shared_counts`.
             grid: The other replica's grid.
 
         Raises:
-            CodecError: If the counts have another size; nothing is changed.
+            CodecError: If shape or dtype differ; nothing is changed.
         """
         for group, where, part_N in self._split_counts(counts_N):
             ahead = self._ahead(group, where)
@@ -442,9 +440,9 @@ class ReplicaVector:
         self._show_all_()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return values and tensors: those shared by all, and this replica's own.
+        """Return the state shared by all replicas, and this replica's own state.
 
-        The tensors go on changing: copy them.
+        The tensors are not copies and change later.
         """
         groups = self._local_groups()
         shared = {"grid": self.grid, "shared": [group.shared_N for group in groups]}
@@ -454,12 +452,12 @@ class ReplicaVector:
     def restore_(
         self, shared: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Restore what `state` returned, of one replica exactly or of several combined.
+        """Restore the state of one replica, or the combined state of several.
 
         Args:
-            shared: The shared part, the same for all.
-            parts: The own parts. One is restored as it was; the residuals of several
-                add up; with none, there is no residual.
+            shared: Shared state from `state`.
+            parts: Own states from `state`. One is restored exactly; the residuals of
+                several add up; with none, the residual is 0.
         """
         self.grid = shared["grid"]
         self.lead = parts[0]["lead"] if parts else self.lead
@@ -478,10 +476,10 @@ class ReplicaVector:
 
     @contextlib.contextmanager
     def showing_shared(self) -> Iterator[None]:
-        """Let the module show shared, as for validation; its values come back after it.
+        """Let the module compute with shared inside the context, as for validation.
 
-        They come back bit for bit; eager float32 and float64 keep a copy. Methods that
-        read or move local raise RunError inside.
+        Its values are restored bit for bit on exit; eager float32 and float64 keep a
+        copy. Methods that read or move local raise RunError inside.
         """
         groups = self._local_groups()
         self._showing = True
@@ -498,7 +496,7 @@ class ReplicaVector:
             self._showing = False
 
     def _split(self, entries_K: Counts) -> Iterator[tuple[VectorGroup, Tensor]]:
-        """Cut the entries of a model by group; groups without entries are left out."""
+        """Split entries by group; groups without entries are left out."""
         groups = self._local_groups()
         ends = np.searchsorted(np.abs(entries_K), [g.stop for g in groups], "right")
         for group, a, b in zip(groups, [0, *ends[:-1]], ends, strict=True):
@@ -508,17 +506,17 @@ class ReplicaVector:
     def _split_counts(
         self, counts_N: Counts
     ) -> Iterator[tuple[VectorGroup, slice, Tensor]]:
-        """Cut a dense vector of a model by group, and chunk by chunk.
+        """Split a dense vector by group and chunk.
 
         Raises:
-            CodecError: If it is not int32 with one number per parameter.
+            CodecError: If the vector is not int32 with one number per parameter.
         """
         if counts_N.shape != (self.size,) or counts_N.dtype != np.int32:
             raise CodecError(
                 f"need {self.size} counts of int32, got {counts_N.dtype} of "
                 f"{counts_N.shape}"
             )
-        # A read-only one is copied, as torch has none.
+        # Read-only arrays are copied, because torch has no read-only tensors.
         counts = torch.from_numpy(np.require(counts_N, np.int32, ["C", "W"]))
         for group in self._local_groups():
             part = counts[group.start : group.stop]
@@ -527,11 +525,11 @@ class ReplicaVector:
 
 
 class ResidualView:
-    """The residual of some parameters, for threshold rules and for their entries.
+    """The residual of some of a replica's parameters.
 
     Args:
-        vector: The replica's.
-        ranges: Positions within its groups, ascending; at least one.
+        vector: Vectors of the replica.
+        ranges: Positions within the groups, ascending; at least one.
     """
 
     size: int  # parameters
@@ -545,13 +543,13 @@ class ResidualView:
         self._vector = vector
 
     def find(self, count: int) -> Counts:
-        """List entries of a quantum of ``count`` steps; see `Kernels.find`.
+        """Return the entries for a quantum of ``count`` steps; see `Kernels.find`.
 
         Returns:
             Int32, shape (K,), positions of the model.
         """
         vector = self._vector
-        vector._local_groups()  # refuses while the module shows shared
+        vector._local_groups()  # raises inside `showing_shared`
         found = [
             group.kernels.find(
                 group.local_N[where],
@@ -575,7 +573,7 @@ class ResidualView:
         """See :class:`daskdl.thresholds.Residual`."""
         apart = RUN * max(-(-self.size // most), 1)
         parts, since = [], 0  # positions since the last run began
-        for group, where in self.ranges:  # evenly over all, as if they were one
+        for group, where in self.ranges:  # evenly spaced over all ranges together
             starts = torch.arange(where.start - since, where.stop, apart)
             positions = (starts[:, None] + torch.arange(RUN)).flatten()
             positions = positions[(positions >= where.start) & (positions < where.stop)]
@@ -590,11 +588,11 @@ def ranges_by_pattern(
     vector: ReplicaVector,
     assigned: Mapping[str, str],
 ) -> dict[str, list[tuple[VectorGroup, slice]]]:
-    """Find the positions of each pattern, neighbours joined.
+    """Return the positions of each pattern; adjacent ranges are merged.
 
     Args:
-        parameters: Of the model.
-        vector: Of them.
+        parameters: Flat parameters of the model.
+        vector: Vectors of these parameters.
         assigned: The pattern of each parameter.
     """
     found: dict[str, list[tuple[VectorGroup, slice]]] = {}

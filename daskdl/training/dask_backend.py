@@ -209,12 +209,14 @@ def _merge(
 
     async def fetch() -> Any:
         # No retries: over a slow link each transfer takes long.
-        return await _awaited(client.gather(merged, asynchronous=True), deadline, look)
+        gathered = client.gather(merged, asynchronous=True)
+        try:
+            return await _awaited(gathered, deadline, look)
+        except (CancelledError, TimeoutError):
+            return None  # raised further, it would keep the results in a cycle
 
     try:
         packed: Packed[FitResult] | None = client.sync(fetch)
-    except (CancelledError, TimeoutError):
-        return None
     finally:
         merged.release()
     return packed

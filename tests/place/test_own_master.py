@@ -5,6 +5,7 @@ import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def gossip(**options):
 class Found:
     """Weights of replicas before they agreed; pickle finds it by name."""
 
-    weights = ()
+    weights: ClassVar[list] = []
 
 
 def watched(**options):
@@ -43,7 +44,7 @@ def watched(**options):
     class Watching(own.GossipExchange):
         def sync(self, interval, examples, *, ended):
             if ended:
-                Found.weights += (self.arrays()["0.weight"],)
+                Found.weights.append(self.arrays()["0.weight"])
             super().sync(interval, examples, ended=ended)
 
     @dataclass(frozen=True)
@@ -80,10 +81,10 @@ def test_it_trains():
 def test_replicas_stay_closer_than_without_their_peers():
     found = []
     for every in (1, 10**9):
-        Found.weights = ()
+        Found.weights.clear()
         own = trainer(False, model=model, master=watched(every=every))
         own.fit(X, Y, batch_size=8)
-        found.append(Found.weights)
+        found.append(list(Found.weights))
 
     close, apart = found
     assert len(close) == len(apart) == 3

@@ -1,8 +1,9 @@
-"""The channel interface of a replica, and the results of its methods.
+"""The channel of a replica: its interface, its receiving half, and bounded waits.
 
 Hides whether replicas are threads of one process or run on Dask workers.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daskdl import codec
+from daskdl.channel.inbox import Inbox, Received
 from daskdl.channel.leasing import Finished, Lease, SyncPoint
-from daskdl.channel.protocol import Arrays, BarrierKind, WaitCause
+from daskdl.channel.protocol import (
+    Arrays,
+    BarrierKind,
+    ChannelSpec,
+    Message,
+    PeerProgress,
+    WaitCause,
+)
+from daskdl.errors import WaitTimeoutError
 from daskdl.thresholds import Drained
 
 
@@ -37,8 +47,6 @@ class ActivateResult(NamedTuple):
     interval: int = 0  # sync interval, counted from 0 over all epochs
 
 
-# Updates received from one origin: the last before the first gap, and all beyond it.
-Received = tuple[int, Sequence[int]]
 Last = Mapping[int, int]  # sequence number of the last update of each replica
 
 
@@ -102,13 +110,28 @@ class Channel(ABC):
 
     Methods that wait raise :class:`Stopped` once the run is stopped, and
     :class:`~daskdl.errors.ChannelError` or
-    :class:`~daskdl.errors.WaitTimeoutError` if the replica cannot continue.
+    :class:`~daskdl.errors.WaitTimeoutError` if the replica cannot continue. The
+    receiving half and the waits are the same for all channels; subclasses send.
+
+    Args:
+        inbox: Inbox of the replica; every event that may end a wait wakes it.
+        spec: Settings of the replica.
     """
 
+    def __init__(self, inbox: Inbox, spec: ChannelSpec) -> None:
+        self._inbox = inbox
+        self._spec = spec
+        self._timeouts = spec.timeouts
+        self._replica = spec.replica
+        # Longest time that another replica may take for a lease and a step.
+        self._patience = spec.timeouts.bound("data", "silence")
+        self._stats = ChannelStats()
+        self._idle_payload: Any = None  # during the next wait for a lease
+
     @property
-    @abstractmethod
     def run(self) -> int:
         """Id of the run, as in stamps."""
+        return self._spec.run
 
     @property
     @abstractmethod
@@ -116,9 +139,9 @@ class Channel(ABC):
         """Whether the replica must flush and leave while the run continues."""
 
     @property
-    @abstractmethod
     def published(self) -> int:
         """Sequence number of the last published update; 0 before the first."""
+        return self._inbox.own.sequence
 
     # ---- joining and leaving
 
@@ -170,7 +193,6 @@ class Channel(ABC):
             wait: Block until there is room; with a relay, until the outbox is empty.
         """
 
-    @abstractmethod
     def publish(
         self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
     ) -> bool:
@@ -184,6 +206,18 @@ class Channel(ABC):
             force: Ignore the bounds and wait until the update is sent. For a leaving
                 replica; works even after the run was stopped.
         """
+        sequence = self._inbox.own.sequence + 1
+        stamp = codec.Stamp(self._spec.run, self._replica, sequence, step)
+        frame = encode(stamp)
+        completed = step - 1 if partial else step
+        if not self._queue(
+            Message.update(stamp, completed, frame.nbytes), frame, force
+        ):
+            self._stats.withheld += 1
+            return False
+        self._stats.sent_bytes += frame.nbytes
+        self._stats.frames += 1
+        return True
 
     @abstractmethod
     def progress(self, step: int, interval: int = -1) -> None:
@@ -194,7 +228,6 @@ class Channel(ABC):
             interval: Last completed sync interval.
         """
 
-    @abstractmethod
     def drain(self, up_to_step: int | None = None) -> DrainResult:
         """Drain pending updates; also return the set of updates received so far.
 
@@ -202,8 +235,13 @@ class Channel(ABC):
             up_to_step: Last step to drain, so that replicas in step do not apply
                 updates of later steps early. None: all.
         """
+        inbox = self._inbox
+        with inbox.changed:
+            updates, folded_N = inbox.pending.take(up_to_step)
+            received = inbox.received.by_origin()
+        received[self._replica] = (inbox.own.sequence, ())
+        return DrainResult(updates, folded_N, received)
 
-    @abstractmethod
     def sync(self, step: int, grid: float) -> None:
         """Adopt the step and grid that all replicas agreed on at a barrier.
 
@@ -211,8 +249,13 @@ class Channel(ABC):
             step: Completed steps, now the same for all replicas.
             grid: New grid of the run, parameter units.
         """
+        inbox = self._inbox
+        with inbox.changed:
+            inbox.own = inbox.own._replace(step=step)
+            inbox.pending.grid = grid
+            for peer in list(inbox.peers.progress):
+                inbox.announce(peer, PeerProgress(step))
 
-    @abstractmethod
     def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
         """Wait, after an ``AGREE`` barrier, until all replicas have the same updates.
 
@@ -225,14 +268,16 @@ class Channel(ABC):
             load: Called with the snapshot if this replica has to take over another
                 replica's state.
         """
+        # A replica that left after it arrived has published more since.
+        self.wait_for_updates({**published, **gone})
 
     # ---- other replicas
 
-    @abstractmethod
     def peers(self) -> Sequence[int]:
         """The other replicas known to train now, ascending."""
+        with self._inbox.changed:
+            return sorted(self._inbox.peers.progress)
 
-    @abstractmethod
     def wait_for_peers(
         self, step: int, interval: int, max_staleness: int | None
     ) -> int:
@@ -246,8 +291,23 @@ class Channel(ABC):
         Returns:
             Steps ahead of the slowest peer; 0 if behind it.
         """
+        inbox = self._inbox
 
-    @abstractmethod
+        def lead() -> int:
+            with inbox.changed:
+                slowest = inbox.peers.slowest(interval)
+            return 0 if slowest is None else max(step - slowest, 0)
+
+        ahead = lead()
+        if max_staleness is None or ahead <= max_staleness:
+            return ahead
+        self._wait_for_others(
+            WaitCause.STALENESS,
+            lambda: lead() <= max_staleness,
+            lambda: {peer: p.step for peer, p in inbox.peers.progress.items()},
+        )
+        return lead()
+
     def wait(self, cause: WaitCause, future: Any, timeout_s: float) -> bool:
         """Wait for a future of another thread.
 
@@ -259,6 +319,9 @@ class Channel(ABC):
         Returns:
             Whether the future is done.
         """
+        future.add_done_callback(lambda _: self._inbox.wake())
+        self._wait_until(cause, future.done, timeout_s)
+        return bool(future.done())
 
     @abstractmethod
     def barrier(
@@ -280,13 +343,13 @@ class Channel(ABC):
             client_payload: For the client alone, with ``REPORT``.
         """
 
-    @abstractmethod
     def set_idle(self, payload: Any) -> None:
         """Exempt this replica from ``ROUND`` barriers during its next wait for a lease.
 
         Args:
             payload: Counts as this replica's payload at these barriers.
         """
+        self._idle_payload = payload
 
     # ---- work and blobs
 
@@ -340,9 +403,15 @@ class Channel(ABC):
 
     # ---- counters
 
-    @abstractmethod
     def stats(self) -> ChannelStats:
         """Counters since the last call."""
+        now, self._stats = self._stats, ChannelStats()
+        inbox = self._inbox
+        with inbox.changed:
+            now.received_bytes += inbox.received_bytes
+            now.refused, now.folds = inbox.refused, inbox.pending.folds
+            inbox.received_bytes = inbox.refused = inbox.pending.folds = 0
+        return now
 
     @abstractmethod
     def link_stats(self) -> Drained:
@@ -352,6 +421,88 @@ class Channel(ABC):
         neighbour. Between threads it arrives before `publish` returns; no time counts.
         """
 
-    @abstractmethod
     def check(self) -> None:
         """Raise :class:`Stopped` if the run was stopped; cheap."""
+        if self._inbox.stopped is not None:
+            raise Stopped(self._inbox.stopped)
+
+    # ---- for subclasses
+
+    @abstractmethod
+    def _queue(self, message: Message, frame: Frame, force: bool) -> bool:
+        """Queue a message with the frame as its payload; False if there is no room."""
+
+    def _wait_until(
+        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
+    ) -> bool:
+        """Wait until ready; return False on timeout.
+
+        Args:
+            cause: Cause to which the wait is counted.
+            ready: Checked after each change.
+            timeout_s: Seconds; None: no bound.
+
+        Raises:
+            Stopped: If the run was stopped.
+        """
+        came = self._timed(cause, ready, timeout_s)
+        self.check()
+        return came
+
+    def _timed(
+        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
+    ) -> bool:
+        started, waits_s = time.perf_counter(), self._stats.waits_s
+        came = self._block(ready, timeout_s)
+        waited_s = time.perf_counter() - started
+        waits_s[cause.value] = waits_s.get(cause.value, 0.0) + waited_s
+        return came
+
+    def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        return self._inbox.wait_for(ready, timeout_s)
+
+    def _wait_for_others(
+        self, cause: WaitCause, ready: Callable[[], bool], state: Callable[[], Any]
+    ) -> None:
+        """Wait for other replicas.
+
+        Args:
+            cause: Cause of the wait, for counters and messages.
+            ready: Checked after each change.
+            state: Returns the state by replica, for the message.
+
+        Raises:
+            WaitTimeoutError: On timeout. The scheduler, if there is one, fails replicas
+                without heartbeats; the bound is for an unresponsive scheduler.
+        """
+        if not self._wait_until(cause, ready, self._patience.seconds):
+            with self._inbox.changed:
+                raise WaitTimeoutError(
+                    f"replica {self._replica} waited {self._patience} for {cause}; by "
+                    f"replica: {state()}; last seen: {self._last_seen()}"
+                )
+
+    def _last_seen(self) -> str:
+        with self._inbox.changed:
+            return self._inbox.peers.described()
+
+    def wait_for_updates(self, target: Mapping[int, int]) -> None:
+        """Block until all updates of others up to the target have been received."""
+        others = {o: s for o, s in target.items() if o != self._replica}
+        inbox = self._inbox
+        self._wait_for_others(
+            WaitCause.UPDATES,
+            lambda: inbox.received.reached(others),
+            lambda: inbox.received.behind(others),
+        )
+
+    def _exchanged(self, payloads: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Count the bytes of arrays in barrier payloads, as those of frames."""
+        for replica, payload in payloads.items():
+            values = payload.values() if isinstance(payload, Mapping) else ()
+            nbytes = sum(v.nbytes for v in values if isinstance(v, np.ndarray))
+            if replica == self._replica:
+                self._stats.sent_bytes += nbytes
+            else:
+                self._stats.received_bytes += nbytes
+        return payloads

@@ -1,4 +1,4 @@
-"""The receiving half of a channel: pending updates and the progress of peers.
+"""The inbox of a replica: pending updates and the progress of peers.
 
 It drops duplicates, tracks gaps and sorts updates into an order that does not depend on
 arrival. A full inbox folds pending updates together instead of growing.
@@ -8,42 +8,30 @@ import logging
 import math
 import threading
 import time
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import (
-    Channel,
-    ChannelStats,
-    DrainResult,
-    Encode,
-    Frame,
-    Last,
-    Load,
-    Received,
-    Stopped,
-)
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     ChannelSpec,
     Message,
     MessageKind,
     PeerProgress,
-    WaitCause,
     unwrap,
 )
 from daskdl.codec import SparseUpdate, Update
 from daskdl.compression.replica_vector import count_of, fold_
-from daskdl.errors import CodecError, WaitTimeoutError
+from daskdl.errors import CodecError
 
 logger = logging.getLogger(__name__)
 
+# Updates received from one origin: the last before the first gap, and all beyond it.
+Received = tuple[int, Sequence[int]]
 NOTHING: Received = (0, ())
 
 
@@ -590,208 +578,3 @@ def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) 
         message.origin,
         error,
     )
-
-
-class ReceivingChannel(Channel):
-    """The receiving half of a channel, and its bounded waits; subclasses send.
-
-    Args:
-        inbox: Inbox of the replica; every event that may end a wait wakes it.
-        spec: Settings of the replica.
-    """
-
-    def __init__(self, inbox: Inbox, spec: ChannelSpec) -> None:
-        self._inbox = inbox
-        self._spec = spec
-        self._timeouts = spec.timeouts
-        self._replica = spec.replica
-        # Longest time that another replica may take for a lease and a step.
-        self._patience = spec.timeouts.bound("data", "silence")
-        self._stats = ChannelStats()
-        self._idle_payload: Any = None  # during the next wait for a lease
-
-    @property
-    @override
-    def run(self) -> int:
-        return self._spec.run
-
-    @property
-    @override
-    def published(self) -> int:
-        return self._inbox.own.sequence
-
-    # ---- waits
-
-    @override
-    def check(self) -> None:
-        if self._inbox.stopped is not None:
-            raise Stopped(self._inbox.stopped)
-
-    @override
-    def wait(self, cause: WaitCause, future: Any, timeout_s: float) -> bool:
-        future.add_done_callback(lambda _: self._inbox.wake())
-        self._wait_until(cause, future.done, timeout_s)
-        return bool(future.done())
-
-    def _wait_until(
-        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
-    ) -> bool:
-        """Wait until ready; return False on timeout.
-
-        Args:
-            cause: Cause to which the wait is counted.
-            ready: Checked after each change.
-            timeout_s: Seconds; None: no bound.
-
-        Raises:
-            Stopped: If the run was stopped.
-        """
-        came = self._timed(cause, ready, timeout_s)
-        self.check()
-        return came
-
-    def _timed(
-        self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
-    ) -> bool:
-        started, waits_s = time.perf_counter(), self._stats.waits_s
-        came = self._block(ready, timeout_s)
-        waited_s = time.perf_counter() - started
-        waits_s[cause.value] = waits_s.get(cause.value, 0.0) + waited_s
-        return came
-
-    def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        return self._inbox.wait_for(ready, timeout_s)
-
-    def _wait_for_others(
-        self, cause: WaitCause, ready: Callable[[], bool], state: Callable[[], Any]
-    ) -> None:
-        """Wait for other replicas.
-
-        Args:
-            cause: Cause of the wait, for counters and messages.
-            ready: Checked after each change.
-            state: Returns the state by replica, for the message.
-
-        Raises:
-            WaitTimeoutError: On timeout. The scheduler, if there is one, fails replicas
-                without heartbeats; the bound is for an unresponsive scheduler.
-        """
-        if not self._wait_until(cause, ready, self._patience.seconds):
-            with self._inbox.changed:
-                raise WaitTimeoutError(
-                    f"replica {self._replica} waited {self._patience} for {cause}; by "
-                    f"replica: {state()}; last seen: {self._last_seen()}"
-                )
-
-    def _last_seen(self) -> str:
-        with self._inbox.changed:
-            return self._inbox.peers.described()
-
-    # ---- updates
-
-    @override
-    def publish(
-        self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
-    ) -> bool:
-        sequence = self._inbox.own.sequence + 1
-        stamp = codec.Stamp(self._spec.run, self._replica, sequence, step)
-        frame = encode(stamp)
-        completed = step - 1 if partial else step
-        if not self._queue(
-            Message.update(stamp, completed, frame.nbytes), frame, force
-        ):
-            self._stats.withheld += 1
-            return False
-        self._stats.sent_bytes += frame.nbytes
-        self._stats.frames += 1
-        return True
-
-    @abstractmethod
-    def _queue(self, message: Message, frame: Frame, force: bool) -> bool:
-        """Queue a message with the frame as its payload; False if there is no room."""
-
-    @override
-    def sync(self, step: int, grid: float) -> None:
-        inbox = self._inbox
-        with inbox.changed:
-            inbox.own = inbox.own._replace(step=step)
-            inbox.pending.grid = grid
-            for peer in list(inbox.peers.progress):
-                inbox.announce(peer, PeerProgress(step))
-
-    @override
-    def drain(self, up_to_step: int | None = None) -> DrainResult:
-        inbox = self._inbox
-        with inbox.changed:
-            updates, folded_N = inbox.pending.take(up_to_step)
-            received = inbox.received.by_origin()
-        received[self._replica] = (inbox.own.sequence, ())
-        return DrainResult(updates, folded_N, received)
-
-    def wait_for_updates(self, target: Mapping[int, int]) -> None:
-        """Block until all updates of others up to the target have been received."""
-        others = {o: s for o, s in target.items() if o != self._replica}
-        inbox = self._inbox
-        self._wait_for_others(
-            WaitCause.UPDATES,
-            lambda: inbox.received.reached(others),
-            lambda: inbox.received.behind(others),
-        )
-
-    @override
-    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
-        # A replica that left after it arrived has published more since.
-        self.wait_for_updates({**published, **gone})
-
-    # ---- other replicas
-
-    @override
-    def peers(self) -> Sequence[int]:
-        with self._inbox.changed:
-            return sorted(self._inbox.peers.progress)
-
-    @override
-    def wait_for_peers(
-        self, step: int, interval: int, max_staleness: int | None
-    ) -> int:
-        inbox = self._inbox
-
-        def lead() -> int:
-            with inbox.changed:
-                slowest = inbox.peers.slowest(interval)
-            return 0 if slowest is None else max(step - slowest, 0)
-
-        ahead = lead()
-        if max_staleness is None or ahead <= max_staleness:
-            return ahead
-        self._wait_for_others(
-            WaitCause.STALENESS,
-            lambda: lead() <= max_staleness,
-            lambda: {peer: p.step for peer, p in inbox.peers.progress.items()},
-        )
-        return lead()
-
-    @override
-    def set_idle(self, payload: Any) -> None:
-        self._idle_payload = payload
-
-    def _exchanged(self, payloads: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Count the bytes of arrays in barrier payloads, as those of frames."""
-        for replica, payload in payloads.items():
-            values = payload.values() if isinstance(payload, Mapping) else ()
-            nbytes = sum(v.nbytes for v in values if isinstance(v, np.ndarray))
-            if replica == self._replica:
-                self._stats.sent_bytes += nbytes
-            else:
-                self._stats.received_bytes += nbytes
-        return payloads
-
-    @override
-    def stats(self) -> ChannelStats:
-        now, self._stats = self._stats, ChannelStats()
-        inbox = self._inbox
-        with inbox.changed:
-            now.received_bytes += inbox.received_bytes
-            now.refused, now.folds = inbox.refused, inbox.pending.folds
-            inbox.received_bytes = inbox.refused = inbox.pending.folds = 0
-        return now

@@ -17,6 +17,7 @@ from typing_extensions import override
 from daskdl.channel.base import (
     ActivateResult,
     BarrierResult,
+    Channel,
     ChannelStats,
     Frame,
     JoinResult,
@@ -25,7 +26,6 @@ from daskdl.channel.base import (
 from daskdl.channel.inbox import (
     UNREADABLE,
     Inbox,
-    ReceivingChannel,
     SharedFrame,
     decoded,
     refuse,
@@ -183,7 +183,7 @@ class LocalRun:
             return sorted(self._inboxes)
 
 
-class LocalChannel(ReceivingChannel):
+class LocalChannel(Channel):
     """The channel of one replica among threads.
 
     No replica joins later and no update is lost: updates arrive before `publish`

@@ -18,8 +18,7 @@ from collections.abc import (
 from typing import Any
 
 from daskdl.channel import protocol
-from daskdl.channel.base import Received
-from daskdl.channel.inbox import NOTHING, contains
+from daskdl.channel.inbox import NOTHING, Received, contains
 from daskdl.channel.protocol import Answer, Message, MessageKind
 from daskdl.channel.routing import Routing
 from daskdl.errors import ChannelError

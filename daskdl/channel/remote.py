@@ -19,16 +19,16 @@ from daskdl.channel import protocol
 from daskdl.channel.base import (
     ActivateResult,
     BarrierResult,
+    Channel,
     ChannelStats,
     Frame,
     JoinResult,
     Last,
     Load,
-    Received,
     Snapshot,
     Stopped,
 )
-from daskdl.channel.inbox import ReceivingChannel
+from daskdl.channel.inbox import Received
 from daskdl.channel.leasing import Finished, Lease, Range, SyncPoint
 from daskdl.channel.protocol import (
     Answer,
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 AGAIN_S = 0.1  # before a failed fetch is repeated
 
 
-class RemoteChannel(ReceivingChannel):
+class RemoteChannel(Channel):
     """The channel of one replica, over Dask's connections.
 
     Args:

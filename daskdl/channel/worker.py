@@ -17,11 +17,11 @@ from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
-from daskdl.channel.base import Received
 from daskdl.channel.inbox import (
     UNREADABLE,
     Inbox,
     PreSnapshotBuffer,
+    Received,
     SharedFrame,
     decoded,
     refuse,

@@ -30,6 +30,7 @@ class Room(Channel):
     """
 
     closing = False
+    _queue = None  # `publish` needs none
 
     def __init__(self):
         self.frames = []

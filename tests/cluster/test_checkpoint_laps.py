@@ -9,7 +9,7 @@ import pytest
 from distributed.utils_test import poll_for
 
 from daskdl import Checkpoint, ParameterAveraging
-from daskdl.saving.checkpoints import Series
+from daskdl.saving.checkpoints import Series, complete_at
 from tests.support.problems import kept, parameters_of, rows, trainer
 from tests.support.script import Script, TookPart, enough
 from tests.support.watched import KillAt, TrainedRows
@@ -28,7 +28,7 @@ def each(folder, every="4 steps"):
 def in_the_middle(folder, epoch):
     """URLs of the checkpoints within an epoch, the first of them first."""
     series = Series.at(folder)
-    found = [series.whole(number) for number in series.numbers()]
+    found = [complete_at(series.folder(number)) for number in series.numbers()]
     inner = [
         one for one in found if one is not None and one.header["sync_point"] is not None
     ]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from distributed.utils_test import poll_for
 
-from daskdl.saving.checkpoints import COMMON, Part, Series, of_replica
+from daskdl.saving.checkpoints import COMMON, Part, Series, complete_at, of_replica
 from tests.support.killable import (
     ALL,
     CHECKPOINTS,
@@ -112,7 +112,7 @@ def uninterrupted(tmp_path_factory):
     with Processes(folder, keep_last=None) as fit:
         result = fit.result()
     series = Series.at(folder / CHECKPOINTS)
-    found = {number: series.whole(number) for number in series.numbers()}
+    found = {number: complete_at(series.folder(number)) for number in series.numbers()}
     assert list(found) == list(range(1, ALL + 1))
     return Uninterrupted(result, {number: files(one) for number, one in found.items()})
 
@@ -126,7 +126,7 @@ def broken_off():
 def check_all(series, uninterrupted):
     """What is taken for whole is whole, and what it ought to be."""
     for number in series.numbers():
-        found = series.whole(number)
+        found = complete_at(series.folder(number))
         if found is not None:
             check_whole(found)
         if found is not None and len(found.members) == WORKERS:
@@ -162,7 +162,7 @@ def test_the_newest_is_whole_and_leads_to_the_same_end(
 
     assert kill.number - 2 <= before <= after <= last
     check_all(series, uninterrupted)
-    alike = len(series.whole(last).members) == WORKERS
+    alike = len(complete_at(series.folder(last)).members) == WORKERS
     broken_off.append(series.numbers()[-1] > last)
     logger.info("%s: %s, %s, %s, alike %s", kill, before, after, last, alike)
     with Processes(tmp_path, resume=True) as fit:

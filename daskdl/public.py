@@ -32,15 +32,14 @@ from daskdl.errors import (
     SaveError,
     WaitTimeoutError,
 )
+from daskdl.evaluation.per_example import WorstExample, WorstExamples
+from daskdl.evaluation.report import Evaluation
 from daskdl.history import History, StepTable, Stopping
-from daskdl.metrics.evaluation import Evaluation
-from daskdl.per_example.worst import WorstExample, WorstExamples
-from daskdl.planning.network import Network
-from daskdl.planning.plan import Plan
-from daskdl.planning.planner import plan
-from daskdl.predictions.predictions import Predictions
+from daskdl.inference.predictions import Predictions
+from daskdl.inference.predictor import Predictor
+from daskdl.planning.cost_model import Network
+from daskdl.planning.plan import Plan, plan
 from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
-from daskdl.serving.predictor import Predictor
 from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,

@@ -19,27 +19,28 @@ from daskdl.callbacks import Callback
 from daskdl.cluster import check_installed, check_outlives, client_or_process
 from daskdl.data.batching import Transform
 from daskdl.data.checks import check_same_classes
-from daskdl.data.collections import is_lazy
-from daskdl.data.formats.loaders import Loader
-from daskdl.data.options import Approach, OnBad, ReadOptions, one_of
-from daskdl.data.sources import source_of
+from daskdl.data.dask_collections import is_lazy
+from daskdl.data.formats import Loader
+from daskdl.data.inputs import Approach, OnBad, ReadOptions, one_of, source_of
 from daskdl.errors import OptionError
-from daskdl.evaluation import evaluate as evaluate_source
-from daskdl.fitted import saves
-from daskdl.fitted.arguments import NAMES
-from daskdl.fitted.fitted import TrainerState
+from daskdl.evaluation.evaluate import Wanted
+from daskdl.evaluation.evaluate import evaluate as evaluate_source
+from daskdl.evaluation.per_example import Given as GivenRows
+from daskdl.evaluation.per_example import (
+    Scores,
+    WorstExamples,
+    penalty_of,
+    score_examples,
+    worst_examples,
+)
+from daskdl.evaluation.report import Evaluation
 from daskdl.history import History
-from daskdl.inference.options import OutputOptions, Postprocess
-from daskdl.inference.prediction import predict as predict_with
-from daskdl.metrics.evaluation import Evaluation
-from daskdl.metrics.wanted import Wanted
+from daskdl.inference.predict import OutputOptions, Postprocess
+from daskdl.inference.predict import predict as predict_with
+from daskdl.inference.predictor import Predictor
 from daskdl.objective import Loss, Objective, OwnStep, objective_of
-from daskdl.per_example.rehearsal import Given as GivenRows
-from daskdl.per_example.rehearsal import Scores
-from daskdl.per_example.scores import score_examples, worst_examples
-from daskdl.per_example.weight_decay import penalty_of
-from daskdl.per_example.worst import WorstExamples
-from daskdl.serving.predictor import Predictor
+from daskdl.saving import trainer_state
+from daskdl.saving.trainer_state import NAMES, TrainerState
 from daskdl.training.base import TrainingMaster
 from daskdl.training.checkpointing import resume_plan
 from daskdl.training.epoch_control import Scheduling
@@ -637,7 +638,7 @@ class Trainer:
         state = TrainerState(
             arguments, self.model_, self._state, self.history_, self.classes_
         )
-        saves.save(state, url, optimizer)
+        trainer_state.save(state, url, optimizer)
 
     @classmethod
     def load(
@@ -665,7 +666,7 @@ class Trainer:
             OptionError: If arguments have to be passed; the message names each, and
                 the reason.
         """
-        state = saves.load(url, passed, trusted)
+        state = trainer_state.load(url, passed, trusted)
         trainer = cls(client=client, **state.arguments)
         trainer._state = state.fit_state
         trainer.history_, trainer.classes_ = state.history, state.classes

@@ -12,7 +12,7 @@ from distributed.utils import get_mp_context
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from daskdl.data.stores.store import store_of
+from daskdl.data.storage import store_of
 from daskdl.saving.checkpoints import Series
 
 _numbers = itertools.count()

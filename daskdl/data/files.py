@@ -1,8 +1,12 @@
-"""The user's own files as they are: a part is a file, or some files of one row each."""
+"""Which loader is for files that have none given: their extension says it.
 
-from collections.abc import Mapping, Sequence
+The user's own files as they are: a part is a file, or some files of one row each.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from pathlib import PurePosixPath
 from typing import Any, Self
 
 import numpy as np
@@ -10,11 +14,43 @@ from typing_extensions import override
 
 from daskdl.data import batching
 from daskdl.data.batching import Rows
-from daskdl.data.formats.extensions import loader_for
-from daskdl.data.formats.loaders import Loader, loader_of
+from daskdl.data.formats import Loader, Npy, Npz, Safetensors, loader_of
 from daskdl.data.source import SHOWN_ROWS, Facts, FileSource
-from daskdl.data.stores.listing import Path, Place, listed
+from daskdl.data.storage import AnyPath, Place, listed
+from daskdl.data.tabular_formats import Csv, Parquet, quoted
 from daskdl.errors import DataError, OptionError, ShapeError
+
+_BY_SUFFIX: Mapping[str, Loader] = {
+    ".npy": Npy(),
+    ".npz": Npz(),
+    ".csv": Csv(),
+    ".parquet": Parquet(),
+    ".safetensors": Safetensors(),
+}
+
+
+def loader_for(names: Iterable[str], url: str) -> Loader:
+    """Choose a loader by the extension that all files share.
+
+    Args:
+        names: Of the files.
+        url: Of one of them, for the message.
+
+    Raises:
+        DataError: If there is none, or they have several.
+
+    Example:
+        >>> loader_for(["a/b.npy", "c.NPY"], "a/b.npy")
+        Npy(label_column=None)
+    """
+    suffixes = sorted({PurePosixPath(name).suffix.lower() for name in names})
+    if len(suffixes) == 1 and suffixes[0] in _BY_SUFFIX:
+        return _BY_SUFFIX[suffixes[0]]
+    raise DataError(
+        f"files without a loader must all be of one of {quoted(_BY_SUFFIX)}, got "
+        f"{quoted(suffixes)}, as {url}; give a loader=, or a pattern="
+    )
+
 
 # Of files with one example each: enough rows that a part is worth a request, few
 # enough that images of a megabyte stay far below a worker's memory.
@@ -35,7 +71,7 @@ class Files(FileSource):
 
     def __init__(
         self,
-        paths: Path | Sequence[Path],
+        paths: AnyPath | Sequence[AnyPath],
         loader: Any = None,
         *,
         pattern: str | None = None,

@@ -3,9 +3,8 @@
 Keras itself is imported at the first use; it is the extra `keras`.
 """
 
-from daskdl.keras.losses import CrossEntropyOfProbabilities
-from daskdl.keras.module import KerasModule
-from daskdl.keras.reading import from_config, from_saved
+from daskdl.keras.load import from_config, from_saved
+from daskdl.keras.module import CrossEntropyOfProbabilities, KerasModule
 
 __all__ = [
     "CrossEntropyOfProbabilities",

@@ -1,4 +1,20 @@
-"""A Keras model as what daskdl trains: a module of torch.
+"""The library Keras, imported when it is first needed, on its PyTorch backend.
+
+Keras settles its backend once for each process, when it is imported. Workers unpickle
+models, so they come through here too, each with an environment of its own.
+
+Which classes a model may be made of: those of Keras itself that run no foreign code.
+
+Everything is looked up by name in Keras' own tables, and what a file says about where
+its classes are only serves to refuse others. So nothing of a file is executed.
+
+Keras models made of what describes them, and described again.
+
+Keras models as files of Keras.
+
+Losses for models that end in probabilities, as most models of Keras do.
+
+A Keras model as what daskdl trains: a module of torch.
 
 Keras registers everything it keeps as parameters of torch, says by an argument whether
 it trains, computes on a device of its own choice, and pickles as a file. Here trainable
@@ -6,21 +22,396 @@ weights are parameters, what training merely updates are buffers, the mode is th
 the module, and the device that of its parameters.
 """
 
+import contextlib
+import functools
+import json
 import os
+import random
+import re
+import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from daskdl.errors import ModelError
-from daskdl.keras.building import built, check_built, described
-from daskdl.keras.library import library
-from daskdl.keras.nodes import JSON
-from daskdl.keras.writing import save
+from daskdl.data.checks import MISFITS
+from daskdl.errors import ModelError, OptionError
+from daskdl.keras.convert import JSON
 from daskdl.objective import Penalised
+
+BACKEND = "torch"
+VARIABLE = "KERAS_BACKEND"
+
+# Building a model goes through state of the whole process: Python's generator is one.
+_building = threading.RLock()
+
+
+@functools.cache
+def library() -> Any:
+    """Return the module `keras`.
+
+    Raises:
+        OptionError: If it is not installed, older than 3, or has another backend
+            than PyTorch in this process.
+    """
+    with _on_torch():
+        try:
+            import keras
+        except ImportError as error:
+            raise OptionError(
+                f"Keras models need the library Keras 3, which cannot be imported "
+                f"here: {error}; install it with pip install daskdl[keras], also on "
+                "the workers"
+            ) from error
+    if int(keras.__version__.split(".")[0]) < 3:
+        raise OptionError(
+            f"Keras models need Keras 3, got {keras.__version__}; install it with "
+            "pip install daskdl[keras], also on the workers"
+        )
+    backend = keras.backend.backend()
+    if backend != BACKEND:
+        raise OptionError(
+            f"Keras models are trained on Keras' backend {BACKEND!r}, and keras has "
+            f"been imported with {backend!r} in this process; set "
+            f"{VARIABLE}={BACKEND} before it is imported, also on the workers"
+        )
+    return keras
+
+
+@contextlib.contextmanager
+def _on_torch() -> Iterator[None]:
+    """Have Keras choose PyTorch; an environment that says something else is wrong."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen or "keras" in sys.modules:
+        if "keras" not in sys.modules and chosen != BACKEND:
+            raise OptionError(
+                f"Keras models are trained on Keras' backend {BACKEND!r}, and "
+                f"{VARIABLE} is {chosen!r} in this process; set it to {BACKEND}, or "
+                "unset it, also on the workers"
+            )
+        yield
+        return
+    os.environ[VARIABLE] = BACKEND  # else a file in the user's home decides
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+
+
+@contextlib.contextmanager
+def building(*, seeded: bool) -> Iterator[Any]:
+    """Build a model meanwhile: on the CPU, and Python's generator is left as it was.
+
+    Initialisers without a seed draw one from Python's generator.
+
+    Args:
+        seeded: Let torch's generator decide what they draw.
+
+    Yields:
+        The library.
+    """
+    keras = library()
+    with _building:
+        former = random.getstate()
+        if seeded:
+            random.seed(int(torch.randint(2**31, ())))
+        try:
+            with keras.device("cpu"):
+                yield keras
+        finally:
+            random.setstate(former)
+
+
+# Their settings are code, pickles, or the path of a saved program.
+_CODE = ("Lambda", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer")
+_CODE_MARKS = ("__lambda__", "__typespec__")
+
+_PLAIN = frozenset(
+    {"__keras_tensor__", "__numpy__", "__tensor__", "__bytes__", "__slice__"}
+    | {"__ellipsis__"}
+)
+_MODELS = {"Functional": "keras.src.models.functional", "Sequential": "keras"}
+_OPERATIONS = re.compile(r"keras\.src\.ops\.[a-z_]+")  # as `a + b` of two outputs
+_KERAS = re.compile(r"(tf_|tensorflow\.)?keras(\..*)?|builtins")
+_POLICIES = ("DTypePolicy", "FloatDTypePolicy")
+
+# They keep words, in files of their own.
+_VOCABULARIES = ("TextVectorization", "StringLookup", "IntegerLookup")
+
+# Parts of a layer, which have no place of their own to name.
+_SETTINGS = ("initializer", "regularizer", "dtype")
+_NAMED = (*_SETTINGS, "activation")
+
+# What the optimizers of torch would leave out without a word, or the replicas mix up.
+_UNTRAINABLE = {
+    "_constraint": "a constraint, which no optimizer of torch keeps",
+    "stateful": "stateful=True, and batches of all replicas have no common order",
+}
+
+
+def vetted(config: JSON) -> JSON:
+    """Refuse what is not of Keras, or cannot be trained; by name.
+
+    Args:
+        config: A model, as Keras 3 writes it; not changed.
+
+    Returns:
+        The same with the places of Keras' own classes, without what a model was
+        compiled with and built for.
+
+    Raises:
+        ModelError: Naming the layer and the class.
+    """
+    return _vetted(config, "", "the model")
+
+
+def _vetted(value: JSON, key: str, where: str) -> JSON:
+    if isinstance(value, list):
+        return [_vetted(part, key, where) for part in value]
+    if not isinstance(value, dict):
+        _check_setting(key, value, where)
+        return value
+    if "class_name" not in value or "config" not in value:
+        return {name: _vetted(part, name, where) for name, part in value.items()}
+    where = _place(value, key, where)
+    if not isinstance(value["class_name"], str):
+        _refuse(where, value["class_name"])
+    if value["class_name"] in _PLAIN:
+        return value
+    _check_setting(key, value, where)
+    return _object(value, key, where)
+
+
+def _check_setting(key: str, value: JSON, where: str) -> None:
+    for ending, reason in _UNTRAINABLE.items():
+        if key.endswith(ending) and value not in (None, False):
+            raise ModelError(f"{where} has {reason}; set {key} to null")
+    if key.endswith(_NAMED) and isinstance(value, str) and value in _registered():
+        _refuse(where, value)
+
+
+def _registered() -> Mapping[str, Any]:
+    """What the program has told Keras to make when a file has its name."""
+    registered: Mapping[str, Any] = library().saving.get_custom_objects()
+    return registered
+
+
+def _object(value: dict[str, JSON], key: str, where: str) -> JSON:
+    kind = value["class_name"]
+    if kind == "function":
+        return _activation(value, where)
+    made = {
+        "module": _home(value, key, where),
+        "class_name": kind,
+        "config": _vetted(value["config"], "", where),
+        "registered_name": None,
+    }
+    for name in ("name", "inbound_nodes"):
+        if name in value:
+            made[name] = _vetted(value[name], name, where)
+    return made
+
+
+def _place(value: Mapping[str, JSON], key: str, where: str) -> str:
+    """How to speak of an object: of a layer by its name, else by where it is."""
+    config = value["config"]
+    name = config.get("name") if isinstance(config, dict) else None
+    return where if name is None or key.endswith(_SETTINGS) else f"layer {name!r}"
+
+
+def _activation(value: Mapping[str, JSON], where: str) -> str:
+    name = value["config"]
+    if not isinstance(name, str) or not hasattr(library().activations, name):
+        raise ModelError(
+            f"{where} has the function {name!r}, which is no activation of Keras"
+        )
+    return name
+
+
+def _home(value: Mapping[str, JSON], key: str, where: str) -> str:
+    """The module in which Keras 3 looks for a class."""
+    kind, module = value["class_name"], value.get("module", "keras")
+    if kind in _CODE or kind in _CODE_MARKS:
+        raise ModelError(
+            f"{where} is a {kind}, which is made of code; nothing of a file is "
+            "executed: use layers of Keras in its place"
+        )
+    if kind in _VOCABULARIES:
+        raise ModelError(f"{where} is a {kind}; turn words into numbers beforehand")
+    registered = value.get("registered_name") or kind
+    if not isinstance(module, str) or not _KERAS.fullmatch(module):
+        _refuse(where, f"{module}.{kind}" if module else kind)
+    if registered not in (kind, f"keras>{kind}"):
+        _refuse(where, registered)
+    if kind in _MODELS:
+        return _MODELS[kind]
+    if _OPERATIONS.fullmatch(module):
+        return _operation(kind, module, where)
+    return _namespace(kind, key, where)
+
+
+def _operation(kind: str, module: str, where: str) -> str:
+    # Keras has imported all of its own; its tests lie beside them.
+    found = getattr(sys.modules.get(module), kind, None)
+    if not isinstance(found, type) or not issubclass(found, library().Operation):
+        _refuse(where, f"{module}.{kind}")
+    return module
+
+
+def _namespace(kind: str, key: str, where: str) -> str:
+    keras = library()
+    space, base = _expected(keras, key)
+    found = getattr(getattr(keras, space), kind, None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        _refuse(where, kind)
+    if space == "dtype_policies" and kind not in _POLICIES:
+        raise ModelError(f"{where} is quantised ({kind}); only floating ones train")
+    return "keras" if space == "dtype_policies" else f"keras.{space}"
+
+
+def _expected(keras: Any, key: str) -> tuple[str, type]:
+    """Where the class of a setting is, and what it derives from."""
+    if key.endswith("initializer"):
+        return "initializers", keras.Initializer
+    if key.endswith("regularizer"):
+        return "regularizers", keras.Regularizer
+    if key.endswith("dtype"):
+        return "dtype_policies", keras.DTypePolicy
+    return "layers", keras.layers.Layer
+
+
+def _refuse(where: str, what: object) -> NoReturn:
+    raise ModelError(
+        f"{where} is or has a {what}, which is no class of Keras 3; custom classes do "
+        "not travel: build the model of layers that Keras has"
+    )
+
+
+# What Keras raises when a description is wrong somewhere.
+WRONG = (*MISFITS, ImportError)
+
+
+def built(config: JSON, *, seeded: bool) -> Any:
+    """Make a Keras model, on the CPU.
+
+    Args:
+        config: As Keras 3 writes it, vetted; not changed.
+        seeded: Torch's generator decides its weights; else they are anything.
+
+    Raises:
+        ModelError: If Keras cannot make it, or its input has no shape.
+    """
+    with building(seeded=seeded) as keras:
+        # Keras takes apart what it is given.
+        own = json.loads(json.dumps(config))
+        try:
+            model = keras.saving.deserialize_keras_object(own, safe_mode=True)
+        except WRONG as error:
+            raise ModelError(
+                f"Keras {keras.__version__} cannot make the model: {gist(error)}"
+            ) from error
+    if not isinstance(model, keras.Model):
+        raise ModelError(f"expected a model, got the description of a {type(model)}")
+    check_built(model)
+    return model
+
+
+def described(model: Any) -> JSON:
+    """Return what a Keras model is made of, vetted.
+
+    Raises:
+        ModelError: If it cannot be described or has what cannot be trained.
+    """
+    keras = library()
+    try:
+        config = keras.saving.serialize_keras_object(model)
+    except WRONG as error:
+        raise ModelError(
+            f"Keras cannot describe the model {model.name!r}: {gist(error)}"
+        ) from error
+    return vetted(config)
+
+
+def check_built(model: Any) -> None:
+    """Refuse a model without weights, since the shape of its input is not known.
+
+    Raises:
+        ModelError: If it is one.
+    """
+    unbuilt = [layer.name for layer in (model, *model.layers) if not layer.built]
+    if unbuilt:
+        raise ModelError(
+            f"the shape of the input of {unbuilt[0]!r} is not known; begin the model "
+            "with a keras.Input (in JSON: an InputLayer, or batch_input_shape in the "
+            "first layer)"
+        )
+
+
+def gist(error: BaseException) -> str:
+    """The line of an error of Keras that says most: it shows all settings first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"
+
+
+ENDING = ".keras"
+
+
+def save(model: Any, path: str | os.PathLike[str]) -> None:
+    """Write a Keras model; a file that is there is replaced when all is written.
+
+    Args:
+        model: Of Keras.
+        path: Of a local file, ending in ``.keras``.
+
+    Raises:
+        OptionError: If it ends otherwise.
+        OSError: If it cannot be written.
+    """
+    target = Path(path)
+    if target.suffix != ENDING:
+        raise OptionError(f"path must end in {ENDING!r}, got {str(path)!r}")
+    partial = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{ENDING}")
+    try:
+        model.save(partial)
+        partial.replace(target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+
+
+# As in Keras: below it the logarithm of float32 says more about rounding than of data.
+SMALLEST = 1e-7
+
+
+class CrossEntropyOfProbabilities(nn.NLLLoss):
+    """The cross-entropy of class indices, for outputs that went through a softmax.
+
+    Torch's `CrossEntropyLoss` takes the softmax itself; after that of the model it
+    would be the second one, with which training is slow and ends early.
+
+    Args:
+        As of `torch.nn.NLLLoss`.
+
+    Example:
+        >>> import torch
+        >>> scores, labels = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([0])
+        >>> round(CrossEntropyOfProbabilities()(scores.softmax(1), labels).item(), 4)
+        0.1698
+        >>> round(nn.CrossEntropyLoss()(scores, labels).item(), 4)
+        0.1698
+    """
+
+    scale = "probabilities"  # not their logarithms, as metrics would have it
+
+    @override
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input.clamp(min=SMALLEST).log(), target)
+
 
 SEEDS = 2**31  # of a generator of Keras are below
 

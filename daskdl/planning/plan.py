@@ -1,15 +1,43 @@
-"""What a plan looks like: a table, and a sentence."""
+"""What a plan looks like: a table, and a sentence.
+
+One sentence about whether it pays, and what would help. Pure.
+
+The user's function: measure here, predict for there.
+"""
 
 import dataclasses
 import html
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from dask.system import CPU_COUNT
+from torch import nn
+from torch.nn import functional
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from daskdl.planning.costs import Measured
-from daskdl.planning.network import Network
-from daskdl.planning.prediction import Prediction
+from daskdl.config import check_type, check_whole, is_whole
+from daskdl.data.checks import LabelCheck, check_arrays, check_step
+from daskdl.data.tables import first_rows, is_dask_array
+from daskdl.errors import DataError, OptionError
+from daskdl.objective import Loss
+from daskdl.planning.cost_model import (
+    Costs,
+    Measured,
+    Network,
+    Prediction,
+    mean,
+    predict,
+)
+from daskdl.planning.measure import Script, rehearse, rehearse_together
+from daskdl.serialization import Packed
+from daskdl.thresholds import LinkAlgorithm
+from daskdl.training.fit_state import starting_model
+from daskdl.training.gradient_sharing import GradientSharing
 
 SHOWN = 16  # rows; of more, those whose number is a power of two, and the last
 HEADINGS = ("workers", "efficiency", "samples/s", "step ms", "limit", "carried")
@@ -100,3 +128,278 @@ class Plan:
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
             f"<p>{html.escape(self.advice)}</p>"
         )
+
+
+PAYS = 0.5  # an efficiency from which on workers pay: half of each is used
+CARRIED = 0.5  # with fewer of the exchanges, replicas hardly learn from each other
+LONGER = (4, 16)  # steps between exchanges, or batches in a step, that are looked at
+SPARSER = 10  # so many times fewer entries are looked at
+
+
+@dataclass(frozen=True)
+class Question:
+    """For whom advice is wanted.
+
+    Attributes:
+        measured: What a step and an exchange cost.
+        master: How updates are shared.
+        link: Between the machines; None: all on one.
+        workers: Numbers of workers, ascending.
+    """
+
+    measured: Measured
+    master: GradientSharing
+    link: Network | None
+    workers: tuple[int, ...]
+
+    def answers(self) -> tuple[Prediction, ...]:
+        """What is to be expected, one for each number of workers."""
+        return tuple(
+            predict(self.measured, self.master, self.link, count)
+            for count in self.workers
+        )
+
+    def costing(self, change: Callable[[Costs], Costs]) -> "Question":
+        """The same with other costs."""
+        return dataclasses.replace(self, measured=self.measured.changed(change))
+
+
+def advise(question: Question) -> str:
+    """Say up to how many workers it pays, and what would make more of them pay."""
+    rows = question.answers()
+    several = [row for row in rows if row.workers > 1]
+    if not several:
+        return "One worker sends nothing: ask for more to see whether they pay."
+    paying = _paying(rows)
+    if paying == several[-1]:
+        return f"Pays up to {_as_fast(paying)}; nothing was asked about more."
+    after = 1 if paying is None else paying.workers
+    refused = next(row for row in several if row.workers > after)
+    cause = f"{_limit(refused)} at {refused.workers} workers"
+    if paying is None:
+        best = max(several, key=lambda row: row.samples_per_s)
+        verdict = "Does not pay" if best.speed <= 1 else "Hardly pays"
+        said = f"{verdict}: {_as_fast(best)} at best; {cause}."
+    else:
+        said = f"Pays up to {_as_fast(paying)}; then {cause}."
+    remedies = list(_remedies(question, paying))
+    if not remedies:
+        return f"{said} {_nothing_helps(question)}"
+    return f"{said} It would pay up to {', '.join(remedies)}."
+
+
+def _pays(row: Prediction) -> bool:
+    return row.efficiency >= PAYS and row.carried >= CARRIED and row.speed > 1
+
+
+def _paying(rows: Sequence[Prediction]) -> Prediction | None:
+    """The most workers that pay; None if no second one does."""
+    pays = [row for row in rows if row.workers > 1 and _pays(row)]
+    return pays[-1] if pays else None
+
+
+def _as_fast(row: Prediction) -> str:
+    return f"{row.workers} workers, {row.speed:.2g} times as fast as one"
+
+
+def _limit(row: Prediction) -> str:
+    if row.carried < CARRIED:
+        return f"the {row.limit} carries {row.carried:.0%} of the exchanges"
+    return f"the limit is {row.limit!r}, and the efficiency {row.efficiency:.1%}"
+
+
+def _remedies(question: Question, paying: Prediction | None) -> Iterator[str]:
+    """What would make more workers pay, and how many: the mildest of each kind."""
+    now = 1 if paying is None else paying.workers
+    for kind in _changes(question):
+        for how, changed in kind:
+            better = _paying(changed.answers())
+            if better is not None and better.workers > now:
+                yield f"{better.workers} with {how}"
+                break
+
+
+def _changes(question: Question) -> Iterator[list[tuple[str, Question]]]:
+    yield [_exchanging_less(question, factor) for factor in LONGER]
+    yield [
+        (
+            f"{n} times the batch (accumulate={n})",
+            question.costing(operator.methodcaller("accumulated", n)),
+        )
+        for n in LONGER
+    ]
+    density = question.measured.alone.density
+    yield [
+        (
+            f"a density of {density / SPARSER:.0e} instead of {density:.0e}",
+            question.costing(operator.methodcaller("thinned", SPARSER)),
+        )
+    ]
+
+
+def _exchanging_less(question: Question, factor: int) -> tuple[str, Question]:
+    every = factor * question.master.exchange_every
+    master = dataclasses.replace(question.master, exchange_every=every)
+    changed = question.costing(operator.methodcaller("gathered", factor))
+    return f"exchange_every={every}", dataclasses.replace(changed, master=master)
+
+
+def _nothing_helps(question: Question) -> str:
+    every = question.master.exchange_every * LONGER[-1]
+    return (
+        f"Neither exchange_every={every} nor {LONGER[-1]} times the batch nor a tenth "
+        "of the density would change that."
+    )
+
+
+MOST_PROCESSES = 8  # that measure at once; each imports torch
+SLOWER = 4  # times as long as in turn, at most, if they measure at once
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: tuple[Any, Any],
+    workers: int | Iterable[int] = 64,
+    link: Network | None = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: Callable[[Any], Optimizer] | None = None,
+    master: GradientSharing | None = None,
+    threads: int | None = None,
+) -> Plan:
+    """Predict what workers are worth, before there are any.
+
+    A copy of the model makes steps and exchanges on the batch, here, for some seconds;
+    each part is timed, and requests over Dask's connections too. The efficiency for
+    each number of workers follows from that and from the link. Left out are the start
+    and end of a run and of its epochs, loading data, and workers of unequal speed.
+    Each worker is taken to be a process like this one, with one replica.
+
+    Without a `link` all workers, and the scheduler, are taken to be processes of this
+    machine, as in a `LocalCluster`. Up to eight processes then measure at once, since
+    they share its memory; that takes some seconds more.
+
+    Args:
+        model: As of a :class:`daskdl.Trainer`; a copy is used.
+        batch: (X, y), the rows of one step: numpy arrays or torch tensors.
+        workers: Plan for 1 to so many, or for these numbers.
+        link: Between the workers' machines, or None, see above.
+        loss: As of a trainer. None: `cross_entropy` for integer labels, else
+            `mse_loss`.
+        optimizer: As of a trainer. None: plain SGD with a learning rate of 0.01.
+        master: How updates are shared; None: `GradientSharing()`.
+        threads: Of torch, in each worker; None: as many as torch has here. It is what
+            a `LocalCluster` calls `threads_per_worker`.
+
+    Returns:
+        What to expect. Print it.
+
+    Raises:
+        DataError: If the batch cannot be trained on.
+        ModelError: If model, loss or optimizer cannot be used.
+        OptionError: If another argument is outside what is allowed.
+        DivergedError: If the loss became NaN or infinite within some steps.
+        RunError: If a process that measures beside this one failed.
+
+    Example:
+        >>> model, X = nn.Linear(8, 3), torch.randn(32, 8)
+        >>> network = Network(bandwidth_bits_per_s=1e9, latency_s=1e-3)
+        >>> planned = plan(model, (X, X[:, :3]), workers=[1, 4], link=network)
+        >>> [row.workers for row in planned.rows], planned.rows[0].limit
+        ([1, 4], 'compute')
+    """
+    counts = _counts(workers)
+    if link is not None:
+        check_type("link", link, Network)
+    master = GradientSharing() if master is None else master
+    _check_master(master)
+    check_whole("threads", threads, 1, None)
+    if link is None and torch.cuda.is_available():
+        raise OptionError(
+            "link must be a daskdl.Network where workers compute on CUDA, got None: on "
+            "one machine they would share its devices"
+        )
+    script = _script(model, batch, loss, optimizer, master, threads)
+    measured = _measure(script, counts[-1] if link is None else 1)
+    question = Question(measured, master, link, counts)
+    return Plan(question.answers(), advise(question), measured, link)
+
+
+def _counts(workers: Any) -> tuple[int, ...]:
+    allowed = "workers must be a whole number >= 1, or several of them"
+    if is_whole(workers):
+        counts = set(range(1, workers + 1))
+    elif isinstance(workers, Iterable) and not isinstance(workers, str | bytes):
+        counts = set(workers)
+    else:
+        counts = set()
+    sound = all(map(is_whole, counts))
+    if not counts or not sound or min(counts) < 1:
+        raise OptionError(f"{allowed}, got {workers!r}")
+    return tuple(sorted(counts))
+
+
+def _check_master(master: Any) -> None:
+    check_type("master", master, GradientSharing)
+    for rule in master.thresholds.values():
+        if isinstance(rule, LinkAlgorithm):
+            raise OptionError(
+                "threshold must not follow the link in the master of a plan, which has "
+                f"no link to send on, got {rule}; plan for each density in question, "
+                "with TargetSparsityThreshold(target=...)"
+            )
+    replicas = master.replicas_per_worker
+    if replicas == 1 or (replicas == "auto" and torch.cuda.device_count() <= 1):
+        return
+    raise OptionError(
+        f"replicas_per_worker must be 1 in the master of a plan, got {replicas!r}; "
+        "plan for as many workers with one replica each"
+    )
+
+
+def _script(
+    model: Any, batch: Any, loss: Any, optimizer: Any, master: Any, threads: int | None
+) -> Packed[Script]:
+    X, y = _rows(batch)
+    own = starting_model(model, seed=0)
+    if loss is None:
+        loss = functional.mse_loss if _is_floating(y) else functional.cross_entropy
+    optimizer = _plain if optimizer is None else optimizer
+    check_step(own, loss, optimizer, X, y)
+    rows = first_rows(X, len(X)), first_rows(y, len(y))
+    threads = torch.get_num_threads() if threads is None else threads
+    return Packed(Script(own, loss, optimizer, rows, master, threads), "model")
+
+
+def _rows(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise OptionError(f"batch must be a tuple (X, y), got a {type(batch).__name__}")
+    if any(is_dask_array(part) for part in batch):
+        raise DataError("batch must be in memory, got a dask.array; use compute()")
+    try:
+        check_arrays(*batch)
+        LabelCheck().check(batch[1])
+    except DataError as error:
+        raise DataError(f"batch: {error}") from error
+    return batch
+
+
+def _is_floating(y: Any) -> bool:
+    return bool(torch.from_numpy(first_rows(y, 1)).is_floating_point())
+
+
+def _plain(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def _measure(script: Packed[Script], workers_here: int) -> Measured:
+    """Measure alone, and beside others where so many workers share this machine."""
+    began = time.perf_counter()
+    alone, cores = rehearse(script), CPU_COUNT
+    took_s = time.perf_counter() - began
+    measured = Measured(alone, cores)
+    processes = min(workers_here, measured.most_at_once, MOST_PROCESSES)
+    if processes < 2:
+        return measured
+    costs = rehearse_together(script, processes, SLOWER * processes * took_s)
+    return Measured(alone, cores, mean(costs), processes)

@@ -17,13 +17,10 @@ from torch import Tensor
 
 from daskdl.callbacks import Checkpoint
 from daskdl.config import VERSION
-from daskdl.data.stores.listing import is_path
-from daskdl.data.stores.store import Store, store_of
+from daskdl.data.storage import Store, is_path, store_of
 from daskdl.errors import DataError, OptionError, SaveError
-from daskdl.saving.folder import Folder
-from daskdl.saving.index import Kind
-from daskdl.saving.plain import Plain
-from daskdl.saving.tensors import laid_out
+from daskdl.saving.folder import Folder, Kind, laid_out
+from daskdl.saving.json_values import Plain
 
 logger = logging.getLogger(__name__)
 

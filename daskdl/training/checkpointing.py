@@ -23,7 +23,7 @@ from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import SyncPoint
 from daskdl.channel.protocol import Natural, WaitCause, check
 from daskdl.config import Bound, Timeouts
-from daskdl.data.stores.store import store_of
+from daskdl.data.storage import store_of
 from daskdl.errors import OptionError, SaveError, WaitTimeoutError
 from daskdl.saving.checkpoints import (
     COMMON,

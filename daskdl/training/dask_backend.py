@@ -34,11 +34,16 @@ from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.cluster import OWN, REMEDY, arrival_plugin, mismatch
 from daskdl.config import VERSION, Bound
-from daskdl.data.datasets.iterable_style import sharded
-from daskdl.data.futures import answers_of, new_key, workers_of
-from daskdl.data.scattering import scatter
+from daskdl.data.distribute import (
+    Supply,
+    answers_of,
+    new_key,
+    scatter,
+    supply_of,
+    workers_of,
+)
 from daskdl.data.source import Source
-from daskdl.data.supplies import Supply, supply_of
+from daskdl.data.torch_datasets import sharded
 from daskdl.errors import ChannelError, RunError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training.backend import (

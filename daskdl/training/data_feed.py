@@ -27,15 +27,15 @@ from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
 from daskdl.data import batching
 from daskdl.data.batching import Batch, Chunk, Rows, Transform, batches, whole
-from daskdl.data.faults import (
+from daskdl.data.checks import (
     UNREADABLE,
+    LabelCheck,
     blames_data,
     is_left_out,
     joined_files,
     separated,
 )
-from daskdl.data.labels import LabelCheck
-from daskdl.data.loading import ASK_S, Fetcher
+from daskdl.data.distribute import ASK_S, Fetcher
 from daskdl.data.source import Source
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed

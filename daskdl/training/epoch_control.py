@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from daskdl.callbacks import Callback, Checkpoint, EarlyStopping, Evaluate
-from daskdl.data.models import trainable
-from daskdl.data.rehearsal import MISFITS
+from daskdl.data.checks import MISFITS, trainable
 from daskdl.errors import OptionError
 from daskdl.history import Reason
 from daskdl.serialization import Packed, copied

@@ -30,17 +30,21 @@ from daskdl.callbacks import Callback, FitBegin, FitEnd
 from daskdl.cluster import check_installed
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.data import batching
-from daskdl.data.accuracy import has_accuracy
-from daskdl.data.checks import check_rows, check_step, of_validation, rows_like
+from daskdl.data.checks import (
+    LabelCheck,
+    check_rows,
+    check_step,
+    has_accuracy,
+    of_validation,
+    rows_like,
+)
 from daskdl.data.checks import check_whole as check_all_labels
-from daskdl.data.exports.options import ExportOptions
-from daskdl.data.exports.temporary import temporary_batches
-from daskdl.data.labels import LabelCheck
-from daskdl.data.looking import looked_at, small_together
+from daskdl.data.export import ExportOptions, temporary_batches
+from daskdl.data.inputs import looked_at, small_together
 from daskdl.data.source import Source, is_known, rows_in, shown_rows
 from daskdl.errors import DaskDLError, DataError, ReplicaError, RunError, SaveError
 from daskdl.history import History, Row, Stopping, unpack_rows
-from daskdl.saving.plain import Plain
+from daskdl.saving.json_values import Plain
 from daskdl.serialization import PackedModel, copied
 from daskdl.training.backend import (
     Backend,

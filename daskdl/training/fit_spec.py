@@ -24,13 +24,10 @@ from daskdl.config import (
     is_whole,
 )
 from daskdl.data.batching import Rows
-from daskdl.data.checks import check_same_classes, of_validation
-from daskdl.data.labels import LabelCheck
-from daskdl.data.models import trainable
-from daskdl.data.options import Approach, ReadOptions
-from daskdl.data.pairs import pair
+from daskdl.data.checks import LabelCheck, check_same_classes, of_validation, trainable
+from daskdl.data.dask_collections import pair
+from daskdl.data.inputs import Approach, ReadOptions, source_of
 from daskdl.data.source import Source
-from daskdl.data.sources import source_of
 from daskdl.errors import OptionError
 from daskdl.objective import Objective, OwnStep
 from daskdl.saving.checkpoints import CheckpointPlan

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.data.models import check_module
-from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.data.checks import check_module, random_state_left_alone
 from daskdl.keras.module import as_module
 from daskdl.serialization import copied, made
 from daskdl.training.base import CompressionState, KeptResidual, described

@@ -16,8 +16,8 @@ import torch
 from typing_extensions import override
 
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.data.datasets.iterable_style import sharded
 from daskdl.data.source import Source
+from daskdl.data.torch_datasets import sharded
 from daskdl.errors import OptionError
 from daskdl.serialization import Packed
 from daskdl.training.backend import (

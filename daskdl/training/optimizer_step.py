@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from daskdl.config import check_whole
 from daskdl.data.batching import floating_dtype, length, to_device
-from daskdl.data.models import trainable
+from daskdl.data.checks import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
 from daskdl.objective import Batch, Objective, OwnStep, Penalised, is_sum, on_device
 from daskdl.training.base import check_like

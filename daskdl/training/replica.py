@@ -29,12 +29,16 @@ from daskdl.channel.protocol import BarrierKind
 from daskdl.compression.flat import Untrained
 from daskdl.data import batching
 from daskdl.data.batching import Rows, floating_dtype, tensors
-from daskdl.data.models import trainable
-from daskdl.data.rehearsal import ShapeCheck, random_state_left_alone, transformed
+from daskdl.data.checks import (
+    ShapeCheck,
+    random_state_left_alone,
+    trainable,
+    transformed,
+)
 from daskdl.errors import ChannelError, DivergedError, OptionError
+from daskdl.evaluation.evaluate import Score, score_batches
 from daskdl.history import StepRow
 from daskdl.objective import OwnStep
-from daskdl.scores import Score, score_batches
 from daskdl.serialization import Packed, copied
 from daskdl.training.backend import FitResult, arrays_of
 from daskdl.training.base import (

@@ -15,8 +15,8 @@ import numpy as np
 from daskdl.channel.base import ChannelStats
 from daskdl.compression.compressor import Sample
 from daskdl.errors import DataError
+from daskdl.evaluation.evaluate import Score
 from daskdl.history import StepRow, Thinned, pack_rows
-from daskdl.scores import Score
 from daskdl.training.base import ExchangeStats
 
 # Residuals sampled for one row. Ten of them are above the highest percentile.

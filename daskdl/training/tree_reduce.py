@@ -25,7 +25,7 @@ from daskdl.compression.flat import (
     Untrained,
     working_dtype,
 )
-from daskdl.data.models import trainable
+from daskdl.data.checks import trainable
 from daskdl.errors import CodecError, OptionError
 from daskdl.serialization import Packed
 from daskdl.training.base import check_like

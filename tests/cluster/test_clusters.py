@@ -79,7 +79,7 @@ OWN_CLUSTER = """
 import distributed, psutil
 from tests.support.problems import mlp, rows, sgd
 from torch import nn
-import daskdl
+import daskdl  # noqa: F401
 
 if __name__ == "__main__":
     # What LocalCluster makes of a machine, made small.

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from distributed import KilledWorker
 
-from daskdl.data import passes
-from daskdl.data.checking.validation import validate
-from daskdl.data.in_memory import InMemory
-from daskdl.data.normalising.normalisers import Standardize
-from daskdl.data.passes import each_part
+from daskdl.data import distribute
+from daskdl.data.distribute import each_part
+from daskdl.data.inputs import source_of
+from daskdl.data.normalize import Standardize
 from daskdl.data.source import Source
-from daskdl.data.sources import source_of
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
+from daskdl.data.tables import InMemory
+from daskdl.data.validate import validate
 from daskdl.errors import DataError, OptionError
 from tests.support.clusters import cluster_of
 
@@ -202,7 +202,7 @@ def test_a_part_that_ends_every_worker_ends_the_pass(mortal, tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in memory", "lazy"])
 def test_it_ends_before_all_workers_are_gone(mortal, tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(passes, "MOST_LOSSES", 1)
+    monkeypatch.setattr(distribute, "MOST_LOSSES", 1)
     function = Dying(tmp_path, poison=10.0)
 
     with pytest.raises(DataError, match=r"^part \d+ was lost with its worker 2 times"):

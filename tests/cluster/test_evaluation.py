@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.data.in_memory import InMemory
-from daskdl.data.options import ReadOptions
-from daskdl.data.sources import source_of
+from daskdl.data.inputs import ReadOptions, source_of
+from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.evaluation import Scoring
-from daskdl.evaluation import evaluate as evaluate_source
+from daskdl.evaluation.evaluate import Scoring
+from daskdl.evaluation.evaluate import evaluate as evaluate_source
 from daskdl.serialization import Packed, PackedModel
 from tests.support.leftovers import still_left_behind
 from tests.support.recording import executed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from daskdl import OptionError, ReplicaError
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
 from tests.support.endings import FailAt, Interrupt
 from tests.support.problems import trainer
 from tests.support.watched import TrainedRows, Watched, watched_blocks

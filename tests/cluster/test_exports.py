@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from daskdl.data.exports import writing
-from daskdl.data.exports.export import export
-from daskdl.data.exports.options import ExportOptions
-from daskdl.data.exports.pieces import KIND
-from daskdl.data.exports.progress import Progress
-from daskdl.data.exports.source import BatchFiles
-from daskdl.data.exports.temporary import temporary_batches
-from daskdl.data.stores.store import Store
+from daskdl.data.batch_files import BatchFiles, Progress
+from daskdl.data.export import PIECES_KIND, ExportOptions, export, temporary_batches
+from daskdl.data.storage import Store
 from daskdl.errors import DataError
 from tests.support.leftovers import still_left_behind
 from tests.support.numbered import Numbered, ids_of
@@ -29,7 +24,7 @@ LENGTHS = (20,) * 12
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Twelve buckets."""
-    monkeypatch.setattr(writing, "BUCKET_BYTES", 20 * 17)
+    monkeypatch.setattr(export, "BUCKET_BYTES", 20 * 17)
 
 
 class Noted(Numbered):
@@ -180,7 +175,7 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
         export(interrupting, url, 4, client=three)
     gate.write_text("fail")
     assert still_left_behind(three) == {}
-    done = Progress(Store(url)).done(KIND)
+    done = Progress(Store(url)).done(PIECES_KIND)
     interrupting.loads()
     with pytest.raises(DataError, match="has not been finished; run it again"):
         BatchFiles(url)

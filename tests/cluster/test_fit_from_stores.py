@@ -8,7 +8,7 @@ from s3fs import S3FileSystem
 
 from daskdl import Callback, DataError
 from daskdl.data import Files
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
 from tests.support import s3
 from tests.support.problems import rows, trainer
 from tests.support.watched import TrainedRows

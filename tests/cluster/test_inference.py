@@ -5,9 +5,9 @@ import torch
 from distributed import get_task_stream
 from torch import nn
 
-from daskdl.data.options import ReadOptions
+from daskdl.data.inputs import ReadOptions
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.inference.prediction import predict as predict_with
+from daskdl.inference.predict import predict as predict_with
 from tests.support.leftovers import still_left_behind
 
 ROWS = 53

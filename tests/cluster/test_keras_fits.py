@@ -6,7 +6,7 @@ import torch
 
 from daskdl import DaskDLError, Trainer
 from daskdl.keras import CrossEntropyOfProbabilities, from_config
-from daskdl.keras.library import library
+from daskdl.keras.module import library
 from tests.support.clusters import cluster_of
 from tests.support.keras_networks import MODELS, adam, pictures
 from tests.support.problems import kept

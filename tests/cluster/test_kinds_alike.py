@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from daskdl import data
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
 from tests.support.kinds import KINDS, ROWS, Given, Joining, Where, X, Y, save_npz
 from tests.support.leftovers import forget_batches
 from tests.support.problems import kept, plain, trainer

@@ -15,7 +15,7 @@ from distributed import Event, wait
 from distributed.utils_test import poll_for
 
 from daskdl import Callback, ReplicaError, WaitTimeoutError
-from daskdl.data.futures import workers_of
+from daskdl.data.distribute import workers_of
 from tests.support.leftovers import own_threads, still_left_behind
 from tests.support.problems import kept, trainer
 from tests.support.script import Script, TookPart, enough

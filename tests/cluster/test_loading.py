@@ -7,11 +7,8 @@ from distributed import Event, get_worker, secede, wait
 from distributed.utils_test import poll_for
 
 from daskdl.config import Bound
-from daskdl.data.futures import workers_of
-from daskdl.data.loading import Fetcher
-from daskdl.data.options import SourceOptions
-from daskdl.data.sources import source_of
-from daskdl.data.supplies import supply_of
+from daskdl.data.distribute import Fetcher, supply_of, workers_of
+from daskdl.data.inputs import SourceOptions, source_of
 from daskdl.errors import LostPieceError, WaitTimeoutError
 
 X = np.arange(200.0, dtype=np.float32).reshape(100, 2)

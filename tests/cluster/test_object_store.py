@@ -5,11 +5,10 @@ import io
 import numpy as np
 import pytest
 
+from daskdl.data.distribute import each_part
 from daskdl.data.files import Files
-from daskdl.data.formats.loaders import FromBytes, OneExample
-from daskdl.data.formats.npz import Npz
-from daskdl.data.passes import each_part
-from daskdl.data.stores.store import Store
+from daskdl.data.formats import FromBytes, Npz, OneExample
+from daskdl.data.storage import Store
 from daskdl.errors import DataError
 from tests.support import s3
 

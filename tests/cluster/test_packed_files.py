@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 from distributed import get_worker
 
-from daskdl.data.formats.loaders import FromBytes
-from daskdl.data.images.image_folder import image_folder
-from daskdl.data.passes import each_part
-from daskdl.data.shards import packing as module
-from daskdl.data.shards.index import INDEX, Index
-from daskdl.data.shards.packing import file_batches
-from daskdl.data.shards.sharded_files import ShardedFiles
-from daskdl.data.shards.source import Shards
-from daskdl.data.stores.store import Store
+from daskdl.data import shards as module
+from daskdl.data.distribute import each_part
+from daskdl.data.formats import FromBytes
+from daskdl.data.images import image_folder
+from daskdl.data.shards import INDEX, Index, ShardedFiles, Shards, file_batches
+from daskdl.data.storage import Store
 from daskdl.errors import DataError
 from tests.support.pictures import folder
 from tests.support.s3 import options

@@ -5,9 +5,9 @@ import os
 import numpy as np
 import pytest
 
-from daskdl.data import passes
-from daskdl.data.passes import each_part
-from daskdl.data.sources import source_of
+from daskdl.data import distribute
+from daskdl.data.distribute import each_part
+from daskdl.data.inputs import source_of
 from daskdl.errors import DataError, WaitTimeoutError
 from tests.support.clusters import cluster_of
 
@@ -41,7 +41,7 @@ def test_parts_go_to_the_workers_that_are_still_there():
 
 def refused_once(monkeypatch, error, then=lambda client: None):
     """The first part cannot be sent."""
-    scatter, refused = passes.scatter, []
+    scatter, refused = distribute.scatter, []
 
     def refuse(client, content, *args):
         if refused or "daskdl-part" not in str(*content):
@@ -50,7 +50,7 @@ def refused_once(monkeypatch, error, then=lambda client: None):
         then(client)
         raise error
 
-    monkeypatch.setattr(passes, "scatter", refuse)
+    monkeypatch.setattr(distribute, "scatter", refuse)
     return refused
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import daskdl
-from daskdl.planning import company
-from daskdl.planning.company import rehearse_together
-from daskdl.planning.scene import Script
+from daskdl.planning import measure
+from daskdl.planning.measure import Script, rehearse_together
 from daskdl.serialization import Packed
 
 X, Y = torch.randn(16, 6), torch.arange(16) % 3
@@ -36,15 +35,15 @@ def script(model=None, loss=nn.functional.cross_entropy):
 def started(monkeypatch):
     """Processes that were started to rehearse; Dask starts others, to know the CPU."""
     processes = []
-    popen = company.subprocess.Popen
+    popen = measure.subprocess.Popen
 
     def start(command, **options):
         process = popen(command, **options)
-        if "daskdl.planning.companion" in command:
+        if "daskdl.planning.measure" in command:
             processes.append(process)
         return process
 
-    monkeypatch.setattr(company.subprocess, "Popen", start)
+    monkeypatch.setattr(measure.subprocess, "Popen", start)
     return processes
 
 
@@ -156,7 +155,7 @@ def test_one_that_hangs_is_not_waited_for_without_an_end(started):
 
 @pytest.mark.slow
 def test_two_workers_here_share_its_cores(monkeypatch, started):
-    monkeypatch.setattr("daskdl.planning.planner.CPU_COUNT", 2)
+    monkeypatch.setattr("daskdl.planning.plan.CPU_COUNT", 2)
 
     plan = daskdl.plan(nn.Linear(6, 3), (X, Y), 4, threads=1)
 

@@ -11,10 +11,8 @@ from distributed import Future, wait
 from distributed.utils_test import poll_for
 
 from daskdl.config import Bound
-from daskdl.data.futures import workers_of
-from daskdl.data.options import SourceOptions
-from daskdl.data.sources import source_of
-from daskdl.data.supplies import supply_of
+from daskdl.data.distribute import supply_of, workers_of
+from daskdl.data.inputs import SourceOptions, source_of
 from daskdl.errors import OptionError
 from tests.support.part_sources import Parts
 

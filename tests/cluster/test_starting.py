@@ -110,7 +110,7 @@ def test_a_worker_does_not_look_through_all_that_torch_leaves_at_its_end(tmp_pat
 
 CTRL_C = """
 import signal
-import daskdl
+import daskdl  # noqa: F401
 from torch import nn
 from tests.support.problems import mlp, rows, sgd
 

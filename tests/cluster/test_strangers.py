@@ -16,7 +16,7 @@ from torch import nn
 from daskdl import ModelError, Predictor, SaveError
 from daskdl.channel.protocol import NAME, wrap
 from daskdl.config import VERSION
-from daskdl.serving.structures import structure_of
+from daskdl.inference.batching import structure_of
 from daskdl.training.replica import failure_of
 from tests.support.clusters import cluster_of
 from tests.support.problems import kept, parameters_of, rows, trainer

@@ -7,8 +7,8 @@ import botocore.exceptions
 import pytest
 import yarl
 
-from daskdl.data.stores import attempts
-from daskdl.data.stores.attempts import attempt, is_dropped
+from daskdl.data import storage
+from daskdl.data.storage import attempt, is_dropped
 from daskdl.errors import DataError
 
 
@@ -16,7 +16,7 @@ from daskdl.errors import DataError
 def waits(monkeypatch):
     """The waits that were waited for, at once."""
     waited = []
-    monkeypatch.setattr(attempts.time, "sleep", waited.append)
+    monkeypatch.setattr(storage.time, "sleep", waited.append)
     return waited
 
 
@@ -97,7 +97,7 @@ def test_waits_grow_and_the_last_attempt_is_told(waits):
 
 
 def test_an_attempt_that_took_long_is_the_last(waits, monkeypatch):
-    monkeypatch.setattr(attempts, "ENOUGH_S", 0.3)  # less than the second wait
+    monkeypatch.setattr(storage, "ENOUGH_S", 0.3)  # less than the second wait
     action = Failing(*[ConnectionResetError()] * 9)
 
     with pytest.raises(DataError, match=r"\(attempts: 2\)"):

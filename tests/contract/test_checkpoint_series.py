@@ -6,7 +6,7 @@ import math
 import pytest
 
 from daskdl import Checkpoint
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
 from daskdl.errors import DataError, SaveError
 from daskdl.saving.checkpoints import CheckpointPlan, Stamp, complete_at
 from daskdl.training.base import ALONE

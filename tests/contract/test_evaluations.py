@@ -20,13 +20,13 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import daskdl
 from daskdl.errors import DataError, ModelError, OptionError
+from daskdl.evaluation.report import PlainSection
 from daskdl.metrics import (
     BinaryMetrics,
     ClassificationMetrics,
     MultilabelMetrics,
     RegressionMetrics,
 )
-from daskdl.metrics.sections import PlainSection
 from tests.support.part_sources import Parts
 
 ROWS = 101

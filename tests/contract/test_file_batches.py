@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from daskdl.data.shards import packing as module
-from daskdl.data.shards.index import INDEX, Index
-from daskdl.data.shards.packing import file_batches
-from daskdl.data.shards.sharded_files import ShardedFiles
-from daskdl.data.stores.store import Store
+from daskdl.data import shards as module
+from daskdl.data.shards import INDEX, Index, ShardedFiles, file_batches
+from daskdl.data.storage import Store
 from daskdl.errors import DataError, OptionError
 
 FILES = {f"{'abc'[i % 3]}/{i}.txt": f"file {i}".encode() * i for i in range(11)}

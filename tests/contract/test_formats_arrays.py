@@ -8,10 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from daskdl.data.formats.npy import Npy
-from daskdl.data.formats.npz import Npz
-from daskdl.data.formats.safetensors import Safetensors
-from daskdl.data.stores.store import Store
+from daskdl.data.formats import Npy, Npz, Safetensors
+from daskdl.data.storage import Store
 from daskdl.errors import DataError
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)

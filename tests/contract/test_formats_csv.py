@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from daskdl.data.formats.csv import Csv
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
+from daskdl.data.tabular_formats import Csv
 from daskdl.errors import DataError
 
 TABLE = b"age,size,kind\n1,2.5,0\n3,4.5,1\n\n5,6.5,2\n"

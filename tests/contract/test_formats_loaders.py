@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.data.formats.loaders import (
+from daskdl.data.formats import (
     Format,
     FromBytes,
     FromPath,
+    Npy,
     OneExample,
     loader_of,
+    reading,
 )
-from daskdl.data.formats.npy import Npy
-from daskdl.data.formats.results import reading
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
 from daskdl.errors import DataError, OptionError
 
 X = np.zeros((3, 2))

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from daskdl.data.formats.parquet import Parquet
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
+from daskdl.data.tabular_formats import Parquet
 from daskdl.errors import DataError, OptionError
 
 TABLE = {

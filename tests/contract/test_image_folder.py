@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from daskdl.data.images.image_folder import image_folder
-from daskdl.data.shards.packing import file_batches
-from daskdl.data.stores.store import Store
+from daskdl.data.images import image_folder
+from daskdl.data.shards import file_batches
+from daskdl.data.storage import Store
 from daskdl.errors import DataError, OptionError
 from tests.support.pictures import encoded, folder, pixels
 

@@ -6,9 +6,8 @@ from collections import Counter
 import pytest
 
 from daskdl.config import Timeouts
-from daskdl.data import passes
-from daskdl.data.loading import Fetcher
-from daskdl.data.passes import MOST_LOSSES, _Pass
+from daskdl.data import distribute
+from daskdl.data.distribute import MOST_LOSSES, Fetcher, _Pass
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 
 
@@ -120,8 +119,8 @@ def test_a_part_is_put_on_a_worker_that_takes_it(monkeypatch):
             raise OSError("gone")
         return dict.fromkeys(data, workers[0])
 
-    monkeypatch.setattr(passes, "scatter", scatter)
-    monkeypatch.setattr(passes, "content_of", lambda source, part: part)
+    monkeypatch.setattr(distribute, "scatter", scatter)
+    monkeypatch.setattr(distribute, "content_of", lambda source, part: part)
     own = running()
     own._workers, own._bound = ["new", "old"], None
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from daskdl.errors import DataError, ModelError, OptionError
+from daskdl.evaluation.base import Shown
+from daskdl.evaluation.metric_sets import metric_set_of
 from daskdl.metrics import (
     BinaryMetrics,
     CalibrationMetrics,
@@ -13,8 +15,6 @@ from daskdl.metrics import (
     MultilabelMetrics,
     RegressionMetrics,
 )
-from daskdl.metrics.base import Shown
-from daskdl.metrics.presets import metric_set_of
 from tests.support.metric_parts import measured, shown_of
 
 NAN = float("nan")

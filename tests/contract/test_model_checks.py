@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.data.models import check_loss, check_model
+from daskdl.data.checks import check_loss, check_model
 from daskdl.errors import ModelError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from daskdl.channel.base import Stopped
-from daskdl.data.in_memory import InMemory
+from daskdl.data.tables import InMemory
 from daskdl.errors import LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training import data_feed as module

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from daskdl import Trainer
-from daskdl.data.looking import looked_at
+from daskdl.data.inputs import looked_at, source_of
 from daskdl.data.source import facts_of
-from daskdl.data.sources import source_of
 from daskdl.errors import DataError, RunError
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from daskdl.data.in_memory import InMemory
-from daskdl.data.passes import each_part
+from daskdl.data.distribute import each_part
+from daskdl.data.tables import InMemory
 from tests.support.part_sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)

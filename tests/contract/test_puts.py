@@ -8,8 +8,7 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from daskdl.data.stores.puts import TEMPORARY, put
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import TEMPORARY, Store, put
 from daskdl.errors import DataError
 
 

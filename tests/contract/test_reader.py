@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from daskdl.channel.leasing import TO_ITS_END, Lease, Range
-from daskdl.data.labels import ClassRange, LabelCheck
+from daskdl.data.checks import ClassRange, LabelCheck
 from daskdl.errors import (
     ChannelError,
     DataError,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from daskdl import GradientSharing
-from daskdl.data.options import ReadOptions
+from daskdl.data.inputs import ReadOptions
 from daskdl.training.data_feed import Reading
 from daskdl.training.epoch_control import EvaluationPlan
 from daskdl.training.fit_spec import ReplicaSpec

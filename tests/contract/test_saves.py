@@ -27,10 +27,9 @@ from daskdl import (
     Trainer,
 )
 from daskdl.data import MinMax, Standardize
-from daskdl.data.options import Both
-from daskdl.fitted.arguments import BASES, KNOWN, NAMES
-from daskdl.fitted.saves import load, save
+from daskdl.data.inputs import Both
 from daskdl.history import Stopping
+from daskdl.saving.trainer_state import BASES, KNOWN, NAMES, load, save
 from tests.support.fitted_trainers import fitted, layers, signed
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from daskdl import DaskDLError, GradientSharing, OptionError, SaveError, Trainer
-from daskdl.fitted.saves import save
+from daskdl.saving.trainer_state import save
 from tests.support.fitted_trainers import fitted, signed
 from tests.support.tampering import WRONG, Bomb, Watch, flipped, places, replaced
 

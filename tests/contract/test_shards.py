@@ -7,13 +7,10 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from daskdl.data.formats.csv import Csv
-from daskdl.data.formats.loaders import FromBytes, OneExample
-from daskdl.data.shards.index import Index
-from daskdl.data.shards.packing import file_batches
-from daskdl.data.shards.sharded_files import ShardedFiles
-from daskdl.data.shards.source import Shards, is_shards
-from daskdl.data.stores.store import Store
+from daskdl.data.formats import FromBytes, OneExample
+from daskdl.data.shards import Index, ShardedFiles, Shards, file_batches, is_shards
+from daskdl.data.storage import Store
+from daskdl.data.tabular_formats import Csv
 from daskdl.errors import DataError
 
 FILES = {f"{'ab'[i % 2]}/{i}.txt": bytes([i]) * i for i in range(9)}

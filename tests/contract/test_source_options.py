@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.config import check_count
-from daskdl.data.options import (
-    ReadOptions,
-    SourceOptions,
-    check_choice,
-    one_of,
-)
+from daskdl.config import check_choice, check_count
+from daskdl.data.inputs import ReadOptions, SourceOptions, one_of
 from daskdl.errors import OptionError
 
 

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from daskdl.data.collections import Collections
-from daskdl.data.datasets.iterable_style import IterableStyle
-from daskdl.data.datasets.map_style import MapStyle
+from daskdl.data.dask_collections import Collections
 from daskdl.data.files import Files
-from daskdl.data.in_memory import InMemory
-from daskdl.data.options import SourceOptions
-from daskdl.data.sources import source_of
+from daskdl.data.inputs import SourceOptions, source_of
+from daskdl.data.tables import InMemory
+from daskdl.data.torch_datasets import IterableStyle, MapStyle
 from daskdl.errors import DataError, OptionError
 from tests.support.part_sources import Parts
 

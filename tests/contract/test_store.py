@@ -7,8 +7,8 @@ import fsspec
 import pytest
 from s3fs import S3FileSystem
 
-from daskdl.data.stores import attempts
-from daskdl.data.stores.store import Store, store_of
+from daskdl.data import storage
+from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError, OptionError
 from tests.support import s3
 
@@ -31,7 +31,7 @@ def store(request, tmp_path):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(attempts, "WAITS_S", (0, 0, 0))
+    monkeypatch.setattr(storage, "WAITS_S", (0, 0, 0))
 
 
 def test_what_was_written_is_read(store):

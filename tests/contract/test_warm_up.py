@@ -16,7 +16,7 @@ from daskdl import (
     codec,
 )
 from daskdl.config import Timeouts
-from daskdl.data.options import ReadOptions
+from daskdl.data.inputs import ReadOptions
 from daskdl.objective import OwnStep
 from daskdl.training.epoch_control import EvaluationPlan
 from daskdl.training.fit_spec import ReplicaSpec

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from daskdl import Trainer
-from daskdl.data.graphs import tasks_of
-from daskdl.data.sources import source_of
+from daskdl.data.dask_collections import tasks_of
+from daskdl.data.inputs import source_of
 from daskdl.errors import DataError, ModelError
 
 

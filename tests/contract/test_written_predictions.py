@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import daskdl
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.predictions import manifest
-from daskdl.predictions.origin import fingerprint
+from daskdl.inference import predictions
+from daskdl.inference.predictions import fingerprint
 from tests.support import s3
 
 X = np.arange(14.0, dtype=np.float32).reshape(7, 2)
@@ -279,10 +279,10 @@ class TestResuming:
         say(lazy(), url)
 
         names = Store(url).names()
-        assert [n for n in names if not n.startswith("part-")] == [manifest.NAME]
+        assert [n for n in names if not n.startswith("part-")] == [predictions.NAME]
 
     def test_a_late_part_of_a_run_that_is_over_is_taken_away(self, url, monkeypatch):
-        from daskdl.predictions.target import Target
+        from daskdl.inference.predictions import Target
 
         finish, kept = Target.finish, []
 
@@ -407,9 +407,9 @@ class TestDamage:
 
     def test_a_damaged_manifest_is_named(self, url):
         say(lazy(), url)
-        content = json.loads(Store(url).read(manifest.NAME))
+        content = json.loads(Store(url).read(predictions.NAME))
         content["rows"] = 8
-        Store(url).write(manifest.NAME, json.dumps(content).encode())
+        Store(url).write(predictions.NAME, json.dumps(content).encode())
 
         with pytest.raises(
             DataError, match=r"_predictions.json is damaged: its checks"

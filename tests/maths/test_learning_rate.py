@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from daskdl.scores import Score
+from daskdl.evaluation.evaluate import Score
 from daskdl.training.epoch_control import LearningRate, Scheduling
 from daskdl.training.telemetry import EpochReport, EpochTotals
 

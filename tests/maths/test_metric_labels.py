@@ -7,9 +7,8 @@ from sklearn import metrics as sk
 from torchmetrics.functional import classification as tm
 
 from daskdl.errors import OptionError
+from daskdl.evaluation.streaming import MASKED, AllRight
 from daskdl.metrics import BinaryMetrics, MultilabelMetrics
-from daskdl.metrics.ranking import MASKED
-from daskdl.metrics.right_counts import AllRight
 from tests.support.metric_parts import (
     CUTS,
     ROWS,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError
+from daskdl.evaluation.report import Evaluation
 from daskdl.metrics import (
     BinaryMetrics,
     CalibrationMetrics,
@@ -17,7 +18,6 @@ from daskdl.metrics import (
     MultilabelMetrics,
     RegressionMetrics,
 )
-from daskdl.metrics.evaluation import Evaluation
 from tests.support.metric_parts import classes, random, section_of
 
 Y = torch.tensor([0, 0, 1, 2, 2])

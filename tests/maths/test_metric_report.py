@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError
+from daskdl.evaluation.report import Evaluation, PlainSection
 from daskdl.metrics import (
     BinaryMetrics,
     CalibrationMetrics,
@@ -18,8 +19,6 @@ from daskdl.metrics import (
     MultilabelMetrics,
     RegressionMetrics,
 )
-from daskdl.metrics.evaluation import Evaluation
-from daskdl.metrics.sections import PlainSection
 from tests.support.metric_parts import classes, random, section_of
 
 BEST = torch.tensor([0, 0, 1, 0])

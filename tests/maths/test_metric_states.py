@@ -29,7 +29,7 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import ClasswiseWrapper, MultioutputWrapper
 
 from daskdl.errors import DataError
-from daskdl.metrics.states import States, restored, states_of, update_
+from daskdl.evaluation.metric_state import States, restored, states_of, update_
 
 ROWS = 101  # a prime
 generator = np.random.default_rng(0)

@@ -7,8 +7,8 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from torchmetrics.wrappers import MinMaxMetric, Running
 
 from daskdl.errors import OptionError
+from daskdl.evaluation.metric_sets import metric_sets
 from daskdl.metrics import BinaryMetrics, ClassificationMetrics, RegressionMetrics
-from daskdl.metrics.choice import metric_sets
 
 
 def names(sets):

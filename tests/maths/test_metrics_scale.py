@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from daskdl.evaluation.base import scale_of
 from daskdl.keras import CrossEntropyOfProbabilities
-from daskdl.metrics.scale import scale_of
 from tests.support.names import shown
 
 SCORES = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.5, 0.25]])

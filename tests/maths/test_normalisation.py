@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.data.normalising.normalisation import (
-    Normalisation,
-    alike,
-    normaliser_from_dict,
-)
-from daskdl.data.normalising.scaling import Scaling
+from daskdl.data.normalize import Normalisation, Scaling, alike, normaliser_from_dict
 from daskdl.errors import DataError, OptionError
 
 HALF = Scaling(np.array([1.0]), np.array([2.0]))

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from daskdl.data.normalising.normalisation import Normalisation
-from daskdl.data.normalising.normalisers import MinMax, Standardize
+from daskdl.data.normalize import MinMax, Normalisation, Standardize
 from daskdl.errors import OptionError
 from tests.support.part_sources import Parts, unlabelled
 

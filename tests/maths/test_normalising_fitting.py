@@ -4,9 +4,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from daskdl.data import batching
-from daskdl.data.normalising import fitting
-from daskdl.data.normalising.fitting import statistics_of_all
+from daskdl.data import batching, normalize
+from daskdl.data.normalize import statistics_of_all
 from daskdl.errors import DataError, OptionError
 from tests.support.part_sources import Parts, Streamed, unlabelled
 
@@ -53,7 +52,7 @@ def test_the_order_in_which_parts_come_makes_no_difference(monkeypatch):
             for part in order:
                 yield part, function(source, part)
 
-        monkeypatch.setattr(fitting, "each_part", each)
+        monkeypatch.setattr(normalize, "each_part", each)
         results.append(numbers(found(source)))
 
     assert all(result == results[0] for result in results)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.data.normalising.scaling import Scaling
+from daskdl.data.normalize import Scaling
 from daskdl.errors import DataError
 
 TWO = Scaling(np.array([10.0, 20.0]), np.array([2.0, 5.0]), 1.0)

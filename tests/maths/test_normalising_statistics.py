@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.data.normalising import statistics
-from daskdl.data.normalising.statistics import check_per, statistics_of
+from daskdl.data import normalize
+from daskdl.data.normalize import check_per, statistics_of
 from daskdl.errors import DataError, OptionError
 
 RNG = np.random.default_rng(0)
@@ -44,7 +44,7 @@ def test_a_large_offset_costs_no_digits():
 
 
 def test_slices_of_a_part_merge_to_the_part(monkeypatch):
-    monkeypatch.setattr(statistics, "_SLICE_BYTES", 3 * 8 * 60)  # three images
+    monkeypatch.setattr(normalize, "_SLICE_BYTES", 3 * 8 * 60)  # three images
 
     found = statistics_of(IMAGES, "feature")
 

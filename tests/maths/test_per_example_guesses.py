@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from daskdl.evaluation.per_example import guesses_of, ignored
 from daskdl.keras import CrossEntropyOfProbabilities
-from daskdl.per_example.guesses import guesses_of, ignored
 
 LOGITS = torch.tensor([[1.0, 3.0, 0.0], [0.5, 0.0, -1.0], [0.0, 0.0, 0.0]])
 CHANCES = LOGITS.double().softmax(1)

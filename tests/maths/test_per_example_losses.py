@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from daskdl.evaluation import per_example
+from daskdl.evaluation.per_example import example_losses, has_rows
 from daskdl.keras import CrossEntropyOfProbabilities
 from daskdl.objective import OwnStep
-from daskdl.per_example import losses
-from daskdl.per_example.losses import example_losses, has_rows
 
 ROWS, CLASSES, STEPS = 5, 4, 3
 GENERATOR = torch.Generator().manual_seed(0)
@@ -179,8 +179,10 @@ SLOW = {  # because rows may share something
 def test_all_rows_are_computed_at_once_where_that_is_the_same(case, monkeypatch):
     kind, options, output, y = CASES[case]
     loops = []
-    plain = losses._plain
-    monkeypatch.setattr(losses, "_plain", lambda each: loops.append(1) or plain(each))
+    plain = per_example._plain
+    monkeypatch.setattr(
+        per_example, "_plain", lambda each: loops.append(1) or plain(each)
+    )
 
     scores(kind(**options), output, y)
 

@@ -3,10 +3,9 @@ import torch
 from torch import nn, optim
 
 from daskdl.errors import OptionError
-from daskdl.keras.library import library
-from daskdl.keras.module import as_module
+from daskdl.evaluation.per_example import _ADD_TO_GRADIENT, penalty_of
+from daskdl.keras.module import as_module, library
 from daskdl.objective import Penalised
-from daskdl.per_example.weight_decay import _ADD_TO_GRADIENT, penalty_of
 
 
 def model():

@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl import WorstExample, WorstExamples
-from daskdl.per_example.scorer import Guessed, Scored
-from daskdl.per_example.worst import Found, example_of, worst_of, worst_rows
+from daskdl.evaluation.per_example import (
+    Found,
+    Guessed,
+    Scored,
+    example_of,
+    worst_of,
+    worst_rows,
+)
 
 LOSSES = st.sampled_from(
     [0.0, -0.0, 1.0, 1.0, 2.5, -1.0, math.inf, -math.inf, math.nan]

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from daskdl.callbacks import EarlyStopping
-from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.data.checks import random_state_left_alone
 from daskdl.objective import objective_of
-from daskdl.saving.plain import Plain
+from daskdl.saving.json_values import Plain
 from daskdl.training.base import Parameters
 from daskdl.training.checkpointing import plain
 from daskdl.training.epoch_control import (

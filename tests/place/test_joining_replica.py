@@ -14,9 +14,9 @@ from daskdl.channel.base import ActivateResult, JoinResult
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import Timeouts
-from daskdl.data.in_memory import InMemory
-from daskdl.data.options import ReadOptions
-from daskdl.data.rehearsal import random_state_left_alone
+from daskdl.data.checks import random_state_left_alone
+from daskdl.data.inputs import ReadOptions
+from daskdl.data.tables import InMemory
 from daskdl.training.backend import run_spec_of
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.epoch_control import EvaluationPlan

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import daskdl
 from daskdl.keras import CrossEntropyOfProbabilities, KerasModule, from_config
-from daskdl.keras.library import library
+from daskdl.keras.module import library
 from tests.support.keras_networks import MODELS, adam, pictures, sgd
 from tests.support.problems import kept, rows
 

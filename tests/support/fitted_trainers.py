@@ -6,11 +6,14 @@ import torch
 from torch import nn
 
 from daskdl import History, Trainer
-from daskdl.fitted.arguments import NAMES
-from daskdl.fitted.fitted import TrainerState, new_optimizer
-from daskdl.fitted.progress import scheduling_of
 from daskdl.history import StepRow
-from daskdl.saving.index import _digest
+from daskdl.saving.folder import _digest
+from daskdl.saving.trainer_state import (
+    NAMES,
+    TrainerState,
+    new_optimizer,
+    scheduling_of,
+)
 from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState
 from daskdl.training.fit_state import FitState, TrainedOptimizer, starting_model

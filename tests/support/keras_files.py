@@ -2,8 +2,7 @@
 
 import zipfile
 
-from daskdl.keras.library import library
-from daskdl.keras.module import KerasModule
+from daskdl.keras.module import KerasModule, library
 
 keras = library()
 

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import torch
 
-from daskdl.metrics.base import Shown
-from daskdl.metrics.states import States, restored, states_of, update_
+from daskdl.evaluation.base import Shown
+from daskdl.evaluation.metric_state import States, restored, states_of, update_
 
 ROWS = 101  # a prime
 # Where data are cut, by what that makes of parts; labels of most data are sorted.

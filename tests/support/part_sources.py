@@ -4,7 +4,7 @@ import numpy as np
 
 from daskdl.data import batching
 from daskdl.data.source import Source
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
 
 
 class Parts(Source):

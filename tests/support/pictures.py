@@ -5,7 +5,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
 
 
 def pixels(seed, shape=(4, 6, 3)):

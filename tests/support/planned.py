@@ -3,8 +3,7 @@
 import dataclasses
 
 from daskdl.channel.protocol import WIRE_BYTES
-from daskdl.planning.costs import Costs, Measured
-from daskdl.planning.network import Network
+from daskdl.planning.cost_model import Costs, Measured, Network
 
 COSTS = Costs(
     rows=64,

@@ -10,14 +10,10 @@ from torch import nn
 from typing_extensions import override
 
 from daskdl.config import Timeouts
+from daskdl.inference.batching import Failure, Joining, Outputs, Room, call_of
+from daskdl.inference.pool import Crew, Ground, Replica
+from daskdl.inference.predictor import Dispatcher
 from daskdl.serialization import PackedModel
-from daskdl.serving.answers import Failure, Outputs
-from daskdl.serving.calls import call_of
-from daskdl.serving.crew import Crew
-from daskdl.serving.dispatcher import Dispatcher
-from daskdl.serving.joining import Joining
-from daskdl.serving.replica import Ground, Replica
-from daskdl.serving.room import Room
 
 LONG_S = 1000.0  # nobody waits so long in a test
 WITHIN_S = 30.0  # for what a test awaits

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from daskdl.data.accuracy import has_accuracy
+from daskdl.data.checks import has_accuracy
 from daskdl.objective import OwnStep
 
 X = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))

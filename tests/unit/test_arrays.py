@@ -8,12 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from daskdl.data.arrays import (
-    as_numpy,
-    check_array,
-    first_rows,
-    is_dask_array,
-)
+from daskdl.data.tables import as_numpy, check_array, first_rows, is_dask_array
 from daskdl.errors import DataError
 
 UNKNOWN = da.from_array(np.arange(6.0), chunks=2)[da.from_array(np.arange(6), 2) > 2]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.data.checking.expectations import (
+from daskdl.data.validate import (
     Expectations,
     are_allowed,
     expectations_of,

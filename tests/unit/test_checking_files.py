@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 
-from daskdl.data.checking.files import OfFiles
-from daskdl.data.checking.validation import validate
 from daskdl.data.files import Files
-from daskdl.data.formats.loaders import FromBytes, OneExample
-from daskdl.data.images.image_folder import image_folder
-from daskdl.data.shards.packing import file_batches
-from daskdl.data.shards.source import Shards
-from daskdl.data.stores.store import Store
+from daskdl.data.formats import FromBytes, OneExample
+from daskdl.data.images import image_folder
+from daskdl.data.shards import Shards, file_batches
+from daskdl.data.storage import Store
+from daskdl.data.validate import OfFiles, validate
 from tests.support.pictures import folder
 
 LOADER = OneExample(

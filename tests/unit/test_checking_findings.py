@@ -1,14 +1,12 @@
+import sys
 import zipfile
 import zlib
 
 import numpy as np
 import pytest
 
-from daskdl.data.checking import findings
-from daskdl.data.checking.expectations import Expectations, expectations_of
-from daskdl.data.checking.findings import findings_of
-from daskdl.data.checking.report import Offender
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
+from daskdl.data.validate import Expectations, Offender, expectations_of, findings_of
 from daskdl.errors import DataError, OptionError
 from tests.support.part_sources import Filed, Parts, Streamed
 
@@ -154,7 +152,7 @@ def test_each_of_several_files_is_named(numbers):
 
 
 def test_offenders_are_bounded_over_all_files_of_a_part(numbers, monkeypatch):
-    monkeypatch.setattr(findings, "SHOWN", 2)
+    monkeypatch.setattr(sys.modules["daskdl.data.validate"], "SHOWN", 2)
 
     found = findings_of(Filed(numbers), 0, NONE)
 

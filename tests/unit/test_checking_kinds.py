@@ -9,16 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
-from daskdl.data.checking.report import KINDS
-from daskdl.data.checking.validation import validate
-from daskdl.data.exports.export import export
-from daskdl.data.formats.csv import Csv
-from daskdl.data.formats.loaders import FromBytes, OneExample
-from daskdl.data.formats.parquet import Parquet
-from daskdl.data.images.image_folder import image_folder
-from daskdl.data.shards.index import Index
-from daskdl.data.shards.packing import file_batches
-from daskdl.data.stores.store import Store
+from daskdl.data.export import export
+from daskdl.data.formats import FromBytes, OneExample
+from daskdl.data.images import image_folder
+from daskdl.data.shards import Index, file_batches
+from daskdl.data.storage import Store
+from daskdl.data.tabular_formats import Csv, Parquet
+from daskdl.data.validate import KINDS, validate
 from tests.support import s3
 from tests.support.pictures import encoded, folder, pixels
 

@@ -2,9 +2,8 @@ import uuid
 
 import pytest
 
-from daskdl.data.checking.quarantine import Quarantine
-from daskdl.data.checking.report import Moved
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
+from daskdl.data.validate import Moved, Quarantine
 from daskdl.errors import DataError, OptionError
 from tests.support.part_sources import Filed, Parts
 

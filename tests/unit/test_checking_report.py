@@ -1,4 +1,4 @@
-from daskdl.data.checking.report import Moved, Offender, Report
+from daskdl.data.validate import Moved, Offender, Report
 
 COUNTS = {"missing": 0, "unreadable": 1, "non-finite": 120}
 OFFENDERS = (

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from daskdl.data.checking.expectations import Expectations, expectations_of
-from daskdl.data.checking.rows import Wrong, examine
+from daskdl.data.validate import Expectations, Wrong, examine, expectations_of
 
 NONE = Expectations()
 X = np.zeros((4, 2), np.float32)

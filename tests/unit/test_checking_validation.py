@@ -5,10 +5,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from daskdl.data.checking import validation
-from daskdl.data.checking.report import KINDS, Offender, Report
-from daskdl.data.checking.validation import validate
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
+from daskdl.data.validate import KINDS, Offender, Report, validate
 from daskdl.errors import DataError, OptionError
 from tests.support.part_sources import Filed, Parts
 
@@ -73,8 +71,8 @@ def test_the_order_in_which_parts_come_makes_no_difference(monkeypatch):
             for part in order:
                 yield part, function(source, part)
 
-        monkeypatch.setattr(validation, "each_part", each)
-        monkeypatch.setattr(validation, "SHOWN", 3)
+        monkeypatch.setattr(validate, "each_part", each)
+        monkeypatch.setattr(validate, "SHOWN", 3)
         reports.append(validate(source, client=False))
 
     assert all(report == reports[0] for report in reports)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from daskdl.data.checks import (
+    ClassRange,
+    LabelCheck,
     check_arrays,
     check_rows,
     check_step,
@@ -15,8 +17,7 @@ from daskdl.data.checks import (
     of_validation,
     rows_like,
 )
-from daskdl.data.in_memory import InMemory
-from daskdl.data.labels import ClassRange, LabelCheck
+from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, ModelError, OptionError
 from tests.support.part_sources import Parts
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from dask.threaded import get
 
-from daskdl.data.columns import columns
-from daskdl.data.looking import looked_at
+from daskdl.data.dask_collections import columns
+from daskdl.data.inputs import looked_at
 from daskdl.data.source import is_known
 from daskdl.errors import DataError
 

@@ -7,8 +7,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.worker import WorkerInfo
 
-from daskdl.data.datasets.collation import Collation
-from daskdl.data.datasets.worker_info import worker_info
+from daskdl.data.torch_datasets import Collation, worker_info
 from daskdl.errors import DataError
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
-from daskdl.data.datasets.collation import Collation
-from daskdl.data.datasets.iterable_style import (
+from daskdl.data.torch_datasets import (
+    Collation,
     IterableStyle,
     Sharded,
     is_iterable_style,

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ChainDataset, Dataset, Subset, TensorDataset
 
-from daskdl.data.datasets.collation import Collation
-from daskdl.data.datasets.map_style import MapStyle, is_map_style
+from daskdl.data.torch_datasets import Collation, MapStyle, is_map_style
 from daskdl.errors import DataError
 
 

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
-from daskdl.data.datasets.worker_info import WorkerShards
+from daskdl.data.torch_datasets import WorkerShards
 
 
 class Counted(IterableDataset):

@@ -9,7 +9,7 @@ import pytest
 from daskdl import Callback
 from daskdl.callbacks import EarlyStopping, Evaluate
 from daskdl.errors import OptionError
-from daskdl.scores import Score
+from daskdl.evaluation.evaluate import Score
 from daskdl.training.epoch_control import EvaluationPlan, StoppingDecision
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 

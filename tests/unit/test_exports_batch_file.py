@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from daskdl.data.exports.batch_file import BatchFile
-from daskdl.data.exports.schema import Schema
-from daskdl.data.stores.store import Store
+from daskdl.data.batch_files import BatchFile, Schema
+from daskdl.data.storage import Store
 from daskdl.errors import DataError
 from tests.support.numbered import numbered
 

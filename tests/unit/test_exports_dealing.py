@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.data.exports.dealing import Deal, row_order
+from daskdl.data.export import Deal, row_order
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum)
 SEEDS = st.none() | st.integers(0, 9)

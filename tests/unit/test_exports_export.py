@@ -1,18 +1,20 @@
 """Exports: nothing lost, nothing doubled, also after an interruption."""
 
 import logging
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daskdl.data.exports import pieces, writing
-from daskdl.data.exports.export import export
-from daskdl.data.exports.source import BatchFiles
-from daskdl.data.stores.store import Store
+from daskdl.data.batch_files import BatchFiles
+from daskdl.data.export import export
+from daskdl.data.storage import Store
 from daskdl.errors import DataError, OptionError
 from tests.support.numbered import Numbered, Streamed, ids_of
+
+EXPORT = sys.modules["daskdl.data.export"]  # the package has the function
 
 LENGTHS = (30, 0, 17, 3, 50)
 
@@ -30,8 +32,8 @@ def url(request, tmp_path):
 @pytest.fixture
 def small(monkeypatch):
     """Many buckets and pieces: about 12 rows each."""
-    monkeypatch.setattr(writing, "BUCKET_BYTES", 12 * 17)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 12 * 17)
+    monkeypatch.setattr(EXPORT, "BUCKET_BYTES", 12 * 17)
+    monkeypatch.setattr(EXPORT, "PIECE_BYTES", 12 * 17)
 
 
 class Written:
@@ -129,8 +131,8 @@ def test_rows_of_all_parts_are_mixed(url, small):
 def test_any_parts_and_sizes(lengths, batch_size, batches_per_file, bucket_bytes):
     url = "memory://daskdl-test-any"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "BUCKET_BYTES", bucket_bytes)
-        patch.setattr(pieces, "PIECE_BYTES", bucket_bytes)
+        patch.setattr(EXPORT, "BUCKET_BYTES", bucket_bytes)
+        patch.setattr(EXPORT, "PIECE_BYTES", bucket_bytes)
 
         made = export(
             Numbered(lengths),
@@ -253,7 +255,7 @@ class TestInterrupted:
 
     def test_buckets_of_another_deal_are_made_again(self, monkeypatch, url, small):
         interrupted(monkeypatch, url, ".unfinished/bucket-000005.json")
-        monkeypatch.setattr(writing, "BUCKET_BYTES", 20 * 17)
+        monkeypatch.setattr(EXPORT, "BUCKET_BYTES", 20 * 17)
 
         export(Numbered(LENGTHS), url, 4, client=False)
 
@@ -304,7 +306,7 @@ class TestFinished:
 
     def test_what_the_last_run_did_not_delete_is_deleted(self, monkeypatch, url):
         with monkeypatch.context() as patch:
-            patch.setattr("daskdl.data.exports.progress.Progress.end", lambda _: None)
+            patch.setattr("daskdl.data.batch_files.Progress.end", lambda _: None)
             export(Numbered(LENGTHS), url, 4, client=False)
         assert ".unfinished/origin.json" in Store(url).names()
 
@@ -441,10 +443,10 @@ class TestRefused:
 
 
 def test_of_a_stream_no_more_is_held_than_goes_into_a_piece(url, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1)
+    monkeypatch.setattr(EXPORT, "PIECE_BYTES", 1)
     held = []
-    joined = pieces.joined
-    monkeypatch.setattr(pieces, "joined", lambda b: held.append(len(b)) or joined(b))
+    joined = EXPORT.joined
+    monkeypatch.setattr(EXPORT, "joined", lambda b: held.append(len(b)) or joined(b))
 
     export(Streamed([10]), url, 4, client=False)
 

@@ -5,11 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from daskdl.data.exports.batch_file import BatchFile
-from daskdl.data.exports.manifest import Manifest
-from daskdl.data.exports.schema import Schema
-from daskdl.data.exports.seal import _checksum
-from daskdl.data.stores.store import Store
+from daskdl.data.batch_files import BatchFile, Manifest, Schema, _checksum
+from daskdl.data.storage import Store
 from daskdl.errors import DataError
 
 X = {"image": np.zeros((1, 2, 3), "uint8"), "size": (np.zeros(1),)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from dask import delayed
 
-from daskdl.data.exports.origin import differences, origin_of, token_of
+from daskdl.data.export import differences, origin_of, token_of
 from tests.support.numbered import Numbered
 
 VALUES = {
@@ -27,7 +27,7 @@ def elsewhere():
     """The tokens of the same values in another process."""
     script = (
         "import dask.array as da, numpy as np, torch; from dask import delayed\n"
-        "from daskdl.data.exports.origin import token_of\n"
+        "from daskdl.data.export import token_of\n"
         f"for value in {list(VALUES.values())!r}: print(token_of(eval(value)))"
     )
     done = subprocess.run(

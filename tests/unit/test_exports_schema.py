@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.data.exports.schema import Schema, as_rows
+from daskdl.data.batch_files import Schema, as_rows
 from daskdl.errors import DataError
 
 

@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 
-from daskdl.data.exports.export import export
-from daskdl.data.exports.source import BatchFiles, is_export
-from daskdl.data.stores.store import Store
+from daskdl.data.batch_files import BatchFiles, is_export
+from daskdl.data.export import export
+from daskdl.data.storage import Store
 from daskdl.errors import DataError
 from tests.support.numbered import Numbered, ids_of, numbered
 

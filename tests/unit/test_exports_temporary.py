@@ -7,9 +7,8 @@ from pathlib import Path
 import dask
 import pytest
 
-from daskdl.data.exports.options import ExportOptions
-from daskdl.data.exports.temporary import temporary_batches
-from daskdl.data.stores.store import Store
+from daskdl.data.export import ExportOptions, temporary_batches
+from daskdl.data.storage import Store
 from daskdl.errors import OptionError, WaitTimeoutError
 from tests.support.numbered import Numbered, ids_of
 

@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-from daskdl.data.faults import UNREADABLE, blames_data, is_left_out
+from daskdl.data.checks import UNREADABLE, blames_data, is_left_out
 from daskdl.errors import (
     ChannelError,
     DataError,

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from daskdl.data.files import Files
-from daskdl.data.formats.csv import Csv
-from daskdl.data.formats.loaders import FromBytes, OneExample
-from daskdl.data.formats.npy import Npy
-from daskdl.data.shards.archives import archived
-from daskdl.data.stores.listing import are_paths
-from daskdl.data.stores.store import Store
+from daskdl.data.formats import FromBytes, Npy, OneExample
+from daskdl.data.shards import archived
+from daskdl.data.storage import Store, are_paths
+from daskdl.data.tabular_formats import Csv
 from daskdl.errors import DataError, OptionError
 from tests.support import s3
 

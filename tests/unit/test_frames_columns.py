@@ -7,7 +7,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from daskdl.data.frames.columns import check_columns, columns_of, is_frame
+from daskdl.data.tables import check_columns, columns_of, is_frame
 from daskdl.errors import DataError
 
 DAY = pd.Timestamp("2024-01-01")

@@ -9,7 +9,7 @@ import pytest
 from dask._task_spec import Task, TaskRef
 from dask.highlevelgraph import HighLevelGraph
 
-from daskdl.data.graphs import Tasks, is_future, tasks_of
+from daskdl.data.dask_collections import Tasks, is_future, tasks_of
 from daskdl.errors import DataError
 from tests.support.futures import future_of
 

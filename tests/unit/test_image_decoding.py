@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from daskdl.data.images.decoding import Decoding
+from daskdl.data.images import Decoding
 from daskdl.errors import DataError, OptionError
 from tests.support.pictures import encoded, pixels
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.data import in_memory as module
-from daskdl.data.in_memory import PARTS, InMemory, cut
+from daskdl.data import tables as module
+from daskdl.data.tables import PARTS, InMemory, cut
 
 X = np.arange(46.0).reshape(23, 2)
 Y = np.repeat([0, 1], [12, 11])

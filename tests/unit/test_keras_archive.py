@@ -12,7 +12,7 @@ import pytest
 
 from daskdl.errors import DaskDLError, ModelError
 from daskdl.keras import from_saved
-from daskdl.keras.archive import description
+from daskdl.keras.load import description
 from tests.support.keras_files import rewritten, small
 
 WEIGHTS = "model.weights.h5"
@@ -104,7 +104,7 @@ def test_weights_that_are_not_in_the_file_are_refused(
 
 
 def test_weights_of_any_size_are_not_unpacked(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("daskdl.keras.archive.INDEX_BYTES", 2**16)
+    monkeypatch.setattr("daskdl.keras.load.INDEX_BYTES", 2**16)
     bomb = {WEIGHTS: bytes(2**20)}
     path = rewritten(saved, tmp_path / "bomb.keras", zipfile.ZIP_DEFLATED, **bomb)
 

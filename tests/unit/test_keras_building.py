@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from daskdl.errors import ModelError
-from daskdl.keras.building import built, described
-from daskdl.keras.library import library
+from daskdl.keras.module import built, described, library
 
 keras = library()
 

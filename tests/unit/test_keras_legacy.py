@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from daskdl.keras.legacy import modern
+from daskdl.keras.convert import modern
 
 MODELS = Path(__file__).parents[1] / "keras_models"
 

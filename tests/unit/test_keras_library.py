@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl.errors import OptionError
-from daskdl.keras.library import library
+from daskdl.keras.module import library
 
 LOADED = """
 import os, sys
 import daskdl, daskdl.keras
-from daskdl.keras.library import library
+from daskdl.keras.module import library
 print('keras' in sys.modules)
 print(library().backend.backend(), 'KERAS_BACKEND' in os.environ)
 """

@@ -10,8 +10,7 @@ from torch import nn
 
 from daskdl.compression.flat import FLOATING, FlatParameters, Untrained
 from daskdl.errors import ModelError
-from daskdl.keras.library import library
-from daskdl.keras.module import KerasModule, as_module
+from daskdl.keras.module import KerasModule, as_module, library
 from daskdl.serialization import PackedModel
 from tests.support.names import shown
 

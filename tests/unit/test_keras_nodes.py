@@ -2,7 +2,7 @@
 
 import pytest
 
-from daskdl.keras.nodes import modern_graph
+from daskdl.keras.convert import modern_graph
 
 
 def tensor(*history):

@@ -13,8 +13,7 @@ import torch
 
 from daskdl.errors import DaskDLError, ModelError
 from daskdl.keras import from_config, from_saved
-from daskdl.keras.library import library
-from daskdl.keras.module import KerasModule
+from daskdl.keras.module import KerasModule, library
 from tests.support.keras_files import rewritten, small
 
 keras = library()
@@ -287,7 +286,7 @@ class TestFromSaved:
         assert refused > FUZZED / 4
 
     def test_a_description_of_any_size_is_not_read(self, saved, tmp_path, monkeypatch):
-        monkeypatch.setattr("daskdl.keras.archive.MOST_CONFIG_BYTES", 100)
+        monkeypatch.setattr("daskdl.keras.load.MOST_CONFIG_BYTES", 100)
 
         with pytest.raises(ModelError, match=r"config.json has \d+ bytes, more than"):
             from_saved(saved)

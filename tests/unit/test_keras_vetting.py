@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from daskdl.errors import ModelError
-from daskdl.keras.library import library
-from daskdl.keras.vetting import vetted
+from daskdl.keras.module import library, vetted
 
 
 def layer(kind="Dense", module="keras.layers", **settings):

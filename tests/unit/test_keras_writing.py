@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from daskdl.errors import OptionError
-from daskdl.keras.library import library
-from daskdl.keras.module import KerasModule
+from daskdl.keras.module import KerasModule, library
 
 keras = library()
 ROWS = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)

@@ -12,7 +12,7 @@ from torch import nn
 
 import daskdl
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.outputs import keys
+from daskdl.inference import lazy
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.UTC)
 ID = uuid.UUID(int=7)
@@ -50,15 +50,15 @@ def bag_of(examples, partitions=2):
     ids=repr,
 )
 def test_a_name_before_anything_is_a_key(key):
-    assert keys.is_keyed((key, np.zeros(2)))
-    assert keys.is_keyed((key, 1.5))
+    assert lazy.is_keyed((key, np.zeros(2)))
+    assert lazy.is_keyed((key, 1.5))
 
 
 @pytest.mark.parametrize("key", [3, np.int64(3), (1, 2)], ids=repr)
 def test_a_number_is_a_key_only_before_arrays(key):
-    assert keys.is_keyed((key, {"a": np.zeros(2), "b": torch.zeros(3)}))
-    assert keys.is_keyed((key, (np.zeros(2), 1)))  # with a label
-    assert not keys.is_keyed((key, 1))
+    assert lazy.is_keyed((key, {"a": np.zeros(2), "b": torch.zeros(3)}))
+    assert lazy.is_keyed((key, (np.zeros(2), 1)))  # with a label
+    assert not lazy.is_keyed((key, 1))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_number_is_a_key_only_before_arrays(key):
     ids=["x", "x, y", "arrays", "float", "bool", "empty", "three", "text"],
 )
 def test_all_else_has_no_key(example):
-    assert not keys.is_keyed(example)
+    assert not lazy.is_keyed(example)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_all_else_has_no_key(example):
     ids=repr,
 )
 def test_keys_are_read_back_exactly(key):
-    (found,) = keys.read(keys.written([key]))
+    (found,) = lazy.read(lazy.written([key]))
 
     assert found == key
     assert type(found) is type(key)
@@ -108,7 +108,7 @@ def test_keys_are_read_back_exactly(key):
 
 def test_a_key_that_cannot_be_written_is_named():
     with pytest.raises(DataError, match=r"must be str, .* got frozenset\(\), a frozen"):
-        keys.written([frozenset()])
+        lazy.written([frozenset()])
 
 
 def test_keys_come_back_as_they_were_beside_their_outputs():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.data.labels import ClassRange, LabelCheck, check_labels
+from daskdl.data.checks import ClassRange, LabelCheck, check_labels
 from daskdl.errors import DataError
 
 NAN = float("nan")

@@ -11,13 +11,10 @@ import torch
 from dask.delayed import Delayed
 from torch import nn
 
-from daskdl.data.options import ReadOptions
-from daskdl.data.sources import source_of
+from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.errors import ModelError
-from daskdl.inference.prediction import predict
-from daskdl.lazy_outputs import lazy_outputs
-from daskdl.outputs.examples import Examples
-from daskdl.outputs.first_rows import with_first_rows
+from daskdl.inference.lazy import Examples, lazy_outputs, with_first_rows
+from daskdl.inference.predict import predict
 
 X = np.arange(14.0, dtype=np.float32).reshape(7, 2)
 TABLE = pd.DataFrame(X, columns=["a", "b"], index=list("tuvwxyz"))

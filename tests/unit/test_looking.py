@@ -5,9 +5,9 @@ import logging
 import numpy as np
 import pytest
 
-from daskdl.data.in_memory import InMemory
-from daskdl.data.looking import looked_at
+from daskdl.data.inputs import looked_at
 from daskdl.data.source import Facts
+from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, OptionError
 from tests.support.part_sources import Parts, Streamed
 
@@ -44,14 +44,14 @@ def test_what_is_known_is_not_looked_at(kind, caplog):
         source = Streamed((X, None))
         source.first = X[:1], None
 
-    with caplog.at_level(logging.INFO, logger="daskdl.data.looking"):
+    with caplog.at_level(logging.INFO, logger="daskdl.data.inputs"):
         assert looked_at(source, False) is source
 
     assert caplog.messages == []
 
 
 def test_the_log_says_that_it_takes_a_pass_and_what_came_out(caplog):
-    with caplog.at_level(logging.INFO, logger="daskdl.data.looking"):
+    with caplog.at_level(logging.INFO, logger="daskdl.data.inputs"):
         looked_at(Known((X, None), (X[:1], None)), False)
 
     assert caplog.messages == [

@@ -15,9 +15,10 @@ from torchmetrics.classification import (
 )
 
 from daskdl.errors import DataError, ModelError
-from daskdl.metrics import ClassificationMetrics, meter
-from daskdl.metrics.choice import metric_sets
-from daskdl.metrics.meter import Meter, computed, measure_of
+from daskdl.evaluation import metric_state
+from daskdl.evaluation.metric_sets import metric_sets
+from daskdl.evaluation.metric_state import Meter, computed, measure_of
+from daskdl.metrics import ClassificationMetrics
 from tests.support.metric_parts import classes, random, shown_of
 
 ROWS = 101
@@ -57,7 +58,7 @@ def updates(monkeypatch):
 
 class TestUpdates:
     def test_batches_wait_for_each_other(self, updates, monkeypatch):
-        monkeypatch.setattr(meter, "GATHERED_ROWS", 32)
+        monkeypatch.setattr(metric_state, "GATHERED_ROWS", 32)
         one = measure(Watched(), SCORES, SCORES)
         updates.clear()  # of the rehearsal
 
@@ -66,7 +67,9 @@ class TestUpdates:
         assert [rows for rows, _ in updates] == [40, 40, 21]
 
     def test_large_rows_wait_for_fewer(self, updates, monkeypatch):
-        monkeypatch.setattr(meter, "GATHERED_BYTES", 20 * 2 * 3 * 4)  # both, of 20 rows
+        monkeypatch.setattr(
+            metric_state, "GATHERED_BYTES", 20 * 2 * 3 * 4
+        )  # both, of 20 rows
         one = measure(Watched(), SCORES, SCORES)
         updates.clear()
 
@@ -121,7 +124,7 @@ class TestWhereRowsAreCut:
     @pytest.mark.parametrize("batch_size", [1, 2, 8])
     @pytest.mark.parametrize("gathered", [1, 4096])
     def test_it_makes_none_here(self, batch_size, gathered, monkeypatch):
-        monkeypatch.setattr(meter, "GATHERED_ROWS", gathered)
+        monkeypatch.setattr(metric_state, "GATHERED_ROWS", gathered)
         one = measure(BinaryAccuracy(), self.SCORES, self.LABELS)
 
         told = computed(one, measured(one, self.SCORES, self.LABELS, batch_size))
@@ -197,7 +200,7 @@ class TestTrouble:
     def test_scores_that_are_no_numbers_are_an_error_that_says_where(
         self, metrics, bad, monkeypatch
     ):
-        monkeypatch.setattr(meter, "GATHERED_ROWS", 50)
+        monkeypatch.setattr(metric_state, "GATHERED_ROWS", 50)
         scores = SCORES.clone()
         scores[[60, 61], [0, 2]] = bad
         one = measure(metrics)
@@ -223,7 +226,7 @@ class TestTrouble:
             computed(one, measured(one, SCORES[:1, 0], SCORES[:1, 0]))
 
     def test_warnings_go_to_the_log(self, caplog):
-        caplog.set_level(logging.INFO, meter.__name__)
+        caplog.set_level(logging.INFO, metric_state.__name__)
         one = measure(MulticlassAUROC(3))
         only = torch.zeros(5, dtype=torch.int64)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.data.looking import looked_at
-from daskdl.data.pairs import pair, pairs, stacked
+from daskdl.data.dask_collections import pair, pairs, stacked
+from daskdl.data.inputs import looked_at
 from daskdl.errors import DataError
 from tests.support.futures import future_of
 

@@ -7,7 +7,7 @@ import dask
 import numpy as np
 import pytest
 
-from daskdl.data.part_graph import PartGraph
+from daskdl.data.source import PartGraph
 
 
 def both(values):

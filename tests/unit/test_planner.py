@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import random
 import re
+import sys
 import time
 
 import dask.array as da
@@ -14,12 +15,13 @@ import torch
 from torch import nn
 
 import daskdl
-from daskdl.planning import planner, rehearsal
-from daskdl.planning.requests import request_costs
+from daskdl.planning import measure
+from daskdl.planning.measure import request_costs
 from daskdl.serialization import Packed
 
 pytestmark = pytest.mark.slow
 
+PLAN = sys.modules["daskdl.planning.plan"]  # the package has the function
 NETWORK = daskdl.Network(1e9, 1e-3)
 WORKERS = "workers must be a whole number >= 1, or several"
 GENERATOR = torch.Generator().manual_seed(0)
@@ -53,9 +55,9 @@ class Net(nn.Module):
 @pytest.fixture
 def quick(monkeypatch):
     """Few steps: nothing here is about how long they take."""
-    monkeypatch.setattr(rehearsal, "TIMED_S", 0.0)
-    monkeypatch.setattr("daskdl.planning.requests.TIMED", 3)
-    monkeypatch.setattr("daskdl.planning.requests.WARM", 1)
+    monkeypatch.setattr(measure, "TIMED_S", 0.0)
+    monkeypatch.setattr("daskdl.planning.measure.TIMED", 3)
+    monkeypatch.setattr("daskdl.planning.measure.WARM", 1)
 
 
 def state():
@@ -111,9 +113,9 @@ class TestPlan:
         assert {n: v for n, v in times.items() if not 0 < v < 1 and n != "item_s"} == {}
 
     def test_machines_of_their_own_are_measured_alone(self, monkeypatch):
-        monkeypatch.setattr(planner, "CPU_COUNT", 4)
+        monkeypatch.setattr(PLAN, "CPU_COUNT", 4)
         monkeypatch.setattr(
-            planner, "rehearse_together", lambda *_: pytest.fail("not alone")
+            PLAN, "rehearse_together", lambda *_: pytest.fail("not alone")
         )
 
         plan = daskdl.plan(Net(), (X, Y), 2, NETWORK, threads=1)
@@ -202,7 +204,11 @@ class TestRefused:
             (([2, 1.5],), {}, WORKERS),
             ((True,), {}, WORKERS),
             (("2",), {}, WORKERS),
-            ((2, 1e9), {}, "link must be a daskdl.planning.network.Network, got 1000"),
+            (
+                (2, 1e9),
+                {},
+                "link must be a daskdl.planning.cost_model.Network, got 1000",
+            ),
             ((2, None), {"threads": 0}, "threads must be a whole number >= 1 or None"),
             (
                 (2, None),
@@ -265,16 +271,16 @@ class TestRefused:
 def test_all_cores_are_measured_where_they_are_shared(monkeypatch):
     asked = []
     costs = daskdl.plan(Net(), (X, Y), 1).measured.alone
-    monkeypatch.setattr(planner, "CPU_COUNT", 4)
+    monkeypatch.setattr(PLAN, "CPU_COUNT", 4)
     monkeypatch.setattr(
-        planner,
+        PLAN,
         "rehearse_together",
         lambda script, n, patience_s: asked.append(n) or [costs] * n,
     )
 
     for workers, threads in [(1, 1), (2, 1), (9, 1), (9, 2), (9, 4)]:
         monkeypatch.setattr(
-            planner,
+            PLAN,
             "rehearse",
             lambda s, t=threads: dataclasses.replace(costs, threads=t),
         )

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from daskdl.planning.advice import Question, advise
-from daskdl.planning.network import Network
+from daskdl.planning.cost_model import Network
+from daskdl.planning.plan import Question, advise
 from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.planned import FAST, measured
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from daskdl.planning.costs import Measured, mean
+from daskdl.planning.cost_model import Measured, mean
 from tests.support.planned import COSTS
 
 SLOWER = dataclasses.replace(COSTS, gradients_s=0.15, encode_s=0.03, request_s=0.0005)

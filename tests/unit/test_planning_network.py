@@ -6,7 +6,7 @@ import re
 import pytest
 
 from daskdl.errors import OptionError
-from daskdl.planning.network import Network
+from daskdl.planning.cost_model import Network
 
 
 def test_a_gigabit_link_carries_125_megabytes_in_a_second():

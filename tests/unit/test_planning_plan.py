@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
+from daskdl.planning.cost_model import predictions
 from daskdl.planning.plan import Plan
-from daskdl.planning.prediction import predictions
 from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.planned import FAST, measured
 

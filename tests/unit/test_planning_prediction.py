@@ -6,9 +6,7 @@ import math
 import pytest
 
 from daskdl.channel.protocol import WIRE_BYTES
-from daskdl.planning.costs import Measured
-from daskdl.planning.network import Network
-from daskdl.planning.prediction import predict
+from daskdl.planning.cost_model import Measured, Network, predict
 from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.planned import COSTS, FAST, measured
 

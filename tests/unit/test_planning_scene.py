@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import daskdl
-from daskdl.data.models import trainable
-from daskdl.planning import scene as scene_module
-from daskdl.planning.scene import Scene, Script
+from daskdl.data.checks import trainable
+from daskdl.planning import measure as scene_module
+from daskdl.planning.measure import Scene, Script
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(16) % 3

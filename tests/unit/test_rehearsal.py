@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from daskdl.data.rehearsal import (
+from daskdl.data.checks import (
     ClassRange,
     forward,
     ignored_label,

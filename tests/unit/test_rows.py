@@ -5,8 +5,8 @@ import pytest
 
 from daskdl.channel.base import ChannelStats
 from daskdl.errors import DataError
+from daskdl.evaluation.evaluate import Score
 from daskdl.history import COLUMNS
-from daskdl.scores import Score
 from daskdl.training.base import ExchangeStats
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals, RowLog
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.saving.differences import difference
+from daskdl.saving.module_state import difference
 
 
 def noted(note):

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from daskdl import DataError, OptionError, SaveError
-from daskdl.data.stores.store import Store
+from daskdl.data.storage import Store
 from daskdl.saving import folder as folder_module
-from daskdl.saving.folder import Folder
-from daskdl.saving.index import Kind
+from daskdl.saving.folder import Folder, Kind
 
 KIND = Kind("a kind", 1, "index.json", ("model", "extra"))
 

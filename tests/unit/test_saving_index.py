@@ -5,7 +5,14 @@ import json
 import pytest
 
 from daskdl import SaveError
-from daskdl.saving.index import File, Kind, _digest, decode_index, encode_index, file_of
+from daskdl.saving.folder import (
+    File,
+    Kind,
+    _digest,
+    decode_index,
+    encode_index,
+    file_of,
+)
 
 KIND = Kind("a kind", 2, "index.json", ("model", "extra"))
 FILES = {"model": file_of("model", b"content")}

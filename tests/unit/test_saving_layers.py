@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from daskdl import OptionError, SaveError
-from daskdl.saving.layers import build, describe
-from daskdl.saving.module_state import ModuleState
+from daskdl.saving.module_state import ModuleState, build, describe
 
 LEAVES = [
     nn.Linear(3, 2),

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from daskdl import OptionError, SaveError
-from daskdl.saving.makers import decode_maker, encode_maker
-from daskdl.saving.plain import Plain
-from daskdl.saving.trust import Trust
+from daskdl.saving.json_values import Plain, Trust, decode_maker, encode_maker
 
 NAME = __name__
 TRUSTING = Plain(trust=Trust.of([NAME]))

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from daskdl import OptionError, SaveError
-from daskdl.saving.layers import build, describe
-from daskdl.saving.module_state import ModuleState
+from daskdl.saving.module_state import ModuleState, build, describe
 
 
 class Own(nn.Module):

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from daskdl import AdaptiveThreshold, Callback, OptionError, SaveError
-from daskdl.saving.plain import DEEPEST, Plain
-from daskdl.saving.trust import Trust
+from daskdl.saving.json_values import DEEPEST, Plain, Trust
 from tests.support.names import shown
 
 

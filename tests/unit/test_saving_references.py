@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from daskdl import OptionError, SaveError
-from daskdl.saving.references import LONGEST, reference_to, referred
-from daskdl.saving.trust import Trust
+from daskdl.saving.json_values import LONGEST, Trust, reference_to, referred
 from tests.support import fitted_trainers
 
 NAME = __name__

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from daskdl import OptionError, SaveError
-from daskdl.saving import tensors
-from daskdl.saving.tensors import DTYPES, from_bytes, laid_out, view
+from daskdl.saving import folder
+from daskdl.saving.folder import DTYPES, from_bytes, laid_out, view
 
 
 def to_bytes(named):
@@ -106,7 +106,7 @@ def test_a_dtype_that_is_never_written_is_refused(dtype):
 
 
 def test_a_header_longer_than_the_file_is_refused_before_it_is_read(monkeypatch):
-    monkeypatch.setattr(tensors, "load", lambda _: pytest.fail("it was read"))
+    monkeypatch.setattr(folder, "load", lambda _: pytest.fail("it was read"))
 
     with pytest.raises(SaveError, match=r"a header of 2147483648 bytes, of 10 in all"):
         from_bytes((2**31).to_bytes(8, "little") + b"{}")

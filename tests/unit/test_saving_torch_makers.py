@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl import OptionError
-from daskdl.saving.torch_makers import optimizer_maker, scheduler_maker
+from daskdl.saving.json_values import optimizer_maker, scheduler_maker
 
 PARAMETERS = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
 

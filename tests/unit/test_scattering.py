@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from daskdl.config import Bound
-from daskdl.data.scattering import scatter
+from daskdl.data.distribute import scatter
 from daskdl.errors import WaitTimeoutError
 
 SOON = Bound(0.01, ("join",))

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from daskdl.data import batching as cutting
 from daskdl.errors import DataError
+from daskdl.evaluation.evaluate import Score, score_batches
 from daskdl.objective import OwnStep
-from daskdl.scores import Score, score_batches
 
 ROWS = 101  # a prime: no batch size divides it
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)

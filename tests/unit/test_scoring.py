@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl.data.options import ReadOptions
+from daskdl.data.inputs import ReadOptions
 from daskdl.errors import DataError, OptionError
-from daskdl.evaluation import evaluate
+from daskdl.evaluation.evaluate import evaluate
 from tests.support.part_sources import Parts, Streamed
 
 ONES, TWOS = (

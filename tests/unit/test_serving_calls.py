@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from daskdl.errors import DataError
-from daskdl.serving.calls import call_of
-from daskdl.serving.structures import structure_of, tree_of
+from daskdl.inference.batching import call_of, structure_of, tree_of
 
 
 class Pair(NamedTuple):

@@ -5,9 +5,8 @@ import pytest
 
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, ModelError, OptionError, WaitTimeoutError
-from daskdl.serving.answers import Failure
-from daskdl.serving.crew import Crew
-from daskdl.serving.replica import within
+from daskdl.inference.batching import Failure
+from daskdl.inference.pool import Crew, within
 from tests.contract.test_serving_dispatcher import on_a_loop
 from tests.support.replicas import MODEL, TIMEOUTS, FakeGround, soon, turns
 

@@ -1,4 +1,4 @@
-from daskdl.serving.crowd import MEMORY, Crowd
+from daskdl.inference.batching import MEMORY, Crowd
 
 
 def batch(crowd, unanswered):

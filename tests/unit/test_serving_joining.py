@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.serving.calls import Call
-from daskdl.serving.joining import Joining
+from daskdl.inference.batching import Call, Joining
 
 WAIT_S = 2.0
 

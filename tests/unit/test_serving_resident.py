@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from daskdl.inference.batching import Failure
+from daskdl.inference.pool import Resident
 from daskdl.serialization import Packed, PackedModel
-from daskdl.serving.answers import Failure
-from daskdl.serving.resident import Resident
 from tests.contract.test_serving_dispatcher import on_a_loop
 
 X = np.array([[-1.0, 2.0]], np.float32)

@@ -1,7 +1,7 @@
 import pytest
 
 from daskdl.errors import BusyError, DaskDLError
-from daskdl.serving.room import Room
+from daskdl.inference.batching import Room
 
 
 def test_beyond_the_limit_nothing_gets_in_and_the_message_says_what_waits():

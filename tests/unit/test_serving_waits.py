@@ -4,12 +4,12 @@ from concurrent.futures import Future
 import pytest
 
 from daskdl.errors import RunError
-from daskdl.serving import waits
-from daskdl.serving.waits import settled
+from daskdl.inference import pool
+from daskdl.inference.pool import settled
 
 
 def test_nobody_waits_for_an_event_loop_that_has_stopped(monkeypatch):
-    monkeypatch.setattr(waits, "LOOK_S", 0.001)
+    monkeypatch.setattr(pool, "LOOK_S", 0.001)
     loop = asyncio.new_event_loop()
 
     with pytest.raises(RunError, match="the predictor's client is closed"):

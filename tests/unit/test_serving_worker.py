@@ -6,9 +6,9 @@ import numpy as np
 from torch import nn
 
 from daskdl.channel.protocol import unwrap, wrap
+from daskdl.inference.batching import structure_of
+from daskdl.inference.pool import open_end
 from daskdl.serialization import PackedModel
-from daskdl.serving.structures import structure_of
-from daskdl.serving.worker import open_end
 from tests.contract.test_serving_dispatcher import on_a_loop
 
 X = np.array([[-1.0, 2.0]], np.float32)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from daskdl.config import Bound
-from daskdl.data import supplies as module
-from daskdl.data.in_memory import InMemory
-from daskdl.data.pairs import pairs
-from daskdl.data.supplies import Carried, Scattered, supply_of
+from daskdl.data import distribute as module
+from daskdl.data.dask_collections import pairs
+from daskdl.data.distribute import Carried, Scattered, supply_of
+from daskdl.data.tables import InMemory
 from daskdl.errors import OptionError, WaitTimeoutError
 from tests.support.futures import future_of
 from tests.support.part_sources import Parts

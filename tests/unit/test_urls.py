@@ -2,7 +2,7 @@
 
 import pytest
 
-from daskdl.data.stores.urls import (
+from daskdl.data.storage import (
     common_folder,
     is_local,
     is_pattern,

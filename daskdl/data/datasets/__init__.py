@@ -1,1 +1,0 @@
-"""Datasets of ``torch.utils.data``: by index, and one item after the other."""

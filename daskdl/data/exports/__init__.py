@@ -1,1 +1,0 @@
-"""Batch files: data prepared once, in shuffled files of batches on any fsspec URL."""

@@ -1,1 +1,0 @@
-"""From the files users have to arrays: one format in each file."""

@@ -1,1 +1,0 @@
-"""Columns of pandas and pyarrow."""

@@ -1,1 +1,0 @@
-"""What the inputs are scaled by, learnt in one pass over the data."""

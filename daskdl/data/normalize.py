@@ -1,0 +1,670 @@
+"""Count, mean, variance, lowest and highest value, of parts that are then merged.
+
+Numpy in float64 only; where the parts come from is said in
+:mod:`daskdl.data.normalize`.
+
+(x - shift) / scale + offset, on torch tensors of any device and numpy arrays.
+
+A normaliser that has been fitted: a transform of batches, and a plain value.
+
+The pass in which the statistics of x are gathered from all parts.
+
+Each part is reduced to a few numbers where it is. These are merged in the order of the
+parts, so that the result is the same whichever comes first.
+
+Ways to scale what a model is trained on. One small class per rule.
+
+A normaliser says what is wanted and is never changed; `fit` goes through the data once
+and returns what x is scaled by.
+"""
+
+import contextlib
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeVar, cast, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from daskdl.data import batching
+from daskdl.data.batching import Tree
+from daskdl.data.distribute import each_part
+from daskdl.data.inputs import SourceOptions, source_of
+from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
+from daskdl.data.tables import as_numpy
+from daskdl.errors import DataError, OptionError
+
+Per = Literal["feature", "channel", "all"]
+
+# Of float64 at a time: a part of bytes would otherwise take eight times its memory.
+_SLICE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Of the values of an array, in float64, one each for what is counted together.
+
+    Attributes:
+        count: Values that are counted together.
+        mean: Shape of a row, with 1 in the axes that are counted together.
+        rest: What rounding took from the mean; like `mean`. Without it two means near
+            1e8 are 1e-8 too far apart, and the deviation is wrong in its tenth digit.
+        squares: Sum of the squared distances from the mean; like `mean`.
+        low: Lowest value; like `mean`.
+        high: Highest value; like `mean`.
+    """
+
+    count: int
+    mean: np.ndarray
+    rest: np.ndarray
+    squares: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    @property
+    def deviation(self) -> np.ndarray:
+        """The standard deviation, as numpy's: divided by the count, not one less."""
+        return np.sqrt(self.squares / self.count)
+
+    def merged(self, other: "Statistics") -> "Statistics":
+        """Those of both together.
+
+        Args:
+            other: Of the same shape.
+
+        Source:
+            Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
+            sample variances (1979). Nothing gets larger than the squares themselves,
+            unlike with sums of x and of x squared. The rest is ours.
+        """
+        count = self.count + other.count
+        distance = (other.mean - self.mean) + (other.rest - self.rest)
+        mean, rest = _sum(self.mean, self.rest + distance * (other.count / count))
+        weight = self.count * other.count / count
+        return Statistics(
+            count,
+            mean,
+            rest,
+            self.squares + other.squares + distance**2 * weight,
+            np.minimum(self.low, other.low),
+            np.maximum(self.high, other.high),
+        )
+
+
+def check_per(per: object) -> None:
+    """Refuse what is not a way to count values together.
+
+    Raises:
+        OptionError: If it is anything else; the message has the value.
+    """
+    if per not in get_args(Per):
+        allowed = ", ".join(map(repr, get_args(Per)))
+        raise OptionError(f"per must be one of {allowed}, got {per!r}")
+
+
+def statistics_of(values: np.ndarray, per: Per) -> Statistics:
+    """The statistics of one array that is here.
+
+    Args:
+        values: Rows first, at least one; numbers of any dtype, read only.
+        per: "feature": each place in a row for itself; "channel": all but the second
+            axis is counted together; "all": one number for the whole array.
+
+    Raises:
+        DataError: If a value is NaN or infinite; the message begins with its index.
+
+    Example:
+        >>> found = statistics_of(np.array([[1, 5], [3, 5]]), "feature")
+        >>> found.mean, found.deviation
+        (array([2., 5.]), array([1., 0.]))
+    """
+    _check_finite(values)
+    together = {"feature": (0,), "channel": (0, *range(2, values.ndim))}
+    axes = together.get(per, tuple(range(values.ndim)))
+    bytes_of_row = 8 * max(values[0].size, 1)
+    rows = max(_SLICE_BYTES // bytes_of_row, 1)
+    slices = (values[i : i + rows] for i in range(0, len(values), rows))
+    return functools.reduce(Statistics.merged, (_of_slice(s, axes) for s in slices))
+
+
+def _of_slice(values: np.ndarray, axes: tuple[int, ...]) -> Statistics:
+    wide = values.astype(np.float64)
+    low = wide.min(axes, keepdims=True)
+    high = wide.max(axes, keepdims=True)
+    # Distances from any value of the same size keep the digits that a large offset
+    # would take, and are zero where all values are the same.
+    first = tuple(slice(1) if i in axes else slice(None) for i in range(wide.ndim))
+    one = wide[first].copy()
+    wide -= one
+    distance = wide.mean(axes, keepdims=True)
+    wide -= distance
+    squares = np.square(wide, out=wide).sum(axes, keepdims=True)
+    count = wide.size // max(distance.size, 1)
+    mean, rest = _sum(one[0], distance[0])
+    return Statistics(count, mean, rest, squares[0], low[0], high[0])
+
+
+def _sum(large: np.ndarray, small: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sum, and what rounding took from it."""
+    total = large + small
+    return total, small - (total - large)
+
+
+def _check_finite(values: np.ndarray) -> None:
+    if values.dtype.kind != "f":
+        return
+    finite = np.isfinite(values)
+    if not finite.all():
+        index = np.unravel_index(np.argmin(finite), finite.shape)
+        shown = ", ".join(str(i) for i in index)
+        raise DataError(f"[{shown}] is {values[index]}")
+
+
+# Every value of theirs is one of float32.
+_EXACT_IN_FLOAT32 = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+    }
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """How the values of one array are scaled; equal if all numbers are.
+
+    Attributes:
+        shift: What is subtracted, float64, in the shape of a row or with 1 in some of
+            its axes.
+        scale: What is then divided by, like `shift`, nowhere 0.
+        offset: What is then added.
+
+    Example:
+        >>> scaling = Scaling(np.array([10.0]), np.array([5.0]), 0.0)
+        >>> scaling.apply(torch.tensor([[10], [20]]))
+        tensor([[0.],
+                [2.]])
+    """
+
+    shift: np.ndarray
+    scale: np.ndarray
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("shift", "scale"):
+            own = np.array(getattr(self, name), np.float64)
+            own.flags.writeable = False
+            object.__setattr__(self, name, own)
+
+    def apply(self, values: Any) -> Any:
+        """Scaled values.
+
+        Args:
+            values: A tensor or an array, rows first; integers or floats; read only.
+
+        Returns:
+            The same kind and shape, float32, on the same device.
+
+        Raises:
+            DataError: If the rows have another shape than those scaled by.
+        """
+        if isinstance(values, np.ndarray):
+            return self.apply(_copied(values)).numpy()
+        self._check(values)
+        if values.dtype in _EXACT_IN_FLOAT32:
+            # As exact as in float64: what is left of the shift comes second.
+            high = self.shift.astype(np.float32)
+            distance = values.float() - _like(high, values, torch.float32)
+            distance -= _like(self.shift - high, values, torch.float32)
+            return distance / _like(self.scale, values, torch.float32) + self.offset
+        distance = values.double() - _like(self.shift, values, torch.float64)
+        wide = distance / _like(self.scale, values, torch.float64) + self.offset
+        return wide.float()
+
+    def inverse(self, values: Any) -> Any:
+        """The values before they were scaled.
+
+        Args:
+            values: As `apply` returns them, or wider.
+
+        Returns:
+            The same kind, shape and dtype, on the same device.
+
+        Raises:
+            DataError: If the rows have another shape than those scaled by.
+        """
+        if isinstance(values, np.ndarray):
+            return self.inverse(_copied(values)).numpy()
+        self._check(values)
+        shift, scale = (
+            _like(a, values, torch.float64) for a in (self.shift, self.scale)
+        )
+        return ((values.double() - self.offset) * scale + shift).to(values.dtype)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Scaling):
+            return NotImplemented
+        return (
+            np.array_equal(self.shift, other.shift)
+            and np.array_equal(self.scale, other.scale)
+            and self.offset == other.offset
+        )
+
+    @override
+    def __hash__(self) -> int:
+        return hash((self.shift.tobytes(), self.scale.tobytes(), self.offset))
+
+    @override
+    def __reduce__(self) -> Any:
+        return Scaling, (self.shift, self.scale, self.offset)  # read only there too
+
+    def _check(self, values: Tensor) -> None:
+        row = tuple(values.shape[1:])
+        fits = len(row) == self.shift.ndim and all(
+            fitted in (1, size)
+            for fitted, size in zip(self.shift.shape, row, strict=True)
+        )
+        if not fits:
+            raise DataError(
+                f"rows of shape {row} cannot be scaled by {self.shift.shape} numbers; "
+                "fit the normaliser on rows of this shape, or with per='channel'"
+            )
+
+
+def _copied(values: np.ndarray) -> Tensor:
+    # What a source loads is read only, of which torch warns.
+    return torch.from_numpy(np.array(as_numpy(values)))
+
+
+def _like(numbers: np.ndarray, values: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=values.device)
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What x is scaled by; goes where a `transform` does.
+
+    Attributes:
+        scalings: A tree like x, with a :class:`Scaling` for each array, and None for
+            those that are left as they are.
+
+    Example:
+        >>> from daskdl.data.normalize import Standardize
+        >>> fitted = Standardize().fit(np.array([[1.0], [3.0]]), client=False)
+        >>> x, y = fitted((np.array([[1.0], [2.0]]), None))
+        >>> x
+        array([[-1.],
+               [ 0.]], dtype=float32)
+        >>> Normalisation.from_dict(fitted.to_dict()) == fitted
+        True
+    """
+
+    scalings: Tree
+
+    def __call__(self, batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """The same as `transform`."""
+        return self.transform(batch)
+
+    def transform(self, batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Scale the x of a batch.
+
+        Args:
+            batch: (x, y), trees of tensors on any device, or of numpy arrays.
+
+        Returns:
+            x in float32 where it is scaled; y as it came.
+
+        Raises:
+            DataError: If x has another structure, or rows of another shape, than what
+                this was fitted on.
+        """
+        x, y = batch
+        return self._mapped(Scaling.apply, x), y
+
+    def inverse(self, x: Tree) -> Tree:
+        """What x was before it was scaled.
+
+        Args:
+            x: A tree of tensors or arrays, as `transform` returns it.
+
+        Raises:
+            DataError: If it has another structure, or rows of another shape.
+        """
+        return self._mapped(Scaling.inverse, x)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists, dicts, strings and numbers, as JSON holds them, exactly."""
+        return {"x": _plain(self.scalings)}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """What `to_dict` was called on.
+
+        Args:
+            plain: Its result, also after it has been through JSON.
+
+        Raises:
+            OptionError: If it is something else.
+        """
+        try:
+            return cls(_tree(plain["x"]))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise OptionError(
+                f"this is not what Normalisation.to_dict() returns: {error!r}"
+            ) from error
+
+    def _mapped(self, function: Any, x: Tree) -> Tree:
+        if not alike(x, self.scalings):
+            raise DataError(
+                "the normaliser was fitted on x like "
+                f"{batching.outline(self.scalings)}, got {batching.outline(x)}"
+            )
+        return batching.mapped(
+            lambda leaf, own: leaf if own is None else function(own, leaf),
+            x,
+            self.scalings,
+        )
+
+
+def alike(one: Tree, two: Tree) -> bool:
+    """Whether two trees have arrays in the same places.
+
+    Example:
+        >>> alike({"a": 1, "b": 2}, {"b": 3, "a": 4}), alike((1,), 1)
+        (True, False)
+    """
+    first, second = ({name for name, _ in batching.named(t, "")} for t in (one, two))
+    return first == second
+
+
+def normaliser_from_dict(plain: Mapping[str, Any]) -> Normalisation:
+    """The fitted normaliser that :meth:`Normalisation.to_dict` was called on."""
+    return Normalisation.from_dict(plain)
+
+
+def _plain(tree: Tree) -> Any:
+    # A dict as pairs: JSON would make strings of keys that are numbers.
+    if isinstance(tree, dict):
+        return {"dict": [[key, _plain(child)] for key, child in tree.items()]}
+    if isinstance(tree, tuple):
+        return {"tuple": [_plain(child) for child in tree]}
+    if tree is None:
+        return None
+    shift, scale = tree.shift.tolist(), tree.scale.tolist()
+    return {"shift": shift, "scale": scale, "offset": float(tree.offset)}
+
+
+def _tree(plain: Any) -> Tree:
+    if plain is None:
+        return None
+    if "dict" in plain:
+        return {key: _tree(child) for key, child in plain["dict"]}
+    if "tuple" in plain:
+        return tuple(_tree(child) for child in plain["tuple"])
+    shift, scale = (np.array(plain[name]) for name in ("shift", "scale"))
+    return Scaling(shift, scale, float(plain["offset"]))
+
+
+T = TypeVar("T")
+Keys = tuple[str | int, ...]
+
+
+def statistics_of_all(
+    source: Source,
+    per: Per,
+    only: Keys | None,
+    client: Any,
+) -> Tree:
+    """Go through all parts once.
+
+    Args:
+        source: What x is taken of.
+        per: As of `statistics_of`.
+        only: Keys of the outermost dict or tuple of x; None: all of it.
+        client: As of `each_part`.
+
+    Returns:
+        A tree like x: statistics of each array, None where it is left out.
+
+    Raises:
+        DataError: Naming the part and the array if a value is NaN or infinite, if
+            parts do not fit together, or if there is no row at all.
+        OptionError: If x has no such key.
+    """
+    function = functools.partial(_of_part, per=per, only=only)
+    results = cast(
+        "Generator[tuple[int, Tree | None]]", each_part(source, function, client)
+    )
+    total = None
+    # Closed at once, not when the traceback of an error is forgotten.
+    with contextlib.closing(results):
+        for part, found in _in_order(results):
+            if found is not None:
+                total = found if total is None else _merged(total, found, source, part)
+    if total is None:
+        raise DataError("X has no rows to fit a normaliser on")
+    return total
+
+
+def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | None:
+    """What is done where the part is; None if it has no rows."""
+    total, start = None, 0
+    for x, _ in rows_of_part(source, part, STREAMED_ROWS):
+        found = _of_rows(source, part, x, per, only, start)
+        if found is not None:
+            total = found if total is None else _merged(total, found, source, part)
+        start += batching.length(x)
+    return total
+
+
+def _of_rows(
+    source: Source, part: int, x: Tree, per: Per, only: Keys | None, start: int
+) -> Tree | None:
+    if not batching.length(x):
+        return None
+
+    def found(leaf: np.ndarray, name: str | None) -> Statistics | None:
+        if name is None:
+            return None
+        try:
+            return statistics_of(leaf, per)
+        except DataError as error:
+            beginning = f", its rows counted from {start}" if start else ""
+            raise DataError(
+                f"{source.name(part)}{beginning}: {name}{error}; a normaliser needs "
+                "finite numbers, remove such rows or fill them in"
+            ) from error
+
+    return batching.mapped(found, x, _names(x, only))
+
+
+def _names(x: Tree, only: Keys | None) -> Tree:
+    """A tree like x: the name of each array, None if it is left out."""
+    names = [name for name, _ in batching.named(x, "x")]
+    if only is not None:
+        for key in only:
+            if not any(name.startswith(f"x[{key!r}]") for name in names):
+                raise OptionError(
+                    f"only must hold keys of x, got {key!r} for x like "
+                    f"{batching.outline(x)}"
+                )
+    starts = ("x",) if only is None else tuple(f"x[{key!r}]" for key in only)
+    shown = iter(name if name.startswith(starts) else None for name in names)
+    return batching.mapped(lambda _: next(shown), x)
+
+
+def _merged(total: Tree, found: Tree, source: Source, part: int) -> Tree:
+    def merged(one: Statistics | None, two: Statistics | None) -> Any:
+        if one is None or two is None:
+            return None
+        if one.mean.shape != two.mean.shape:
+            raise DataError(
+                f"{source.name(part)} has rows of shape {two.mean.shape}, those before "
+                f"have {one.mean.shape}; use per='channel' for images of several sizes"
+            )
+        return one.merged(two)
+
+    if not alike(total, found):
+        raise DataError(
+            f"x of {source.name(part)} is like {batching.outline(found)}, "
+            f"those before are like {batching.outline(total)}"
+        )
+    return batching.mapped(merged, total, found)
+
+
+def _in_order(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
+    """By part; what comes early waits."""
+    waiting: dict[int, T] = {}
+    following = 0
+    for part, result in results:
+        waiting[part] = result
+        while following in waiting:
+            yield following, waiting.pop(following)
+            following += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normaliser(ABC):
+    """Choose what values are scaled by from their statistics.
+
+    Attributes:
+        per: What has numbers of its own: "feature", each place in a row; "channel",
+            each index of the second axis, as of images (rows, channels, height,
+            width), which may then differ in size; "all", nothing: one number for an
+            array.
+        only: Keys of x, where it is a dict or a tuple, that are scaled; the others
+            are left as they are. None: all.
+
+    Raises:
+        OptionError: If an attribute is outside what is allowed.
+    """
+
+    per: Per = "feature"
+    only: tuple[str | int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_per(self.per)
+        if self.only is not None and not isinstance(self.only, tuple):
+            raise OptionError(
+                f"only must be a tuple of keys of x, got {self.only!r}; "
+                f"for one key use ({self.only!r},)"
+            )
+
+    @abstractmethod
+    def scaling(self, statistics: Statistics) -> Scaling:
+        """What the values of one array are to be scaled by.
+
+        Args:
+            statistics: Of all its rows.
+        """
+
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        *,
+        client: Any = None,
+        loader: Any = None,
+    ) -> Normalisation:
+        """Go through the data once, each part where it is.
+
+        Args:
+            X: Whatever `Trainer.fit` takes.
+            y: Labels, or their columns; not looked at.
+            client: None: the default client, if there is one. False: no cluster.
+            loader: As of `Trainer.fit`, for paths.
+
+        Returns:
+            What x is scaled by, of this data; a `transform` of `Trainer.fit`.
+
+        Raises:
+            DataError: Naming the part and the array if a value is NaN or infinite, if
+                parts do not fit together, or if the data cannot be used.
+            OptionError: If x has no such keys as `only`.
+        """
+        source = source_of(X, y, SourceOptions(loader=loader, labelled=False))
+        found = statistics_of_all(source, self.per, self.only, client)
+        return Normalisation(
+            batching.mapped(
+                lambda one: None if one is None else self.scaling(one), found
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Standardize(Normaliser):
+    """Mean 0 and standard deviation 1, as numpy's `mean` and `std`.
+
+    What is constant in all rows is divided by 1, and so becomes 0.
+
+    Attributes:
+        epsilon: Deviations up to here count as constant, >= 0.
+
+    Example:
+        >>> fitted = Standardize().fit(np.array([[1.0, 7.0], [3.0, 7.0]]), client=False)
+        >>> fitted.scalings.shift, fitted.scalings.scale
+        (array([2., 7.]), array([1., 1.]))
+    """
+
+    epsilon: float = 0.0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
+            raise OptionError(f"epsilon must be finite and >= 0, got {self.epsilon}")
+
+    @override
+    def scaling(self, statistics: Statistics) -> Scaling:
+        deviation = statistics.deviation
+        return Scaling(
+            statistics.mean, np.where(deviation <= self.epsilon, 1.0, deviation)
+        )
+
+
+@dataclass(frozen=True)
+class MinMax(Normaliser):
+    """From `low` for the lowest value to `high` for the highest.
+
+    Values outside of what the data had come out outside: nothing is cut off. What is
+    constant in all rows becomes `low`.
+
+    Attributes:
+        low: What the lowest value becomes.
+        high: What the highest value becomes, > low.
+
+    Example:
+        >>> fitted = MinMax(-1, 1).fit(np.array([[0], [255]], "uint8"), client=False)
+        >>> fitted.transform((np.array([[51]], "uint8"), None))[0]
+        array([[-0.6]], dtype=float32)
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (math.isfinite(self.high - self.low) and self.low < self.high):
+            raise OptionError(
+                f"low and high must be finite and low < high, got {self.low} and "
+                f"{self.high}"
+            )
+
+    @override
+    def scaling(self, statistics: Statistics) -> Scaling:
+        extent = (statistics.high - statistics.low) / (self.high - self.low)
+        return Scaling(
+            statistics.low, np.where(extent > 0, extent, 1.0), float(self.low)
+        )

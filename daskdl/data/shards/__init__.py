@@ -1,1 +1,0 @@
-"""Files packed as they are into a few large ones, and read from there."""

@@ -1,0 +1,834 @@
+"""What to do with data that cannot be used: the ends of messages.
+
+Nothing is refused here. Each function is asked when it is known that something does not
+fit, may look at all of it, and says what fits in code that the user can copy.
+
+One array at a time: which kinds are accepted, what may be wrong, rows as numpy.
+
+Accepted are numpy arrays, torch tensors and ``dask.array``. No Dask import: a
+``dask.array`` can only exist if somebody else has imported it. Pairs of arrays,
+models and losses are checked in :mod:`daskdl.data.checks`.
+
+Arrays, tensors and tables in the memory of the process that calls `fit`.
+
+What a column may be: which pandas dtypes are numbers, and what to do with others.
+
+Dtypes only; values are looked at in :mod:`daskdl.data.tables`. What pandas
+keeps in numpy, in pyarrow or with a mask has the same ``kind`` here.
+
+Columns of pandas and pyarrow as arrays of numbers, or a refusal by name.
+
+One partition, or a whole frame in memory. The same rules hold for the empty frame that
+a ``dask.dataframe`` has as ``_meta``, so columns are refused before anything is
+computed. What one column may be is decided in :mod:`daskdl.data.tables`.
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from daskdl.data import batching
+from daskdl.data.batching import Rows, Tree
+from daskdl.data.source import SHOWN_ROWS, Source
+from daskdl.errors import DataError, OptionError
+
+TEXT = "text must be numbers first, as a tokenizer makes them"
+
+_NUMBERS = int | float | complex | np.generic | None
+_BYTES = bytes | bytearray
+_INPUTS = "; several inputs are a tuple, tuple({X})"
+_ARRAYS = f"make one array of it, numpy.stack({{X}}){_INPUTS}"
+_TENSORS = f"make one tensor of it, torch.stack({{X}}){_INPUTS}"
+_PADDED = (
+    "its arrays have different shapes: pad them to one, then make one array with "
+    f"numpy.stack{_INPUTS}"
+)
+_EXAMPLES = (
+    "examples by themselves are a torch Dataset or a bag, dask.bag.from_sequence({X})"
+)
+_ITERATED = (
+    "stack them, numpy.stack(list({X})), or stream them with daskdl.data.Sharded or a "
+    "torch IterableDataset"
+)
+_NAMES = "number the classes, numpy.unique({X}, return_inverse=True)[1]"
+_CONVERTED = "convert it with numpy.asarray({X})"
+_ROW_EACH = "give an array with one row for each example"
+
+_BCE_LOSSES = (nn.BCELoss, nn.BCEWithLogitsLoss)
+_BCE_FUNCTIONS = (
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+)
+
+
+def _has(name: str) -> Callable[[Any], bool]:
+    return lambda value: hasattr(value, name)
+
+
+def _is(kinds: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_delayed(value: Any) -> bool:
+    return type(value).__module__ in ("dask.delayed", "distributed.client")
+
+
+# The first that holds. What has `__array__` may be iterated, too.
+_KINDS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (_is_delayed, "put it into a list, [{X}]"),
+    (_is(type), _ROW_EACH),
+    (_has("to_dask_array"), "convert it with {X}.to_dask_array(lengths=True)"),
+    (_has("to_numpy"), "convert it with {X}.to_numpy()"),
+    (_has("toarray"), "make it dense with {X}.toarray()"),
+    (_is(_NUMBERS), _ROW_EACH),
+    (
+        _is(str | PathLike),
+        f"paths and URLs of files are given as X, without y; {TEXT}",
+    ),
+    (_is(_BYTES), "read it with numpy.frombuffer({X}, dtype=...)"),
+    (
+        _is(Dataset | DataLoader),
+        "a dataset has inputs and labels together: give it as X, without y",
+    ),
+    (_is(Mapping), "make it a dict of arrays, dict({X})"),
+    (_has("__array__"), _CONVERTED),
+    (_is(memoryview | range), _CONVERTED),
+    (_is(Iterable), _ITERATED),
+    (callable, "give what it returns"),
+)
+
+
+def of_kind(value: Any, argument: str) -> str:
+    """What makes an array of something that is none.
+
+    Args:
+        value: Of any type.
+        argument: Its name in the user's call.
+
+    Example:
+        >>> of_kind([1.0, 2.0], "X")
+        'convert it with numpy.asarray(X)'
+        >>> of_kind({1, 2}, "y of part 3")
+        'stack them, numpy.stack(list(y)), or stream them with daskdl.data.Sharded or \
+a torch IterableDataset'
+    """
+    if isinstance(value, list):
+        remedy = _of_list(value, argument)
+    else:
+        remedy = next((then for holds, then in _KINDS if holds(value)), _ROW_EACH)
+    return remedy.replace("{X}", _variable(argument))
+
+
+def _of_list(value: list[Any], argument: str) -> str:
+    first = value[0] if value else None
+    if isinstance(first, dict | tuple):
+        return _EXAMPLES
+    arrays = isinstance(first, Tensor) or getattr(first, "ndim", 0) > 0
+    if arrays and len({getattr(item, "shape", None) for item in value}) > 1:
+        return _PADDED
+    if arrays:
+        return _TENSORS if isinstance(first, Tensor) else _ARRAYS
+    try:
+        made = np.asarray(value)
+    except ValueError:
+        return "its items have different lengths: pad them to one length"
+    return _of_strings(argument) if made.dtype.kind in "US" else _CONVERTED
+
+
+def of_dtype(array: Any, argument: str) -> str:
+    """What makes real numbers of an array that has none.
+
+    Args:
+        array: Of numpy, of torch or of Dask.
+        argument: Its name in the user's call.
+
+    Example:
+        >>> of_dtype(np.array(["ant", "bee"]), "y")
+        'number the classes, numpy.unique(y, return_inverse=True)[1]'
+    """
+    variable = _variable(argument)
+    call = "astype(numpy.float32)"
+    if isinstance(array, Tensor):
+        call = "to(torch.float32)"
+    elif array.dtype.kind in "UST":
+        return _of_strings(argument).replace("{X}", variable)
+    elif isinstance(array, np.ndarray) and array.dtype.kind == "O" and array.size:
+        first = array.flat[0]
+        if isinstance(first, str | bytes):
+            return _of_strings(argument).replace("{X}", variable)
+        if isinstance(first, np.ndarray | Tensor | list | tuple):
+            return f"pad its arrays to one shape, then numpy.stack({variable})"
+    return f"convert it, for example with {variable}.{call}"
+
+
+def _of_strings(argument: str) -> str:
+    if not argument.startswith("y"):
+        return "encode them as numbers"
+    if " of " in argument:  # of some rows only, which may not have all classes
+        return "number the classes, alike in all parts"
+    return _NAMES
+
+
+def _variable(argument: str) -> str:
+    """What the user has written, without where it was found.
+
+    Example:
+        >>> _variable("X['a'] of part 3")
+        "X['a']"
+    """
+    return argument.partition(" of ")[0]
+
+
+def of_labels(loss: Any, takes_classes: bool, output: Any, labels: Tree) -> str:
+    """What makes labels fit one of torch's own losses; "" if nothing is known to.
+
+    Args:
+        loss: Which has failed.
+        takes_classes: Whether it takes class indices.
+        output: Of the model.
+        labels: As the loss got them.
+
+    Example:
+        >>> of_labels(nn.BCELoss(), False, torch.ones(2, 1), torch.tensor([True] * 2))
+        "use y.astype('float32').reshape(-1, 1)"
+    """
+    if not isinstance(output, Tensor) or not isinstance(labels, Tensor):
+        return ""
+    if takes_classes:
+        return _of_classes(output, labels)
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    binary = isinstance(function, _BCE_LOSSES) or function in _BCE_FUNCTIONS
+    own = function if hasattr(function, "__name__") else type(function)
+    if not str(own.__module__).startswith("torch.nn."):
+        return ""
+    calls = ""
+    if binary and not labels.is_floating_point():
+        calls = ".astype('float32')"
+    if output.shape == (*labels.shape, 1):
+        calls += ".reshape(-1, 1)"
+    elif labels.shape == (*output.shape, 1):
+        calls += ".ravel()"
+    elif output.shape != labels.shape:
+        one_each = binary and labels.ndim == 1 and not labels.is_floating_point()
+        return "for class indices use CrossEntropyLoss" if one_each else ""
+    return f"use y{calls}" if calls else ""
+
+
+def _of_classes(output: Tensor, labels: Tensor) -> str:
+    whole = not labels.is_floating_point()
+    calls = ""
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        calls = ".ravel()"
+    elif labels.shape == output.shape and whole:
+        return "take class indices, y.argmax(1)"
+    elif labels.ndim != output.ndim - 1:
+        return ""
+    if not whole or labels.dtype == torch.bool:
+        calls += ".astype('int64')"
+    return f"use y{calls}" if calls else ""
+
+
+def of_inputs(x: Tree, error: BaseException) -> str:
+    """What makes inputs fit a model that has failed on them; "" if nothing is known to.
+
+    Args:
+        x: What the model was given.
+        error: What it has raised.
+
+    Example:
+        >>> of_inputs(torch.tensor([[1]]), RuntimeError())
+        "if these are quantities, not indices, use X.astype('float32')"
+    """
+    several = isinstance(x, dict | tuple)
+    if several and isinstance(error, TypeError | AttributeError):
+        return (
+            f"the model gets the {'dict' if isinstance(x, dict) else 'tuple'} of X as "
+            "one argument: take it apart in forward(self, batch), wrap the model in a "
+            "module that does, or give step= instead of loss="
+        )
+    if any(leaf.is_floating_point() for leaf in batching.leaves(x)):
+        return ""
+    names = [f"{name}.astype('float32')" for name, _ in batching.named(x, "X")]
+    return f"if these are quantities, not indices, use {', '.join(names)}"
+
+
+# What torch.from_numpy can take over as it is; longdouble is the one it cannot.
+_NUMBER_KINDS = "biuf"
+_LARGEST_ITEM_BYTES = 8
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
+
+
+def is_dask_array(value: Any) -> bool:
+    """Whether ``value`` is a ``dask.array``, without importing Dask.
+
+    Example:
+        >>> is_dask_array([1, 2])
+        False
+    """
+    module = sys.modules.get("dask.array")
+    return module is not None and isinstance(value, module.Array)
+
+
+def check_array(value: Any, argument: str) -> float:
+    """Refuse what cannot be cut into examples; return their number.
+
+    Args:
+        value: What the user gave, of any type.
+        argument: Its name in the user's call, for the message.
+
+    Returns:
+        Number of examples: the length of the first axis, > 0; NaN if Dask does not
+        know it.
+
+    Raises:
+        DataError: If the kind, the number of dimensions, the dtype or the chunks
+            cannot be used, or if there is nothing in it.
+
+    Example:
+        >>> check_array(np.zeros((3, 2)), "X")
+        3
+        >>> check_array([1.0, 2.0], "X")
+        Traceback (most recent call last):
+        daskdl.errors.DataError: X must be a numpy array, a torch tensor or a \
+dask.array, got a list; convert it with numpy.asarray(X)
+    """
+    check_kind(value, argument)
+    if value.ndim == 0:
+        raise DataError(
+            f"{argument} must have examples along its first axis, got 0 dimensions"
+        )
+    check_dtype(value, argument)
+    if is_dask_array(value):
+        _check_chunks(value, argument)
+    if 0 in value.shape:
+        raise DataError(
+            f"{argument} must not be empty, got the shape {tuple(value.shape)}"
+        )
+    return value.shape[0] if is_dask_array(value) else len(value)
+
+
+def check_structure(X: Tree, y: Tree) -> None:
+    """Refuse trees without any array.
+
+    Raises:
+        DataError: Naming the argument.
+
+    Example:
+        >>> check_structure({}, None)
+        Traceback (most recent call last):
+        daskdl.errors.DataError: X must not be empty, got no array at all
+    """
+    for name, tree in (("X", X), ("y", y)):
+        if not batching.leaves(tree):
+            raise DataError(f"{name} must not be empty, got no array at all")
+
+
+def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:
+    """Return the same numbers as a plain numpy array in native byte order.
+
+    Numpy has no bfloat16 (nor float8): such tensors become float32, which holds
+    every one of their values exactly.
+
+    Args:
+        value: An array or a tensor on any device; read only.
+
+    Returns:
+        A view of ``value`` where its memory can be used as it is, else a copy.
+
+    Example:
+        >>> as_numpy(torch.tensor([0.1], dtype=torch.bfloat16)).dtype
+        dtype('float32')
+    """
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.dtype not in _NUMPY_FLOATS:
+            value = value.float()
+        return value.numpy(force=True)
+    plain = np.asarray(value)
+    return plain.astype(plain.dtype.newbyteorder("="), copy=False)
+
+
+def first_rows(value: Any, count: int) -> np.ndarray:
+    """Return ``count`` rows of the right shape and dtype without computing anything.
+
+    In memory these are the first rows, repeated if there are fewer. Of a
+    ``dask.array`` they are zeros: its first block may take hours to load.
+
+    Example:
+        >>> first_rows(np.array([7, 8, 9]), 2)
+        array([7, 8])
+        >>> first_rows(np.array([7]), 2)
+        array([7, 7])
+    """
+    if is_dask_array(value):
+        return np.zeros((count, *value.shape[1:]), value.dtype)
+    rows = as_numpy(value[:count])
+    return rows[np.arange(count) % len(rows)]
+
+
+def check_kind(value: Any, argument: str) -> None:
+    """Refuse what is no array.
+
+    Raises:
+        DataError: Naming its type, and how to convert it.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise DataError(
+            f"{argument} is a masked array, whose mask would be ignored; "
+            f"fill it with {argument}.filled(...)"
+        )
+    if isinstance(value, np.ndarray | Tensor) or is_dask_array(value):
+        return
+    raise DataError(
+        f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
+        f"{_shown_type(value)}; {of_kind(value, argument)}"
+    )
+
+
+def _shown_type(value: Any) -> str:
+    if value is None:
+        return "None"
+    name = _type_name(value)
+    return f"an {name}" if name[0] in "aeio" else f"a {name}"
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__.split('.')[0]}.{kind.__qualname__}"
+
+
+def check_dtype(value: Any, argument: str) -> None:
+    """Refuse an array whose values are no real numbers.
+
+    Raises:
+        DataError: Naming the dtype, and how to convert it.
+    """
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise DataError(
+                f"{argument} must be a dense tensor, got layout {value.layout} and "
+                f"dtype {value.dtype}; convert it with to_dense() or dequantize()"
+            )
+        usable = not value.dtype.is_complex
+    else:
+        usable = (
+            value.dtype.kind in _NUMBER_KINDS
+            and value.dtype.itemsize <= _LARGEST_ITEM_BYTES
+        )
+    if not usable:
+        raise DataError(
+            f"{argument} must hold real numbers of at most 64 bits, got dtype "
+            f"{value.dtype}; {of_dtype(value, argument)}"
+        )
+
+
+def _check_chunks(value: Any, argument: str) -> None:
+    split = {axis: -1 for axis, n in enumerate(value.numblocks) if axis and n > 1}
+    if split:
+        raise DataError(
+            f"{argument} must be chunked along its first axis only, got the blocks "
+            f"{value.numblocks}; use {argument}.rechunk({split})"
+        )
+    if type(value._meta) is not np.ndarray:  # a masked array is an ndarray too
+        raise DataError(
+            f"{argument} must be made of numpy blocks, got {_type_name(value._meta)}; "
+            f"convert them with {argument}.map_blocks(...)"
+        )
+
+
+# Fine enough to be shared among some replicas, coarse enough that a part is worth a
+# message. Not by the number of replicas: the order of rows shall not depend on it.
+PARTS = 64
+PART_BYTES = 32 * 2**20  # at most about so many, so that none takes long on its way
+
+
+class InMemory(Source):
+    """Rows in memory; nothing is copied before a part is loaded or sent.
+
+    Args:
+        x: Tree of numpy arrays and torch tensors of equal length.
+        y: The same, or None.
+        batch_size: A part is a whole number of batches, >= 1.
+        shuffle_seed: Rows are dealt out in an order of this seed, so that data sorted
+            by label do no harm; None keeps the order.
+    """
+
+    lengths: Sequence[int]
+    first: Rows
+    here = True
+    apart = True
+
+    def __init__(
+        self, x: Tree, y: Tree, batch_size: int, shuffle_seed: int | None = None
+    ) -> None:
+        self._rows = batching.of_both(
+            lambda tree: batching.mapped(as_numpy, tree), (x, y)
+        )
+        rows = batching.length(self._rows[0])
+        self._batch_size = batch_size
+        self._cut(PARTS)
+        few = slice(SHOWN_ROWS)
+        self.first = batching.of_both(lambda tree: batching.rows(tree, few), self._rows)
+        self._order: np.ndarray | None = None
+        if shuffle_seed is not None:
+            self._order = np.random.default_rng(shuffle_seed).permutation(rows)
+
+    def _cut(self, parts: int) -> None:
+        rows = batching.length(self._rows[0])
+        most = max(parts, -(-batching.nbytes(self._rows) // PART_BYTES))
+        self._bounds = cut(rows, self._batch_size, most)
+        self.parts = len(self._bounds)
+        self.lengths = [stop - start for start, stop in self._bounds]
+
+    def in_parts(self, parts: int) -> "InMemory":
+        """The same rows in about so many parts, in more if these would be too large.
+
+        Example:
+            >>> InMemory(np.zeros((10, 1)), None, batch_size=2).in_parts(2).lengths
+            [4, 6]
+        """
+        other = copy.copy(self)
+        other._cut(parts)
+        return other
+
+    @property
+    def whole(self) -> Rows:
+        """All rows in the order they were given."""
+        return self._rows
+
+    @override
+    def load(self, part: int) -> Rows:
+        rows = slice(*self._bounds[part])
+        if self._order is not None:
+            order = self._order[rows]
+            return batching.of_both(lambda tree: batching.rows(tree, order), self._rows)
+
+        def cut_out(tree: Tree) -> Tree:
+            # Contiguous, because Dask would otherwise pickle them.
+            return batching.mapped(lambda leaf: np.ascontiguousarray(leaf[rows]), tree)
+
+        return batching.of_both(cut_out, self._rows)
+
+    @override
+    def packed(self, part: int) -> Any:
+        return self.load(part)
+
+
+def cut(examples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
+    """Bounds of at most ``parts`` parts, each a whole number of batches.
+
+    Only the last may end with a smaller batch; none is empty.
+
+    Example:
+        >>> cut(10, batch_size=2, parts=2)
+        [(0, 4), (4, 10)]
+    """
+    batches = -(-examples // batch_size)
+    count = min(batches, parts)
+    edges = [batches * i // count * batch_size for i in range(count)]
+    return list(zip(edges, [*edges[1:], examples], strict=True))
+
+
+SHOWN_NAMES = 5  # of categories, in a message
+LARGEST_ITEM_BYTES = 8
+_UNKNOWN = "__UNKNOWN_CATEGORIES__"  # what Dask writes where it would have to compute
+
+
+class Kind(Enum):
+    """What a dtype holds, as far as it matters here."""
+
+    NUMBERS = "numbers"  # booleans too, and categories that are numbers
+    NAMES = "names"  # categories that are not numbers
+    UNKNOWN = "categories that are not known"
+    STRINGS = "strings"
+    DATES = "dates"
+    DURATIONS = "durations"
+    OTHER = "other values"
+
+
+class Place(NamedTuple):
+    """Where a column is, for messages."""
+
+    words: str  # column 'a' of X
+    code: str  # X['a']
+
+
+def kind_of(dtype: Any) -> Kind:
+    """What a column of this pandas dtype holds.
+
+    Example:
+        >>> kind_of(np.dtype("float32")), kind_of(np.dtype("M8[ns]"))
+        (<Kind.NUMBERS: 'numbers'>, <Kind.DATES: 'dates'>)
+    """
+    if hasattr(dtype, "categories"):
+        if _UNKNOWN in dtype.categories:
+            return Kind.UNKNOWN
+        numbers = kind_of(dtype.categories.dtype) is Kind.NUMBERS
+        return Kind.NUMBERS if numbers else Kind.NAMES
+    if dtype.kind in "biuf" and np.dtype(plain(dtype)).itemsize <= LARGEST_ITEM_BYTES:
+        return Kind.NUMBERS
+    if dtype.type is str:
+        return Kind.STRINGS
+    if dtype.kind == "M" or str(dtype).startswith("period"):
+        return Kind.DATES
+    return Kind.DURATIONS if dtype.kind == "m" else Kind.OTHER
+
+
+def plain(dtype: Any) -> Any:
+    """The numpy dtype of the numbers that a column holds."""
+    return getattr(dtype, "numpy_dtype", getattr(dtype, "subtype", dtype))
+
+
+def refusal(dtype: Any, place: Place, label: bool) -> str | None:
+    """Why a column cannot be used, and the remedy; None if it can.
+
+    Args:
+        dtype: Of the column, in pandas.
+        place: For the message.
+        label: Whether it is the label column, which may have names.
+    """
+    kind = kind_of(dtype)
+    if kind is Kind.NUMBERS or (label and kind is Kind.NAMES):
+        return None
+    code = place.code
+    if kind is Kind.NAMES:
+        return (
+            f"{place.words} is categorical with the categories "
+            f"{few(dtype.categories)}; encode it as numbers, for example with "
+            f"{code}.cat.codes"
+        )
+    if kind is Kind.UNKNOWN:
+        return (
+            f"{place.words} is categorical with categories that are not known yet; "
+            f"use {code}.cat.as_known(), which computes them"
+        )
+    remedy = {
+        Kind.STRINGS: "make them categories, for example with "
+        f"{code}.astype('category')"
+        if label
+        else "encode them as numbers, for example with "
+        f"{code}.astype('category').cat.codes",
+        Kind.DATES: "turn them into numbers, for example with "
+        f"({code} - {code}.min()).dt.total_seconds()",
+        Kind.DURATIONS: f"turn them into numbers with {code}.dt.total_seconds()",
+        Kind.OTHER: "convert them to real numbers of at most 64 bits, for example "
+        f"with {code}.astype('float32')",
+    }[kind]
+    return f"{place.words} holds {kind.value} ({dtype}); {remedy}"
+
+
+def few(names: Any) -> str:
+    """The first of some names, for messages.
+
+    Example:
+        >>> few(["a", "b"]), few(range(9)), few(None)
+        ("'a', 'b'", '0, 1, 2, 3, 4 and 4 more', 'none')
+    """
+    if names is None:
+        return "none"
+    shown = ", ".join(repr(name) for name in names[:SHOWN_NAMES])
+    more = len(names) - SHOWN_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+SHOWN_COLUMNS = 5  # in a message
+
+_ARROW = ("Table", "RecordBatch", "ChunkedArray", "Array")
+
+
+def is_frame(value: Any) -> bool:
+    """Whether it has columns that can be used here; imports neither library.
+
+    That is a ``pandas.DataFrame`` or ``Series``, a ``pyarrow.Table``, ``RecordBatch``,
+    ``Array`` or ``ChunkedArray``.
+
+    Example:
+        >>> is_frame([1, 2])
+        False
+    """
+    pandas, arrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
+    if pandas is not None and isinstance(value, pandas.DataFrame | pandas.Series):
+        return True
+    return arrow is not None and isinstance(
+        value, tuple(getattr(arrow, name) for name in _ARROW)
+    )
+
+
+def check_columns(
+    frame: Any, argument: str, label: bool = False
+) -> tuple[str, ...] | None:
+    """Refuse columns that are not numbers; no value is looked at.
+
+    Args:
+        frame: See `is_frame`; it may have no rows.
+        argument: Its name in the user's call, for the message.
+        label: Whether it holds labels: a single column may then be categorical with
+            names, which become 0, 1, ... in the order of the categories.
+
+    Returns:
+        Those names; None if there are none.
+
+    Raises:
+        DataError: Naming each column that cannot be used, and the remedy.
+
+    Example:
+        >>> import pandas
+        >>> check_columns(pandas.DataFrame({"a": [1.5], "b": ["x"]}), "X")
+        Traceback (most recent call last):
+        daskdl.errors.DataError: column 'b' of X holds strings (str); encode them as \
+numbers, for example with X['b'].astype('category').cat.codes
+        >>> check_columns(pandas.Series(["b", "a"], dtype="category"), "y", label=True)
+        ('a', 'b')
+    """
+    frame = _as_pandas(frame)
+    if frame.ndim == 2 and not len(frame.columns):
+        raise DataError(f"{argument} must have columns, got a frame without any")
+    label = label and frame.ndim == 1
+    refused = [
+        refusal(column.dtype, place, label)
+        for place, column in _columns(frame, argument)
+    ]
+    wrong = [reason for reason in refused if reason is not None]
+    if wrong:
+        more = len(wrong) - SHOWN_COLUMNS
+        shown = "; ".join(wrong[:SHOWN_COLUMNS])
+        raise DataError(f"{shown}; and {more} more columns" if more > 0 else shown)
+    if label and kind_of(frame.dtype) is Kind.NAMES:
+        return tuple(str(name) for name in frame.dtype.categories)
+    return None
+
+
+def columns_of(
+    frame: Any,
+    argument: str,
+    classes: Sequence[str] | None = None,
+    label: bool = False,
+) -> np.ndarray:
+    """Turn a frame into an array; what holds one column only has one axis.
+
+    Columns of several dtypes take the one that numpy finds for them together: float32
+    alone stays, integers with floats become floats, and so do booleans.
+
+    Args:
+        frame: See `is_frame`.
+        argument: Its name in the user's call, for the message.
+        classes: What `check_columns` found in the labels: names become their numbers.
+        label: Whether it holds labels: missing ones are then NaN, and not refused.
+
+    Returns:
+        Numbers of shape (rows, columns), or (rows,) of a series; to be read only.
+
+    Raises:
+        DataError: Naming a column that has missing values, NaN among them, or that
+            cannot be used (see `check_columns`), or whose categories are others.
+
+    Example:
+        >>> import pandas
+        >>> columns_of(pandas.DataFrame({"a": [1, 2], "b": [0.5, 1.5]}), "X")
+        array([[1. , 0.5],
+               [2. , 1.5]])
+    """
+    frame = _as_pandas(frame)
+    found = check_columns(frame, argument, label=classes is not None)
+    if found != (None if classes is None else tuple(classes)):
+        raise DataError(
+            f"{argument} has the categories {few(found)} in one part and "
+            f"{few(classes)} in another; give all parts the same ones, with "
+            "categorize() or a pandas.CategoricalDtype"
+        )
+    arrays = [
+        _labels(column) if label else _numbers(column, place)
+        for place, column in _columns(frame, argument)
+    ]
+    if frame.ndim == 1:
+        return arrays[0]
+    dtype = np.result_type(*(array.dtype for array in arrays))
+    whole = np.empty((len(frame), len(arrays)), dtype)
+    for i, array in enumerate(arrays):
+        whole[:, i] = array
+    return whole
+
+
+def _as_pandas(frame: Any) -> Any:
+    """Columns of pyarrow as pandas would keep them in pyarrow; pandas as it is."""
+    if not type(frame).__module__.startswith("pyarrow"):
+        return frame
+    try:
+        import pandas
+        import pyarrow
+    except ImportError as error:
+        raise OptionError(
+            "pyarrow's tables need pandas too; pip install daskdl[dataframe]"
+        ) from error
+
+    def kept(dtype: Any) -> Any:
+        if pyarrow.types.is_dictionary(dtype):
+            return None  # which makes it categorical
+        return pandas.ArrowDtype(dtype)
+
+    if isinstance(frame, pyarrow.Table | pyarrow.RecordBatch):
+        return frame.to_pandas(types_mapper=kept, ignore_metadata=True)
+    return frame.to_pandas(types_mapper=kept)
+
+
+def _columns(frame: Any, argument: str) -> Iterator[tuple[Place, Any]]:
+    """Each with its place: names need not be unique."""
+    if frame.ndim == 1:
+        yield Place(argument, argument), frame
+        return
+    for i, name in enumerate(frame.columns):
+        place = Place(f"column {name!r} of {argument}", f"{argument}[{name!r}]")
+        yield place, frame.iloc[:, i]
+
+
+def _labels(column: Any) -> np.ndarray:
+    """Where some are missing, as floats, with NaN in their places."""
+    gaps = column.isna().to_numpy()
+    if not gaps.any():
+        return _whole(column)
+    if kind_of(column.dtype) is Kind.NAMES:
+        return np.where(gaps, np.nan, column.cat.codes.to_numpy())
+    numbers = column.astype("float64") if _is_categorical(column) else column
+    dtype = np.dtype(plain(numbers.dtype))
+    floats = dtype if dtype.kind == "f" else np.dtype(np.float64)
+    return as_numpy(numbers.to_numpy(dtype=floats, na_value=np.nan))
+
+
+def _whole(column: Any) -> np.ndarray:
+    """A column without missing values."""
+    if kind_of(column.dtype) is Kind.NAMES:
+        return as_numpy(column.cat.codes.to_numpy())
+    if _is_categorical(column):
+        column = column.astype(column.dtype.categories.dtype)
+    # The dtype is said because pandas before 2.2 would make objects of some.
+    return as_numpy(column.to_numpy(dtype=plain(column.dtype)))
+
+
+def _is_categorical(column: Any) -> bool:
+    return hasattr(column.dtype, "categories")
+
+
+def _numbers(column: Any, place: Place) -> np.ndarray:
+    missing = int(column.isna().sum())
+    if not missing:
+        numbers = _whole(column)
+        if numbers.dtype.kind != "f":
+            return numbers
+        missing = int(np.isnan(numbers).sum())  # which pyarrow tells from a null
+    if missing:
+        raise DataError(
+            f"{place.words} has {missing} missing values; fill them in or drop the rows"
+        )
+    return numbers

@@ -1,0 +1,1 @@
+"""Evaluation: metrics that merge exactly, reports, and the loss of each example."""

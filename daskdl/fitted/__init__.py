@@ -1,1 +1,0 @@
-"""A trainer that has been fitted, in a folder and back."""

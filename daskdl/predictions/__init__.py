@@ -1,1 +1,0 @@
-"""Predictions in files: written by the workers that make them, and read back."""

@@ -81,6 +81,19 @@ def test_every_public_name_has_a_docstring_of_its_own(name):
     )
 
 
+@pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if isinstance(v, type)])
+def test_what_users_call_of_a_public_class_is_documented(name):
+    undocumented = [
+        n
+        for n, value in vars(PUBLIC[name]).items()
+        if not n.startswith("_")
+        and (inspect.isroutine(value) or isinstance(value, property))
+        and not inspect.getdoc(getattr(PUBLIC[name], n))
+    ]
+
+    assert undocumented == []
+
+
 def test_the_reference_lists_the_columns_of_the_history():
     rows = {
         name: cells[0].replace("\\|", "|")

@@ -73,7 +73,7 @@ def test_the_order_in_which_parts_come_makes_no_difference(monkeypatch):
                 yield part, function(source, part)
 
         monkeypatch.setattr(sys.modules["daskdl.data.validate"], "each_part", each)
-        monkeypatch.setattr(validate, "SHOWN", 3)
+        monkeypatch.setattr(sys.modules["daskdl.data.validate"], "SHOWN", 3)
         reports.append(validate(source, client=False))
 
     assert all(report == reports[0] for report in reports)

@@ -44,9 +44,6 @@ def client_or_process(
     Args:
         client: A synchronous client. None: the default client if there is one, else a
             :class:`distributed.LocalCluster` with Dask's defaults. False: this process.
-
-    Raises:
-        OptionError: If `client` has another type, or is asynchronous or closed.
     """
     found = _default() if client is None else client
     if found is None:
@@ -75,11 +72,7 @@ def client_or_process(
 
 
 def check_outlives(client: Any) -> None:
-    """Refuse lazy outputs if their cluster would close before they are computed.
-
-    Raises:
-        OptionError: If `client_or_process` would start a cluster.
-    """
+    """Refuse lazy outputs if their cluster would close before they are computed."""
     if client is None and _default() is None:
         raise OptionError(
             "client must be given to predict on a dask.array, whose outputs are "
@@ -99,13 +92,6 @@ def check_installed(client: Client) -> None:
 
     A process without daskdl could not unpickle its objects. The import takes seconds
     and runs in a thread of each process, so that the event loop stays responsive.
-
-    Args:
-        client: A synchronous client. Workers that are leaving are ignored.
-
-    Raises:
-        RunError: If a process lacks daskdl or torch, or has another version.
-        WaitTimeoutError: If a process does not respond in time.
     """
     bound = Timeouts.from_config().bound("join", "request")
     answers = client.sync(_answers, client, bound)
@@ -182,9 +168,6 @@ def arrival_plugin(name: str) -> WorkerPlugin:
     The plugin is pickled by value, so that a worker without daskdl can load it. It
     imports daskdl in a thread, installs the channel plugin if the versions match, and
     reports the versions to the scheduler.
-
-    Args:
-        name: Name of the channel plugin.
     """
     find, version = _version_finder(), VERSION
 

@@ -49,9 +49,6 @@ class Thinned(Generic[T]):
     number, then every eighth, and so on. Items with equal numbers are kept or dropped
     together.
 
-    Args:
-        most: Largest number of items, >= 1.
-
     Example:
         >>> thinned = Thinned(most=3)
         >>> for number in range(1, 10):
@@ -179,9 +176,6 @@ def unpack_rows(
         packed: A whole number of rows.
         layout: Layout of the rows, perhaps of another release: missing columns get
             their defaults, and unknown columns are ignored.
-
-    Raises:
-        ValueError: If the bytes do not fit the layout, or it lacks a required column.
     """
     names = layout.names or ()
     if "number" not in names:

@@ -37,9 +37,6 @@ def objective_of(loss: Any, step: Any) -> Any:
 
     A loss is returned unchecked.
 
-    Raises:
-        OptionError: If both or neither are given, or the step is not callable.
-
     Example:
         >>> objective_of(None, None)
         Traceback (most recent call last):

@@ -263,9 +263,6 @@ class Packed(Generic[T]):
         here: The pack stays in this process, so modules that cannot be pickled are
             allowed if they were made by a function or can be copied.
 
-    Raises:
-        ModelError: If the value cannot be pickled; the message names the attribute.
-
     Example:
         >>> packed = Packed(lambda x: x + 1, "loss")
         >>> packed.unpack()(1)
@@ -293,11 +290,7 @@ class Packed(Generic[T]):
         return packed
 
     def unpack(self) -> T:
-        """Return a new copy on the CPU at each call.
-
-        Raises:
-            ModelError: If a Python module that the value needs cannot be imported.
-        """
+        """Return a new copy on the CPU at each call."""
         try:
             content: T = torch.load(
                 io.BytesIO(self.payload.data), map_location="cpu", weights_only=False
@@ -384,9 +377,6 @@ class PackedModel(Packed[nn.Module]):
 
         Forward passes may set attributes and read them later, so threads must not share
         one module.
-
-        Args:
-            prepare: See `shared`.
         """
         module: nn.Module | None = getattr(self._of_thread, "module", None)
         if module is None:
@@ -400,11 +390,7 @@ class PackedModel(Packed[nn.Module]):
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a copy on the CPU, made as for replicas but within this process.
-
-    Raises:
-        ModelError: If the module can be neither pickled, nor made again, nor copied.
-    """
+    """Return a copy on the CPU, made as for replicas but within this process."""
     return PackedModel(module, here=True).unpack()
 
 
@@ -421,14 +407,7 @@ def _with_same_tensors(module: nn.Module) -> nn.Module:
 
 
 def _packed(content: Any, argument: str, kept: list[_Kept] | None) -> bytes:
-    """Write a value with the first pickler that works.
-
-    Args:
-        content: Value to write.
-        argument: Name of the value, for messages.
-        kept: Receives the values that the bytes refer to, if the bytes stay in this
-            process; else None.
-    """
+    """Write a value with the first pickler that works."""
     errors: list[Exception] = []
     ways: list[type[Any]] = [_Pickler, _RemakingPickler]
     if kept is not None:

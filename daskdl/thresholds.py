@@ -286,11 +286,7 @@ def first_threshold(initial: float | None, density: float, residual: Residual) -
 
 
 def check_initial(initial: float | None) -> None:
-    """Check that a first threshold is None, or finite and > 0.
-
-    Raises:
-        OptionError: Otherwise.
-    """
+    """Check that a first threshold is None, or finite and > 0."""
     if initial is not None:
         _check_positive("initial", initial)
 
@@ -594,10 +590,6 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
     Attributes:
         pairs: Patterns for :mod:`fnmatch`, each with its algorithm.
 
-    Raises:
-        OptionError: If there are no pairs, a pair is not a pattern and an algorithm, or
-            an algorithm that follows the link is not the only one.
-
     Example:
         >>> from daskdl import FixedThreshold
         >>> LayerThresholds.of(FixedThreshold(0.25))
@@ -623,11 +615,7 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
 
     @classmethod
     def of(cls, threshold: object) -> "LayerThresholds":
-        """Convert a mapping, or a single algorithm for all parameters.
-
-        Raises:
-            OptionError: If ``threshold`` is neither.
-        """
+        """Convert a mapping, or a single algorithm for all parameters."""
         if isinstance(threshold, LayerThresholds):
             return threshold
         if isinstance(threshold, ThresholdAlgorithm):
@@ -638,12 +626,6 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
 
     def assign(self, names: Collection[str]) -> dict[str, str]:
         """Return the first pattern that matches each parameter.
-
-        Args:
-            names: Names from ``named_parameters``, of trainable parameters only.
-
-        Raises:
-            OptionError: If a name matches no pattern, or a pattern gets no name.
 
         Example:
             >>> from daskdl import AdaptiveThreshold, FixedThreshold

@@ -15,13 +15,7 @@ T = TypeVar("T")
 
 
 def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
-    """Call a function; if it raises an Exception, return the result of `failed`.
-
-    Args:
-        action: The function; KeyboardInterrupt, SystemExit and other exceptions that
-            are not an Exception propagate.
-        failed: Called with the exception.
-    """
+    """Call a function; if it raises an Exception, return the result of `failed`."""
     try:
         return action()
     except Exception as error:

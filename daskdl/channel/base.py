@@ -435,16 +435,7 @@ class Channel(ABC):
     def _wait_until(
         self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
     ) -> bool:
-        """Wait until ready; return False on timeout.
-
-        Args:
-            cause: Cause to which the wait is counted.
-            ready: Checked after each change.
-            timeout_s: Seconds; None: no bound.
-
-        Raises:
-            Stopped: If the run was stopped.
-        """
+        """Wait until ready; return False on timeout."""
         came = self._timed(cause, ready, timeout_s)
         self.check()
         return came
@@ -465,11 +456,6 @@ class Channel(ABC):
         self, cause: WaitCause, ready: Callable[[], bool], state: Callable[[], Any]
     ) -> None:
         """Wait for other replicas.
-
-        Args:
-            cause: Cause of the wait, for counters and messages.
-            ready: Checked after each change.
-            state: Returns the state by replica, for the message.
 
         Raises:
             WaitTimeoutError: On timeout. The scheduler, if there is one, fails replicas

@@ -48,9 +48,6 @@ class ReceivedSet:
     or re-routed update may arrive twice, and a dropped one leaves a gap until it is
     repaired. Memory grows with the updates beyond a gap, not with the gap: sequence
     numbers are not checked.
-
-    Args:
-        received: The received updates of a snapshot, as :meth:`by_origin` returns them.
     """
 
     def __init__(self, received: Mapping[int, Received] | None = None) -> None:
@@ -289,16 +286,7 @@ class Peers:
     def announce(
         self, origin: int, progress: PeerProgress, complete: float = math.inf
     ) -> bool:
-        """Record progress that a replica announced.
-
-        Args:
-            origin: The replica.
-            progress: The announced progress; smaller fields are ignored.
-            complete: Last update of the replica before the first gap.
-
-        Returns:
-            Whether the progress was new.
-        """
+        """Record progress that a replica announced."""
         if origin in self.failed:
             return False
         former = self.announced.get(origin)
@@ -474,11 +462,7 @@ class Inbox:
                 self.announce(origin, announced)
 
     def hold(self, failed: Iterable[int]) -> dict[int, Received]:
-        """Hold back all updates from now on; return the updates received so far.
-
-        Args:
-            failed: Replicas whose updates stay held back after the barrier.
-        """
+        """Hold back all updates from now on; return the updates received so far."""
         with self.changed:
             self.barrier.close(failed)
             self.barrier.holding = True
@@ -502,13 +486,7 @@ class Inbox:
         *,
         even_if_stopped: bool = False,
     ) -> bool:
-        """Block until ready or stopped; return False on timeout.
-
-        Args:
-            ready: Checked after each change.
-            timeout_s: Seconds; None: no bound.
-            even_if_stopped: Continue to wait when stopped.
-        """
+        """Block until ready or stopped; return False on timeout."""
 
         def over() -> bool:
             return (self.stopped is not None and not even_if_stopped) or ready()
@@ -521,11 +499,7 @@ UNREADABLE = (CodecError, TypeError, ValueError, LookupError)  # decoding raises
 
 
 class SharedFrame:
-    """A received frame for several replicas of a run, decoded once.
-
-    Args:
-        payload: Payload of the message, as received.
-    """
+    """A received frame for several replicas of a run, decoded once."""
 
     def __init__(self, payload: Any) -> None:
         self._payload = payload
@@ -546,17 +520,7 @@ class SharedFrame:
 def decoded(
     message: Message, shared: SharedFrame, spec: ChannelSpec, grid: float
 ) -> codec.Update:
-    """Decode an update for one replica.
-
-    Args:
-        message: Message that carries the update.
-        shared: Frame of the update.
-        spec: Settings of the replica.
-        grid: Grid of the run, parameter units.
-
-    Raises:
-        CodecError, TypeError, ValueError, LookupError: If the frame cannot be read.
-    """
+    """Decode an update for one replica."""
     update = shared.decode(spec.run, spec.size)
     if update.stamp[1:3] != (message.origin, message.sequence):
         raise CodecError(f"sent as {message[1:3]}, stamped {update.stamp[1:3]}")

@@ -197,11 +197,7 @@ class RunSpec:
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> Self:
-        """Read a specification from its wire form, in which tuples have no names.
-
-        Raises:
-            TypeError, ValueError: If the specification is invalid.
-        """
+        """Read a specification from its wire form, in which tuples have no names."""
         check(fields, hints_of(cls))
         sizes = {phase: PartitionSizes(*own) for phase, own in fields["sizes"].items()}
         intervals = SyncIntervals(*fields.get("intervals", WHOLE_EPOCHS))
@@ -218,13 +214,7 @@ class RunSpec:
 
 
 def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
-    """Order of the parts in an epoch; independent of the number of replicas.
-
-    Args:
-        parts: Number of parts.
-        epoch: Counted from 0; each epoch has its own order.
-        seed: Seed of the order; None keeps the order of the data.
-    """
+    """Order of the parts in an epoch; independent of the number of replicas."""
     if seed is None:
         return list(range(parts))
     return [int(i) for i in np.random.default_rng([seed, epoch]).permutation(parts)]
@@ -232,10 +222,6 @@ def part_order(parts: int, epoch: int, seed: int | None) -> list[int]:
 
 def whole_parts(order: Sequence[int], rows: Sequence[int]) -> list[Range]:
     """One range for each part that is not empty, in the given order.
-
-    Args:
-        order: Part numbers.
-        rows: Rows of each part; -1 if unknown.
 
     Example:
         >>> whole_parts([2, 1, 0], [4, 0, -1])
@@ -295,12 +281,6 @@ def portions(ranges: Iterable[Range], sizes: Iterable[int]) -> Iterator[list[Ran
 class Leasing(ABC):
     """The leases of one phase, epoch after epoch.
 
-    Args:
-        sizes: Sizes of the phase.
-        seed: Seed of the order of the parts in each epoch; None keeps their order.
-        epochs_before: Epochs of earlier fits, so that each epoch has its own order.
-        intervals: Division of the epochs.
-
     Attributes:
         epoch: Current epoch, counted from 0; -1 before the first.
         repeated: Leases granted again in this epoch because their replica was gone.
@@ -334,15 +314,7 @@ class Leasing(ABC):
         self._begin([], [], [])
 
     def open(self, epoch: int, replicas: Sequence[int]) -> None:
-        """Begin an epoch, unless it has begun.
-
-        Args:
-            epoch: Counted from 0; not before the current epoch.
-            replicas: Replicas that train now.
-
-        Raises:
-            ValueError: If the epoch is over.
-        """
+        """Begin an epoch, unless it has begun."""
         if epoch < self.epoch:
             raise ValueError(f"epoch {epoch} is over, this is {self.epoch}")
         if epoch == self.epoch:
@@ -356,13 +328,7 @@ class Leasing(ABC):
         self._begin(order, remaining, replicas)
 
     def take(self, replica: int, is_near: IsNear | None = None) -> Lease | None:
-        """Lease rows to a replica; None if there are none for it now.
-
-        Args:
-            replica: Replica that requests a lease.
-            is_near: Whether its worker holds the part with a key; None: all parts are
-                equally far.
-        """
+        """Lease rows to a replica; None if there are none for it now."""
         if not self.has_one_for(replica):
             return None
         lease = self._take(replica, is_near if self._any_held else None)
@@ -411,12 +377,7 @@ class Leasing(ABC):
         )
 
     def held_key(self, part: int) -> str:
-        """Current Dask key of a part that a worker holds.
-
-        Raises:
-            ValueError: If no worker has ever held the part.
-            LookupError: If there is no such part.
-        """
+        """Current Dask key of a part that a worker holds."""
         if not self._keys[part]:
             raise ValueError(f"no worker holds part {part}")
         return self._keys[part]
@@ -436,13 +397,7 @@ class Leasing(ABC):
         remaining: Sequence[RemainingWork],
         replicas: Sequence[int],
     ) -> None:
-        """Begin an epoch with its remaining work, which may be the whole epoch.
-
-        Args:
-            order: Part numbers in training order.
-            remaining: Remaining work of the epoch.
-            replicas: Replicas that train now.
-        """
+        """Begin an epoch with its remaining work, which may be the whole epoch."""
         self.repeated = 0
         self.unfinished = sum(one.rows for work in remaining for one in work.ranges)
         self._count = 0  # leases cut so far

@@ -50,10 +50,6 @@ from daskdl.thresholds import Drained
 class LocalRun:
     """A run in this process, shared by its client and its replicas' channels.
 
-    Args:
-        spec: Specification of the run; its worker addresses appear in messages only.
-        now: Clock, seconds.
-
     Attributes:
         state: State of the run; guarded by `changed`.
         changed: Notified after every change.
@@ -79,12 +75,7 @@ class LocalRun:
         self._inboxes: dict[int, Inbox] = {}
 
     def enter(self, spec: ChannelSpec) -> Inbox:
-        """Make the inbox of a replica.
-
-        Raises:
-            ChannelError: If the replica has an inbox already.
-            OptionError: If the specification injects dropped updates.
-        """
+        """Make the inbox of a replica."""
         replica = spec.replica
         if spec.drops:
             raise OptionError(
@@ -153,12 +144,7 @@ class LocalRun:
     def watch(
         self, timeout_s: float, over: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Wait for new events and return them; none after a time-out.
-
-        Args:
-            timeout_s: Longest wait, seconds.
-            over: Ends the wait early; checked after each change.
-        """
+        """Wait for new events and return them; none after a time-out."""
         with self.changed:
             self.changed.wait_for(lambda: self.state.events or over(), timeout_s)
             return self.state.take_events()
@@ -188,14 +174,6 @@ class LocalChannel(Channel):
 
     No replica joins later and no update is lost: updates arrive before `publish`
     returns.
-
-    Args:
-        run: Run of all replicas.
-        spec: The replica and its bounds.
-
-    Raises:
-        ChannelError: If the replica has a channel already.
-        OptionError: If the specification injects dropped updates.
     """
 
     def __init__(self, run: LocalRun, spec: ChannelSpec) -> None:

@@ -60,13 +60,6 @@ def hints_of(kind: Any) -> Mapping[str, Any]:
 def check(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Check the fields of a message against annotations.
 
-    Args:
-        fields: Fields of a message, by name.
-        hints: Annotations by name; fields may be missing.
-
-    Raises:
-        TypeError: If a field is unknown, or its type or value does not match.
-
     Example:
         >>> check({"step": 3, "last": -1}, {"step": Natural, "last": IntervalNumber})
         >>> check({"step": -1}, {"step": Natural})
@@ -116,13 +109,7 @@ def message_validator(hints: Mapping[str, Any]) -> Callable[[Mapping[str, Any]],
 
 
 def _condition(hint: Any, value: str, names: dict[str, Any]) -> str:
-    """Return a Python expression that is true if a value matches its annotation.
-
-    Args:
-        hint: The annotation.
-        value: An expression for the value.
-        names: Globals of the expression. Constants are added in place.
-    """
+    """Return a Python expression that is true if a value matches its annotation."""
 
     def named(constant: Any) -> str:
         name = f"_{len(names)}"
@@ -230,9 +217,6 @@ class Guard:
     refuses and counts the request instead. Fields must match the annotations of the
     handler's arguments. An answer without a status gets ``"ok"``; a request that timed
     out may be sent again.
-
-    Args:
-        refused: Counts a refused message; called with its fields, of any type.
     """
 
     def __init__(self, refused: Callable[[Fields], object]) -> None:
@@ -394,11 +378,7 @@ class Message(NamedTuple):
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> "Message":
-        """Read a message that arrived over the wire.
-
-        Raises:
-            ValueError: If the fields do not form a message.
-        """
+        """Read a message that arrived over the wire."""
         message = cls(*fields)
         numbers = (*message[1:5], message.generation)
         if not all(type(n) is int and n in COUNTS for n in numbers):  # no bool
@@ -418,11 +398,7 @@ class Message(NamedTuple):
         return tuple(self._replace(payload=wrap(self.payload)) if is_array else self)
 
     def check_size(self) -> None:
-        """Compare the size of the frame with `nbytes`, without unpacking the frame.
-
-        Raises:
-            ValueError: If they differ, since queues count `nbytes`.
-        """
+        """Compare the size of the frame with `nbytes`, without unpacking the frame."""
         wrapped = isinstance(self.payload, Serialized)
         frames = self.payload.frames if wrapped else [unwrap(self.payload)]
         try:
@@ -484,11 +460,6 @@ class MeshTopology:
     With more, the rotation puts every member at every position once over all origins,
     so that all members forward the same amount; in one shared tree the inner nodes
     would carry up to `fan_out` times the load of the leaves.
-
-    Args:
-        generation: Generation of the membership, >= 0.
-        members: Replica numbers, >= 0, strictly ascending.
-        fan_out: Most members to which a member forwards an update, >= 1.
 
     Example:
         >>> routes = MeshTopology(generation=3, members=(0, 1, 2, 5), fan_out=2)
@@ -563,9 +534,6 @@ Form = Sequence[Any]  # name, dtype and shape of an array: plain values
 class BlobParts:
     """Arrays to transfer in parts.
 
-    Args:
-        arrays: Must not be changed any more.
-
     Example:
         >>> parcel = BlobParts({"a": np.arange(3), "b": np.float32([0.5])})
         >>> joined = join(parcel.forms, [parcel.part(i) for i in range(parcel.parts)])
@@ -588,11 +556,7 @@ class BlobParts:
         return max(1, -(-self.nbytes // PART_BYTES))
 
     def part(self, number: int) -> NDArray[np.uint8]:
-        """Return the bytes of a part, without a copy if it lies within one array.
-
-        Raises:
-            ValueError: If there is no such part.
-        """
+        """Return the bytes of a part, without a copy if it lies within one array."""
         if not 0 <= number < self.parts:
             raise ValueError(f"part must be in 0 .. {self.parts - 1}, got {number}")
         start = number * PART_BYTES
@@ -618,15 +582,7 @@ class BlobParts:
 def join(
     forms: Sequence[Form], parts: Sequence[NDArray[np.uint8]]
 ) -> dict[str, NDArray[Any]]:
-    """Rebuild arrays from parts; the arrays may be read-only.
-
-    Args:
-        forms: Names, dtypes and shapes, as in `BlobParts.forms`.
-        parts: All parts, in order.
-
-    Raises:
-        ValueError: If the size of the parts does not match the forms.
-    """
+    """Rebuild arrays from parts; the arrays may be read-only."""
     whole_B = parts[0] if len(parts) == 1 else np.concatenate(parts)
     shapes = {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in forms}
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values()]

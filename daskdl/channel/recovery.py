@@ -37,10 +37,6 @@ Take = Callable[[Message], Awaitable[bool]]
 class Repairs:
     """Requests missing updates from other replicas.
 
-    Args:
-        routing: Routing of this replica, with the workers of the others.
-        take: Called with each update in an answer.
-
     Attributes:
         repaired: Number of missing updates that arrived on request.
     """
@@ -93,11 +89,7 @@ class Repairs:
         return helpers[self._vain.get(origin, 0) % len(helpers)] if helpers else None
 
     async def ask(self, helper: int, origin: int, sequences: Sequence[int]) -> int:
-        """Request updates of an origin from a replica and take those that it has.
-
-        Returns:
-            Number of updates in the answer.
-        """
+        """Request updates of an origin from a replica and take those that it has."""
         worker = self._routing.workers.get(helper)
         if worker is None:
             return 0
@@ -201,13 +193,6 @@ def helpers(
     more of the requested updates precede replicas with fewer. Among equals, each asker
     starts with a different replica, so that equal requests are spread.
 
-    Args:
-        origin: Origin of the missing updates.
-        sequences: Sequence numbers of the missing updates.
-        have: Received updates that each replica has reported.
-        alive: Replicas that can answer.
-        asker: Replica that lacks the updates; never among the helpers.
-
     Returns:
         The origin if alive, and replicas with at least one of the updates.
 
@@ -235,10 +220,6 @@ def donors(have: Have, asker: int) -> list[int]:
     Donors have the most updates among the replicas that lack no survivor's own updates,
     and have the same ones. Every other replica takes over their state, and drops the
     updates of failed replicas that the donors lack.
-
-    Args:
-        have: Received updates of each survivor, after requests to each other.
-        asker: Replica that chooses a donor.
 
     Returns:
         Donors, in a different order for each asker; empty if the asker has the same

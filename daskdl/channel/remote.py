@@ -57,15 +57,7 @@ AGAIN_S = 0.1  # before a failed fetch is repeated
 
 
 class RemoteChannel(Channel):
-    """The channel of one replica, over Dask's connections.
-
-    Args:
-        plugin: Plugin of the worker on which the replica trains.
-        spec: The replica and its bounds.
-
-    Raises:
-        ChannelError: If the replica is on this worker already.
-    """
+    """The channel of one replica, over Dask's connections."""
 
     def __init__(self, plugin: ChannelWorkerPlugin, spec: ChannelSpec) -> None:
         end = plugin.open(spec)
@@ -132,11 +124,7 @@ class RemoteChannel(Channel):
             ]
 
     def _wait_until_sent(self, cause: WaitCause, ready: Callable[[], bool]) -> None:
-        """Wait until queued updates are sent or acknowledged, according to `ready`.
-
-        Raises:
-            WaitTimeoutError: If the wait takes too long.
-        """
+        """Wait until queued updates are sent or acknowledged, according to `ready`."""
         # In a mesh the wait may be for a hanging replica, which is removed by then.
         names = ("silence",) if self._routing.relayed else ("silence", "request")
         bound = self._timeouts.bound(*names)
@@ -161,19 +149,7 @@ class RemoteChannel(Channel):
         bound: Bound | None,
         **fields: Any,
     ) -> Any:
-        """Send a request and wait for the answer.
-
-        Args:
-            cause: Counter that the wait is added to.
-            worker: Address of a worker; None: the scheduler.
-            operation: Name of the operation.
-            bound: Longest wait; None: no bound.
-            **fields: Fields of the message.
-
-        Raises:
-            OSError: If the server cannot be reached; a TimeoutError if its answer is
-                late.
-        """
+        """Send a request and wait for the answer."""
         future = self._connection.submit(worker, operation, self._inbox.wake, **fields)
         self._timed(cause, future.done, None if bound is None else bound.seconds)
         if not future.done():
@@ -197,10 +173,6 @@ class RemoteChannel(Channel):
                 the scheduler removes replicas without a heartbeat, and this replica's
                 own heartbeat fails if the scheduler does not answer.
             **fields: Fields of the message.
-
-        Raises:
-            WaitTimeoutError: If the answer is late.
-            ChannelError: If the scheduler cannot be reached, or refuses the request.
         """
         fields["replica"] = self._replica
         try:
@@ -380,11 +352,6 @@ class RemoteChannel(Channel):
 
     def missing(self, phase: str, part: int, key: str) -> str:
         """Return the current key of a part that does not arrive.
-
-        Args:
-            phase: ``"train"`` or ``"validation"``.
-            part: Part of a lease of this replica.
-            key: Key under which the part does not arrive.
 
         Returns:
             The same key if the part is not lost with its worker; else its new key,

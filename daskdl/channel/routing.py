@@ -88,11 +88,7 @@ class LinkMeter:
     # ---- training thread
 
     def take(self, copies: int) -> Drained:
-        """Return the counts since the last call.
-
-        Args:
-            copies: Copies that leave this replica for each frame it publishes.
-        """
+        """Return the counts since the last call."""
         with self._lock:
             drained, self._drained = self._drained, Drained()
         return drained._replace(copies=copies)
@@ -107,9 +103,6 @@ class Destination(ABC):
         limit_bytes: Bound of the queue, bytes.
         pace_s: Least time between two requests, seconds.
         beat_s: Most time between two requests, seconds.
-
-    Attributes:
-        outbox: The queue.
     """
 
     outbox: Outbox
@@ -203,11 +196,6 @@ class Neighbour(Destination):
     requests the dropped updates later. The scheduler decides which replicas have
     failed. The queue has no bound of its own: the retransmit buffer bounds this
     replica's own updates, and the routing bounds forwarded updates.
-
-    Args:
-        routing: Routing of the sending replica.
-        replica: Number of the receiving replica.
-        worker: Address of the receiving replica's worker.
     """
 
     def __init__(self, routing: "Routing", replica: int, worker: str) -> None:
@@ -539,9 +527,6 @@ class TopologyHistory:
     generation there are no members to send to.
 
     All methods belong to the event loop; `current` may be read from any thread.
-
-    Args:
-        kept: Number of generations to keep, >= 1.
 
     Attributes:
         current: Topology of the highest generation received.

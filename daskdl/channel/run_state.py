@@ -76,15 +76,7 @@ class Member:
 
 
 class Membership:
-    """The replicas of one run.
-
-    Args:
-        workers: Address of the worker of each initial replica.
-
-    Attributes:
-        generation: Grows with every join, departure and failure.
-        replicas: All replicas ever assigned to a worker, by number.
-    """
+    """The replicas of one run."""
 
     generation: int
     replicas: dict[int, Member]
@@ -149,12 +141,7 @@ class Membership:
         return replica in self.replicas and not self.replicas[replica].gone
 
     def taking_part(self, replica: int) -> Member:
-        """A replica that joined and has not gone.
-
-        Raises:
-            GoneError: If the replica has gone.
-            ValueError: If the replica never joined.
-        """
+        """A replica that joined and has not gone."""
         member = self.replicas.get(replica)
         if member is not None and member.gone:
             raise GoneError(f"replica {replica} is not a member any more")
@@ -228,10 +215,6 @@ MOST_NAMED = 8  # gone replicas in a message, which fits a screen
 
 class RunState:
     """State of one run; changed only by the methods here.
-
-    Args:
-        spec: Specification of the run.
-        now: Time when the run opens, seconds; all methods take the same clock.
 
     Attributes:
         timeouts: Bounds on waiting, chosen by the client.
@@ -357,13 +340,7 @@ class RunState:
         self._give_up_if_deserted()
 
     def leave(self, replica: int, now: float, *, retires: bool = False) -> None:
-        """Remove a replica whose task ends.
-
-        Args:
-            replica: Number of the replica.
-            now: Seconds.
-            retires: Its worker closes before the replica has completed the run.
-        """
+        """Remove a replica whose task ends."""
         members = self.members
         trained = replica in members.expected
         if not members.is_here(replica):  # failed before: its worker is free again
@@ -412,11 +389,6 @@ class RunState:
     ) -> int:
         """Queue a replica's updates for all others, in order, while there is room.
 
-        Args:
-            origin: Replica that sends the updates.
-            messages: Updates, oldest first.
-            progress: Progress of the replica if all updates are accepted.
-
         Returns:
             Number of accepted updates; the replica has to retransmit the rest.
         """
@@ -449,14 +421,6 @@ class RunState:
         received: Mapping[int, int],
     ) -> bool:
         """Record the progress and received updates of a replica in a mesh.
-
-        Args:
-            origin: Replica that acknowledges.
-            progress: Progress of the replica.
-            generation: Membership by which the replica sends.
-            adopted_at: Last own update when that membership was adopted, or a later
-                one.
-            received: By origin, the update up to which all are received.
 
         Returns:
             Whether the replica has adopted a newer membership.
@@ -605,20 +569,7 @@ class RunState:
         now: float,
         idle_payload: Any = None,
     ) -> None:
-        """Take back finished leases; end a sync interval whose time is over.
-
-        Args:
-            replica: Replica that finished the leases.
-            phase: ``"train"`` or ``"validation"``.
-            epoch: Counted from 0.
-            finished: The finished leases.
-            now: Seconds.
-            idle_payload: Payload of the replica at ``ROUND`` barriers while it waits
-                for a lease; None: these barriers wait for it.
-
-        Raises:
-            ValueError: If the epoch is over, or has not begun.
-        """
+        """Take back finished leases; end a sync interval whose time is over."""
         leases = self._leases(phase, epoch)
         for lease in finished:
             own = leases.finish(replica, lease["lease"])
@@ -654,12 +605,6 @@ class RunState:
         self, replica: int, phase: str, epoch: int, is_near: Callable[[str], bool]
     ) -> Lease | SyncPoint | None:
         """Lease the next rows to a replica, which is no longer idle.
-
-        Args:
-            replica: Replica that requests a lease.
-            phase: ``"train"`` or ``"validation"``.
-            epoch: Counted from 0.
-            is_near: Whether its worker holds the part with a key.
 
         Returns:
             A lease; a sync point if the interval is over and the epoch is not; None if

@@ -91,15 +91,6 @@ class WorkerBatcher:
     """Sends the batches of one worker's replicas together, one request at a time.
 
     A message for several replicas travels once.
-
-    Args:
-        scheduler: Scheduler whose connections carry the messages.
-        worker: Address of the worker.
-        run: Id of the run.
-        bound: Longest time for a request.
-
-    Attributes:
-        replicas: Replicas on the worker.
     """
 
     replicas: set[int]
@@ -120,10 +111,6 @@ class WorkerBatcher:
 
         Returns:
             Number of accepted messages.
-
-        Raises:
-            TimeoutError: If the worker did not answer.
-            OSError: If the worker cannot be reached, or does not have the replica.
         """
         accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append(Batch(replica, items, accepted))
@@ -202,11 +189,6 @@ class LiveRun:
 
     A method ``handle_x`` answers the request ``daskdl_x``, see `answer`.
 
-    Args:
-        spec: Specification of the run.
-        scheduler: Scheduler whose connections carry the messages.
-        client: Id of the client that opens the run.
-
     Attributes:
         state: State of the run.
         hanging: Addresses of workers with a heartbeat timeout that Dask still has.
@@ -246,11 +228,7 @@ class LiveRun:
     async def until(
         self, ready: Callable[[], bool], timeout_s: float | None = None
     ) -> None:
-        """Wait until ready or stopped; check after each `notify`.
-
-        Raises:
-            TimeoutError: If neither happens in time.
-        """
+        """Wait until ready or stopped; check after each `notify`."""
         async with asyncio.timeout(timeout_s):
             while self.state.stopped is None and not ready():
                 await self._changed.wait()
@@ -596,10 +574,6 @@ class LiveRun:
 
     async def close(self, reason: str, wait_s: float = 0.0) -> str:
         """Stop the run and end all tasks.
-
-        Args:
-            reason: Reported to replicas and to waiting requests.
-            wait_s: Time for replicas to leave, seconds.
 
         Returns:
             Description of the replicas that have not left; empty if there are none.

@@ -23,18 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Connection:
-    """Sends a replica's requests over the connections of its Dask worker.
-
-    Args:
-        worker: The worker on which the replica trains.
-        spec: Settings of the replica.
-        stop: Ends every wait of the replica; called with the reason.
-
-    Attributes:
-        spec: As given.
-        failure: Error that broke the connection, or None.
-        loop: The event loop of the worker.
-    """
+    """Sends a replica's requests over the connections of its Dask worker."""
 
     spec: ChannelSpec
     failure: DaskDLError | None
@@ -53,11 +42,7 @@ class Connection:
     # ---- event loop
 
     async def ask(self, worker: str | None, operation: str, **fields: Any) -> Any:
-        """Send a request to a worker, or None: to the scheduler; return the answer.
-
-        Raises:
-            OSError: If the receiver cannot be reached, or this worker closes.
-        """
+        """Send a request to a worker, or None: to the scheduler; return the answer."""
         peer = self._worker.scheduler if worker is None else self._worker.rpc(worker)
         try:
             return await getattr(peer, operation)(run=self.spec.run, **fields)
@@ -82,11 +67,7 @@ class Connection:
         return time.monotonic() - self._answered_at
 
     def checked(self, answer: Any) -> dict[str, Any]:
-        """Return an answer of the scheduler; end every wait if the run has stopped.
-
-        Raises:
-            ChannelError: If the scheduler has no plugin, or refused the request.
-        """
+        """Return an answer of the scheduler; end every wait if the run has stopped."""
         if not isinstance(answer, dict):
             raise ChannelError(
                 f"the scheduler answered {answer!r}: is daskdl installed there?"
@@ -105,14 +86,7 @@ class Connection:
         on_answer: Callable[[], object],
         **fields: Any,
     ) -> concurrent.futures.Future[Any]:
-        """Send a request, as `ask` does, from another thread.
-
-        Args:
-            worker: Address of the worker; None: the scheduler.
-            operation: Name of the operation.
-            on_answer: Called on the event loop when the answer has arrived.
-            **fields: Fields of the request, besides the run.
-        """
+        """Send a request, as `ask` does, from another thread."""
         asking = self.ask(worker, operation, **fields)
         future = asyncio.run_coroutine_threadsafe(asking, self.loop)
         future.add_done_callback(lambda _: on_answer())
@@ -160,12 +134,7 @@ class Outbox:
         return self._bytes_of[origin]
 
     def offer(self, message: Message, *, force: bool = False) -> bool:
-        """Append a message if there is room; return whether it was accepted.
-
-        Args:
-            message: The message to append.
-            force: Accept the message even beyond the bound.
-        """
+        """Append a message if there is room; return whether it was accepted."""
         nbytes = message.nbytes + MESSAGE_BYTES
         with self._lock:
             full = self._messages and self.nbytes + nbytes > self.limit_bytes
@@ -330,12 +299,7 @@ class SendLoop:
         self._more.set()
 
     async def run(self) -> None:
-        """Send messages until cancelled.
-
-        Raises:
-            WaitTimeoutError: If a request timed out twice.
-            OSError: If the destination could not be reached twice.
-        """
+        """Send messages until cancelled."""
         pause_s = self._pace_s
         while True:
             with contextlib.suppress(TimeoutError):

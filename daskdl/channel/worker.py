@@ -60,9 +60,6 @@ class BlobServer:
 
     Other replicas fetch blobs by name. The client fetches the newest agreed state,
     which is made when its first part is fetched and released after the last part.
-
-    Attributes:
-        sent_bytes: Bytes of fetched blobs.
     """
 
     sent_bytes: int
@@ -93,11 +90,7 @@ class BlobServer:
             self._changed.notify_all()
 
     async def blob(self, name: str, part: int, timeout_s: float) -> dict[str, Any]:
-        """Return a part of a blob, for the wire; wait until the blob is published.
-
-        Raises:
-            TimeoutError: If it is not published in time.
-        """
+        """Return a part of a blob, for the wire; wait until the blob is published."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(lambda: name in self._blobs)
             blob = self._blobs[name]
@@ -112,10 +105,6 @@ class BlobServer:
                 for the state of this or a later epoch.
             part: Number of the part, from 0.
             timeout_s: Bound on the wait, seconds, without the time to make the state.
-
-        Raises:
-            TimeoutError: If there is no state in time.
-            ValueError: If another epoch's state, or none, is being fetched.
         """
         if part == 0:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -140,10 +129,6 @@ class SnapshotRequest(NamedTuple):
 
 class ReplicaEndpoint:
     """Receives and sends the messages of one replica, on its worker's event loop.
-
-    Args:
-        worker: The worker on which the replica trains.
-        spec: Settings of the replica.
 
     Attributes:
         inbox: Received updates and progress.
@@ -273,11 +258,7 @@ class ReplicaEndpoint:
         return found
 
     async def snapshot(self, cut: dict[int, int]) -> dict[str, Any]:
-        """Return this replica's state for a joining replica, made between two steps.
-
-        Raises:
-            TimeoutError: If the state was not made in time.
-        """
+        """Return this replica's state for a joining replica, made between two steps."""
         request = SnapshotRequest(cut, self.connection.loop.create_future())
         self.snapshot_requests.append(request)
         self.inbox.wake()
@@ -509,11 +490,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self.refused += 1
 
     def _endpoint_of(self, run: int, replica: int) -> ReplicaEndpoint:
-        """Return the endpoint of a replica.
-
-        Raises:
-            GoneError: If the replica is not on this worker; counted as refused.
-        """
+        """Return the endpoint of a replica."""
         endpoint = self.endpoints.get((run, replica))
         if endpoint is None:
             self.refused += 1
@@ -521,11 +498,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         return endpoint
 
     def open(self, spec: ChannelSpec) -> ReplicaEndpoint:
-        """Make the endpoint of a replica, which accepts messages from now on.
-
-        Raises:
-            ChannelError: If the replica is on this worker already.
-        """
+        """Make the endpoint of a replica, which accepts messages from now on."""
         key = (spec.run, spec.replica)
         if key in self.endpoints:
             raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")

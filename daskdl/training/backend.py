@@ -202,9 +202,6 @@ def merge(results: Sequence[FitResult]) -> FitResult:
     grid, so their order does not matter. Replicas that restore the best epoch have
     equal results, and the first one is used. If no replica finished, the first agreed
     state is used.
-
-    Args:
-        results: At least one result, in ascending order of replica.
     """
     ended = [result for result in results if result.finished]
     restored = [result for result in ended if result.restored][:1]
@@ -312,22 +309,7 @@ def run_spec_of(
     relayed: bool = True,
     relay_bytes: int = 0,
 ) -> RunSpec:
-    """Make the specification of a run for the run state; log the lease sizes.
-
-    Args:
-        spec: Specification of the replicas.
-        workers: Worker of each initial replica.
-        sources: Data by phase, with known lengths unless they are sequential.
-        keys: Dask keys of the parts that workers hold, by phase; None: workers hold no
-            parts.
-        relayed: Whether the scheduler relays updates.
-        relay_bytes: Bound of the relay's queue for each replica.
-
-    Raises:
-        OptionError: If checkpoints are due by steps and the lengths are unknown, or if
-            the data differ from those of the checkpoint to resume.
-        SaveError: If the checkpoint to resume refers to rows that do not exist.
-    """
+    """Make the specification of a run for the run state; log the lease sizes."""
     sizes = {}
     for phase, source in sources.items():
         # Leases are multiples of a step, so that few steps cross lease boundaries.
@@ -386,17 +368,7 @@ def run_spec_of(
 
 
 def _check_sync_point(point: SyncPoint, run: RunSpec, url: str) -> None:
-    """Refuse to resume in mid-epoch with other data.
-
-    Args:
-        point: Sync point of the checkpoint.
-        run: The run that is about to begin.
-        url: URL of the checkpoint.
-
-    Raises:
-        OptionError: If data, parts, seed or shuffle differ.
-        SaveError: If the checkpoint refers to rows that do not exist.
-    """
+    """Refuse to resume in mid-epoch with other data."""
     if point.order != run.order:
         raise OptionError(
             f"{url} was written in the middle of an epoch, and the data, their parts, "

@@ -100,15 +100,7 @@ def others_in(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a module; trainable parameters may be missing from them.
-
-    Args:
-        module: Changed in place; its tensors stay the same objects.
-        tensors: By name, on any device; must include every name of `others_in`.
-
-    Raises:
-        SaveError: If a name or shape does not match the module.
-    """
+    """Copy tensors into a module; trainable parameters may be missing from them."""
     others = others_in(module)
     own = {**trained_in(module), **others}
     for name in {**tensors, **others}:
@@ -344,11 +336,7 @@ class Resumed(NamedTuple):
     own_at: Sequence[str] = ()
 
     def check(self, state: State) -> None:
-        """Check that the states have the same form as the state of the new exchange.
-
-        Raises:
-            SaveError: If a form differs; names the file and the field.
-        """
+        """Check that the states have the same form as the state of the new exchange."""
         check_like(state.common, self.common, f"{self.common_at}: exchange")
         for own, at in zip(self.own, self.own_at, strict=False):
             check_like(state.own, own, f"{at}: exchange")
@@ -367,14 +355,7 @@ class Resumed(NamedTuple):
 
 @contextlib.contextmanager
 def restoring(what: str) -> Iterator[None]:
-    """Context manager: report errors from wrong values as a damaged checkpoint.
-
-    Args:
-        what: File and field, for the message.
-
-    Raises:
-        SaveError: In place of errors from Python and torch.
-    """
+    """Context manager: report errors from wrong values as a damaged checkpoint."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -409,9 +390,6 @@ def check_like(own: Any, found: Any, what: str, *, loose: bool = False) -> None:
         loose: For states of classes from other libraries or the user: lists and tensors
             may have any length, None in `found` matches any scalar, private fields may
             be missing, and private lists are not compared.
-
-    Raises:
-        SaveError: If the form differs; names the field.
     """
     if isinstance(own, Tensor):
         fits = isinstance(found, Tensor) and (loose or found.shape == own.shape)
@@ -617,12 +595,7 @@ class Exchange(ABC):
 
 
 class SoloExchange(Exchange):
-    """Exchange of a run's only replica, which trains exactly like a plain PyTorch loop.
-
-    Args:
-        context: Context of the replica.
-        scale: Factor on the learning rate.
-    """
+    """Exchange of a run's only replica, which trains like a plain PyTorch loop."""
 
     kind = ALONE
 
@@ -737,11 +710,7 @@ class TrainingMaster(ABC):
 
 
 def check_places(master: TrainingMaster) -> None:
-    """Check a master's options on replicas, fan-out and rejoining.
-
-    Raises:
-        OptionError: If an option is not allowed; names its value and what is allowed.
-    """
+    """Check a master's options on replicas, fan-out and rejoining."""
     check_whole("replicas_per_worker", master.replicas_per_worker, 1, "auto")
     check_whole("min_replicas", master.min_replicas, 1)
     check_whole("fan_out", master.fan_out, 1)

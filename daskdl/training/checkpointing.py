@@ -68,9 +68,6 @@ def wait_for(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> 
     """Wait for a thread while sending heartbeats; leave if the run is stopped.
 
     Exceptions of the thread propagate.
-
-    Raises:
-        WaitTimeoutError: If the thread exceeds the bound.
     """
     if not channel.wait(WaitCause.CHECKPOINT, future, bound.seconds):
         raise WaitTimeoutError(f"{what} took longer than {bound}")
@@ -89,14 +86,6 @@ class CheckpointWriter:
     """Takes checkpoints of one replica, and writes its parts in a thread.
 
     All replicas agree when a checkpoint is due. At most one copy is being written.
-
-    Args:
-        plan: The checkpoint plan of the run.
-        replica: Number of this replica.
-        channel: Channel of this replica.
-        timeouts: Bounds on waiting.
-        rows: Rows of the history, including epochs before this run.
-        taken: Checkpoints that the run took before this replica joined.
     """
 
     def __init__(
@@ -125,11 +114,7 @@ class CheckpointWriter:
         return {"checkpoints": self._taken, "rows": self._rows.rows}
 
     def counters(self) -> dict[str, int]:
-        """Return the counters for the other replicas at a barrier.
-
-        Raises:
-            SaveError: If the previous checkpoint could not be written.
-        """
+        """Return the counters for the other replicas at a barrier."""
         return {
             "checkpoints": self._taken,
             "written": self._last_written(),
@@ -144,18 +129,7 @@ class CheckpointWriter:
         over: bool,
         make: Callable[[], CheckpointState],
     ) -> None:
-        """Take a checkpoint at the end of an epoch if one is due.
-
-        Args:
-            epoch: Epoch that ended, counted from 0.
-            gathered: Payloads of the barrier; ``"checkpoint"`` has the counters.
-            reports: The same payloads as reports.
-            over: Whether it was the last epoch.
-            make: Returns the state to write.
-
-        Raises:
-            SaveError: If the previous checkpoint could not be written.
-        """
+        """Take a checkpoint at the end of an epoch if one is due."""
         self._rows.end_epoch(epoch, reports, gathered.counted)
         if self._plan.rule.due(epoch) or over:
             self.take(gathered, make)
@@ -163,15 +137,7 @@ class CheckpointWriter:
     def take(
         self, gathered: BarrierResult, make: Callable[[], CheckpointState]
     ) -> None:
-        """Copy the state, and begin to write this replica's parts of a checkpoint.
-
-        Args:
-            gathered: Payloads of the barrier; ``"checkpoint"`` has the counters.
-            make: Returns the state to write.
-
-        Raises:
-            SaveError: If the previous checkpoint could not be written.
-        """
+        """Copy the state, and begin to write this replica's parts of a checkpoint."""
         self.finish()
         counters = {r: note["checkpoint"] for r, note in gathered.payloads.items()}
         taken = max(own["checkpoints"] for own in counters.values())
@@ -188,12 +154,7 @@ class CheckpointWriter:
         self._writing = stamp.number, run_in_thread(write, name)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is written.
-
-        Raises:
-            SaveError: If the checkpoint could not be written.
-            WaitTimeoutError: If writing exceeds the bound.
-        """
+        """Wait until the last checkpoint is written."""
         if self._writing is not None:
             number, writing = self._writing
             what = f"writing to {self._series.folder(number).url}"
@@ -230,12 +191,7 @@ class CheckpointWriter:
     # ---- thread of its own
 
     def _write(self, number: int, expected: bool) -> None:
-        """Write the copies, the common part last.
-
-        Args:
-            number: Number of the checkpoint.
-            expected: Whether the previous checkpoint must be complete.
-        """
+        """Write the copies, the common part last."""
         store = self._series.folder(number)
         for name, copy in self._copies.items():
             before = self._series.folder(number - 1)
@@ -303,15 +259,7 @@ class Fingerprint:
         return [dict(self.tensors), self.optimizer, self.scheduler]
 
     def check(self, other: "Fingerprint", url: str) -> None:
-        """Refuse to resume a checkpoint with another fingerprint.
-
-        Args:
-            other: Fingerprint of the checkpoint.
-            url: URL of the checkpoint.
-
-        Raises:
-            OptionError: If model, optimizer or scheduler differ.
-        """
+        """Refuse to resume a checkpoint with another fingerprint."""
         for name in {**other.tensors, **self.tensors}:
             ours, theirs = self.tensors.get(name), other.tensors.get(name)
             if ours != theirs:
@@ -376,11 +324,7 @@ class ResumePlan:
 
     @classmethod
     def of(cls, found: CompleteCheckpoint) -> Self:
-        """Read the header of a checkpoint.
-
-        Raises:
-            SaveError: If the header is damaged.
-        """
+        """Read the header of a checkpoint."""
         with restoring(found.store.url_of(f"{COMMON}.json")):
             header = found.header
             check({name: header[name] for name in _HEADER}, _HEADER)
@@ -413,18 +357,7 @@ class ResumePlan:
         optimizer: Optimizer,
         scheduler: LRScheduler | None,
     ) -> None:
-        """Check that the checkpoint fits the options of a fit.
-
-        Args:
-            master: Training master of the fit.
-            model: Initial model of the fit.
-            optimizer: Optimizer over the model's trainable parameters.
-            scheduler: Scheduler of the optimizer, or None.
-
-        Raises:
-            OptionError: If master, model, optimizer or scheduler do not match the
-                checkpoint.
-        """
+        """Check that the checkpoint fits the options of a fit."""
         if self.kind not in master.resumes:
             raise OptionError(
                 f"{self.url} is of replicas of another way of training than "
@@ -435,17 +368,7 @@ class ResumePlan:
 
 
 def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None:
-    """Find the checkpoint that a fit resumes; None if it resumes none.
-
-    Args:
-        resume: The argument of `Trainer.fit`.
-        callbacks: Callbacks of the trainer.
-
-    Raises:
-        OptionError: If `resume` is no URL, or True without a
-            :class:`~daskdl.Checkpoint`.
-        SaveError: If there is no checkpoint at the URL, or it is damaged.
-    """
+    """Find the checkpoint that a fit resumes; None if it resumes none."""
     if resume is None or resume is False:
         return None
     url = resume
@@ -469,16 +392,7 @@ def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None
 def checkpoints_of(
     callbacks: Sequence[Callback], resume: ResumePlan | None
 ) -> CheckpointPlan | None:
-    """Plan the checkpoints of a fit; None if it writes none.
-
-    Args:
-        callbacks: Callbacks of the trainer.
-        resume: The checkpoint that the fit resumes, or None.
-
-    Raises:
-        OptionError: If there is more than one :class:`~daskdl.Checkpoint`.
-        SaveError: If the folder cannot be listed.
-    """
+    """Plan the checkpoints of a fit; None if it writes none."""
     rule: Checkpoint | None = only(Checkpoint, callbacks)
     if rule is None:
         return None
@@ -533,11 +447,7 @@ class RestoredState(NamedTuple):
         return Resumed(kind, common, own, self.common_at, self.own_at)
 
     def check(self, module: nn.Module) -> None:
-        """Check the fields of all parts, and the tensors against a module.
-
-        Raises:
-            SaveError: If fields or tensors differ; the message names file and field.
-        """
+        """Check the fields of all parts, and the tensors against a module."""
         check_like(_COMMON, self.common, f"{self.common_at}: its state")
         parts = [*zip(self.own_at, self.own, strict=True), (self.donor_at, self.donor)]
         for at, part in parts:
@@ -563,16 +473,7 @@ class RestoredState(NamedTuple):
 
 
 def restored_state(plan: ResumePlan, place: int, initial: int) -> RestoredState:
-    """Read the parts of a checkpoint that one initial replica takes over.
-
-    Args:
-        plan: The checkpoint to resume.
-        place: Index of the replica among the initial replicas, from 0.
-        initial: Number of initial replicas.
-
-    Raises:
-        SaveError: If the checkpoint cannot be read.
-    """
+    """Read the parts of a checkpoint that one initial replica takes over."""
     members = plan.members
     taken = members[place::initial]
     donor = members[place % len(members)]

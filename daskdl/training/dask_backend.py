@@ -80,15 +80,6 @@ def train_replica(
 ) -> Packed[FitResult]:
     """Train one replica on this worker, from start to end.
 
-    Args:
-        packed: The specification, identical for all replicas.
-        sources: Sources that every worker holds completely, by phase.
-        number: Number of this replica in the run.
-        on_worker: Number of replicas of this run on this worker.
-        routing: ``"plain"`` or ``"mesh"``.
-        initial: Whether this is an initial replica; training starts when all initial
-            replicas have joined.
-
     Returns:
         The replica's result, packed so that Dask serialises no tensor.
     """
@@ -123,16 +114,7 @@ LOOK_S = 0.5  # interval of the checks in `_awaited`
 async def _awaited(
     awaitable: Awaitable[Any], deadline: float, look: Callable[[], None]
 ) -> Any:
-    """Await a result with a deadline and a periodic check.
-
-    Args:
-        awaitable: Cancelled on failure.
-        deadline: Monotonic time, seconds.
-        look: Called every `LOOK_S`; raises if the result can no longer arrive.
-
-    Raises:
-        TimeoutError: If the result has not arrived by the deadline.
-    """
+    """Await a result with a deadline and a periodic check."""
     task = asyncio.ensure_future(awaitable)
     try:
         while not task.done():
@@ -159,17 +141,6 @@ def collect(
 
     A finished result may still be lost with its worker; the remaining results are then
     merged without it.
-
-    Args:
-        client: Synchronous client of the cluster.
-        tasks: Tasks of the replicas that are not given up, by name in messages.
-        spec: Specification of the replicas.
-
-    Returns:
-        The merged result; None if no task has finished.
-
-    Raises:
-        WaitTimeoutError: If the results were not merged in time.
     """
     futures = tasks.values()
     _wait_for(client, futures, spec.timeouts.stop)
@@ -232,17 +203,7 @@ MUCH_FROZEN = 64 * 2**20  # frozen bytes received per replica and epoch: warn ab
 
 
 def assign_workers(master: TrainingMaster, client: Client, most: int) -> dict[int, str]:
-    """Choose the worker of each initial replica, by number from 0.
-
-    Args:
-        master: Gives the number of replicas per worker.
-        client: Client of the cluster.
-        most: Largest number of replicas, see `most_replicas`.
-
-    Raises:
-        OptionError: If the cluster has no workers.
-        OSError: If a worker does not respond.
-    """
+    """Choose the worker of each initial replica, by number from 0."""
     workers = workers_of(client)
     try:
         each = replicas_on(master, client, workers)
@@ -259,12 +220,7 @@ def assign_workers(master: TrainingMaster, client: Client, most: int) -> dict[in
 def replicas_on(
     master: TrainingMaster, client: Client, workers: Sequence[str]
 ) -> dict[str, int]:
-    """Return the number of replicas for each of these workers.
-
-    Raises:
-        OSError: If a worker has left.
-        WaitTimeoutError: If a worker does not respond; an OSError as well.
-    """
+    """Return the number of replicas for each of these workers."""
     if master.replicas_per_worker != "auto":
         return dict.fromkeys(workers, int(master.replicas_per_worker))
     bound = master.timeouts().bound("request")
@@ -278,11 +234,6 @@ REST_TIMES = 4.0  # pause after a fetch / its duration: leaves bandwidth for upd
 
 class AgreedStateFetcher:
     """Fetches agreed states to the client, on its event loop.
-
-    Args:
-        client: Client of the cluster.
-        run: Identity of the run.
-        bound: Time-out of each request.
 
     Attributes:
         state: The newest state that has arrived completely, or None.
@@ -365,16 +316,7 @@ class AgreedStateFetcher:
 
 
 class DaskBackend(Backend):
-    """Runs each replica as a task on a worker of a cluster.
-
-    Args:
-        client: Synchronous client of the cluster.
-        spec: Specification of the replicas.
-        packed: The same specification, packed for the workers.
-        workers: Worker address of each initial replica.
-        supplies: Data by phase.
-        most_replicas: Largest useful number of replicas.
-    """
+    """Runs each replica as a task on a worker of a cluster."""
 
     def __init__(
         self,
@@ -727,16 +669,7 @@ class DaskBackend(Backend):
 def dask_backend(
     client: Client, spec: ReplicaSpec, sources: Mapping[str, Source]
 ) -> Iterator[DaskBackend]:
-    """Choose the workers of a run, and place the data on them.
-
-    Args:
-        client: Synchronous client of the cluster.
-        spec: Specification of the replicas.
-        sources: Data by phase.
-
-    Raises:
-        ModelError: If one of the user's objects cannot be pickled.
-    """
+    """Choose the workers of a run, and place the data on them."""
     packed = Packed(spec, "trainer")
     most = most_replicas(sources["train"], spec)
     assigned = assign_workers(spec.master, client, most)

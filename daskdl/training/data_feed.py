@@ -52,10 +52,6 @@ class Loader:
 
     Unlike in Python's own pool, a thread that hangs in the user's code does not keep
     the process from ending.
-
-    Args:
-        threads: Most jobs that run at the same time, >= 1.
-        name: Name of the threads.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -68,9 +64,6 @@ class Loader:
         """Run a job as soon as a thread is free, with the caller's context variables.
 
         So the user's code gets the same Dask worker as in the calling thread.
-
-        Args:
-            job: Its return value or exception becomes the result of the future.
         """
         future: Future[T] = Future()
         if len(self._threads) < self._most:
@@ -108,13 +101,7 @@ class _Loading(NamedTuple):
 
 
 class Store(ABC):
-    """The data of a run for one replica, used only by its training thread.
-
-    Args:
-        channel: The replica's end of the run.
-        timeouts: Bounds on waiting.
-        threads: Most parts that are loaded at the same time, >= 1.
-    """
+    """The data of a run for one replica, used only by its training thread."""
 
     def __init__(self, channel: Channel, timeouts: Timeouts, threads: int) -> None:
         self._channel = channel
@@ -123,25 +110,14 @@ class Store(ABC):
         self._begun: dict[Which, _Loading] = {}
 
     def begin(self, phase: str, part: int, key: str) -> None:
-        """Start loading a part, unless loading has started; do not wait.
-
-        Args:
-            phase: ``"train"`` or ``"validation"``.
-            part: Number of the part.
-            key: Dask key of a part that workers hold; else "".
-        """
+        """Start loading a part, unless loading has started; do not wait."""
         if (phase, part) not in self._begun:
             unwanted = threading.Event()
             job = self._job(phase, part, key, unwanted)
             self._begun[phase, part] = _Loading(self._loader.submit(job), unwanted)
 
     def forget(self, phase: str, but: Collection[int]) -> None:
-        """Cancel the loading of parts that are no longer needed.
-
-        Args:
-            phase: ``"train"`` or ``"validation"``.
-            but: Numbers of the parts that are still needed.
-        """
+        """Cancel the loading of parts that are no longer needed."""
         for which in [w for w in self._begun if w[0] == phase and w[1] not in but]:
             self._drop(which)
 
@@ -152,16 +128,7 @@ class Store(ABC):
             loading.rows.cancel()
 
     def rows(self, phase: str, part: int, key: str) -> Rows:
-        """Wait for a part, loaded by another thread; arguments as in `begin`.
-
-        Returns:
-            Read-only trees (x, y) of arrays.
-
-        Raises:
-            WaitTimeoutError: If loading takes too long.
-            DataError: If the part cannot be used. Exceptions of the user's code
-                propagate unchanged.
-        """
+        """Wait for a part, loaded by another thread; arguments as in `begin`."""
         while True:
             self.begin(phase, part, key)
             try:
@@ -174,14 +141,7 @@ class Store(ABC):
                 self._channel.check()  # a closing worker causes arbitrary Dask errors
 
     def stream(self, phase: str, part: int, size: int, ahead: int) -> Iterator[Rows]:
-        """Yield the rows of a sequential part in chunks.
-
-        Args:
-            phase: ``"train"`` or ``"validation"``.
-            part: Number of the part.
-            size: Approximate rows of a chunk.
-            ahead: Chunks loaded ahead in addition to the next one.
-        """
+        """Yield the rows of a sequential part in chunks."""
         own = Loader(1, "daskdl-stream")  # one thread keeps the order
         source = self.source(phase)
         assert source is not None, "what is sequential is sent as a whole"
@@ -202,13 +162,6 @@ class Store(ABC):
         self, phase: str, part: int, key: str, skips: bool
     ) -> list[tuple[str, Rows]]:
         """Read the files or smaller parts of a part one by one.
-
-        Args:
-            phase: ``"train"`` or ``"validation"``.
-            part: Number of the part.
-            key: Dask key of a part that workers hold; else "".
-            skips: Whether unreadable files are left out; else the first error is
-                raised.
 
         Returns:
             Names and rows; empty if the part can only be read as a whole.
@@ -285,10 +238,6 @@ class LocalStore(Store):
     """Slices, loads or computes parts in this process.
 
     Nothing is cached: a computed part is computed again in each epoch.
-
-    Args:
-        sources: Sources by phase; replicas may share them.
-        channel: See `Store`, like `timeouts` and `threads`.
     """
 
     def __init__(
@@ -327,11 +276,6 @@ class WorkerStore(Store):
     """Loads parts on this worker, or fetches them as results of Dask tasks.
 
     Must be created in the replica's task.
-
-    Args:
-        sources: Sources by phase, for phases whose source every worker has.
-        channel: The replica's end of the run; requests new keys for lost parts.
-        timeouts: See `Store`, like `threads`.
     """
 
     def __init__(
@@ -423,13 +367,7 @@ class Reading:
 
 
 class Reader:
-    """Reads the leased rows of one epoch; holds the part that was read last.
-
-    Args:
-        store: Provides the parts.
-        reading: How parts are read.
-        totals: Records the number of rows left out, and the first reason.
-    """
+    """Reads the leased rows of one epoch; holds the part that was read last."""
 
     def __init__(self, store: Store, reading: Reading, totals: EpochTotals) -> None:
         self._store = store
@@ -581,15 +519,6 @@ class Feed:
     replica that finishes early waits for the others, and takes over the leases of
     failed replicas.
 
-    Args:
-        channel: Grants the leases.
-        epoch: Counted from 0.
-        store: Provides the parts.
-        reading: How parts are read.
-        totals: Counts the rows that are left out. Each finished lease is returned with
-            the mean loss so far.
-        transform: Applied to each batch, or None.
-
     Attributes:
         rows: Rows of the last group, after `transform`.
         sync_point: Remaining work of the epoch, if `groups` stopped at the end of a
@@ -630,9 +559,6 @@ class Feed:
         Args:
             rest: Called before waiting for other replicas, between two groups.
             size: Batches of a group. The last group before a wait may have fewer.
-
-        Yields:
-            Lists of batches (x, y), see :func:`daskdl.data.batching.batches`.
         """
         self.sync_point = None
         lease = self._lease(wait=False)

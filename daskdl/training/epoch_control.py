@@ -38,13 +38,6 @@ ScheduleState = tuple[int, dict[str, Any], list[dict[str, Any]], int]
 class Scheduling:
     """The options `scheduler` and `scheduler_every` of a trainer.
 
-    Args:
-        make: Creates a scheduler for an optimizer; None: the learning rate is constant.
-        every: When the scheduler is stepped.
-
-    Raises:
-        OptionError: If an option is not allowed; names its value and what is allowed.
-
     Example:
         >>> Scheduling(None, "batch")
         Traceback (most recent call last):
@@ -70,11 +63,7 @@ class Scheduling:
             raise OptionError("scheduler_every='step' needs a scheduler, got None")
 
     def of(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Create the scheduler of an optimizer, or None if `make` is None.
-
-        Raises:
-            OptionError: If the result is not a scheduler, or cannot be used here.
-        """
+        """Create the scheduler of an optimizer, or None if `make` is None."""
         if self.make is None:
             return None
         try:
@@ -103,16 +92,7 @@ class Scheduling:
         return made
 
     def check(self, optimizer: Callable[[Any], Optimizer], model: nn.Module) -> None:
-        """Dry run: create a scheduler for a copy of a model, and pickle its state.
-
-        Args:
-            optimizer: Creates an optimizer; already accepted by `check_step`.
-            model: Not changed.
-
-        Raises:
-            OptionError: See `of`.
-            ModelError: If the scheduler's state cannot be pickled.
-        """
+        """Dry run: create a scheduler for a copy of a model, and pickle its state."""
         if self.make is not None:
             copy = copied(model)
             LearningRate(optimizer(trainable(copy)), self).state()
@@ -120,12 +100,6 @@ class Scheduling:
 
 class LearningRate:
     """The learning rate of one optimizer, with or without a scheduler.
-
-    Args:
-        optimizer: Its parameter groups are changed in place.
-        scheduling: Creates the scheduler.
-        before: State from an earlier fit; empty: a new scheduler.
-        epochs: Epochs of the run.
 
     Attributes:
         scheduler: The scheduler, or None.
@@ -196,12 +170,7 @@ class LearningRate:
         return self._count, self.scheduler.state_dict()
 
     def go_on_(self, count: int, own: dict[str, Any]) -> None:
-        """Continue from a position; the optimizer has been restored before.
-
-        Args:
-            count: Steps of the scheduler.
-            own: State dict of the scheduler.
-        """
+        """Continue from a position; the optimizer has been restored before."""
         assert self.scheduler is not None, "a position is of a scheduler"
         self._count = count
         self.scheduler.load_state_dict(own)
@@ -220,12 +189,7 @@ class LearningRate:
         }
 
     def end_epoch(self, reports: Reports, *, scored: bool = True) -> None:
-        """Continue from the replica with the most scheduler steps, and step if due.
-
-        Args:
-            reports: Reports of all replicas, including this one.
-            scored: Whether they have the loss that ReduceLROnPlateau needs.
-        """
+        """Continue from the replica with the most scheduler steps, and step if due."""
         if self.scheduler is None:
             return
         farthest = max(reports, key=lambda report: report.scheduled)
@@ -296,11 +260,7 @@ class StoppingDecision(NamedTuple):
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> Self:
-        """Create from the result of `values`.
-
-        Raises:
-            ValueError: If a field has another type.
-        """
+        """Create from the result of `values`."""
         match fields:
             case [[*best], float() | int() | None as score, reason, str(details)]:
                 numbers = all(type(number) in (int, float) for number in best)
@@ -337,18 +297,7 @@ class EvaluationPlan:
         validates: bool,
         accuracy: bool | None = None,
     ) -> Self:
-        """Create the plan from the callbacks of a trainer.
-
-        Args:
-            callbacks: All callbacks.
-            epochs: Most epochs of the fit.
-            validates: Whether there are validation data.
-            accuracy: Whether accuracy on them is also computed; None: unknown.
-
-        Raises:
-            OptionError: If two callbacks are of the same kind, or a callback needs a
-                score that is not computed.
-        """
+        """Create the plan from the callbacks of a trainer."""
         evaluate = only(Evaluate, callbacks)
         stopping = only(EarlyStopping, callbacks)
         if evaluate is not None and not validates:
@@ -385,11 +334,7 @@ class EvaluationPlan:
         return not rules or any(rule.due(epoch) for rule in rules)
 
     def scores(self, rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-        """Return the scores that early stopping has checked, by epoch.
-
-        Args:
-            rows: Rows of the history.
-        """
+        """Return the scores that early stopping has checked, by epoch."""
         rule = self.stopping
         if rule is None:
             return {}
@@ -405,10 +350,6 @@ class EvaluationPlan:
         """Decide at the end of an epoch whether the fit continues.
 
         Replicas and the client reach the same decision from the same reports.
-
-        Args:
-            epoch: Counted from 0.
-            reports: Reports of all replicas for this epoch.
         """
         rule = self.stopping
         if rule is None:
@@ -424,13 +365,7 @@ class EvaluationPlan:
     def conclude(
         self, epoch: int, decision: StoppingDecision, elapsed_s: float
     ) -> StoppingDecision:
-        """Apply the rule to a score; a resumed fit may have another rule.
-
-        Args:
-            epoch: Counted from 0.
-            decision: Has the best score so far and the score of the epoch.
-            elapsed_s: Seconds since the fit began.
-        """
+        """Apply the rule to a score; a resumed fit may have another rule."""
         rule, decision = self.stopping, StoppingDecision(*decision[:2])
         if rule is None or self._is_last(epoch):
             return decision
@@ -488,11 +423,7 @@ def _epochs(count: int) -> str:
 
 
 def only(kind: type[Any], callbacks: Sequence[Callback]) -> Any:
-    """Return the callback of a kind, or None.
-
-    Raises:
-        OptionError: If there are several.
-    """
+    """Return the callback of a kind, or None."""
     found = [callback for callback in callbacks if isinstance(callback, kind)]
     if len(found) > 1:
         raise OptionError(
@@ -519,10 +450,6 @@ def _check_monitor(
 
 class EarlyStopper:
     """Early stopping in one replica, created when the replica has joined.
-
-    Args:
-        plan: Equal on all replicas.
-        now: Returns seconds of a monotonic clock.
 
     Attributes:
         decision: Decision at the end of the last epoch.
@@ -564,12 +491,7 @@ class EarlyStopper:
         }
 
     def restore_(self, values: Mapping[str, Any], epoch: int) -> None:
-        """Continue from the result of `values`; only its time if the monitor differs.
-
-        Args:
-            values: From another replica, or from the fit that is resumed.
-            epoch: The next epoch, counted from 0.
-        """
+        """Continue from `values`; only its time if the monitor differs."""
         self._began_at = self._now() - values["elapsed_s"]
         if values["monitor"] != self._monitor:
             return
@@ -589,13 +511,7 @@ class EarlyStopper:
     def end_epoch(
         self, epoch: int, reports: Reports, agreed: Parameters | None
     ) -> None:
-        """Decide whether the fit continues, and keep the model if it is the best.
-
-        Args:
-            epoch: Counted from 0.
-            reports: Reports of all replicas.
-            agreed: The agreed parameters; None: this replica joined later.
-        """
+        """Decide whether the fit continues, and keep the model if it is the best."""
         self.decision = self._plan.decide(epoch, reports)
         if self._keeps_best and agreed and self.decision.best.best_epoch == epoch:
             self._best_epoch, self._best = epoch, agreed

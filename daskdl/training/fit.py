@@ -81,12 +81,6 @@ Sources = Mapping[str, Source]  # keys: "train" and "validation"
 class FitRun:
     """One fit: call `prepare`, then `train` once, then `settle_`.
 
-    Args:
-        spec: Options of the fit.
-        model: The initial model; not changed.
-        state: State that earlier fits of the trainer left.
-        resume: The checkpoint to resume, or None.
-
     Attributes:
         history: Gets a row after each epoch.
         classes: Names of the labels, if the data name them.
@@ -123,16 +117,7 @@ class FitRun:
     def prepare(
         self, sources: Sources, client: Client | Literal[False]
     ) -> Iterator[None]:
-        """Do a dry run, and prepare the data and the backend.
-
-        Args:
-            sources: Data by phase.
-            client: Client of the cluster; False: replicas are threads of this process.
-
-        Raises:
-            DaskDLError: If model, data or options do not fit together. Checks that need
-                no loaded data run before any worker is used.
-        """
+        """Do a dry run, and prepare the data and the backend."""
         spec, model = self._spec, self._model
         if client is False:
             check_device(str(spec.device))
@@ -176,14 +161,8 @@ class FitRun:
     def _dry_run(self, sources: Sources) -> tuple[LabelCheck | None, EvaluationPlan]:
         """Try model, optimizer and loss on a few rows, without any worker.
 
-        Args:
-            sources: Data by phase, each with known first rows.
-
         Returns:
             The check for labels of all parts, or None, and the evaluation plan.
-
-        Raises:
-            DaskDLError: If model, optimizer, loss and data do not fit together.
         """
         spec, model, train = self._spec, self._model, sources["train"]
         objective, transform = spec.objective, spec.read.transform
@@ -389,12 +368,7 @@ class FitRun:
             error.add_note(f"the last checkpoint, for fit(resume=...), is {where}")
 
     def _finish(self, result: FitResult) -> None:
-        """Complete `history.stopping`, and conclude the checkpoints.
-
-        Raises:
-            RunError: If no replica trained although epochs remained.
-            SaveError: If the run should have left a checkpoint and did not.
-        """
+        """Complete `history.stopping`, and conclude the checkpoints."""
         sent, history = self._sent, self.history
         rule, stopping = sent.evaluation.stopping, history.stopping
         if stopping is not None and rule is not None:
@@ -423,9 +397,6 @@ class FitRun:
 
     def settle_(self, model: nn.Module) -> FitState:
         """Load the result into the model, also if the fit ended early.
-
-        Args:
-            model: Gets the parameters and buffers; changed in place.
 
         Returns:
             The state from which the next fit continues.
@@ -484,11 +455,6 @@ def callback_scope(
     """Run `on_fit_begin` of all callbacks on entry, and `on_fit_end` on exit.
 
     `on_fit_end` runs in reverse order, for callbacks whose `on_fit_begin` returned.
-
-    Args:
-        callbacks: All callbacks of the fit.
-        fit: Passed to `on_fit_begin`.
-        history: The history of this fit.
     """
     with contextlib.ExitStack() as ending:
         for callback in callbacks:
@@ -518,14 +484,7 @@ def _end_callback(
 
 
 class ProgressReporter:
-    """Turns events into rows of a history, and shows a progress bar.
-
-    Args:
-        spec: Specification of the replicas.
-        history: Gets a row after each epoch, and `stopping` at the end.
-        callbacks: Their `on_epoch_end` is called with the row.
-        examples: Number of examples in one epoch; None: unknown.
-    """
+    """Turns events into rows of a history, and shows a progress bar."""
 
     def __init__(
         self,
@@ -604,10 +563,6 @@ def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
     one replica's batch exceeds that in all replicas' batches together by a factor of up
     to the square root of the number of replicas.
 
-    Args:
-        optimizer: An optimizer like those of the replicas.
-        replicas: Number of replicas whose updates are averaged.
-
     Example:
         >>> import torch
         >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
@@ -641,9 +596,6 @@ def hint_at_small_threshold(last: Row) -> None:
 
     Residual clipping then drops the excess of each residual over a few quanta: the fit
     learns little, and its loss does not show why.
-
-    Args:
-        last: Last row of the history.
     """
     if last["density"] >= DENSE and last["clipped"] > 0:
         logger.warning(

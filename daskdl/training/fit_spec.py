@@ -64,10 +64,6 @@ class FitSpec:
         drop_last: Whether incomplete batches are left out.
         prefetch: Number of batches to load ahead, rounded up to whole parts.
         approach: ``"direct"``, or ``"export"`` to write batch files first.
-
-    Raises:
-        OptionError: If an option is out of range; the message has the value given and
-            the allowed values.
     """
 
     objective: Objective
@@ -127,17 +123,8 @@ class FitSpec:
     def sources(self, X: Any, y: Any, validation: Any) -> dict[str, Source]:
         """Make sources from the user's data, without any worker.
 
-        Args:
-            X: Inputs, or inputs and labels together.
-            y: Labels, or None.
-            validation: Validation inputs and labels, or None.
-
         Returns:
             Sources by phase: ``"train"`` and, with validation data, ``"validation"``.
-
-        Raises:
-            DataError: If the type of the data is not supported.
-            OptionError: If a callback needs validation data and none are given.
         """
         EvaluationPlan.of(self.callbacks, self.epochs, validates=validation is not None)
         labelled = not isinstance(self.objective, OwnStep)
@@ -243,12 +230,7 @@ class ReplicaSpec(FitSpec):
         return self.read.batch_size * self.stepping.accumulate
 
     def reading(self, phase: str, epoch: int) -> Reading:
-        """Return the options for reading the parts of a phase.
-
-        Args:
-            phase: ``"train"`` or ``"validation"``.
-            epoch: Epoch of this fit, counted from 0.
-        """
+        """Return the options for reading the parts of a phase."""
         trains = phase == "train"
         shuffled = trains and self.shuffle
         return Reading(
@@ -262,12 +244,7 @@ class ReplicaSpec(FitSpec):
         )
 
     def spec(self, replica: int, routing: str = "plain") -> ChannelSpec:
-        """Return the specification of a replica's channel.
-
-        Args:
-            replica: Number of the replica.
-            routing: ``"plain"`` or ``"mesh"``.
-        """
+        """Return the specification of a replica's channel."""
         injected = [c for c in self.callbacks if isinstance(c, FailureInjection)]
         return ChannelSpec(
             self.run,

@@ -71,11 +71,6 @@ class TrainedOptimizer(NamedTuple):
         """Carry the state over to the next fit; None if the state does not apply.
 
         The state is kept; hyperparameters that the user has changed take effect.
-
-        Args:
-            optimizer: A new optimizer of the next fit, over the model's parameters.
-            scheduling: Scheduling of the next fit.
-            model: Initial model of the next fit.
         """
         if type(optimizer) is not type(self.optimizer):
             _log_anew(f"optimizer makes a {type(optimizer).__name__} now")
@@ -138,13 +133,7 @@ class FitState:
     def continued(
         self, model: nn.Module, optimizer: Optimizer, scheduling: Scheduling
     ) -> "FitState":
-        """Drop state that does not apply to the next fit, with a log message.
-
-        Args:
-            model: Initial model of the next fit; not changed.
-            optimizer: A new optimizer for this model.
-            scheduling: Scheduling of the next fit.
-        """
+        """Drop state that does not apply to the next fit, with a log message."""
         trained = self.optimizer
         if trained is not None:
             trained = trained.continued(optimizer, scheduling, model)
@@ -209,9 +198,6 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
         model: A module, which is not changed, or a function that returns one.
         seed: Seeds torch's and Python's generators while the function runs; their
             state is restored afterwards.
-
-    Raises:
-        ModelError: If the model is not a module, or cannot be copied.
     """
     model = as_module(model)
     if isinstance(model, nn.Module) or not callable(model):

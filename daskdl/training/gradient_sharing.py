@@ -66,10 +66,6 @@ class GradientSharingExchange(Exchange):
     If a barrier finds no other replica, this one becomes the sole owner of shared: it
     moves the whole residual into shared and encodes no updates, until it serves a
     snapshot to a joining replica.
-
-    Args:
-        context: Context of the replica.
-        options: Options, equal on all replicas.
     """
 
     kind = SHARER

@@ -44,15 +44,7 @@ HERE = "this machine"  # location of the replicas in messages
 
 
 def replicas_here(master: TrainingMaster, most: int) -> int:
-    """Choose the number of replicas in this process.
-
-    Args:
-        master: Gives `replicas_per_worker` and `min_replicas`.
-        most: Largest number of replicas, see `most_replicas`.
-
-    Raises:
-        OptionError: If the number is below `min_replicas`; no replica can join later.
-    """
+    """Choose the number of replicas in this process."""
     each = master.replicas_per_worker
     wanted = max(1, torch.cuda.device_count()) if each == "auto" else int(each)
     replicas = useful(wanted, most)
@@ -66,16 +58,7 @@ def replicas_here(master: TrainingMaster, most: int) -> int:
 
 
 class LocalBackend(Backend):
-    """Runs each replica in a thread of this process.
-
-    Args:
-        spec: Specification of the replicas.
-        sources: Data by phase.
-
-    Raises:
-        ModelError: If one of the user's objects can neither be pickled nor copied.
-        OptionError: If the number of replicas is below `min_replicas`.
-    """
+    """Runs each replica in a thread of this process."""
 
     def __init__(self, spec: ReplicaSpec, sources: Mapping[str, Source]) -> None:
         self._packed = Packed(spec, "trainer", here=True)

@@ -203,13 +203,6 @@ class LossWatch:
     Noisy, small and negative losses, spikes, bad starts that recover, and losses that
     return to their first value do not count as divergence.
 
-    Args:
-        max_rise: See above; None: never report divergence.
-
-    Attributes:
-        first: The first loss, or None.
-        last: The last loss, or None.
-
     Example:
         >>> watch = LossWatch(max_rise=10)
         >>> [step for step in range(1, 501) if watch.note(2.0 if step < 101 else 50.0)]
@@ -424,9 +417,6 @@ class Stepping:
         accumulate: Most batches of a group.
         clip_grad_norm: Largest norm of all gradients together; None: any.
 
-    Raises:
-        OptionError: If an option is not allowed; names its value and what is allowed.
-
     Example:
         >>> Stepping(torch.float64)
         Traceback (most recent call last):
@@ -454,11 +444,7 @@ None, got torch.float64
             )
 
     def check_model(self, module: nn.Module) -> None:
-        """Check that these options fit the model.
-
-        Raises:
-            OptionError: If `autocast` is float16 and a parameter is float16.
-        """
+        """Check that these options fit the model."""
         half = [n for n, p in module.named_parameters() if p.dtype == torch.float16]
         if self.autocast is torch.float16 and half:
             raise OptionError(
@@ -468,15 +454,7 @@ None, got torch.float64
 
 
 class Stepper:
-    """Makes the optimizer steps of a model.
-
-    Args:
-        module: The model, on its device.
-        objective: The loss to minimize, or the user's own step; moved to the device.
-        optimizer: Optimizer of the model's trainable parameters.
-        stepping: Options of a step.
-        device: Device of the model.
-    """
+    """Makes the optimizer steps of a model."""
 
     def __init__(
         self,
@@ -513,12 +491,6 @@ class Stepper:
 
         Each batch is weighted by its rows, so that a mean loss has the gradients of one
         large batch.
-
-        Args:
-            group: Batches on any device, moved one at a time.
-
-        Returns:
-            The loss over all rows of the group.
         """
         self._optimizer.zero_grad(set_to_none=True)
         rows = [length(x) for x, _ in group]
@@ -586,12 +558,6 @@ class Stepper:
 
         With float16, a step whose gradients overflow is skipped, and the loss scale
         decreases.
-
-        Args:
-            scale: Factor on the learning rate.
-
-        Raises:
-            ModelError: If a parameter group has no learning rate to scale.
         """
         if self._stepping.clip_grad_norm is not None:
             if self._scaler is not None:
@@ -622,11 +588,7 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Context manager: multiply the learning rate of every parameter group.
-
-    Raises:
-        ModelError: If a group has no learning rate to scale.
-    """
+    """Context manager: multiply the learning rate of every parameter group."""
     if factor == 1.0:
         yield
         return

@@ -112,10 +112,6 @@ class RoundDecision:
         not get the mean, because its parent in the tree failed, adds nothing to the
         next one. If no replica got the mean, all keep their progress.
 
-        Args:
-            votes: Votes by replica.
-            gone: Replicas that have left or failed; their votes are ignored.
-
         Example:
             >>> votes = {0: Vote(4, 4, 60), 1: Vote(4, 4, 20), 2: Vote(4, 3, 20)}
             >>> decided = RoundDecision.of(votes, gone=[])
@@ -157,14 +153,7 @@ STATE = "state "  # prefix of array names in a snapshot
 
 
 class AveragingExchange(Exchange):
-    """One replica's side of parameter averaging.
-
-    Args:
-        context: Context of the replica.
-        state: State of the replica that is averaged.
-        frequency: Steps between two means.
-        fan_out: Fan-out of the reduction tree.
-    """
+    """One replica's side of parameter averaging."""
 
     kind = AVERAGER
 

@@ -88,13 +88,6 @@ from daskdl.util import freed_memory_kept, guarded
 class Replica:
     """One replica on a worker: a live model, its optimizer, and its exchange.
 
-    Args:
-        number: Number of the replica in the run.
-        spec: This replica's own copy; its objects are changed in place.
-        channel: This replica's end of the run.
-        device: Device of the model.
-        store: Provides the data.
-
     Attributes:
         module: The model, on its device.
         optimizer: Optimizer of the trainable parameters.
@@ -482,12 +475,7 @@ class Replica:
     def _checkpoint(
         self, epoch: int, sync_point: SyncPoint | None = None
     ) -> CheckpointState:
-        """Return the state of this replica for a checkpoint.
-
-        Args:
-            epoch: The next epoch to train in, counted from 0.
-            sync_point: Remaining work of this epoch if it has begun; else None.
-        """
+        """Return the state of this replica for a checkpoint."""
         state = self.exchange.state()
         fingerprint = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
         header = {
@@ -569,27 +557,14 @@ class Replica:
 
 
 def check_alike(gathered: BarrierResult, when: str) -> None:
-    """Check that all replicas have the same state.
-
-    Args:
-        gathered: Payloads with a ``"digest"`` each.
-        when: When replicas were compared, for the message.
-
-    Raises:
-        ChannelError: If the digests differ.
-    """
+    """Check that all replicas have the same state."""
     digests = {r: note["digest"] for r, note in gathered.payloads.items()}
     if len(set(digests.values())) > 1:
         raise ChannelError(f"replicas differ {when}: checksums by replica {digests}")
 
 
 def failure_of(error: Exception, step: int) -> dict[str, Any]:
-    """Describe an exception in plain values.
-
-    Args:
-        error: Raised by daskdl or by the user's code.
-        step: Steps the replica has made.
-    """
+    """Describe an exception in plain values."""
     summary = f"{type(error).__name__}: {error}"
     own = type(error).__module__ == errors.__name__
     return {
@@ -606,10 +581,6 @@ def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
     """Make one step with a copy of the model, so that the first real step is not slow.
 
     Exceptions of the user's code propagate unchanged: the real step would raise them.
-
-    Args:
-        spec: Stateful callables in it get one extra call.
-        device: Device of the replica.
     """
     module = copied(spec.model).to(device)
     with random_state_left_alone():
@@ -627,12 +598,7 @@ T = TypeVar("T")
 
 
 class _Setting(Generic[T]):
-    """A process-wide setting that replicas change; the last one to leave restores it.
-
-    Args:
-        read: Returns the setting.
-        write: Changes the setting.
-    """
+    """A setting of the process that replicas change; the last one restores it."""
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], object]) -> None:
         self._read = read
@@ -642,11 +608,7 @@ class _Setting(Generic[T]):
 
     @contextlib.contextmanager
     def kept(self, now: T | None = None) -> Iterator[None]:
-        """Context manager: restore the setting when the last replica leaves.
-
-        Args:
-            now: The new value; None: the caller changes the setting.
-        """
+        """Context manager: restore the setting when the last replica leaves."""
         with self._lock:
             self._found.append(self._found[0] if self._found else self._read())
             if now is not None:
@@ -706,11 +668,7 @@ _threads = _Setting(torch.get_num_threads, torch.set_num_threads)
 
 
 def torch_threads(count: int) -> AbstractContextManager[None]:
-    """Context manager: set the number of torch's threads.
-
-    Args:
-        count: Threads for one operation, >= 1.
-    """
+    """Context manager: set the number of torch's threads."""
     return _threads.kept(count)
 
 
@@ -746,11 +704,7 @@ def device_for(device: str) -> Iterator[torch.device]:
 
 
 def check_device(device: str) -> None:
-    """Check that this process has a CUDA device.
-
-    Raises:
-        OptionError: If it does not; names the number of CUDA devices.
-    """
+    """Check that this process has a CUDA device."""
     if device == "auto" or torch.device(device).type != "cuda":
         return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -782,15 +736,7 @@ def _fewest_users(count: int) -> Iterator[torch.device]:
 
 @contextlib.contextmanager
 def process_environment(device: str, threads: int) -> Iterator[torch.device]:
-    """Set up the process for a replica; the last replica to leave restores it.
-
-    Args:
-        device: See :func:`~daskdl.training.replica.device_for`.
-        threads: Number of torch's threads, >= 1.
-
-    Yields:
-        The device.
-    """
+    """Set up the process for a replica; the last replica to leave restores it."""
     with (
         device_for(device) as found,
         torch_threads(threads),

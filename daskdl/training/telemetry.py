@@ -81,9 +81,6 @@ class StepLog:
             None: no rows.
         now: Returns seconds of a monotonic clock.
 
-    Attributes:
-        next_step: No step before this one is due.
-
     Example:
         >>> log = StepLog(every=5)
         >>> [step for step in range(1, 16) if log.due(step)]
@@ -238,28 +235,14 @@ Reports = Sequence[EpochReport]  # one per replica, by replica number
 
 
 def reports_of(payloads: Mapping[int, Any]) -> Reports:
-    """Read the reports of a barrier.
-
-    Args:
-        payloads: Results of `EpochReport.to_wire`, by replica.
-    """
+    """Read the reports of a barrier."""
     return [EpochReport.from_wire(payloads[replica]) for replica in sorted(payloads)]
 
 
 def check_trained(
     epoch: int, reports: Reports, departed: Sequence[tuple[float, int]] = ()
 ) -> None:
-    """Raise an error if all examples of an epoch were left out.
-
-    Args:
-        epoch: Counted from 0.
-        reports: Reports of all replicas.
-        departed: See `_trained`.
-
-    Raises:
-        DataError: If all training or all validation examples were left out; names the
-            first reason.
-    """
+    """Raise an error if all examples of an epoch were left out."""
     totals = [report.totals for report in reports]
     skipped = sum(own.skipped for own in totals)
     dropped = sum(own.dropped for own in totals)
@@ -318,18 +301,7 @@ def validation(reports: Reports) -> dict[str, float]:
 
 
 class RowLog:
-    """Makes the rows of a history, on the client and on replicas with checkpoints.
-
-    Args:
-        size: Trainable parameters of the model.
-        columns: Score columns; NaN in epochs that were not scored.
-        rows: Rows of earlier epochs.
-        now: Returns seconds of a monotonic clock.
-        left_out: Examples left out of all parts from the beginning.
-
-    Attributes:
-        rows: Rows of all epochs, oldest first.
-    """
+    """Makes the rows of a history, on the client and on replicas with checkpoints."""
 
     rows: list[dict[str, Any]]
 
@@ -351,17 +323,7 @@ class RowLog:
     def end_epoch(
         self, epoch: int, reports: Reports, counted: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Add the row of an epoch, and return it.
-
-        Args:
-            epoch: Counted from 0.
-            reports: Reports of all replicas.
-            counted: ``"departed"``, see `_trained`, and the scheduler's counters
-                ``"repeated"`` and ``"refused"``.
-
-        Raises:
-            DataError: If all examples were left out.
-        """
+        """Add the row of an epoch, and return it."""
         now = self._now()
         seconds, self._before = now - self._before, now
         departed = counted["departed"]

@@ -85,9 +85,6 @@ Reduced = Mapping[Key, NDArray[Any]]  # one replica's arrays, or a sum of severa
 def total_of(states: Sequence[Reduced]) -> dict[Key, NDArray[Any]]:
     """Combine several replicas' arrays by `ReduceOp`; the order decides the rounding.
 
-    Args:
-        states: Arrays of each replica, not changed.
-
     Example:
         >>> one, two = Key(ReduceOp.SUM, "weight"), Key(ReduceOp.MAX, "untrained")
         >>> first = {one: np.array([0.5]), two: np.array([3])}
@@ -161,11 +158,7 @@ def to_blob(state: Reduced, stamp: Stamp | None = None) -> tuple[Arrays, Reduced
 
 
 def from_blob(blob: Arrays) -> dict[Key, NDArray[Any]]:
-    """Read a blob of `to_blob`.
-
-    Raises:
-        CodecError: If the blob is damaged.
-    """
+    """Read a blob of `to_blob`."""
     state = {}
     try:
         for number, fields in enumerate(json.loads(blob[KEYS].tobytes())):
@@ -255,11 +248,7 @@ class ErrorFeedback:
         self._number, self._proposed = number, residual
 
     def settle_(self, latest: int) -> None:
-        """Keep the proposed residual if its mean exists; discard it otherwise.
-
-        Args:
-            latest: Number of the latest mean that any replica has.
-        """
+        """Keep the proposed residual if its mean exists; discard it otherwise."""
         if self._proposed is not None and self._number == latest:
             self.residual = self._proposed
         self._proposed = None
@@ -318,9 +307,6 @@ class ReduceState:
     def take(self, weight: float) -> dict[Key, NDArray[Any]]:
         """Return this replica's share of a mean.
 
-        Args:
-            weight: Weight of this replica, in (0, 1].
-
         Returns:
             New arrays; `ReduceOp.SUM` arrays are multiplied by the weight.
         """
@@ -342,11 +328,7 @@ class ReduceState:
         return arrays
 
     def load_(self, arrays: Reduced) -> None:
-        """Load a mean.
-
-        Args:
-            arrays: The sum of all shares; not changed.
-        """
+        """Load a mean."""
         with torch.no_grad():
             for number, group in enumerate(self._groups):
                 key = Key(ReduceOp.SUM, "parameters", number=number)
@@ -436,15 +418,6 @@ class TreeMean:
     replicas sum the differences to the common state and round at each node of the tree;
     the residual of a node is sent with the next mean. Arrays for which rounding is
     harmful are sent exactly, see `Key.linear`.
-
-    Args:
-        state: State of the replica.
-        channel: The replica's end of the run.
-        topology: Tree of the replicas that take part.
-        root: Replica that computes the mean.
-        stamp: Stamp of frames; its origin is the replica, its sequence the number of
-            the mean.
-        exact: Whether to disable rounding.
 
     Attributes:
         kind: ``"MEAN"`` if exact, else ``"DENSE8"``.
@@ -563,10 +536,6 @@ class OuterOptimizer:
 
     Each replica has an instance, and all instances make the same steps.
 
-    Args:
-        make: Creates the optimizer from a list of parameters.
-        module: Has the first common parameters; not changed.
-
     Source:
         Douillard and others, "DiLoCo: Distributed Low-Communication Training of
         Language Models", 2023, algorithm 1.
@@ -596,12 +565,7 @@ class OuterOptimizer:
         }
 
     def restore_(self, values: Mapping[str, Any]) -> None:
-        """Restore the result of `values`.
-
-        Raises:
-            OptionError: If the state is from another optimizer class.
-            SaveError: If its tensors have other shapes.
-        """
+        """Restore the result of `values`."""
         own = {**self.values(), "optimizer": {}}
         check_like(own, values, "exchange.outer")
         kind = type(self._optimizer).__name__

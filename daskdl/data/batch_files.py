@@ -557,7 +557,7 @@ class BatchFiles(Source):
         url: str | os.PathLike[str],
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.store = Store(store_of(url).url, dict(storage_options or {}))
+        self.store = store_of(url, storage_options)
         _check_finished(self.store)
         self.manifest = Manifest.read(self.store)
         self.parts = len(self.manifest.files)
@@ -588,7 +588,7 @@ def is_export(value: Any, storage_options: Mapping[str, Any] | None = None) -> b
     """
     if not isinstance(value, str | os.PathLike):
         return False
-    store = Store(store_of(value).url, dict(storage_options or {}))
+    store = store_of(value, storage_options)
     return store.exists(MANIFEST_NAME) or Progress(store).origin() is not None
 
 

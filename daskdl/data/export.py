@@ -705,7 +705,7 @@ def export(
         batch_size, batches_per_file, seed if shuffle else None, transform, classes
     )
     source = source_of(X, y, SourceOptions(batch_size, labelled=False))
-    store = Store(store_of(url).url, dict(storage_options or {}))
+    store = store_of(url, storage_options)
     made_from = origin_of(source, (X, y), options.to_json())
     if overwrite:
         clear(store)

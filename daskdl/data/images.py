@@ -536,7 +536,7 @@ def image_folder(
     decoding = Decoding.of(size, channels, scale)
     check_count("files_per_part", files_per_part)
     pillow_modules()
-    files = files_at(Store(store_of(url).url, dict(storage_options or {})))
+    files = files_at(store_of(url, storage_options))
     suffixes = checked_extensions(extensions)
     split = None if split is None else split.strip("/")
     if labels is None and is_tiny_imagenet(files):

@@ -555,7 +555,7 @@ def found(
         Found(store=Store(url='memory://x'), names=('a/1.png', 'b/1.png'))
     """
     if is_path(paths):
-        whole = Store(store_of(paths).url, options)
+        whole = store_of(paths, options)
         names = whole.names()
         if names and root is None:
             return Found(whole, tuple(names))
@@ -695,7 +695,7 @@ def file_batches(
     check_archive(format)
     check_count("files_per_batch", files_per_batch)
     options = dict(storage_options or {})
-    target = Store(store_of(url).url, options)
+    target = store_of(url, options)
     originals = Originals(found(paths, root, options), files_per_batch, format, seed)
     if is_path(paths):
         _check_apart(originals, target)
@@ -786,7 +786,7 @@ class Shards(FileSource):
         loader: Any = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        store = Store(store_of(url).url, dict(storage_options or {}))
+        store = store_of(url, storage_options)
         self._files = ShardedFiles(store, Index.read(store))
         if loader is None:
             loader = loader_for(self.paths, store.url)
@@ -880,7 +880,7 @@ def is_shards(url: Any, storage_options: Mapping[str, Any] | None = None) -> boo
     """
     if not isinstance(url, str | os.PathLike):
         return False
-    store = Store(store_of(url).url, dict(storage_options or {}))
+    store = store_of(url, storage_options)
     return Index.found(store) is not None
 
 

@@ -545,15 +545,20 @@ class Store:
             raise DataError(f"cannot {what}: there is no such {reason}") from error
 
 
-def store_of(url_or_path: str | os.PathLike[str]) -> Store:
+def store_of(
+    url_or_path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+) -> Store:
     """The store at a URL or a local path; a relative one is made absolute.
 
     Example:
         >>> store_of("memory://x").url
         'memory://x'
     """
-    given = os.fspath(url_or_path)
-    return Store(given if is_url(given) else str(Path(given).expanduser().absolute()))
+    url = os.fspath(url_or_path)
+    if not is_url(url):
+        url = str(Path(url).expanduser().absolute())
+    return Store(url, dict(storage_options or {}))
 
 
 def _matcher(pattern: str) -> Callable[[str], Any]:
@@ -636,7 +641,7 @@ def listed(
 
 
 def _store(path: AnyPath, options: Mapping[str, Any]) -> Store:
-    return Store(store_of(path).url, options)
+    return store_of(path, options)
 
 
 def _below(store: Store, pattern: str | None) -> list[Place]:

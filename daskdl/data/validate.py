@@ -619,7 +619,7 @@ class Quarantine:
                 f"{type(source).__name__}"
             )
         urls = [u for part in range(source.parts) for u in source.file_urls(part)]
-        store = Store(store_of(url).url, options)
+        store = store_of(url, options)
         inside = posixpath.join(store.place, "")
         folders = {parted(url).folder for url in urls if not _is_packed(url)}
         for one in folders:

@@ -616,7 +616,7 @@ class Predictions:
         url: str | os.PathLike[str],
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._store = Store(store_of(url).url, dict(storage_options or {}))
+        self._store = store_of(url, storage_options)
         self.url = self._store.url
         if not self._store.exists(NAME):
             raise DataError(

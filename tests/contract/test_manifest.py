@@ -1,0 +1,138 @@
+"""The manifest of batch files, shards, predictions and saves: read back, or refused."""
+
+import hashlib
+import json
+
+import pytest
+
+from daskdl.data.manifest import File, Kind, Manifest
+from daskdl.data.storage import store_of
+from daskdl.errors import DataError
+
+KIND = Kind("daskdl notes", 2, "notes.json", "write notes first", "write them again")
+FILE = File.of("a.txt", b"hello", rows=5)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = store_of(tmp_path)
+    store.write("a.txt", b"hello")
+    return store
+
+
+def written(store):
+    Manifest((FILE,), {"seed": 0}).write(store, KIND)
+    return json.loads(store.read("notes.json"))
+
+
+def sealed(whole):
+    """JSON whose checksum is right, whatever is in it."""
+    whole = {key: value for key, value in whole.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**whole, "sha256": digest}).encode()
+
+
+def test_a_manifest_is_read_back(store):
+    written(store)
+
+    read = Manifest.read(store, KIND)
+
+    assert read == Manifest((FILE,), {"seed": 0})
+    assert read.files[0].read(store, "") == b"hello"
+
+
+def test_it_is_json_that_says_what_it_is_and_who_made_it(store):
+    whole = written(store)
+
+    assert list(whole) == ["format", "version", "made_by", "files", "content", "sha256"]
+    assert (whole["format"], whole["version"]) == ("daskdl notes", 2)
+    assert whole["made_by"].keys() == {"daskdl", "torch"}
+    assert whole["files"] == [
+        {"name": "a.txt", "nbytes": 5, "sha256": FILE.sha256, "rows": 5}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"format": "something else"}, "not of the format .*; write notes first"),
+        ({"format": None}, "not of the format"),
+        ({"version": 3}, "of version 3, but this daskdl reads up to 2; install"),
+        ({"version": 0}, "damaged: its version is 0; write them again"),
+        ({"version": True}, "damaged: its version is True"),
+        ({"files": {}}, "damaged: its files are no list"),
+        ({"files": ["a.txt"]}, "describes no file"),
+        ({"files": [{"name": "a.txt"}]}, "describes no file"),
+        ({"files": [FILE.to_json()] * 2}, "no list of different names"),
+        *(
+            ({"files": [FILE.to_json() | wrong]}, "describes no file")
+            for wrong in (
+                *({"name": name} for name in ("", ".", "..", "../x", "a/b", "a\\b", 7)),
+                *({"nbytes": nbytes} for nbytes in (-1, 5.0, True, "5")),
+                *({"sha256": digest} for digest in ("0" * 63, "G" * 64, 7)),
+            )
+        ),
+    ],
+)
+def test_a_sealed_manifest_of_something_else_is_refused(store, changed, message):
+    store.write("notes.json", sealed(written(store) | changed))
+
+    with pytest.raises(DataError, match=message) as error:
+        Manifest.read(store, KIND)
+
+    assert store.url_of("notes.json") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: content[:-20],
+        lambda content: content.replace(b'"seed": 0', b'"seed": 1'),
+        lambda content: content.replace(b'"seed": 0', b'"seed": NaN'),
+        lambda content: b"\xff" + content,
+        lambda content: b'{"content": ' * 100_000,
+        lambda content: b"",
+        lambda content: sealed({"format": "daskdl notes", "version": 2}),
+    ],
+    ids=["cut", "changed", "NaN", "no text", "too deep", "empty", "nothing in it"],
+)
+def test_a_damaged_manifest_is_refused_with_the_remedy(store, spoil):
+    written(store)
+    store.write("notes.json", spoil(store.read("notes.json")))
+
+    with pytest.raises(DataError, match=r"is damaged.*write them again") as error:
+        Manifest.read(store, KIND)
+
+    assert store.url_of("notes.json") in str(error.value)
+
+
+def test_what_is_no_object_is_of_another_format(store):
+    store.write("notes.json", b"[1, 2]")
+
+    with pytest.raises(DataError, match="not of the format 'daskdl notes'"):
+        Manifest.read(store, KIND)
+
+
+def test_a_folder_without_one_is_named(store):
+    with pytest.raises(DataError, match=r"notes\.json"):
+        Manifest.read(store, KIND)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"hell", "has 4 bytes instead of 5"), (b"hallo", "its checksum is wrong")],
+)
+def test_a_damaged_file_is_refused_with_the_remedy(store, content, reason):
+    store.write("a.txt", content)
+
+    with pytest.raises(DataError, match=rf"{reason}; write them again") as error:
+        FILE.read(store, "write them again")
+
+    assert store.url_of("a.txt") in str(error.value)
+    assert not FILE.is_intact(store)
+
+
+def test_a_file_that_is_there_is_intact(store):
+    assert FILE.is_intact(store)
+    store.delete(["a.txt"])
+    assert not FILE.is_intact(store)

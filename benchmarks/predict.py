@@ -136,7 +136,7 @@ def together_s(model: nn.Module, case: Case, blocks: int, client: Client) -> flo
     """Seconds of the workers, from the call until all outputs are there."""
     began = time.perf_counter()
     lazy = collection(case, blocks)
-    outputs = daskdl.predict(model, lazy, client, batch_size=BATCH)
+    outputs = daskdl.predict(model, lazy, client=client, batch_size=BATCH)
     done: Any = client.persist(outputs)
     wait(done)
     return time.perf_counter() - began
@@ -220,7 +220,7 @@ def sent(model: nn.Module, X: np.ndarray, client: Client) -> tuple[float, ...]:
         batches = torch.from_numpy(X).split(BATCH)
         np.concatenate([model(batch).numpy() for batch in batches])
     middle, between = time.perf_counter(), processor_s()
-    daskdl.predict(model, X, client, batch_size=BATCH)
+    daskdl.predict(model, X, client=client, batch_size=BATCH)
     end, after = time.perf_counter(), processor_s()
     return (
         len(X) / (middle - began),

@@ -53,8 +53,8 @@ from daskdl.training.optimizer_step import Stepping
 
 def evaluate(
     model: nn.Module,
-    data: Any,
-    labels: Any = None,
+    X: Any,
+    y: Any = None,
     *,
     loss: Loss | None = None,
     metrics: Any = None,
@@ -64,13 +64,14 @@ def evaluate(
     loader: Loader | Callable[..., Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
     on_bad_batch: OnBad = "raise",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Evaluate any model in one pass, as :meth:`Trainer.evaluate` does.
 
     Args:
         model: Any module, in training or evaluation mode; not changed.
-        data: Inputs, or inputs and labels, of any type that :meth:`Trainer.fit` takes.
-        labels: Labels, or None if `data` includes them.
+        X: Inputs, or inputs and labels, of any type that :meth:`Trainer.fit` takes.
+        y: Labels, or None if `X` includes them.
         loss: ``loss(model(x), labels)``; also determines the meaning of the outputs.
             None: no loss is measured, and the first outputs determine their meaning.
         metrics: See :meth:`Trainer.evaluate`.
@@ -81,6 +82,7 @@ def evaluate(
         loader: For files, see :meth:`Trainer.fit`.
         collate_fn: For datasets, see :meth:`Trainer.fit`.
         on_bad_batch: Treatment of unreadable parts, see :meth:`Trainer.fit`.
+        storage_options: fsspec options for paths and URLs, see :meth:`Trainer.fit`.
 
     Returns:
         A dict of all metrics over all rows, which prints as a report.
@@ -97,14 +99,16 @@ def evaluate(
         >>> evaluate(nn.Identity(), rows, labels, client=False)
         {'accuracy': 1.0}
     """
-    read = ReadOptions(batch_size, transform, loader, collate_fn, on_bad_batch)
-    return _evaluate(model, data, labels, loss, metrics, client, read)
+    read = ReadOptions(
+        batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+    )
+    return _evaluate(model, X, y, loss, metrics, client, read)
 
 
 def _evaluate(
     model: nn.Module,
-    data: Any,
-    labels: Any,
+    X: Any,
+    y: Any,
     objective: Objective | None,
     metrics: Any,
     client: Client | Literal[False] | None,
@@ -113,7 +117,7 @@ def _evaluate(
 ) -> Evaluation:
     wanted = Wanted.of(metrics, objective, classes)
     labelled = not isinstance(objective, OwnStep)
-    source = source_of(data, labels, read.source(None, labelled))
+    source = source_of(X, y, read.source(None, labelled))
     check_same_classes(source, classes)
     with client_or_process(client) as found:
         return evaluate_source(model, objective, source, read, found, wanted)
@@ -121,9 +125,9 @@ def _evaluate(
 
 def predict(
     model: nn.Module,
-    data: Any,
-    client: Client | Literal[False] | None = None,
+    X: Any,
     *,
+    client: Client | Literal[False] | None = None,
     batch_size: int = 64,
     output: str | os.PathLike[str] = "same",
     postprocess: Postprocess | None = None,
@@ -137,7 +141,7 @@ def predict(
 
     Args:
         model: Any module, in training or evaluation mode; not changed.
-        data: Inputs, of any type that :meth:`Trainer.fit` takes.
+        X: Inputs, of any type that :meth:`Trainer.fit` takes.
         client: A synchronous `distributed.Client`; None: the default client, else a
             temporary `LocalCluster`; False: this process.
         batch_size: Rows per forward pass.
@@ -147,7 +151,7 @@ def predict(
         transform: Applied to each batch, see :class:`Trainer`.
         loader: For files, see :meth:`Trainer.fit`.
         collate_fn: For datasets, see :meth:`Trainer.fit`.
-        storage_options: fsspec options for `output`, such as credentials.
+        storage_options: fsspec options, such as credentials, for `X` and `output`.
 
     Returns:
         The outputs in order, lazy if the data are lazy; or `Predictions`, if `output`
@@ -163,9 +167,11 @@ def predict(
         >>> predict(nn.Flatten(), np.zeros((2, 3, 4)), client=False).shape
         (2, 12)
     """
-    read = ReadOptions(batch_size, transform, loader, collate_fn)
+    read = ReadOptions(
+        batch_size, transform, loader, collate_fn, storage_options=storage_options
+    )
     wanted = OutputOptions(output, postprocess, keyed, storage_options)
-    return _predict(model, data, client, read, wanted)
+    return _predict(model, X, client, read, wanted)
 
 
 def _predict(
@@ -303,6 +309,7 @@ class Trainer:
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
+        storage_options: Mapping[str, Any] | None = None,
         prefetch: int = 2,
         approach: Approach = "direct",
         resume: Any = None,
@@ -331,6 +338,8 @@ class Trainer:
             collate_fn: Makes (x, y) from a list of `batch_size` items of a dataset.
             on_bad_batch: ``"skip"``: parts that cannot be read are left out, and
                 counted in `history_`.
+            storage_options: fsspec options, such as credentials, for X and
+                `validation` if they are paths or URLs; they reach the workers.
             prefetch: Number of batches to load ahead, in whole parts and at least the
                 next part; 0: no prefetching.
             approach: ``"export"``: write batch files first, read them in all epochs,
@@ -360,7 +369,9 @@ class Trainer:
                 the client; a note of the error identifies it.
         """
         spec = self._spec(
-            read=self._read(batch_size, transform, loader, collate_fn, on_bad_batch),
+            read=self._read(
+                batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+            ),
             epochs=epochs,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -385,8 +396,8 @@ class Trainer:
 
     def evaluate(
         self,
-        data: Any,
-        labels: Any = None,
+        X: Any,
+        y: Any = None,
         *,
         metrics: Any = None,
         batch_size: int = 64,
@@ -394,6 +405,7 @@ class Trainer:
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Evaluation:
         """Evaluate `model_` in one pass, on the cluster or in this process.
 
@@ -401,9 +413,8 @@ class Trainer:
         evaluation.
 
         Args:
-            data: Inputs, or inputs and labels, of any type that :meth:`fit` takes as
-                `X`.
-            labels: Labels, of any type that :meth:`fit` takes as `y`.
+            X: Inputs, or inputs and labels, of any type that :meth:`fit` takes.
+            y: Labels, or None if `X` includes them.
             metrics: Metrics beside the loss: ``"classification"``, ``"binary"``,
                 ``"multilabel"``, ``"regression"``, ``"calibration"``, or one of their
                 classes in `daskdl.metrics`; a torchmetrics metric, a
@@ -414,6 +425,7 @@ class Trainer:
             loader: For files, see :meth:`fit`.
             collate_fn: For datasets, see :meth:`fit`.
             on_bad_batch: Treatment of parts that cannot be read, see :meth:`fit`.
+            storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
         Returns:
             A dict of all metrics over all rows, which prints as a report; with a
@@ -425,11 +437,13 @@ class Trainer:
             ModelError: If the model, its outputs or the loss cannot be used.
             OptionError: If another argument cannot be used.
         """
-        read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
+        read = self._read(
+            batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+        )
         return _evaluate(
             self._trained_model(),
-            data,
-            labels,
+            X,
+            y,
             self._objective,
             metrics,
             self.client,
@@ -439,8 +453,8 @@ class Trainer:
 
     def score_examples(
         self,
-        data: Any,
-        labels: Any = None,
+        X: Any,
+        y: Any = None,
         *,
         key: Any = None,
         regularization: bool = False,
@@ -449,12 +463,13 @@ class Trainer:
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute the loss of each example, as the loss of a batch of one.
 
         Args:
-            data: Inputs, of any type that :meth:`fit` takes.
-            labels: Labels, likewise.
+            X: Inputs, or inputs and labels, of any type that :meth:`fit` takes.
+            y: Labels, or None if `X` includes them.
             key: Keys for the scores: the name of a table column, which is then no
                 input; a sequence with one value per row, for data in memory, datasets
                 and files; a one-dimensional `dask.array`, if the data are a
@@ -469,6 +484,7 @@ class Trainer:
             collate_fn: For datasets, see :meth:`fit`.
             on_bad_batch: Treatment of parts that cannot be read. With ``"skip"`` their
                 scores are NaN if the number of rows is known, else left out.
+            storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
         Returns:
             One float64 number per example, in order: a tensor for tensors, a pandas
@@ -480,19 +496,21 @@ class Trainer:
             OptionError: If an option does not apply to the data, or if the optimizer's
                 weight decay, such as AdamW's, is not a term of the loss.
         """
-        read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
+        read = self._read(
+            batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+        )
         model = self._trained_model()
         penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
-        if is_lazy(data):
+        if is_lazy(X):
             check_outlives(self.client)
         how = Scores(model, self._objective, read, penalty, self.classes_)
         with client_or_process(self.client) as client:
-            return score_examples(GivenRows(data, labels, key), how, client)
+            return score_examples(GivenRows(X, y, key), how, client)
 
     def errors(
         self,
-        data: Any,
-        labels: Any = None,
+        X: Any,
+        y: Any = None,
         *,
         top: int = 50,
         wrong_only: bool = False,
@@ -502,12 +520,13 @@ class Trainer:
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
         on_bad_batch: OnBad = "raise",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> WorstExamples:
         """Find the examples with the largest losses, and their origin.
 
         Args:
-            data: Inputs, of any type that :meth:`fit` takes.
-            labels: Labels, likewise.
+            X: Inputs, or inputs and labels, of any type that :meth:`fit` takes.
+            y: Labels, or None if `X` includes them.
             top: Number of examples to return, >= 1; no process keeps more per part.
             wrong_only: Leave out correctly predicted examples; requires labels that are
                 one class index per row.
@@ -517,6 +536,7 @@ class Trainer:
             loader: For files, see :meth:`fit`.
             collate_fn: For datasets, see :meth:`fit`.
             on_bad_batch: Treatment of parts that cannot be read, see :meth:`fit`.
+            storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
         Returns:
             The examples, worst first; a NaN loss is the worst. Equal losses keep the
@@ -525,10 +545,12 @@ class Trainer:
         Raises:
             OptionError: If an option does not apply to the data.
         """
-        read = self._read(batch_size, transform, loader, collate_fn, on_bad_batch)
+        read = self._read(
+            batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+        )
         model = self._trained_model()
         how = Scores(model, self._objective, read, classes=self.classes_)
-        given = GivenRows(data, labels, key)
+        given = GivenRows(X, y, key)
         with client_or_process(self.client) as client:
             return worst_examples(given, how, client, top=top, wrong_only=wrong_only)
 
@@ -564,7 +586,7 @@ class Trainer:
             transform: See :meth:`fit`; its y is None.
             loader: For files, see :meth:`fit`.
             collate_fn: For datasets, see :meth:`fit`.
-            storage_options: fsspec options for `output`, such as credentials.
+            storage_options: fsspec options, such as credentials, for `X` and `output`.
 
         Returns:
             The outputs in order: for Dask's collections a lazy collection of the same
@@ -580,7 +602,9 @@ class Trainer:
                 them; or if the folder has predictions of another model, data or
                 options.
         """
-        read = self._read(batch_size, transform, loader, collate_fn)
+        read = self._read(
+            batch_size, transform, loader, collate_fn, "raise", storage_options
+        )
         wanted = OutputOptions(
             output, postprocess, keyed, storage_options, self.classes_
         )

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from distributed import Client
@@ -97,6 +97,7 @@ class ReadOptions:
         transform: What is made of each batch, or None.
         loader: See `SourceOptions`, as `collate_fn`.
         on_bad_batch: What to do about a part that cannot be read.
+        storage_options: fsspec options for paths and URLs, such as credentials.
 
     Raises:
         OptionError: Naming the option, what was given and what is allowed.
@@ -112,6 +113,7 @@ class ReadOptions:
     loader: Loader | Callable[..., Any] | None = None
     collate_fn: Callable[..., Any] | None = None
     on_bad_batch: OnBad = "raise"
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
@@ -122,6 +124,9 @@ class ReadOptions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise OptionError(f"{name} must be a function or None, got {value!r}")
+        if not isinstance(self.storage_options, Mapping | None):
+            kind = type(self.storage_options).__name__  # it may hold credentials
+            raise OptionError(f"storage_options must be a dict or None, got a {kind}")
 
     def source(
         self, shuffle_seed: int | None, labelled: bool, accumulate: int = 1
@@ -140,6 +145,7 @@ class ReadOptions:
             self.collate_fn,
             labelled=labelled,
             accumulate=accumulate,
+            storage_options=self.storage_options,
         )
 
     @property

@@ -576,6 +576,7 @@ class Normaliser(ABC):
         *,
         client: Any = None,
         loader: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Normalisation:
         """Go through the data once, each part where it is.
 
@@ -584,6 +585,7 @@ class Normaliser(ABC):
             y: Labels, or their columns; not looked at.
             client: None: the default client, if there is one. False: no cluster.
             loader: As of `Trainer.fit`, for paths.
+            storage_options: As of `Trainer.fit`, for paths and URLs.
 
         Returns:
             What x is scaled by, of this data; a `transform` of `Trainer.fit`.
@@ -593,7 +595,13 @@ class Normaliser(ABC):
                 parts do not fit together, or if the data cannot be used.
             OptionError: If x has no such keys as `only`.
         """
-        source = source_of(X, y, SourceOptions(loader=loader, labelled=False))
+        source = source_of(
+            X,
+            y,
+            SourceOptions(
+                loader=loader, labelled=False, storage_options=storage_options
+            ),
+        )
         found = statistics_of_all(source, self.per, self.only, client)
         return Normalisation(
             batching.mapped(

@@ -102,11 +102,6 @@ path with a slash, got 'arrays'
             )
         if self.keyed not in (True, False, None):
             raise OptionError(f"keyed must be True, False or None, got {self.keyed!r}")
-        if self.storage_options is not None and not self.writes:
-            raise OptionError(
-                "storage_options are those of output, which is 'same'; for data to "
-                "read give daskdl.data.Files(X, storage_options=...)"
-            )
 
     @property
     def writes(self) -> bool:

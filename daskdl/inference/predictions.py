@@ -603,7 +603,7 @@ class Predictions:
         >>> import numpy, tempfile, torch
         >>> from daskdl import predict
         >>> X, url = numpy.ones((2, 3), numpy.float32), tempfile.mkdtemp()
-        >>> written = predict(torch.nn.Identity(), X, False, output=url)
+        >>> written = predict(torch.nn.Identity(), X, client=False, output=url)
         >>> written.load().shape, Predictions(url).to_dask().shape
         ((2, 3), (2, 3))
     """

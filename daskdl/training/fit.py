@@ -209,7 +209,7 @@ class FitRun:
             plain.encode(rate.values(), "the state of the scheduler")
         # Callbacks of the client and the loader may not be picklable.
         callbacks = [one for one in spec.callbacks if one.runs_on_workers]
-        read = replace(spec.read, loader=None, collate_fn=None)
+        read = replace(spec.read, loader=None, collate_fn=None, storage_options=None)
         return ReplicaSpec(
             **{**vars(spec), "callbacks": callbacks, "read": read},
             run=secrets.randbits(63),

@@ -46,7 +46,7 @@ def test_the_model_travels_once_to_each_worker_and_goes_with_the_result(client):
         """200 kB."""
 
     model = Wide(2, 20_000)
-    output = daskdl.predict(model, lazy(), client)[:, 0]
+    output = daskdl.predict(model, lazy(), client=client)[:, 0]
     graph = len(cloudpickle.dumps(dict(output.dask)))
 
     done = client.compute(output)
@@ -70,7 +70,7 @@ def test_the_model_travels_once_to_each_worker_and_goes_with_the_result(client):
 
 @pytest.mark.slow
 def test_a_lazy_result_survives_the_workers_that_hold_the_model(three):
-    output = daskdl.predict(nn.Linear(2, 1), lazy(), three)
+    output = daskdl.predict(nn.Linear(2, 1), lazy(), client=three)
     before = three.compute(output[:20]).result()
     _, holders = model_of(three)
     pids, there = three.run(os.getpid), set(three.nthreads())
@@ -110,7 +110,7 @@ def test_a_partition_whose_worker_dies_half_way_is_computed_by_another(
     model = Mortal(str(tmp_path / "flag"))
     output = str(tmp_path / "out") if written else "same"
 
-    found = daskdl.predict(model, lazy(), three, output=output)
+    found = daskdl.predict(model, lazy(), client=three, output=output)
 
     values = found.load() if written else three.compute(found).result()
     assert os.path.exists(tmp_path / "flag")
@@ -129,7 +129,7 @@ def test_threads_of_a_worker_share_the_weights():
 
     with cluster_of(1, processes=False, threads_per_worker=4) as client:
         model = Lone()
-        output = daskdl.predict(model, lazy(), client)
+        output = daskdl.predict(model, lazy(), client=client)
 
         found = client.compute(output).result()
 
@@ -144,7 +144,9 @@ def test_a_bag_with_keys_is_written_by_the_workers_and_read_back(client, tmp_pat
     rows = [(f"row-{i}", torch.ones(1 + i % 3)) for i in range(30)]
     bag = dask.bag.from_sequence(rows, npartitions=4)
 
-    written = daskdl.predict(nn.Identity(), bag, client, output=str(tmp_path / "out"))
+    written = daskdl.predict(
+        nn.Identity(), bag, client=client, output=str(tmp_path / "out")
+    )
 
     found = client.compute(written.to_dask()).result()
     assert [key for key, _ in found] == [key for key, _ in rows]

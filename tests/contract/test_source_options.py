@@ -1,15 +1,22 @@
 """How data are to be read: arguments that fit, evaluate and predict have in common."""
 
+import io
 import re
+from functools import partial
 
 import cloudpickle
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import daskdl
 from daskdl.config import check_choice, check_count
 from daskdl.data.inputs import ReadOptions, SourceOptions, one_of
+from daskdl.data.normalize import Standardize
+from daskdl.data.storage import Store
 from daskdl.errors import OptionError
+from tests.support import s3
 
 
 @pytest.mark.parametrize(
@@ -22,6 +29,7 @@ from daskdl.errors import OptionError
         ("transform", 3, "transform must be a function or None, got 3"),
         ("loader", "csv", "loader must be a function load(path) -> (x, y), or one of"),
         ("collate_fn", [], "collate_fn must be a function or None, got []"),
+        ("storage_options", [("secret", 1)], "must be a dict or None, got a list"),
     ],
     ids=repr,
 )
@@ -41,6 +49,35 @@ def test_how_parts_are_made_follows_from_them():
     made = read.source(5, labelled=False, accumulate=3)
 
     assert made == SourceOptions(8, 5, len, list, labelled=False, accumulate=3)
+
+
+def test_storage_options_open_the_store_in_each_call(bucket, s3_endpoint, tmp_path):
+    url, storage = f"{bucket}/rows", s3.options(s3_endpoint)
+    content = io.BytesIO()
+    np.savez(content, x=np.eye(3, dtype="float32"), y=np.arange(3))
+    Store(url, storage).write("0.npz", content.getvalue())
+    trainer = daskdl.Trainer(
+        nn.Linear(3, 3),
+        nn.CrossEntropyLoss(),
+        partial(torch.optim.SGD, lr=0.1),
+        client=False,
+        progress=False,
+    )
+    own = {"storage_options": storage}
+
+    history = trainer.fit(np.eye(3), np.arange(3), validation=url, **own)
+
+    assert history.column("val_loss") == [pytest.approx(1.0, abs=3)]
+    assert 0 <= trainer.evaluate(url, **own)["accuracy"] <= 1
+    assert "accuracy" in daskdl.evaluate(trainer.model_, url, client=False, **own)
+    assert len(trainer.score_examples(url, **own)) == 3
+    assert len(trainer.errors(url, **own)) == 3
+    assert len(trainer.predict(url, **own)) == 3
+    assert len(daskdl.predict(trainer.model_, url, client=False, **own)) == 3
+    assert Standardize().fit(url, client=False, **own).scalings.shift == pytest.approx(
+        np.full(3, 1 / 3)
+    )
+    assert "secret" not in repr(ReadOptions(1, **own))
 
 
 def test_a_word_that_is_allowed_passes():

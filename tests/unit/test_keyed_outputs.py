@@ -115,7 +115,7 @@ def test_keys_come_back_as_they_were_beside_their_outputs():
     own = ["b", "a", "c", "a", "e"]
     bag = bag_of([(key, np.full(2, float(i))) for i, key in enumerate(own)])
 
-    outputs = daskdl.predict(Shapes(), bag, False)
+    outputs = daskdl.predict(Shapes(), bag, client=False)
 
     assert isinstance(outputs, dask.bag.Bag)
     assert outputs.npartitions == bag.npartitions
@@ -127,7 +127,7 @@ def test_keys_come_back_as_they_were_beside_their_outputs():
 def test_labels_after_a_key_are_passed_over():
     bag = bag_of([("a", (np.ones(2), 7)), ("b", (np.zeros(2), 8))])
 
-    outputs = list(daskdl.predict(nn.Identity(), bag, False))
+    outputs = list(daskdl.predict(nn.Identity(), bag, client=False))
 
     assert [(key, y.tolist()) for key, y in outputs] == [("a", [1, 1]), ("b", [0, 0])]
 
@@ -140,7 +140,7 @@ def test_labels_after_a_key_are_passed_over():
 def test_what_cannot_be_seen_can_be_said(keyed, expected):
     bag = bag_of([(7, 1), (8, 2)])
 
-    outputs = daskdl.predict(nn.Identity(), bag, False, keyed=keyed)
+    outputs = daskdl.predict(nn.Identity(), bag, client=False, keyed=keyed)
 
     assert list(outputs) == expected
 
@@ -148,20 +148,20 @@ def test_what_cannot_be_seen_can_be_said(keyed, expected):
 def test_a_key_can_be_said_to_be_the_input():
     bag = bag_of([(7, np.zeros(2)), (8, np.ones(2))])
 
-    assert list(daskdl.predict(nn.Identity(), bag, False, keyed=False)) == [7, 8]
+    assert list(daskdl.predict(nn.Identity(), bag, client=False, keyed=False)) == [7, 8]
 
 
 def test_an_example_without_a_key_among_others_is_refused_where_it_is():
     bag = bag_of([("a", np.ones(2)), ("b", np.ones(2)), ("c", np.ones(2)), np.ones(2)])
 
     with pytest.raises(DataError, match=r"example 1 of part 1 must be a pair .* ndarr"):
-        daskdl.predict(nn.Identity(), bag, False).compute()
+        daskdl.predict(nn.Identity(), bag, client=False).compute()
 
 
 def test_each_batch_has_one_shape_and_outputs_the_order_of_the_examples():
     lengths = [3, 5, 3, 4, 5, 3, 3, 5]
     bag = bag_of([np.full(n, float(i)) for i, n in enumerate(lengths)], partitions=1)
-    outputs = daskdl.predict(Shapes(), bag, False, batch_size=2)
+    outputs = daskdl.predict(Shapes(), bag, client=False, batch_size=2)
     SEEN.clear()
 
     found = outputs.compute()
@@ -173,7 +173,7 @@ def test_each_batch_has_one_shape_and_outputs_the_order_of_the_examples():
 def test_outputs_may_have_the_shape_of_their_example():
     bag = bag_of([torch.ones(n, 2) for n in (1, 4, 2, 4)], partitions=2)
 
-    outputs = daskdl.predict(nn.Linear(2, 3), bag, False).compute()
+    outputs = daskdl.predict(nn.Linear(2, 3), bag, client=False).compute()
 
     assert [one.shape for one in outputs] == [(1, 3), (4, 3), (2, 3), (4, 3)]
 
@@ -181,7 +181,9 @@ def test_outputs_may_have_the_shape_of_their_example():
 def test_partitions_without_examples_stay_so_and_the_first_with_some_is_looked_at():
     bag = bag_of([(i, np.full(2, i, np.float32)) for i in range(6)], partitions=3)
 
-    outputs = daskdl.predict(Shapes(), bag.filter(lambda pair: pair[0] > 3), False)
+    outputs = daskdl.predict(
+        Shapes(), bag.filter(lambda pair: pair[0] > 3), client=False
+    )
 
     assert outputs.npartitions == 3
     assert outputs.compute() == [(4, 4.0), (5, 5.0)]
@@ -191,7 +193,7 @@ def test_a_bag_without_examples_is_refused():
     bag = bag_of([1.0, 2.0]).filter(lambda x: x > 5)
 
     with pytest.raises(DataError, match="X must not be empty, got no rows in 2 parts"):
-        daskdl.predict(nn.Identity(), bag, False)
+        daskdl.predict(nn.Identity(), bag, client=False)
 
 
 def test_only_what_is_asked_for_is_computed_beside_the_first_part():
@@ -203,7 +205,7 @@ def test_only_what_is_asked_for_is_computed_beside_the_first_part():
 
     bag = bag_of(list(range(6)), partitions=3).map(noting)
 
-    daskdl.predict(Shapes(), bag, False)
+    daskdl.predict(Shapes(), bag, client=False)
 
     assert computed == [0, 1]
 
@@ -214,14 +216,14 @@ def test_a_list_may_have_parts_that_are_lists_of_examples():
         dask.delayed([("c", np.full(1, 5.0))], traverse=False),
     ]
 
-    first, second = dask.compute(*daskdl.predict(Shapes(), parts, False))
+    first, second = dask.compute(*daskdl.predict(Shapes(), parts, client=False))
 
     assert (first, second) == ([("a", 1.0), ("b", 0.0)], [("c", 5.0)])
 
 
 def test_keys_are_refused_where_there_cannot_be_any():
     with pytest.raises(OptionError, match=r"keyed=True is for a bag.* got a ndarray"):
-        daskdl.predict(nn.Identity(), np.zeros((2, 2)), False, keyed=True)
+        daskdl.predict(nn.Identity(), np.zeros((2, 2)), client=False, keyed=True)
 
 
 def test_an_output_with_fewer_rows_than_a_later_batch_is_refused():
@@ -232,4 +234,4 @@ def test_an_output_with_fewer_rows_than_a_later_batch_is_refused():
     bag = bag_of([np.full(2, float(i)) for i in range(6)], partitions=1)
 
     with pytest.raises(ModelError, match=r"shape \(5, 2\) for 6 rows, after \(2,\)"):
-        daskdl.predict(Short(), bag, False).compute()
+        daskdl.predict(Short(), bag, client=False).compute()

@@ -23,7 +23,9 @@ def in_this_thread():
 
 
 def say(data, **options):
-    return daskdl.predict(nn.Identity(), data, False, **({"batch_size": 2} | options))
+    return daskdl.predict(
+        nn.Identity(), data, client=False, **({"batch_size": 2} | options)
+    )
 
 
 def table():
@@ -51,7 +53,7 @@ def test_it_comes_after_the_transform_and_without_gradients():
     daskdl.predict(
         nn.Linear(2, 2),
         X[:2],
-        False,
+        client=False,
         transform=lambda batch: (torch.zeros(2, 2), None),
         postprocess=noting,
     )
@@ -66,7 +68,7 @@ def test_it_may_choose_from_what_a_model_gives():
     x = torch.ones(5, 4, 2)
 
     found = daskdl.predict(
-        lstm, x, False, batch_size=2, postprocess=lambda out: out[0][:, -1]
+        lstm, x, client=False, batch_size=2, postprocess=lambda out: out[0][:, -1]
     )
 
     assert found.shape == (5, 3)
@@ -155,7 +157,7 @@ def test_a_given_model_is_left_as_it_was():
     model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(2)).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
-    first, second = (daskdl.predict(model, X, False) for _ in range(2))
+    first, second = (daskdl.predict(model, X, client=False) for _ in range(2))
 
     assert model.training
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
@@ -165,4 +167,4 @@ def test_a_given_model_is_left_as_it_was():
 @pytest.mark.parametrize("model", [nn.Linear, lambda x: x], ids=["class", "function"])
 def test_what_is_no_module_is_refused(model):
     with pytest.raises(ModelError, match=r"model must be a torch.nn.Module"):
-        daskdl.predict(model, X, False)
+        daskdl.predict(model, X, client=False)

@@ -266,14 +266,15 @@ class Trainer:
         loader=None,
         collate_fn=None,
         on_bad_batch="raise",
+        storage_options=None,
         prefetch=2,
         approach="direct",
         resume=None,
     ): ...
     def evaluate(
         self,
-        data,
-        labels=None,
+        X,
+        y=None,
         *,
         metrics=None,
         batch_size=64,
@@ -281,6 +282,7 @@ class Trainer:
         loader=None,
         collate_fn=None,
         on_bad_batch="raise",
+        storage_options=None,
     ): ...
     def predict(
         self,
@@ -306,8 +308,8 @@ class Trainer:
     ): ...
     def errors(
         self,
-        data,
-        labels=None,
+        X,
+        y=None,
         *,
         top=50,
         wrong_only=False,
@@ -317,11 +319,12 @@ class Trainer:
         loader=None,
         collate_fn=None,
         on_bad_batch="raise",
+        storage_options=None,
     ): ...
     def score_examples(
         self,
-        data,
-        labels=None,
+        X,
+        y=None,
         *,
         key=None,
         regularization=False,
@@ -330,6 +333,7 @@ class Trainer:
         loader=None,
         collate_fn=None,
         on_bad_batch="raise",
+        storage_options=None,
     ): ...
     def save(self, url, optimizer=True): ...
     @classmethod
@@ -356,8 +360,8 @@ class WorstExamples(Sequence):
 
 def evaluate(
     model,
-    data,
-    labels=None,
+    X,
+    y=None,
     *,
     loss=None,
     metrics=None,
@@ -367,6 +371,7 @@ def evaluate(
     loader=None,
     collate_fn=None,
     on_bad_batch="raise",
+    storage_options=None,
 ): ...
 def plan(
     model,
@@ -381,9 +386,9 @@ def plan(
 ): ...
 def predict(
     model,
-    data,
-    client=None,
+    X,
     *,
+    client=None,
     batch_size=64,
     output="same",
     postprocess=None,

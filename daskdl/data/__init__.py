@@ -1,4 +1,4 @@
-"""Data where they are: files, batch files, images, normalisers, checks.
+"""Data where they are: files, batch files, images, normalizers, checks.
 
 What `Trainer.fit` takes without any of these, arrays, tables, Dask's collections and
 datasets of torch, is on the page on data.
@@ -11,14 +11,13 @@ from daskdl.data.formats import FromBytes, Npy, Npz, OneExample, Safetensors
 from daskdl.data.images import image_folder
 from daskdl.data.normalize import (
     MinMax,
-    Normalisation,
+    Normalization,
     Standardize,
-    normaliser_from_dict,
 )
 from daskdl.data.shards import Shards, file_batches
 from daskdl.data.source import Facts, Source
 from daskdl.data.tabular_formats import Csv, Parquet
-from daskdl.data.torch_datasets import Sharded
+from daskdl.data.torch_datasets import Stream
 from daskdl.data.validate import Report, validate
 
 __all__ = [
@@ -29,20 +28,19 @@ __all__ = [
     "FromBytes",
     "Manifest",
     "MinMax",
-    "Normalisation",
+    "Normalization",
     "Npy",
     "Npz",
     "OneExample",
     "Parquet",
     "Report",
     "Safetensors",
-    "Sharded",
     "Shards",
     "Source",
     "Standardize",
+    "Stream",
     "export",
     "file_batches",
     "image_folder",
-    "normaliser_from_dict",
     "validate",
 ]

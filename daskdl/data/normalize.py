@@ -5,7 +5,7 @@ Numpy in float64 only; where the parts come from is said in
 
 (x - shift) / scale + offset, on torch tensors of any device and numpy arrays.
 
-A normaliser that has been fitted: a transform of batches, and a plain value.
+A normalizer that has been fitted: a transform of batches, and a plain value.
 
 The pass in which the statistics of x are gathered from all parts.
 
@@ -14,7 +14,7 @@ parts, so that the result is the same whichever comes first.
 
 Ways to scale what a model is trained on. One small class per rule.
 
-A normaliser says what is wanted and is never changed; `fit` goes through the data once
+A normalizer says what is wanted and is never changed; `fit` goes through the data once
 and returns what x is scaled by.
 """
 
@@ -278,7 +278,7 @@ class Scaling:
         if not fits:
             raise DataError(
                 f"rows of shape {row} cannot be scaled by {self.shift.shape} numbers; "
-                "fit the normaliser on rows of this shape, or with per='channel'"
+                "fit the normalizer on rows of this shape, or with per='channel'"
             )
 
 
@@ -292,7 +292,7 @@ def _like(numbers: np.ndarray, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Normalisation:
+class Normalization:
     """What x is scaled by; goes where a `transform` does.
 
     Attributes:
@@ -306,7 +306,7 @@ class Normalisation:
         >>> x
         array([[-1.],
                [ 0.]], dtype=float32)
-        >>> Normalisation.from_dict(fitted.to_dict()) == fitted
+        >>> Normalization.from_dict(fitted.to_dict()) == fitted
         True
     """
 
@@ -361,13 +361,13 @@ class Normalisation:
             return cls(_tree(plain["x"]))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise OptionError(
-                f"this is not what Normalisation.to_dict() returns: {error!r}"
+                f"this is not what Normalization.to_dict() returns: {error!r}"
             ) from error
 
     def _mapped(self, function: Any, x: Tree) -> Tree:
         if not alike(x, self.scalings):
             raise DataError(
-                "the normaliser was fitted on x like "
+                "the normalizer was fitted on x like "
                 f"{batching.outline(self.scalings)}, got {batching.outline(x)}"
             )
         return batching.mapped(
@@ -386,11 +386,6 @@ def alike(one: Tree, two: Tree) -> bool:
     """
     first, second = ({name for name, _ in batching.named(t, "")} for t in (one, two))
     return first == second
-
-
-def normaliser_from_dict(plain: Mapping[str, Any]) -> Normalisation:
-    """The fitted normaliser that :meth:`Normalisation.to_dict` was called on."""
-    return Normalisation.from_dict(plain)
 
 
 def _plain(tree: Tree) -> Any:
@@ -453,7 +448,7 @@ def statistics_of_all(
             if found is not None:
                 total = found if total is None else _merged(total, found, source, part)
     if total is None:
-        raise DataError("X has no rows to fit a normaliser on")
+        raise DataError("X has no rows to fit a normalizer on")
     return total
 
 
@@ -482,7 +477,7 @@ def _of_rows(
         except DataError as error:
             beginning = f", its rows counted from {start}" if start else ""
             raise DataError(
-                f"{source.name(part)}{beginning}: {name}{error}; a normaliser needs "
+                f"{source.name(part)}{beginning}: {name}{error}; a normalizer needs "
                 "finite numbers, remove such rows or fill them in"
             ) from error
 
@@ -535,7 +530,7 @@ def _in_order(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Normaliser(ABC):
+class Normalizer(ABC):
     """Choose what values are scaled by from their statistics.
 
     Attributes:
@@ -577,7 +572,7 @@ class Normaliser(ABC):
         client: Any = None,
         loader: Any = None,
         storage_options: Mapping[str, Any] | None = None,
-    ) -> Normalisation:
+    ) -> Normalization:
         """Go through the data once, each part where it is.
 
         Args:
@@ -603,7 +598,7 @@ class Normaliser(ABC):
             ),
         )
         found = statistics_of_all(source, self.per, self.only, client)
-        return Normalisation(
+        return Normalization(
             batching.mapped(
                 lambda one: None if one is None else self.scaling(one), found
             )
@@ -611,7 +606,7 @@ class Normaliser(ABC):
 
 
 @dataclass(frozen=True)
-class Standardize(Normaliser):
+class Standardize(Normalizer):
     """Mean 0 and standard deviation 1, as numpy's `mean` and `std`.
 
     What is constant in all rows is divided by 1, and so becomes 0.
@@ -642,7 +637,7 @@ class Standardize(Normaliser):
 
 
 @dataclass(frozen=True)
-class MinMax(Normaliser):
+class MinMax(Normalizer):
     """From `low` for the lowest value to `high` for the highest.
 
     Values outside of what the data had come out outside: nothing is cut off. What is

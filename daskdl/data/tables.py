@@ -58,7 +58,7 @@ _EXAMPLES = (
     "examples by themselves are a torch Dataset or a bag, dask.bag.from_sequence({X})"
 )
 _ITERATED = (
-    "stack them, numpy.stack(list({X})), or stream them with daskdl.data.Sharded or a "
+    "stack them, numpy.stack(list({X})), or stream them with daskdl.data.Stream or a "
     "torch IterableDataset"
 )
 _NAMES = "number the classes, numpy.unique({X}, return_inverse=True)[1]"
@@ -120,7 +120,7 @@ def of_kind(value: Any, argument: str) -> str:
         >>> of_kind([1.0, 2.0], "X")
         'convert it with numpy.asarray(X)'
         >>> of_kind({1, 2}, "y of part 3")
-        'stack them, numpy.stack(list(y)), or stream them with daskdl.data.Sharded or \
+        'stack them, numpy.stack(list(y)), or stream them with daskdl.data.Stream or \
 a torch IterableDataset'
     """
     if isinstance(value, list):

@@ -8,10 +8,10 @@ Torch keeps the answer once for the whole process, as in the processes of a
 ``DataLoader``. Here several threads go through datasets, so it is set for the time of
 each step of one of them, and only one at a time may take a step.
 
-Datasets that are gone through from the beginning: a part is a shard.
+Datasets that are gone through from the beginning: a part is a part.
 
 Nothing here is shuffled, and how many items there are is not known before their end.
-A shard that never ends is an epoch that never does.
+A part that never ends is an epoch that never does.
 
 Datasets whose items have an index: a part is a range of indices.
 
@@ -197,7 +197,7 @@ class _Noticing:
         return getattr(self._told, name)
 
 
-class WorkerShards:
+class LoaderWorkers:
     """What each worker of a ``DataLoader`` would see of a dataset.
 
     Each pass goes through a shallow copy, so that attributes a dataset sets while it
@@ -212,26 +212,24 @@ class WorkerShards:
     """
 
     asked: bool
-    _passes: Counter[int]  # that have begun in this process, by shard
+    _passes: Counter[int]  # that have begun in this process, by part
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset
         self.asked = False
         self._passes = Counter()
 
-    def __call__(self, shard: int, shards: int) -> Iterator[Any]:
-        """Yield the items of a shard; every pass has another ``seed``.
+    def __call__(self, part: int, parts: int) -> Iterator[Any]:
+        """Yield the items of a part; every pass has another ``seed``.
 
         Args:
-            shard: Its number, the worker's ``id``.
-            shards: How many there are, ``num_workers``.
+            part: Its number, the worker's ``id``.
+            parts: How many there are, ``num_workers``.
         """
         dataset = copy.copy(self._dataset)
-        seed = self._passes[shard] * shards + shard
-        self._passes[shard] += 1
-        info = worker.WorkerInfo(
-            id=shard, num_workers=shards, seed=seed, dataset=dataset
-        )
+        seed = self._passes[part] * parts + part
+        self._passes[part] += 1
+        info = worker.WorkerInfo(id=part, num_workers=parts, seed=seed, dataset=dataset)
         told = _Noticing(info, self._note)
         with worker_info(told):
             items = iter(dataset)
@@ -263,55 +261,55 @@ def worker_info(told: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """Items in shards, each made by a function of yours where it is trained on.
+class Stream:
+    """Items in parts, each made by a function of yours where it is trained on.
 
-    Unlike a ``torch.utils.data.IterableDataset``, shards of one process are gone
+    Unlike a ``torch.utils.data.IterableDataset``, parts of one process are gone
     through at the same time.
 
     Attributes:
-        function: ``function(shard, shards)`` gives an iterable of the items (x, y) of
-            shard 0, 1, ..., a new one each time; cloudpickle takes it to the workers.
-        shards: How many there are; None: as many as there are replicas.
+        function: ``function(part, parts)`` gives an iterable of the items (x, y) of
+            part 0, 1, ..., a new one each time; cloudpickle takes it to the workers.
+        parts: How many there are; None: as many as there are replicas.
 
     Raises:
         OptionError: If one of them cannot be used.
 
     Example:
-        >>> def squares(shard, shards):
-        ...     return ((float(i), float(i * i)) for i in range(shard, 10, shards))
-        >>> list(Sharded(squares).function(1, 4))
+        >>> def squares(part, parts):
+        ...     return ((float(i), float(i * i)) for i in range(part, 10, parts))
+        >>> list(Stream(squares).function(1, 4))
         [(1.0, 1.0), (5.0, 25.0), (9.0, 81.0)]
     """
 
     function: Callable[[int, int], Iterable[Any]]
-    shards: int | None = None
+    parts: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise OptionError(
-                "function must be callable as function(shard, shards), got "
+                "function must be callable as function(part, parts), got "
                 f"{self.function!r}"
             )
-        if self.shards is not None:
-            check_whole("shards", self.shards, 1)
+        if self.parts is not None:
+            check_whole("parts", self.parts, 1)
 
 
 class IterableStyle(Source):
-    """Shards of a dataset, gone through in order.
+    """Parts of a dataset, gone through in order.
 
     Args:
         dataset: Of pairs (x, y), or of x alone if `collation` allows it. One of
             torch's must look at ``torch.utils.data.get_worker_info()``, as for a
-            ``DataLoader``: a shard is what one of its workers would give.
-        shards: How many, if `dataset` does not say it.
+            ``DataLoader``: a part is what one of its workers would give.
+        parts: How many, if `dataset` does not say it.
         collation: How items become rows.
 
     Attributes:
-        fixed: Whether the user has said how many shards there are.
+        fixed: Whether the user has said how many parts there are.
 
     Raises:
-        OptionError: If `shards` is not a whole number of at least 1.
+        OptionError: If `parts` is not a whole number of at least 1.
     """
 
     fixed: bool
@@ -321,24 +319,24 @@ class IterableStyle(Source):
 
     def __init__(
         self,
-        dataset: IterableDataset[Any] | Sharded,
-        shards: int = 1,
+        dataset: IterableDataset[Any] | Stream,
+        parts: int = 1,
         collation: Collation = Collation(),
     ) -> None:
         self._function: Callable[[int, int], Iterable[Any]]
-        if isinstance(dataset, Sharded):
+        if isinstance(dataset, Stream):
             self._function = dataset.function
-            shards = dataset.shards or shards
+            parts = dataset.parts or parts
         else:
-            self._function = WorkerShards(dataset)
-        check_whole("shards", shards, 1)
-        self.fixed = isinstance(dataset, Sharded) and dataset.shards is not None
-        self.parts = shards
+            self._function = LoaderWorkers(dataset)
+        check_whole("parts", parts, 1)
+        self.fixed = isinstance(dataset, Stream) and dataset.parts is not None
+        self.parts = parts
         self._collation = collation
 
     @functools.cached_property
     def first(self) -> Rows:  # type: ignore[override]
-        """Rows from the beginning of the first shard that has any.
+        """Rows from the beginning of the first part that has any.
 
         Raises:
             DataError: If there are none at all, or if they cannot be used.
@@ -346,46 +344,48 @@ class IterableStyle(Source):
         there = self._beginnings(1)
         if not there:
             raise DataError(
-                f"the dataset is empty: none of its {self.parts} shards has an item"
+                f"the dataset is empty: none of its {self.parts} parts has an item"
             )
         return there[0]
 
     def warn_if_alike(self) -> None:
-        """Look whether each shard has all items, as far as can be seen.
+        """Look whether each part has all items, as far as can be seen.
 
         Warns:
-            UserWarning: If two shards begin with the same items, or if a dataset of
+            UserWarning: If two parts begin with the same items, or if a dataset of
                 torch gives items without asking which worker it is on.
         """
         there = self._beginnings(2)
         if len(there) < 2:
             return
-        careless = isinstance(self._function, WorkerShards) and not self._function.asked
+        careless = (
+            isinstance(self._function, LoaderWorkers) and not self._function.asked
+        )
         if not careless and not _equal(*there):
             return
         seen = (
-            "does not ask torch.utils.data.get_worker_info() which shard it is"
+            "does not ask torch.utils.data.get_worker_info() which part it is"
             if careless
             else "begins in 2 of them with the same items"
         )
         warnings.warn(
-            f"the dataset is gone through in {self.parts} shards, one for each "
+            f"the dataset is gone through in {self.parts} parts, one for each "
             f"replica or worker, and {seen}: its items are then used "
             f"{self.parts} times; give only every num_workers-th item, from the id-th "
             "on, of torch.utils.data.get_worker_info() in __iter__, or use "
-            "daskdl.data.Sharded",
+            "daskdl.data.Stream",
             stacklevel=2,
         )
 
     def _beginnings(self, most: int) -> list[Rows]:
-        """Of the first shards that have any items; so many shards."""
+        """Of the first parts that have any items; so many parts."""
         begun = (self._begin(part) for part in range(self.parts))
         return list(itertools.islice(filter(None, begun), most))
 
-    def in_shards(self, shards: int) -> Self:
-        """The same dataset in so many shards."""
+    def in_parts(self, parts: int) -> Self:
+        """The same dataset in so many parts."""
         other = copy.copy(self)
-        other.parts = shards
+        other.parts = parts
         other.__dict__.pop("first", None)
         return other
 
@@ -403,7 +403,7 @@ class IterableStyle(Source):
 
     @override
     def name(self, part: int) -> str:
-        return f"shard {part} of {self.parts}"
+        return f"part {part} of {self.parts}"
 
     def _begin(self, part: int) -> Rows | None:
         items = itertools.islice(self._function(part, self.parts), SHOWN_ROWS)
@@ -411,19 +411,19 @@ class IterableStyle(Source):
         return self._collation.rows(some) if some else None
 
 
-def sharded(source: Source, shards: int) -> Source:
-    """A source in so many shards, if it is in shards and the user did not say how many.
+def split_stream(source: Source, parts: int) -> Source:
+    """A source in so many parts, if it is in parts and the user did not say how many.
 
     Args:
         source: Of any kind.
-        shards: As many as there are replicas, >= 1.
+        parts: As many as there are replicas, >= 1.
 
     Warns:
-        UserWarning: If it seems that each shard has all items.
+        UserWarning: If it seems that each part has all items.
     """
     if not isinstance(source, IterableStyle):
         return source
-    own = source if source.fixed else source.in_shards(shards)
+    own = source if source.fixed else source.in_parts(parts)
     own.warn_if_alike()
     return own
 
@@ -432,10 +432,10 @@ def is_iterable_style(value: Any) -> bool:
     """Whether it is a dataset that is gone through from the beginning.
 
     Example:
-        >>> is_iterable_style([1, 2]), is_iterable_style(Sharded(lambda k, n: [], 2))
+        >>> is_iterable_style([1, 2]), is_iterable_style(Stream(lambda k, n: [], 2))
         (False, True)
     """
-    return isinstance(value, IterableDataset | Sharded)
+    return isinstance(value, IterableDataset | Stream)
 
 
 def _equal(one: Rows, other: Rows) -> bool:

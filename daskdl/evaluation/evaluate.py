@@ -55,7 +55,7 @@ from daskdl.data.checks import (
 from daskdl.data.distribute import each_part, workers_of
 from daskdl.data.inputs import ReadOptions, looked_at
 from daskdl.data.source import Source, rows_of_part
-from daskdl.data.torch_datasets import sharded
+from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.base import MetricSet, Shown, scale_of
 from daskdl.evaluation.report import Evaluation, Section
@@ -455,7 +455,7 @@ def evaluate(
     packed = PackedModel(model, here=client is False)
     scoring, measures = _prepared(model, packed, loss, source, read, wanted)
     if client is not False:
-        source = sharded(source, len(workers_of(client)))
+        source = split_stream(source, len(workers_of(client)))
     score, states = _totals(source, scoring, client)
     values = score.metrics()
     if loss is None:

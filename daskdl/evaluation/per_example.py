@@ -96,7 +96,7 @@ from daskdl.data.distribute import each_part, workers_of
 from daskdl.data.inputs import ReadOptions, looked_at, source_of
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
-from daskdl.data.torch_datasets import sharded
+from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.inference.lazy import Examples, lazy_outputs, with_first_rows
 from daskdl.keras.module import CrossEntropyOfProbabilities
@@ -1310,7 +1310,7 @@ def worst_examples(
 
 def _spread(source: Source, client: Client | Literal[False]) -> Source:
     """The same data in as many shards as there are workers, if they are in shards."""
-    return source if client is False else sharded(source, len(workers_of(client)))
+    return source if client is False else split_stream(source, len(workers_of(client)))
 
 
 def _all_scores(

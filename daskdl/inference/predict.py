@@ -46,7 +46,7 @@ from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.storage import Store, is_url, store_of
 from daskdl.data.tables import InMemory, as_numpy
-from daskdl.data.torch_datasets import sharded
+from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import ModelError, OptionError
 from daskdl.inference.lazy import Examples, Noted, lazy_outputs, with_first_rows
 from daskdl.inference.predictions import (
@@ -357,7 +357,7 @@ def predict(
     packed = PackedModel(model, here=client is False and not is_lazy(X))
     asking = _asking(packed, source, read, wanted)
     if client is not False and not is_lazy(X):
-        source = sharded(source, workers)
+        source = split_stream(source, workers)
     if wanted.writes:
         return _written(model, X, source, asking, wanted, client)
     if is_lazy(X):

@@ -6,7 +6,7 @@ Each is a mapping that says how it was written:
 ``{"value": ...}``                          plain, see :mod:`daskdl.saving.json_values`
 ``{"layers": ...}``                         see :mod:`daskdl.saving.module_state`
 ``{"import": ...}``, ``{"partial": ...}``   see :mod:`daskdl.saving.json_values`
-``{"normaliser": ...}``                     as `daskdl.data.Normalisation.to_dict`
+``{"normaliser": ...}``                     as `daskdl.data.Normalization.to_dict`
 ``{"both": [..., ...]}``                    two transforms, one after the other
 ``{"pass": "why"}``                         has to be given to `Trainer.load` again
 ==========================================  ==========================================
@@ -44,7 +44,7 @@ from daskdl.callbacks import (
 from daskdl.config import VERSION, check_flag
 from daskdl.data.checks import MISFITS, trainable
 from daskdl.data.inputs import Both
-from daskdl.data.normalize import Normalisation
+from daskdl.data.normalize import Normalization
 from daskdl.errors import DaskDLError, OptionError, SaveError
 from daskdl.history import LAYOUT, History, Stopping, unpack_rows
 from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
@@ -461,7 +461,7 @@ def _decoded(name: str, content: Json, plain: Plain) -> Any:
 def _decoded_transform(content: Json, plain: Plain) -> Any:
     if set(content) == {"normaliser"}:
         try:
-            return Normalisation.from_dict(content["normaliser"])
+            return Normalization.from_dict(content["normaliser"])
         except OptionError as error:
             raise SaveError(f"the normaliser is damaged: {error}") from error
     if set(content) == {"both"}:
@@ -544,7 +544,7 @@ def _maker(name: str, value: Any, plain: Plain) -> Json:
 
 
 def _encoded_transform(value: Any, plain: Plain) -> Json:
-    if isinstance(value, Normalisation):
+    if isinstance(value, Normalization):
         return {"normaliser": value.to_dict()}
     if isinstance(value, Both):
         return {

@@ -43,7 +43,7 @@ from daskdl.data.distribute import (
     workers_of,
 )
 from daskdl.data.source import Source
-from daskdl.data.torch_datasets import sharded
+from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import ChannelError, RunError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
@@ -678,7 +678,7 @@ def dask_backend(
     with contextlib.ExitStack() as stack:
         supplies = {
             phase: stack.enter_context(
-                supply_of(sharded(own, len(assigned)), client, workers, bound)
+                supply_of(split_stream(own, len(assigned)), client, workers, bound)
             )
             for phase, own in sources.items()
         }

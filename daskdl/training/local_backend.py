@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.data.source import Source
-from daskdl.data.torch_datasets import sharded
+from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import OptionError
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
@@ -67,7 +67,7 @@ class LocalBackend(Backend):
         self.workers = dict.fromkeys(range(replicas), HERE)
         self._spec = spec
         self._sources = {
-            phase: sharded(own, replicas) for phase, own in sources.items()
+            phase: split_stream(own, replicas) for phase, own in sources.items()
         }
         # The thread that fills a relay queue also empties it: no bound is needed.
         self._run = LocalRun(run_spec_of(spec, self.workers, self._sources))

@@ -160,8 +160,8 @@ def numbers(shard, shards):
 
 STREAMS = {
     "IterableDataset": Numbers,
-    "Sharded": lambda: data.Sharded(numbers),
-    "three shards": lambda: data.Sharded(numbers, 3),
+    "Stream": lambda: data.Stream(numbers),
+    "three shards": lambda: data.Stream(numbers, 3),
 }
 
 

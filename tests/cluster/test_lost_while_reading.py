@@ -78,7 +78,7 @@ def dataset(folder, client):
 
 
 def stream(folder, client):
-    return Data((daskdl.data.Sharded(shard, SHARDS),), COUNT // SHARDS)
+    return Data((daskdl.data.Stream(shard, SHARDS),), COUNT // SHARDS)
 
 
 @pytest.mark.parametrize(

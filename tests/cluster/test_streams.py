@@ -5,7 +5,7 @@ import pytest
 from tests.support.problems import trainer
 from tests.support.streams import ShardedStream, Stream
 
-REMEDY = r"2 shards.* used 2 times.*get_worker_info\(\).*daskdl\.data\.Sharded"
+REMEDY = r"2 parts.* used 2 times.*get_worker_info\(\).*daskdl\.data\.Stream"
 
 
 def test_a_stream_that_every_replica_goes_through_whole_is_warned_of(client):

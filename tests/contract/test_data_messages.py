@@ -75,7 +75,7 @@ def pieces(*lengths):
 
 ROW_EACH = "give an array with one row for each example"
 STREAM = (
-    "stack them, numpy.stack(list({0})), or stream them with daskdl.data.Sharded or a "
+    "stack them, numpy.stack(list({0})), or stream them with daskdl.data.Stream or a "
     "torch IterableDataset"
 )
 OF_DATASET = "a dataset has inputs and labels together: give it as X, without y"

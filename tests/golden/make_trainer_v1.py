@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import daskdl
-from daskdl.data import Normalisation, Standardize
+from daskdl.data import Normalization, Standardize
 
 FOLDER = Path(__file__).parent / "trainer_v1"
 PREDICTIONS = FOLDER / "predictions.json"  # of `inputs`, not part of the save
@@ -37,7 +37,7 @@ def labels(rows=48):
     return (inputs(rows).sum(axis=1) > 0).astype(np.int64)
 
 
-def normaliser() -> Normalisation:
+def normaliser() -> Normalization:
     return Standardize().fit(inputs(), client=False)
 
 

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl.data.normalize import Normalisation, Scaling, alike, normaliser_from_dict
+from daskdl.data.normalize import Normalization, Scaling, alike
 from daskdl.errors import DataError, OptionError
 
 HALF = Scaling(np.array([1.0]), np.array([2.0]))
 TENTH = Scaling(np.array([0.1, 1 / 3]), np.array([10.0, 1 / 7]), -1.0)
-FITTED = Normalisation({"a": HALF, 3: (TENTH, None)})
+FITTED = Normalization({"a": HALF, 3: (TENTH, None)})
 
 
 def batch():
@@ -21,7 +21,7 @@ def batch():
     return x, torch.tensor([1])
 
 
-@pytest.mark.parametrize("function", [Normalisation.transform, Normalisation.__call__])
+@pytest.mark.parametrize("function", [Normalization.transform, Normalization.__call__])
 def test_x_of_a_batch_is_scaled_and_all_else_comes_out_as_it_went_in(function):
     given = batch()
 
@@ -35,7 +35,7 @@ def test_x_of_a_batch_is_scaled_and_all_else_comes_out_as_it_went_in(function):
 
 
 def test_there_need_be_no_labels():
-    x, y = Normalisation(HALF).transform((np.array([[3.0]]), None))
+    x, y = Normalization(HALF).transform((np.array([[3.0]]), None))
 
     assert x.tolist() == [[1.0]]
     assert y is None
@@ -75,13 +75,12 @@ def test_x_of_another_structure_is_refused(function):
 def test_it_goes_through_json_and_is_equal_to_the_last_digit():
     text = json.dumps(FITTED.to_dict(), allow_nan=False)
 
-    assert normaliser_from_dict(json.loads(text)) == FITTED
-    assert Normalisation.from_dict(json.loads(text)) == FITTED
+    assert Normalization.from_dict(json.loads(text)) == FITTED
 
 
 def test_it_is_equal_after_a_journey_and_only_then():
     assert pickle.loads(pickle.dumps(FITTED)) == FITTED
-    assert Normalisation(HALF) != Normalisation(TENTH)
+    assert Normalization(HALF) != Normalization(TENTH)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +89,8 @@ def test_it_is_equal_after_a_journey_and_only_then():
     ids=str,
 )
 def test_another_dict_is_refused(plain):
-    with pytest.raises(OptionError, match=r"not what Normalisation.to_dict\(\) return"):
-        Normalisation.from_dict(plain)
+    with pytest.raises(OptionError, match=r"not what Normalization.to_dict\(\) return"):
+        Normalization.from_dict(plain)
 
 
 @pytest.mark.parametrize(

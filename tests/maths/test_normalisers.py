@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from daskdl.data.normalize import MinMax, Normalisation, Standardize
+from daskdl.data.normalize import MinMax, Normalization, Standardize
 from daskdl.errors import OptionError
 from tests.support.part_sources import Parts, unlabelled
 
@@ -45,12 +45,12 @@ def test_min_max_takes_the_lowest_and_the_highest_to_its_ends():
 
 
 @pytest.mark.parametrize(
-    ("normaliser", "value"), [(Standardize(), 0.0), (MinMax(0.5, 1.0), 0.5)]
+    ("normalizer", "value"), [(Standardize(), 0.0), (MinMax(0.5, 1.0), 0.5)]
 )
-def test_what_is_constant_is_divided_by_one(normaliser, value):
+def test_what_is_constant_is_divided_by_one(normalizer, value):
     constant = np.full((5, 1), 0.1, np.float32)
 
-    fitted = normaliser.fit(unlabelled(constant, constant), client=False)
+    fitted = normalizer.fit(unlabelled(constant, constant), client=False)
 
     assert fitted.scalings.scale.tolist() == [1.0]
     assert fitted((constant, None))[0].ravel().tolist() == pytest.approx([value] * 5)
@@ -75,31 +75,31 @@ def test_images_of_bytes_are_scaled_by_channel():
 
 def test_only_some_inputs_are_scaled_and_labels_are_not():
     source = Parts(({"image": PIXELS, "word": np.arange(9)}, np.arange(9)))
-    normaliser = MinMax(only=("image",), per="all")
+    normalizer = MinMax(only=("image",), per="all")
 
-    fitted = normaliser.fit(source, client=False)
+    fitted = normalizer.fit(source, client=False)
 
     x, y = fitted(source.load(0))
     assert x["image"].max() == 1.0
     assert x["word"].tolist() == y.tolist() == list(range(9))
 
 
-def test_a_normaliser_is_not_changed_by_fitting():
-    normaliser = Standardize()
+def test_a_normalizer_is_not_changed_by_fitting():
+    normalizer = Standardize()
 
-    one, two = (normaliser.fit(unlabelled(x), client=False) for x in (X, X + 1))
+    one, two = (normalizer.fit(unlabelled(x), client=False) for x in (X, X + 1))
 
-    assert normaliser == Standardize()
+    assert normalizer == Standardize()
     assert one != two
     with pytest.raises(FrozenInstanceError):
-        normaliser.epsilon = 1.0
+        normalizer.epsilon = 1.0
 
 
-@pytest.mark.parametrize("normaliser", [Standardize(), MinMax(-1, 1, per="all")])
-def test_what_was_fitted_can_be_written_down(normaliser):
-    fitted = normaliser.fit(unlabelled(*CUT), client=False)
+@pytest.mark.parametrize("normalizer", [Standardize(), MinMax(-1, 1, per="all")])
+def test_what_was_fitted_can_be_written_down(normalizer):
+    fitted = normalizer.fit(unlabelled(*CUT), client=False)
 
-    assert Normalisation.from_dict(json.loads(json.dumps(fitted.to_dict()))) == fitted
+    assert Normalization.from_dict(json.loads(json.dumps(fitted.to_dict()))) == fitted
 
 
 @pytest.mark.parametrize(

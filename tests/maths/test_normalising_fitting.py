@@ -65,7 +65,7 @@ def test_parts_without_rows_are_passed_over():
 
 
 def test_no_rows_at_all_are_refused():
-    with pytest.raises(DataError, match="X has no rows to fit a normaliser on"):
+    with pytest.raises(DataError, match="X has no rows to fit a normalizer on"):
         found(unlabelled(X[:0]))
 
 

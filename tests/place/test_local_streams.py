@@ -6,7 +6,7 @@ import daskdl
 from tests.support.problems import trainer
 from tests.support.streams import ShardedStream, Stream
 
-REMEDY = r"2 shards.* used 2 times.*get_worker_info\(\).*daskdl\.data\.Sharded"
+REMEDY = r"2 parts.* used 2 times.*get_worker_info\(\).*daskdl\.data\.Stream"
 
 
 def two():

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
-from daskdl.data.torch_datasets import WorkerShards
+from daskdl.data.torch_datasets import LoaderWorkers
 
 
 class Counted(IterableDataset):
@@ -42,28 +42,28 @@ DATASETS = [Counted(), ItsOwnIterator(), ChainDataset([Counted()])]
 @pytest.mark.parametrize("dataset", DATASETS, ids=lambda d: type(d).__name__)
 class TestEveryDataset:
     def test_a_shard_is_what_a_worker_sees(self, dataset):
-        shards = WorkerShards(dataset)
+        shards = LoaderWorkers(dataset)
 
         seen = [list(shards(shard, 3)) for shard in range(3)]
 
         assert seen == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
 
     def test_shards_can_be_gone_through_in_turns(self, dataset):
-        shards = WorkerShards(dataset)
+        shards = LoaderWorkers(dataset)
 
         pairs = list(zip(shards(0, 2), shards(1, 2), strict=True))
 
         assert pairs == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
 
     def test_there_is_no_worker_between_the_items(self, dataset):
-        items = WorkerShards(dataset)(0, 2)
+        items = LoaderWorkers(dataset)(0, 2)
 
         next(items)
 
         assert get_worker_info() is None
 
     def test_many_threads_see_their_own_shards(self, dataset):
-        shards = WorkerShards(dataset)
+        shards = LoaderWorkers(dataset)
         together = threading.Barrier(5)
 
         def items_of(shard):
@@ -92,7 +92,7 @@ def test_nobody_takes_a_step_while_another_does():
                 seen = get_worker_info().id
             yield seen
 
-    shards = WorkerShards(Slow())
+    shards = LoaderWorkers(Slow())
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(list, shards(0, 2))
@@ -111,12 +111,12 @@ def test_the_dataset_of_the_worker_is_a_copy_of_its_own():
 
     dataset = Own()
 
-    assert list(WorkerShards(dataset)(0, 1)) == [1]
+    assert list(LoaderWorkers(dataset)(0, 1)) == [1]
     assert not hasattr(dataset, "marked")
 
 
 def test_each_pass_and_each_shard_has_a_seed_of_its_own():
-    shards = WorkerShards(Seeds())
+    shards = LoaderWorkers(Seeds())
 
     seeds = [next(shards(shard, 3)) for _ in range(2) for shard in range(3)]
 
@@ -124,7 +124,7 @@ def test_each_pass_and_each_shard_has_a_seed_of_its_own():
 
 
 def test_passes_are_repeatable():
-    one, other = (WorkerShards(Seeds()) for _ in range(2))
+    one, other = (LoaderWorkers(Seeds()) for _ in range(2))
 
     assert list(one(1, 3)) == list(other(1, 3))
 
@@ -141,7 +141,7 @@ def test_what_the_dataset_raises_comes_out_and_nobody_is_left_a_worker(where):
             raise OSError("mine")
 
     with pytest.raises(OSError, match="mine"):
-        list(WorkerShards(Broken())(0, 1))
+        list(LoaderWorkers(Broken())(0, 1))
 
     assert get_worker_info() is None
-    assert list(WorkerShards(Counted())(4, 5)) == [4, 9]
+    assert list(LoaderWorkers(Counted())(4, 5)) == [4, 9]

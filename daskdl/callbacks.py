@@ -322,6 +322,8 @@ class Checkpoint(Callback):
         keep_best: Also keep the checkpoint with the best ``"val_loss"``,
             ``"val_accuracy"`` or ``"loss"``, the mean training loss of the epoch; None:
             keep no others.
+        storage_options: fsspec options of `url`, such as credentials, also for the
+            workers. They are never saved: not in a checkpoint, and not with a trainer.
 
     Raises:
         OptionError: If an argument is out of range; when the fit begins, if the score
@@ -341,6 +343,9 @@ class Checkpoint(Callback):
     keep_last: int | None = 3
     keep_every: int | None = None
     keep_best: Literal["val_loss", "val_accuracy", "loss"] | None = None
+    storage_options: Mapping[str, Any] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str | os.PathLike) or not os.fspath(self.url):
@@ -360,6 +365,9 @@ class Checkpoint(Callback):
             raise OptionError(
                 f"keep_best must be one of {choices} or None, got {self.keep_best!r}"
             )
+        if not isinstance(self.storage_options, Mapping | None):
+            kind = type(self.storage_options).__name__
+            raise OptionError(f"storage_options must be a dict or None, got a {kind}")
 
     def _check_text(self, every: str) -> None:
         if every == "epoch" or (self.steps is not None and self.steps >= 1):

@@ -642,7 +642,13 @@ class Trainer:
             client=self.client,
         )
 
-    def save(self, url: Any, optimizer: bool = True) -> None:
+    def save(
+        self,
+        url: Any,
+        optimizer: bool = True,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Save everything needed to predict, evaluate and continue fitting.
 
         Tensors become safetensors files, everything else JSON; nothing is pickled. An
@@ -652,6 +658,7 @@ class Trainer:
             url: A folder: a path, or an fsspec URL such as ``s3://bucket/run-17``.
             optimizer: Also save the state of optimizer, scheduler, thresholds and
                 residuals; otherwise the next fit of the loaded trainer resets them.
+            storage_options: fsspec options of `url`, such as credentials.
 
         Raises:
             OptionError: If there is no `model_` yet, or an object cannot be saved.
@@ -662,16 +669,20 @@ class Trainer:
         state = TrainerState(
             arguments, self.model_, self._state, self.history_, self.classes_
         )
-        trainer_state.save(state, url, optimizer)
+        trainer_state.save(state, url, optimizer, storage_options)
 
     @classmethod
     def load(
         cls,
         url: Any,
         *,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        loss: Loss | None = None,
+        optimizer: Callable[[Any], Optimizer] | None = None,
         client: Client | Literal[False] | None = None,
         trusted: Sequence[str] = (),
-        **passed: Any,
+        storage_options: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> Self:
         """Load a trainer that continues from the saved state.
 
@@ -680,17 +691,23 @@ class Trainer:
 
         Args:
             url: The folder of the save.
+            model: Replaces the saved argument of the class; None: as it was saved.
+            loss: Likewise.
+            optimizer: Likewise.
             client: See the class.
             trusted: Names of modules or packages, such as ``["my_nets"]``, whose
                 classes and functions a save may import and call with saved arguments.
-            passed: Other arguments of the class; they replace the saved ones.
+            storage_options: fsspec options of `url`, such as credentials.
+            others: Other arguments of the class; they replace the saved ones.
 
         Raises:
             SaveError: If the save is missing, damaged, foreign or too new.
             OptionError: If arguments have to be passed; the message names each, and
                 the reason.
         """
-        state = trainer_state.load(url, passed, trusted)
+        own = {"model": model, "loss": loss, "optimizer": optimizer}
+        passed = {name: one for name, one in own.items() if one is not None} | others
+        state = trainer_state.load(url, passed, trusted, storage_options)
         trainer = cls(client=client, **state.arguments)
         trainer._state = state.fit_state
         trainer.history_, trainer.classes_ = state.history, state.classes

@@ -192,7 +192,7 @@ class Series:
     store: Store
 
     @classmethod
-    def at(cls, url: Any) -> "Series":
+    def at(cls, url: Any, storage_options: Mapping[str, Any] | None = None) -> "Series":
         """Return the series at a URL or a path.
 
         Raises:
@@ -200,7 +200,7 @@ class Series:
         """
         if not is_path(url):
             raise OptionError(f"url must be a URL or a path of a folder, got {url!r}")
-        return cls(store_of(url))
+        return cls(Store(store_of(url).url, dict(storage_options or {})))
 
     def folder(self, number: int) -> Store:
         """Return the folder of a checkpoint.
@@ -289,7 +289,7 @@ class CheckpointPlan:
     """The plan by which one run writes checkpoints, identical for all replicas.
 
     Attributes:
-        url: Absolute URL of the series.
+        series: The folder of all checkpoints.
         rule: The user's callback.
         origin: Identity of the original fit; unchanged by resuming.
         run: Identity of the run.
@@ -297,7 +297,7 @@ class CheckpointPlan:
         before: Checkpoints of the fit before this run.
     """
 
-    url: str
+    series: Series
     rule: Checkpoint
     origin: str
     run: str
@@ -311,11 +311,6 @@ class CheckpointPlan:
             taken: Checkpoints that this run has taken so far.
         """
         return Stamp(self.origin, self.run, self.first + taken)
-
-    @property
-    def series(self) -> Series:
-        """The folder of all checkpoints."""
-        return Series.at(self.url)
 
     def prune(self) -> None:
         """Delete checkpoints of the fit that are not kept, and older incomplete ones.
@@ -365,9 +360,9 @@ class CheckpointPlan:
         newest = self.series.newest()
         if newest is None or newest.stamp.run != self.run:
             raise SaveError(
-                f"no checkpoint of this fit is whole in {self.url}; is it the same "
-                "place for all workers and for the client? If so, a worker was lost "
-                "while it wrote"
+                f"no checkpoint of this fit is whole in {self.series.store.url}; is it "
+                "the same place for all workers and for the client? If so, a worker "
+                "was lost while it wrote"
             )
 
     def _score(self, one: CompleteCheckpoint) -> float:

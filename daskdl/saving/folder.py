@@ -318,7 +318,9 @@ class Folder:
     kind: Kind
 
     @classmethod
-    def at(cls, url: Any, kind: Kind) -> "Folder":
+    def at(
+        cls, url: Any, kind: Kind, storage_options: Mapping[str, Any] | None = None
+    ) -> "Folder":
         """The folder at a URL or a path.
 
         Raises:
@@ -326,7 +328,7 @@ class Folder:
         """
         if not is_path(url):
             raise OptionError(f"url must be a URL or a path of a folder, got {url!r}")
-        return cls(store_of(url), kind)
+        return cls(Store(store_of(url).url, dict(storage_options or {})), kind)
 
     def write(
         self,

@@ -270,7 +270,7 @@ class Plain:
         fields = {
             f.name: self.encode(getattr(value, f.name), f"{name}.{f.name}", depth + 1)
             for f in dataclasses.fields(value)
-            if f.init
+            if f.init and f.compare  # others, such as credentials, stay out of files
         }
         return {"object": shown, "fields": fields}
 

@@ -590,7 +590,12 @@ _TRIPPED = (
 )
 
 
-def save(fitted: TrainerState, url: Any, optimizer: bool) -> None:
+def save(
+    fitted: TrainerState,
+    url: Any,
+    optimizer: bool,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
     """Put a fitted trainer into a folder; see `Trainer.save`.
 
     Raises:
@@ -598,7 +603,7 @@ def save(fitted: TrainerState, url: Any, optimizer: bool) -> None:
         SaveError: If nothing can be written there.
     """
     check_flag("optimizer", optimizer)
-    folder = Folder.at(url, TRAINER)
+    folder = Folder.at(url, TRAINER, storage_options)
     state = ModuleState.of(fitted.model)
     extra = {_HIDDEN + name: buffer for name, buffer in state.hidden.items()}
     moved: dict[str, Tensor] = {}
@@ -615,19 +620,25 @@ def save(fitted: TrainerState, url: Any, optimizer: bool) -> None:
     folder.write(content, contents, {"daskdl": VERSION, "torch": torch.__version__})
 
 
-def load(url: Any, passed: Mapping[str, Any], trusted: Any = ()) -> TrainerState:
+def load(
+    url: Any,
+    passed: Mapping[str, Any],
+    trusted: Any = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> TrainerState:
     """Read what `save` wrote.
 
     Args:
         url: Of the folder.
         passed: Arguments of a trainer, in place of those that were saved.
         trusted: Names of modules; see `Trainer.load`.
+        storage_options: fsspec options of the URL.
 
     Raises:
         SaveError: If there is nothing, or it is damaged, of something else, or too new.
         OptionError: Naming arguments that have to be passed, or do not fit.
     """
-    folder, trust = Folder.at(url, TRAINER), Trust.of(trusted)
+    folder, trust = Folder.at(url, TRAINER, storage_options), Trust.of(trusted)
     saved = folder.read()
     with _named(folder.store.url):
         return _fitted(saved, passed, trust)

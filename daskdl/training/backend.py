@@ -363,7 +363,7 @@ def run_spec_of(
         ),
     )
     if resume is not None and point is not None:
-        _check_sync_point(point, run, resume.url)
+        _check_sync_point(point, run, resume.store.url)
     return run
 
 

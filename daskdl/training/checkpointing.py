@@ -23,7 +23,7 @@ from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import SyncPoint
 from daskdl.channel.protocol import Natural, WaitCause, check
 from daskdl.config import Bound, Timeouts
-from daskdl.data.storage import store_of
+from daskdl.data.storage import Store
 from daskdl.errors import OptionError, SaveError, WaitTimeoutError
 from daskdl.saving.checkpoints import (
     COMMON,
@@ -297,7 +297,7 @@ class ResumePlan:
     """The header of the checkpoint that a fit resumes.
 
     Attributes:
-        url: Absolute URL of the checkpoint.
+        store: The folder of the checkpoint.
         stamp: Stamp of the checkpoint.
         members: Replicas with a part in the checkpoint, ascending.
         epoch: First epoch to train, counted from 0.
@@ -310,7 +310,7 @@ class ResumePlan:
         fingerprint: Fingerprint of the fit.
     """
 
-    url: str
+    store: Store
     stamp: Stamp
     members: Sequence[int]
     epoch: int
@@ -337,7 +337,7 @@ class ResumePlan:
             if point is not None:
                 point = SyncPoint.from_wire(point)
             return cls(
-                found.store.url,
+                found.store,
                 found.stamp,
                 header["members"],
                 epoch,
@@ -360,14 +360,18 @@ class ResumePlan:
         """Check that the checkpoint fits the options of a fit."""
         if self.kind not in master.resumes:
             raise OptionError(
-                f"{self.url} is of replicas of another way of training than "
+                f"{self.store.url} is of replicas of another way of training than "
                 f"{type(master).__name__}; resume with the same master"
             )
         own = Fingerprint.of(model, optimizer, scheduler)
-        own.check(self.fingerprint, self.url)
+        own.check(self.fingerprint, self.store.url)
 
 
-def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None:
+def resume_plan(
+    resume: Any,
+    callbacks: Sequence[Callback],
+    storage_options: Mapping[str, Any] | None = None,
+) -> ResumePlan | None:
     """Find the checkpoint that a fit resumes; None if it resumes none."""
     if resume is None or resume is False:
         return None
@@ -379,8 +383,8 @@ def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None
                 "resume=True needs a Checkpoint among the callbacks, got none; give "
                 "the URL of the checkpoints"
             )
-        url = rule.url
-    series = Series.at(url)
+        url, storage_options = rule.url, rule.storage_options or storage_options
+    series = Series.at(url, storage_options)
     found = complete_at(series.store) or series.newest()
     if found is not None:
         return ResumePlan.of(found)
@@ -396,10 +400,10 @@ def checkpoints_of(
     rule: Checkpoint | None = only(Checkpoint, callbacks)
     if rule is None:
         return None
-    series, run = Series.at(rule.url), secrets.token_hex(8)
+    series, run = Series.at(rule.url, rule.storage_options), secrets.token_hex(8)
     first = max(series.numbers(), default=0) + 1
     origin, before = (run, 0) if resume is None else (resume.stamp.origin, resume.count)
-    return CheckpointPlan(series.store.url, rule, origin, run, first, before)
+    return CheckpointPlan(series, rule, origin, run, first, before)
 
 
 # Required fields of the state of each part; None: any type.
@@ -485,7 +489,7 @@ def restored_state(plan: ResumePlan, place: int, initial: int) -> RestoredState:
 
 
 def _state(plan: ResumePlan, name: str) -> tuple[Mapping[str, Any], str]:
-    part = Part(store_of(plan.url), name)
+    part = Part(plan.store, name)
     at = part.store.url_of(part.index)
     stamp, state = part.read()
     if stamp != plan.stamp:

@@ -186,7 +186,7 @@ class Replica:
             lambda: restored_state(plan, place, len(members)), "daskdl-resume"
         )
         bound = self._spec.timeouts.bound("data")
-        return wait_for(self._channel, reading, bound, f"reading {plan.url}")
+        return wait_for(self._channel, reading, bound, f"reading {plan.store.url}")
 
     def _build(self, joined: JoinResult, inherited: RestoredState | None) -> None:
         spec, channel, number = self._spec, self._channel, self._number

@@ -84,3 +84,22 @@ def test_a_path_becomes_text_so_that_a_trainer_with_it_can_be_saved():
 def test_what_a_fit_cannot_write_or_resume_is_refused(callbacks, resume, message):
     with pytest.raises(OptionError, match=message):
         trainer(False, callbacks=callbacks).fit(*rows(16), resume=resume)
+
+
+def test_options_of_the_storage_are_neither_shown_nor_saved(tmp_path):
+    rule = Checkpoint(tmp_path / "own", storage_options={"auto_mkdir": True})
+    own = trainer(False, callbacks=[rule])
+    own.fit(*rows())
+    own.save(tmp_path / "save")
+
+    texts = [path.read_text() for path in tmp_path.rglob("*.json")]
+
+    assert len(texts) >= 3
+    assert "auto_mkdir" not in f"{rule} {texts}"
+
+
+def test_options_of_the_storage_that_are_no_mapping_are_refused_and_not_shown():
+    with pytest.raises(
+        OptionError, match=r"storage_options must be a dict.* got a str"
+    ):
+        Checkpoint("s3://bucket/x", storage_options="password")

@@ -19,13 +19,13 @@ NAN, INF = math.nan, math.inf
 
 def plan_of(series, keep_last=1, **options):
     rule = Checkpoint(series.store.url, keep_last=keep_last, **options)
-    return CheckpointPlan(rule.url, rule, "fit", "run", 1)
+    return CheckpointPlan(series, rule, "fit", "run", 1)
 
 
-def resuming(url, stamp, members):
+def resuming(store, stamp, members):
     made_of = Fingerprint({}, "", None)
     return ResumePlan(
-        url, stamp, members, 1, None, [], StoppingDecision(), 0, 1, ALONE, made_of
+        store, stamp, members, 1, None, [], StoppingDecision(), 0, 1, ALONE, made_of
     )
 
 
@@ -218,7 +218,7 @@ class TestParts:
     def parts(self, in_memory, members, founders):
         """Which parts each founder takes, and whose optimizer."""
         stamp = put(in_memory, 1, members=members)
-        plan = resuming(in_memory.folder(1).url, stamp, members)
+        plan = resuming(in_memory.folder(1), stamp, members)
         for place in range(founders):
             own = restored_state(plan, place, founders)
             taken = [int(part["own"][0]) for part in own.own]
@@ -240,7 +240,7 @@ class TestParts:
 
     def test_a_part_that_another_was_put_for_is_refused(self, in_memory):
         stamp = put(in_memory, 1)
-        plan = resuming(in_memory.folder(1).url, stamp, [0, 1])
+        plan = resuming(in_memory.folder(1), stamp, [0, 1])
         put_part(in_memory, Stamp("fit", "another run", 1), 1)
 
         restored_state(plan, 0, 2)

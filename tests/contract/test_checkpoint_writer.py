@@ -46,7 +46,7 @@ class Waiting:
 
 def writer(series, replica=0, channel=None, first=1, before=0, **options):
     rule = Checkpoint(series.store.url, **{"keep_last": None, **options})
-    plan = CheckpointPlan(rule.url, rule, "fit", "run", first, before)
+    plan = CheckpointPlan(series, rule, "fit", "run", first, before)
     rows = Mock(rows=[])
     return CheckpointWriter(plan, replica, channel or Waiting(), TIMEOUTS, rows)
 

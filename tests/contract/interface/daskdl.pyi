@@ -34,7 +34,14 @@ class Callback:
 
 class Checkpoint(Callback):
     def __init__(
-        self, url, every="epoch", *, keep_last=3, keep_every=None, keep_best=None
+        self,
+        url,
+        every="epoch",
+        *,
+        keep_last=3,
+        keep_every=None,
+        keep_best=None,
+        storage_options=None,
     ): ...
 
 class EarlyStopping(Callback):
@@ -335,9 +342,20 @@ class Trainer:
         on_bad_batch="raise",
         storage_options=None,
     ): ...
-    def save(self, url, optimizer=True): ...
+    def save(self, url, optimizer=True, *, storage_options=None): ...
     @classmethod
-    def load(cls, url, *, client=None, trusted=(), **passed): ...
+    def load(
+        cls,
+        url,
+        *,
+        model=None,
+        loss=None,
+        optimizer=None,
+        client=None,
+        trusted=(),
+        storage_options=None,
+        **others,
+    ): ...
 
 class WorstExample:
     def __init__(

@@ -12,8 +12,7 @@ import pytest
 from distributed.utils_test import poll_for
 
 from daskdl.channel.protocol import NAME
-from tests.support.clusters import cluster_of
-from tests.support.leftovers import still_left_behind
+from tests.support.clusters import cluster_of, still_left_behind
 from tests.support.promises import Place
 
 

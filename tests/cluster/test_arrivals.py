@@ -11,8 +11,8 @@ from distributed import Client
 
 import daskdl
 from daskdl.channel.protocol import NAME
+from tests.support.clusters import Script, enough
 from tests.support.problems import rows, trainer
-from tests.support.script import Script, enough
 
 X, Y = rows(count=960)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from daskdl import ParameterAveraging
+from tests.support.clusters import Script, TookPart, enough
 from tests.support.problems import (
     adam,
     kept,
@@ -20,7 +21,6 @@ from tests.support.problems import (
     sgd,
     trainer,
 )
-from tests.support.script import Script, TookPart, enough
 from tests.support.watched import TrainedRows
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import nn
 
 from daskdl import Trainer
 from tests.support.clusters import cluster_of
-from tests.support.memory import peak_bytes
+from tests.support.recording import peak_bytes
 from tests.support.watched import note, notes
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from tests.support.channels import (
     totals,
     two_workers,
 )
-from tests.support.records import of_one
+from tests.support.run_states import of_one
 
 
 @two_workers()

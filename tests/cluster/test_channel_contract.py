@@ -17,6 +17,7 @@ from tests.support.channels import (
     PATIENCE_S,
     SIZE,
     begin,
+    every_channel,
     frame_of,
     in_thread,
     meet,
@@ -24,7 +25,6 @@ from tests.support.channels import (
     publish,
     totals,
 )
-from tests.support.every_channel import every_channel
 
 
 def recorded(run, replica):

@@ -6,8 +6,7 @@ import pytest
 
 from daskdl.channel.leasing import SyncIntervals, SyncPoint
 from daskdl.channel.protocol import BarrierKind
-from tests.support.channels import in_thread
-from tests.support.every_channel import every_channel
+from tests.support.channels import every_channel, in_thread
 
 
 class Dealing(NamedTuple):

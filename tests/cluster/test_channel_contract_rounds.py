@@ -8,8 +8,7 @@ import pytest
 from daskdl.channel import protocol
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import BarrierKind
-from tests.support.channels import begin, in_thread
-from tests.support.every_channel import every_channel
+from tests.support.channels import begin, every_channel, in_thread
 
 ARRAYS = {
     "long": np.arange(100_000, dtype=np.float64),

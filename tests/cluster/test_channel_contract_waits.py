@@ -7,9 +7,16 @@ import pytest
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import BarrierKind
 from daskdl.training.replica import failure_of
-from tests.support.channels import GRID, begin, bounds, in_thread, meet, publish
-from tests.support.every_channel import every_channel
-from tests.support.records import of_one
+from tests.support.channels import (
+    GRID,
+    begin,
+    bounds,
+    every_channel,
+    in_thread,
+    meet,
+    publish,
+)
+from tests.support.run_states import of_one
 
 
 class TestStaleness:

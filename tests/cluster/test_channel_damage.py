@@ -24,7 +24,7 @@ from tests.support.channels import (
     totals,
     two_workers,
 )
-from tests.support.records import of_one
+from tests.support.run_states import of_one
 
 STAMP = codec.Stamp(RUN, origin=0, sequence=1, step=0)
 UPDATE = tuple(Message("update", 0, 1, 0, 0))

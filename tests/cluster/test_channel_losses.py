@@ -23,7 +23,7 @@ from tests.support.channels import (
     three_workers,
     two_workers,
 )
-from tests.support.records import of_one
+from tests.support.run_states import of_one
 
 
 @EITHER

@@ -3,8 +3,14 @@ import asyncio
 import pytest
 
 from daskdl.channel.protocol import BarrierKind
-from tests.support.channels import a_run, in_thread, publish, three_workers, totals
-from tests.support.routings import direct  # noqa: F401 - a fixture
+from tests.support.channels import (
+    a_run,
+    direct,  # noqa: F401 - a fixture
+    in_thread,
+    publish,
+    three_workers,
+    totals,
+)
 
 
 @pytest.mark.usefixtures("direct")

@@ -10,8 +10,8 @@ from distributed.utils_test import poll_for
 
 from daskdl import Checkpoint, ParameterAveraging
 from daskdl.saving.checkpoints import Series, complete_at
+from tests.support.clusters import Script, TookPart, enough
 from tests.support.problems import kept, parameters_of, rows, trainer
-from tests.support.script import Script, TookPart, enough
 from tests.support.watched import KillAt, TrainedRows
 
 pytestmark = pytest.mark.slow

@@ -17,10 +17,9 @@ import torch
 from daskdl import Checkpoint, ParameterAveraging, SaveError, WaitTimeoutError
 from daskdl.saving.checkpoints import COMMON, Part, Series, of_replica
 from tests.support import s3
-from tests.support.clusters import cluster_of
+from tests.support.clusters import Script, cluster_of, enough, nothing
 from tests.support.problems import adam, kept, normalised, rows, trainer
 from tests.support.recording import Recorded, delivered, records
-from tests.support.script import Script, enough, nothing
 from tests.support.watched import TrainedRows
 
 X, Y = rows()

@@ -14,9 +14,9 @@ from distributed.utils_test import poll_for
 
 from daskdl import Callback
 from daskdl.training import dask_backend
+from tests.support.clusters import Script, TookPart, enough
 from tests.support.problems import kept, normalised, rows, trainer
 from tests.support.recording import Recorded, records
-from tests.support.script import Script, TookPart, enough
 
 X, Y = rows(count=960)
 

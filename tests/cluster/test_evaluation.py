@@ -10,7 +10,7 @@ from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.evaluate import Scoring
 from daskdl.evaluation.evaluate import evaluate as evaluate_source
 from daskdl.serialization import Packed, PackedModel
-from tests.support.leftovers import still_left_behind
+from tests.support.clusters import still_left_behind
 from tests.support.recording import executed
 
 ROWS = 101  # a prime: no batch size or number of workers divides it

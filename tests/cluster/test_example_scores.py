@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from daskdl import DataError, Trainer
-from tests.support.clusters import cluster_of
-from tests.support.leftovers import forget_batches, still_left_behind
+from tests.support.clusters import cluster_of, forget_batches, still_left_behind
 from tests.support.recording import executed
 
 ROWS = 101  # a prime: no batch size or number of workers divides it

@@ -9,8 +9,8 @@ import pytest
 
 from daskdl import OptionError, ReplicaError
 from daskdl.data.storage import Store
-from tests.support.endings import FailAt, Interrupt
 from tests.support.problems import trainer
+from tests.support.promises import FailAt, Interrupt
 from tests.support.watched import TrainedRows, Watched, watched_blocks
 
 pytestmark = pytest.mark.slow

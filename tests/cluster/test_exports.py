@@ -13,7 +13,7 @@ from daskdl.data.batch_files import BatchFiles, Progress
 from daskdl.data.export import PIECES_KIND, ExportOptions, export, temporary_batches
 from daskdl.data.storage import Store
 from daskdl.errors import DataError
-from tests.support.leftovers import still_left_behind
+from tests.support.clusters import still_left_behind
 from tests.support.numbered import Numbered, ids_of
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from daskdl import DivergedError, ReplicaError
-from tests.support.endings import Diverging, EarlyEnds, FailAt
 from tests.support.problems import mlp, rows, trainer
+from tests.support.promises import Diverging, EarlyEnds, FailAt
 from tests.support.recording import vector
 
 X, Y = rows()

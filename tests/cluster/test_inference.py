@@ -8,7 +8,7 @@ from torch import nn
 from daskdl.data.inputs import ReadOptions
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.inference.predict import predict as predict_with
-from tests.support.leftovers import still_left_behind
+from tests.support.clusters import still_left_behind
 
 ROWS = 53
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)

@@ -8,9 +8,9 @@ import pytest
 from distributed.utils_test import poll_for
 
 from daskdl import FailureInjection, OptionError, ReplicaError
+from tests.support.clusters import Script, TookPart, enough, nothing
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, records
-from tests.support.script import Script, TookPart, enough, nothing
 
 pytestmark = pytest.mark.slow
 

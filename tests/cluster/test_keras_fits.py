@@ -8,7 +8,7 @@ from daskdl import DaskDLError, Trainer
 from daskdl.keras import CrossEntropyOfProbabilities, from_config
 from daskdl.keras.module import library
 from tests.support.clusters import cluster_of
-from tests.support.keras_networks import MODELS, adam, pictures
+from tests.support.keras_models import MODELS, adam, pictures
 from tests.support.problems import kept
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from daskdl import data
 from daskdl.data.storage import Store
+from tests.support.clusters import forget_batches
 from tests.support.kinds import KINDS, ROWS, Given, Joining, Where, X, Y, save_npz
-from tests.support.leftovers import forget_batches
 from tests.support.problems import kept, plain, trainer
 from tests.support.recording import vector
 

@@ -16,9 +16,14 @@ from distributed.utils_test import poll_for
 
 from daskdl import Callback, ReplicaError, WaitTimeoutError
 from daskdl.data.distribute import workers_of
-from tests.support.leftovers import own_threads, still_left_behind
+from tests.support.clusters import (
+    Script,
+    TookPart,
+    enough,
+    own_threads,
+    still_left_behind,
+)
 from tests.support.problems import kept, trainer
-from tests.support.script import Script, TookPart, enough
 from tests.support.watched import (
     MADE,
     TrainedRows,

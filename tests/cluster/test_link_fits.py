@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from daskdl import LinkThreshold
-from tests.support.barriers import ATOL, check_barrier
 from tests.support.problems import kept, rows, trainer
-from tests.support.recording import Recorded, delivered, records
+from tests.support.recording import ATOL, Recorded, check_barrier, delivered, records
 
 X, Y = rows()
 

@@ -10,9 +10,8 @@ from torch import nn
 
 import daskdl
 from daskdl import ModelError
-from tests.support.problems import mlp, rows, trainer
-from tests.support.script import Script, enough
-from tests.support.unpicklable import MODELS, hooked, locked
+from tests.support.clusters import Script, enough
+from tests.support.problems import MODELS, hooked, locked, mlp, rows, trainer
 
 X, Y = rows(160)
 

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAUROC
 
 import daskdl
 from daskdl.errors import ModelError
-from tests.support.leftovers import still_left_behind
+from tests.support.clusters import still_left_behind
 
 GENERATOR = np.random.default_rng(0)
 ROWS = 1000

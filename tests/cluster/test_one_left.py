@@ -7,9 +7,8 @@ import pytest
 from distributed import get_worker
 
 from daskdl import Callback, GradientSharing, ReplicaError
-from tests.support.clusters import cluster_of
+from tests.support.clusters import EnoughError, cluster_of
 from tests.support.problems import kept, rows, trainer
-from tests.support.script import EnoughError
 
 X, Y = rows()
 

@@ -14,8 +14,7 @@ from distributed.utils_test import poll_for
 from torch import nn
 
 import daskdl
-from tests.support.clusters import cluster_of
-from tests.support.leftovers import Tracked, still_left_behind
+from tests.support.clusters import Tracked, cluster_of, still_left_behind
 
 ROWS = 240
 X = np.arange(2.0 * ROWS, dtype=np.float32).reshape(ROWS, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from daskdl import ModelError, Predictor
-from tests.support.leftovers import Tracked, still_left_behind
+from tests.support.clusters import Tracked, still_left_behind
 
 X = np.random.default_rng(0).normal(size=(128, 4)).astype(np.float32)
 # Batches of another size may use another matrix kernel, which rounds otherwise.

@@ -9,7 +9,7 @@ import torch
 from distributed import Client
 
 from daskdl.channel.protocol import NAME
-from tests.support.leftovers import at_rest, changed_since, still_left_behind
+from tests.support.clusters import at_rest, changed_since, still_left_behind
 from tests.support.problems import kept, normalised, rows, trainer
 from tests.support.recording import vector
 

@@ -14,7 +14,7 @@ from daskdl.config import Bound
 from daskdl.data.distribute import supply_of, workers_of
 from daskdl.data.inputs import SourceOptions, source_of
 from daskdl.errors import OptionError
-from tests.support.part_sources import Parts
+from tests.support.sources import Parts
 
 X = np.arange(200.0, dtype=np.float32).reshape(100, 2)
 Y = np.arange(100)

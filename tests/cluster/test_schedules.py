@@ -10,8 +10,8 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from daskdl import Callback
+from tests.support.clusters import Script, enough, nothing
 from tests.support.problems import kept, rows, trainer
-from tests.support.script import Script, enough, nothing
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,8 @@ from distributed.utils_test import poll_for
 from daskdl import RunError
 from daskdl.channel.protocol import NAME
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
-from tests.support.clusters import cluster_of
+from tests.support.clusters import Script, cluster_of, enough
 from tests.support.problems import rows, trainer
-from tests.support.script import Script, enough
 
 X, Y = rows(count=960)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.support.problems import trainer
-from tests.support.streams import ShardedStream, Stream
+from tests.support.problems import ShardedStream, Stream, trainer
 
 REMEDY = r"2 parts.* used 2 times.*get_worker_info\(\).*daskdl\.data\.Stream"
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from daskdl import GradientSharing, OptionError
+from tests.support.channels import direct  # noqa: F401 - a fixture
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, delivered, records
-from tests.support.routings import direct  # noqa: F401 - a fixture
 
 
 def test_without_an_entry_it_is_no_option():

@@ -14,8 +14,7 @@ from distributed.security import Security
 
 from daskdl.channel import protocol
 from daskdl.channel.protocol import NAME
-from tests.support.clusters import cluster_of
-from tests.support.leftovers import still_left_behind
+from tests.support.clusters import cluster_of, still_left_behind
 from tests.support.problems import kept, rows, trainer
 
 pytestmark = pytest.mark.slow

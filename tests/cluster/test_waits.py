@@ -13,10 +13,9 @@ from distributed import Event, secede
 import daskdl
 from daskdl import Callback, GradientSharing
 from daskdl.channel import protocol
-from tests.support.endings import Interrupt
-from tests.support.leftovers import still_left_behind
+from tests.support.clusters import EnoughError, still_left_behind
 from tests.support.problems import rows, trainer
-from tests.support.script import EnoughError
+from tests.support.promises import Interrupt
 
 X, Y = rows()
 

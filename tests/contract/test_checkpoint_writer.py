@@ -19,7 +19,7 @@ from daskdl.saving.checkpoints import (
     of_replica,
 )
 from daskdl.training.checkpointing import CheckpointState, CheckpointWriter, plain
-from tests.support.records import TIMEOUTS
+from tests.support.run_states import TIMEOUTS
 
 BOUND_S = 20  # of a test that hangs
 

@@ -24,8 +24,7 @@ from daskdl import (
 )
 from daskdl.saving.checkpoints import Series, complete_at
 from daskdl.training.checkpointing import restored_state, resume_plan
-from tests.support.fitted_trainers import signed
-from tests.support.tampering import WRONG, Bomb, Watch, flipped, places, replaced
+from tests.support.saves import WRONG, Bomb, Watch, flipped, places, replaced, signed
 
 FLIPS, CUTS, CHANGES, FITS = 30, 10, 200, 20  # for each file; in the JSON; of fits
 PARTS = ["common", "replica-0", "replica-1"]

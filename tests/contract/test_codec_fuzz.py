@@ -14,7 +14,7 @@ from daskdl.codec import (
 )
 from daskdl.errors import CodecError
 from tests.golden.make_v1 import UPDATES, frame_of
-from tests.support.damage import repaired
+from tests.support.updates import repaired
 
 STAMP = Stamp(run=1, origin=2, sequence=3, step=4)
 COUNT = 25_000

@@ -17,7 +17,7 @@ from daskdl.codec import (
     read_kind,
 )
 from daskdl.errors import CodecError
-from tests.support.damage import patched, rebodied, repaired
+from tests.support.updates import patched, rebodied, repaired
 
 
 def integers(*values):

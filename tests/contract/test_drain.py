@@ -13,7 +13,7 @@ from daskdl.channel.inbox import UPDATE_BYTES
 from daskdl.channel.leasing import RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import ChannelSpec
-from tests.support.records import TIMEOUTS, extents
+from tests.support.run_states import TIMEOUTS, extents
 
 SIZE, GRID = 20, 2.0**-24
 EACH = UPDATE_BYTES + 4  # of an update with one entry

@@ -11,8 +11,7 @@ from daskdl.channel.protocol import ChannelSpec
 from daskdl.channel.sender import Connection
 from daskdl.channel.worker import ReplicaEndpoint
 from daskdl.errors import ChannelError, WaitTimeoutError
-from tests.support.inboxes import GRID, SIZE, filled
-from tests.support.records import TIMEOUTS
+from tests.support.run_states import GRID, SIZE, TIMEOUTS, filled
 
 SPEC = ChannelSpec(7, 3, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
 

@@ -27,7 +27,7 @@ from daskdl.metrics import (
     MultilabelMetrics,
     RegressionMetrics,
 )
-from tests.support.part_sources import Parts
+from tests.support.sources import Parts
 
 ROWS = 101
 GENERATOR = np.random.default_rng(0)

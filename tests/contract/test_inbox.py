@@ -6,7 +6,7 @@ import pytest
 
 from daskdl.channel.inbox import Inbox, Peers, ReceivedSet
 from daskdl.channel.protocol import MessageKind, PeerProgress
-from tests.support.inboxes import GRID, SIZE, control, filled, item_of, sparse
+from tests.support.run_states import GRID, SIZE, control, filled, item_of, sparse
 
 PATIENCE_S = 20
 

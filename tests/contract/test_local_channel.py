@@ -17,7 +17,7 @@ from daskdl.channel.protocol import ChannelSpec
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
 from daskdl.thresholds import Drained
-from tests.support.records import TIMEOUTS, extents, of_one
+from tests.support.run_states import TIMEOUTS, extents, of_one
 
 SPEC = ChannelSpec(7, 0, 50, 2.0**-24, 2**20, 2**20, TIMEOUTS)
 

@@ -27,7 +27,7 @@ from daskdl.channel.protocol import (
     wrap,
     wrap_arrays,
 )
-from tests.support.names import shown
+from tests.support.problems import shown
 
 UPDATE = ("update", 1, 2, 3, 4, b"abcd")
 

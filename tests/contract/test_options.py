@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from daskdl import Callback, GradientSharing, OptionError, Trainer
-from tests.support.names import shown
+from tests.support.problems import shown
 
 
 def trainer(**options):

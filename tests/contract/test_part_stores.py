@@ -13,8 +13,8 @@ from daskdl.errors import LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training import data_feed as module
 from daskdl.training.data_feed import LocalStore, WorkerStore
-from tests.support.part_sources import Parts, Streamed
-from tests.support.records import TIMEOUTS
+from tests.support.run_states import TIMEOUTS
+from tests.support.sources import Parts, Streamed
 
 X = np.arange(24.0).reshape(12, 2)
 Y = np.arange(12)

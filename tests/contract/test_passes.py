@@ -5,7 +5,7 @@ import pytest
 
 from daskdl.data.distribute import each_part
 from daskdl.data.tables import InMemory
-from tests.support.part_sources import Parts
+from tests.support.sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)
 

@@ -10,7 +10,7 @@ from daskdl.data.inputs import ReadOptions
 from daskdl.training.data_feed import Reading
 from daskdl.training.epoch_control import EvaluationPlan
 from daskdl.training.fit_spec import ReplicaSpec
-from tests.support.records import TIMEOUTS
+from tests.support.run_states import TIMEOUTS
 
 OPTIONS = ReplicaSpec(
     objective=torch.nn.functional.mse_loss,

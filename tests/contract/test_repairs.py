@@ -9,8 +9,7 @@ from daskdl.channel import recovery
 from daskdl.channel.inbox import Inbox
 from daskdl.channel.protocol import ChannelSpec, MessageKind
 from daskdl.channel.recovery import PATIENCE_S, Repairs
-from tests.support.inboxes import GRID, SIZE, control, item_of, sparse
-from tests.support.records import TIMEOUTS
+from tests.support.run_states import GRID, SIZE, TIMEOUTS, control, item_of, sparse
 
 
 class Peers:

@@ -14,7 +14,7 @@ from daskdl.channel.leasing import (
 )
 from daskdl.channel.protocol import BarrierKind, Message, PeerProgress
 from daskdl.channel.run_state import RunState
-from tests.support.records import (
+from tests.support.run_states import (
     EACH,
     TIMEOUTS,
     joined,

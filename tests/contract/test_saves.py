@@ -30,7 +30,7 @@ from daskdl.data import MinMax, Standardize
 from daskdl.data.inputs import Both
 from daskdl.history import Stopping
 from daskdl.saving.trainer_state import BASES, KNOWN, NAMES, load, save
-from tests.support.fitted_trainers import fitted, layers, signed
+from tests.support.saves import fitted, layers, signed
 
 
 class Net(nn.Module):

@@ -17,8 +17,16 @@ from torch.optim import lr_scheduler
 
 from daskdl import DaskDLError, GradientSharing, OptionError, SaveError, Trainer
 from daskdl.saving.trainer_state import save
-from tests.support.fitted_trainers import fitted, signed
-from tests.support.tampering import WRONG, Bomb, Watch, flipped, places, replaced
+from tests.support.saves import (
+    WRONG,
+    Bomb,
+    Watch,
+    fitted,
+    flipped,
+    places,
+    replaced,
+    signed,
+)
 
 FLIPS, CUTS, CHANGES = 150, 60, 1000  # for each file; in the JSON
 

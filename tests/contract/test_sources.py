@@ -16,7 +16,7 @@ from daskdl.data.inputs import SourceOptions, source_of
 from daskdl.data.tables import InMemory
 from daskdl.data.torch_datasets import IterableStyle, MapStyle
 from daskdl.errors import DataError, OptionError
-from tests.support.part_sources import Parts
+from tests.support.sources import Parts
 
 X = np.arange(8.0).reshape(4, 2)
 Y = np.array([0, 1, 2, 3])

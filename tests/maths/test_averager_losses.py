@@ -20,7 +20,7 @@ from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import BarrierKind, ChannelSpec
 from daskdl.training.base import ReplicaContext
 from daskdl.training.parameter_averaging import MEETING, RoundDecision, Vote
-from tests.support.records import TIMEOUTS
+from tests.support.run_states import TIMEOUTS
 
 EPOCHS = 3
 BOUNDS = dataclasses.replace(TIMEOUTS, data=20, silence=10)  # of a test that hangs

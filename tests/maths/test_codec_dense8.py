@@ -18,7 +18,7 @@ from daskdl.codec import (
 )
 from daskdl.codec.dense8 import BLOCK, MAX_SCALE
 from daskdl.errors import CodecError
-from tests.support.damage import patched, rebodied, repaired
+from tests.support.updates import patched, rebodied, repaired
 
 STAMP = Stamp(run=0x1122334455667788, origin=0xAABBCCDD, sequence=3, step=4)
 LITERAL = bytes.fromhex(

@@ -17,7 +17,7 @@ from daskdl.thresholds import (
     Sent,
     ThresholdAlgorithm,
 )
-from tests.support.compressors import GRID, Vector, make, proposed, sparse
+from tests.support.updates import GRID, Vector, make, proposed, sparse
 
 
 class TestStart:

@@ -12,7 +12,7 @@ from daskdl.thresholds import (
     FixedThreshold,
     Sent,
 )
-from tests.support.compressors import GRID, Vector, make, proposed
+from tests.support.updates import GRID, Vector, make, proposed
 
 STAMP = Stamp(1, 0, 1, 1)
 

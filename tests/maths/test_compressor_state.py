@@ -9,7 +9,7 @@ from torch import nn
 
 from daskdl.residuals import KeepResidual, ResidualClipping
 from daskdl.thresholds import AdaptiveThreshold, FixedThreshold, Sent
-from tests.support.compressors import Vector, make
+from tests.support.updates import Vector, make
 
 RULE = AdaptiveThreshold(initial=0.02, max_density=0.3)
 LAYERS = {"first": FixedThreshold(0.03), "*": RULE}

@@ -21,7 +21,7 @@ from daskdl.thresholds import (
     ThresholdAlgorithm,
 )
 from daskdl.training.gradient_sharing import GradientSharing
-from tests.support.compressors import GRID, make
+from tests.support.updates import GRID, make
 
 SMALL, LARGE = FixedThreshold(2.0**-6), FixedThreshold(2.0**-3)
 NAMES = ["embedding.weight", "0.weight", "0.bias", "1.weight", "1.bias"]

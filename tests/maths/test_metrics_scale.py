@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from daskdl.evaluation.base import scale_of
 from daskdl.keras import CrossEntropyOfProbabilities
-from tests.support.names import shown
+from tests.support.problems import shown
 
 SCORES = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.5, 0.25]])
 

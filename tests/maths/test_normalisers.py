@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from daskdl.data.normalize import MinMax, Normalization, Standardize
 from daskdl.errors import OptionError
-from tests.support.part_sources import Parts, unlabelled
+from tests.support.sources import Parts, unlabelled
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(5, 3, (30, 4))

@@ -7,7 +7,7 @@ import pytest
 from daskdl.data import batching, normalize
 from daskdl.data.normalize import statistics_of_all
 from daskdl.errors import DataError, OptionError
-from tests.support.part_sources import Parts, Streamed, unlabelled
+from tests.support.sources import Parts, Streamed, unlabelled
 
 X = np.random.default_rng(0).normal(5, 3, (20, 2))
 CUT = (X[:3], X[3:4], X[4:11], X[11:])

@@ -19,7 +19,7 @@ from daskdl.compression.replica_vector import (
     count_of,
 )
 from daskdl.errors import CodecError, RunError
-from tests.support.compressors import GRID, STAMP, Vector, sparse, whole
+from tests.support.updates import GRID, STAMP, Vector, sparse, whole
 
 QUARTER = MAX_COUNT * GRID  # the largest quantum
 

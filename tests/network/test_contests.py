@@ -6,7 +6,7 @@ from benchmarks.contest import Course, compete
 from benchmarks.contestants import CONTESTANTS, Contestant
 from benchmarks.places import hosts
 from benchmarks.turns import STREAM
-from tests.support.skipping import skip_if_unavailable
+from tests.support.network import skip_if_unavailable
 
 pytestmark = pytest.mark.timeout(240)
 

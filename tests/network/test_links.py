@@ -11,13 +11,10 @@ import pytest
 
 from benchmarks.namespaces import Network
 from daskdl import Callback
-from tests.support.barriers import check_barrier
-from tests.support.leftovers import still_left_behind
-from tests.support.recording import records
-from tests.support.runs import X, Y, check, check_learnt, fit, recorded
-from tests.support.script import Script, enough
-from tests.support.skipping import skip_if_unavailable
-from tests.support.workers import PORT, client_of, worker
+from tests.support.clusters import Script, enough, still_left_behind
+from tests.support.digits import X, Y, check, check_learnt, fit, recorded
+from tests.support.network import PORT, client_of, skip_if_unavailable, worker
+from tests.support.recording import check_barrier, records
 
 DOWN_S = 20.0
 

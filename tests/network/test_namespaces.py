@@ -8,7 +8,7 @@ from distributed.utils_test import poll_for
 
 from benchmarks import namespaces
 from benchmarks.namespaces import INNER, CommandError, Network, run
-from tests.support.skipping import skip_if_unavailable
+from tests.support.network import skip_if_unavailable
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,10 @@ through a relay. That is the only address by which the others know them.
 import pytest
 
 from benchmarks.namespaces import Network
-from tests.support.leftovers import still_left_behind
+from tests.support.clusters import still_left_behind
+from tests.support.digits import check, fit, recorded
+from tests.support.network import PORT, client_of, skip_if_unavailable, worker
 from tests.support.relay import Relay
-from tests.support.runs import check, fit, recorded
-from tests.support.skipping import skip_if_unavailable
-from tests.support.workers import PORT, client_of, worker
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(240)]
 

@@ -17,8 +17,8 @@ from daskdl import (
     LearningRateMonitor,
     PrintProgress,
 )
-from tests.support.endings import Interrupt
 from tests.support.problems import kept, rows, trainer
+from tests.support.promises import Interrupt
 from tests.support.recording import delivered, vector
 
 X, Y = rows()

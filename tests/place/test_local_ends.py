@@ -19,9 +19,8 @@ from daskdl.history import StepRow, pack_rows
 from daskdl.training.backend import AgreedState, arrays_of
 from daskdl.training.base import Parameters
 from daskdl.training.local_backend import LocalBackend
-from tests.support.endings import EarlyEnds, FailAt, Interrupt
 from tests.support.problems import kept, mlp, rows, start_of, trainer
-from tests.support.promises import Place
+from tests.support.promises import EarlyEnds, FailAt, Interrupt, Place
 from tests.support.recording import Recorded, records, vector
 
 X, Y = rows()

@@ -9,7 +9,7 @@ from torch.nn import functional
 import daskdl
 from daskdl.keras import CrossEntropyOfProbabilities, KerasModule, from_config
 from daskdl.keras.module import library
-from tests.support.keras_networks import MODELS, adam, pictures, sgd
+from tests.support.keras_models import MODELS, adam, pictures, sgd
 from tests.support.problems import kept, rows
 
 keras = library()

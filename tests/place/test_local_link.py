@@ -5,9 +5,8 @@ import pytest
 
 from daskdl import LinkThreshold
 from daskdl.codec import Kind
-from tests.support.barriers import ATOL, check_barrier
 from tests.support.problems import kept, parameters_of, rows, trainer
-from tests.support.recording import Recorded, delivered, records
+from tests.support.recording import ATOL, Recorded, check_barrier, delivered, records
 
 X, Y = rows()
 

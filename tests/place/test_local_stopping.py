@@ -17,8 +17,8 @@ from daskdl import (
     OptionError,
     ParameterAveraging,
 )
-from tests.support.endings import Interrupt
 from tests.support.problems import kept, mlp, parameters_of, rows, trainer
+from tests.support.promises import Interrupt
 
 X, Y = rows()
 OTHER = rows(seed=5)  # other classes: the better on X, the worse on these

@@ -10,7 +10,10 @@ from torch import nn
 import daskdl
 from daskdl import Checkpoint, GradientSharing, ModelError, ParameterAveraging, Trainer
 from tests.support.problems import (
+    MODELS,
+    hooked,
     kept,
+    locked,
     mlp,
     parameters_of,
     plain_loop,
@@ -18,7 +21,6 @@ from tests.support.problems import (
     sgd,
     trainer,
 )
-from tests.support.unpicklable import MODELS, hooked, locked
 
 X, Y = rows(160)
 

@@ -1,8 +1,13 @@
-"""Small things to train, and trainers for them."""
+"""Small models, data and trainers; models that cannot be pickled; streams."""
+
+import re
+import threading
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.data import IterableDataset, get_worker_info
 
 from daskdl import AdaptiveThreshold, GradientSharing, KeepResidual, Trainer
 
@@ -112,3 +117,95 @@ def plain_loop(
             scheduler.step()
     torch.set_num_threads(former)
     return parameters_of(module)
+
+
+def locked():
+    model = mlp()
+    model.lock = threading.Lock()
+    return model
+
+
+def of_a_local_class():
+    lock = threading.Lock()
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            with lock:
+                return self.layers(x)
+
+    return Own()
+
+
+def hooked():
+    model, lock, seen = mlp(), threading.Lock(), []
+
+    def hook(module, inputs, output):
+        with lock:
+            seen.append(len(output))
+
+    model[0].register_forward_hook(hook)
+    return model
+
+
+def with_a_generator():
+    model = normalised()
+    model.names = (f"step {i}" for i in range(9))
+    return model
+
+
+def parametrized():
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(20, 16)),
+        nn.ReLU(),
+        parametrizations.spectral_norm(nn.Linear(16, 4)),
+    )
+    model.lock = threading.Lock()
+    return model
+
+
+def recurrent():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.lock = nn.LSTM(5, 8, batch_first=True), threading.Lock()
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.last(self.lstm(x.reshape(-1, 4, 5))[0][:, -1])
+
+    return Own()
+
+
+MODELS = [locked, of_a_local_class, hooked, with_a_generator, parametrized, recurrent]
+
+
+class Stream(IterableDataset):
+    """Gives all rows to whoever goes through it, in an order of the pass's own."""
+
+    def __init__(self, count, shuffled=False):
+        self.count = count
+        self.shuffled = shuffled
+
+    def __iter__(self):
+        x, y = rows(self.count)
+        order = torch.randperm(self.count) if self.shuffled else range(self.count)
+        return ((x[i], int(y[i])) for i in order)
+
+
+class ShardedStream(Stream):
+    """Gives each worker rows of its own."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        for i, row in enumerate(super().__iter__()):
+            if i % info.num_workers == info.id:
+                yield row
+
+
+def shown(value):
+    """As `repr`, and the same in each process that collects the tests."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))

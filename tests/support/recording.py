@@ -1,6 +1,6 @@
-"""What writes down what goes by in a run: a callback, and a master.
+"""A callback and a master that record what replicas publish, receive and agree on.
 
-The master trains as GradientSharing does, and sees only what any exchange sees:
+The master trains as GradientSharing does, and uses only what every exchange has:
 the module, and the channel's interface.
 """
 
@@ -18,7 +18,19 @@ from safetensors.torch import load_file
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
 from daskdl.training.base import Exchange
-from tests.support.memory import peak_bytes
+
+
+def peak_bytes():
+    """The most memory of this program, in bytes.
+
+    Not `resource.getrusage`: what that tells starts at what the process had that this
+    one was started from, which in a long test session is more than a worker needs.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no line VmHWM")
+
 
 GRID = 2.0**-24  # of the runs here
 
@@ -333,3 +345,26 @@ def records(folder, epoch):
         int(path.name.split("-")[0]): dict(np.load(path))
         for path in sorted(Path(folder).glob(f"*-{epoch}.npz"))
     }
+
+
+ATOL = 2e-5  # several hundred moves, each rounded to float32 at a size of about 1
+
+
+def check_barrier(ends):
+    """All who were at the end of an epoch have the same, and each update once."""
+    assert ends
+    first, *others = ends.values()
+    for other in others:
+        np.testing.assert_array_equal(other["shared"], first["shared"])
+    founders = []
+    for replica, end in ends.items():
+        # What is in it is the sum of what the log says, and nothing else.
+        np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=ATOL)
+        if end["states"]:  # it shares another's vector, which is checked there
+            continue
+        updates = [tuple(u) for u in (*end["published"], *end["received"])]
+        assert len(set(updates)) == len(updates), f"replica {replica} has some twice"
+        assert not end["folds"], "a fold hides which updates it was made of"
+        if np.array_equal(end["start"], first["start"]):
+            founders.append(set(updates))
+    assert all(updates == founders[0] for updates in founders[1:])

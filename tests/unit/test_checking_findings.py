@@ -8,7 +8,7 @@ import pytest
 from daskdl.data.storage import Store
 from daskdl.data.validate import Expectations, Offender, expectations_of, findings_of
 from daskdl.errors import DataError, OptionError
-from tests.support.part_sources import Filed, Parts, Streamed
+from tests.support.sources import Filed, Parts, Streamed
 
 NONE = Expectations()
 GOOD = np.zeros((3, 1)), np.arange(3)

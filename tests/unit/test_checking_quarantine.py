@@ -5,7 +5,7 @@ import pytest
 from daskdl.data.storage import Store
 from daskdl.data.validate import Moved, Quarantine
 from daskdl.errors import DataError, OptionError
-from tests.support.part_sources import Filed, Parts
+from tests.support.sources import Filed, Parts
 
 
 @pytest.fixture(params=["memory", "local"])

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from daskdl.data.storage import Store
 from daskdl.data.validate import KINDS, Offender, Report, validate
 from daskdl.errors import DataError, OptionError
-from tests.support.part_sources import Filed, Parts
+from tests.support.sources import Filed, Parts
 
 NONE = dict.fromkeys(KINDS, 0)
 GOOD = np.zeros((3, 2)), np.array([0, 1, 2])

@@ -19,7 +19,7 @@ from daskdl.data.checks import (
 )
 from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, ModelError, OptionError
-from tests.support.part_sources import Parts
+from tests.support.sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)
 CLASSES = np.array([0, 1, 2, 0, 1, 2])

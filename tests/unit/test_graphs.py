@@ -11,7 +11,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from daskdl.data.dask_collections import Tasks, is_future, tasks_of
 from daskdl.errors import DataError
-from tests.support.futures import future_of
+from tests.support.sources import future_of
 
 X = np.arange(12.0).reshape(6, 2)
 

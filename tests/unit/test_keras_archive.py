@@ -13,7 +13,7 @@ import pytest
 from daskdl.errors import DaskDLError, ModelError
 from daskdl.keras import from_saved
 from daskdl.keras.load import description
-from tests.support.keras_files import rewritten, small
+from tests.support.keras_models import rewritten, small
 
 WEIGHTS = "model.weights.h5"
 KERNEL = "layers/dense/vars/0"  # of shape (4, 3)

@@ -12,7 +12,7 @@ from daskdl.compression.flat import FLOATING, FlatParameters, Untrained
 from daskdl.errors import ModelError
 from daskdl.keras.module import KerasModule, as_module, library
 from daskdl.serialization import PackedModel
-from tests.support.names import shown
+from tests.support.problems import shown
 
 keras = library()
 layers = keras.layers

@@ -14,7 +14,7 @@ import torch
 from daskdl.errors import DaskDLError, ModelError
 from daskdl.keras import from_config, from_saved
 from daskdl.keras.module import KerasModule, library
-from tests.support.keras_files import rewritten, small
+from tests.support.keras_models import rewritten, small
 
 keras = library()
 MODELS = Path(__file__).parents[1] / "keras_models"

@@ -9,7 +9,7 @@ from daskdl.data.inputs import looked_at
 from daskdl.data.source import Facts
 from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, OptionError
-from tests.support.part_sources import Parts, Streamed
+from tests.support.sources import Parts, Streamed
 
 X = np.arange(12.0).reshape(6, 2)
 BAD = DataError("cannot read it")

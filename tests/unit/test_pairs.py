@@ -12,7 +12,7 @@ import torch
 from daskdl.data.dask_collections import pair, pairs, stacked
 from daskdl.data.inputs import looked_at
 from daskdl.errors import DataError
-from tests.support.futures import future_of
+from tests.support.sources import future_of
 
 X = np.arange(12.0).reshape(6, 2)
 Y = np.arange(6)

@@ -10,7 +10,7 @@ import torch
 
 from daskdl import AdaptiveThreshold, Callback, OptionError, SaveError
 from daskdl.saving.json_values import DEEPEST, Plain, Trust
-from tests.support.names import shown
+from tests.support.problems import shown
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from daskdl import OptionError, SaveError
 from daskdl.saving.json_values import LONGEST, Trust, reference_to, referred
-from tests.support import fitted_trainers
+from tests.support import saves
 
 NAME = __name__
 
@@ -27,7 +27,7 @@ def wrapping():
     return 2
 
 
-renamed = fitted_trainers.layers  # has another name where it is from
+renamed = saves.layers  # has another name where it is from
 
 
 @pytest.mark.parametrize("value", [Outer, Outer.Inner, function, torch.nn.Linear])

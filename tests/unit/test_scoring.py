@@ -8,7 +8,7 @@ from torch import nn
 from daskdl.data.inputs import ReadOptions
 from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.evaluate import evaluate
-from tests.support.part_sources import Parts, Streamed
+from tests.support.sources import Parts, Streamed
 
 ONES, TWOS = (
     (np.full((rows, 1), value, np.float32), np.zeros((rows, 1), np.float32))

@@ -13,8 +13,7 @@ from daskdl.data.dask_collections import pairs
 from daskdl.data.distribute import Carried, Scattered, supply_of
 from daskdl.data.tables import InMemory
 from daskdl.errors import OptionError, WaitTimeoutError
-from tests.support.futures import future_of
-from tests.support.part_sources import Parts
+from tests.support.sources import Parts, future_of
 
 X = np.arange(24.0).reshape(12, 2)
 Y = np.arange(12)

@@ -1,4 +1,4 @@
-"""A Dask cluster on a network: its workers are processes on the hosts."""
+"""Hosts in network namespaces: a Dask cluster whose workers are processes on them."""
 
 import contextlib
 import os
@@ -7,7 +7,17 @@ import sys
 from pathlib import Path
 
 import dask.config
+import pytest
 from distributed import Client, LocalCluster
+
+from benchmarks.namespaces import unavailable
+
+
+def skip_if_unavailable():
+    """Skip the test where there cannot be such a network, and say why."""
+    if reason := unavailable():
+        pytest.skip(f"no network namespaces: {reason}")
+
 
 ROOT = Path(__file__).parents[2]  # what the workers are sent is found from here
 PORT = 8786  # of the scheduler; on its network it is the only one

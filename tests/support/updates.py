@@ -1,4 +1,7 @@
-"""What the compressor tests share: a small module, a compressor, an update."""
+"""A small module, a compressor, an update, and frames damaged on purpose."""
+
+import struct
+import zlib
 
 import numpy as np
 import torch
@@ -52,3 +55,25 @@ def proposed(compressor):
 def sparse(size, entries, threshold=2.0**-4):
     entries_K = np.array(entries, np.int32)
     return SparseUpdate(STAMP, Kind.RAW32, size, threshold, entries_K)
+
+
+def repaired(frame):
+    """The frame with the checksum its other bytes ask for."""
+    opening = bytes(frame[:60]) + bytes(4)
+    total = zlib.crc32(opening + bytes(frame[64:]))
+    return bytes(frame[:60]) + struct.pack("<I", total) + bytes(frame[64:])
+
+
+def patched(frame, offset, layout, *values):
+    """The frame with other values at an offset, and a checksum that fits."""
+    changed = bytearray(frame)
+    struct.pack_into("<" + layout, changed, offset, *values)
+    return repaired(changed)
+
+
+def rebodied(frame, body, compressed=None):
+    """The frame with another body, or an lz4 payload said to make its length."""
+    header = bytearray(frame[:64])
+    header[6] = compressed is not None
+    struct.pack_into("<Q", header, 48, len(body))
+    return repaired(bytes(header) + (body if compressed is None else compressed))

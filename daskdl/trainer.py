@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks import Callback
-from daskdl.cluster import check_installed, check_outlives, client_or_process
+from daskdl.cluster import check_outlives, client_or_process
 from daskdl.data.batching import Transform
 from daskdl.data.checks import check_same_classes
 from daskdl.data.dask_collections import is_lazy
@@ -35,7 +35,7 @@ from daskdl.evaluation.per_example import (
 )
 from daskdl.evaluation.report import Evaluation
 from daskdl.history import History
-from daskdl.inference.predict import OutputOptions, Postprocess
+from daskdl.inference.predict import Postprocess
 from daskdl.inference.predict import predict as predict_with
 from daskdl.inference.predictor import Predictor
 from daskdl.objective import Loss, Objective, OwnStep, objective_of
@@ -130,6 +130,7 @@ def predict(
     client: Client | Literal[False] | None = None,
     batch_size: int = 64,
     output: str | os.PathLike[str] = "same",
+    overwrite: bool = False,
     postprocess: Postprocess | None = None,
     keyed: bool | None = None,
     transform: Transform | None = None,
@@ -146,6 +147,7 @@ def predict(
             temporary `LocalCluster`; False: this process.
         batch_size: Rows per forward pass.
         output: ``"same"``, or a folder to write to, see :meth:`Trainer.predict`.
+        overwrite: Replace predictions that are in the folder.
         postprocess: Applied to the outputs of each batch, see :meth:`Trainer.predict`.
         keyed: Whether examples are pairs (key, x), see :meth:`Trainer.predict`.
         transform: Applied to each batch, see :class:`Trainer`.
@@ -170,23 +172,16 @@ def predict(
     read = ReadOptions(
         batch_size, transform, loader, collate_fn, storage_options=storage_options
     )
-    wanted = OutputOptions(output, postprocess, keyed, storage_options)
-    return _predict(model, X, client, read, wanted)
-
-
-def _predict(
-    model: nn.Module,
-    X: Any,
-    client: Client | Literal[False] | None,
-    read: ReadOptions,
-    wanted: OutputOptions,
-) -> Any:
-    if is_lazy(X) and not wanted.writes:
-        check_outlives(client)
-    with client_or_process(client) as found:
-        if found is not False:
-            check_installed(found)
-        return predict_with(model, X, read, found, wanted)
+    return predict_with(
+        model,
+        X,
+        read,
+        client,
+        output=output,
+        postprocess=postprocess,
+        keyed=keyed,
+        overwrite=overwrite,
+    )
 
 
 @dataclass(eq=False)
@@ -560,6 +555,7 @@ class Trainer:
         *,
         batch_size: int = 64,
         output: str | os.PathLike[str] = "same",
+        overwrite: bool = False,
         postprocess: Postprocess | None = None,
         keyed: bool | None = None,
         transform: Transform | None = None,
@@ -576,8 +572,9 @@ class Trainer:
             batch_size: Rows per forward pass.
             output: ``"same"``: return outputs of the same type as `X`. Or a folder, as
                 an fsspec URL or a path, to which the workers write part by part:
-                Parquet for a `dask.dataframe`, else safetensors. Calling `predict`
-                again after an interruption writes only the missing parts.
+                Parquet for a `dask.dataframe`, else safetensors.
+            overwrite: Replace predictions that are in the folder; without, they are an
+                error.
             postprocess: Maps the outputs of each batch to outputs with the same rows;
                 both are tensors, or tuples and dicts of tensors. Runs on the worker.
             keyed: Whether the items of bags and lists are pairs (key, x). None:
@@ -599,16 +596,22 @@ class Trainer:
 
         Raises:
             OptionError: If the outputs would be lazy and there is no cluster to compute
-                them; or if the folder has predictions of another model, data or
-                options.
+                them; or if the folder has predictions, without `overwrite`.
         """
         read = self._read(
             batch_size, transform, loader, collate_fn, "raise", storage_options
         )
-        wanted = OutputOptions(
-            output, postprocess, keyed, storage_options, self.classes_
+        return predict_with(
+            self._trained_model(),
+            X,
+            read,
+            self.client,
+            output=output,
+            postprocess=postprocess,
+            keyed=keyed,
+            overwrite=overwrite,
+            names=self.classes_,
         )
-        return _predict(self._trained_model(), X, self.client, read, wanted)
 
     def predictor(
         self,

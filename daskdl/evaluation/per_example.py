@@ -1337,7 +1337,7 @@ def _with_keys_apart(
     if not is_bag(X):
         return Keyed(X, keys)
     source = known_source(given, how, client)
-    has_keys = source.reading.keyed if isinstance(source, Examples) else given.key
+    has_keys = source.reader.keyed if isinstance(source, Examples) else given.key
     return apart(X) if has_keys else Keyed(X, None)
 
 

@@ -1,47 +1,18 @@
-"""Outputs as ``dask.array``, in the blocks of the rows.
+"""Outputs of Dask collections: one task per partition, computed when asked for.
 
-Keys of examples: what is one, and how it is written without pickle.
-
-A bag of pairs may be of (key, x) or of (x, y). What a pair is, is seen from its first
-member: text, bytes, a UUID or a date is no input for a model.
-
-Single examples, as bags have them and lists of Delayed objects may have them.
-
-They may have several shapes: those of one shape are asked about together, and what
-comes out is put back into the order of the examples.
-
-Notes on errors of the user's code: where it was, beside its own traceback.
-
-Rows to rehearse with, of data that show none before they are computed.
-
-Parts are looked at one after the other until one has rows: what is lazy is not gone
-through as a whole for that.
-
-What all tasks of a lazy result need, where each worker gets it once.
-
-It is a task of its own, so that Dask sends its result to each worker that needs it,
-once, lets go of it after its last use, and makes it again if the worker that has it
-dies. Data that are scattered cannot be made again: Dask keeps one copy of them.
-
-Outputs as tables of pandas and ``dask.dataframe``, with the index of the rows.
-
-What is asked about a lazy collection: a lazy one of the same kind.
-
-One task for each partition, computed when it is asked for by whoever does that.
+Hides how examples of bags are told from rows and keys from labels, how a model reaches
+each worker once, and how outputs become arrays, dataframes, bags and lists again.
 """
 
-import base64
 import copy
 import dataclasses
 import datetime
-import json
 import math
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -63,53 +34,39 @@ from daskdl.data.dask_collections import (
     tasks_of,
 )
 from daskdl.data.distribute import each_part, new_key, workers_of
-from daskdl.data.source import STREAMED_ROWS, Facts, Source
+from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import is_dask_array
 from daskdl.errors import DataError, ModelError
 from daskdl.serialization import Packed
 
+# Maps blocks of rows to the outputs of all of them, numpy arrays with a row for each.
+Ask = Callable[[Iterator[Rows]], Tree]
+S = TypeVar("S", bound=Source)
 
-def lazy_array(
-    parts: Sequence[Delayed], number: int, empty: np.ndarray, rows: Sequence[float]
-) -> Any:
-    """One array; an empty block stays one, which concatenate drops.
 
-    Args:
-        parts: The outputs of each block, as a list of all.
-        number: Which of these.
-        empty: The same of no rows.
-        rows: Of each block; NaN if it is not known.
-    """
-    import dask.array  # takes half a second, and scipy
+class error_context(AbstractContextManager[None]):
+    """Adds a note such as "in part 3" to any error raised inside."""
 
-    name = new_key("outputs")
-    inner = (0,) * (empty.ndim - 1)
-    take = delayed(list.__getitem__, pure=False)
-    taken = [
-        take(part, number, dask_key_name=f"{name}-{i}") for i, part in enumerate(parts)
-    ]
-    layer: dict[Any, Any] = {
-        (name, i, *inner): part.key for i, part in enumerate(taken)
-    }
-    return dask.array.Array(
-        HighLevelGraph.from_collections(name, layer, dependencies=taken),
-        name,
-        chunks=(tuple(rows), *((size,) for size in empty.shape[1:])),
-        meta=empty,
-    )
+    def __init__(self, note: str) -> None:
+        self._note = note
+
+    @override
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            error.add_note(self._note)
+
+
+# ---- examples and their keys
 
 
 _NAMES = (str, bytes, uuid.UUID, datetime.date, np.datetime64)
-_NUMBERS = (int, np.integer)
-_ALLOWED = "str, bytes, int, UUID, date, datetime or a tuple of these"
 
 
 def is_keyed(example: Any) -> bool:
-    """Whether an example is (key, x), or (key, (x, y)), rather than (x, y) or x.
+    """Whether an example is (key, x) or (key, (x, y)), rather than (x, y) or x.
 
-    Args:
-        example: Of a bag. It is if it is a pair whose first member is text, bytes, a
-            UUID or a date; or a whole number, if arrays follow; or a tuple of such.
+    Text, bytes, a UUID or a date is a key; so is a whole number before arrays, and a
+    tuple of these.
 
     Example:
         >>> is_keyed(("cat-7", np.zeros(3))), is_keyed((7, np.zeros(3)))
@@ -117,26 +74,15 @@ def is_keyed(example: Any) -> bool:
         >>> is_keyed((np.zeros(3), 7)), is_keyed((7, 1)), is_keyed(np.zeros(3))
         (False, False, False)
     """
-    if not _is_pair(example):
+    if not _is_pair(example) or not _is_key(example[0]):
         return False
-    key, rest = example
-    if not _is_key(key):
-        return False
-    x, _ = pair(rest)
+    x, _ = pair(example[1])
     arrays = all(isinstance(leaf, np.ndarray | Tensor) for leaf in batching.leaves(x))
-    return arrays or _is_name(key)
+    return arrays or _is_name(example[0])
 
 
-def split(examples: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
-    """Keys and what they belong to, of pairs.
-
-    Args:
-        examples: Pairs (key, x).
-        name: Of the part, for messages.
-
-    Raises:
-        DataError: If one is no pair.
-    """
+def split_keys(examples: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
+    """Return the first and the second members of pairs (key, x) of a part."""
     for number, example in enumerate(examples):
         if not _is_pair(example):
             raise DataError(
@@ -144,26 +90,6 @@ def split(examples: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
                 f"are, got a {type(example).__name__}; without keys give keyed=False"
             )
     return [key for key, _ in examples], [rest for _, rest in examples]
-
-
-def written(keys: Sequence[Any]) -> bytes:
-    """Keys as JSON, to be had back exactly.
-
-    Raises:
-        DataError: If one is of another kind.
-
-    Example:
-        >>> written(["a", (1, b"b")])
-        b'["a", {"tuple": [1, {"bytes": "Yg=="}]}]'
-        >>> read(written(["a", (1, b"b")]))
-        ['a', (1, b'b')]
-    """
-    return json.dumps([_plain(key) for key in keys]).encode()
-
-
-def read(content: bytes) -> list[Any]:
-    """What `written` has written."""
-    return [_key(plain) for plain in json.loads(content)]
 
 
 def _is_pair(value: Any) -> bool:
@@ -175,95 +101,18 @@ def _is_pair(value: Any) -> bool:
 def _is_key(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(_is_key, value))
-    return isinstance(value, _NAMES + _NUMBERS) and not isinstance(value, bool)
+    return isinstance(value, (*_NAMES, int, np.integer)) and not isinstance(value, bool)
 
 
 def _is_name(key: Any) -> bool:
-    """Whether a key is no number, nor only numbers."""
-    if isinstance(key, tuple):
-        return any(map(_is_name, key))
-    return isinstance(key, _NAMES)
-
-
-def _plain(key: Any) -> Any:
-    if isinstance(key, np.generic):
-        return {"numpy": [key.dtype.str, base64.b64encode(key.tobytes()).decode()]}
-    if type(key) in (str, int, bool, float):
-        return key
-    if isinstance(key, tuple) and not hasattr(key, "_fields"):
-        return {"tuple": [_plain(part) for part in key]}
-    for kind, (cls, write, _) in _KINDS.items():
-        if type(key) is cls:
-            return {kind: write(key)}
-    raise DataError(
-        f"keys must be {_ALLOWED} to be written, got {key!r}, a {type(key).__name__}"
+    return (
+        any(map(_is_name, key)) if isinstance(key, tuple) else isinstance(key, _NAMES)
     )
 
 
-def _key(plain: Any) -> Any:
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, content),) = plain.items()
-    if kind == "tuple":
-        return tuple(_key(part) for part in content)
-    if kind == "numpy":
-        dtype, encoded = np.dtype(content[0]), base64.b64decode(content[1])
-        # Empty text has no bytes to look at.
-        return np.frombuffer(encoded, dtype)[0] if dtype.itemsize else dtype.type()
-    _, _, read_one = _KINDS[kind]
-    return read_one(content)
-
-
-_KINDS: dict[str, tuple[type, Any, Any]] = {
-    "bytes": (bytes, lambda key: base64.b64encode(key).decode(), base64.b64decode),
-    "uuid": (uuid.UUID, str, uuid.UUID),
-    "datetime": (
-        datetime.datetime,
-        datetime.datetime.isoformat,
-        datetime.datetime.fromisoformat,
-    ),
-    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-}
-
-
-Ask = Callable[[Iterator[Rows]], Tree]  # of parts; the outputs of all their rows
-
-
 @dataclass(frozen=True)
-class _AsIs(Finish):
-    """The one value, in the place of x."""
-
-    @override
-    def __call__(self, values: list[Any], part: int) -> Rows:
-        (value,) = values
-        return value, None
-
-
-class Examples(Collections):
-    """Parts of single examples, or of rows, which nobody has put together yet.
-
-    Args:
-        collection: A bag, whose partitions are examples; or a list of Delayed objects
-            and futures, of which each is a list of examples, or else (X, y) or X of
-            several rows.
-        keyed: Whether examples are pairs (key, x); None: it is seen from the first.
-
-    Attributes:
-        reading: How parts are read.
-    """
-
-    reading: "Reading"
-
-    def __init__(self, collection: Any, keyed: bool | None) -> None:
-        tasks, found = tasks_of(collection)
-        super().__init__(tasks, [(key,) for key in found], _AsIs())
-        rows = pairs(collection).finish
-        self.reading = Reading(rows, is_bag(collection), keyed)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a part of `Examples` is read; picklable.
+class ExampleReader:
+    """Reads parts that hold lists of examples, or rows; picklable.
 
     Attributes:
         rows: Makes rows of a value that is no list of examples.
@@ -275,34 +124,25 @@ class Reading:
     bag: bool
     keyed: bool | None
 
-    def is_list(self, value: Any) -> bool:
-        """Whether the value of a part is a list of examples."""
-        return self.bag or isinstance(value, list)
-
-    def answers(self, ask: Ask, value: Any, part: int) -> Any:
-        """What comes out for a part, in its order.
-
-        Args:
-            ask: Called once for each shape.
-            value: Of the part.
-            part: Its number.
-
-        Returns:
-            Of a list of examples, or a partition of a bag, a list of outputs or of
-            pairs (key, output); else a tree of arrays.
-        """
-        if not self.is_list(value):
+    def outputs(self, ask: Ask, value: Any, part: int) -> Any:
+        """Return a tree of outputs for rows, else a list: of pairs if keyed."""
+        if not (self.bag or isinstance(value, list)):
             return ask(iter([self.rows([value], part)]))
-        name = f"part {part}"
-        examples = list(value)
-        if not self.keyed:
-            return _answers(ask, examples, name)
-        own, examples = split(examples, name)
-        return list(zip(own, _answers(ask, examples, name), strict=True))
+        name, examples, keys = f"part {part}", list(value), None
+        if self.keyed:
+            keys, examples = split_keys(examples, name)
+        outputs: list[Tree] = [None] * len(examples)
+        for places in _by_shape(examples):  # a batch has examples of one shape
+            cuts = range(0, len(places), STREAMED_ROWS)
+            some = ([examples[i] for i in places[c : c + STREAMED_ROWS]] for c in cuts)
+            rows = ask(stacked(together, name) for together in some)
+            for row, place in enumerate(places):
+                outputs[place] = batching.rows(rows, row)
+        return outputs if keys is None else list(zip(keys, outputs, strict=True))
 
-    def first(self, value: Any, part: int) -> tuple[Rows | None, bool]:
-        """Rows to rehearse with, or None if there are none; and whether it has keys."""
-        if not self.is_list(value):
+    def first_rows(self, value: Any, part: int) -> tuple[Rows | None, bool]:
+        """Return rows for a dry run, if the part has any; and whether it has keys."""
+        if not (self.bag or isinstance(value, list)):
             rows = self.rows([value], part)
             few = batching.of_both(lambda tree: batching.rows(tree, slice(2)), rows)
             return (few if batching.length(rows[0]) else None), False
@@ -311,24 +151,12 @@ class Reading:
             return None, False
         keyed = is_keyed(examples[0]) if self.keyed is None else self.keyed
         if keyed:
-            _, examples = split(examples, f"part {part}")
+            _, examples = split_keys(examples, f"part {part}")
         return stacked(examples, f"part {part}"), keyed
 
 
-def _answers(ask: Ask, examples: Sequence[Any], name: str) -> list[Tree]:
-    """The output of each example, asked for shape by shape."""
-    answers: list[Tree] = [None] * len(examples)
-    for places in _by_shape(examples):
-        cuts = range(0, len(places), STREAMED_ROWS)
-        some = ([examples[i] for i in places[c : c + STREAMED_ROWS]] for c in cuts)
-        outputs = ask(stacked(together, name) for together in some)
-        for row, place in enumerate(places):
-            answers[place] = batching.rows(outputs, row)
-    return answers
-
-
 def _by_shape(examples: Sequence[Any]) -> list[list[int]]:
-    """Places of the examples that have one shape, for each of the shapes.
+    """Group the positions of examples by shape.
 
     Example:
         >>> _by_shape([np.zeros(2), np.zeros(3), np.ones(2)])
@@ -342,111 +170,85 @@ def _by_shape(examples: Sequence[Any]) -> list[list[int]]:
     return list(places.values())
 
 
-class Noted(AbstractContextManager[None]):
-    """Whatever is raised inside gets a note, and is raised.
-
-    Args:
-        note: Such as "in part 3".
-
-    Example:
-        >>> with Noted("in part 3"):
-        ...     raise ValueError("no")
-        Traceback (most recent call last):
-        ValueError: no
-        in part 3
-    """
-
-    def __init__(self, note: str) -> None:
-        self._note = note
+class _Unread(Finish):
+    """Leaves the value of a part to an `ExampleReader`."""
 
     @override
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            error.add_note(self._note)
+    def __call__(self, values: list[Any], part: int) -> Rows:
+        (value,) = values
+        return value, None
 
 
-S = TypeVar("S", bound=Source)
-
-
-def with_first_rows(source: Source, client: Client | Literal[False]) -> Source:
-    """The same source, with rows to rehearse with.
+class Examples(Collections):
+    """A bag, or a list of Delayed objects and futures, whose parts are not stacked yet.
 
     Args:
-        source: Of any kind; of `Examples` it is then known whether they have keys.
-        client: Of the cluster that computes parts; False: this process does.
+        collection: The bag or list; values of a list are lists of examples, or rows.
+        keyed: Whether examples are pairs (key, x); None: detected from the first.
+    """
+
+    def __init__(self, collection: Any, keyed: bool | None) -> None:
+        tasks, keys = tasks_of(collection)
+        super().__init__(tasks, [(key,) for key in keys], _Unread())
+        rows = pairs(collection).finish
+        self.reader = ExampleReader(rows, is_bag(collection), keyed)
+
+
+def with_first_rows(source: S, client: Client | Literal[False]) -> S:
+    """Return the source with rows for a dry run, and `Examples` with `keyed` known.
+
+    Computes parts one after the other until one has rows.
 
     Raises:
-        DataError: If there are no rows at all. What loading raises comes out.
+        DataError: If there are no rows at all.
     """
-    if isinstance(source, Examples):
-        return _examples(source, client)
-    if source.first is not None:
+    reader = source.reader if isinstance(source, Examples) else None
+    if source.first is not None and reader is None:
         return source
     for part in range(source.parts):
-        for _, facts in each_part(source, _facts, client, parts=[part]):
-            if facts.rows:
-                return _showing(source, facts.first)
-    raise _empty(source)
-
-
-def _examples(source: Examples, client: Client | Literal[False]) -> Examples:
-    look = _Look(source.reading)
-    for part in range(source.parts):
-        for _, (first, keyed) in each_part(source, look, client, parts=[part]):
+        look = each_part(source, _FirstRows(reader), client, parts=[part])
+        for _, (first, keyed) in look:
             if first is not None:
-                shown = _showing(source, first)
-                shown.reading = dataclasses.replace(source.reading, keyed=keyed)
-                return shown
-    raise _empty(source)
+                known = copy.copy(source)
+                known.first = first
+                if isinstance(known, Examples):
+                    known.reader = dataclasses.replace(known.reader, keyed=keyed)
+                return known
+    raise DataError(f"X must not be empty, got no rows in {source.parts} parts")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Look:
-    """Looks at the first example of a part; picklable."""
-
-    reading: Reading
+@dataclass(frozen=True)
+class _FirstRows:
+    reader: ExampleReader | None
 
     def __call__(self, source: Source, part: int) -> tuple[Rows | None, bool]:
-        with Noted(f"in {source.name(part)}"):
-            value, _ = source.load(part)
-            return self.reading.first(value, part)
+        with error_context(f"in {source.name(part)}"):
+            if self.reader is not None:
+                return self.reader.first_rows(source.load(part)[0], part)
+            facts = source.look(part)
+            return (facts.first if facts.rows else None), False
 
 
-def _facts(source: Source, part: int) -> Facts:
-    with Noted(f"in {source.name(part)}"):
-        return source.look(part)
+# ---- tasks
 
 
-def _showing(source: S, first: Rows) -> S:
-    other = copy.copy(source)
-    other.first = first
-    return other
-
-
-def _empty(source: Source) -> DataError:
-    return DataError(f"X must not be empty, got no rows in {source.parts} parts")
-
-
-# Dask warns of graphs above 10 MB; and a scheduler that reads a gigabyte in one message
-# does nothing else meanwhile.
+# Dask warns about graphs above 10 MB, and while a scheduler reads a message of a
+# gigabyte it does nothing else.
 BLOCK_BYTES = 4 * 2**20
 
 
-def held(packed: Packed[Any], client: Client | Literal[False]) -> Any:
-    """What tasks can depend on, to get the same as one object per worker.
+def broadcast_model(packed: Packed[Any], client: Client | Literal[False]) -> Any:
+    """Return a task that gives each worker the same object, once.
+
+    Dask sends its result to the workers that need it, drops it after its last use, and
+    computes it again if its worker dies; of scattered data it keeps a single copy.
 
     Args:
-        packed: Its bytes go to the scheduler, which keeps them as long as what is
-            returned, or something made of it, is there.
-        client: Of the cluster that computes; False: whoever does.
+        packed: The scheduler keeps its bytes as long as a result depends on them.
+        client: Of the cluster that computes; False: whatever scheduler does.
 
     Returns:
-        A future, or without a client a Delayed object.
+        A future, or a Delayed object without a client.
     """
     name = new_key("model")
     if client is False:
@@ -462,7 +264,7 @@ def held(packed: Packed[Any], client: Client | Literal[False]) -> Any:
         )
         for start in starts
     ]
-    # The blocks are let go of: Dask drops them when they have been put together.
+    # Dask drops the blocks when they have been joined.
     kind = type(packed)
     return client.submit(_joined, kind, blocks, packed.argument, key=name, pure=False)
 
@@ -478,120 +280,51 @@ def _joined(
     return kind.of(whole, argument)
 
 
-@dataclass(frozen=True)
-class Table:
-    """How some of the outputs make a table; picklable.
+def partition_outputs(
+    X: Any,
+    source: Collections,
+    ask: Ask,
+    client: Client | Literal[False],
+    y: Any = None,
+) -> list[Delayed]:
+    """Return the outputs of each partition, Delayed; see `lazy_outputs`.
 
-    Attributes:
-        leaves: Numbers of the outputs in it.
-        columns: Their names: one for each output, or for each column of the only one;
-            None: 0, 1, ...
-        series: Whether it is a series rather than a frame.
+    They are lists of all output arrays; for `Examples` see `ExampleReader.outputs`.
     """
-
-    leaves: tuple[int, ...]
-    columns: tuple[Any, ...] | None
-    series: bool
-
-    def made(self, leaves: Sequence[np.ndarray], index: Any) -> Any:
-        """The pandas object of one partition.
-
-        Args:
-            leaves: All outputs.
-            index: Of the rows.
-        """
-        import pandas
-
-        own = [leaves[number] for number in self.leaves]
-        if self.series:
-            return pandas.Series(own[0], index=index)
-        if len(own) == 1 and own[0].ndim == 2:
-            return pandas.DataFrame(own[0], index=index, columns=self.columns)
-        named = dict(zip(self.columns or (), own, strict=True))
-        return pandas.DataFrame(named, index=index)
+    shared, name = broadcast_model(Packed(ask, "model"), client), new_key("predict")
+    reader = source.reader if isinstance(source, Examples) else None
+    task = delayed(_outputs_of_part, pure=False)
+    return [
+        task(shared, reader or source.finish, part, *values, dask_key_name=(name, part))
+        for part, values in enumerate(zip(*_partitions(X, y), strict=True))
+    ]
 
 
-def tables_of(empty: Tree, names: Sequence[Any] | None) -> Tree:
-    """How outputs make tables: a tree of lists of one `Table`.
-
-    A dict of outputs with one number for each row is one table with these columns. Else
-    each output is a table of its own: a series if it has one number for each row.
-
-    Args:
-        empty: The outputs of no rows.
-        names: For the columns of the only output, if there are as many.
-
-    Raises:
-        ModelError: If an output has more than one axis for each row.
-
-    Example:
-        >>> zero = np.zeros(0)
-        >>> tables_of({"a": zero, "b": zero}, None)
-        [Table(leaves=(0, 1), columns=('a', 'b'), series=False)]
-    """
-    leaves = batching.leaves(empty)
-    for leaf in leaves:
-        if leaf.ndim > 2:
-            raise ModelError(
-                f"model gives the shape {leaf.shape[1:]} for each row, which does not "
-                "fit into a dask.dataframe; use X.to_dask_array(lengths=True), or give "
-                "a postprocess that returns fewer numbers"
-            )
-    if isinstance(empty, dict) and all(
-        isinstance(leaf, np.ndarray) and leaf.ndim == 1 for leaf in empty.values()
-    ):
-        return [Table(tuple(range(len(leaves))), tuple(empty), series=False)]
-    if isinstance(empty, np.ndarray) and empty.ndim == 2 and names is not None:
-        fit = len(names) == empty.shape[1]
-        return [Table((0,), tuple(names) if fit else None, series=False)]
-    made = [[Table((i,), None, leaf.ndim == 1)] for i, leaf in enumerate(leaves)]
-    return batching.filled(empty, made)
-
-
-def lazy_table(
-    table: Table,
-    parts: Sequence[Delayed],
-    empty: Tree,
-    frame: Any,
-    partitions: Sequence[Delayed],
+def _outputs_of_part(
+    ask: Packed[Ask], reader: ExampleReader | Finish, part: int, *values: Any
 ) -> Any:
-    """A dataframe or a series with the index and the divisions of another.
-
-    Args:
-        table: What it is of.
-        parts: The outputs of each partition, as a list of all.
-        empty: The outputs of no rows.
-        frame: The other one.
-        partitions: Of that.
-    """
-    import dask.dataframe
-
-    make = delayed(_made, pure=False)
-    made = [make(table, *both) for both in zip(parts, partitions, strict=True)]
-    return dask.dataframe.from_delayed(
-        made,
-        meta=table.made(batching.leaves(empty), frame._meta.index),
-        divisions=frame.divisions,
-        verify_meta=False,
-    )
+    with error_context(f"in part {part}"):
+        if isinstance(reader, ExampleReader):
+            return reader.outputs(ask.shared(), values[0], part)
+        rows = reader(list(values), part)
+        return batching.leaves(ask.shared()(iter([rows])))
 
 
-def _made(table: Table, leaves: Sequence[np.ndarray], partition: Any) -> Any:
-    return table.made(leaves, partition.index)
+def _partitions(X: Any, y: Any) -> list[Sequence[Any]]:
+    """Return the partitions of each collection, Delayed or futures."""
+    if isinstance(X, list):
+        return [X]
+    if is_bag(X):
+        return [X.to_delayed()]
+    leaves = list(batching.named_both((X, y)).values())
+    first = leaves[0]
+    if is_dask_array(first) and not math.isnan(first.shape[0]):
+        rows = {0: first.chunks[0]}
+        leaves = [own.rechunk(rows) if is_dask_array(own) else own for own in leaves]
+    return [list(np.ravel(own.to_delayed())) for own in leaves]
 
 
-class LazyParts(NamedTuple):
-    """What comes out, partition by partition.
-
-    Attributes:
-        kind: What they are put together to: ``"array"``, ``"table"``, ``"bag"`` or
-            ``"list"``.
-        values: Of arrays and tables Delayed lists of all outputs; of bags and lists
-            Delayed outputs of the examples.
-    """
-
-    kind: Literal["array", "table", "bag", "list"]
-    values: list[Delayed]
+# ---- collections of outputs
 
 
 def lazy_outputs(
@@ -603,99 +336,144 @@ def lazy_outputs(
     y: Any = None,
     names: Sequence[Any] | None = None,
 ) -> Any:
-    """Make the outputs of a collection.
+    """Apply a function to a collection, lazily.
 
     Args:
-        X: The collection, a tree of ``dask.array`` and ``dask.dataframe``, a bag, or a
-            list of Delayed objects and futures.
-        source: The same, as it is cut; of bags and lists `Examples`.
-        ask: What comes out for rows, a row for each; travels once to each worker.
-        empty: The outputs of no rows.
-        client: Its cluster holds what is asked as long as the result lives, wherever
-            that is; False: it goes with the tasks.
-        y: Labels, if they are collections of their own; in `source`, too.
-        names: For the columns of a single table, if there are as many.
+        X: A tree of ``dask.array`` and ``dask.dataframe``, a bag, or a list of Delayed
+            objects and futures.
+        source: The same as a source; for bags and lists `Examples`.
+        ask: Maps rows to outputs; travels once to each worker.
+        empty: Outputs of no rows.
+        client: Its cluster holds `ask` as long as the result lives; False: `ask` is
+            part of the graph.
+        y: Labels that are collections of their own; part of `source`, too.
+        names: Of the columns of a single table, used if there are as many.
 
     Returns:
-        For a bag a bag of the outputs of each example, or of pairs (key, output); for a
-        list one of Delayed objects; else by the kind of the first collection, a
-        ``dask.array`` or a ``dask.dataframe`` with its index, in a tree if there are
-        several outputs.
+        A bag of outputs, or of pairs (key, output), for a bag; a list of Delayed
+        objects for a list; else, like the first collection, a ``dask.array`` or a
+        ``dask.dataframe`` with its index, in a tree if there are several outputs.
 
     Raises:
         ModelError: If outputs do not fit into a ``dask.dataframe``.
     """
-    kind, values = lazy_parts(X, source, ask, client, y)
-    if kind == "list":
-        return values
-    if kind == "bag":
-        from dask.bag import from_delayed
-
-        return from_delayed(values)
-    first = batching.leaves(X)[0]
-    if kind == "array":
-        rows = first.chunks[0]
-        leaves = enumerate(batching.leaves(empty))
-        return batching.filled(
-            empty, [lazy_array(values, i, x, rows) for i, x in leaves]
-        )
-    partitions = first.to_delayed()
-
-    def frame(boxed: list[Table]) -> Any:
-        return lazy_table(boxed[0], values, empty, first, partitions)
-
-    return batching.mapped(frame, tables_of(empty, names))
-
-
-def lazy_parts(
-    X: Any,
-    source: Collections,
-    ask: Ask,
-    client: Client | Literal[False],
-    y: Any = None,
-) -> LazyParts:
-    """The outputs of a collection in parts, see `lazy_outputs`."""
-    shared, name = held(Packed(ask, "model"), client), new_key("predict")
-    values = zip(*_partitions(X, y), strict=True)
+    parts = partition_outputs(X, source, ask, client, y)
     if isinstance(source, Examples):
-        answer = delayed(answers_of, pure=False)
-        made = [
-            answer(shared, source.reading, part, value, dask_key_name=(name, part))
-            for part, (value,) in enumerate(values)
-        ]
-        return LazyParts("bag" if is_bag(X) else "list", made)
-    task = delayed(outputs_of, pure=False)
-    made = [
-        task(shared, source.finish, part, *own, dask_key_name=(name, part))
-        for part, own in enumerate(values)
+        return collection_of_examples(parts, bag=is_bag(X))
+    first = batching.leaves(X)[0]
+    if is_dask_array(first):
+        return collection_of_arrays(parts, empty, first.chunks[0])
+    return collection_of_tables(parts, empty, first, names)
+
+
+def collection_of_examples(parts: list[Delayed], *, bag: bool) -> Any:
+    """Return a bag of the values of all parts, or a list of the parts."""
+    if not bag:
+        return parts
+    from dask.bag import from_delayed
+
+    return from_delayed(parts)
+
+
+def collection_of_arrays(
+    parts: Sequence[Delayed], empty: Tree, rows: Sequence[float]
+) -> Tree:
+    """Return a tree of ``dask.array``.
+
+    Args:
+        parts: For each block a list of all output arrays.
+        empty: Outputs of no rows.
+        rows: Rows of each block; NaN if unknown.
+    """
+    leaves = enumerate(batching.leaves(empty))
+    return batching.filled(empty, [_array(parts, i, x, rows) for i, x in leaves])
+
+
+def _array(
+    parts: Sequence[Delayed], number: int, empty: np.ndarray, rows: Sequence[float]
+) -> Any:
+    import dask.array  # takes half a second, and scipy
+
+    # Not from_delayed and concatenate, which drops empty blocks.
+    name = new_key("outputs")
+    take = delayed(list.__getitem__, pure=False)
+    taken = [
+        take(part, number, dask_key_name=f"{name}-{i}") for i, part in enumerate(parts)
     ]
-    return LazyParts("array" if is_dask_array(batching.leaves(X)[0]) else "table", made)
+    inner = (0,) * (empty.ndim - 1)
+    layer: Any = {(name, i, *inner): part.key for i, part in enumerate(taken)}
+    return dask.array.Array(
+        HighLevelGraph.from_collections(name, layer, dependencies=taken),
+        name,
+        chunks=(tuple(rows), *((size,) for size in empty.shape[1:])),
+        meta=empty,
+    )
 
 
-def outputs_of(
-    ask: Packed[Ask], finish: Finish, part: int, *values: Any
-) -> list[np.ndarray]:
-    """The outputs of one partition, leaf by leaf; the task behind it."""
-    with Noted(f"in part {part}"):
-        rows = finish(list(values), part)
-        return batching.leaves(ask.shared()(iter([rows])))
+def collection_of_tables(
+    parts: Sequence[Delayed], empty: Tree, frame: Any, names: Sequence[Any] | None
+) -> Tree:
+    """Return a tree of dataframes and series with the index and divisions of another.
+
+    A dict of outputs with one number per row is one dataframe with these columns. Other
+    outputs are a table each: a series if there is one number per row.
+
+    Args:
+        parts: For each partition a list of all output arrays.
+        empty: Outputs of no rows.
+        frame: The other dataframe.
+        names: Of the columns of a single table, used if there are as many.
+
+    Raises:
+        ModelError: If an output has more than one axis per row.
+    """
+    leaves = batching.leaves(empty)
+    for leaf in leaves:
+        if leaf.ndim > 2:
+            raise ModelError(
+                f"model gives the shape {leaf.shape[1:]} for each row, which does not "
+                "fit into a dask.dataframe; use X.to_dask_array(lengths=True), or give "
+                "a postprocess that returns fewer numbers"
+            )
+    partitions = frame.to_delayed()
+
+    def made(columns: _Columns) -> Any:
+        import dask.dataframe
+
+        make = delayed(_table, pure=False)
+        values = zip(parts, partitions, strict=True)
+        return dask.dataframe.from_delayed(
+            [make(columns, part, partition) for part, partition in values],
+            meta=_table(columns, leaves, frame._meta),
+            divisions=frame.divisions,
+            verify_meta=False,
+        )
+
+    if isinstance(empty, dict) and all(
+        isinstance(leaf, np.ndarray) and leaf.ndim == 1 for leaf in empty.values()
+    ):
+        return made(_Columns(range(len(leaves)), tuple(empty)))
+    if isinstance(empty, np.ndarray):
+        fit = names is not None and empty.shape[1:] == (len(names),)
+        return made(_Columns([0], tuple(names or ()) if fit else None))
+    return batching.filled(empty, [made(_Columns([i])) for i in range(len(leaves))])
 
 
-def answers_of(ask: Packed[Ask], reading: Reading, part: int, value: Any) -> Any:
-    """The outputs of a partition of a bag, or of one of a list."""
-    with Noted(f"in part {part}"):
-        return reading.answers(ask.shared(), value, part)
+class _Columns(NamedTuple):
+    """Which outputs are in a table, and the names of its columns."""
+
+    outputs: Sequence[int]
+    names: tuple[Any, ...] | None = None
 
 
-def _partitions(X: Any, y: Any) -> list[Sequence[Any]]:
-    """Of each collection its partitions, Delayed or futures."""
-    if isinstance(X, list):
-        return [X]
-    if is_bag(X):
-        return [X.to_delayed()]
-    leaves = list(batching.named_both((X, y)).values())
-    first = leaves[0]
-    if is_dask_array(first) and not math.isnan(first.shape[0]):
-        rows = {0: first.chunks[0]}
-        leaves = [own.rechunk(rows) if is_dask_array(own) else own for own in leaves]
-    return [list(np.ravel(own.to_delayed())) for own in leaves]
+def _table(columns: _Columns, leaves: Sequence[np.ndarray], like: Any) -> Any:
+    """Return the outputs of a partition as a pandas object with its index."""
+    import pandas
+
+    own = [leaves[number] for number in columns.outputs]
+    if own[0].ndim == 2:
+        return pandas.DataFrame(own[0], index=like.index, columns=columns.names)
+    if columns.names is None:
+        return pandas.Series(own[0], index=like.index)
+    named = dict(zip(columns.names, own, strict=True))
+    return pandas.DataFrame(named, index=like.index)

@@ -79,38 +79,6 @@ def test_all_else_has_no_key(example):
     assert not lazy.is_keyed(example)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "ä",
-        b"\x00\xff",
-        7,
-        2**80,
-        True,
-        1.5,
-        ID,
-        NOW,
-        NOW.date(),
-        ("a", (1, b"b")),
-        np.int64(7),
-        np.str_("x"),
-        np.str_(""),
-        np.datetime64("2026-01-02", "D"),
-    ],
-    ids=repr,
-)
-def test_keys_are_read_back_exactly(key):
-    (found,) = lazy.read(lazy.written([key]))
-
-    assert found == key
-    assert type(found) is type(key)
-
-
-def test_a_key_that_cannot_be_written_is_named():
-    with pytest.raises(DataError, match=r"must be str, .* got frozenset\(\), a frozen"):
-        lazy.written([frozenset()])
-
-
 def test_keys_come_back_as_they_were_beside_their_outputs():
     own = ["b", "a", "c", "a", "e"]
     bag = bag_of([(key, np.full(2, float(i))) for i, key in enumerate(own)])
